@@ -1,0 +1,39 @@
+"""The only reader of the process environment: every variable Stoker honours, with its default, in one table."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def text(name: str, default: str = "") -> str:
+    """The variable `name`, or `default` when it is unset or empty."""
+    return os.environ.get(name) or default
+
+
+def flag(name: str, default: bool = False) -> bool:
+    """A boolean variable: 1, true, yes or on, without regard to case, is true."""
+    value = os.environ.get(name)
+    return default if not value else value.strip().lower() in ("1", "true", "yes", "on")
+
+
+def cache_dir() -> Path:
+    """Where built engines and compiled kernels are kept: STOKER_CACHE, else XDG_CACHE_HOME/stoker, else ~/.cache/stoker."""
+    if explicit := text("STOKER_CACHE"):
+        return Path(explicit)
+    return Path(text("XDG_CACHE_HOME") or Path.home() / ".cache") / "stoker"
+
+
+def log_level() -> str:
+    """STOKER_LOG: debug, info, warning or error."""
+    return text("STOKER_LOG", "info").upper()
+
+
+def hub_token() -> str | None:
+    """The hub's access token: HF_TOKEN, else HUGGING_FACE_HUB_TOKEN. Never printed."""
+    return text("HF_TOKEN") or text("HUGGING_FACE_HUB_TOKEN") or None
+
+
+def num_threads() -> int:
+    """CPU threads for arithmetic: STOKER_THREADS, else OMP_NUM_THREADS, else the cores this process may use."""
+    return int(text("STOKER_THREADS") or text("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

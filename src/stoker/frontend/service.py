@@ -1,0 +1,76 @@
+"""The generation service: text in, text deltas out. Protocol adapters call this and nothing below it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from stoker.runtime.request import ExecutorStats
+
+
+class Choice(msgspec.Struct):
+    """One finished sequence."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = []
+    error: str | None = None
+
+
+class Completion(msgspec.Struct):
+    """A whole answer. Equal to the joined stream of the same request."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    usage: Usage
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Service(ABC):
+    """What a protocol adapter may ask of a model that is served."""
+
+    model_name: str
+
+    @abstractmethod
+    def stream(self, request: GenerationRequest) -> AsyncIterator[list[Delta]]:
+        """Deltas of the request's sequences, a list a wake-up. Leaving early cancels within one step.
+
+        Raises RequestError, QueueFullError or UnavailableError before the first delta; later failures of one sequence
+        come as its last delta, with finish_reason ERROR.
+        """
+
+    @abstractmethod
+    async def complete(self, request: GenerationRequest) -> Completion:
+        """The joined stream."""
+
+    @abstractmethod
+    def cancel(self, request_id: str) -> None: ...
+
+    @abstractmethod
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    @abstractmethod
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    @abstractmethod
+    def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
+        """The chat template's text for these messages (generation prompt added unless told otherwise). RequestError when it fails."""
+
+    @abstractmethod
+    async def stats(self) -> ExecutorStats: ...
+
+    @property
+    @abstractmethod
+    def max_seq_len(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool: ...
