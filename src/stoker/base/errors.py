@@ -90,5 +90,9 @@ class DependencyError(StokerError):
 
 
 def _shorten(value: Any, limit: int = 80) -> str:
-    text = repr(value) if not isinstance(value, (list, tuple, bytes, str)) or len(value) < limit else f"<{type(value).__name__} of length {len(value)}>"
+    text = (
+        repr(value)
+        if not isinstance(value, (list, tuple, bytes, str)) or len(value) < limit
+        else f"<{type(value).__name__} of length {len(value)}>"
+    )
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -55,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     beam_width: int = 1  # > 1 is beam search; refused by engines built with a smaller max_beam_width
     length_penalty: float = 1.0  # beam search: score ÷ length ** length_penalty
     early_stopping: bool = False  # beam search: stop when beam_width candidates ended
-    guide: "Guide | None" = None  # the text must match a grammar
+    guide: Guide | None = None  # the text must match a grammar
 
     def __post_init__(self) -> None:
         if self.guide is not None:

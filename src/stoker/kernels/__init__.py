@@ -1,1 +1,1 @@
-"""The op surface: models call these names and never see a device. `dispatch` binds each to a reference or a Triton launcher."""
+"""The op surface. Models call `ops.name(...)`; `ops` binds each to a plain-torch reference or a Triton launcher."""

@@ -1,0 +1,90 @@
+"""The one place where a device is looked at: each op runs its Triton launcher on CUDA tensors, its reference elsewhere.
+
+Every op is a quartet: the name here, a launcher and a kernel in `triton/`, and a plain-torch `reference/` with the same
+file name and signature, which is the CPU path and the test oracle.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.reference import activation as activation_ref
+from stoker.kernels.reference import attention as attention_ref
+from stoker.kernels.reference import embedding as embedding_ref
+from stoker.kernels.reference import linear as linear_ref
+from stoker.kernels.reference import norm as norm_ref
+from stoker.kernels.reference import rope as rope_ref
+from stoker.kernels.types import AttentionParams
+
+if TYPE_CHECKING:
+    from stoker.layers.batch import ForwardBatch, KVCache
+
+if torch.cuda.is_available():
+    from stoker.kernels.triton import activation as activation_gpu
+    from stoker.kernels.triton import attention as attention_gpu
+    from stoker.kernels.triton import embedding as embedding_gpu
+    from stoker.kernels.triton import linear as linear_gpu
+    from stoker.kernels.triton import norm as norm_gpu
+    from stoker.kernels.triton import rope as rope_gpu
+else:
+    activation_gpu, attention_gpu, embedding_gpu = activation_ref, attention_ref, embedding_ref
+    linear_gpu, norm_gpu, rope_gpu = linear_ref, norm_ref, rope_ref
+
+
+def _pick(x: Tensor, gpu: ModuleType, reference: ModuleType) -> ModuleType:
+    return gpu if x.is_cuda else reference
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
+    """RMS norm (arXiv 1910.07467) or layer norm over the last axis; `kind` is rms or layer. Arithmetic in float32."""
+    return _pick(x, norm_gpu, norm_ref).norm(x, weight, bias, eps, kind)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual). `residual` may be overwritten and returned."""
+    return _pick(x, norm_gpu, norm_ref).add_norm(x, residual, weight, bias, eps, kind)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """act(gate) × up for [..., 2 × size] holding gate then up. Returns [..., size]."""
+    return _pick(gate_up, activation_gpu, activation_ref).gated(gate_up, activation)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """act(x), elementwise."""
+    return _pick(x, activation_gpu, activation_ref).activate(x, activation)
+
+
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of `table` [vocab, hidden] for int32 `token_ids` [T]."""
+    return _pick(table, embedding_gpu, embedding_ref).embedding(token_ids, table)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] × weight [N, K] transposed, + bias [N]. Returns [M, N]."""
+    return _pick(x, linear_gpu, linear_ref).linear(x, weight, bias)
+
+
+def rope_store(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
+) -> Tensor:
+    """Rotate q and k (the first `cos_sin.shape[1]` features of each head), store k and v in the cache, return q.
+
+    q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv]: views with unit stride in the last axis; q may be rotated in place.
+    cos_sin float32 [max_positions, dim] holds dim/2 cosines, then dim/2 sines; None: no rotation.
+    slots int32 [T]: block × block_size + offset; -1 stores nowhere. A quantized cache stores round(x ÷ scale).
+    """
+    return _pick(q, rope_gpu, rope_ref).rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+
+
+def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    """Causal attention of the step's queries [T, heads, D] over the paged cache. Returns [T, heads × Dv].
+
+    Row r's queries are q[query_starts[r] : query_starts[r + 1]], the last of its seq_lens[r] tokens; its keys are found through
+    block_tables[r]. Softmax in float32.
+    """
+    return _pick(q, attention_gpu, attention_ref).attention(q, cache, batch, params)

@@ -1,0 +1,119 @@
+"""Paged attention in plain torch: decode rows in one batch, prefill rows one after another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.types import AttentionParams
+
+if TYPE_CHECKING:
+    from stoker.layers.batch import ForwardBatch, KVCache
+
+
+def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    num_tokens, num_heads = q.shape[:2]
+    value_size = (cache.values if cache.values is not None else cache.keys).shape[-1]
+    out = q.new_empty(num_tokens, num_heads, value_size)
+    n = batch.num_decodes
+    if n:
+        plan = _shared(batch, "decode", lambda: _RowPlan(batch, slice(0, n), cache.block_size))
+        out[:n] = _attend(q[:n].unsqueeze(1), cache, plan, params).squeeze(1)
+    if n < batch.num_rows:
+        starts = _shared(batch, "starts", lambda: batch.query_starts.tolist())
+        for row in range(n, batch.num_rows):
+            tokens = slice(starts[row], starts[row + 1])
+            if tokens.start == tokens.stop:
+                continue
+            plan = _shared(batch, f"prefill{row}", lambda row=row: _RowPlan(batch, slice(row, row + 1), cache.block_size))
+            out[tokens] = _attend(q[tokens].unsqueeze(0), cache, plan, params)[0]
+    return out.flatten(1)
+
+
+class _RowPlan:
+    """Where the keys of some rows are, and which of them each query may see: the same for all layers of a step."""
+
+    def __init__(self, batch: ForwardBatch, rows: slice, block_size: int) -> None:
+        self.lens = batch.seq_lens[rows].long()
+        longest = int(self.lens.max())
+        self.num_keys = longest
+        num_blocks = -(-longest // block_size)
+        tables = batch.block_tables[rows, :num_blocks].long()
+        used = torch.arange(num_blocks) * block_size < self.lens[:, None]
+        self.blocks = torch.where(used, tables, 0)  # entries past a row's length are undefined
+        starts = batch.query_starts
+        self.num_queries = int(starts[rows.start + 1] - starts[rows.start])
+        self.query_positions = self.lens[:, None] - self.num_queries + torch.arange(self.num_queries)  # [R, Q]
+        self.prefix = None if batch.prefix_lens is None else batch.prefix_lens[rows].long()
+        self._gathers: dict[int, Tensor] = {}
+        self._masks: dict[tuple, Tensor | None] = {}
+
+    def gather(self, pages: Tensor, scale: Tensor | None) -> Tensor:
+        """The rows' pages as [R, kv_heads, keys, D], in the arithmetic dtype when quantized."""
+        num_blocks, heads, block_size, size = pages.shape
+        index = self._gathers.get(heads)
+        if index is None:
+            index = (self.blocks[:, None, :] * heads + torch.arange(heads)[None, :, None]).flatten()
+            self._gathers[heads] = index
+        flat = pages.view(num_blocks * heads, block_size * size).index_select(0, index)
+        out = flat.view(self.blocks.shape[0], heads, -1, size)[:, :, : self.num_keys]
+        return out if scale is None else out.float() * scale[None, :, None, None]
+
+    def mask(self, params: AttentionParams) -> Tensor | None:
+        """True where a query may see a key, [R, 1, Q, keys]; None when every query sees every key."""
+        key = (params.window, params.chunk)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(params.window, params.chunk)
+        return self._masks[key]
+
+    def _make_mask(self, window: int | None, chunk: int | None) -> Tensor | None:
+        query = self.query_positions[:, :, None]
+        keys = torch.arange(self.num_keys)
+        seen = keys <= query
+        if self.prefix is not None:
+            seen = seen | (keys < self.prefix[:, None, None])
+        if window is not None:
+            seen = seen & (keys > query - window)
+        if chunk is not None:
+            seen = seen & (torch.div(keys, chunk, rounding_mode="floor") == torch.div(query, chunk, rounding_mode="floor"))
+        seen = seen & (keys < self.lens[:, None, None])
+        return None if bool(seen.all()) else seen[:, None]
+
+
+def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) -> Tensor:
+    """q [R, Q, heads, D] → [R, Q, heads, Dv]."""
+    keys = plan.gather(cache.keys, cache.key_scale)
+    # MLA keeps one latent a token: its values are the keys' leading features, cut by the caller.
+    values = keys if cache.values is None else plan.gather(cache.values, cache.value_scale)
+    rows, queries, heads, size = q.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    wide = torch.float32 if q.dtype != torch.float64 else q.dtype
+    # [R, kv_heads, group × Q, D]: the group's queries share their keys, so one product serves them.
+    grouped = q.view(rows, queries, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, size)
+    scores = torch.matmul(grouped.to(wide) * params.scale, keys.to(wide).transpose(-1, -2)).view(rows, kv_heads, group, queries, -1)
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    if params.alibi_slopes is not None:
+        distance = torch.arange(plan.num_keys) - plan.query_positions[:, :, None]
+        scores = scores + params.alibi_slopes.view(1, kv_heads, group, 1, 1) * distance[:, None, None].to(wide)
+    mask = plan.mask(params)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.unsqueeze(2), float("-inf"))
+    if params.sinks is not None:
+        sink = params.sinks.to(wide).view(1, kv_heads, group, 1, 1).expand(rows, -1, -1, queries, 1)
+        weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    mixed = torch.matmul(weights.reshape(rows, kv_heads, group * queries, -1), values.to(wide))
+    mixed = mixed.view(rows, kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
+    return mixed.to(q.dtype)
+
+
+def _shared(batch: ForwardBatch, key: str, make: object) -> _RowPlan:
+    """The step's value under `key`, made once: layers ask for the same plans."""
+    if key not in batch.shared:
+        batch.shared[key] = make()  # type: ignore[operator]
+    return cast(_RowPlan, batch.shared[key])
