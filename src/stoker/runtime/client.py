@@ -1,4 +1,8 @@
-"""The one way to reach an executor, in this process or another: submit token ids, receive outputs, cancel."""
+"""The one way to reach an executor, in this process or another, and the executor's end of it.
+
+A frontend holds an `ExecutorClient`: submit token ids, receive outputs, cancel. The executor's loop holds a `Mailbox`: take what
+arrived, send what a step made. Neither can tell which transport joins them.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,64 @@ class ExecutorInfo(msgspec.Struct, kw_only=True):
     model: str  # architecture name
 
 
+class Submit(msgspec.Struct, tag=True, array_like=True):
+    """A new request. Its request_id is unique over all clients of the mailbox."""
+
+    request: TokenRequest
+
+
+class Cancel(msgspec.Struct, tag=True, array_like=True):
+    """The client gave up on a request, or on one of its sequences. Unknown ids are to be ignored."""
+
+    request_id: str
+    index: int | None = None  # None: every sequence
+
+
+class Pause(msgspec.Struct, tag=True, array_like=True):
+    """Stop (or resume) admitting waiting requests."""
+
+    paused: bool
+
+
+class StatsQuery(msgspec.Struct, tag=True, array_like=True):
+    """Answer with `Mailbox.reply_stats`."""
+
+    client: str
+    number: int  # the client's count of its queries
+
+
+class Shutdown(msgspec.Struct, tag=True, array_like=True):
+    """End the loop: after the requests it has when draining, else at once."""
+
+    drain: bool = True
+
+
+Message = Submit | Cancel | Pause | StatsQuery | Shutdown
+
+
+class Mailbox(ABC):
+    """The executor's end: used from one plain synchronous loop, never from two threads.
+
+    Request ids seen here carry the client's name, so that ids of two frontends never collide; outputs go back with the same ids.
+    A client that closes or disappears is turned into a Cancel for each of its requests.
+    """
+
+    @abstractmethod
+    def poll(self, timeout_s: float) -> list[Message]:
+        """What arrived, in order; waits up to `timeout_s` for the first message. 0 never waits."""
+
+    @abstractmethod
+    def send(self, outputs: list[SequenceOutput]) -> None:
+        """A step's outputs, delivered in one message to each client concerned. Outputs of clients that left are dropped."""
+
+    @abstractmethod
+    def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None: ...
+
+    @abstractmethod
+    def close(self, reason: str = "the executor stopped") -> None:
+        """Tell every client; their pending requests end with UnavailableError. Idempotent."""
+
+
 class ExecutorClient(ABC):
     """Submit, stream, cancel. Safe for many concurrent requests of one event loop."""
 
@@ -36,8 +98,8 @@ class ExecutorClient(ABC):
         """
 
     @abstractmethod
-    def cancel(self, request_id: str) -> None:
-        """End a request; its sequences get finish_reason CANCELLED. An unknown id is ignored."""
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or its sequence `index`, with finish_reason CANCELLED. An unknown id is ignored."""
 
     @abstractmethod
     async def stats(self) -> ExecutorStats: ...
