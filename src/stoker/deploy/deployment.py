@@ -14,7 +14,6 @@ from stoker.base.errors import ConfigError
 from stoker.base.registry import Registry
 from stoker.server.schemas.settings import ServerSettings
 
-SECRET = "(set, hidden)"  # what a table shows in place of a secret's value
 
 
 class Origin(msgspec.Struct, frozen=True):

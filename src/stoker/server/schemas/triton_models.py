@@ -1,0 +1,112 @@
+"""The models of a Triton repository as plain data: what clients read as metadata and config, and what requests are checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from stoker.base.config import check_choice, check_range
+from stoker.server.schemas.triton_tensors import TENSORS, Dims, Era, TensorRow
+
+KINDS = tuple(TENSORS)  # the five models; a model's kind is which of them it plays, whatever its name
+DECODING_MODES = ("top_k", "top_p", "top_k_top_p", "beam_search")
+NO_QUEUE_LIMIT = 1 << 24  # Triton's max_queue_size 0: as many as RuntimeConfig can say
+
+
+class Tensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One declared tensor; dims leave out the batch axis."""
+
+    name: str
+    dtype: str  # STRING, INT32, UINT64, FP32, FP16, BOOL, …
+    dims: Dims
+    optional: bool = False
+    ragged: bool = False  # allow_ragged_batch
+    scalar: bool = False  # reshape: { shape: [ ] }
+    role: str = ""  # the name it has in 0.18, whatever its era: seed → random_seed
+
+    @property
+    def data_type(self) -> str:
+        """As model_config.proto spells it."""
+        return f"TYPE_{self.dtype}"
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of an ensemble: tensors of the model by name → tensors of the ensemble."""
+
+    model_name: str
+    model_version: int = -1
+    input_map: dict[str, str] = {}
+    output_map: dict[str, str] = {}
+
+
+class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """dynamic_batching.default_queue_policy, and the batcher's own fields. Times in microseconds, as in the file."""
+
+    preferred_batch_sizes: tuple[int, ...] = ()
+    max_queue_delay_us: int = 0
+    max_queue_size: int = 0  # 0: no limit
+    timeout_us: int = 0  # default_timeout_microseconds: a request may wait so long; 0: for ever
+    allow_timeout_override: bool = False  # a request's `timeout` parameter may shorten it
+    priority_levels: int = 0  # 0: requests have no priority
+    default_priority_level: int = 0
+
+
+class TritonModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One model directory."""
+
+    name: str
+    kind: str  # which of KINDS it plays
+    platform: str = ""
+    backend: str = ""
+    max_batch_size: int = 0  # rows of one request; 0: tensors have no batch axis
+    decoupled: bool = False  # may answer a request with any number of responses
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    instance_count: int = 1
+    queue: QueuePolicy | None = None  # None: the file has no dynamic_batching
+    steps: tuple[Step, ...] = ()  # of an ensemble
+    parameters: dict[str, str] = {}  # as in the file
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, KINDS)
+        check_range("max_batch_size", self.max_batch_size, 0, 1 << 20)
+        check_range("instance_count", self.instance_count, 1, 1 << 10)
+
+    def input(self, name: str) -> Tensor | None:
+        return next((t for t in self.inputs if t.name == name), None)
+
+
+class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a Triton repository asks of the KServe protocols, beyond ServerSettings."""
+
+    models: tuple[TritonModel, ...] = ()
+    max_beam_width: int = 1  # beam_width of a request, at most
+    decoding_mode: str = "top_k_top_p"  # top_k ignores a request's top_p, top_p its top_k; beam_search is for beam_width > 1
+    exclude_input_in_output: bool = False  # output_ids of a whole answer leave out the prompt; a request may say otherwise
+    normalize_log_probs: bool = True  # cum_log_probs are divided by the number of tokens
+    accumulate_tokens: bool = False  # each streamed text_output of tensorrt_llm_bls holds all text so far
+    guided_decoding: bool = True  # requests may carry guided_decoding_guide
+
+    def __post_init__(self) -> None:
+        check_range("max_beam_width", self.max_beam_width, 1, 1024)
+        check_choice("decoding_mode", self.decoding_mode, DECODING_MODES)
+
+    def of_kind(self, kind: str) -> TritonModel | None:
+        return next((m for m in self.models if m.kind == kind), None)
+
+
+def tensors(kind: str, era: Era = "0.18") -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(inputs, outputs) of a kind of model as the templates of `era` declare them."""
+    inputs, outputs = TENSORS[kind]
+    return tuple(_declare(inputs, era, inputs=True)), tuple(_declare(outputs, era, inputs=False))
+
+
+def _declare(rows: Iterable[TensorRow], era: Era, *, inputs: bool) -> Iterable[Tensor]:
+    for row in rows:
+        dims = row.dims[era]
+        if dims is not None:
+            yield Tensor(
+                name=row.name_in(era), dtype=row.dtype, dims=dims, optional=inputs and not row.required, ragged=row.layout == "ragged",
+                scalar=row.layout == "scalar", role=row.name,
+            )  # fmt: skip
