@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -77,9 +76,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 1, 1 << 40)
         check_range("max_queue_size", self.max_queue_size, 0, 1 << 24)
-        if self.kv_cache_fraction is not None:
-            if not (0.0 < self.kv_cache_fraction <= 1.0) or math.isnan(self.kv_cache_fraction):
-                raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction} is outside (0, 1].", cure="Use a fraction such as 0.9.")
+        if self.kv_cache_fraction is not None and not 0.0 < self.kv_cache_fraction <= 1.0:
+            raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction} is outside (0, 1].", cure="Use a fraction such as 0.9.")
 
 
 def check_range(name: str, value: Any, low: int, high: int) -> None:

@@ -90,9 +90,8 @@ class DependencyError(StokerError):
 
 
 def _shorten(value: Any, limit: int = 80) -> str:
-    text = (
-        repr(value)
-        if not isinstance(value, (list, tuple, bytes, str)) or len(value) < limit
-        else f"<{type(value).__name__} of length {len(value)}>"
-    )
+    """The value as a message shows it; long ones by their type and length only."""
+    if isinstance(value, (list, tuple, bytes, str)) and len(value) >= limit:
+        return f"<{type(value).__name__} of length {len(value)}>"
+    text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -13,7 +13,7 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """Base of the configuration values."""
 
 
-class NormConfig(Frozen):
+class NormConfig(Frozen, frozen=True, kw_only=True):
     """RMS norm or layer norm. Weight offsets (Gemma's 1 + w) are folded in by the build."""
 
     kind: str = "rms"  # rms, layer
@@ -22,7 +22,7 @@ class NormConfig(Frozen):
     bias: bool = False
 
 
-class RopeConfig(Frozen):
+class RopeConfig(Frozen, frozen=True, kw_only=True):
     """Rotary positions. `scaling` is one of default, linear, dynamic, llama3, yarn, longrope."""
 
     dim: int  # rotated features of each head, the first ones
@@ -43,7 +43,7 @@ class RopeConfig(Frozen):
     long_factor: tuple[float, ...] = ()
 
 
-class AttentionConfig(Frozen, tag="attention"):
+class AttentionConfig(Frozen, frozen=True, kw_only=True, tag="attention"):
     """Multi-head, grouped-query or multi-query attention."""
 
     num_heads: int
@@ -65,7 +65,7 @@ class AttentionConfig(Frozen, tag="attention"):
     logn_length: int | None = None  # Qwen 1: queries past this position grow by log_n(position)
 
 
-class MLAConfig(Frozen, tag="mla"):
+class MLAConfig(Frozen, frozen=True, kw_only=True, tag="mla"):
     """Multi-head latent attention (DeepSeek V2, arXiv 2405.04434): the cache holds the latent and the rope part."""
 
     num_heads: int
@@ -80,7 +80,7 @@ class MLAConfig(Frozen, tag="mla"):
     qkv_bias: bool = False
 
 
-class MLPConfig(Frozen, tag="mlp"):
+class MLPConfig(Frozen, frozen=True, kw_only=True, tag="mlp"):
     """act(gate) × up → down when gated, else act(up) → down."""
 
     size: int
@@ -90,7 +90,7 @@ class MLPConfig(Frozen, tag="mlp"):
     down_bias: bool = False
 
 
-class MoEConfig(Frozen, tag="moe"):
+class MoEConfig(Frozen, frozen=True, kw_only=True, tag="moe"):
     """Routed experts, and optionally shared ones."""
 
     num_experts: int
@@ -110,11 +110,11 @@ class MoEConfig(Frozen, tag="moe"):
     glu_alpha: float = 1.702
 
 
-class LayerConfig(Frozen):
+class LayerConfig(Frozen, frozen=True, kw_only=True):
     """One decoder layer.
 
-    `layout`: pre (norm → block → add), post (block → norm → add), sandwich (norm → block → norm → add),
-    parallel (attention and MLP read the same normed input; both are added), post_add (add → norm, as the original transformer).
+    `layout` is a row of layers.layer.LAYOUTS: pre (norm → block → add), post (block → norm → add), sandwich (norm → block → norm →
+    add), parallel (attention and MLP read the same stream; both are added), add_norm (the normed stream is what is added to).
     """
 
     attention: AttentionConfig | MLAConfig
@@ -123,10 +123,10 @@ class LayerConfig(Frozen):
     layout: str = "pre"
     parallel_norms: int = 1  # parallel layout: 2 when the MLP has a norm of its own
     residual_scale: float = 1.0  # blocks' outputs are multiplied before the add (Granite)
-    skip_scale: float = 1.0  # the residual itself is multiplied (ChatGLM 1's alpha)
+    skip_scale: float = 1.0  # the residual itself is multiplied (ChatGLM 1's alpha; add_norm layout)
 
 
-class ModelConfig(Frozen):
+class ModelConfig(Frozen, frozen=True, kw_only=True):
     """A whole decoder."""
 
     architecture: str  # the row of models/ that made this, e.g. LlamaForCausalLM

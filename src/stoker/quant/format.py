@@ -1,32 +1,67 @@
-"""The seam of quantization: a format knows how to make, describe, shard and load a linear. Model code never sees a scale."""
+"""The seam of quantization: a weight is an object that knows how to be made, laid out, split and turned into a linear.
+
+A format owns the tensors of one linear: `name.weight`, and whatever suffixes it adds (`.scale`, `.zero`). Model code
+asks for a linear and never sees a scale. One file per format in this package, one row in FORMATS.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from stoker.base.registry import Registry
 from stoker.layers.specs import LinearSpec
 
 
-class LinearOp(ABC):
-    """A linear ready to run: called with [..., in_features] gives [..., out_features] in the same dtype."""
+class LinearOp(Protocol):
+    """A linear ready to run: x [T, in_features] → [T, out_features], in x's dtype."""
 
-    __slots__ = ()
-
-    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A weight format with its settings; the struct itself is what config.json stores under `quantization`."""
+class Layout(msgspec.Struct, frozen=True):
+    """One stored tensor of a linear, whole: how big it is and which of its axes follow the weight's rows and columns.
 
-    name: ClassVar[str]
+    An index along `row_axis` covers `row_unit` output rows and one along `col_axis` `col_unit` input features, so any
+    format is split by slicing (a packed nibble pair has col_unit 2; a group scale has col_unit group_size).
+    """
 
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether `quantize` wants activation statistics."""
-        return False
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    row_axis: int | None = None
+    col_axis: int | None = None
+    row_unit: int = 1
+    col_unit: int = 1
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format"):
+    """A weight format with its settings. The struct itself is stored in the engine's config.json."""
+
+    needs_calibration: ClassVar[bool] = False  # `quantize` wants the linear's calibration statistics
+
+    def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        """The stored tensors by suffix, for a model of arithmetic dtype `dtype`; shapes as if on one rank."""
+        raise TypeError(f"{type(self).__name__} declares no layout")
+
+    def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
+        """Store `weight` [(experts,) out, in]: tensors by suffix, as `layout` says. `stats`: what calibration measured for this input."""
+        raise TypeError(f"{type(self).__name__} cannot quantize")
+
+    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp:
+        """The linear of this rank's stored tensors, repacked for their device if need be. The dict is consumed."""
+        raise TypeError(f"{type(self).__name__} cannot load")
+
+
+FORMATS: Registry[type[Format]] = Registry("quantization format")
+
+
+class TensorSource(ABC):
+    """Where a rank's stored tensors come from: an engine's file, or random numbers."""
+
+    @abstractmethod
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor called `name`, on the device. Raises EngineError unless it has this shape and dtype."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -112,8 +113,11 @@ def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) 
     return mixed.to(q.dtype)
 
 
-def _shared(batch: ForwardBatch, key: str, make: object) -> _RowPlan:
+T = TypeVar("T")
+
+
+def _shared(batch: ForwardBatch, key: str, make: Callable[[], T]) -> T:
     """The step's value under `key`, made once: layers ask for the same plans."""
     if key not in batch.shared:
-        batch.shared[key] = make()  # type: ignore[operator]
-    return cast(_RowPlan, batch.shared[key])
+        batch.shared[key] = make()
+    return cast(T, batch.shared[key])

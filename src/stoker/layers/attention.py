@@ -1,0 +1,112 @@
+"""Attention block: fused qkv, optional q/k norms, rotary positions, the paged cache, the output projection."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import ops
+from stoker.kernels.types import AttentionParams
+from stoker.layers.batch import ForwardBatch, KVCache
+from stoker.layers.config import AttentionConfig
+from stoker.layers.loader import Loader
+from stoker.layers.norm import Norm
+from stoker.layers.specs import LinearSpec, Spec, TensorSpec
+
+
+class Attention:
+    """Multi-head, grouped-query or multi-query attention."""
+
+    def __init__(self, config: AttentionConfig, loader: Loader, name: str, hidden: int, cos_sin: Tensor | None) -> None:
+        self.config = config
+        weights = loader.load(self.specs(config, name, hidden))
+        self.qkv, self.out = weights["qkv"], weights["out"]
+        self.group = loader.group
+        self.num_heads = config.num_heads // loader.group.size
+        self.num_kv_heads = max(config.num_kv_heads // loader.group.size, 1)
+        self.head_size = config.head_size
+        self.cos_sin = cos_sin
+        self.interleaved = config.rope.interleaved if config.rope else False
+        self.qk_norms: tuple[Norm, Norm] | None = None
+        if config.qk_norm is not None:
+            q_size, k_size = _norm_sizes(config)
+            norm = config.qk_norm
+            self.qk_norms = (Norm(norm, loader, f"{name}.q_norm", q_size), Norm(norm, loader, f"{name}.k_norm", k_size))
+        self.params = AttentionParams(
+            scale=config.scale if config.scale is not None else config.head_size**-0.5,
+            window=config.window,
+            chunk=config.chunk,
+            softcap=config.softcap,
+            alibi_slopes=_alibi(config, loader) if config.alibi else None,
+            sinks=weights.get("sinks"),
+        )
+
+    @staticmethod
+    def specs(config: AttentionConfig, name: str, hidden: int) -> dict[str, Spec]:
+        size = config.head_size
+        q, kv = config.num_heads * size, config.num_kv_heads * size
+        specs: dict[str, Spec] = {
+            "qkv": LinearSpec(
+                name=f"{name}.qkv", in_features=hidden, parts=(q, kv, kv), bias=config.qkv_bias, split="heads", head_size=size
+            ),
+            "out": LinearSpec(name=f"{name}.out", in_features=q, parts=(hidden,), bias=config.out_bias, split="row_heads", head_size=size),
+        }
+        if config.sinks:
+            specs["sinks"] = TensorSpec(name=f"{name}.sinks", shape=(config.num_heads,), split="heads", dtype="float32")
+        return specs
+
+    @staticmethod
+    def all_specs(config: AttentionConfig, name: str, hidden: int) -> dict[str, Spec]:
+        """Those of the block and of its inner norms."""
+        specs = Attention.specs(config, name, hidden)
+        if config.qk_norm is not None:
+            for key, size in zip(("q_norm", "k_norm"), _norm_sizes(config), strict=True):
+                inner = Norm.specs(config.qk_norm, f"{name}.{key}", size)
+                specs |= {f"{key}.{part}": spec for part, spec in inner.items()}
+        return specs
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        config = self.config
+        size = self.head_size
+        qkv = self.qkv(x)
+        if config.clip_qkv is not None:
+            qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
+        q, k, v = qkv.split((self.num_heads * size, self.num_kv_heads * size, self.num_kv_heads * size), dim=-1)
+        if self.qk_norms is not None and config.qk_norm_full:
+            q, k = self.qk_norms[0](q), self.qk_norms[1](k)
+        q, k, v = q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size)), v.unflatten(-1, (-1, size))
+        if self.qk_norms is not None and not config.qk_norm_full:
+            q, k = self.qk_norms[0](q), self.qk_norms[1](k)
+        q = ops.rope_store(q, k, v, batch.positions, self.cos_sin, self.interleaved, cache, batch.slots)
+        if config.logn_length is not None:
+            q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
+        mixed = ops.attention(q, cache, batch, self.params)
+        return self.group.all_reduce(self.out(mixed))
+
+
+def _norm_sizes(config: AttentionConfig) -> tuple[int, int]:
+    if config.qk_norm_full:
+        return config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    return config.head_size, config.head_size
+
+
+def _logn(positions: Tensor, length: int) -> Tensor:
+    """[T, 1, 1]: log_length(position + 1) past `length`, 1 before it (Qwen 1)."""
+    return (torch.log(positions.float() + 1) / math.log(length)).clamp(min=1.0)[:, None, None]
+
+
+def _alibi(config: AttentionConfig, loader: Loader) -> Tensor:
+    slopes = alibi_slopes(config.num_heads) * config.alibi_scale
+    local = config.num_heads // loader.group.size
+    start = loader.group.rank * local
+    return slopes[start : start + local].to(loader.device)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """float32 [num_heads]: 2 ** (-8 i / n) for a power of two n, the odd steps of the next one for the rest (arXiv 2108.12409)."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power) + 1, 2)]
+    return torch.tensor(slopes, dtype=torch.float32)

@@ -1,0 +1,122 @@
+"""The decoder: blocks composed as a ModelConfig says. One class serves every architecture; what differs is data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import ops
+from stoker.layers.batch import ForwardBatch, KVCache
+from stoker.layers.config import AttentionConfig, LayerConfig, ModelConfig
+from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make_layer
+from stoker.layers.loader import Loader
+from stoker.layers.norm import Norm
+from stoker.layers.specs import LinearSpec, Spec, TensorSpec
+
+
+def declare(config: ModelConfig) -> dict[str, Spec]:
+    """Every weight of the model by engine name, in file order."""
+    specs: list[Spec] = [*_outer_specs(config).values()]
+    for i, layer in enumerate(config.layers):
+        specs += _layer_specs(layer, f"layers.{i}", config.hidden_size)
+    if config.norm is not None:
+        specs += Norm.specs(config.norm, "norm", config.hidden_size).values()
+    return {spec.name: spec for spec in specs}
+
+
+def kv_shapes(config: ModelConfig, layer: int) -> tuple[int, int, int]:
+    """(kv_heads, key size, value size) of a layer's cache over all ranks; value size 0: keys hold everything (MLA)."""
+    attention = config.layers[layer].attention
+    if isinstance(attention, AttentionConfig):
+        return attention.num_kv_heads, attention.head_size, attention.head_size
+    return 1, attention.kv_rank + attention.rope_size, 0
+
+
+def _outer_specs(config: ModelConfig) -> dict[str, Spec]:
+    vocab, hidden = config.vocab_size, config.hidden_size
+    width = config.embed_size or hidden
+    specs: dict[str, Spec] = {"embed": TensorSpec(name="embed.weight", shape=(vocab, width), split="none")}
+    if config.learned_positions:
+        specs["positions"] = TensorSpec(name="positions.weight", shape=(config.learned_positions, hidden))
+    if config.positions_2d:
+        specs["block_positions"] = TensorSpec(name="block_positions.weight", shape=(config.learned_positions, hidden))
+    if config.embed_norm is not None:
+        specs |= {f"embed_norm.{k}": s for k, s in Norm.specs(config.embed_norm, "embed_norm", width).items()}
+    if config.embed_size is not None:
+        specs["project_in"] = LinearSpec(name="project_in", in_features=width, parts=(hidden,), quantize=False)
+        specs["project_out"] = LinearSpec(name="project_out", in_features=hidden, parts=(width,), quantize=False)
+    if not config.tie_head:
+        specs["head"] = LinearSpec(name="head", in_features=width, parts=(vocab,), bias=config.head_bias, split="vocab", quantize=False)
+    return specs
+
+
+def _layer_specs(layer: LayerConfig, name: str, hidden: int) -> list[Spec]:
+    specs: list[Spec] = []
+    for norm in LAYOUTS[layer.layout].norms(layer):
+        specs += Norm.specs(layer.norm, f"{name}.{norm}", hidden).values()
+    mixer = MIXERS[type(layer.attention)]
+    specs += mixer.all_specs(layer.attention, f"{name}.attention", hidden).values()
+    feed_forward = FEED_FORWARDS[type(layer.mlp)]
+    specs += feed_forward.specs(layer.mlp, f"{name}.mlp", hidden).values()
+    return specs
+
+
+class Decoder:
+    """A whole model on one rank: token ids and a paged cache in, logits out."""
+
+    def __init__(self, config: ModelConfig, loader: Loader, num_positions: int) -> None:
+        self.config = config
+        weights = loader.load({k: s for k, s in _outer_specs(config).items() if not k.startswith("embed_norm")})
+        self.embed: Tensor = weights["embed"]
+        self.positions: Tensor | None = weights.get("positions")
+        self.block_positions: Tensor | None = weights.get("block_positions")
+        self.project_in, self.project_out = weights.get("project_in"), weights.get("project_out")
+        self.head: Callable[[Tensor], Tensor] = weights.get("head") or (lambda x: ops.linear(x, self.embed))
+        self.embed_norm = (
+            Norm(config.embed_norm, loader, "embed_norm", config.embed_size or config.hidden_size) if config.embed_norm else None
+        )
+        tables = RopeTables(num_positions, loader.device)
+        self.layers = [make_layer(layer, loader, f"layers.{i}", config.hidden_size, tables) for i, layer in enumerate(config.layers)]
+        self.norm = Norm(config.norm, loader, "norm", config.hidden_size) if config.norm is not None else None
+
+    def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
+        """Logits [L, vocab] of the tokens that `batch.logits_idx` names (None: the last of each row), in the model's dtype."""
+        x = self._embed(batch)
+        residual: Tensor | None = None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual = layer(x, residual, batch, cache)
+        wanted = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
+        x = x.index_select(0, wanted)
+        if residual is not None:
+            residual = residual.index_select(0, wanted)
+            x = self.norm.add(x, residual)[0] if self.norm is not None else x + residual
+        elif self.norm is not None:
+            x = self.norm(x)
+        return self._logits(x)
+
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        config = self.config
+        x = ops.embedding(batch.token_ids, self.embed)
+        if config.embed_scale != 1.0:
+            # The scale is rounded to the model's dtype first, as the reference implementations do.
+            x = x * torch.tensor(config.embed_scale, dtype=x.dtype).item()
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.positions is not None:
+            x = x + ops.embedding(batch.positions + config.position_offset, self.positions)
+        if self.block_positions is not None and batch.block_positions is not None:
+            x = x + ops.embedding(batch.block_positions, self.block_positions)
+        return self.embed_norm(x) if self.embed_norm is not None else x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        config = self.config
+        if self.project_out is not None:
+            x = self.project_out(x)
+        logits = self.head(x)
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        if config.logit_softcap is not None:
+            logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+        return logits

@@ -1,0 +1,34 @@
+"""Feed-forward block."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from stoker.kernels import ops
+from stoker.layers.config import MLPConfig
+from stoker.layers.loader import Loader
+from stoker.layers.specs import LinearSpec, Spec
+
+
+class MLP:
+    """act(gate) × up → down, or act(up) → down."""
+
+    def __init__(self, config: MLPConfig, loader: Loader, name: str, hidden: int) -> None:
+        weights = loader.load(self.specs(config, name, hidden))
+        self.up = weights["up"]
+        self.down = weights["down"]
+        self.activation = config.activation
+        self.gated = config.gated
+        self.group = loader.group
+
+    @staticmethod
+    def specs(config: MLPConfig, name: str, hidden: int) -> dict[str, Spec]:
+        parts = (config.size, config.size) if config.gated else (config.size,)
+        up = LinearSpec(name=f"{name}.up", in_features=hidden, parts=parts, bias=config.up_bias, split="column")
+        down = LinearSpec(name=f"{name}.down", in_features=config.size, parts=(hidden,), bias=config.down_bias, split="row")
+        return {"up": up, "down": down}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = self.up(x)
+        inner = ops.gated(wide, self.activation) if self.gated else ops.activate(wide, self.activation)
+        return self.group.all_reduce(self.down(inner))

@@ -1,0 +1,109 @@
+"""Tables of rotary positions, with every scaling that checkpoints ask for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.layers.config import RopeConfig
+
+
+def rope_table(config: RopeConfig, num_positions: int, device: torch.device | str) -> Tensor:
+    """float32 [num_positions, dim]: dim / 2 cosines, then dim / 2 sines.
+
+    Angles are formed in float64: at position 100,000 a float32 angle is off by 0.004.
+    """
+    frequencies, factor = _frequencies(config, num_positions)
+    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies[None, :]
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device, torch.float32)
+
+
+def _frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """Radians per position [dim / 2] in float64, and the factor on cosines and sines."""
+    try:
+        method = _METHODS[config.scaling]
+    except KeyError:
+        raise ConfigError(f"rope scaling {config.scaling!r} is unknown.", cure=f"Known: {', '.join(_METHODS)}.") from None
+    return method(config, num_positions)
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    return theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+def _default(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    return _plain(config.theta, config.dim), 1.0
+
+
+def _linear(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    return _plain(config.theta, config.dim) / config.factor, 1.0
+
+
+def _dynamic(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """NTK-aware base growth, for the engine's whole length: one table, so that answers don't depend on the chunking."""
+    ratio = config.factor * num_positions / config.original_max_positions - (config.factor - 1)
+    if num_positions <= config.original_max_positions:
+        ratio = 1.0
+    return _plain(config.theta * ratio ** (config.dim / (config.dim - 2)), config.dim), 1.0
+
+
+def _llama3(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """Low frequencies ÷ factor, high ones kept, a linear blend between (Llama 3.1)."""
+    plain = _plain(config.theta, config.dim)
+    turns = config.original_max_positions * plain / (2 * math.pi)  # turns over the original context
+    blend = ((turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)).clamp(0, 1)
+    return plain * (blend + (1 - blend) / config.factor), 1.0
+
+
+def _yarn(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071), with DeepSeek's two mscale settings."""
+    dim, original = config.dim, config.original_max_positions
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dim_of(config.beta_fast), dim_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    plain = _plain(config.theta, dim)
+    return plain / config.factor * ramp + plain * (1 - ramp), _yarn_factor(config)
+
+
+def _yarn_factor(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
+    return yarn_mscale(config.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """0.1 × mscale × ln(factor) + 1, or 1 when nothing is stretched."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """LongRoPE (arXiv 2402.13753): a divisor a frequency; the long set when the engine's length passes the original."""
+    original = config.original_max_positions
+    divisors = config.long_factor if num_positions > original else config.short_factor
+    if len(divisors) != config.dim // 2:
+        raise ConfigError(f"longrope has {len(divisors)} factors for {config.dim // 2} frequencies.", cure="Check rope_scaling.")
+    factor = config.attention_factor
+    if factor is None:
+        factor = math.sqrt(1 + math.log(config.factor) / math.log(original)) if config.factor > 1 else 1.0
+    return _plain(config.theta, config.dim) / torch.tensor(divisors, dtype=torch.float64), factor
+
+
+_METHODS = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,44 @@
+"""Which format each linear of an engine has, and what the KV cache stores."""
+
+from __future__ import annotations
+
+import fnmatch
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import msgspec
+
+from stoker.layers.specs import LinearSpec
+from stoker.quant.dense import Dense
+from stoker.quant.format import FORMATS, Format
+
+KV_DTYPES = ("int8", "float8_e4m3fn")
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """`default` for every linear that may be quantized, but for those whose name matches a pattern of `overrides` (first match wins)."""
+
+    default: Format = Dense()
+    overrides: dict[str, Format] = {}  # fnmatch pattern of a linear's name → format
+    kv_cache: str | None = None  # one of KV_DTYPES; None: the engine's dtype
+    name: str = "NO_QUANT"  # what the user asked for
+
+    def format_for(self, spec: LinearSpec) -> Format:
+        for pattern, chosen in self.overrides.items():
+            if fnmatch.fnmatchcase(spec.name, pattern):
+                return chosen
+        return self.default if spec.quantize else Dense()
+
+
+def encode(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain JSON data."""
+    return msgspec.to_builtins(recipe)
+
+
+def decode(data: dict[str, Any]) -> Recipe:
+    """The inverse of `encode`. Raises msgspec.ValidationError naming the path of a wrong value."""
+    union: Any = reduce(or_, (FORMATS.get(name) for name in FORMATS))
+    formats = msgspec.convert(data.get("overrides", {}), dict[str, union])
+    default = msgspec.convert(data.get("default", {"format": "dense"}), union)
+    return Recipe(default=default, overrides=formats, kv_cache=data.get("kv_cache"), name=data.get("name", "NO_QUANT"))
