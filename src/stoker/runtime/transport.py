@@ -1,0 +1,225 @@
+"""Executor and frontends in different processes: ZeroMQ between them, msgpack on the wire, several frontends to one executor.
+
+The executor binds a ROUTER socket, each frontend connects a DEALER whose routing id is the client's name. A process that dies is
+noticed by its closed socket, a frozen one by ZeroMQ's own heartbeats, a loop that hangs by the pings it leaves unanswered.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import zmq
+
+from stoker.base.errors import ConfigError, StokerError
+from stoker.base.logging import get_logger
+from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
+from stoker.runtime.inprocess import split_by_client
+from stoker.runtime.request import ExecutorStats, SequenceOutput
+from stoker.runtime.streams import NAME_CHARS
+
+log = get_logger(__name__)
+
+MAX_MESSAGE_BYTES = 1 << 28
+MAX_MESSAGES_A_POLL = 256  # so that a flood of submissions cannot keep the loop from its next step
+MAX_QUEUED_STEPS = 10_000  # messages that wait for a frontend that does not read; then it counts as gone
+HEARTBEAT_S = 1.0
+CLIENT_TIMEOUT_S = 15.0  # a frontend that is silent for so long is gone
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True):
+    """A client's first message; answered with Welcome."""
+
+
+class Ping(msgspec.Struct, tag=True, array_like=True):
+    """A client is there; answered with Pong by the executor's loop."""
+
+
+class Bye(msgspec.Struct, tag=True, array_like=True):
+    """A client leaves."""
+
+
+class Welcome(msgspec.Struct, tag=True, array_like=True):
+    info: ExecutorInfo
+
+
+class Pong(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+class Outputs(msgspec.Struct, tag=True, array_like=True):
+    outputs: list[SequenceOutput]
+
+
+class StatsReply(msgspec.Struct, tag=True, array_like=True):
+    number: int
+    stats: ExecutorStats
+
+
+class Closed(msgspec.Struct, tag=True, array_like=True):
+    """The executor's end is closed, or closed to this client."""
+
+    reason: str
+
+
+ToExecutor = Submit | Cancel | Pause | StatsQuery | Shutdown | Hello | Ping | Bye
+ToClient = Outputs | Pong | StatsReply | Welcome | Closed
+
+
+class _Peer:
+    """A connected frontend: when it was heard last, and its sequences that have not ended, by request."""
+
+    __slots__ = ("heard_s", "open")
+
+    def __init__(self, heard_s: float) -> None:
+        self.heard_s = heard_s
+        self.open: dict[str, int] = {}
+
+
+class ZmqMailbox(Mailbox):
+    """Binds `address`: ipc://PATH, or tcp://127.0.0.1:PORT with * for a free port. `address` then holds the real one."""
+
+    def __init__(self, address: str, info: ExecutorInfo, *, client_timeout_s: float = CLIENT_TIMEOUT_S) -> None:
+        check_address(address)
+        self.info = info
+        self._client_timeout_s = client_timeout_s
+        self._peers: dict[str, _Peer] = {}
+        self._messages: list[Message] = []
+        self._next_check_s = 0.0
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(list[ToExecutor]).decode
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a frontend that died raises instead of vanishing
+        configure(self._socket, client_timeout_s)
+        self._socket.bind(address)
+        self.address = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+
+    def poll(self, timeout_s: float) -> list[Message]:
+        # EVENTS costs a third of a zmq.Poller round, and a busy loop asks once a step.
+        if self._socket.get(zmq.EVENTS) & zmq.POLLIN or (timeout_s > 0 and not self._messages and self._wait(timeout_s)):
+            self._receive()
+        self._check_clients()
+        messages, self._messages = self._messages, []
+        return messages
+
+    def send(self, outputs: list[SequenceOutput]) -> None:
+        for name, batch in split_by_client(outputs).items():
+            if (peer := self._peers.get(name)) is None:
+                continue
+            for output in batch:
+                if output.finish_reason is not None:
+                    _count_down(peer.open, output.request_id)
+            self._send(name, Outputs(batch))
+
+    def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
+        self._send(query.client, StatsReply(query.number, stats))
+
+    def close(self, reason: str = "the executor stopped") -> None:
+        if self._socket.closed:
+            return
+        for name in list(self._peers):
+            self._send(name, Closed(reason))
+        self._context.destroy(linger=500)
+
+    def _wait(self, timeout_s: float) -> int:
+        # In slices, so that a frontend's disappearance is noticed by an idle loop too.
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0 and not self._messages:
+            if self._socket.poll(min(left, HEARTBEAT_S) * 1000):
+                return True
+            self._check_clients()
+        return False
+
+    def _receive(self) -> None:
+        now = time.monotonic()
+        for _ in range(MAX_MESSAGES_A_POLL):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            name = frames[0].decode("ascii", "replace")
+            if len(name) != NAME_CHARS or len(frames) != 2:
+                log.warning("ignored a message with %d frames from %r", len(frames), name)
+                continue
+            peer = self._peers.setdefault(name, _Peer(now))
+            peer.heard_s = now
+            try:
+                for message in self._decode(frames[1]):
+                    self._accept(name, peer, message)
+            except (msgspec.MsgspecError, StokerError, ValueError) as error:
+                log.warning("client %s sent what cannot be read: %s", name, error)
+                self._send(name, Closed(f"it refused a message: {error}"))
+                self._lose(name)
+
+    def _accept(self, name: str, peer: _Peer, message: ToExecutor) -> None:
+        match message:
+            case Ping():
+                self._send(name, Pong())
+            case Hello():
+                self._send(name, Welcome(self.info))
+            case Bye():
+                self._lose(name)
+            case Submit(request):
+                _check_owner(name, request.request_id)
+                peer.open[request.request_id] = request.params.n
+                self._messages.append(message)
+            case Cancel(request_id):
+                _check_owner(name, request_id)
+                self._messages.append(message)
+            case StatsQuery(_, number):
+                self._messages.append(StatsQuery(name, number))
+            case Pause() | Shutdown():
+                self._messages.append(message)
+
+    def _send(self, name: str, message: ToClient) -> None:
+        try:
+            self._socket.send_multipart((name.encode(), self._encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._lose(name)
+
+    def _lose(self, name: str) -> None:
+        """Cancel what a frontend that is gone left behind."""
+        if (peer := self._peers.pop(name, None)) is not None:
+            self._messages.extend(Cancel(request_id) for request_id in peer.open)
+
+    def _check_clients(self) -> None:
+        now = time.monotonic()
+        if now < self._next_check_s:
+            return
+        self._next_check_s = now + min(HEARTBEAT_S, self._client_timeout_s / 4)
+        for name in [name for name, peer in self._peers.items() if now - peer.heard_s > self._client_timeout_s]:
+            log.warning("frontend %s was silent for %.1f s; its requests are cancelled", name, self._client_timeout_s)
+            self._lose(name)
+
+
+def configure(socket: zmq.Socket, timeout_s: float) -> None:
+    """Bounds and heartbeats that both ends share."""
+    socket.set(zmq.LINGER, 500)
+    socket.set(zmq.SNDHWM, MAX_QUEUED_STEPS)
+    socket.set(zmq.RCVHWM, MAX_QUEUED_STEPS)
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.set(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
+    socket.set(zmq.HEARTBEAT_TIMEOUT, int(timeout_s * 1000))
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigError unless `address` is reachable from this machine alone."""
+    if not address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://[::1]:")):
+        raise ConfigError(f"the executor address {address!r} is refused.", cure="Use ipc://PATH or tcp://127.0.0.1:PORT.")
+    if address.startswith("ipc://") and len(address.encode()) - len("ipc://") > 107:
+        raise ConfigError(f"the socket path {address!r} is longer than 107 bytes.", cure="Use a shorter directory.")
+
+
+def _check_owner(name: str, request_id: str) -> None:
+    if not request_id.startswith(f"{name}:"):
+        raise ValueError(f"request id {request_id!r} does not begin with its client's name")
+
+
+def _count_down(open_requests: dict[str, int], request_id: str) -> None:
+    if open_requests.get(request_id, 0) <= 1:
+        open_requests.pop(request_id, None)
+    else:
+        open_requests[request_id] -= 1

@@ -1,0 +1,134 @@
+"""A frontend's end of the connection to an executor in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from stoker.base.errors import UnavailableError
+from stoker.runtime.client import Cancel, ExecutorInfo, Message
+from stoker.runtime.streams import StreamingClient, new_name
+from stoker.runtime.transport import (
+    HEARTBEAT_S, Bye, Closed, Hello, Outputs, Ping, Pong, StatsReply, ToClient, ToExecutor, Welcome, check_address, configure,
+)  # fmt: skip
+
+EXECUTOR_TIMEOUT_S = 120.0  # longer than the longest step: a CPU computes a prompt of 8192 tokens in about 35 s
+
+
+class ZmqExecutorClient(StreamingClient):
+    """Made by `connect`, in the event loop that will use it. Messages of one loop iteration leave as one."""
+
+    def __init__(self, address: str, *, timeout_s: float = EXECUTOR_TIMEOUT_S, heartbeat_s: float = HEARTBEAT_S) -> None:
+        check_address(address)
+        name = new_name()
+        self._loop = asyncio.get_running_loop()
+        self._timeout_s = timeout_s
+        self._heartbeat_s = heartbeat_s
+        self._heard_s = time.monotonic()
+        self._outbox: list[ToExecutor] = []
+        self._welcome: asyncio.Future[ExecutorInfo] = self._loop.create_future()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(ToClient).decode
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.ROUTING_ID, name.encode())
+        configure(self._socket, timeout_s)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+        self._loop.add_reader(self._socket.get(zmq.FD), self._receive)
+        self._loop.add_reader(self._monitor.get(zmq.FD), self._watch)
+        self._timer = self._loop.call_later(heartbeat_s, self._beat)
+        super().__init__(None, name)  # type: ignore[arg-type]  # connect() waits for the info before anyone sees the client
+
+    @classmethod
+    async def connect(
+        cls, address: str, *, connect_timeout_s: float = 30.0, timeout_s: float = EXECUTOR_TIMEOUT_S, heartbeat_s: float = HEARTBEAT_S
+    ) -> ZmqExecutorClient:
+        """Wait until the executor at `address` answers. Raises UnavailableError after `connect_timeout_s`."""
+        client = cls(address, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
+        client._post(Hello())
+        try:
+            client.info = await asyncio.wait_for(client._welcome, connect_timeout_s)
+        except BaseException as error:
+            await client.close()
+            if isinstance(error, TimeoutError):
+                raise UnavailableError(f"No executor answers at {address} after {connect_timeout_s:g} s.", cure="Start it first.") from None
+            raise
+        return client
+
+    @property
+    def alive(self) -> bool:
+        return self._failure is None and time.monotonic() - self._heard_s < self._timeout_s
+
+    async def close(self) -> None:
+        if self._socket.closed:
+            return
+        self._timer.cancel()
+        if self._failure is None:
+            self._outbox.extend([*(Cancel(wire_id) for wire_id in self._streams), Bye()])
+            self._flush()
+        linger = 0 if self._failure is not None else 500
+        self._fail("this client was closed")
+        self._loop.remove_reader(self._socket.get(zmq.FD))
+        self._loop.remove_reader(self._monitor.get(zmq.FD))
+        self._socket.disable_monitor()
+        await self._loop.run_in_executor(None, self._context.destroy, linger)
+
+    def _transmit(self, message: Message) -> None:
+        self._post(message)
+
+    def _post(self, message: ToExecutor) -> None:
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(message)
+
+    def _flush(self) -> None:
+        if not self._outbox or self._socket.closed:
+            return
+        outbox, self._outbox = self._outbox, []
+        try:
+            self._socket.send(self._encode(outbox), zmq.NOBLOCK)
+        except zmq.Again:
+            self._fail("it stopped reading")
+        self._receive()  # the socket's descriptor signals edges: a send may have swallowed one
+
+    def _receive(self) -> None:
+        try:
+            while not self._socket.closed:
+                self._accept(self._decode(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return
+        except msgspec.MsgspecError as error:
+            self._fail(f"it sent what cannot be read: {error}")
+
+    def _accept(self, message: ToClient) -> None:
+        self._heard_s = time.monotonic()
+        match message:
+            case Outputs(outputs):
+                self._deliver(outputs)
+            case StatsReply(number, stats):
+                self._answer(number, stats)
+            case Welcome(info):
+                if not self._welcome.done():
+                    self._welcome.set_result(info)
+            case Closed(reason):
+                self._fail(reason)
+            case Pong():
+                pass
+
+    def _watch(self) -> None:
+        """A disconnect of the one peer means that its process ended, or froze for longer than the heartbeats allow."""
+        while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+            recv_monitor_message(self._monitor)
+            self._receive()  # what it said before
+            self._fail("its process ended")
+
+    def _beat(self) -> None:
+        if self._failure is None and time.monotonic() - self._heard_s > self._timeout_s:
+            self._fail(f"it was silent for {self._timeout_s:g} s")
+        self._post(Ping())
+        self._timer = self._loop.call_later(self._heartbeat_s, self._beat)
