@@ -18,6 +18,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_size: int = 256  # sequences that compute in one step
     max_input_len: int = 4096  # prompt tokens of a request
     max_output_len: int = 1024  # new tokens of a request
+    max_total_len: int | None = None  # prompt and new tokens of a request together; None: the sum of the two
     max_beam_width: int = 1
     max_num_tokens: int = 8192  # tokens of one step, prefill and decode together
     tokens_per_block: int = 64  # KV cache block size
@@ -28,12 +29,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             ("max_beam_width", 10), ("max_num_tokens", 1 << 20),
         ):  # fmt: skip
             check_range(name, getattr(self, name), 1, high)
+        if self.max_total_len is not None:
+            check_range("max_total_len", self.max_total_len, 2, 1 << 24)
         check_choice("tokens_per_block", self.tokens_per_block, TOKENS_PER_BLOCK)
 
     @property
     def max_seq_len(self) -> int:
         """Tokens of one sequence, prompt and output."""
-        return self.max_input_len + self.max_output_len
+        both = self.max_input_len + self.max_output_len
+        return both if self.max_total_len is None else min(both, self.max_total_len)
 
 
 class Mapping(msgspec.Struct, frozen=True, kw_only=True):

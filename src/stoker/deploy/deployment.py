@@ -15,7 +15,6 @@ from stoker.base.registry import Registry
 from stoker.server.schemas.settings import ServerSettings
 
 
-
 class Origin(msgspec.Struct, frozen=True):
     """Where a setting was written. `line` counts from 1; 0 when the source has no lines (environment, default)."""
 
@@ -117,13 +116,15 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 class Format(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment format: how to tell it, read it and write it.
 
-    `load` raises ConfigError naming file, line, key and cure for what cannot be honoured. `export` writes an engine in this
-    format and returns the files written; None where a format is only read.
+    `load` raises ConfigError naming file, line, key and cure for what cannot be honoured. `complete` gets the deployment and its
+    checkpoint (or engine) once that is a local directory, and fills in what depends on it; None where nothing does. `export`
+    writes an engine in this format and returns the files written; None where a format is only read.
     """
 
     name: str
     recognise: Callable[[Path], bool]
     load: Callable[[Path, Environment[str, str]], Deployment]
+    complete: Callable[[Deployment, Path], Deployment] | None = None
     export: Callable[[EngineInfo, Path, Environment[str, str]], list[Path]] | None = None
 
 
