@@ -13,8 +13,20 @@ from stoker.base.errors import UnavailableError
 from stoker.runtime.client import Cancel, ExecutorInfo, Message
 from stoker.runtime.streams import StreamingClient, new_name
 from stoker.runtime.transport import (
-    HEARTBEAT_S, Bye, Closed, Hello, Outputs, Ping, Pong, StatsReply, ToClient, ToExecutor, Welcome, check_address, configure,
-)  # fmt: skip
+    HEARTBEAT_S,
+    Bye,
+    Closed,
+    Hello,
+    Outputs,
+    Ping,
+    Pong,
+    StatsReply,
+    ToClient,
+    ToExecutor,
+    Welcome,
+    check_address,
+    configure,
+)
 
 EXECUTOR_TIMEOUT_S = 120.0  # longer than the longest step: a CPU computes a prompt of 8192 tokens in about 35 s
 
