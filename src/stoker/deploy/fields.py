@@ -6,15 +6,17 @@ what was collected. Nothing is silently ignored: a key that is in no row is an e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from stoker.base.errors import ConfigError
 from stoker.base.registry import nearest
-from stoker.deploy.deployment import SECRET, Note, Origin, Setting
-from stoker.deploy.kinds import Anything, Kind
+from stoker.deploy.deployment import Note, Origin, Setting
+from stoker.deploy.kinds import Anything, Kind, SecretInside
 
+SECRET = "(hidden)"
 _SECTIONS = {"build": "build", "limits": "build", "mapping": "build", "quantization": "build", "extra": "build", "runtime": "runtime"}
 
 
@@ -52,6 +54,15 @@ def refused(key: str, kind: Kind, reason: str, *harmless: Any, hint: str = "") -
     return Field(key=key, kind=kind, refused=reason, harmless=harmless, hint=hint)
 
 
+class Found(msgspec.Struct, frozen=True):
+    """One key as it was found in a file or the environment; `spelled` is how the person wrote it, when not as `key`."""
+
+    key: str
+    value: Any
+    origin: Origin
+    spelled: str = ""
+
+
 class Collected:
     """What a configuration asks for, by place, with the rows and notes to show. One is filled for each load."""
 
@@ -72,14 +83,28 @@ class Collected:
         try:
             read = field.kind.read(value, typed=self._typed)
         except ValueError as error:
-            raise refusal(origin, shown, value, f"{error}", field.hint or "Correct the value.") from None
-        if field.to:
+            told = SECRET if isinstance(error, SecretInside) else value
+            raise refusal(origin, shown, told, f"{error}", field.hint or "Correct the value.") from None
+        if field.to and read is None:
+            self.note(shown, "it leaves the choice to Stoker", origin)
+        elif field.to:
             self.set(field.to, read, origin, shown)
         elif field.no_effect:
             self.note(shown, field.no_effect, origin)
         elif read not in field.harmless:
             what = shown if isinstance(field.kind, Anything) else f"{shown}={value}"
             raise ConfigError(f"{origin}: {what} is refused: {field.refused}.", cure=field.hint or "Remove it.")
+
+    def put_layer(self, layer: Iterable[Found]) -> None:
+        """Take a source of lower precedence than all before it: places that are set already keep their value, and a note says so."""
+        taken = dict(self._by_place)
+        for found in layer:
+            field = self._table.get(found.key)
+            held = taken.get(field.to) if field and field.to else None
+            if held is None:
+                self.put(found.key, found.value, found.origin, spelled=found.spelled)
+            else:
+                self.note(found.spelled or found.key, f"{held.key or held.name} ({held.origin}) takes precedence", found.origin)
 
     def set(self, place: str, value: Any, origin: Origin, key: str = "") -> None:
         """Take an honoured value. Two keys may name one place only with one value."""
@@ -105,6 +130,9 @@ class Collected:
         """Take a value back out, to be turned into others."""
         return self._by_place.pop(place, None)
 
+    def places(self) -> list[str]:
+        return list(self._by_place)
+
     def under(self, head: str) -> dict[str, Any]:
         """Name → value of all places head.NAME, to construct one struct from."""
         return {s.name: s.value for place, s in self._by_place.items() if place.partition(".")[0] == head}
@@ -124,10 +152,14 @@ class Collected:
         try:
             return kind(**values)
         except ConfigError as error:
-            culprit = next((s for p, s in self._by_place.items() if p.startswith(head + ".") and error.message.startswith(f"{s.name}=")), None)
+            culprit = next(
+                (s for p, s in self._by_place.items() if p.startswith(head + ".") and error.message.startswith(f"{s.name}=")), None
+            )
             if culprit is None:
                 raise
-            raise refusal(culprit.origin, culprit.key or culprit.name, culprit.value, "it is outside what Stoker takes", error.cure) from None
+            raise refusal(
+                culprit.origin, culprit.key or culprit.name, culprit.value, "it is outside what Stoker takes", error.cure
+            ) from None
 
     def _unknown(self, key: str, shown: str, origin: Origin) -> Field:
         near = nearest(key, list(self._table))
@@ -147,6 +179,3 @@ def table(*rows: Field) -> dict[str, Field]:
     if len(by_key) != len(rows):
         raise ValueError("a key has two rows")
     return by_key
-
-
-__all__ = ["SECRET", "Collected", "Field", "honoured", "no_effect", "refusal", "refused", "table"]

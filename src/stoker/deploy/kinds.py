@@ -8,11 +8,13 @@ due, as Truss does.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, ClassVar
 
 import msgspec
 
 MAX_TEXT = 4096
+_CREDENTIAL = re.compile(r"^\w+://[^/?#]*@|[?&][^=&]*(sig|token|key|secret|password|credential)[^=&]*=", re.IGNORECASE)
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -78,6 +80,22 @@ class Text(Kind, frozen=True):
         if not value.strip() and not self.empty:
             raise ValueError("it is empty")
         return value.strip()
+
+
+class SecretInside(ValueError):
+    """A value that must not be printed."""
+
+
+class Location(Text, frozen=True):
+    """A directory, hub id or address. Refuses an address that carries a password or a signature: it would show up in tables."""
+
+    def read(self, value: Any, *, typed: bool = False) -> str:
+        text = super().read(value, typed=typed)
+        if text.startswith("<") and text.endswith(">"):
+            raise ValueError("it is a placeholder; name a directory, a hub id or an s3:// address")
+        if _CREDENTIAL.search(text):
+            raise SecretInside("the address carries a credential; use s3:// with the usual AWS settings, or download it first")
+        return text
 
 
 class Choice(Kind, frozen=True):

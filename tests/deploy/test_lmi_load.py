@@ -1,0 +1,383 @@
+"""serving.properties and the environment, read into a Deployment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.base.errors import ConfigError, EngineError
+from stoker.deploy import lmi
+from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
+from stoker.deploy.devices import visible_gpus
+from stoker.deploy.lmi_table import TABLE
+
+MODEL = "option.model_id=org/model\n"
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmi, "visible_gpus", lambda environment: 0)
+
+
+def load(folder: Path, text: str, **environment: str) -> Deployment:
+    (folder / "serving.properties").write_text(text)
+    return lmi.load(folder, environment)
+
+
+def build(deployment: Deployment) -> BuildOptions:
+    assert isinstance(deployment.source, BuildOptions)
+    return deployment.source
+
+
+def setting(deployment: Deployment, name: str) -> tuple[Any, str]:
+    found = next(s for s in deployment.settings if s.name == name)
+    return found.value, str(found.origin)
+
+
+def refuse(folder: Path, text: str, match: str, **environment: str) -> str:
+    with pytest.raises(ConfigError, match=match) as caught:
+        load(folder, text, **environment)
+    return str(caught.value)
+
+
+def test_example_of_the_seed(tmp_path: Path) -> None:
+    text = (
+        "option.model_id=org/model\noption.tensor_parallel_degree=1\noption.max_rolling_batch_size=16 # default is 32\n"
+        "option.max_input_len=256 # default is 1024\noption.max_output_len=256 # default is 512\n"
+    )
+    deployment = load(tmp_path, text)
+    source = build(deployment)
+    assert (source.checkpoint, source.mapping.tensor_parallel) == ("org/model", 1)
+    assert (source.limits.max_batch_size, source.limits.max_input_len, source.limits.max_output_len) == (16, 256, 256)
+    assert setting(deployment, "max_batch_size") == (16, f"{tmp_path / 'serving.properties'}:3")
+    assert sum("taken for a comment" in note.text for note in deployment.notes) == 3
+
+
+def test_placeholder_of_the_seed_is_refused(tmp_path: Path) -> None:
+    refuse(tmp_path, "option.model_id=<your model>\n", "placeholder")
+
+
+def test_defaults(tmp_path: Path) -> None:
+    deployment = load(tmp_path, MODEL)
+    limits = build(deployment).limits
+    assert (limits.max_batch_size, limits.max_input_len, limits.max_output_len, limits.tokens_per_block) == (32, 1024, 512, 64)
+    assert (deployment.runtime.policy, deployment.runtime.max_queue_size) == ("max_utilization", 1000)
+    assert (deployment.server.http_port, deployment.server.request_timeout_s, deployment.server.load_timeout_s) == (8080, 120, 1800)
+    assert build(deployment).token_secret == "HF_TOKEN"
+
+
+@pytest.mark.parametrize("kind, lengths", [("llama", (512, 512)), ("falcon", (1024, 1024)), ("mistral", (1024, 512))])
+def test_lengths_default_by_family(tmp_path: Path, kind: str, lengths: tuple[int, int]) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps({"model_type": kind}))
+    limits = build(load(tmp_path, f"option.model_id={checkpoint}\n")).limits
+    assert (limits.max_input_len, limits.max_output_len) == lengths
+    remote = load(tmp_path, MODEL + "option.max_output_len=99\n")
+    limits = build(lmi.complete(remote, checkpoint)).limits
+    assert (limits.max_input_len, limits.max_output_len) == (lengths[0], 99)
+
+
+def test_kv_fraction_and_ranks_default_to_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmi, "visible_gpus", lambda environment: 4)
+    deployment = load(tmp_path, MODEL + "option.pipeline_parallel_degree=2\n")
+    assert deployment.runtime.kv_cache_fraction == 0.95
+    assert build(deployment).mapping.tensor_parallel == 2
+    assert build(load(tmp_path, MODEL + "option.tensor_parallel_degree=max\n")).mapping.tensor_parallel == 4
+    message = refuse(tmp_path, MODEL + "option.tensor_parallel_degree=8\n", "8 ranks in all, and 4 GPUs are visible")
+    assert "serving.properties:2" in message
+
+
+def test_model_folder_is_the_checkpoint_without_model_id(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert build(load(tmp_path, "engine=MPI\n")).checkpoint == str(tmp_path)
+
+
+HONOURED = {
+    "job_queue_size": ("7", "runtime.max_queue_size", 7),
+    "batch_size": ("4", "options.batch_size", 4),
+    "max_batch_delay": ("50", "options.max_batch_delay_ms", 50),
+    "load_on_devices": ("3", "devices", (3,)),
+    "max_request_size": ("1000", "options.max_request_size", 1000),
+    "http_port": ("9000", "server.http_port", 9000),
+    "default_invocations_accept": ("application/jsonlines", "options.default_accept", "application/jsonlines"),
+    "option.model_id": ("org/other", "build.checkpoint", "org/other"),
+    "option.s3url": ("s3://bucket/prefix", "build.checkpoint", "s3://bucket/prefix"),
+    "option.revision": ("abc", "build.revision", "abc"),
+    "option.trust_remote_code": ("true", "build.trust_remote_code", True),
+    "option.dtype": ("fp16", "build.dtype", "float16"),
+    "option.tokenizer": ("org/tok", "build.tokenizer", "org/tok"),
+    "option.tensor_parallel_degree": ("2", "mapping.tensor_parallel", 2),
+    "option.pipeline_parallel_degree": ("2", "mapping.pipeline_parallel", 2),
+    "option.pipeline_parallel_size": ("2", "mapping.pipeline_parallel", 2),
+    "option.rolling_batch": ("disable", "options.rolling_batch", False),
+    "option.max_rolling_batch_size": ("64", "limits.max_batch_size", 64),
+    "option.max_batch_size": ("64", "limits.max_batch_size", 64),
+    "option.max_num_sequences": ("5", "runtime.max_num_sequences", 5),
+    "option.max_input_len": ("99", "limits.max_input_len", 99),
+    "option.max_output_len": ("98", "limits.max_output_len", 98),
+    "option.max_seq_len": ("97", "limits.max_total_len", 97),
+    "option.max_num_tokens": ("4096", "limits.max_num_tokens", 4096),
+    "option.max_beam_width": ("4", "limits.max_beam_width", 4),
+    "option.tokens_per_block": ("128", "limits.tokens_per_block", 128),
+    "option.batch_scheduler_policy": ("guaranteed_no_evict", "runtime.policy", "guaranteed_no_evict"),
+    "option.batching_type": ("static", "runtime.policy", "static"),
+    "option.enable_trt_overlap": ("false", "runtime.overlap", False),
+    "option.enable_overlap_scheduler": ("false", "runtime.overlap", False),
+    "option.enable_chunked_prefill": ("false", "runtime.chunked_prefill", False),
+    "option.use_cuda_graph": ("false", "runtime.cuda_graphs", False),
+    "option.kv_cache_free_gpu_mem_fraction": ("0.5", "runtime.kv_cache_fraction", 0.5),
+    "option.free_gpu_memory_fraction": ("0.5", "runtime.kv_cache_fraction", 0.5),
+    "option.enable_kv_cache_reuse": ("false", "runtime.prefix_reuse", False),
+    "option.enable_block_reuse": ("false", "runtime.prefix_reuse", False),
+    "option.max_tokens": ("5000", "runtime.kv_cache_tokens", 5000),
+    "option.max_attention_window": ("4096", "runtime.attention_window", 4096),
+    "option.kv_cache_dtype": ("fp8", "build.kv_cache_dtype", "fp8"),
+    "option.baichuan_model_version": ("v2_13b", "extra.baichuan_model_version", "v2_13b"),
+    "option.chatglm_model_version": ("chatglm2_6b_32k", "extra.chatglm_model_version", "chatglm2_6b_32k"),
+    "option.gpt_model_version": ("santacoder", "extra.gpt_model_version", "santacoder"),
+    "option.rotary_base": ("500000", "extra.rotary_base", 500000.0),
+    "option.rotary_dim": ("64", "extra.rotary_dim", 64),
+    "option.quantize": ("fp8", "build.quantization", "fp8"),
+    "option.output_formatter": ("sse", "options.output_formatter", "sse"),
+    "option.enable_streaming": ("true", "options.output_formatter", "jsonlines"),
+    "option.tgi_compat": ("true", "options.tgi_compat", True),
+    "option.async_mode": ("true", "options.dialect", "async"),
+    "option.lmi_dialect": ("0.27", "options.dialect", "0.27"),
+    "option.model_loading_timeout": ("60", "server.load_timeout_s", 60),
+    "option.predict_timeout": ("33", "server.request_timeout_s", 33),
+}
+TOGETHER = {  # honoured only with others; tested below
+    "option.rotary_scaling_type", "option.rotary_scaling_factor", "option.smoothquant_alpha", "option.smoothquant_per_token",
+    "option.smoothquant_per_channel", "option.awq_calib_size", "option.awq_block_size", "option.calib_size",
+}  # fmt: skip
+
+
+def place(deployment: Deployment, path: str) -> Any:
+    source = deployment.source
+    head, _, name = path.partition(".")
+    if head == "devices":
+        return deployment.devices
+    owner = {
+        "build": source, "limits": source.limits, "mapping": source.mapping, "runtime": deployment.runtime,
+        "server": deployment.server, "options": deployment.server.options, "extra": source.extra,
+    }[head]  # fmt: skip
+    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+
+def test_every_honoured_row_is_tested() -> None:
+    assert set(HONOURED) | TOGETHER == {key for key, row in TABLE.items() if row.fate == "honoured"}
+
+
+@pytest.mark.parametrize("key", HONOURED)
+def test_honoured(tmp_path: Path, key: str) -> None:
+    text, path, value = HONOURED[key]
+    prefix = "" if key in ("option.model_id", "option.s3url") else MODEL
+    deployment = load(tmp_path, f"{prefix}{key}={text}\n")
+    assert place(deployment, path) == value
+    variable = key.upper().replace(".", "_") if key.startswith("option.") else f"SERVING_{key.upper()}"
+    assert place(load(tmp_path, prefix, **{variable: text}), path) == value
+
+
+SAMPLES = ("true", "1", "2", "0.5", "auto", "text", "Python", "int4_awq", "handle", "fp8", "float32", "djl_python.tensorrt_llm")
+
+
+def accepted(key: str) -> str:
+    for sample in SAMPLES:
+        try:
+            TABLE[key].kind.read(sample)
+        except ValueError:
+            continue
+        return sample
+    raise AssertionError(f"no sample fits {key}")
+
+
+@pytest.mark.parametrize("key", [key for key, row in TABLE.items() if row.fate == "no effect"])
+def test_no_effect_says_why(tmp_path: Path, key: str) -> None:
+    deployment = load(tmp_path, f"{MODEL}{key}={accepted(key)}\n")
+    note = next(n for n in deployment.notes if n.key == key)
+    assert note.text == TABLE[key].no_effect and note.origin.line == 2
+
+
+@pytest.mark.parametrize("key", [key for key, row in TABLE.items() if row.fate == "refused"])
+def test_refused_by_name(tmp_path: Path, key: str) -> None:
+    row = TABLE[key]
+    asking = next(s for s in ("true", "7", "0.5", "something") if _reads(row, s) and row.kind.read(s) not in row.harmless)
+    message = refuse(tmp_path, f"{MODEL}{key}={asking}\n", r"serving\.properties:2: option\.")
+    assert key in message and row.refused in message
+    for harmless in row.harmless:
+        load(tmp_path, f"{MODEL}{key}={str(harmless).lower()}\n")
+
+
+def _reads(row: Any, text: str) -> bool:
+    try:
+        row.kind.read(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_quantization_settings(tmp_path: Path) -> None:
+    smooth = build(load(tmp_path, MODEL + "option.quantize=smoothquant\noption.smoothquant_per_token=true\noption.multi_query_mode=true\n"))
+    assert smooth.quantization_settings == {"alpha": 0.8, "per_token": True, "per_channel": False}
+    awq = build(load(tmp_path, MODEL + "option.quantize=awq\noption.awq_calib_size=64\noption.awq_format=int4_awq\n"))
+    assert awq.quantization_settings == {"calibration_size": 64, "group_size": 128}
+    assert build(load(tmp_path, MODEL + "option.quantize=awq\n")).quantization_settings["calibration_size"] == 32
+    fp8 = build(load(tmp_path, MODEL + "option.quantize=fp8\noption.calib_size=256\noption.use_fp8_context_fmha=true\n"))
+    assert (fp8.quantization, fp8.quantization_settings) == ("fp8", {"calibration_size": 256})
+
+
+def test_settings_of_another_quantization_are_warned_of(tmp_path: Path) -> None:
+    deployment = load(tmp_path, MODEL + "option.quantize=fp8\noption.smoothquant_alpha=0.5\n")
+    assert build(deployment).quantization_settings == {}
+    note = next(n for n in deployment.notes if n.key == "option.smoothquant_alpha")
+    assert (note.severity, note.origin.line) == ("warning", 3)
+
+
+def test_unknown_quantization(tmp_path: Path) -> None:
+    refuse(tmp_path, MODEL + "option.quantize=int3\n", r"serving.properties:2: option.quantize=int3 is refused: .*smoothquant, awq, fp8")
+
+
+def test_rotary_scaling_goes_together(tmp_path: Path) -> None:
+    both = load(tmp_path, MODEL + "option.rotary_scaling_type=linear\noption.rotary_scaling_factor=2.0\n")
+    assert build(both).extra == {"rotary_scaling_type": "linear", "rotary_scaling_factor": 2.0}
+    refuse(tmp_path, MODEL + "option.rotary_scaling_type=linear\n", "go together")
+    refuse(tmp_path, MODEL + "option.rotary_scaling_factor=2\n", "go together")
+    refuse(tmp_path, MODEL + "option.rotary_scaling_type=linear\noption.rotary_scaling_factor=1.0\n", "above 1")
+
+
+@pytest.mark.parametrize("text, match", [
+    ("option.max_input_length=3", r"serving.properties:2: unknown key option.max_input_length. Did you mean option.max_input_len"),
+    ("optoin.dtype=fp16", "Did you mean option.dtype"),
+    ("zzzzzz=1", "unknown key zzzzzz"),
+    ("option.max_input_len=many", "whole number"),
+    ("option.max_input_len=-1", "whole number"),
+    ("option.max_input_len=1e99", "whole number"),
+    ("option.max_input_len=" + "9" * 4000, "whole number"),
+    ("option.tokens_per_block=48", r"serving.properties:2: option.tokens_per_block=48"),
+    ("option.kv_cache_free_gpu_mem_fraction=nan", "number above 0"),
+    ("option.kv_cache_free_gpu_mem_fraction=1.5", "up to 1"),
+    ("option.tgi_compat=yes", "true or false"),
+    ("option.entryPoint=model.py", "Stoker is the handler|must be one of"),
+    ("option.output_formatter=mine.format", "must be one of json"),
+    ("option.awq_format=int8", "int4_awq"),
+    ("option.baichuan_model_version=v3_7b", "v1_7b"),
+    ("load_on_devices=0;1", "1 ranks need as many devices"),
+    ("load_on_devices=gpu", "device indices"),
+    ("engine=PyTorch", "Python, MPI|python, mpi"),
+    ("option.max_rolling_batch_size=8\noption.max_batch_size=9", "contradicts option.max_rolling_batch_size=8"),
+    ("option.dtype=fp16\noption.dtype=bf16", "line 3: option.dtype is given again; line 2"),
+])  # fmt: skip
+def test_refusals(tmp_path: Path, text: str, match: str) -> None:
+    refuse(tmp_path, MODEL + text + "\n", match)
+
+
+def test_precedence(tmp_path: Path) -> None:
+    file = MODEL + "option.max_input_len=100\noption.predict_timeout=5\njob_queue_size=77\n"
+    environment = {
+        "OPTION_MAX_INPUT_LEN": "200", "OPTION_MAX_OUTPUT_LEN": "300", "HF_REVISION": "r1", "OPTION_REVISION": "r2", "MAX_BATCH_SIZE": "9",
+        "MAX_CONCURRENT_REQUESTS": "12", "SERVING_JOB_QUEUE_SIZE": "55", "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "33", "OPTION_EMPTY": "",
+        "TENSOR_PARALLEL_DEGREE": "1", "SAGEMAKER_MAX_PAYLOAD_IN_MB": "6", "HF_MODEL_TRUST_REMOTE_CODE": "true", "PATH": "/bin",
+    }  # fmt: skip
+    deployment = load(tmp_path, file, **environment)
+    source = build(deployment)
+    assert (source.limits.max_input_len, source.limits.max_output_len, source.limits.max_batch_size) == (100, 300, 9)
+    assert (source.revision, source.trust_remote_code, deployment.runtime.max_queue_size) == ("r1", True, 77)
+    assert (deployment.server.request_timeout_s, deployment.server.options.max_request_size) == (33, 6 << 20)
+    assert setting(deployment, "max_output_len") == (300, "environment")
+    beaten = next(n for n in deployment.notes if n.key == "OPTION_MAX_INPUT_LEN")
+    assert "serving.properties:2) takes precedence" in beaten.text
+
+
+def test_environment_alone(tmp_path: Path) -> None:
+    deployment = lmi.load(
+        tmp_path, {"HF_MODEL_ID": "org/My-Model.v1", "OPTION_MODEL_ID": "from/option", "OPTION_ENTRYPOINT": "djl_python.tensorrt_llm"}
+    )
+    assert build(deployment).checkpoint == "org/My-Model.v1"
+    assert deployment.server.model_name == "org_My_Model_v1"
+
+
+def test_unknown_variables_are_errors(tmp_path: Path) -> None:
+    refuse(tmp_path, MODEL, "environment: unknown key OPTION_MAX_INPUT_LENGTH. Did you mean", OPTION_MAX_INPUT_LENGTH="3")
+    refuse(tmp_path, MODEL, "unknown key OPTION_Max_Input_Len", OPTION_Max_Input_Len="3")
+
+
+def test_token_is_nowhere(tmp_path: Path) -> None:
+    deployment = load(tmp_path, MODEL, HF_TOKEN="hf_secret_value")
+    shown = [repr(deployment), *(str(n) for n in deployment.notes)]
+    assert not any("hf_secret_value" in text for text in shown)
+
+
+@pytest.mark.parametrize(
+    "address", ["https://u:hunter2@host/m.tar.gz", "https://host/m.tar.gz?X-Amz-Signature=hunter2", "s3://k:hunter2@b/p"]
+)
+def test_address_with_a_credential_is_refused_unprinted(tmp_path: Path, address: str) -> None:
+    assert "hunter2" not in refuse(tmp_path, f"option.model_id={address}\n", "carries a credential")
+
+
+def test_variables_of_a_python_process_are_refused_unprinted(tmp_path: Path) -> None:
+    assert "hunter2" not in refuse(tmp_path, MODEL + "option.env=TOKEN=hunter2\n", "option.env is refused")
+
+
+def engine_at(root: Path) -> Path:
+    engine = root / "tensorrt_llm" / "1"
+    engine.mkdir(parents=True)
+    (engine / "config.json").write_text("{}")
+    return engine
+
+
+def test_prebuilt_in_the_model_folder(tmp_path: Path) -> None:
+    engine = engine_at(tmp_path)
+    deployment = load(tmp_path, "option.max_input_len=5\noption.max_num_sequences=3\n")
+    assert deployment.source == EngineSource(location=str(engine))
+    assert deployment.runtime.max_num_sequences == 3
+    note = next(n for n in deployment.notes if n.key == "option.max_input_len")
+    assert "built already" in note.text
+    assert not any(s.section == "build" for s in deployment.settings)
+
+
+def test_prebuilt_that_model_id_names(tmp_path: Path) -> None:
+    engine = engine_at(tmp_path / "repo")
+    assert load(tmp_path, f"option.model_id={tmp_path / 'repo'}\n").source == EngineSource(location=str(engine))
+    fetched = lmi.complete(load(tmp_path, "option.model_id=s3://bucket/prebuilt\n"), tmp_path / "repo")
+    assert fetched.source == EngineSource(location=str(engine))
+
+
+def test_engines_of_tensorrt_are_refused(tmp_path: Path) -> None:
+    engine = engine_at(tmp_path)
+    (engine / "trt_llm_model_float16_tp2_rank0.engine").write_bytes(b"ftrt")
+    with pytest.raises(EngineError, match="engine of TensorRT itself"):
+        load(tmp_path, "")
+
+
+def test_adapters_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    refuse(tmp_path, MODEL, "LoRA")
+
+
+def test_version_of_another_family_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    refuse(tmp_path, "option.chatglm_model_version=chatglm_6b\n", "the checkpoint's model_type is llama")
+
+
+def test_nested_folder_of_the_seeds_tar(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    assert not lmi.recognise(tmp_path)
+    (tmp_path / "model" / "serving.properties").write_text(MODEL)
+    assert lmi.recognise(tmp_path) and lmi.recognise(tmp_path / "model" / "serving.properties")
+    assert build(lmi.load(tmp_path, {})).checkpoint == "org/model"
+
+
+def test_max_seq_len_bounds_prompt_and_output_together(tmp_path: Path) -> None:
+    limits = build(load(tmp_path, MODEL + "option.max_seq_len=2048\n")).limits
+    assert (limits.max_seq_len, limits.max_input_len, limits.max_output_len) == (2048, 2047, 2047)
+
+
+@pytest.mark.parametrize("named, count", [(None, 3), ("", 0), ("0,1", 2), ("-1", 0), ("0,-1,2", 1), ("0,1,2,3,4", 3)])
+def test_visible_gpus(tmp_path: Path, named: str | None, count: int) -> None:
+    for node in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / node).touch()
+    assert visible_gpus({} if named is None else {"CUDA_VISIBLE_DEVICES": named}, tmp_path) == count
