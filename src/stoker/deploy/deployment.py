@@ -28,6 +28,15 @@ class Origin(msgspec.Struct, frozen=True):
 DEFAULT = Origin("default")
 
 
+class PlacedError(ConfigError):
+    """A ConfigError that knows where the offending text stands; the message begins with the place."""
+
+    def __init__(self, origin: Origin, what: str, cure: str = "") -> None:
+        self.origin = origin
+        self.what = what
+        super().__init__(f"{origin}: {what}", cure=cure)
+
+
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the "understood" tables."""
 

@@ -11,6 +11,8 @@ from stoker.server.schemas.triton_tensors import TENSORS, Dims, Era, TensorRow
 
 KINDS = tuple(TENSORS)  # the five models; a model's kind is which of them it plays, whatever its name
 DECODING_MODES = ("top_k", "top_p", "top_k_top_p", "beam_search")
+MAX_BATCH_SIZE = 1 << 20
+MAX_INSTANCES = 1 << 10
 NO_QUEUE_LIMIT = 1 << 24  # Triton's max_queue_size 0: as many as RuntimeConfig can say
 
 
@@ -70,8 +72,8 @@ class TritonModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
-        check_range("max_batch_size", self.max_batch_size, 0, 1 << 20)
-        check_range("instance_count", self.instance_count, 1, 1 << 10)
+        check_range("max_batch_size", self.max_batch_size, 0, MAX_BATCH_SIZE)
+        check_range("instance_count", self.instance_count, 1, MAX_INSTANCES)
 
     def input(self, name: str) -> Tensor | None:
         return next((t for t in self.inputs if t.name == name), None)
