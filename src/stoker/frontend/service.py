@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -40,7 +40,7 @@ class Service(ABC):
     model_name: str
 
     @abstractmethod
-    def stream(self, request: GenerationRequest) -> AsyncIterator[list[Delta]]:
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
         """Deltas of the request's sequences, a list a wake-up. Leaving early cancels within one step.
 
         Raises RequestError, QueueFullError or UnavailableError before the first delta; later failures of one sequence

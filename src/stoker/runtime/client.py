@@ -7,7 +7,7 @@ arrived, send what a step made. Neither can tell which transport joins them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 
@@ -90,7 +90,7 @@ class ExecutorClient(ABC):
     info: ExecutorInfo
 
     @abstractmethod
-    def generate(self, request: TokenRequest) -> AsyncIterator[list[SequenceOutput]]:
+    def generate(self, request: TokenRequest) -> AsyncGenerator[list[SequenceOutput], None]:
         """Outputs of the request's sequences, a list a wake-up, until each has a finish_reason.
 
         Leaving the iterator early (break, cancellation, close) cancels the request within one step. Errors of the

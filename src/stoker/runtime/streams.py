@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 
@@ -75,7 +75,7 @@ class StreamingClient(ExecutorClient):
     def _transmit(self, message: Message) -> None:
         """Send soon, without waiting. May call `_fail`."""
 
-    async def generate(self, request: TokenRequest) -> AsyncIterator[list[SequenceOutput]]:  # type: ignore[override]
+    async def generate(self, request: TokenRequest) -> AsyncGenerator[list[SequenceOutput], None]:
         stream = self._open(request)
         try:
             while not stream.finished:

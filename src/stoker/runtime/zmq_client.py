@@ -51,8 +51,8 @@ class ZmqExecutorClient(StreamingClient):
         configure(self._socket, timeout_s)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
-        self._loop.add_reader(self._socket.get(zmq.FD), self._receive)
-        self._loop.add_reader(self._monitor.get(zmq.FD), self._watch)
+        self._loop.add_reader(self._socket.FD, self._receive)
+        self._loop.add_reader(self._monitor.FD, self._watch)
         self._timer = self._loop.call_later(heartbeat_s, self._beat)
         super().__init__(None, name)  # type: ignore[arg-type]  # connect() waits for the info before anyone sees the client
 
@@ -85,8 +85,8 @@ class ZmqExecutorClient(StreamingClient):
             self._flush()
         linger = 0 if self._failure is not None else 500
         self._fail("this client was closed")
-        self._loop.remove_reader(self._socket.get(zmq.FD))
-        self._loop.remove_reader(self._monitor.get(zmq.FD))
+        self._loop.remove_reader(self._socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
         self._socket.disable_monitor()
         await self._loop.run_in_executor(None, self._context.destroy, linger)
 
@@ -134,7 +134,7 @@ class ZmqExecutorClient(StreamingClient):
 
     def _watch(self) -> None:
         """A disconnect of the one peer means that its process ended, or froze for longer than the heartbeats allow."""
-        while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        while self._monitor.EVENTS & zmq.POLLIN:
             recv_monitor_message(self._monitor)
             self._receive()  # what it said before
             self._fail("its process ended")

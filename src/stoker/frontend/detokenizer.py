@@ -1,0 +1,193 @@
+"""Token ids to text, a few at a time: joined, the pieces are the whole decode. The one detokenizer of every surface.
+
+`tokenizers.decoders.DecodeStream` was measured and set aside: on runs of byte tokens it differs from the whole decode, and
+on ones that never become valid UTF-8 each token costs more than the last (1 ms a token after 3000).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+
+from stoker.frontend.pieces import BytePieces, FallbackPieces
+
+MAX_BYTE_RUN = 64  # byte tokens held back while their run goes on
+MAX_WINDOW = 64  # tokens that a windowed detokenizer holds back while they end inside a character
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(ABC):
+    """One sequence's text. `push` and `flush` return only new text; a character is never split."""
+
+    @abstractmethod
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete, maybe none. Ids outside the vocabulary make no text."""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """What was held back, at the end of the sequence: incomplete characters become U+FFFD."""
+
+
+class ByteLevelDetokenizer(Detokenizer):
+    """Tokens are bytes (GPT-2's byte-level BPE): exact for any ids, as both sides follow Unicode's rule for ill-formed UTF-8."""
+
+    def __init__(self, pieces: BytePieces) -> None:
+        self._pieces = pieces
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces = self._pieces
+        return self._decode(b"".join([pieces[token] for token in token_ids]))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class ByteFallbackDetokenizer(Detokenizer):
+    """Tokens are text, but characters outside the vocabulary are spelt in byte tokens (sentencepiece).
+
+    `tokenizers` judges a run of byte tokens as a whole: valid UTF-8, or one U+FFFD for each byte. So a run is held back until it ends,
+    or until it has MAX_BYTE_RUN bytes; only an ill-formed run longer than that can differ from the whole decode.
+    """
+
+    def __init__(self, pieces: FallbackPieces, strip: tuple[str, int]) -> None:
+        self._pieces = pieces
+        self._run = bytearray()
+        self._stripped, self._num_strip = strip  # a character, and how many of it the text loses at its start
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces, run = self._pieces, self._run
+        text: list[str] = []
+        for token in token_ids:
+            piece = pieces[token]
+            if isinstance(piece, int):
+                run.append(piece)
+                if len(run) >= MAX_BYTE_RUN:
+                    text.append(self._shorten_run())
+            elif piece is not None:
+                if run:
+                    text.append(self._end_run())
+                text.append(piece)
+        return self._strip("".join(text)) if self._num_strip else "".join(text)
+
+    def flush(self) -> str:
+        return self._strip(self._end_run())
+
+    def _end_run(self) -> str:
+        try:
+            return self._run.decode()
+        except UnicodeDecodeError:
+            return REPLACEMENT * len(self._run)
+        finally:
+            self._run.clear()
+
+    def _shorten_run(self) -> str:
+        try:
+            self._run.decode()
+        except UnicodeDecodeError as error:
+            if error.end == len(self._run) and error.reason == "unexpected end of data":
+                text = self._run[: error.start].decode()
+                del self._run[: error.start]
+                return text
+        return self._end_run()
+
+    def _strip(self, text: str) -> str:
+        while text and self._num_strip:
+            if not text.startswith(self._stripped):
+                self._num_strip = 0
+                break
+            text = text[1:]
+            self._num_strip -= 1
+        return text
+
+
+class WindowDetokenizer(Detokenizer):
+    """Any other decoder: decode the last emission and what is new together, and emit the difference.
+
+    The last emission gives the decoder its context (is this the first word? does a space come before?). Ids that make no
+    text are dropped first, or the decoder would take the token after them for the first. Costs two decodes a call.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, dropped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._dropped = dropped
+        self._context: list[int] = []
+        self._new: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._new += [token for token in token_ids if token not in self._dropped and self._known(token)]
+        return self._emit(final=False)
+
+    def flush(self) -> str:
+        return self._emit(final=True)
+
+    def _emit(self, *, final: bool) -> str:
+        if not self._new:
+            return ""
+        text = self._decode(self._context + self._new)
+        if not final and len(self._new) < MAX_WINDOW and (text.endswith(REPLACEMENT) or self._ends_in_byte()):
+            return ""
+        fresh = text[len(self._decode(self._context)) :]
+        if fresh:
+            self._context, self._new = self._new, []
+        return fresh
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _known(self, token: int) -> bool:
+        return 0 <= token < 1 << 32 and self._tokenizer.id_to_token(token) is not None
+
+    def _ends_in_byte(self) -> bool:
+        return (self._tokenizer.id_to_token(self._new[-1]) or "").startswith("<0x")
+
+
+class DetokenizerFactory:
+    """Makes the detokenizers of one tokenizer; the tables they read are shared and filled as tokens occur."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special)
+        self._steps = _decoder_steps(tokenizer)
+        self._kinds = [step["type"] for step in self._steps]
+        self._pieces: dict[bool, Any] = {skip: self._table(self._special if skip else frozenset()) for skip in (False, True)}
+
+    def make(self, skip_special_tokens: bool = True) -> Detokenizer:
+        pieces = self._pieces[skip_special_tokens]
+        if isinstance(pieces, BytePieces):
+            return ByteLevelDetokenizer(pieces)
+        if isinstance(pieces, FallbackPieces):
+            last = self._steps[-1]
+            return ByteFallbackDetokenizer(pieces, (last["content"], last["start"]) if last["type"] == "Strip" else ("", 0))
+        return WindowDetokenizer(self._tokenizer, pieces)
+
+    def _table(self, dropped: frozenset[int]) -> BytePieces | FallbackPieces | frozenset[int]:
+        if self._kinds == ["ByteLevel"]:
+            return BytePieces(self._tokenizer, dropped)
+        if self._is_byte_fallback():
+            replaced = [(step["pattern"]["String"], step["content"]) for step in self._steps if step["type"] == "Replace"]
+            return FallbackPieces(self._tokenizer, dropped, replaced)
+        return dropped
+
+    def _is_byte_fallback(self) -> bool:
+        """Replace …, ByteFallback, Fuse, then maybe Strip at the start: the decoder that sentencepiece models are converted to."""
+        steps = list(self._steps)
+        if steps and steps[-1]["type"] == "Strip" and not steps[-1]["stop"] and len(steps[-1]["content"]) == 1:
+            steps.pop()
+        replaces = steps[:-2]
+        return [step["type"] for step in steps[-2:]] == ["ByteFallback", "Fuse"] and all(
+            step["type"] == "Replace" and "String" in step["pattern"] for step in replaces
+        )
+
+
+def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder as tokenizer.json writes it, sequences laid flat; empty when there is none."""
+    if tokenizer.decoder is None:
+        return []
+    state = json.loads(tokenizer.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]

@@ -1,0 +1,238 @@
+"""The generation service: a request is checked, tokenized, run, detokenized, cut at its stop strings and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any
+
+from stoker.base.errors import RequestError, UnavailableError
+from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
+from stoker.frontend.admission import check_ids, check_prompt, check_request
+from stoker.frontend.assembly import SequenceText
+from stoker.frontend.beam import BeamDriver, check_beams
+from stoker.frontend.chat import ChatTemplate
+from stoker.frontend.joining import Joiner
+from stoker.frontend.remote_errors import raise_refusal
+from stoker.frontend.service import Completion, Service
+from stoker.frontend.tokenizer import Tokenizer
+from stoker.runtime.client import ExecutorClient, ExecutorInfo
+from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
+
+INLINE_CHARS = 4096  # shorter prompts take about 1 ms to tokenize, hardly more than a trip to a thread
+TOKENIZER_THREADS = 4
+
+
+class GenerationService(Service):
+    """One model: its tokenizer and the executor that runs it. For one event loop."""
+
+    def __init__(self, model_name: str, tokenizer: Tokenizer, client: ExecutorClient) -> None:
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self._client = client
+        self._chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._beams: dict[str, BeamDriver] = {}
+        self._num_active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._client.info
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.info.max_seq_len
+
+    @property
+    def ready(self) -> bool:
+        return self._client.alive and not self._draining
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
+        if request.params.beam_width > 1:
+            raise RequestError("beam_width", request.params.beam_width, "beams are not streamed", cure="Ask for the whole answer at once.")
+        with _Active(self):
+            task = await self._prepare(request)
+            async with aclosing(self._deltas(task)) as stream:
+                async for deltas in stream:
+                    yield deltas
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        with _Active(self):
+            if request.params.beam_width > 1:
+                check_beams(request.params, self.tokenizer.end_ids)
+            task = await self._prepare(request)
+            if task.params.beam_width > 1:
+                return await self._search_beams(task)
+            joiner = Joiner(task)
+            async with aclosing(self._deltas(task)) as stream:
+                async for deltas in stream:
+                    joiner.add(deltas)
+            return joiner.completion()
+
+    def cancel(self, request_id: str) -> None:
+        if (driver := self._beams.get(request_id)) is not None:
+            driver.cancel()
+        self._client.cancel(request_id)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.tokenizer.check_length(text, self.max_seq_len)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        check_ids("token_ids", token_ids, self.info.vocab_size)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
+        if self._chat is None:
+            raise RequestError("messages", messages, f"{self.model_name} has no chat template", cure="Send a prompt instead.")
+        max_chars = self.info.limits.max_input_len * self.tokenizer.max_token_chars
+        return self._chat.render(messages, max_chars=max_chars, **template_values)
+
+    async def stats(self) -> ExecutorStats:
+        return await self._client.stats()
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait until the present ones end."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        self._draining = True
+        await self._client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _prepare(self, request: GenerationRequest) -> TokenRequest:
+        """The request in token ids, checked against the engine. Time spent here counts against its deadline."""
+        arrival = time.monotonic()
+        check_request(request, self.info)
+        prompt_ids = await self._prompt_ids(request)
+        if request.truncate_prompt_tokens is not None:
+            prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
+        check_prompt(prompt_ids, request.params, self.info)
+        left_s = None if request.timeout_s is None else max(0.0, request.timeout_s - (time.monotonic() - arrival))
+        return TokenRequest(
+            request_id=request.request_id,
+            prompt_ids=prompt_ids,
+            params=request.params,
+            end_ids=() if request.params.ignore_eos else self.tokenizer.end_ids,
+            priority=request.priority,
+            timeout_s=left_s,
+            cache_salt=request.cache_salt,
+        )
+
+    async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+        prompt = request.prompt
+        if isinstance(prompt, list):
+            return prompt
+        if not isinstance(prompt, str):
+            raise RequestError("prompt", prompt, "it must be a string or a list of token ids")
+        self.tokenizer.check_length(prompt, self.info.limits.max_input_len)
+        if len(prompt) <= INLINE_CHARS:
+            return self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, lambda: self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        )
+
+    async def _deltas(self, task: TokenRequest) -> AsyncGenerator[list[Delta], None]:
+        request = _Running(task, self.tokenizer, self._client)
+        try:
+            async with aclosing(self._client.generate(task)) as batches:
+                async for outputs in batches:
+                    if not request.started:
+                        raise_refusal(outputs)
+                    if deltas := request.push(outputs):
+                        yield deltas
+                    if request.finished:
+                        return
+        except UnavailableError as error:
+            if not request.started:
+                raise
+            yield request.fail(error)
+
+    async def _search_beams(self, task: TokenRequest) -> Completion:
+        if task.request_id in self._beams:
+            raise RequestError("request_id", task.request_id, "a request with this id is in flight", cure="Use a new id.")
+        driver = self._beams[task.request_id] = BeamDriver(task, self._client, self.tokenizer)
+        try:
+            return await driver.run()
+        finally:
+            del self._beams[task.request_id]
+
+
+class _Active:
+    """Counts a request while it runs; refuses new ones once the service drains."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    def __enter__(self) -> None:
+        if self._service._draining:
+            raise UnavailableError(f"{self._service.model_name} is draining.", cure="Retry on another server.")
+        self._service._num_active += 1
+        self._service._idle.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._service._num_active -= 1
+        if not self._service._num_active:
+            self._service._idle.set()
+
+
+class _Running:
+    """One request's sequences on their way from outputs to deltas, and what they used."""
+
+    def __init__(self, task: TokenRequest, tokenizer: Tokenizer, client: ExecutorClient) -> None:
+        params = task.params
+        self.started = False
+        self._task = task
+        self._client = client
+        self._texts = [SequenceText(i, params, tokenizer.detokenizer(params.skip_special_tokens)) for i in range(params.n)]
+        self._cached_tokens: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(text.finished for text in self._texts)
+
+    def push(self, outputs: list[SequenceOutput]) -> list[Delta]:
+        return self._counted([self._push_one(output) for output in outputs if not self._texts[output.index].finished])
+
+    def fail(self, error: UnavailableError) -> list[Delta]:
+        """The executor is gone: end what runs."""
+        deltas = []
+        for text in self._texts:
+            if not text.finished:
+                text.finished = True
+                deltas.append(Delta(text.index, finish_reason=FinishReason.ERROR, error=str(error)))
+        return self._counted(deltas)
+
+    def _push_one(self, output: SequenceOutput) -> Delta:
+        text = self._texts[output.index]
+        if text.num_tokens == 0 and output.token_ids:
+            self._note_cached(output.cached_tokens)
+        delta = text.push(output)
+        delta.prompt_logprobs = output.prompt_logprobs
+        if text.stopped_by_text and not self.finished:
+            self._client.cancel(self._task.request_id, text.index)
+        return delta
+
+    def _note_cached(self, cached_tokens: int) -> None:
+        # Of n sequences the later ones reuse the first one's blocks; the request's own gain is the smallest.
+        self._cached_tokens = cached_tokens if self._cached_tokens is None else min(self._cached_tokens, cached_tokens)
+
+    def _counted(self, deltas: list[Delta]) -> list[Delta]:
+        if not deltas:
+            return deltas
+        usage = Usage(len(self._task.prompt_ids), 0, self._cached_tokens or 0)
+        if not self.started:
+            deltas[0].usage = usage
+        if self.finished:
+            usage.completion_tokens = sum(text.num_tokens for text in self._texts)
+            deltas[-1].usage = usage
+        self.started = True
+        return deltas

@@ -1,0 +1,74 @@
+"""What each token contributes to the text, computed when the token first occurs."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+
+import tokenizers
+
+HEX_DIGITS = frozenset(string.hexdigits)
+
+
+class BytePieces(dict[int, bytes]):
+    """Bytes of each token of a byte-level vocabulary; none for dropped and unknown ids."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, dropped: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(dropped, b""))
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> bytes:
+        content = token_content(self._tokenizer, token)
+        if content is None:
+            return b""
+        piece = self[token] = to_bytes(content)
+        return piece
+
+
+class FallbackPieces(dict[int, "str | int | None"]):
+    """Text of each token, or its byte value when it is a byte token (<0x0A>); None for dropped and unknown ids."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, dropped: frozenset[int], replaced: Sequence[tuple[str, str]]) -> None:
+        super().__init__(dict.fromkeys(dropped))
+        self._tokenizer = tokenizer
+        self._replaced = replaced
+
+    def __missing__(self, token: int) -> str | int | None:
+        content = token_content(self._tokenizer, token)
+        if content is None:
+            return None
+        for old, new in self._replaced:
+            content = content.replace(old, new)
+        piece = self[token] = byte_value(content) if is_byte_token(content) else content
+        return piece
+
+
+def token_content(tokenizer: tokenizers.Tokenizer, token: int) -> str | None:
+    """The vocabulary's entry; None when there is none. Engines pad their vocabulary past the tokenizer's."""
+    return tokenizer.id_to_token(token) if 0 <= token < 1 << 32 else None
+
+
+def is_byte_token(content: str) -> bool:
+    return len(content) == 6 and content.startswith("<0x") and content.endswith(">") and HEX_DIGITS.issuperset(content[3:5])
+
+
+def byte_value(content: str) -> int:
+    return int(content[3:5], 16)
+
+
+def to_bytes(content: str) -> bytes:
+    """Undo GPT-2's spelling of bytes as visible characters; an entry outside that alphabet (an added token) stands for itself."""
+    try:
+        return bytes([BYTE_OF_CHAR[char] for char in content])
+    except KeyError:
+        return content.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's table (encoder.py, bytes_to_unicode): visible Latin-1 characters are themselves, the other 68 bytes follow U+0100."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+BYTE_OF_CHAR = _byte_alphabet()

@@ -1,0 +1,116 @@
+"""The models of a server by name and version, and the state each is in."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from stoker.base.errors import NotFoundError, StokerError, UnavailableError
+from stoker.base.logging import get_logger
+from stoker.base.registry import nearest
+from stoker.frontend.service import Service
+
+log = get_logger(__name__)
+
+Load = Callable[[], Awaitable[Service]]
+Unload = Callable[[Service], Awaitable[None]]
+
+
+class ModelState(enum.StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    UNAVAILABLE = "unavailable"
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """A row of the repository. `load` makes its service; `unload` ends it once its requests have."""
+
+    name: str
+    version: str
+    load: Load
+    unload: Unload
+    state: ModelState = ModelState.UNAVAILABLE
+    reason: str = "not loaded"  # empty when ready
+    service: Service | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.state is ModelState.READY and self.service is not None and self.service.ready
+
+
+class ModelRepository:
+    """Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, dict[str, Model]] = {}
+
+    def register(self, name: str, load: Load, unload: Unload, version: str = "1") -> Model:
+        """Make a model known, not loaded yet."""
+        versions = self._models.setdefault(name, {})
+        if version in versions:
+            raise ValueError(f"model {name!r} version {version} is registered twice")
+        versions[version] = model = Model(name=name, version=version, load=load, unload=unload)
+        return model
+
+    def models(self) -> list[Model]:
+        return [model for versions in self._models.values() for model in versions.values()]
+
+    @property
+    def ready(self) -> bool:
+        """There are models, and all of them answer."""
+        return bool(self._models) and all(model.ready for model in self.models())
+
+    def find(self, name: str, version: str | None = None) -> Model:
+        """The row, whatever its state; without a version, the highest. Raises NotFoundError with the names that exist."""
+        versions = self._models.get(name)
+        if not versions:
+            known = nearest(name, list(self._models)) or list(self._models)
+            raise NotFoundError(f"there is no model {name[:80]!r}.", cure=f"Use one of: {', '.join(known)}." if known else "")
+        if not version:
+            return versions[max(versions, key=_version_order)]
+        if version not in versions:
+            raise NotFoundError(f"model {name!r} has no version {version[:80]!r}.", cure=f"Use one of: {', '.join(versions)}.")
+        return versions[version]
+
+    def service(self, name: str, version: str | None = None) -> Service:
+        """The service of a ready model. Raises NotFoundError, or UnavailableError with the state and its reason."""
+        model = self.find(name, version)
+        if model.ready and model.service is not None:
+            return model.service
+        reason = model.reason or "its executor does not answer"
+        raise UnavailableError(f"model {name!r} is {ModelState.UNAVAILABLE if model.state is ModelState.READY else model.state}: {reason}.")
+
+    async def load(self, name: str, version: str | None = None) -> None:
+        """Load a model; nothing happens when it is loaded or being loaded. What its load raises is kept as the reason, and raised."""
+        model = self.find(name, version)
+        if model.state in (ModelState.LOADING, ModelState.READY):
+            return
+        if model.state is ModelState.DRAINING:
+            raise UnavailableError(f"model {name!r} is draining.", cure="Load it again once it is unavailable.")
+        model.state, model.reason = ModelState.LOADING, "being loaded"
+        try:
+            model.service = await model.load()
+        except BaseException as error:
+            model.state, model.reason = ModelState.UNAVAILABLE, f"{type(error).__name__}: {error}"
+            if not isinstance(error, StokerError):
+                log.exception("loading %s failed", name)
+            raise
+        model.state, model.reason = ModelState.READY, ""
+
+    async def unload(self, name: str, version: str | None = None) -> None:
+        """Take no new requests, let `unload` finish the present ones, forget the service. Nothing happens unless it is ready."""
+        model = self.find(name, version)
+        if model.state is not ModelState.READY or model.service is None:
+            return
+        model.state, model.reason = ModelState.DRAINING, "finishing its requests"
+        try:
+            await model.unload(model.service)
+        finally:
+            model.state, model.reason, model.service = ModelState.UNAVAILABLE, "unloaded", None
+
+
+def _version_order(version: str) -> tuple[int, str]:
+    return (int(version), "") if version.isdecimal() else (-1, version)

@@ -1,0 +1,125 @@
+"""Text to token ids and back, from an engine's tokenizer files alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from stoker.base.errors import EngineError, RequestError
+from stoker.frontend.detokenizer import Detokenizer, DetokenizerFactory
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+COMPOSITION = 4  # a normalizer may make one character of so many (NFC of Hangul and of stacked accents)
+
+
+class Tokenizer:
+    """Safe to use from several threads: `encode` releases the interpreter while it works.
+
+    vocab_size is the highest id + 1; the engine's own may be larger. end_ids are the ids that end an answer: all of
+    generation_config.json's eos_token_id and the tokenizer's own eos_token. max_token_chars is the longest entry's length.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer, config: dict[str, Any] | None = None, generation: dict[str, Any] | None = None) -> None:
+        config, generation = config or {}, generation or {}
+        core.no_truncation()
+        core.no_padding()
+        vocab = core.get_vocab(with_added_tokens=True)
+        self._core = core
+        self._detokenizers = DetokenizerFactory(core)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.max_token_chars = max(map(len, vocab), default=1) * (COMPOSITION if core.normalizer is not None else 1)
+        self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _content(config.get(name))) is not None}
+        self.special_ids = frozenset(token for token, added in core.get_added_tokens_decoder().items() if added.special)
+        self.bos_id = self._special_id("bos_token", generation.get("bos_token_id"))
+        self.pad_id = self._special_id("pad_token", generation.get("pad_token_id"))
+        self.end_ids = self._end_ids(generation.get("eos_token_id"))
+        self.chat_template = _chat_template(config.get("chat_template"))
+
+    @classmethod
+    def load(cls, directory: Path | str) -> Tokenizer:
+        """Read tokenizer.json, and when they exist tokenizer_config.json, generation_config.json and chat_template.jinja.
+
+        Raises EngineError that names the file that is missing or damaged.
+        """
+        path = Path(directory)
+        if not (path / "tokenizer.json").is_file():
+            raise EngineError(f"{path / 'tokenizer.json'} is missing.", cure="Build the engine again.")
+        try:
+            core = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the package raises bare Exception
+            raise EngineError(f"{path / 'tokenizer.json'} cannot be read: {error}.", cure="Build the engine again.") from None
+        config = _read_json(path / "tokenizer_config.json")
+        if (template := path / "chat_template.jinja").is_file():
+            config["chat_template"] = template.read_text(encoding="utf-8")
+        return cls(core, config, _read_json(path / "generation_config.json"))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; with the model's own prefix and suffix when add_special_tokens. RequestError when `text` is not valid Unicode."""
+        try:
+            # The batch call without offsets takes half the time of encode() and releases the interpreter: 2 MB in 0.95 s, stalls of 15 ms.
+            return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except UnicodeEncodeError as error:
+            raise RequestError("prompt", text, f"character {error.start} is half of a surrogate pair", cure="Send valid Unicode.") from None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence: what its detokenizer's pieces join to."""
+        detokenizer = self.detokenizer(skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh one, for one sequence."""
+        return self._detokenizers.make(skip_special_tokens)
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that cannot fit before any work is spent on it. Raises RequestError with the numbers."""
+        if len(text) > max_tokens * self.max_token_chars:
+            limit = f"it has {len(text)} characters, and {max_tokens} tokens of at most {self.max_token_chars} characters are the limit"
+            raise RequestError("prompt", text, limit, cure="Shorten it.")
+
+    def token_text(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of an id; None when there is none."""
+        return self._core.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def token_id(self, content: str) -> int | None:
+        return self._core.token_to_id(content)
+
+    def _special_id(self, name: str, fallback: Any) -> int | None:
+        text = self.special_tokens.get(name)
+        found = self._core.token_to_id(text) if text is not None else None
+        return found if found is not None else fallback if type(fallback) is int else None
+
+    def _end_ids(self, configured: Any) -> tuple[int, ...]:
+        ids = [configured] if type(configured) is int else list(configured or [])
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise EngineError(f"generation_config.json: eos_token_id={configured!r} is not an id or a list of ids.", cure="Correct it.")
+        own = self._special_id("eos_token", None)
+        return tuple(dict.fromkeys([*ids, *([own] if own is not None else [])]))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EngineError(f"{path} cannot be read: {error}.", cure="Build the engine again.") from None
+    if not isinstance(value, dict):
+        raise EngineError(f"{path} holds a {type(value).__name__}, not an object.", cure="Build the engine again.")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as its text, or as an object with its text."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _chat_template(value: Any) -> str | None:
+    """One template, or a list of named ones, of which `default` is meant."""
+    if isinstance(value, list):
+        value = next((entry.get("template") for entry in value if isinstance(entry, dict) and entry.get("name") == "default"), None)
+    return value if isinstance(value, str) else None
