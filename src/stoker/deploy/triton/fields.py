@@ -56,9 +56,11 @@ def instances(file: ModelFile, notes: list[Note]) -> int:
     count = 0
     for group in file.message.messages("instance_group"):
         count += whole(file, group, "count", notes, 1, MAX_INSTANCES) or 1
-    if file.kind == "tensorrt_llm" and count > 1:
-        line = file.message.messages("instance_group")[0].line
-        raise file.error(line, f"instance_group asks for {count} instances of {file.name}.", "Set count: 1; start a server a replica.")
+    limit = 1 if file.kind == "tensorrt_llm" else MAX_INSTANCES
+    if count > limit:
+        line = file.message.message("instance_group").line
+        cure = "Set count: 1; start a server a replica." if limit == 1 else f"Use at most {limit}."
+        raise file.error(line, f"instance_group asks for {count} instances of {file.name}.", cure)
     return max(count, 1)
 
 

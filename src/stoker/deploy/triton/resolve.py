@@ -29,6 +29,7 @@ class Found(msgspec.Struct, kw_only=True):
 
 def options(found: Found) -> TritonOptions:
     _check_bls_target(found)
+    _check_steps(found)
     chosen = TritonOptions(models=_with_ensembles(found.models), **found.section("options"))
     return msgspec.structs.replace(chosen, decoding_mode=_decoding_mode(found, chosen.max_beam_width))
 
@@ -57,6 +58,19 @@ def _check_bls_target(found: Found) -> None:
     if bls is not None and target != llm.name:
         line = dict(bls.parameters).get("tensorrt_llm_model_name", Scalar("", 1)).line
         raise bls.error(line, f"tensorrt_llm_model_name is {target!r}; no such model is here.", f"Use {llm.name}.")
+
+
+def _check_steps(found: Found) -> None:
+    """An ensemble's steps are models of this repository."""
+    names = {model.name for model in found.models}
+    for model in found.models:
+        for step in model.steps:
+            if step.model_name not in names:
+                file = found.files[model.kind]
+                line = file.message.message("ensemble_scheduling").line
+                raise file.error(
+                    line, f"a step runs {step.model_name!r}; no such model is here.", f"Use one of: {', '.join(sorted(names))}."
+                )
 
 
 def _with_ensembles(models: tuple[TritonModel, ...]) -> tuple[TritonModel, ...]:

@@ -1,0 +1,60 @@
+"""How the ensemble joins preprocessing, tensorrt_llm and postprocessing: the maps of its three steps, by v0.18's names."""
+
+from __future__ import annotations
+
+from stoker.server.schemas.triton_models import Step, tensors
+
+# Tensor of preprocessing → the ensemble's input.
+_PREPROCESSING_INPUTS = {
+    "QUERY": "text_input",
+    "DECODER_QUERY": "decoder_text_input",
+    "REQUEST_OUTPUT_LEN": "max_tokens",
+    "BAD_WORDS_DICT": "bad_words",
+    "STOP_WORDS_DICT": "stop_words",
+    "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
+    "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
+    "END_ID": "end_id",
+    "PAD_ID": "pad_id",
+    "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
+}
+# Tensor of preprocessing → the ensemble's private tensor → tensor of tensorrt_llm.
+_BETWEEN = (
+    ("INPUT_ID", "_INPUT_ID", "input_ids"),
+    ("REQUEST_INPUT_LEN", "_REQUEST_INPUT_LEN", "input_lengths"),
+    ("DECODER_INPUT_ID", "_DECODER_INPUT_ID", "decoder_input_ids"),
+    ("REQUEST_DECODER_INPUT_LEN", "_REQUEST_DECODER_INPUT_LEN", "decoder_input_lengths"),
+    ("REQUEST_OUTPUT_LEN", "_REQUEST_OUTPUT_LEN", "request_output_len"),
+    ("STOP_WORDS_IDS", "_STOP_WORDS_IDS", "stop_words_list"),
+    ("BAD_WORDS_IDS", "_BAD_WORDS_IDS", "bad_words_list"),
+    ("EMBEDDING_BIAS", "_EMBEDDING_BIAS", "embedding_bias"),
+    ("OUT_END_ID", "_PREPROCESSOR_END_ID", "end_id"),
+    ("OUT_PAD_ID", "_PREPROCESSOR_PAD_ID", "pad_id"),
+    ("OUT_PROMPT_TABLE_EXTRA_IDS", "_OUT_PROMPT_TABLE_EXTRA_IDS", "prompt_table_extra_ids"),
+)
+# The ensemble's input → tensor of tensorrt_llm, where the names differ.
+_RENAMED = {"top_k": "runtime_top_k", "top_p": "runtime_top_p", "length_penalty": "len_penalty", "stream": "streaming"}
+_TOKENS = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH"}
+
+
+def steps() -> tuple[Step, ...]:
+    """The three steps; every input of the ensemble reaches one of them, every output comes from one."""
+    inputs, outputs = tensors("ensemble")
+    direct = [tensor.name for tensor in inputs if tensor.name not in _PREPROCESSING_INPUTS.values()]
+    results = {tensor.name: tensor.name for tensor in outputs if tensor.name != "text_output"}
+    return (
+        Step(
+            model_name="preprocessing",
+            input_map=dict(_PREPROCESSING_INPUTS),
+            output_map={source: private for source, private, _ in _BETWEEN},
+        ),
+        Step(
+            model_name="tensorrt_llm",
+            input_map={target: private for _, private, target in _BETWEEN} | {_RENAMED.get(name, name): name for name in direct},
+            output_map=_TOKENS | results,
+        ),
+        Step(
+            model_name="postprocessing",
+            input_map={"TOKENS_BATCH": "_TOKENS_BATCH", "SEQUENCE_LENGTH": "_SEQUENCE_LENGTH"},
+            output_map={"OUTPUT": "text_output"},
+        ),
+    )

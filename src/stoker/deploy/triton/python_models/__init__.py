@@ -1,0 +1,1 @@
+"""What an exported repository runs inside a real Triton server: `<kind>.py` becomes `<kind>/1/model.py`."""
