@@ -134,7 +134,7 @@ class ZmqExecutorClient(StreamingClient):
 
     def _watch(self) -> None:
         """A disconnect of the one peer means that its process ended, or froze for longer than the heartbeats allow."""
-        while self._monitor.EVENTS & zmq.POLLIN:
+        while int(self._monitor.EVENTS) & zmq.POLLIN:
             recv_monitor_message(self._monitor)
             self._receive()  # what it said before
             self._fail("its process ended")
