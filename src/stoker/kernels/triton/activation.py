@@ -1,0 +1,71 @@
+"""Activations, alone or gating a second projection. Arithmetic in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.kernels.reference.activation import ACTIVATIONS
+
+BLOCK = 1024  # eight elements a thread of four warps: one 16-byte access per operand in bfloat16
+
+
+@triton.jit
+def tanh(x):
+    """tanh through the logistic function; its absolute error is that of float32 arithmetic near 1."""
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """The activation of float32 x. The names are those of the reference's table."""
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu_quick":
+        return x * tl.sigmoid(1.702 * x)
+    elif ACTIVATION == "relu":
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        tl.static_assert(ACTIVATION == "relu2")
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return positive * positive
+
+
+@triton.jit
+def activation_kernel(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK of a row's SIZE results. A gated row of x holds SIZE gates, then SIZE multiplicands."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < SIZE
+    source = x + row * (2 * SIZE if GATED else SIZE) + cols
+    result = activated(tl.load(source, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    if GATED:
+        result = result * tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + cols, result.to(out.dtype.element_ty), mask=inside)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """See `ops.activate`."""
+    return _launch(x, x.shape[-1], False, activation)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """See `ops.gated`."""
+    return _launch(gate_up, gate_up.shape[-1] // 2, True, activation)
+
+
+def _launch(x: Tensor, size: int, is_gated: bool, activation: str) -> Tensor:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
+    x = x.contiguous()
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    if out.numel():
+        grid = (out.numel() // size, triton.cdiv(size, BLOCK))
+        activation_kernel[grid](x, out, SIZE=size, GATED=is_gated, ACTIVATION=activation, BLOCK=BLOCK, num_warps=4)
+    return out

@@ -1,0 +1,128 @@
+"""Paged attention: decode rows and ragged prefill rows each as one launch of one kernel."""
+
+from __future__ import annotations
+
+from functools import cache as cached
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from stoker.kernels.triton.attention_kernel import attention_kernel
+from stoker.kernels.triton.attention_tuning import Splits, Tile, choose_splits, decode_tile, prefill_tile
+from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.rope import require_dense_pages
+from stoker.kernels.types import AttentionParams
+
+if TYPE_CHECKING:
+    from stoker.layers.batch import ForwardBatch, KVCache
+
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CACHE_DTYPES = (*QUERY_DTYPES, torch.int8, torch.float8_e4m3fn)
+MAX_SPLIT_PROGRAMS = 1 << 16
+
+
+def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    """See `ops.attention`. Launches of one device must run one after another: they share the counters of finished splits."""
+    _check(q, cache)
+    values = cache.keys if cache.values is None else cache.values
+    out = torch.empty((q.shape[0], q.shape[1], values.shape[-1]), dtype=q.dtype, device=q.device)
+    _arrived(q.device)  # made on the first call of all, so that a captured graph never owns it
+    if batch.num_decodes:
+        decode(q, cache, batch, params, out)
+    if batch.num_decodes < batch.num_rows and q.shape[0] > batch.num_decodes:
+        prefill(q, cache, batch, params, out)
+    return out.flatten(1)
+
+
+def decode(
+    q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, out: Tensor, tile: Tile | None = None, splits: Splits | None = None
+) -> None:
+    """The rows of one query each, into out[: num_decodes]. `tile` and `splits` stand in for the tuned choice."""
+    group = q.shape[1] // cache.keys.shape[1]
+    tile = tile or decode_tile(q.shape[2], q.dtype, cache.keys.dtype, group)
+    tile_heads = min(group, tile.block_m)
+    programs = batch.num_decodes * cache.keys.shape[1] * triton.cdiv(group, tile_heads)
+    splits = splits or _splits(programs, tile, batch.max_seq_len, q.device)
+    _launch(q, cache, batch, params, out, tile, splits, tile_heads, 1, programs, True)
+
+
+def prefill(
+    q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, out: Tensor, tile: Tile | None = None, splits: Splits | None = None
+) -> None:
+    """The rows from num_decodes on, into out[num_decodes :]. `tile` and `splits` stand in for the tuned choice."""
+    kv_heads = cache.keys.shape[1]
+    group = q.shape[1] // kv_heads
+    num_tokens, num_rows = q.shape[0] - batch.num_decodes, batch.num_rows - batch.num_decodes
+    if tile is None:
+        sms = num_multiprocessors(q.device)
+        tile = prefill_tile(
+            q.shape[2], q.dtype, cache.keys.dtype, batch.max_query_len * group, triton.cdiv(num_tokens * group, 128) * kv_heads, sms
+        )
+    tile_heads = min(group, tile.block_m)
+    tokens = tile.block_m // tile_heads
+    programs = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)
+    splits = splits or _splits(programs, tile, batch.max_seq_len, q.device)
+    _launch(q, cache, batch, params, out, tile, splits, tile_heads, tokens, programs, False)
+
+
+def _splits(programs: int, tile: Tile, max_seq_len: int, device: torch.device) -> Splits:
+    if programs > MAX_SPLIT_PROGRAMS:
+        return Splits()
+    return choose_splits(programs, triton.cdiv(max_seq_len, tile.block_n), max_seq_len, num_multiprocessors(device))
+
+
+def _launch(
+    q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, out: Tensor,
+    tile: Tile, splits: Splits, tile_heads: int, tokens: int, programs: int, is_decode: bool,
+) -> None:  # fmt: skip
+    keys, values = cache.keys, cache.values
+    num_heads, size = q.shape[1:]
+    value_size = out.shape[2]
+    part1, part2 = _parts(size)
+    value_part1, value_part2 = _parts(value_size)
+    partial = lse = None
+    if splits.count > 1:
+        partial = torch.empty((programs, splits.count, tokens * tile_heads, value_size), dtype=torch.float32, device=q.device)
+        lse = torch.empty(partial.shape[:3], dtype=torch.float32, device=q.device)
+    held = triton.next_power_of_2(splits.count) * value_part1  # values a thread block holds for each row that it combines
+    attention_kernel[(programs, splits.count)](
+        q, keys, values, out, batch.block_tables, batch.seq_lens, batch.query_starts, batch.prefix_lens,
+        cache.key_scale, cache.key_scale if values is None else cache.value_scale, params.alibi_slopes, params.sinks,
+        partial, lse, _arrived(q.device), params.scale, batch.num_decodes, batch.num_rows, splits.count, splits.min_tiles,
+        q.stride(0), q.stride(1), batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
+        0 if values is None else values.stride(0), 0 if values is None else values.stride(1),
+        DECODE=is_decode, NUM_HEADS=num_heads, GROUP=num_heads // keys.shape[1], TILE_HEADS=tile_heads, TOKENS=tokens,
+        SIZE=size, PART1=part1, PART2=part2, VALUE_SIZE=value_size, VALUE_PART1=value_part1, VALUE_PART2=value_part2,
+        SOFTCAP=params.softcap, WINDOW=params.window, CHUNK=params.chunk, BLOCK_SIZE=cache.block_size,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SPLITS=triton.next_power_of_2(splits.count),
+        COMBINE_ROWS=min(triton.next_power_of_2(tokens * tile_heads), max(1, 2048 * tile.num_warps // held)),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _parts(size: int) -> tuple[int, int]:
+    """A head size as two powers of two, each 0 or ≥ 16 (the smallest side of a matrix instruction's tile)."""
+    first = max(16, 1 << (size.bit_length() - 1))
+    rest = size - first
+    return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+
+
+@cached
+def _arrived(device: torch.device) -> Tensor:
+    """Counters of finished splits, one a program; every launch leaves them at zero."""
+    return torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
+
+
+def _check(q: Tensor, cache: KVCache) -> None:
+    require_dense_pages(cache)
+    if q.dtype not in QUERY_DTYPES or cache.keys.dtype not in CACHE_DTYPES:
+        raise ValueError(f"attention of {q.dtype} queries over a {cache.keys.dtype} cache; takes {QUERY_DTYPES} over {CACHE_DTYPES}")
+    if q.stride(-1) != 1:
+        raise ValueError(f"attention queries have strides {q.stride()}; the last axis must be dense")
+    if q.shape[1] % cache.keys.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {cache.keys.shape[1]} key heads")
+    if cache.block_size & (cache.block_size - 1):
+        raise ValueError(f"block size {cache.block_size} is no power of two: build the engine with 16, 32, 64 or 128 tokens a block")

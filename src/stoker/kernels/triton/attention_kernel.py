@@ -1,0 +1,177 @@
+"""Paged attention: decode rows and ragged prefill rows by one kernel.
+
+A program takes a tile of BLOCK_M query rows: the heads that share one key head (GQA), times as many tokens of one sequence as fit.
+So a decode tile is one token's group of heads, and a key tile is read once for all of them. Long sequences are split over
+programs (FlashDecoding); the last of them to finish combines the parts, which saves a launch. Nothing here depends on a value that
+the host would have to read from the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, combine_part, first_key, load_part, store_part
+
+
+@triton.jit
+def find_row(tile, query_starts, first_row, num_rows, TOKENS: tl.constexpr):
+    """(row, index of the tile inside the row) of a tile in the flat list.
+
+    Row r's tiles start at (tokens before r) // TOKENS + (rows before r): at or past the end of row r - 1's, whatever the lengths are.
+    """
+    low = first_row
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = (tl.load(query_starts + middle) - first_row) // TOKENS + middle - first_row
+        low = tl.where(before <= tile, middle, low)
+        high = tl.where(before <= tile, high, middle)
+    return low, tile - ((tl.load(query_starts + low) - first_row) // TOKENS + low - first_row)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "splits", "min_tiles"])
+def attention_kernel(
+    q, keys, values, out, block_tables, seq_lens, query_starts, prefix_lens, key_scale, value_scale, alibi_slopes, sinks,
+    partial, partial_lse, arrived, scale, first_row, num_rows, splits, min_tiles,
+    stride_q_token, stride_q_head, stride_table, stride_key_block, stride_key_head, stride_value_block, stride_value_head,
+    DECODE: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles × head tiles, splits). SPLITS is `splits` rounded up to a power of two; 1 compiles no combine.
+
+    A tile's heads are TILE_HEADS of one group; row m of it is token m // TILE_HEADS, head m % TILE_HEADS.
+    partial [programs of axis 0, splits, TOKENS × TILE_HEADS, VALUE_SIZE] and partial_lse (no last axis) are scratch; arrived [..] counts
+    finished splits and is left at zero.
+    """
+    GROUP_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    HEAD_TILES: tl.constexpr = NUM_HEADS // GROUP * GROUP_TILES
+    TILE_ROWS: tl.constexpr = TOKENS * TILE_HEADS
+    unit = tl.program_id(0)
+    split = tl.program_id(1)
+    head_tile = unit % HEAD_TILES
+    kv_head = head_tile // GROUP_TILES
+    group_start = head_tile % GROUP_TILES * TILE_HEADS
+    if DECODE:
+        row = unit // HEAD_TILES
+        first_token = row
+        num_queries = 1
+        tile_start = 0
+    else:
+        # The last tiles of a row see the most keys: they go first, so that the grid ends on short programs.
+        tile = (tl.num_programs(0) - 1 - unit) // HEAD_TILES
+        row, tile_in_row = find_row(tile, query_starts, first_row, num_rows, TOKENS)
+        first_token = tl.load(query_starts + row)
+        num_queries = tl.load(query_starts + row + 1) - first_token
+        tile_start = tile_in_row * TOKENS
+        if tile_start >= num_queries:
+            return
+    length = tl.load(seq_lens + row)
+    prefix = None
+    if prefix_lens is not None:
+        prefix = tl.load(prefix_lens + row)
+
+    first_position = length - num_queries + tile_start
+    align: tl.constexpr = BLOCK_N if BLOCK_N < BLOCK_SIZE else BLOCK_SIZE
+    begin = tl.maximum(first_key(first_position, WINDOW, CHUNK), 0) // align * align
+    end = tl.minimum(first_position + TOKENS, length)
+    plain_end = first_position + 1  # keys before this are seen by every query of the tile
+    if prefix is not None:
+        end = tl.maximum(end, tl.minimum(prefix, length))
+        plain_end = tl.maximum(plain_end, tl.minimum(prefix, length))
+    used = 1
+    if SPLITS > 1:
+        tiles = tl.cdiv(end - begin, BLOCK_N)
+        tiles_each = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
+        used = tl.maximum(tl.cdiv(tiles, tiles_each), 1)
+        if split >= used:
+            return
+        begin += split * tiles_each * BLOCK_N
+        end = tl.minimum(end, begin + tiles_each * BLOCK_N)
+
+    m = tl.arange(0, BLOCK_M)
+    token = tile_start + m // TILE_HEADS
+    head = kv_head * GROUP + group_start + m % TILE_HEADS
+    inside = (token < num_queries) & (m < TILE_ROWS) & (group_start + m % TILE_HEADS < GROUP)
+    positions = length - num_queries + token
+    flat_token = (first_token + token).to(tl.int64)
+    q_rows = q + flat_token * stride_q_token + head * stride_q_head
+    q1 = load_part(q_rows, 0, PART1, SIZE, inside)
+    q2 = q1
+    if PART2 > 0:
+        q2 = load_part(q_rows, PART1, PART2, SIZE, inside)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + head, mask=inside, other=0.0) * LOG2E
+    score_scale = scale
+    if key_scale is not None:
+        score_scale = scale * tl.load(key_scale + kv_head)
+
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        if split == 0:
+            highest = tl.load(sinks + head, mask=inside, other=0.0) * LOG2E
+            total += 1.0
+    acc1 = tl.zeros([BLOCK_M, VALUE_PART1], tl.float32)
+    acc2 = tl.zeros([BLOCK_M, VALUE_PART2 if VALUE_PART2 > 0 else 16], tl.float32)
+    head_keys = keys + kv_head.to(tl.int64) * stride_key_head
+    head_values = None
+    if values is not None:
+        head_values = values + kv_head.to(tl.int64) * stride_value_head
+    table = block_tables + row.to(tl.int64) * stride_table
+    if not DECODE and WINDOW is None and CHUNK is None:
+        middle = begin + tl.maximum(tl.minimum(plain_end, end) - begin, 0) // BLOCK_N * BLOCK_N
+        acc1, acc2, highest, total = attend(
+            acc1, acc2, highest, total, q1, q2, head_keys, head_values, table, begin, middle, length, positions, prefix, slopes,
+            score_scale, stride_key_block, stride_value_block, SIZE, PART1, PART2, VALUE_SIZE, VALUE_PART1, VALUE_PART2,
+            SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, False, PRECISION,
+        )  # fmt: skip
+        begin = middle
+    acc1, acc2, highest, total = attend(
+        acc1, acc2, highest, total, q1, q2, head_keys, head_values, table, begin, end, length, positions, prefix, slopes,
+        score_scale, stride_key_block, stride_value_block, SIZE, PART1, PART2, VALUE_SIZE, VALUE_PART1, VALUE_PART2,
+        SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+
+    weight = 1.0 / tl.where(total > 0.0, total, 1.0)  # a row without keys (padding) gives zeros
+    if value_scale is not None:
+        weight = weight * tl.load(value_scale + kv_head)
+    acc1 = acc1 * weight[:, None]
+    acc2 = acc2 * weight[:, None]
+    if SPLITS == 1 or used == 1:
+        out_rows = out + (flat_token * NUM_HEADS + head) * VALUE_SIZE
+        store_part(out_rows, acc1, 0, VALUE_PART1, VALUE_SIZE, inside)
+        if VALUE_PART2 > 0:
+            store_part(out_rows, acc2, VALUE_PART1, VALUE_PART2, VALUE_SIZE, inside)
+    else:
+        place = (unit.to(tl.int64) * splits + split) * TILE_ROWS + m
+        store_part(partial + place * VALUE_SIZE, acc1, 0, VALUE_PART1, VALUE_SIZE, inside)
+        if VALUE_PART2 > 0:
+            store_part(partial + place * VALUE_SIZE, acc2, VALUE_PART1, VALUE_PART2, VALUE_SIZE, inside)
+        tl.store(partial_lse + place, highest + tl.log2(total), mask=inside)
+        tl.debug_barrier()  # all threads' stores come before the one thread's release below
+        if tl.atomic_add(arrived + unit, 1, sem="acq_rel", scope="gpu") == used - 1:
+            tl.store(arrived + unit, 0)
+            part = tl.arange(0, SPLITS)[:, None]
+            known = part < used
+            for first in tl.range(0, TILE_ROWS, COMBINE_ROWS):
+                rest = first + tl.arange(0, COMBINE_ROWS)
+                rest_token = tile_start + rest // TILE_HEADS
+                rest_head = group_start + rest % TILE_HEADS
+                keep = (rest_token < num_queries) & (rest < TILE_ROWS) & (rest_head < GROUP)
+                place_all = (unit.to(tl.int64) * splits + part) * TILE_ROWS + rest[None, :]
+                lse = tl.load(partial_lse + place_all, mask=known & keep[None, :], other=LOWEST)
+                share = tl.exp2(lse - tl.max(lse, 0)[None, :])
+                share = share / tl.sum(share, 0)[None, :]
+                row_out = ((first_token + rest_token).to(tl.int64) * NUM_HEADS + kv_head * GROUP + rest_head) * VALUE_SIZE
+                combine_part(
+                    partial + place_all * VALUE_SIZE, out + row_out, share, known, keep, 0, VALUE_PART1, VALUE_SIZE
+                )
+                if VALUE_PART2 > 0:
+                    combine_part(
+                        partial + place_all * VALUE_SIZE, out + row_out, share, known, keep, VALUE_PART1, VALUE_PART2, VALUE_SIZE
+                    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""What one program of the attention kernel does with a tile of queries: online softmax over key tiles, and the combine of splits.
+
+A head's features are cut in two parts, each padded to a power of two (80 = 64 + 16, 192 = 128 + 64, 576 = 512 + 64), because
+a tile's sides are powers of two and padding 80 to 128 would load and multiply 60 % more. A part of zero width is not compiled.
+Scores are kept in units of log2 e, so that the softmax uses exp2 (FlashAttention-2, arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from stoker.kernels.triton.activation import tanh
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)  # finite, so that differences of two running maxima are never NaN
+
+
+@triton.jit
+def load_part(rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, inside):
+    """Features FIRST : FIRST + WIDTH of each row, those past SIZE as zeros. `rows` are pointers [N]; `inside` [N] or None."""
+    cols = FIRST + tl.arange(0, WIDTH)[None, :]
+    where = rows[:, None] + cols
+    if inside is None:
+        if FIRST + WIDTH <= SIZE:
+            return tl.load(where)
+        else:
+            return tl.load(where, mask=cols < SIZE, other=0.0)
+    else:
+        if FIRST + WIDTH <= SIZE:
+            return tl.load(where, mask=inside[:, None], other=0.0)
+        else:
+            return tl.load(where, mask=inside[:, None] & (cols < SIZE), other=0.0)
+
+
+@triton.jit
+def blocks_of(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block ids of the BLOCK_N tokens from `start` on: one when they share a block, else one a token. Reads no entry past `end`'s."""
+    if BLOCK_N <= BLOCK_SIZE:
+        return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        key = start + tl.arange(0, BLOCK_N)
+        return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+
+
+@triton.jit
+def page_rows(pages, block, start, stride_block, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers to the BLOCK_N tokens from `start` on, a multiple of min(BLOCK_N, BLOCK_SIZE)."""
+    place = (start + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+    if BLOCK_N <= BLOCK_SIZE:
+        place = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    return pages + block.to(tl.int64) * stride_block + place * SIZE
+
+
+@triton.jit
+def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that a query at `position` may see."""
+    first = position * 0
+    if WINDOW is not None:
+        first = tl.maximum(first, position - (WINDOW - 1))
+    if CHUNK is not None:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def is_visible(key, position, length, prefix, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Whether the query at position [M, 1] sees key [1, N]."""
+    seen = key <= position
+    if prefix is not None:
+        seen = seen | (key < prefix)
+    seen = seen & (key < length)
+    if WINDOW is not None:
+        seen = seen & (key > position - WINDOW)
+    if CHUNK is not None:
+        seen = seen & (key // CHUNK == position // CHUNK)
+    return seen
+
+
+@triton.jit
+def attend(
+    acc1, acc2, highest, total, q1, q2, keys, values, table, begin, end, length, positions, prefix, slopes, scale, stride_key_block,
+    stride_value_block, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take keys begin : end into the running softmax (acc, highest score, total weight). MASKED: not every query sees every key.
+
+    `keys` and `values` point to this head's first page; values None: the keys are the values too.
+    """
+    block = blocks_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N):
+        # One tile ahead: were keys and block ids loaded in one iteration, the pipeliner would spend its stages on the ids.
+        next_block = blocks_of(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        key = start + tl.arange(0, BLOCK_N)
+        inside = None
+        if MASKED:
+            inside = key < length
+        rows = page_rows(keys, block, start, stride_key_block, SIZE, BLOCK_SIZE, BLOCK_N)
+        k1 = load_part(rows, 0, PART1, SIZE, inside).to(q1.dtype)
+        scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        if PART2 > 0:
+            k2 = load_part(rows, PART1, PART2, SIZE, inside).to(q1.dtype)
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
+        if SOFTCAP is not None:
+            scores = tanh(scores * (scale / SOFTCAP)) * (SOFTCAP * LOG2E)
+        if slopes is not None:
+            if SOFTCAP is None:
+                scores = scores * (scale * LOG2E)
+            scores += slopes[:, None] * (key[None, :] - positions[:, None]).to(tl.float32)
+        factor = 1.0
+        if SOFTCAP is None and slopes is None:
+            factor = scale * LOG2E
+        if MASKED:
+            # -inf scaled first: a finite stand-in times the factor would differ from the running maximum by its rounding.
+            seen = is_visible(key[None, :], positions[:, None], length, prefix, WINDOW, CHUNK)
+            scores = tl.where(seen, scores, float("-inf"))
+        raised = tl.maximum(highest, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - raised[:, None])
+        fade = tl.exp2(highest - raised)
+        total = total * fade + tl.sum(weights, 1)
+        highest = raised
+        weights = weights.to(q1.dtype)
+        if values is None:
+            v1 = k1
+        else:
+            value_rows = page_rows(values, block, start, stride_value_block, VALUE_SIZE, BLOCK_SIZE, BLOCK_N)
+            v1 = load_part(value_rows, 0, VALUE_PART1, VALUE_SIZE, inside).to(q1.dtype)
+        acc1 = tl.dot(weights, v1, acc1 * fade[:, None], input_precision=PRECISION)
+        if VALUE_PART2 > 0:
+            if values is None:
+                v2 = k2
+            else:
+                v2 = load_part(value_rows, VALUE_PART1, VALUE_PART2, VALUE_SIZE, inside).to(q1.dtype)
+            acc2 = tl.dot(weights, v2, acc2 * fade[:, None], input_precision=PRECISION)
+        block = next_block
+    return acc1, acc2, highest, total
+
+
+@triton.jit
+def store_part(rows, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, inside):
+    cols = FIRST + tl.arange(0, WIDTH)[None, :]
+    tl.store(rows[:, None] + cols, x.to(rows.dtype.element_ty), mask=inside[:, None] & (cols < SIZE))
+
+
+@triton.jit
+def combine_part(partial, out_rows, weights, known, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """Σ over splits of weights [splits, rows] × partial, one part of the features. `partial` [splits, rows] are pointers."""
+    cols = FIRST + tl.arange(0, WIDTH)[None, None, :]
+    read = (known & inside[None, :])[:, :, None] & (cols < SIZE)
+    mixed = tl.sum(tl.load(partial[:, :, None] + cols, mask=read, other=0.0) * weights[:, :, None], axis=0)
+    store_part(out_rows, mixed, FIRST, WIDTH, SIZE, inside)

@@ -1,0 +1,70 @@
+"""Which tile and how many splits an attention launch uses: all that tuning on a device may change, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+LONG_SPLIT = 8192  # tokens: a split of a longer row is cut again, lest one row's programs outlast the rest of the batch
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of queries × keys of one program, and how Triton compiles it."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Programs that share one tile's keys; a split takes at least `min_tiles` key tiles."""
+
+    count: int = 1
+    min_tiles: int = 1
+
+
+def decode_tile(head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, heads: int) -> Tile:
+    """The tile for one token's `heads` that share a key head. It is bound by memory: enough bytes in flight, few registers."""
+    block_m = min(32, max(16, triton.next_power_of_2(heads)))
+    wide = dtype == torch.float32
+    if head_size > 256:
+        return Tile(block_m, 16 if wide else 32, 8, 2)
+    if head_size > 128:
+        return Tile(block_m, 16 if wide else 32, 4, 2 if wide else 3)
+    return Tile(block_m, 32 if wide else 64, 4, 2 if wide else 3)
+
+
+def prefill_tile(head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, rows: int, programs: int, multiprocessors: int) -> Tile:
+    """The tile for ragged queries: `rows` = longest row's tokens × heads of a group, `programs` = tiles of 128 rows in the launch."""
+    if dtype == torch.float32:
+        return Tile(16, 16, 4, 2) if head_size > 128 else Tile(32, 32, 4, 2)
+    if rows <= 16:
+        return decode_tile(head_size, dtype, cache_dtype, 16)
+    if head_size > 256:
+        return Tile(64, 32, 8, 2)
+    if rows <= 64 or programs < multiprocessors:
+        return Tile(64, 64, 4, 2)
+    return Tile(128, 64, 8, 2 if head_size > 128 else 3)
+
+
+def choose_splits(programs: int, max_tiles: int, max_seq_len: int, multiprocessors: int) -> Splits:
+    """Fill the device when programs are few (two a multiprocessor), and cut rows longer than LONG_SPLIT in any case.
+
+    `max_tiles` key tiles in the longest row possible. Rows shorter than the bound use fewer splits: each kernel program finds its row's
+    share on the device, so that one captured launch serves every length under the bound.
+    """
+    fill = min(_power(triton.cdiv(2 * multiprocessors, programs)), _power(max_tiles), MAX_SPLITS)
+    long = min(_power(triton.cdiv(max_seq_len, LONG_SPLIT)), MAX_SPLITS)
+    if fill >= long:
+        return Splits(fill, 1)
+    return Splits(long, max(1, triton.cdiv(max_tiles * LONG_SPLIT, max_seq_len) // (4 * fill if fill > 1 else 1)))
+
+
+def _power(n: int) -> int:
+    return triton.next_power_of_2(max(1, n))

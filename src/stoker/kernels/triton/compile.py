@@ -1,0 +1,113 @@
+"""Compile kernels for a GPU that need not be here, and read what they cost.
+
+`compile_for` compiles one kernel from a signature. Inside `compiling(...)`, launchers compile exactly what they would launch,
+and launch nothing: called on meta tensors of a model's shapes, they fill Triton's on-disk cache for the target ahead of time.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one compiled kernel takes: registers a thread, bytes of spill stores and loads a thread, bytes of shared memory a program."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Driver:
+    """What `JITFunction` asks of a driver before it launches, answered for a device that is not here."""
+
+    target: GPUTarget
+
+    def get_current_device(self) -> str:
+        return f"{self.target.backend}:{self.target.arch}"  # the key of JITFunction's cache: shared with no real device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@contextmanager
+def compiling(capability: int = 90) -> Iterator[list[CompiledKernel]]:
+    """Yield a list that receives, once each, the kernels that launchers called in the block would run on `capability` (90: sm_90).
+
+    Nothing runs: outputs stay unwritten, so give meta tensors. Not for use while another thread launches kernels.
+    """
+    compiled: list[CompiledKernel] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> CompiledKernel:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if all(kernel is not other for other in compiled):
+            compiled.append(kernel)
+        return kernel
+
+    active = driver._active
+    driver.set_active(_Driver(GPUTarget("cuda", capability, 32)))
+    try:
+        with mock.patch.object(JITFunction, "run", compile_only):
+            yield compiled
+    finally:
+        driver._active = active
+
+
+def compile_for(
+    kernel: JITFunction,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    capability: int = 90,
+) -> CompiledKernel:
+    """Compile `kernel` for the argument types of `signature` (name → "*bf16", "i32", "fp32"; constants are named in `constexprs`).
+
+    Pointers count as 16-byte aligned, as torch's allocations are.
+    """
+    types = {name: "constexpr" if name in constexprs else signature[name] for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name].startswith("*")}
+    source = ASTSource(kernel, types, dict(constexprs), aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages})
+
+
+def resources(kernel: CompiledKernel) -> Resources:
+    """What `ptxas -v`, the assembler that Triton carries, reports for a compiled kernel."""
+    metadata = kernel.metadata
+    report = _assemble(kernel.asm["ptx"])
+    stack, stores, loads = (int(n) for n in re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
+    registers = int(re.search(r"Used (\d+) registers", report).group(1))
+    return Resources(metadata.name, registers, stores + loads, stack, metadata.shared, metadata.num_warps, metadata.num_stages)
+
+
+def _assemble(ptx: str) -> str:
+    architecture = re.search(r"\.target\s+(\w+)", ptx).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={architecture}", str(source), "-o", str(source.with_suffix(".cubin"))]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr

@@ -1,0 +1,156 @@
+"""Rotary positions (arXiv 2104.09864) and the write into the paged cache, in one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from stoker.layers.batch import KVCache
+
+
+@triton.jit
+def quantized(x, scale, DTYPE: tl.constexpr):
+    """x ÷ scale rounded to the nearest value of int8 (ties to even) or float8_e4m3fn, clamped to its range."""
+    units = tl.div_rn(x.to(tl.float32), scale)
+    if DTYPE == tl.int8:
+        units = tl.minimum(tl.maximum(units, -127.0), 127.0)
+        # Adding 1.5 × 2^23 leaves no fraction bits: the sum is rounded to an integer, to even on a tie.
+        return ((units + 12582912.0) - 12582912.0).to(tl.int8)
+    else:
+        return tl.minimum(tl.maximum(units, -448.0), 448.0).to(DTYPE)
+
+
+@triton.jit
+def write(cache, offsets, x, scale, inside):
+    """Store x in the cache's dtype, in units of `scale` when the cache is quantized."""
+    if scale is None:
+        tl.store(cache + offsets, x.to(cache.dtype.element_ty), mask=inside)
+    else:
+        tl.store(cache + offsets, quantized(x, scale, cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rotation(first, second, cos, sin):
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def rotate_heads(
+    source, source_offsets, target, target_offsets, scale, angles, inside, readable,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate the first 2 × HALF features of some heads from `source` to `target`. Offsets and masks are [heads, 1]."""
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    cos = tl.load(angles + pair, mask=pair < HALF, other=0.0)
+    sin = tl.load(angles + HALF + pair, mask=pair < HALF, other=0.0)
+    dtype: tl.constexpr = source.dtype.element_ty
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        x = tl.load(source + source_offsets + cols, mask=readable & (cols < 2 * HALF), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, (x.shape[0], BLOCK_HALF, 2)))
+        first, second = rotation(first, second, cos, sin)
+        turned = tl.reshape(tl.join(first, second), (x.shape[0], 2 * BLOCK_HALF)).to(dtype)
+        write(target, target_offsets + cols, turned, scale, inside & (cols < 2 * HALF))
+    else:
+        first = tl.load(source + source_offsets + pair, mask=readable & (pair < HALF), other=0.0).to(tl.float32)
+        second = tl.load(source + source_offsets + HALF + pair, mask=readable & (pair < HALF), other=0.0).to(tl.float32)
+        first, second = rotation(first, second, cos, sin)
+        write(target, target_offsets + pair, first.to(dtype), scale, inside & (pair < HALF))
+        write(target, target_offsets + HALF + pair, second.to(dtype), scale, inside & (pair < HALF))
+
+
+@triton.jit
+def copy_heads(source, source_offsets, target, target_offsets, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
+    """Write features BEGIN : END of some heads as they are."""
+    cols = BEGIN + tl.arange(0, BLOCK)[None, :]
+    keep = inside & (cols < END)
+    write(target, target_offsets + cols, tl.load(source + source_offsets + cols, mask=keep, other=0.0), scale, keep)
+
+
+@triton.jit(do_not_specialize=["q_tiles"])
+def rope_store_kernel(
+    q, k, v, positions, cos_sin, slots, key_cache, value_cache, key_scale, value_scale,
+    num_heads, num_kv_heads, q_tiles, kv_tiles,
+    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    stride_key_block, stride_key_head, stride_value_block, stride_value_head,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One program: HEADS heads of one token. Along axis 1 come the tiles of q (rotated in place), then of k, then of v (stored)."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    angles = cos_sin
+    if HALF > 0:
+        angles = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
+    if tile < q_tiles:
+        heads = (tile * HEADS + tl.arange(0, HEADS))[:, None]
+        offsets = token * stride_q_token + heads * stride_q_head
+        if HALF > 0:
+            known = heads < num_heads
+            rotate_heads(q, offsets, q, offsets, None, angles, known, known, HALF, BLOCK_HALF, INTERLEAVED)
+    else:
+        tile = tile - q_tiles
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            block = slot // BLOCK_SIZE
+            place = slot % BLOCK_SIZE
+            if tile < kv_tiles:
+                heads = (tile * HEADS + tl.arange(0, HEADS))[:, None]
+                known = heads < num_kv_heads
+                scale = key_scale
+                if key_scale is not None:
+                    scale = tl.load(key_scale + heads, mask=known, other=1.0)
+                source = token * stride_k_token + heads * stride_k_head
+                target = block * stride_key_block + heads * stride_key_head + place * SIZE
+                if HALF > 0:
+                    rotate_heads(k, source, key_cache, target, scale, angles, known, known, HALF, BLOCK_HALF, INTERLEAVED)
+                if SIZE > 2 * HALF:
+                    copy_heads(k, source, key_cache, target, scale, known, 2 * HALF, SIZE, BLOCK_REST)
+            else:
+                if value_cache is not None:
+                    heads = ((tile - kv_tiles) * HEADS + tl.arange(0, HEADS))[:, None]
+                    known = heads < num_kv_heads
+                    scale = value_scale
+                    if value_scale is not None:
+                        scale = tl.load(value_scale + heads, mask=known, other=1.0)
+                    source = token * stride_v_token + heads * stride_v_head
+                    target = block * stride_value_block + heads * stride_value_head + place * VALUE_SIZE
+                    copy_heads(v, source, value_cache, target, scale, known, 0, VALUE_SIZE, BLOCK_VALUE)
+
+
+def rope_store(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
+) -> Tensor:
+    """See `ops.rope_store`. q is rotated in place."""
+    tokens, num_heads, size = q.shape
+    if tokens == 0:
+        return q
+    require_dense_pages(cache)
+    kv_heads, half = k.shape[1], 0 if cos_sin is None else cos_sin.shape[1] // 2
+    value_size = 0 if cache.values is None else cache.values.shape[-1]
+    heads = 8 if tokens >= 64 else 4
+    q_tiles = triton.cdiv(num_heads, heads) if half else 0
+    kv_tiles = triton.cdiv(kv_heads, heads)
+    v, values = (k, cache.keys) if cache.values is None else (v, cache.values)
+    rope_store_kernel[(tokens, q_tiles + kv_tiles * (1 if cache.values is None else 2))](
+        q, k, v, positions, cos_sin, slots, cache.keys, cache.values, cache.key_scale, cache.value_scale,
+        num_heads, kv_heads, q_tiles, kv_tiles,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        cache.keys.stride(0), cache.keys.stride(1), values.stride(0), values.stride(1),
+        SIZE=k.shape[2], VALUE_SIZE=value_size, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
+        BLOCK_REST=triton.next_power_of_2(max(k.shape[2] - 2 * half, 1)), BLOCK_VALUE=triton.next_power_of_2(max(value_size, 1)),
+        INTERLEAVED=interleaved, BLOCK_SIZE=cache.block_size, HEADS=heads,
+        num_warps=4 if heads == 8 else 2,
+    )  # fmt: skip
+    return q
+
+
+def require_dense_pages(cache: KVCache) -> None:
+    """The kernels address one head's page as block_size × head_size dense values."""
+    for name, pages in (("keys", cache.keys), ("values", cache.values)):
+        if pages is not None and pages.stride()[2:] != (pages.shape[3], 1):
+            raise ValueError(f"cache {name} have strides {pages.stride()}; each head's page must be dense: make the cache contiguous")

@@ -1,0 +1,62 @@
+"""Triton's interpreter, with the numerics of the device.
+
+As shipped it truncates float32 → bfloat16 and float8 instead of rounding to nearest even, multiplies the bit patterns of bfloat16
+operands in `dot`, and cannot turn its one-element scalars into loop bounds under NumPy ≥ 2.4. These replacements convert through torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+# What NumPy lacks is kept as bit patterns: (the integers that hold them, the torch dtype they mean).
+BIT_PATTERNS = {
+    tl.bfloat16: (np.int16, torch.bfloat16),
+    tl.float8e4nv: (np.int8, torch.float8_e4m3fn),
+    tl.float8e5: (np.int8, torch.float8_e5m2),
+}
+_stock_cast = InterpreterBuilder.cast_impl
+_stock_dot = InterpreterBuilder.create_dot
+_stock_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _widened(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    if dtype not in BIT_PATTERNS:
+        return data
+    bits, meaning = BIT_PATTERNS[dtype]
+    return torch.from_numpy(np.ascontiguousarray(data).view(bits)).view(meaning).float().numpy()
+
+
+def _cast(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype, *_: Any) -> TensorHandle:
+    source, target = src.dtype.scalar, dst_type.scalar
+    if source not in BIT_PATTERNS and target not in BIT_PATTERNS:
+        return _stock_cast(self, src, dst_type)
+    data = _widened(src.data, source)
+    if target not in BIT_PATTERNS:
+        return TensorHandle(data.astype(interpreter._get_np_dtype(target)), target)
+    bits, meaning = BIT_PATTERNS[target]
+    rounded = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(meaning)
+    return TensorHandle(rounded.view(torch.int16 if bits is np.int16 else torch.int8).numpy().view(interpreter._get_np_dtype(target)), target)
+
+
+def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
+    wide = [TensorHandle(_widened(x.data, x.dtype.scalar), tl.float32) if x.dtype.scalar in BIT_PATTERNS else x for x in (a, b)]
+    # NumPy accumulates float16 products in the result's float32 only when the operands are widened first.
+    return _stock_dot(self, *(TensorHandle(x.data.astype(d.data.dtype), d.dtype.scalar) for x in wide), d, *rest)
+
+
+def _patch_tensor(tensor: type, scope: Any) -> None:
+    _stock_patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def install() -> None:
+    InterpreterBuilder.cast_impl = _cast
+    InterpreterBuilder.create_fp_to_fp = _cast
+    InterpreterBuilder.create_dot = _dot
+    interpreter._patch_lang_tensor = _patch_tensor
