@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import random
+from typing import Any
 
 import msgspec
 
@@ -77,7 +79,8 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
 class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1  # holds blocks
-    FINISHED = 2
+    FINISHED = 2  # may still hold blocks: until no planned step contains it
+    LEAVING = 3  # preempted: gives its blocks up, and waits again, once no planned step contains it
 
 
 class Sequence:
@@ -88,8 +91,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "blocks", "deadline", "end_ids", "index", "max_tokens", "num_cached", "num_computed", "num_hashed", "num_in_flight",
-        "num_pending", "num_prompt", "params", "priority", "request", "request_id", "row", "seq_id", "status", "tokens",
+        "arrival", "blocks", "deadline", "end_ids", "finish_reason", "front", "index", "max_computed", "max_tokens", "num_cached",
+        "num_computed", "num_hashed", "num_in_flight", "num_pending", "num_preemptions", "num_prefill", "num_prompt", "params",
+        "prefix", "priority", "request", "request_id", "row", "seed", "seq_id", "status", "stop_id", "tokens", "waits_for_ids",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: TokenRequest, index: int, arrival: float) -> None:
@@ -112,7 +116,17 @@ class Sequence:
         self.num_cached = 0  # prompt tokens reused at first admission
         self.num_hashed = 0  # blocks already in the prefix index
         self.blocks: list[int] = []  # the block table
+        self.seed = _sequence_seed(request.params.seed, index)
         self.row = -1  # index in the device buffers while it holds blocks
+        self.num_prefill = 0  # tokens known when it was admitted: computed before it samples (again)
+        self.max_computed = 0  # tokens whose keys and values are ever needed: all but the last one; set when it is scheduled
+        self.num_preemptions = 0
+        # Not planned while an id is pending: the grammar or the list of bad words must see it first.
+        self.waits_for_ids = request.params.guide is not None or bool(request.params.bad_words)
+        self.prefix: Any = request.cache_salt  # the prefix index's entry of its last hashed block; at first, the salt
+        self.front: Any = None  # key of the prompt block that it will add to the prefix index next
+        self.finish_reason: FinishReason | None = None
+        self.stop_id: int | None = None  # the end or stop id that ended it
 
     @property
     def num_tokens(self) -> int:
@@ -122,3 +136,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) + self.num_pending - self.num_prompt
+
+
+def _sequence_seed(seed: int | None, index: int) -> int:
+    """A sequence's own seed as a signed 64-bit number: each of a request's sequences draws differently."""
+    if seed is None:
+        seed = random.getrandbits(64)
+    mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    return mixed - 2**64 if mixed >= 2**63 else mixed

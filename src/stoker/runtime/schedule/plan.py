@@ -1,4 +1,4 @@
-"""The scheduler's answer: plain data, no torch."""
+"""The scheduler's answers: plain data, no torch."""
 
 from __future__ import annotations
 
@@ -24,3 +24,17 @@ class StepPlan:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+
+class StepOutcome:
+    """What a committed step changed. sequences[i] gained token_ids[i]; `finished` ended, with finish_reason and stop_id set.
+
+    A sequence that the step ended is in both lists. Rows that sampled nothing, or whose sequence had ended before, are in neither.
+    """
+
+    __slots__ = ("finished", "sequences", "token_ids")
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self.token_ids: list[int] = []
+        self.finished: list[Sequence] = []

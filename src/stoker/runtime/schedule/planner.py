@@ -1,0 +1,126 @@
+"""How a step is filled: decodes, then unfinished prefills, then admissions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stoker.runtime.request import Sequence, Status
+from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.schedule.policies.policy import Demand
+from stoker.runtime.schedule.roster import Roster
+
+
+class Planner:
+    """Fills plans of at most `max_rows` rows and `max_num_tokens` tokens from a roster; max_rows <= max_num_tokens."""
+
+    def __init__(self, roster: Roster, *, max_rows: int, max_num_tokens: int, chunked_prefill: bool) -> None:
+        self._roster = roster
+        self._max_rows = max_rows
+        self._max_num_tokens = max_num_tokens
+        self._chunked_prefill = chunked_prefill
+
+    def fill(self, plan: StepPlan, now: float, *, paused: bool) -> None:
+        """Plan one step, and advance the counters of its sequences. `paused`: admit only those that ran before."""
+        num_holding = self._roster.num_holding
+        prefills, starved = self._decodes(plan)
+        if self._prefills(plan, prefills) and not starved and not self._roster.stuck:
+            self._admissions(plan, num_holding, now, paused)
+        if starved and not plan.sequences and not self._roster.num_leaving:
+            self.fill(plan, now, paused=paused)  # all whose turn it was gave themselves up; fewer run now, so this ends
+
+    def _decodes(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
+        """Plan the rows that need one token. Returns those whose prefill isn't done, and whether a row had to wait for a block."""
+        sequences, starts = plan.sequences, plan.starts
+        prefills: list[Sequence] = []
+        starved = False
+        size = self._roster.tables.tokens_per_block
+        running = Status.RUNNING
+        for seq in self._turn():
+            start = seq.num_computed
+            if start < seq.num_prefill:
+                prefills.append(seq)
+                continue
+            if start == seq.max_computed or (seq.num_pending and seq.waits_for_ids) or seq.status is not running:
+                continue
+            if not start % size and start == len(seq.blocks) * size and not self._roster.grow(seq):
+                starved = True
+                continue
+            sequences.append(seq)
+            starts.append(start)
+            seq.num_computed = start + 1
+            seq.num_pending += 1
+            seq.num_in_flight += 1
+        plan.num_decodes = plan.num_tokens = len(sequences)
+        plan.num_new = [1] * len(sequences)
+        plan.samples = [True] * len(sequences)
+        return prefills, starved
+
+    def _turn(self) -> Iterable[Sequence]:
+        """The sequences that may compute in this step, at most a step's rows. When more could, those chosen go to the end of the line."""
+        running = self._roster.running
+        if len(running) <= self._max_rows:
+            return list(running.values())
+        turn = []
+        for seq in running.values():
+            if seq.num_computed != seq.max_computed and not (seq.num_pending and seq.waits_for_ids):
+                turn.append(seq)
+                if len(turn) == self._max_rows:
+                    break
+        for seq in turn:
+            running[seq.seq_id] = running.pop(seq.seq_id)
+        return turn
+
+    def _prefills(self, plan: StepPlan, prefills: list[Sequence]) -> bool:
+        """Go on with prefills; False when one of them gets nothing, so that no later one overtakes it."""
+        for seq in prefills:
+            if seq.status is Status.RUNNING:  # a decode may have taken its blocks
+                num_new = self._num_new(seq, seq.num_computed, self._max_num_tokens - plan.num_tokens)
+                if not num_new:
+                    return False
+                _add_prefill(plan, seq, num_new)
+        return True
+
+    def _admissions(self, plan: StepPlan, num_holding: int, now: float, paused: bool) -> None:
+        """Admit in order until one doesn't fit. One whose next block is being computed by another waits for it, out of the way."""
+        roster, policy, queue, tables = self._roster, self._roster.policy, self._roster.queue, self._roster.tables
+        while roster.has_free_row and (seq := queue.peek(preempted_only=paused)) is not None:
+            match = tables.match(seq)
+            if match.leader is not None and not policy.whole_batches:
+                queue.park(seq, match.leader)
+                continue
+            all_rows_taken = len(plan) == self._max_rows
+            budget = 0 if all_rows_taken else self._max_num_tokens - plan.num_tokens
+            num_new = self._num_new(seq, len(match.blocks) * tables.tokens_per_block, budget)
+            # With all rows taken a sequence may still get blocks, to take turns with the others.
+            if not num_new and not all_rows_taken and not policy.whole_batches:
+                return
+            demand = Demand(match.num_blocks_now, match.num_blocks_later, match.num_free, tables.num_reserved, num_holding)
+            if not policy.admits(demand):
+                roster.stuck = True
+                return
+            roster.admit(seq, match, now)
+            if num_new:
+                _add_prefill(plan, seq, num_new)
+
+    def _num_new(self, seq: Sequence, start: int, budget: int) -> int:
+        """Of the tokens from `start` on, how many to compute in this step.
+
+        Without chunked prefill the prompt is never cut. What was generated before a preemption may be: together they can exceed any step.
+        """
+        num_left = len(seq.tokens) - start
+        if num_left <= budget:
+            return num_left
+        return budget if self._chunked_prefill or seq.num_prompt - start <= budget else 0
+
+
+def _add_prefill(plan: StepPlan, seq: Sequence, num_new: int) -> None:
+    """A row of the prefill; its last chunk samples the token that follows."""
+    samples = seq.num_computed + num_new == seq.num_prefill
+    plan.sequences.append(seq)
+    plan.starts.append(seq.num_computed)
+    plan.num_new.append(num_new)
+    plan.samples.append(samples)
+    plan.num_tokens += num_new
+    seq.num_computed += num_new
+    seq.num_pending += samples
+    seq.num_in_flight += 1

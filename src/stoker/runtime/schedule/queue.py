@@ -1,0 +1,94 @@
+"""Sequences that hold no blocks: new ones, preempted ones, and those that wait for another's prefix."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from stoker.runtime.request import Sequence, Status
+
+
+class WaitingQueue:
+    """Ordered by `key`, which is unique for each sequence. Push, pop and park cost O(log n); those that ended meanwhile are skipped."""
+
+    def __init__(self, key: Callable[[Sequence], tuple]) -> None:
+        self._key = key
+        self._new: list[tuple[Any, Sequence]] = []
+        self._preempted: list[tuple[Any, Sequence]] = []
+        self._parked: dict[int, list[Sequence]] = {}
+        self.num_new = 0
+        self.num_preempted = 0
+        self._num_ended = 0
+        self._pop_times: deque[float] = deque(maxlen=64)
+
+    def __len__(self) -> int:
+        return self.num_new + self.num_preempted
+
+    def push(self, seq: Sequence) -> None:
+        self._count(seq, 1)
+        self._insert(seq)
+
+    def peek(self, *, preempted_only: bool = False) -> Sequence | None:
+        """The first that isn't parked, or None."""
+        heap = self._first(preempted_only)
+        return heap[0][1] if heap else None
+
+    def pop(self, seq: Sequence, now: float) -> None:
+        """Remove `seq`, which `peek` returned."""
+        heappop(self._heap(seq))
+        self._count(seq, -1)
+        if not self.num_new:
+            self._pop_times.clear()
+        elif not seq.num_preemptions:
+            self._pop_times.append(now)
+
+    def retry_after_s(self, now: float) -> float:
+        """Seconds in which a place is likely: the mean time between recent pops, in [1, 60]."""
+        times = self._pop_times
+        return min(60.0, max(1.0, (now - times[0]) / len(times))) if times else 1.0
+
+    def park(self, seq: Sequence, leader: Sequence) -> None:
+        """Set `seq`, which `peek` returned, aside until `wake(leader)`."""
+        heappop(self._heap(seq))
+        self._parked.setdefault(leader.seq_id, []).append(seq)
+
+    def wake(self, leader: Sequence) -> bool:
+        """Put back what waited for `leader`; True when there was any."""
+        followers = self._parked.pop(leader.seq_id, [])
+        for seq in followers:
+            self._insert(seq)
+        return bool(followers)
+
+    def forget(self, seq: Sequence) -> None:
+        """`seq` ended while it waited. Its entry goes when it comes first, or when half of all entries are such."""
+        self._count(seq, -1)
+        self._num_ended += 1
+        if self._num_ended > len(self) + 64:
+            self._num_ended = 0
+            for heap in (self._new, self._preempted):
+                heap[:] = [entry for entry in heap if entry[1].status is Status.WAITING]
+                heapify(heap)
+
+    def _heap(self, seq: Sequence) -> list[tuple[Any, Sequence]]:
+        return self._preempted if seq.num_preemptions else self._new
+
+    def _insert(self, seq: Sequence) -> None:
+        if seq.status is Status.WAITING:
+            heappush(self._heap(seq), (self._key(seq), seq))
+
+    def _count(self, seq: Sequence, change: int) -> None:
+        if seq.num_preemptions:
+            self.num_preempted += change
+        else:
+            self.num_new += change
+
+    def _first(self, preempted_only: bool) -> list[tuple[Any, Sequence]]:
+        """The heap whose head comes first, heads that ended removed."""
+        for heap in (self._new, self._preempted):
+            while heap and heap[0][1].status is not Status.WAITING:
+                heappop(heap)
+        if preempted_only or not self._new:
+            return self._preempted
+        return min(self._new, self._preempted, key=lambda heap: heap[0][0]) if self._preempted else self._new

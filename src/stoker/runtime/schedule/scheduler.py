@@ -1,0 +1,223 @@
+"""The scheduler: a function over the counters of sequences. Plain data in, a StepPlan out."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence as Seq
+
+from stoker.base.errors import RequestError
+from stoker.base.types import FinishReason
+from stoker.runtime.kv.tables import BlockTables
+from stoker.runtime.request import Sequence, Status, TokenRequest
+from stoker.runtime.schedule.plan import StepOutcome, StepPlan
+from stoker.runtime.schedule.planner import Planner
+from stoker.runtime.schedule.policies import POLICIES
+from stoker.runtime.schedule.roster import Roster
+
+
+class Scheduler:
+    """Decides which sequences compute how many tokens in each step.
+
+    One rule covers prefill, chunked prefill, prefix reuse, decode and recompute after preemption: computed tokens catch up with
+    the tokens a sequence has. plan() may be called again before the plans it returned are committed; then rows go on from tokens
+    whose ids the host doesn't know yet. Plans are committed in order. The blocks and the row of a sequence are given to others
+    only when no planned step contains it.
+
+    Each step: decodes, then unfinished prefills, then admissions in the policy's order. `max_batch_size` limits a step's rows,
+    `max_num_tokens` its tokens, and `max_num_sequences` the sequences that hold blocks; when more hold blocks than fit
+    in a step they take turns. Without `chunked_prefill` a prompt is computed in a single step.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        tokens_per_block: int,
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        max_num_sequences: int | None = None,
+        policy: str = "guaranteed_no_evict",
+        chunked_prefill: bool = True,
+        prefix_reuse: bool = True,
+    ) -> None:
+        self.tables = BlockTables(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse)
+        self.max_num_tokens = max_num_tokens
+        self.max_seq_len = max_seq_len
+        self.chunked_prefill = chunked_prefill
+        self._roster = Roster(self.tables, POLICIES.get(policy)(), max_num_sequences or max_batch_size)
+        max_rows = min(max_batch_size, max_num_tokens)
+        self._planner = Planner(self._roster, max_rows=max_rows, max_num_tokens=max_num_tokens, chunked_prefill=chunked_prefill)
+        self._in_flight: deque[StepPlan] = deque()
+        self._requests: dict[str, list[Sequence]] = {}  # those that haven't ended
+        self._next_deadline = math.inf
+        self._paused = False
+
+    # What the executor asks.
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that never held blocks; max_queue_size bounds them."""
+        return self._roster.queue.num_new
+
+    @property
+    def num_preempted(self) -> int:
+        """Preempted sequences that wait again."""
+        return self._roster.queue.num_preempted
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return self._roster.num_holding
+
+    @property
+    def num_preemptions(self) -> int:
+        """All-time count."""
+        return self._roster.num_preemptions
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Prompt tokens served from the prefix index, all time."""
+        return self._roster.num_reused_tokens
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that aren't committed."""
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to plan or commit. New sequences don't count while admission is paused."""
+        return bool(self.num_running or self.num_preempted or (self.num_waiting and not self._paused))
+
+    @property
+    def next_deadline(self) -> float:
+        """No sequence's deadline is before this time; infinity when none has one."""
+        return self._next_deadline
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def retry_after_s(self, now: float) -> float:
+        """Seconds in which a place in the queue is likely: the mean time between recent admissions, between 1 and 60."""
+        return self._roster.queue.retry_after_s(now)
+
+    def check(self, request: TokenRequest) -> None:
+        """Raise RequestError for a request that could never run, however long it waited."""
+        num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
+        if not 1 <= num_prompt < self.max_seq_len:
+            raise RequestError("prompt_ids", request.prompt_ids, f"a prompt has 1 to {self.max_seq_len - 1} tokens, this one {num_prompt}")
+        if not self.chunked_prefill and num_prompt > self.max_num_tokens:
+            limit = f"without chunked prefill a prompt has at most max_num_tokens={self.max_num_tokens} tokens, this one {num_prompt}"
+            raise RequestError("prompt_ids", request.prompt_ids, limit, cure="Shorten it, or serve with chunked_prefill.")
+        num_tokens = min(num_prompt + max_tokens, self.max_seq_len) - 1
+        capacity = self.tables.pool.num_blocks * self.tables.tokens_per_block
+        if self.tables.num_blocks_for(num_tokens) > self.tables.pool.num_blocks:
+            limit = f"with a prompt of {num_prompt} tokens it needs {num_tokens} places of the KV cache, which has {capacity}"
+            raise RequestError("max_tokens", max_tokens, limit, cure="Ask for fewer tokens, or serve with a larger KV cache.")
+
+    # Sequences come and go.
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence whose request passed `check`. The sequences of one request are added in the order of their index."""
+        seq.max_tokens = min(seq.max_tokens, self.max_seq_len - seq.num_prompt)
+        seq.max_computed = seq.num_prompt + seq.max_tokens - 1
+        self._requests.setdefault(seq.request_id, []).append(seq)
+        if seq.deadline is not None:
+            self._next_deadline = min(self._next_deadline, seq.deadline)
+        self._roster.enqueue(seq)
+
+    def cancel(self, request_id: str, index: int | None = None) -> list[Sequence]:
+        """End a request's sequences, or the one at `index`. Returns those that hadn't ended; none when the id is unknown."""
+        ended = [seq for seq in self._requests.get(request_id, ()) if index is None or seq.index == index]
+        for seq in ended:
+            self.end(seq, FinishReason.CANCELLED)
+        return ended
+
+    def expire(self, now: float) -> list[Sequence]:
+        """End the sequences whose deadline has passed, and return them. Call it before plan()."""
+        if now < self._next_deadline:
+            return []
+        timed = [(seq.deadline, seq) for group in self._requests.values() for seq in group if seq.deadline is not None]
+        ended = [seq for deadline, seq in timed if deadline <= now]
+        self._next_deadline = min((deadline for deadline, _ in timed if deadline > now), default=math.inf)
+        for seq in ended:
+            self.end(seq, FinishReason.DEADLINE)
+        return ended
+
+    def end(self, seq: Sequence, reason: FinishReason, stop_id: int | None = None) -> None:
+        """End one sequence, wherever it is, unless it ended before; what planned steps still sample for it is dropped."""
+        if seq.status is Status.FINISHED:
+            return
+        group = self._requests[seq.request_id]
+        group.remove(seq)
+        if not group:
+            del self._requests[seq.request_id]
+        seq.finish_reason, seq.stop_id = reason, stop_id
+        self._roster.end(seq)
+
+    def pause(self, paused: bool) -> None:
+        """Stop or resume admitting new sequences. Running ones go on, preempted ones included."""
+        self._paused = paused
+        self._roster.stuck = False
+
+    # A step.
+
+    def plan(self, now: float) -> StepPlan:
+        """The next step; empty when nothing can be computed before a commit or an arrival. `now` is a monotonic clock's time."""
+        plan = StepPlan()
+        self._planner.fill(plan, now, paused=self._paused)
+        if plan.sequences:
+            self._in_flight.append(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, sampled_ids: Seq[int]) -> StepOutcome:
+        """Take a step's results: an id for each row that samples, in the order of the rows."""
+        if len(sampled_ids) != sum(plan.samples):
+            raise ValueError(f"{len(sampled_ids)} ids for a step that samples {sum(plan.samples)}")
+        self._take(plan)
+        outcome = StepOutcome()
+        gained, gained_ids = outcome.sequences, outcome.token_ids
+        size = self.tables.tokens_per_block
+        running, finished = Status.RUNNING, Status.FINISHED
+        ids = iter(sampled_ids)
+        for seq, start, num_new, samples in zip(plan.sequences, plan.starts, plan.num_new, plan.samples, strict=True):
+            seq.num_in_flight -= 1
+            if samples:
+                seq.num_pending -= 1
+                token = next(ids)
+            if seq.status is not finished:
+                num_computed = start + num_new
+                if num_computed // size > seq.num_hashed:
+                    self._roster.register(seq, num_computed)
+                if samples:
+                    seq.tokens.append(token)
+                    gained.append(seq)
+                    gained_ids.append(token)
+                    if token in seq.end_ids and len(seq.tokens) - seq.num_prompt > seq.params.min_tokens:
+                        self.end(seq, FinishReason.STOP, token)
+                        outcome.finished.append(seq)
+                    elif num_computed == seq.max_computed:
+                        self.end(seq, FinishReason.LENGTH)
+                        outcome.finished.append(seq)
+            if seq.status is not running:
+                self._roster.settle(seq)
+        return outcome
+
+    def fail(self, plan: StepPlan) -> list[Sequence]:
+        """The step raised: end its sequences with ERROR and return those that hadn't ended. Nothing it wrote is reused."""
+        self._take(plan)
+        failed = [seq for seq in plan.sequences if seq.status is not Status.FINISHED]
+        for seq, samples in zip(plan.sequences, plan.samples, strict=True):
+            seq.num_in_flight -= 1
+            seq.num_pending -= samples
+            if seq.status is not Status.FINISHED:
+                self.end(seq, FinishReason.ERROR)
+            self._roster.settle(seq)
+        return failed
+
+    def _take(self, plan: StepPlan) -> None:
+        if not self._in_flight or self._in_flight[0] is not plan:
+            raise ValueError("plans are committed in the order in which they were made, each once")
+        self._in_flight.popleft()
