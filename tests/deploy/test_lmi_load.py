@@ -135,13 +135,13 @@ HONOURED = {
     "option.enable_block_reuse": ("false", "runtime.prefix_reuse", False),
     "option.max_tokens": ("5000", "runtime.kv_cache_tokens", 5000),
     "option.max_attention_window": ("4096", "runtime.attention_window", 4096),
-    "option.kv_cache_dtype": ("fp8", "build.kv_cache_dtype", "fp8"),
+    "option.kv_cache_dtype": ("fp8", "build.kv_cache_dtype", "float8_e4m3fn"),
     "option.baichuan_model_version": ("v2_13b", "extra.baichuan_model_version", "v2_13b"),
     "option.chatglm_model_version": ("chatglm2_6b_32k", "extra.chatglm_model_version", "chatglm2_6b_32k"),
     "option.gpt_model_version": ("santacoder", "extra.gpt_model_version", "santacoder"),
     "option.rotary_base": ("500000", "extra.rotary_base", 500000.0),
     "option.rotary_dim": ("64", "extra.rotary_dim", 64),
-    "option.quantize": ("fp8", "build.quantization", "fp8"),
+    "option.quantize": ("fp8", "build.quantization", "FP8"),
     "option.output_formatter": ("sse", "options.output_formatter", "sse"),
     "option.enable_streaming": ("true", "options.output_formatter", "jsonlines"),
     "option.tgi_compat": ("true", "options.tgi_compat", True),
@@ -227,7 +227,7 @@ def test_quantization_settings(tmp_path: Path) -> None:
     assert awq.quantization_settings == {"calibration_size": 64, "group_size": 128}
     assert build(load(tmp_path, MODEL + "option.quantize=awq\n")).quantization_settings["calibration_size"] == 32
     fp8 = build(load(tmp_path, MODEL + "option.quantize=fp8\noption.calib_size=256\noption.use_fp8_context_fmha=true\n"))
-    assert (fp8.quantization, fp8.quantization_settings) == ("fp8", {"calibration_size": 256})
+    assert (fp8.quantization, fp8.quantization_settings) == ("FP8", {"calibration_size": 256})
 
 
 def test_settings_of_another_quantization_are_warned_of(tmp_path: Path) -> None:

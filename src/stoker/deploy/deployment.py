@@ -66,6 +66,7 @@ class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None = None
     digest: str | None = None  # sha256 of an archive, when the format names one
     token_secret: str | None = None  # the *name* of the secret that opens a private repository; never its value
+    mapping: Mapping | None = None  # the ranks that the format names; they must be the engine's. None: it names none
 
 
 class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,15 @@ from stoker.deploy.deployment import Note, Origin, Setting
 from stoker.deploy.kinds import Anything, Kind, SecretInside
 
 SECRET = "(hidden)"
-_SECTIONS = {"build": "build", "limits": "build", "mapping": "build", "quantization": "build", "extra": "build", "runtime": "runtime"}
+_SECTIONS = {
+    "build": "build",
+    "limits": "build",
+    "mapping": "build",
+    "quantization": "build",
+    "extra": "build",
+    "engine": "build",
+    "runtime": "runtime",
+}
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +129,11 @@ class Collected:
         """Set what the configuration left unset; its origin is the format's default."""
         if place not in self._by_place:
             self.set(place, value, Origin("default"))
+
+    def default_from(self, place: str, setting: Setting) -> None:
+        """Set what is unset from a setting of less weight, keeping where that was written."""
+        if place not in self._by_place:
+            self.set(place, setting.value, setting.origin, setting.key)
 
     def get(self, place: str, default: Any = None) -> Any:
         held = self._by_place.get(place)

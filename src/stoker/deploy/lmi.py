@@ -195,22 +195,22 @@ def _settle_lengths(asked: Collected) -> None:
 
 
 _QUANTIZATION_DEFAULTS: dict[str, dict[str, Any]] = {
-    "smoothquant": {"alpha": 0.8, "per_token": False, "per_channel": False},
-    "awq": {"calibration_size": 32, "group_size": 128},
+    "SMOOTH_QUANT": {"alpha": 0.8, "per_token": False, "per_channel": False},
+    "AWQ": {"calibration_size": 32, "group_size": 128},
 }
 
 
 def _settle_quantization(asked: Collected) -> None:
-    """smoothquant.X, awq.X and any.X become settings of the chosen quantization; those of another have no effect, and a note says so."""
+    """AWQ.X, SMOOTH_QUANT.X and any.X become settings of the chosen quantization; those of another have no effect, and a note says so."""
     chosen = asked.get("build.quantization")
     for place in sorted(asked.places(), key=lambda p: p.startswith("any.")):
         owner, _, name = place.partition(".")
-        if owner not in ("smoothquant", "awq", "any"):
+        if owner not in ("SMOOTH_QUANT", "AWQ", "any"):
             continue
         setting = asked.where(place)
         asked.drop(place)
         if owner not in (chosen, "any") or chosen is None:
-            text = f"it belongs to option.quantize{'' if owner == 'any' else '=' + owner}, which is {chosen or 'not set'}"
+            text = f"it belongs to {'option.quantize' if owner == 'any' else owner}, and option.quantize is {chosen or 'not set'}"
             asked.note(setting.key, text, setting.origin, "warning")
         else:
             asked.set(f"quantization.{name}", setting.value, setting.origin, setting.key)
@@ -294,14 +294,19 @@ def _devices(asked: Collected) -> tuple[int, ...] | None:
 
 
 def _as_engine(deployment: Deployment, engine: Path) -> Deployment:
-    """The deployment with the build replaced by a finished engine; build keys that a person set get a note."""
-    kept = tuple(s for s in deployment.settings if s.section != "build")
-    given = [
-        s for s in deployment.settings if s.section == "build" and s.origin.source != "default" and s.name not in ("checkpoint", "revision")
-    ]
+    """The deployment with the build replaced by a finished engine; build keys that a person set get a note, but for the ranks."""
+    assert isinstance(deployment.source, BuildOptions)
+    given = [s for s in deployment.settings if s.section == "build" and s.origin.source != "default"]
+    ranks = [s for s in given if s.name in ("tensor_parallel", "pipeline_parallel")]
     text = "the engine is built already; what it was built with stays"
-    notes = tuple(Note(severity="warning", key=s.key, text=text, origin=s.origin) for s in given)
-    return msgspec.structs.replace(deployment, source=EngineSource(location=str(engine)), settings=kept, notes=deployment.notes + notes)
+    baked = [s for s in given if s not in ranks and s.name not in ("checkpoint", "revision", "tokenizer")]
+    source = EngineSource(location=str(engine), mapping=deployment.source.mapping if ranks else None)
+    return msgspec.structs.replace(
+        deployment,
+        source=source,
+        settings=tuple(s for s in deployment.settings if s.section != "build" or s in ranks),
+        notes=deployment.notes + tuple(Note(severity="warning", key=s.key, text=text, origin=s.origin) for s in baked),
+    )
 
 
 _VERSIONS: dict[str, tuple[str, ...]] = {

@@ -6,6 +6,7 @@ Keys are as in serving.properties; OPTION_X in the environment is option.x, SERV
 
 from __future__ import annotations
 
+from stoker.deploy import quantization
 from stoker.deploy.fields import honoured, no_effect, refused, table
 from stoker.deploy.kinds import Anything, Choice, Flag, Location, Real, Text, Whole, names
 
@@ -17,8 +18,8 @@ _DTYPES = Choice({
     "bf16": "bfloat16", "bfloat16": "bfloat16", "auto": None,
 })  # fmt: skip
 POLICIES = Choice({"max_utilization": "max_utilization", "guaranteed_no_evict": "guaranteed_no_evict", "static_batch": "static"})
-KV_DTYPES = Choice({"auto": None, "int8": "int8", "fp8": "fp8", "float16": "float16", "bfloat16": "bfloat16", "float32": "float32"})
-QUANTIZE = Choice({"smoothquant": "smoothquant", "awq": "awq", "fp8": "fp8", "gptq": "gptq"})
+
+
 BAICHUAN = names("v1_7b", "v1_13b", "v2_7b", "v2_13b")
 CHATGLM = names(
     "chatglm_6b",
@@ -172,7 +173,7 @@ _CACHE = (
     honoured("option.enable_block_reuse", _FLAG, "runtime.prefix_reuse"),
     honoured("option.max_tokens", _COUNT, "runtime.kv_cache_tokens"),
     honoured("option.max_attention_window", _COUNT, "runtime.attention_window"),
-    honoured("option.kv_cache_dtype", KV_DTYPES, "build.kv_cache_dtype"),
+    honoured("option.kv_cache_dtype", quantization.KV_CACHE, "build.kv_cache_dtype"),
     refused("option.sink_token_length", _UNSIGNED, "the window keeps no sink tokens", 0),
     refused("option.host_cache_size", _UNSIGNED, "KV blocks are not moved to host memory", 0),
     no_effect("option.onboard_blocks", _FLAG, "KV blocks are not moved to host memory"),
@@ -200,14 +201,14 @@ _MODEL_KIND = (
 )
 
 _QUANTIZATION = (
-    honoured("option.quantize", QUANTIZE, "build.quantization"),
-    honoured("option.smoothquant_alpha", Real(0.0, 1.0, closed=True), "smoothquant.alpha", "default 0.8; with quantize=smoothquant"),
-    honoured("option.smoothquant_per_token", _FLAG, "smoothquant.per_token", "default false; with quantize=smoothquant"),
-    honoured("option.smoothquant_per_channel", _FLAG, "smoothquant.per_channel", "default false; with quantize=smoothquant"),
+    honoured("option.quantize", quantization.LMI, "build.quantization"),
+    honoured("option.smoothquant_alpha", Real(0.0, 1.0, closed=True), "SMOOTH_QUANT.alpha", "default 0.8; with quantize=smoothquant"),
+    honoured("option.smoothquant_per_token", _FLAG, "SMOOTH_QUANT.per_token", "default false; with quantize=smoothquant"),
+    honoured("option.smoothquant_per_channel", _FLAG, "SMOOTH_QUANT.per_channel", "default false; with quantize=smoothquant"),
     no_effect("option.multi_query_mode", _FLAG, "the number of key and value heads is read from the checkpoint"),
     no_effect("option.awq_format", names("int4_awq"), "int4_awq is the only format, here as there"),
-    honoured("option.awq_calib_size", Whole(1, 1 << 20), "awq.calibration_size", "default 32; with quantize=awq"),
-    honoured("option.awq_block_size", Whole(32, 128), "awq.group_size", "32, 64 or 128; default 128; with quantize=awq"),
+    honoured("option.awq_calib_size", Whole(1, 1 << 20), "AWQ.calibration_size", "default 32; with quantize=awq"),
+    honoured("option.awq_block_size", Whole(32, 128), "AWQ.group_size", "32, 64 or 128; default 128; with quantize=awq"),
     honoured("option.calib_size", Whole(1, 1 << 20), "any.calibration_size", "default 512; with any option.quantize"),
     no_effect("option.calib_batch_size", _COUNT, "calibration texts are batched to fit memory"),
     no_effect("option.q_format", names("fp8", "int4_awq", "int8_sq", "full_prec"), "option.quantize says it already"),

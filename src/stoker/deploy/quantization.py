@@ -1,0 +1,25 @@
+"""Foreign names of quantizations: what the weights become, and what the KV cache stores."""
+
+from __future__ import annotations
+
+from stoker.deploy.kinds import Choice
+
+# Name in a Truss, in lower case → (the row of quant/, the KV cache's dtype). The first document's upper-case names are the same
+# but for WEIGHTS_ONLY_, which later ones drop.
+TRUSS = Choice({
+    "no_quant": (None, None),
+    "weights_only_int8": ("WEIGHTS_ONLY_INT8", None),
+    "weights_int8": ("WEIGHTS_ONLY_INT8", None),
+    "weights_kv_int8": ("WEIGHTS_ONLY_INT8", "int8"),
+    "weights_only_int4": ("WEIGHTS_ONLY_INT4", None),
+    "weights_int4": ("WEIGHTS_ONLY_INT4", None),
+    "weights_kv_int4": ("WEIGHTS_ONLY_INT4", "int8"),
+    "weights_int4_kv_int8": ("WEIGHTS_ONLY_INT4", "int8"),
+    "smooth_quant": ("SMOOTH_QUANT", None),
+    "fp8": ("FP8", None),
+    "fp8_kv": ("FP8", "float8_e4m3fn"),
+})  # fmt: skip
+
+LMI = Choice({"smoothquant": "SMOOTH_QUANT", "awq": "AWQ", "fp8": "FP8", "gptq": "GPTQ"})
+
+KV_CACHE = Choice({"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"})

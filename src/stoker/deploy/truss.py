@@ -1,0 +1,289 @@
+"""Truss folders: config.yaml of every generation, read into a Deployment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from collections.abc import Mapping as Environment
+from pathlib import Path
+from typing import Any
+
+from stoker.base.config import Limits, Mapping, RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.deploy import secrets, yaml_tree
+from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource, Origin
+from stoker.deploy.devices import check_world, visible_gpus
+from stoker.deploy.fields import Collected, Found, refusal
+from stoker.deploy.truss_table import REQUIRED_BY_THE_FIRST, TABLE, V1_ONLY, V2_BUILD, V2_ONLY
+from stoker.deploy.yaml_tree import Node
+from stoker.server.schemas.settings import ServerSettings
+from stoker.server.schemas.truss import TrussOptions
+
+FILE = "config.yaml"
+LEGACY = "force-legacy-api-non-openai-compatible"
+_MARK = re.compile(rb"^(trt_llm|model_metadata|model_name|python_version|resources|external_package_dirs)\s*:", re.MULTILINE)
+_SECTIONS = {key.rpartition(".")[0] for key in TABLE} | {key.split(".")[0] for key in TABLE if "." in key}
+_OLDEST_RUNTIME = {"kv_cache_tokens": 10_000, "max_num_sequences": 64}  # the packages of that generation, as shipped
+_UNREADABLE = {"GCS": "Google Cloud Storage", "AZURE": "Azure", "BASETEN_TRAINING": "Baseten's training store"}
+
+
+def recognise(path: Path) -> bool:
+    file = _file(path)
+    return file.is_file() and _MARK.search(_read_bounded(file)) is not None
+
+
+def load(path: Path, environment: Environment[str, str]) -> Deployment:
+    """What the folder's config.yaml asks for. Raises ConfigError with file, line, path to the key, and cure."""
+    file = _file(path)
+    root = yaml_tree.parse(_read_bounded(file), str(file))
+    if not isinstance(root.value, dict):
+        raise ConfigError(f"{file} is not a mapping of keys.", cure="Write key: value lines.")
+    asked = Collected(TABLE, typed=True)
+    _check_shape(root, str(file))
+    for found in _walk(root, "", str(file), asked):
+        asked.put(found.key, found.value, found.origin)
+    _settle(asked, environment)
+    return _deployment(asked, file.parent)
+
+
+def _file(path: Path) -> Path:
+    return path if path.name == FILE else path / FILE
+
+
+def _read_bounded(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(yaml_tree.MAX_BYTES + 1)
+
+
+def _walk(node: Node, path: str, file: str, asked: Collected) -> Iterator[Found]:
+    """Every key that has a row, by its dotted path. A section that is null is empty, and a null value is unset, as in Truss."""
+    for name, child in node.value.items():
+        key, origin = f"{path}{name}", Origin(file, child.line)
+        if child.value is None and (key in TABLE or key in _SECTIONS):
+            continue
+        if key in TABLE:
+            yield Found(key, child.plain(), origin)
+        elif key in _SECTIONS:
+            if not isinstance(child.value, dict):
+                raise refusal(origin, key, child.plain(), "it must be a mapping of keys", "Indent its keys under it.")
+            yield from _walk(child, key + ".", file, asked)
+        elif path == "model_metadata.":
+            asked.note(key, "it is shown to people only", origin)
+        else:
+            yield Found(key, None, origin)  # put() names the nearest
+
+
+def _at(root: Node, path: str) -> Node | None:
+    """The node at a dotted path, or None."""
+    node: Node | None = root
+    for name in path.split("."):
+        node = node.value.get(name) if node is not None and isinstance(node.value, dict) else None
+    return node if node is not None and node.value is not None else None
+
+
+def _check_shape(root: Node, file: str) -> None:
+    """build xor serve; what each generation requires; what the inference stack allows."""
+    section = _at(root, "trt_llm")
+    if section is None:
+        if _at(root, "model_metadata.engine_repository") is None:
+            raise ConfigError(
+                f"{file} has neither trt_llm nor model_metadata.engine_repository.",
+                cure="Add trt_llm.build or trt_llm.serve; a Truss with a model.py of your own runs with truss itself.",
+            )
+        return
+    if _at(root, "model_metadata.engine_repository") is not None:
+        raise _refuse(file, section, "trt_llm", "model_metadata.engine_repository names an engine already", "Keep one of the two.")
+    build, serve = _at(root, "trt_llm.build"), _at(root, "trt_llm.serve")
+    if build is not None and serve is not None:
+        text = f"trt_llm.build (line {build.line}) and trt_llm.serve (line {serve.line}) exclude each other"
+        raise _refuse(file, section, "trt_llm", text, "Keep build to make an engine, or serve to use one.")
+    if build is None and serve is None:
+        raise _refuse(file, section, "trt_llm", "it has neither build nor serve", "Add trt_llm.build or trt_llm.serve.")
+    if serve is not None and _at(root, "trt_llm.serve.engine_repository") is None:
+        raise _refuse(file, serve, "trt_llm.serve", "engine_repository is missing", "Name the engine.")
+    if build is not None:
+        _check_build(root, build, file)
+    _check_stack(root, file)
+
+
+def _check_build(root: Node, build: Node, file: str) -> None:
+    first = _at(root, "trt_llm.build.base_model_architecture") or _at(root, "trt_llm.build.huggingface_ckpt_repository")
+    repository = _at(root, "trt_llm.build.checkpoint_repository.repo")
+    if repository is None and first is None:
+        raise _refuse(
+            file, build, "trt_llm.build", "checkpoint_repository.repo is missing", "Add checkpoint_repository with source and repo."
+        )
+    missing = [key for key in REQUIRED_BY_THE_FIRST if _at(root, key) is None]
+    if repository is None and missing:
+        raise _refuse(file, build, "trt_llm.build", f"{', '.join(key.rpartition('.')[2] for key in missing)} missing", "Add them.")
+
+
+def _check_stack(root: Node, file: str) -> None:
+    stack = _at(root, "trt_llm.inference_stack")
+    second = stack is not None and stack.value == "v2"
+    runtime, build = _at(root, "trt_llm.runtime"), _at(root, "trt_llm.build")
+    for name, child in _entries(runtime):
+        if f"trt_llm.runtime.{name}" in (V1_ONLY if second else V2_ONLY):
+            limit = f"inference_stack {'v2' if second else 'v1'} has no such key"
+            raise _refuse(
+                file, child, f"trt_llm.runtime.{name}", limit, f"Remove it, or set trt_llm.inference_stack: {'v1' if second else 'v2'}."
+            )
+    for name, child in _entries(build) if second else ():
+        if f"trt_llm.build.{name}" in TABLE and name not in V2_BUILD:
+            raise _refuse(
+                file, child, f"trt_llm.build.{name}", "inference_stack v2 sets this under trt_llm.runtime", "Move it to trt_llm.runtime."
+            )
+
+
+def _entries(node: Node | None) -> list[tuple[str, Node]]:
+    return list(node.value.items()) if node is not None and isinstance(node.value, dict) else []
+
+
+def _refuse(file: str, node: Node, key: str, limit: str, cure: str) -> ConfigError:
+    return ConfigError(f"{Origin(file, node.line)}: {key} is refused: {limit}.", cure=cure)
+
+
+def _settle(asked: Collected, environment: Environment[str, str]) -> None:
+    asked.drop("stack")
+    _settle_repository(asked)
+    _settle_quantization(asked)
+    _settle_lengths(asked)
+    _settle_tags(asked)
+    _settle_transport(asked)
+    _settle_secrets(asked)
+    _settle_devices(asked, environment)
+    name = asked.drop("name")
+    if name:
+        asked.default_from("server.model_name", name)
+    if asked.get("engine.location") and any(s.key.startswith("model_metadata.") for s in asked.rows()):
+        for key, value in _OLDEST_RUNTIME.items():
+            asked.default(f"runtime.{key}", value)
+    asked.default("server.http_port", 8080)
+
+
+def _settle_repository(asked: Collected) -> None:
+    """checkpoint_repository's source says how its repo is spelled."""
+    setting = asked.drop("repository.source")
+    repo = asked.get("build.checkpoint", "")
+    if setting is None:
+        return
+    if setting.value in _UNREADABLE:
+        raise refusal(
+            setting.origin, setting.key, setting.value, f"{_UNREADABLE[setting.value]} is not read", "Use HF, S3, LOCAL or REMOTE_URL."
+        )
+    prefix = {"S3": ("s3://",), "REMOTE_URL": ("https://", "http://")}.get(setting.value, ())
+    where = asked.where("build.checkpoint")
+    if prefix and not repo.startswith(prefix):
+        raise refusal(
+            where.origin,
+            where.key,
+            repo,
+            f"source {setting.value} needs an address that begins with {prefix[0]}",
+            "Correct one of the two.",
+        )
+    if not prefix and "://" in repo:
+        raise refusal(where.origin, where.key, repo, f"source {setting.value} takes no address", "Set source to S3 or REMOTE_URL.")
+
+
+def _settle_quantization(asked: Collected) -> None:
+    setting = asked.drop("quantization_type")
+    weights, cache = setting.value if setting else (None, None)
+    if setting and weights:
+        asked.set("build.quantization", weights, setting.origin, setting.key)
+    if setting and cache:
+        asked.set("build.kv_cache_dtype", cache, setting.origin, setting.key)
+    for place in [p for p in asked.places() if p.startswith("quantization.")] if not weights else ():
+        unused = asked.where(place)
+        asked.drop(place)
+        asked.note(unused.key, "nothing is calibrated without a quantization_type", unused.origin)
+
+
+def _settle_lengths(asked: Collected) -> None:
+    total = asked.get("limits.max_total_len")
+    for name in ("max_input_len", "max_output_len") if total else ():
+        asked.default(f"limits.{name}", total - 1)
+
+
+def _settle_tags(asked: Collected) -> None:
+    setting = asked.drop("tags")
+    tags = setting.value if setting else []
+    if setting and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
+        raise refusal(setting.origin, setting.key, tags, "it must be a list of texts", "Write - openai-compatible under it.")
+    if setting and LEGACY in tags:
+        asked.set("options.legacy", True, setting.origin, setting.key)
+
+
+def _settle_transport(asked: Collected) -> None:
+    setting = asked.drop("transport")
+    kind = setting.value.get("kind", "http") if setting and isinstance(setting.value, dict) else setting and setting.value
+    if setting and kind not in ("http", "grpc"):
+        raise refusal(setting.origin, f"{setting.key}.kind", kind, "only http and grpc are spoken", "Remove it.")
+
+
+def _settle_secrets(asked: Collected) -> None:
+    """Names only. A value in the file is neither used nor shown."""
+    setting = asked.drop("secrets")
+    if setting is None:
+        return
+    if not isinstance(setting.value, dict):
+        raise ConfigError(f"{setting.origin}: secrets must be a mapping of names.", cure="Write hf_access_token: null under it.")
+    for name, value in setting.value.items():
+        secrets.check_name(name)
+        if value:
+            text = f"the value in the file is not used; put it into {secrets.places(name)}"
+            asked.note(f"secrets.{name}", text, setting.origin, "warning")
+    asked.set("server.secrets", tuple(setting.value), setting.origin, "secrets")
+
+
+def _settle_devices(asked: Collected, environment: Environment[str, str]) -> None:
+    """The accelerator's count, the ranks and the visible GPUs agree."""
+    world_size = asked.get("mapping.tensor_parallel", 1) * asked.get("mapping.pipeline_parallel", 1)
+    counts = [p for p in ("mapping.tensor_parallel", "mapping.pipeline_parallel") if asked.get(p) is not None]
+    gpu, accelerator = asked.drop("resources.use_gpu"), asked.drop("resources.accelerator")
+    if accelerator:
+        named = re.fullmatch(r"([A-Za-z0-9_ ]{1,40})(?::([1-9]\d{0,3}))?", accelerator.value)
+        if named is None:
+            raise refusal(accelerator.origin, accelerator.key, accelerator.value, "it must be NAME or NAME:COUNT", "Write A100:2.")
+        if int(named[2] or 1) != world_size:
+            limit = f"tensor × pipeline parallel counts make {world_size} ranks"
+            raise refusal(
+                accelerator.origin, accelerator.key, accelerator.value, limit, f"Write {named[1]}:{world_size}, or change the counts."
+            )
+        asked.note(accelerator.key, "the kind of GPU is for the platform; Stoker uses what is visible", accelerator.origin)
+    if gpu and not gpu.value and not accelerator:
+        asked.set("runtime.device", "cpu", gpu.origin, gpu.key)
+    elif counts:
+        asked_by = asked.where(counts[0])
+        check_world(world_size, visible_gpus(environment), str(asked_by.origin), asked_by.key)
+
+
+def _deployment(asked: Collected, folder: Path) -> Deployment:
+    source = _engine(asked) if asked.get("engine.location") else _build(asked)
+    names = asked.drop("server.secrets")
+    server: ServerSettings = asked.build(
+        ServerSettings, "server", protocols=("truss", "openai"), options=asked.build(TrussOptions, "options")
+    )
+    if names:
+        asked.note("secrets", f"named: {', '.join(names.value) or 'none'}", names.origin)
+    return Deployment(
+        format="truss",
+        path=str(folder),
+        source=source,
+        tokenizer=asked.get("engine.tokenizer"),
+        runtime=asked.build(RuntimeConfig, "runtime"),
+        server=server,
+        settings=asked.rows(),
+        notes=tuple(asked.notes),
+    )
+
+
+def _engine(asked: Collected) -> EngineSource:
+    mapping = asked.build(Mapping, "mapping") if asked.under("mapping") else None
+    return EngineSource(location=asked.get("engine.location"), token_secret="hf_access_token", mapping=mapping)
+
+
+def _build(asked: Collected) -> BuildOptions:
+    asked.default("build.token_secret", "hf_access_token")
+    secrets.check_name(asked.get("build.token_secret"))
+    more: dict[str, Any] = {"limits": asked.build(Limits, "limits"), "mapping": asked.build(Mapping, "mapping")}
+    return asked.build(BuildOptions, "build", quantization_settings=asked.under("quantization"), **more)
