@@ -18,7 +18,8 @@ from stoker.kernels.reference import embedding as embedding_ref
 from stoker.kernels.reference import linear as linear_ref
 from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import rope as rope_ref
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.reference import sampling as sampling_ref
+from stoker.kernels.types import AttentionParams, DrawParams
 
 if TYPE_CHECKING:
     from stoker.layers.batch import ForwardBatch, KVCache
@@ -30,9 +31,10 @@ if torch.cuda.is_available():
     from stoker.kernels.triton import linear as linear_gpu
     from stoker.kernels.triton import norm as norm_gpu
     from stoker.kernels.triton import rope as rope_gpu
+    from stoker.kernels.triton import sampling as sampling_gpu
 else:
     activation_gpu, attention_gpu, embedding_gpu = activation_ref, attention_ref, embedding_ref
-    linear_gpu, norm_gpu, rope_gpu = linear_ref, norm_ref, rope_ref
+    linear_gpu, norm_gpu, rope_gpu, sampling_gpu = linear_ref, norm_ref, rope_ref, sampling_ref
 
 
 def _pick(x: Tensor, gpu: ModuleType, reference: ModuleType) -> ModuleType:
@@ -88,3 +90,16 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
     block_tables[r]. Softmax in float32.
     """
     return _pick(q, attention_gpu, attention_ref).attention(q, cache, batch, params)
+
+
+def sample(logits: Tensor, params: DrawParams) -> Tensor:
+    """A token id for each row of logits [L, V]: int32 [L], -1 for a row with a NaN.
+
+    Greedy, or drawn after temperature, top-k, top-p and min-p, in that order.
+    """
+    return _pick(logits, sampling_gpu, sampling_ref).sample(logits, params)
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Natural-log probabilities in float32: of token_ids [L], and of the num_top best [L, num_top] with their int32 ids."""
+    return _pick(logits, sampling_gpu, sampling_ref).logprobs(logits, token_ids, num_top)

@@ -17,3 +17,16 @@ class AttentionParams:
     softcap: float | None = None  # scores become cap × tanh(scores ÷ cap)
     alibi_slopes: Tensor | None = None  # float32 [heads]: slope × (key position - query position) is added to the scaled scores
     sinks: Tensor | None = None  # float32 [heads]: a logit that joins the softmax and has no value
+
+
+@dataclass(slots=True)
+class DrawParams:
+    """How each of L rows draws its token. Tensors are [L] on the logits' device."""
+
+    temperature: Tensor  # float32; 0 is greedy
+    top_k: Tensor  # int32; 0 is off
+    top_p: Tensor  # float32; 1 is off
+    min_p: Tensor  # float32; 0 is off
+    seeds: Tensor  # int64
+    counters: Tensor  # int32, the position of the token to draw: a (seed, counter) pair makes one number
+    all_greedy: bool  # known on the host: every temperature is 0

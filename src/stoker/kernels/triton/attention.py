@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stoker.kernels.triton.attention_kernel import attention_kernel
 from stoker.kernels.triton.attention_tuning import Splits, Tile, choose_splits, decode_tile, prefill_tile
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CACHE_DTYPES = (*QUERY_DTYPES, torch.int8, torch.float8_e4m3fn)
+BULK_SIZES = (64, 128, 256)  # head sizes of one part
 MAX_SPLIT_PROGRAMS = 1 << 16
 
 
@@ -88,7 +90,7 @@ def _launch(
         lse = torch.empty(partial.shape[:3], dtype=torch.float32, device=q.device)
     held = triton.next_power_of_2(splits.count) * value_part1  # values a thread block holds for each row that it combines
     attention_kernel[(programs, splits.count)](
-        q, keys, values, out, batch.block_tables, batch.seq_lens, batch.query_starts, batch.prefix_lens,
+        q, keys, values, *_page_descriptors(cache, tile), out, batch.block_tables, batch.seq_lens, batch.query_starts, batch.prefix_lens,
         cache.key_scale, cache.key_scale if values is None else cache.value_scale, params.alibi_slopes, params.sinks,
         partial, lse, _arrived(q.device), params.scale, batch.num_decodes, batch.num_rows, splits.count, splits.min_tiles,
         q.stride(0), q.stride(1), batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
@@ -101,6 +103,16 @@ def _launch(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
+
+
+def _page_descriptors(cache: KVCache, tile: Tile) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """The caches as [tokens of all blocks and heads, head size] for bulk copies of [block_n, head size]; None where that does not fit."""
+    pages = [cache.keys] if cache.values is None else [cache.keys, cache.values]
+    fits = tile.bulk_copy and tile.block_n <= cache.block_size and all(p.is_contiguous() and p.shape[3] in BULK_SIZES for p in pages)
+    if not fits:
+        return None, None
+    made = [TensorDescriptor.from_tensor(p.view(-1, p.shape[3]), [tile.block_n, p.shape[3]]) for p in pages]
+    return made[0], made[-1]
 
 
 def _parts(size: int) -> tuple[int, int]:

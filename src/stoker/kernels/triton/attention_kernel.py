@@ -32,7 +32,7 @@ def find_row(tile, query_starts, first_row, num_rows, TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "splits", "min_tiles"])
 def attention_kernel(
-    q, keys, values, out, block_tables, seq_lens, query_starts, prefix_lens, key_scale, value_scale, alibi_slopes, sinks,
+    q, keys, values, key_pages, value_pages, out, block_tables, seq_lens, query_starts, prefix_lens, key_scale, value_scale, alibi_slopes, sinks,
     partial, partial_lse, arrived, scale, first_row, num_rows, splits, min_tiles,
     stride_q_token, stride_q_head, stride_table, stride_key_block, stride_key_head, stride_value_block, stride_value_head,
     DECODE: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr,
@@ -49,6 +49,7 @@ def attention_kernel(
     """
     GROUP_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     HEAD_TILES: tl.constexpr = NUM_HEADS // GROUP * GROUP_TILES
+    BLOCK_ROWS: tl.constexpr = NUM_HEADS // GROUP * BLOCK_SIZE
     TILE_ROWS: tl.constexpr = TOKENS * TILE_HEADS
     unit = tl.program_id(0)
     split = tl.program_id(1)
@@ -126,14 +127,14 @@ def attention_kernel(
     if not DECODE and WINDOW is None and CHUNK is None:
         middle = begin + tl.maximum(tl.minimum(plain_end, end) - begin, 0) // BLOCK_N * BLOCK_N
         acc1, acc2, highest, total = attend(
-            acc1, acc2, highest, total, q1, q2, head_keys, head_values, table, begin, middle, length, positions, prefix, slopes,
-            score_scale, stride_key_block, stride_value_block, SIZE, PART1, PART2, VALUE_SIZE, VALUE_PART1, VALUE_PART2,
+            acc1, acc2, highest, total, q1, q2, head_keys, head_values, key_pages, value_pages, kv_head * BLOCK_SIZE, table,
+            begin, middle, positions, prefix, slopes, score_scale, stride_key_block, stride_value_block, BLOCK_ROWS, SIZE, PART1, PART2, VALUE_SIZE, VALUE_PART1, VALUE_PART2,
             SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, False, PRECISION,
         )  # fmt: skip
         begin = middle
     acc1, acc2, highest, total = attend(
-        acc1, acc2, highest, total, q1, q2, head_keys, head_values, table, begin, end, length, positions, prefix, slopes,
-        score_scale, stride_key_block, stride_value_block, SIZE, PART1, PART2, VALUE_SIZE, VALUE_PART1, VALUE_PART2,
+        acc1, acc2, highest, total, q1, q2, head_keys, head_values, None, None, 0, table,
+        begin, end, positions, prefix, slopes, score_scale, stride_key_block, stride_value_block, BLOCK_ROWS, SIZE, PART1, PART2, VALUE_SIZE, VALUE_PART1, VALUE_PART2,
         SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, True, PRECISION,
     )  # fmt: skip
 

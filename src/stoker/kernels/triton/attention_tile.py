@@ -64,12 +64,12 @@ def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def is_visible(key, position, length, prefix, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def is_visible(key, position, end, prefix, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Whether the query at position [M, 1] sees key [1, N]."""
     seen = key <= position
     if prefix is not None:
         seen = seen | (key < prefix)
-    seen = seen & (key < length)
+    seen = seen & (key < end)
     if WINDOW is not None:
         seen = seen & (key > position - WINDOW)
     if CHUNK is not None:
@@ -79,14 +79,15 @@ def is_visible(key, position, length, prefix, WINDOW: tl.constexpr, CHUNK: tl.co
 
 @triton.jit
 def attend(
-    acc1, acc2, highest, total, q1, q2, keys, values, table, begin, end, length, positions, prefix, slopes, scale, stride_key_block,
-    stride_value_block, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    acc1, acc2, highest, total, q1, q2, keys, values, key_pages, value_pages, page_row, table, begin, end, positions, prefix,
+    slopes, scale, stride_key_block, stride_value_block, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr, VALUE_SIZE: tl.constexpr,
     VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take keys begin : end into the running softmax (acc, highest score, total weight). MASKED: not every query sees every key.
+    """Take keys begin : end (no query sees one past it) into the running softmax (acc, highest score, total weight). MASKED: not every query sees every key.
 
-    `keys` and `values` point to this head's first page; values None: the keys are the values too.
+    `keys` and `values` point to this head's first page; values None: the keys are the values too. With tensor descriptors of the
+    whole caches ([blocks × BLOCK_ROWS, SIZE]; this head's rows start at `page_row` of each block), a tile is one bulk copy.
     """
     block = blocks_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
@@ -95,9 +96,12 @@ def attend(
         key = start + tl.arange(0, BLOCK_N)
         inside = None
         if MASKED:
-            inside = key < length
-        rows = page_rows(keys, block, start, stride_key_block, SIZE, BLOCK_SIZE, BLOCK_N)
-        k1 = load_part(rows, 0, PART1, SIZE, inside).to(q1.dtype)
+            inside = key < end
+        if key_pages is None:
+            rows = page_rows(keys, block, start, stride_key_block, SIZE, BLOCK_SIZE, BLOCK_N)
+            k1 = load_part(rows, 0, PART1, SIZE, inside).to(q1.dtype)
+        else:
+            k1 = key_pages.load([block * BLOCK_ROWS + page_row + start % BLOCK_SIZE, 0]).to(q1.dtype)
         scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
         if PART2 > 0:
             k2 = load_part(rows, PART1, PART2, SIZE, inside).to(q1.dtype)
@@ -113,7 +117,7 @@ def attend(
             factor = scale * LOG2E
         if MASKED:
             # -inf scaled first: a finite stand-in times the factor would differ from the running maximum by its rounding.
-            seen = is_visible(key[None, :], positions[:, None], length, prefix, WINDOW, CHUNK)
+            seen = is_visible(key[None, :], positions[:, None], end, prefix, WINDOW, CHUNK)
             scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(highest, tl.max(scores, 1) * factor)
         weights = tl.exp2(scores * factor - raised[:, None])
@@ -123,6 +127,8 @@ def attend(
         weights = weights.to(q1.dtype)
         if values is None:
             v1 = k1
+        elif value_pages is not None:
+            v1 = value_pages.load([block * BLOCK_ROWS + page_row + start % BLOCK_SIZE, 0]).to(q1.dtype)
         else:
             value_rows = page_rows(values, block, start, stride_value_block, VALUE_SIZE, BLOCK_SIZE, BLOCK_N)
             v1 = load_part(value_rows, 0, VALUE_PART1, VALUE_SIZE, inside).to(q1.dtype)

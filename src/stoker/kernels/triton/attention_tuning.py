@@ -19,6 +19,7 @@ class Tile:
     block_n: int
     num_warps: int
     num_stages: int
+    bulk_copy: bool = False  # prefill: pages arrive through the tensor memory accelerator where the cache's layout allows
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,13 @@ class BlockTables:
             match.prefix = entry
             match.blocks.append(entry.block)
 
+    def num_common_blocks(self, seq: Sequence, leader: Sequence) -> int:
+        """How many of the blocks that `leader` computes `seq` can share, from the first token on."""
+        size = self.tokens_per_block
+        limit = min(len(seq.tokens) - 1, leader.num_prefill) // size
+        chunks = (slice(i * size, (i + 1) * size) for i in range(limit))
+        return next((i for i, chunk in enumerate(chunks) if seq.tokens[chunk] != leader.tokens[chunk]), limit)
+
     def admit(self, seq: Sequence, match: Match) -> None:
         """Give `seq` the matched blocks and new ones for the rest of its tokens; the caller saw to it that they are free."""
         pool = self.pool

@@ -86,7 +86,7 @@ class Planner:
         while roster.has_free_row and (seq := queue.peek(preempted_only=paused)) is not None:
             match = tables.match(seq)
             if match.leader is not None and not policy.whole_batches:
-                queue.park(seq, match.leader)
+                queue.park(seq, match.leader, tables.num_common_blocks(seq, match.leader))
                 continue
             all_rows_taken = len(plan) == self._max_rows
             budget = 0 if all_rows_taken else self._max_num_tokens - plan.num_tokens

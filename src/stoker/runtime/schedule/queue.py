@@ -17,7 +17,7 @@ class WaitingQueue:
         self._key = key
         self._new: list[tuple[Any, Sequence]] = []
         self._preempted: list[tuple[Any, Sequence]] = []
-        self._parked: dict[int, list[Sequence]] = {}
+        self._parked: dict[int, list[tuple[int, Sequence]]] = {}  # by the seq_id waited for: how many of its blocks, and who waits
         self.num_new = 0
         self.num_preempted = 0
         self._num_ended = 0
@@ -49,17 +49,21 @@ class WaitingQueue:
         times = self._pop_times
         return min(60.0, max(1.0, (now - times[0]) / len(times))) if times else 1.0
 
-    def park(self, seq: Sequence, leader: Sequence) -> None:
-        """Set `seq`, which `peek` returned, aside until `wake(leader)`."""
+    def park(self, seq: Sequence, leader: Sequence, num_blocks: int) -> None:
+        """Set `seq`, which `peek` returned, aside until `wake` says that `leader` has indexed so many blocks, or won't."""
         heappop(self._heap(seq))
-        self._parked.setdefault(leader.seq_id, []).append(seq)
+        self._parked.setdefault(leader.seq_id, []).append((num_blocks, seq))
 
-    def wake(self, leader: Sequence) -> bool:
-        """Put back what waited for `leader`; True when there was any."""
-        followers = self._parked.pop(leader.seq_id, [])
-        for seq in followers:
-            self._insert(seq)
-        return bool(followers)
+    def wake(self, leader: Sequence, num_blocks: float) -> bool:
+        """Put back what waited for the first `num_blocks` blocks of `leader`; True when there was any."""
+        parked = self._parked.pop(leader.seq_id, [])
+        still = [entry for entry in parked if entry[0] > num_blocks]
+        if still:
+            self._parked[leader.seq_id] = still
+        for wanted, seq in parked:
+            if wanted <= num_blocks:
+                self._insert(seq)
+        return len(still) < len(parked)
 
     def forget(self, seq: Sequence) -> None:
         """`seq` ended while it waited. Its entry goes when it comes first, or when half of all entries are such."""

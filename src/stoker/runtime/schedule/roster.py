@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from heapq import heappop, heappush
 
 from stoker.runtime.kv.tables import BlockTables, Match
@@ -87,7 +88,7 @@ class Roster:
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Its first `num_tokens` tokens are computed and committed: index their blocks, and let those that waited for them look again."""
         self.tables.register(seq, num_tokens)
-        self._wake(seq)
+        self._wake(seq, seq.num_hashed)
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
@@ -97,10 +98,10 @@ class Roster:
     def _leave(self, seq: Sequence) -> None:
         del self.running[seq.seq_id]
         self.tables.retire(seq)
-        self._wake(seq)
+        self._wake(seq, math.inf)
         self.num_leaving += 1
         self.settle(seq)
 
-    def _wake(self, leader: Sequence) -> None:
-        if self.queue.wake(leader):
+    def _wake(self, leader: Sequence, num_blocks: float) -> None:
+        if self.queue.wake(leader, num_blocks):
             self.stuck = False

@@ -99,6 +99,10 @@ class Scheduler:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def request_ids(self) -> list[str]:
+        """The requests that haven't ended."""
+        return list(self._requests)
+
     def retry_after_s(self, now: float) -> float:
         """Seconds in which a place in the queue is likely: the mean time between recent admissions, between 1 and 60."""
         return self._roster.queue.retry_after_s(now)

@@ -1,0 +1,238 @@
+"""The executor: owns one engine's step loop. Receive → plan → run → commit → emit."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from typing import Protocol
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import QueueFullError, RequestError, StokerError, UnavailableError
+from stoker.base.logging import get_logger
+from stoker.base.types import FinishReason
+from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
+from stoker.runtime.request import ErrorInfo, ExecutorStats, Sequence, SequenceOutput, TokenRequest
+from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.runtime.worker.model_runner import StepHandle, StepResult
+
+log = get_logger(__name__)
+
+_IDLE_POLL_S = 0.5  # an idle loop wakes so often, to beat its heart and look at deadlines
+
+
+class Runner(Protocol):
+    """What the executor asks of the device side; a stub of it measures the executor alone."""
+
+    def add(self, seq: Sequence) -> None: ...
+    def remove(self, seq: Sequence) -> None: ...
+    def launch(self, plan: StepPlan) -> StepHandle: ...
+    def forget_cache(self, blocks: list[int]) -> None: ...
+
+
+class Executor:
+    """One engine's loop, in one thread. With overlap, a step is planned and launched while the one before it runs."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, mailbox: Mailbox, info: ExecutorInfo, config: RuntimeConfig) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.mailbox = mailbox
+        self.info = info
+        self.config = config
+        self.stats = ExecutorStats(
+            num_blocks=scheduler.tables.pool.num_blocks,
+            tokens_per_block=scheduler.tables.tokens_per_block,
+            max_batch_size=config.max_batch_size or info.limits.max_batch_size,
+        )
+        self._depth = 2 if config.overlap and info.device != "cpu" else 1
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._seq_ids = itertools.count()
+        self._outputs: list[SequenceOutput] = []
+        self._announced: set[int] = set()  # seq_ids whose first output (with cached_tokens) went out
+        self._shutdown: Shutdown | None = None
+
+    def run(self) -> None:
+        """Loop until shut down. An error of the loop itself is logged, told to every client, and raised."""
+        reason = "the executor stopped"
+        try:
+            while self._shutdown is None or (self._shutdown.drain and self.scheduler.has_work):
+                self.turn(_IDLE_POLL_S)
+        except BaseException as error:
+            reason = f"the executor failed: {error!r}"
+            log.exception("the step loop failed")
+            raise
+        finally:
+            self.mailbox.close(reason)
+
+    def turn(self, timeout_s: float) -> None:
+        """One iteration: messages, then at most one launch and one commit."""
+        busy = bool(self._in_flight) or self.scheduler.has_work
+        for message in self.mailbox.poll(0.0 if busy else timeout_s):
+            self._receive(message)
+        now = time.monotonic()
+        for seq in self.scheduler.expire(now):
+            self._finish(seq)
+        self._launch(now)
+        if self._in_flight and (len(self._in_flight) >= self._depth or not self._launched):
+            self._commit()
+        if self._outputs:
+            self.mailbox.send(self._outputs)
+            self._outputs = []
+        self.stats.heartbeat_s = time.monotonic()
+
+    # Messages.
+
+    def _receive(self, message: Message) -> None:
+        match message:
+            case Submit(request=request):
+                self._submit(request)
+            case Cancel(request_id=request_id, index=index):
+                for seq in self.scheduler.cancel(request_id, index):
+                    self._finish(seq)
+            case Pause(paused=paused):
+                self.scheduler.pause(paused)
+            case StatsQuery():
+                self.mailbox.reply_stats(message, self.snapshot())
+            case Shutdown():
+                self._shutdown = message
+                if not message.drain:
+                    self._cancel_all()
+
+    def _submit(self, request: TokenRequest) -> None:
+        try:
+            self._admit(request)
+        except StokerError as error:
+            self.stats.num_failed += 1
+            info = ErrorInfo(error.code, str(error), error.status, getattr(error, "retry_after_s", None))
+            self._outputs += [
+                SequenceOutput(request.request_id, index, [], FinishReason.ERROR, error=info) for index in range(request.params.n)
+            ]
+
+    def _admit(self, request: TokenRequest) -> None:
+        if self._shutdown is not None:
+            raise UnavailableError("the server is draining.", cure="Send the request to another replica.")
+        if request.request_id in self.scheduler:
+            raise RequestError("request_id", request.request_id, "a request with this id is in flight", cure="Use a unique id.")
+        waiting = self.scheduler.num_waiting
+        if waiting >= self.config.max_queue_size:
+            raise QueueFullError(waiting, self.config.max_queue_size, self.scheduler.retry_after_s(time.monotonic()))
+        self.scheduler.check(request)
+        now = time.monotonic()
+        for index in range(request.params.n):
+            seq = Sequence(next(self._seq_ids), request, index, now)
+            self.runner.add(seq)
+            self.scheduler.add(seq)
+
+    def _cancel_all(self) -> None:
+        for request_id in self.scheduler.request_ids():
+            for seq in self.scheduler.cancel(request_id):
+                self._finish(seq)
+
+    # Steps.
+
+    _launched = False
+
+    def _launch(self, now: float) -> None:
+        self._launched = False
+        plan = self.scheduler.plan(now)
+        if not plan.sequences:
+            return
+        try:
+            handle = self.runner.launch(plan)
+        except Exception as error:
+            self._fail(plan, error)
+            return
+        self._launched = True
+        self._in_flight.append((plan, handle))
+        self._count(plan)
+
+    def _commit(self) -> None:
+        plan, handle = self._in_flight.popleft()
+        started = time.monotonic()
+        try:
+            result = handle.wait()
+        except Exception as error:
+            self._fail(plan, error)
+            return
+        self.stats.last_step_time_s = time.monotonic() - started
+        token_ids = self._tokens(plan, result)
+        outcome = self.scheduler.commit(plan, token_ids)
+        self._emit(outcome.sequences, outcome.token_ids, result)
+        for seq in outcome.finished:
+            self._forget(seq)
+
+    def _tokens(self, plan: StepPlan, result: StepResult) -> list[int]:
+        """One id a row of the plan. A row whose logits were not numbers ends here, alone."""
+        sampled = iter(result.token_ids)
+        token_ids = [next(sampled) if samples else -1 for samples in plan.samples]
+        for seq, token, samples in zip(plan.sequences, token_ids, plan.samples, strict=True):
+            if samples and token < 0 and seq.finish_reason is None:
+                self.runner.forget_cache(seq.blocks)
+                self.scheduler.end(seq, FinishReason.ERROR)
+                self._finish(seq, ErrorInfo("bad_logits", "the model gave logits that are not numbers for this sequence."))
+        return token_ids
+
+    def _emit(self, sequences: list[Sequence], token_ids: list[int], result: StepResult) -> None:
+        """Queue one output for each sequence that gained a token."""
+        outputs, announced = self._outputs, self._announced
+        scores = dict(zip((seq.seq_id for seq in result.sequences), result.logprobs, strict=True)) if result.logprobs else {}
+        for seq, token in zip(sequences, token_ids, strict=True):
+            output = SequenceOutput(seq.request_id, seq.index, [token], seq.finish_reason, seq.stop_id)
+            if seq.seq_id not in announced:
+                announced.add(seq.seq_id)
+                output.cached_tokens = seq.num_cached
+                output.prompt_logprobs = result.prompt_logprobs.get(seq.seq_id)
+            if scores and (score := scores.get(seq.seq_id)) is not None:
+                output.logprobs = [score]
+            outputs.append(output)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        """A step raised: its sequences end with an error; the others go on."""
+        log.error("a step of %d rows failed: %r", len(plan), error, exc_info=error)
+        if self._in_flight:  # plans are committed in order: finish the older ones first
+            self._commit()
+        for seq in self.scheduler.fail(plan):
+            self._finish(seq, ErrorInfo("step_failed", f"the step failed: {error}"))
+
+    # Ends.
+
+    def _finish(self, seq: Sequence, error: ErrorInfo | None = None) -> None:
+        """Emit the last output of a sequence that ended without gaining a token."""
+        self._outputs.append(SequenceOutput(seq.request_id, seq.index, [], seq.finish_reason, error=error))
+        self._forget(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        self.runner.remove(seq)
+        self._announced.discard(seq.seq_id)
+        match seq.finish_reason:
+            case FinishReason.CANCELLED | FinishReason.DEADLINE:
+                self.stats.num_cancelled += 1
+            case FinishReason.ERROR:
+                self.stats.num_failed += 1
+            case _:
+                self.stats.num_finished += 1
+
+    # Numbers.
+
+    def _count(self, plan: StepPlan) -> None:
+        stats = self.stats
+        stats.num_steps += 1
+        stats.row_steps += len(plan)
+        stats.last_step_rows = len(plan)
+        stats.last_step_tokens = plan.num_tokens
+        stats.last_step_prefill_tokens = plan.num_tokens - plan.num_decodes
+        stats.num_decode_tokens += plan.num_decodes
+        stats.num_prefill_tokens += plan.num_tokens - plan.num_decodes
+
+    def snapshot(self) -> ExecutorStats:
+        """The counters as they are now."""
+        scheduler, stats = self.scheduler, self.stats
+        stats.num_waiting = scheduler.num_waiting
+        stats.num_running = scheduler.num_running
+        stats.num_paused = scheduler.num_preempted
+        stats.num_free_blocks = scheduler.tables.pool.num_free
+        stats.num_cached_blocks = scheduler.tables.pool.num_cached
+        stats.num_reused_tokens = scheduler.num_reused_tokens
+        stats.num_preemptions = scheduler.num_preemptions
+        return stats
