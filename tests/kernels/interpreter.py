@@ -60,3 +60,5 @@ def install() -> None:
     InterpreterBuilder.create_fp_to_fp = _cast
     InterpreterBuilder.create_dot = _dot
     interpreter._patch_lang_tensor = _patch_tensor
+    if not isinstance(tl.cdiv, interpreter.InterpretedFunction):
+        raise RuntimeError("triton was imported before its interpreter was asked for: set TRITON_INTERPRET=1, or run tests/kernels alone")

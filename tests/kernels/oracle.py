@@ -1,0 +1,138 @@
+"""Ragged paged batches with everything unused poisoned, and attention over them written out in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.types import AttentionParams
+from stoker.layers.batch import ForwardBatch, KVCache
+
+NO_BLOCK = 10**9  # reading through this entry leaves the process's memory
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """‖out − expected‖ / ‖expected‖; NaN and infinity anywhere make it NaN, which passes no bound."""
+    expected = expected.double()
+    return float((out.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@dataclass
+class Case:
+    """One step: `rows` of (queries, keys), the decode rows first."""
+
+    rows: list[tuple[int, int]]
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 64
+    value_size: int | None = None
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    latent: bool = False  # MLA: the keys are the values
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    prefix_lens: list[int] | None = None
+    padding_tokens: int = 0
+
+    def build(self) -> tuple[Tensor, KVCache, ForwardBatch, AttentionParams]:
+        blocks_each = [-(-keys // self.block_size) for _, keys in self.rows]
+        order = (torch.randperm(sum(blocks_each) + 3)).tolist()
+        table = torch.full((len(self.rows), max(blocks_each) + 2), NO_BLOCK, dtype=torch.int32)
+        for row, count in enumerate(blocks_each):
+            table[row, :count] = int32([order.pop() for _ in range(count)])
+        keys, key_scale = self._pages(table, blocks_each, self.size)
+        values, value_scale = (None, None) if self.latent else self._pages(table, blocks_each, self.value_size or self.size)
+        self._forget_before_window(table)
+        starts = torch.tensor([0] + [n for n, _ in self.rows]).cumsum(0).int()
+        tokens = int(starts[-1]) + self.padding_tokens
+        decodes = next((i for i, (n, _) in enumerate(self.rows) if n != 1), len(self.rows))
+        fused = torch.full((tokens, self.heads * self.size + 32), float("nan"), dtype=self.dtype)
+        q = fused[:, 16 : 16 + self.heads * self.size].view(tokens, self.heads, self.size)
+        q[:] = torch.randn(q.shape).to(self.dtype)
+        nothing = torch.zeros(tokens, dtype=torch.int32)
+        lens = int32([keys for _, keys in self.rows])
+        batch = ForwardBatch(
+            nothing, nothing, nothing, starts, lens, table, decodes, max(n for n, _ in self.rows), int(lens.max()) + 7,
+            prefix_lens=None if self.prefix_lens is None else int32(self.prefix_lens),
+        )  # fmt: skip
+        params = AttentionParams(
+            self.size**-0.5, self.window, self.chunk, self.softcap,
+            torch.rand(self.heads) if self.alibi else None, torch.randn(self.heads) if self.sinks else None,
+        )  # fmt: skip
+        return q, KVCache(keys, values, key_scale, value_scale), batch, params
+
+    def _pages(self, table: Tensor, blocks_each: list[int], size: int) -> tuple[Tensor, Tensor | None]:
+        dtype = self.cache_dtype or self.dtype
+        shape = (sum(blocks_each) + 3, self.kv_heads, self.block_size, size)
+        if dtype == torch.int8:
+            pages, poison, scale = torch.randint(-127, 128, shape, dtype=torch.int8), 127, torch.rand(self.kv_heads) * 0.02 + 0.01
+        else:
+            scale = torch.rand(self.kv_heads) + 0.5 if dtype == torch.float8_e4m3fn else None
+            pages, poison = torch.randn(shape).to(dtype), float("nan")
+        used = torch.zeros(shape[0], self.block_size, dtype=torch.bool)
+        for row, (_, keys) in enumerate(self.rows):
+            for i in range(blocks_each[row]):
+                used[int(table[row, i]), : keys - i * self.block_size] = True
+        unused = ~used[:, None, :, None].expand(shape)
+        if dtype == torch.float8_e4m3fn:
+            pages.view(torch.int8)[unused] = 127  # NaN
+        else:
+            pages[unused] = poison
+        return pages, scale
+
+    def _forget_before_window(self, table: Tensor) -> None:
+        """Blocks that no query of the row can see any more belong to someone else."""
+        if self.window is not None:
+            for row, (queries, keys) in enumerate(self.rows):
+                table[row, : max(0, keys - queries - self.window + 1) // self.block_size] = NO_BLOCK
+
+
+def expected_attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    """Every query against every key it sees, one at a time."""
+    heads, kv_heads, block_size = q.shape[1], cache.keys.shape[1], cache.block_size
+    real = [_real(cache.keys, cache.key_scale)]
+    real.append(real[0] if cache.values is None else _real(cache.values, cache.value_scale))
+    out = []
+    for row in range(batch.num_rows):
+        first, last, length = int(batch.query_starts[row]), int(batch.query_starts[row + 1]), int(batch.seq_lens[row])
+        for token in range(first, last):
+            position = length - (last - token)
+            seen = [k for k in range(length) if _sees(position, k, 0 if batch.prefix_lens is None else int(batch.prefix_lens[row]), params)]
+            places = [(int(batch.block_tables[row, k // block_size]), k % block_size) for k in seen]
+            for head in range(heads):
+                kv_head = head // (heads // kv_heads)
+                keys, values = (torch.stack([pages[b, kv_head, i] for b, i in places]) for pages in real)
+                scores = keys @ q[token, head].double() * params.scale
+                if params.softcap is not None:
+                    scores = params.softcap * torch.tanh(scores / params.softcap)
+                if params.alibi_slopes is not None:
+                    scores = scores + params.alibi_slopes[head].double() * (torch.tensor(seen) - position)
+                if params.sinks is not None:
+                    scores = torch.cat((scores, params.sinks[head : head + 1].double()))
+                weights = torch.softmax(scores, 0)[: len(seen)]
+                out.append(weights @ values)
+    return torch.stack(out).view(-1, heads * out[0].shape[0])
+
+
+def _real(pages: Tensor, scale: Tensor | None) -> Tensor:
+    return pages.double() if scale is None else pages.double() * scale.double()[None, :, None, None]
+
+
+def _sees(query: int, key: int, prefix: int, params: AttentionParams) -> bool:
+    seen = key <= query or key < prefix
+    if params.window is not None:
+        seen = seen and key > query - params.window
+    if params.chunk is not None:
+        seen = seen and key // params.chunk == query // params.chunk
+    return seen

@@ -1,0 +1,144 @@
+"""Paged attention in the interpreter against float64, over ragged batches whose unused parts are poisoned."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from oracle import TOLERANCE, Case, expected_attention, relative_error
+
+from stoker.kernels.triton import attention as kernels
+from stoker.kernels.triton.attention_tuning import LONG_SPLIT, Splits, Tile, choose_splits
+from stoker.kernels.types import AttentionParams
+from stoker.layers.batch import KVCache
+
+MIXED = [(1, 37), (1, 5), (1, 16), (3, 3), (13, 50)]
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+CASES = {
+    "mixed": Case(MIXED),
+    "decode only": Case([(1, 37), (1, 5), (1, 130)]),
+    "prefill only": Case([(16, 16), (1, 9), (21, 21)]),
+    "long prefix": Case([(3, 200)], block_size=32, dtype=BF16),
+    "one key": Case([(1, 1), (1, 1)]),
+    "padding tokens": Case(MIXED, padding_tokens=5),
+    "head 16": Case(MIXED, size=16),
+    "head 40": Case(MIXED, size=40),
+    "head 80": Case(MIXED, size=80, dtype=BF16),
+    "head 96": Case(MIXED, size=96, dtype=FP16),
+    "head 128": Case(MIXED, size=128, dtype=BF16),
+    "head 192": Case(MIXED, size=192, dtype=BF16),
+    "head 192, values 128": Case(MIXED, size=192, value_size=128, dtype=BF16),
+    "head 256": Case(MIXED, size=256, dtype=BF16),
+    "latent": Case([(1, 19), (1, 40), (5, 21)], heads=20, kv_heads=1, size=576, latent=True, dtype=BF16),
+    "latent fp8": Case([(1, 19), (1, 40), (5, 21)], heads=8, kv_heads=1, size=576, latent=True, dtype=BF16, cache_dtype=FP8),
+    "one key head": Case(MIXED, heads=7, kv_heads=1),
+    "groups of three": Case(MIXED, heads=6, kv_heads=2, dtype=FP16),
+    "no groups": Case(MIXED, heads=3, kv_heads=3),
+    "block 32": Case(MIXED, block_size=32, dtype=BF16),
+    "block 64": Case([(1, 150), (1, 64), (9, 70)], block_size=64, dtype=BF16),
+    "block 128": Case([(1, 150), (1, 64), (9, 70)], block_size=128, dtype=BF16),
+    "window": Case([(1, 90), (1, 5), (40, 77), (3, 100)], window=20, dtype=BF16),
+    "window of one": Case(MIXED, window=1),
+    "chunk": Case([(1, 90), (1, 33), (40, 77)], chunk=32, dtype=BF16),
+    "soft cap": Case(MIXED, softcap=5.0),
+    "alibi": Case(MIXED, alibi=True),
+    "soft cap, alibi": Case(MIXED, alibi=True, softcap=5.0),
+    "sinks": Case(MIXED, sinks=True),
+    "sinks, window": Case([(1, 90), (1, 5), (20, 50)], sinks=True, window=12, dtype=BF16, block_size=32),
+    "prefix": Case([(1, 30), (20, 20), (20, 40)], prefix_lens=[10, 13, 30]),
+    "prefix, window": Case([(20, 20), (20, 40)], prefix_lens=[13, 30], window=9),
+    "prefix, chunk": Case([(20, 20), (20, 40)], prefix_lens=[13, 30], chunk=16),
+    "int8": Case(MIXED, cache_dtype=torch.int8),
+    "int8 bf16": Case(MIXED, cache_dtype=torch.int8, dtype=BF16, heads=8),
+    "fp8 bf16": Case(MIXED, cache_dtype=FP8, dtype=BF16, size=128),
+    "fp8 soft cap": Case(MIXED, cache_dtype=FP8, dtype=FP16, softcap=3.0),
+    "fp8 alibi": Case(MIXED, cache_dtype=FP8, dtype=FP16, alibi=True, size=80),
+}
+
+
+def check(case: Case) -> None:
+    q, cache, batch, params = case.build()
+    out = kernels.attention(q, cache, batch, params)
+    assert out.shape == (q.shape[0], case.heads * (case.value_size or case.size))
+    real = int(batch.query_starts[-1])
+    assert relative_error(out[:real], expected_attention(q, cache, batch, params)) < TOLERANCE[case.dtype]
+    assert int(kernels._arrived(q.device).abs().max()) == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_combinations(seed: int) -> None:
+    pick = random.Random(seed)
+    decodes = [(1, pick.randint(1, 90)) for _ in range(pick.randint(0, 3))]
+    prefills = [(n, n + pick.choice((0, pick.randint(1, 60)))) for n in (pick.randint(2, 30) for _ in range(pick.randint(0, 2)))]
+    kv_heads = pick.choice((1, 2))
+    dtype = pick.choice((BF16, FP16, FP32))
+    check(
+        Case(
+            decodes + prefills or [(1, 1)],
+            heads=kv_heads * pick.choice((1, 2, 3, 5)), kv_heads=kv_heads, size=pick.choice((32, 64, 72, 80, 128)),
+            block_size=pick.choice((16, 32, 64)), dtype=dtype, cache_dtype=pick.choice((None, None, torch.int8, FP8)),
+            window=pick.choice((None, None, 7, 33)), softcap=pick.choice((None, 10.0)), alibi=pick.random() < 0.3, sinks=pick.random() < 0.3,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [Splits(1), Splits(2), Splits(3), Splits(8, 2), Splits(16)])
+@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 2), Tile(16, 64, 4, 2)])
+def test_any_split_gives_the_same(splits: Splits, tile: Tile) -> None:
+    q, cache, batch, params = Case([(1, 90), (1, 1), (1, 40), (9, 60)], sinks=True, block_size=32).build()
+    out = torch.empty(q.shape)
+    kernels.decode(q, cache, batch, params, out, tile, splits)
+    kernels.prefill(q, cache, batch, params, out, tile, splits)
+    assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < 1e-5
+
+
+def test_bulk_copies_give_the_same() -> None:
+    q, cache, batch, params = Case([(40, 100), (7, 7)], size=64, block_size=32, dtype=BF16).build()
+    out = torch.empty(q.shape, dtype=BF16)
+    kernels.prefill(q, cache, batch, params, out, Tile(64, 32, 4, 2, bulk_copy=True))
+    assert kernels._page_descriptors(cache, Tile(64, 32, 4, 2, bulk_copy=True))[0] is not None
+    assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < 1e-2
+
+
+def test_rows_without_keys_give_zeros() -> None:
+    q, cache, batch, params = Case([(1, 37), (1, 5)]).build()
+    batch.seq_lens[1] = 0
+    assert not kernels.attention(q, cache, batch, params)[1].any()
+
+
+def test_caches_may_be_views_of_one_allocation() -> None:
+    q, cache, batch, params = Case(MIXED).build()
+    both = torch.stack((cache.keys, cache.values), dim=1)
+    apart = KVCache(both[:, 0], both[:, 1])
+    assert relative_error(kernels.attention(q, apart, batch, params), expected_attention(q, cache, batch, params)) < 1e-5
+
+
+def test_splits_fill_the_device_and_cut_long_rows() -> None:
+    assert choose_splits(8, 16, 1024, 132) == Splits(16, 1)  # batch 1, context 1,024: a block each
+    assert choose_splits(512, 16, 1024, 132) == Splits(1, 1)
+    assert choose_splits(8, 2000, 128_000, 132).count == 64
+    many = choose_splits(2048, 2000, 128_000, 132)
+    assert many.count == 16 and many.min_tiles * 64 == LONG_SPLIT
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(q=torch.zeros(1, 3, 64)), "3 query heads are no multiple of 2 key heads"),
+        (dict(q=torch.zeros(1, 4, 64, dtype=torch.float64)), "float64 queries"),
+        (dict(keys=torch.zeros(4, 2, 24, 64)), "block size 24"),
+        (dict(keys=torch.zeros(4, 16, 2, 64).transpose(1, 2)), "page must be dense"),
+    ],
+)
+def test_refused(change: dict[str, torch.Tensor], words: str) -> None:
+    q, cache, batch, _ = Case([(1, 5)]).build()
+    cache = KVCache(change.get("keys", cache.keys), cache.values)
+    with pytest.raises(ValueError, match=words):
+        kernels.attention(change.get("q", q), cache, batch, AttentionParams(1.0))
