@@ -1,0 +1,5 @@
+"""Deployment formats: what a folder asks for, and an engine written as such a folder. One row of FORMATS each."""
+
+from __future__ import annotations
+
+from stoker.deploy import triton as triton

@@ -110,9 +110,8 @@ def _parameters(engine: EngineInfo) -> dict[str, dict[str, str]]:
 
 
 def _queue(settings: Mapping[str, Any]) -> QueuePolicy:
-    return QueuePolicy(
-        max_queue_delay_us=settings.get("max_queue_delay_microseconds", 0), max_queue_size=settings.get("max_queue_size", RuntimeConfig().max_queue_size)
-    )  # fmt: skip
+    size = settings.get("max_queue_size", RuntimeConfig().max_queue_size)
+    return QueuePolicy(max_queue_delay_us=settings.get("max_queue_delay_microseconds", 0), max_queue_size=size)
 
 
 def config(model: TritonModel) -> dict[str, Any]:

@@ -41,8 +41,15 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{self.name}={text!r} is refused.", cure=self.why)
         section, _, field = self.to.partition(".")
         if section in _CHECKED:
-            _CHECKED[section](**{field: value})
+            self._in_range(_CHECKED[section], field, value, text)
         return value
+
+    def _in_range(self, owner: type[msgspec.Struct], field: str, value: Any, text: str) -> None:
+        """The owner's own check, told in the words of the file."""
+        try:
+            owner(**{field: value})
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}={text!r} is refused.", cure=error.cure) from None
 
 
 def _key(kind: str, name: str, read: Read, handling: Literal["honoured", "ignored", "refused"], since: str, **more: Any) -> Key:

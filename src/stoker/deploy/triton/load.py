@@ -68,7 +68,7 @@ class Reading:
 
     def keep(self, file: ModelFile, key: Key, value: Any, scalar: Scalar) -> None:
         if self.values.setdefault(key.to, value) != value:
-            raise file.error(scalar.line, f"{key.name}={value!r}, but {self.values[key.to]!r} elsewhere.", "Write one value twice.")
+            raise file.error(scalar.line, f"{key.name}={value!r}, but {self.values[key.to]!r} elsewhere.", "Make the two equal.")
         section, _, field = key.to.partition(".")
         table: Literal["runtime", "server"] = "runtime" if section in ("runtime", "engine", "devices", "batching") else "server"
         self.settings.append(Setting(section=table, name=field or section, value=value, origin=file.origin(scalar.line), key=key.name))

@@ -88,7 +88,6 @@ class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
     exclude_input_in_output: bool = False  # output_ids of a whole answer leave out the prompt; a request may say otherwise
     normalize_log_probs: bool = True  # cum_log_probs are divided by the number of tokens
     accumulate_tokens: bool = False  # each streamed text_output of tensorrt_llm_bls holds all text so far
-    guided_decoding: bool = True  # requests may carry guided_decoding_guide
 
     def __post_init__(self) -> None:
         check_range("max_beam_width", self.max_beam_width, 1, 1024)

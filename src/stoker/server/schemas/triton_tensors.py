@@ -31,7 +31,7 @@ class TensorRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def _row(name: str, dtype: str, early: Dims | None, late: Dims | None, newest: Dims | None, *, need: str = "optional", layout: str = "",
          renamed: str = "", variable: str = "") -> TensorRow:  # fmt: skip
-    dims = dict(zip(ERAS, (early, late, newest), strict=True))
+    dims: dict[str, Dims | None] = dict(zip(ERAS, (early, late, newest), strict=True))
     return TensorRow(name=name, dtype=dtype, dims=dims, required=need == "required", layout=layout, renamed=renamed, variable=variable)
 
 
