@@ -166,6 +166,14 @@ class DetokenizerFactory:
             return ByteFallbackDetokenizer(pieces, (last["content"], last["start"]) if last["type"] == "Strip" else ("", 0))
         return WindowDetokenizer(self._tokenizer, pieces)
 
+    def token_bytes(self, token: int) -> bytes:
+        """One token's text in UTF-8; part of a character when the token is only that."""
+        pieces = self._pieces[False]
+        if isinstance(pieces, (BytePieces, FallbackPieces)):
+            piece = pieces[token]
+            return bytes([piece]) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece or b""
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode() if self._tokenizer.id_to_token(token) is not None else b""
+
     def _table(self, dropped: frozenset[int]) -> BytePieces | FallbackPieces | frozenset[int]:
         if self._kinds == ["ByteLevel"]:
             return BytePieces(self._tokenizer, dropped)

@@ -88,6 +88,9 @@ class GenerationService(Service):
         check_ids("token_ids", token_ids, self.info.vocab_size)
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.tokenizer.token_bytes(token_id)
+
     def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
         if self._chat is None:
             raise RequestError("messages", messages, f"{self.model_name} has no chat template", cure="Send a prompt instead.")

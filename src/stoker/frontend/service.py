@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.request import ExecutorStats
 
 
@@ -61,11 +62,20 @@ class Service(ABC):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
 
     @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's text alone, in UTF-8; part of a character where the token is only that. For log-probabilities."""
+
+    @abstractmethod
     def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
         """The chat template's text for these messages (generation prompt added unless told otherwise). RequestError when it fails."""
 
     @abstractmethod
     async def stats(self) -> ExecutorStats: ...
+
+    @property
+    @abstractmethod
+    def info(self) -> ExecutorInfo:
+        """The engine's limits, vocabulary and architecture."""
 
     @property
     @abstractmethod

@@ -84,6 +84,10 @@ class Tokenizer:
         """The vocabulary's own spelling of an id; None when there is none."""
         return self._core.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What an id alone contributes to the text, special tokens included; none for an unknown one."""
+        return self._detokenizers.token_bytes(token_id)
+
     def token_id(self, content: str) -> int | None:
         return self._core.token_to_id(content)
 
