@@ -1,0 +1,180 @@
+"""GGUF files: metadata becomes a config.json, tensor names their Hugging Face spelling, blocks plain numbers.
+
+Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md) and llama.cpp's conversion, whose permutation of q and k rows
+is undone here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
+from stoker.base.registry import nearest
+from stoker.builder.weights import CHUNK_BYTES, FETCH, Stored, Weights
+from stoker.engine.tensor_file import as_bytes, read_into
+
+# GGUF architecture → (the row of models/ that reads it, its model_type).
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+
+# GGUF metadata key, after the architecture's name → config.json key.
+_CONFIG_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+
+_NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+
+_PLAIN = {
+    gguf.GGMLQuantizationType.F32: torch.float32,
+    gguf.GGMLQuantizationType.F16: torch.float16,
+    gguf.GGMLQuantizationType.BF16: torch.bfloat16,
+    gguf.GGMLQuantizationType.F64: torch.float64,
+}
+
+
+class GGUFWeights(Weights):
+    """The tensors of a GGUF file in Hugging Face spelling; quantized blocks come out as float32."""
+
+    def __init__(self, path: Path) -> None:
+        self.files = [path]
+        reader = _open(path)
+        self.metadata = dict(reader.fields)
+        self.architecture = self.get("general.architecture", "")
+        if self.architecture not in ARCHITECTURES:
+            near = nearest(self.architecture, list(ARCHITECTURES)) or list(ARCHITECTURES)
+            raise CheckpointError(
+                f"{path}: GGUF architecture {self.architecture!r} is not supported.", cure=f"Supported: {', '.join(near)}."
+            )
+        self._tensors = {_rename(t.name): t for t in reader.tensors}
+        self.stored = {name: _stored(t) for name, t in self._tensors.items()}
+        self._file = path.open("rb")
+        self.config = self._make_config()
+        self.stored.pop("rope_freqs.weight", None)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value, or `default`. A float32 reads as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
+        field = self.metadata.get(key)
+        if field is None:
+            return default
+        value = field.contents()
+        return float(str(np.float32(value))) if field.types == [gguf.GGUFValueType.FLOAT32] else value
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        tensor, (rows, *rest) = self._tensors[name], self.stored[name].shape
+        width = int(np.prod(rest, dtype=np.int64))
+        row_bytes = tensor.n_bytes // rows
+        block = self._head_rows(name) or 1
+        step = max(1, CHUNK_BYTES // (width * 4) // block) * block
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            raw = np.empty((count, row_bytes), dtype=np.uint8)
+            read_into(self._file.fileno(), as_bytes(torch.from_numpy(raw)), tensor.data_offset + start * row_bytes)
+            values = self._values(raw, tensor.tensor_type)
+            yield _unpermute(values, block).reshape(-1) if block > 1 else values.reshape(-1)
+
+    def _values(self, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:
+        """[rows, width] of packed rows."""
+        if kind in _PLAIN:
+            return torch.from_numpy(raw).view(_PLAIN[kind])
+        return torch.from_numpy(gguf.quants.dequantize(raw, kind))
+
+    def _head_rows(self, name: str) -> int | None:
+        """Rows of one head where llama.cpp permuted them for interleaved rotary pairs; None elsewhere."""
+        if self.architecture != "llama" or not re.search(r"\.self_attn\.[qk]_proj\.", name):
+            return None
+        heads = self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        return self.stored[name].shape[0] // heads
+
+    def _make_config(self) -> dict[str, Any]:
+        row, model_type = ARCHITECTURES[self.architecture]
+        config: dict[str, Any] = {"architectures": [row], "model_type": model_type, "hidden_act": "silu"}
+        for key, name in _CONFIG_KEYS.items():
+            if (value := self.get(f"{self.architecture}.{key}")) is not None:
+                config[name] = value
+        config.setdefault("vocab_size", self.stored.get("model.embed_tokens.weight", Stored((0,), torch.float32)).shape[0])
+        config["tie_word_embeddings"] = "lm_head.weight" not in self.stored
+        config["attention_bias"] = model_type == "llama" and "model.layers.0.self_attn.q_proj.bias" in self.stored
+        config["dtype"] = self._own_dtype()
+        for key in ("bos", "eos", "padding"):
+            if (token := self.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+                config[f"{'pad' if key == 'padding' else key}_token_id"] = token
+        if (scaling := self._rope_scaling()) is not None:
+            config["rope_scaling"] = scaling
+        missing = [name for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads") if name not in config]
+        if missing:
+            raise CheckpointError(f"{self.files[0]}: the metadata lacks {', '.join(missing)}.", cure=FETCH)
+        return config
+
+    def _own_dtype(self) -> str:
+        """The dtype of the matrices; quantized ones came from a 16-bit model, whose range bfloat16 covers."""
+        matrices = {t.tensor_type for name, t in self._tensors.items() if len(self.stored[name].shape) > 1}
+        if matrices == {gguf.GGMLQuantizationType.F32}:
+            return "float32"
+        return "float16" if matrices == {gguf.GGMLQuantizationType.F16} else "bfloat16"
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        if "rope_freqs.weight" in self._tensors:
+            # Llama 3.1's scaling, stored as one divisor a frequency.
+            factors = self.read("rope_freqs.weight").tolist()
+            positions = self.get(f"{self.architecture}.context_length")
+            same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+            return {"rope_type": "longrope", "original_max_position_embeddings": positions, **same}
+        kind = self.get(f"{self.architecture}.rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        scaling = {"rope_type": kind, "factor": self.get(f"{self.architecture}.rope.scaling.factor", 1.0)}
+        if (original := self.get(f"{self.architecture}.rope.scaling.original_context_length")) is not None:
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+
+
+def _open(path: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError, TypeError) as problem:
+        raise CheckpointError(f"{path} is not a whole GGUF file ({problem}).", cure=FETCH) from None
+
+
+def _rename(name: str) -> str:
+    """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight; unknown names stay, and are refused as unused later."""
+    module, _, suffix = name.rpartition(".")
+    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)", module):
+        layer, part = found.groups()
+        return f"model.layers.{layer}.{_NAMES[part]}.{suffix}" if part in _NAMES else name
+    return f"{_NAMES[module]}.{suffix}" if module in _NAMES else name
+
+
+def _stored(tensor: gguf.ReaderTensor) -> Stored:
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    return Stored(shape, _PLAIN.get(tensor.tensor_type, torch.float32))
+
+
+def _unpermute(rows: Tensor, head_rows: int) -> Tensor:
+    """Rows (2i, 2i + 1) of each head go back to (i, i + half)."""
+    return rows.view(-1, head_rows // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,131 @@
+"""The tokenizer of a GGUF file, rebuilt as tokenizer.json and tokenizer_config.json.
+
+Sources: llama.cpp's src/llama-vocab.cpp (pre-tokenizer names and their expressions), and the Hugging Face converters for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.gguf import GGUFWeights
+
+CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _gpt2() -> list[Any]:
+    return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+
+
+def _smollm() -> list[Any]:
+    return [pre_tokenizers.Digits(individual_digits=True), *_gpt2()]
+
+
+def _expression(pattern: str) -> Callable[[], list[Any]]:
+    split = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    return lambda: split
+
+
+# tokenizer.ggml.pre → the pre-tokenizers before byte-level BPE.
+PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
+    "gpt-2": _gpt2,
+    "default": _gpt2,
+    "smollm": _smollm,
+    "llama-bpe": _expression(_LLAMA3),
+    "llama3": _expression(_LLAMA3),
+    "qwen2": _expression(_QWEN2),
+}
+
+
+def gguf_tokenizer(file: GGUFWeights) -> tuple[Tokenizer, dict[str, Any]]:
+    """(tokenizer, tokenizer_config). Raises CheckpointError for a kind that is not known, and for a vocabulary that is not whole."""
+    tokens = file.get("tokenizer.ggml.tokens")
+    kind = file.get("tokenizer.ggml.model")
+    if not tokens or kind not in _KINDS:
+        what = f"a tokenizer of kind {kind!r}" if tokens else "no tokenizer"
+        raise CheckpointError(f"{file.files[0]} has {what}.", cure=f"Known kinds: {', '.join(_KINDS)}; or name one with --tokenizer.")
+    tokenizer = _KINDS[kind](file, tokens)
+    _add_special(tokenizer, file, tokens)
+    config = _config(file, tokens)
+    if config["add_bos_token"] and "bos_token" in config:
+        bos = config["bos_token"]
+        ids = [(bos, file.get("tokenizer.ggml.bos_token_id"))]
+        template = processors.TemplateProcessing(single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=ids)
+        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template]) if kind == "gpt2" else template
+    return tokenizer, config
+
+
+def _byte_level(file: GGUFWeights, tokens: list[str]) -> Tokenizer:
+    pre = file.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise CheckpointError(
+            f"{file.files[0]}: pre-tokenizer {pre!r} is not known.", cure=f"Known: {known}; or name a tokenizer with --tokenizer."
+        )
+    merges = [tuple(line.split(" ", 1)) for line in file.get("tokenizer.ggml.merges", [])]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    whole = pre in ("llama-bpe", "llama3")  # a pre-token that is in the vocabulary is one token, merges or not
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[pre]())
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: GGUFWeights, tokens: list[str]) -> Tokenizer:
+    """Sentencepiece BPE: merges are the splits of each piece, best score first, as Hugging Face's converter makes them."""
+    scores = file.get("tokenizer.ggml.scores", [0.0] * len(tokens))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
+    model = models.BPE(vocab=vocab, merges=_merges(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    prefix = [normalizers.Prepend("▁")] if file.get("tokenizer.ggml.add_space_prefix", True) else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return tokenizer
+
+
+def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    ranked: list[tuple[float, int, int, tuple[str, str]]] = []
+    for piece, i in vocab.items():
+        for cut in range(1, len(piece)):
+            left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])
+            if left is not None and right is not None:
+                ranked.append((-scores[i], left, right, (piece[:cut], piece[cut:])))
+    return [pair for *_, pair in sorted(ranked)]
+
+
+_KINDS: dict[str, Callable[[GGUFWeights, list[str]], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
+
+
+def _add_special(tokenizer: Tokenizer, file: GGUFWeights, tokens: list[str]) -> None:
+    kinds = file.get("tokenizer.ggml.token_type", [])
+    marked = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (CONTROL, USER_DEFINED)]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token, kind in marked if kind == CONTROL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in marked if kind == USER_DEFINED])
+    if tokenizer.get_vocab_size() != len(tokens):
+        raise CheckpointError(f"{file.files[0]}: {len(tokens)} tokens make {tokenizer.get_vocab_size()}.", cure="Download the file again.")
+
+
+def _config(file: GGUFWeights, tokens: list[str]) -> dict[str, Any]:
+    kind, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for key, name in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
+        token_id = file.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None and 0 <= token_id < len(tokens):
+            config[name] = tokens[token_id]
+    config["add_bos_token"] = bool(file.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in ("llama-bpe", "llama3")))
+    config["add_eos_token"] = bool(file.get("tokenizer.ggml.add_eos_token", False))
+    config["model_max_length"] = file.config.get("max_position_embeddings")
+    if template := file.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return config

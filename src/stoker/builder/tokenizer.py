@@ -1,0 +1,113 @@
+"""Any tokenizer becomes tokenizer.json, checked by a round trip; its chat template and special tokens go along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint import Checkpoint, read_json
+from stoker.builder.gguf_tokenizer import gguf_tokenizer
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+PROBES = (
+    "Hello world! The quick brown fox jumps over 13 lazy dogs.",
+    "def f(x):\n    return x + 1\n",
+    "naïve café, größer, Ελληνικά, русский, 你好世界, こんにちは",
+    "👩‍👩‍👧 🇩🇪 1234567890",
+)
+
+
+def write_tokenizer(checkpoint: Checkpoint, directory: str | None, out: Path, *, trust_remote_code: bool) -> None:
+    """Write tokenizer.json and tokenizer_config.json.
+
+    `directory`: where the tokenizer is when not in the checkpoint. Raises CheckpointError naming the files that are missing.
+    """
+    if checkpoint.gguf is not None and directory is None:
+        tokenizer, config = gguf_tokenizer(checkpoint.gguf)
+    else:
+        source = Path(directory) if directory else checkpoint.path
+        tokenizer, config = _from_directory(source, trust_remote_code)
+    check_round_trip(tokenizer, checkpoint.name)
+    _check_vocabulary(tokenizer, checkpoint)
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_round_trip(tokenizer: Tokenizer, name: str) -> None:
+    """Raise CheckpointError when text comes back empty or with replacement characters that the tokenizer itself did not know.
+
+    Vocabularies without byte fallback lose characters; that shows as an unknown token and is no fault of the conversion.
+    """
+    for text in PROBES:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        back = tokenizer.decode(encoding.ids, skip_special_tokens=False)
+        again = tokenizer.encode(back, add_special_tokens=False)
+        if not encoding.ids or (again.ids != encoding.ids and back != text):
+            raise CheckpointError(f"{name}: the tokenizer turns {text!r} into {back!r}.", cure="Name another one with --tokenizer.")
+
+
+def _check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
+    rows = checkpoint.config.get("vocab_size")
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    used = max((max(tokenizer.encode(text).ids, default=0) for text in PROBES), default=0)
+    if isinstance(rows, int) and used >= rows:
+        message = f"{checkpoint.name}: the tokenizer has ids up to {highest}, and the model {rows} embeddings"
+        raise CheckpointError(f"{message}.", cure="Name the model's own tokenizer with --tokenizer.")
+
+
+def _from_directory(path: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str, Any]]:
+    config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
+    file = path / "tokenizer.json"
+    tokenizer = _load(file) if file.is_file() else _convert(path, config, trust_remote_code)
+    if (path / "special_tokens_map.json").is_file():
+        config = read_json(path / "special_tokens_map.json") | config
+    for name in SPECIAL:
+        if isinstance(config.get(name), dict):
+            config[name] = config[name].get("content")
+    template = _chat_template(path, config)
+    return tokenizer, config | ({"chat_template": template} if template else {})
+
+
+def _load(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as problem:  # the library raises bare Exception for every defect
+        raise CheckpointError(f"{file} is not a tokenizer ({problem}).", cure="Download it again.") from None
+
+
+def _convert(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Tokenizer:
+    """Sentencepiece, tiktoken and vocabulary + merges, through transformers' converters."""
+    kinds = ("tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "spiece.model", "vocab.txt")
+    if not any((path / name).is_file() for name in kinds) and "auto_map" not in config:
+        raise CheckpointError(f"{path} has no tokenizer: neither tokenizer.json nor {', '.join(kinds)}.", cure="Name one with --tokenizer.")
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(path), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True)
+        return loaded.backend_tokenizer
+    except AttributeError:
+        reason = "it is a Python tokenizer without a fast twin"
+    except Exception as problem:
+        reason = str(problem).splitlines()[0]
+    raise CheckpointError(
+        f"{path}: the tokenizer cannot become tokenizer.json ({reason}).", cure="Add tokenizer.json, or name one with --tokenizer."
+    )
+
+
+def _chat_template(path: Path, config: dict[str, Any]) -> str | list[dict[str, str]] | None:
+    """chat_template.jinja before chat_template.json before tokenizer_config.json; several named ones stay a list of {name, template}."""
+    files = {"default": path / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if found:
+        return found["default"] if set(found) == {"default"} else [{"name": name, "template": text} for name, text in found.items()]
+    if (path / "chat_template.json").is_file():
+        return read_json(path / "chat_template.json").get("chat_template")
+    template = config.get("chat_template")
+    if isinstance(template, dict):
+        return [{"name": name, "template": text} for name, text in template.items()]
+    return template

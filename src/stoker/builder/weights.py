@@ -1,0 +1,191 @@
+"""The tensors of a checkpoint: names, shapes and dtypes from the headers, contents in bounded chunks."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
+from stoker.engine.tensor_file import Entry, as_bytes, num_bytes, read_header, read_into
+
+CHUNK_BYTES = 16 << 20
+FETCH = "Download the checkpoint again."
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor as the checkpoint holds it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of what `chunks` gives: float32 for blocks that are widened
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.shape, self.dtype)
+
+
+class Weights(ABC):
+    """Tensors by name. `files` are what they are read from."""
+
+    stored: dict[str, Stored]
+    files: list[Path]
+
+    @abstractmethod
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """The tensor's elements in order, in flat pieces of about CHUNK_BYTES. A piece is valid until the next one is asked for."""
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, in its stored dtype."""
+        entry = self.stored[name]
+        out = torch.empty(entry.shape, dtype=entry.dtype)
+        flat, done = out.view(-1), 0
+        for piece in self.chunks(name):
+            flat[done : done + piece.numel()] = piece
+            done += piece.numel()
+        return out
+
+    def locate(self, name: str) -> str:
+        """Where a tensor is, for messages."""
+        return f"{self.files[0]}: {name}"
+
+
+class NoWeights(Weights):
+    """A config.json alone."""
+
+    def __init__(self) -> None:
+        self.stored, self.files = {}, []
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        raise CheckpointError(f"tensor {name!r} is asked of a checkpoint without weights.", cure="Use --dummy-weights.")
+
+
+class SafetensorsWeights(Weights):
+    """One file, or the shards of an index. Read, not mapped: the pages of a mapped file would count as this process's memory."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self._where: dict[str, tuple[Path, Entry]] = {}
+        for file in files:
+            for name, entry in read_header(file, CheckpointError, FETCH).items():
+                if name in self._where:
+                    raise CheckpointError(f"tensor {name!r} is in {self._where[name][0]} and in {file}.", cure=FETCH)
+                self._where[name] = (file, entry)
+        self.stored = {name: Stored(entry.shape, entry.dtype) for name, (_, entry) in self._where.items()}
+        self._open: dict[Path, IO[bytes]] = {}
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        path, entry = self._where[name]
+        file = self._open.get(path) or self._open.setdefault(path, path.open("rb"))
+        buffer = torch.empty(min(CHUNK_BYTES, entry.stop - entry.start), dtype=torch.uint8)
+        for start in range(entry.start, entry.stop, CHUNK_BYTES):
+            part = buffer[: min(CHUNK_BYTES, entry.stop - start)]
+            read_into(file.fileno(), as_bytes(part), start)
+            yield part.view(entry.dtype)
+
+    def locate(self, name: str) -> str:
+        return f"{self._where[name][0]}: {name}"
+
+
+class PickledWeights(Weights):
+    """pytorch_model.bin files, with only tensors allowed in the pickle.
+
+    Files are mapped. A mapping is closed after REOPEN_BYTES were read through it, so that the pages it touched are given back.
+    """
+
+    REOPEN_BYTES = 64 << 20
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self.stored = {}
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            for name, tensor in _load_pickle(file).items():
+                self.stored[name] = Stored(tuple(tensor.shape), tensor.dtype)
+                self._file_of[name] = file
+        self._current: tuple[Path, dict[str, Tensor]] | None = None
+        self._touched = 0
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        tensor = self._tensors(self._file_of[name])[name]
+        flat = tensor.detach().reshape(-1)
+        step = CHUNK_BYTES // flat.element_size()
+        for start in range(0, flat.numel(), step):
+            yield flat[start : start + step]
+        self._touched += flat.numel() * flat.element_size()
+
+    def _tensors(self, path: Path) -> dict[str, Tensor]:
+        if self._current is None or self._current[0] != path or self._touched >= self.REOPEN_BYTES:
+            self._current = None
+            self._current = (path, _load_pickle(path))
+            self._touched = 0
+        return self._current[1]
+
+    def locate(self, name: str) -> str:
+        return f"{self._file_of[name]}: {name}"
+
+
+def _load_pickle(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file. Raises CheckpointError for code in the pickle, damage, or anything but tensors."""
+    try:
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except pickle.UnpicklingError as problem:
+        reason = str(problem).splitlines()[0]
+        raise CheckpointError(
+            f"{path} holds more than tensors and is not unpickled ({reason})", cure="Use a safetensors checkpoint."
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as problem:
+        raise CheckpointError(f"{path} is damaged ({str(problem).splitlines()[0]}).", cure=FETCH) from None
+    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()):
+        raise CheckpointError(f"{path} is not a dictionary of tensors.", cure="Use a checkpoint that transformers saved.")
+    return loaded
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether torch wrote the file since 1.6; older ones cannot be mapped."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def open_weights(path: Path) -> Weights:
+    """The weights of a checkpoint directory: safetensors before pickles, an index before a single file."""
+    for stem, suffix, kind in (("model", ".safetensors", SafetensorsWeights), ("pytorch_model", ".bin", PickledWeights)):
+        index, single = path / f"{stem}{suffix}.index.json", path / f"{stem}{suffix}"
+        if index.is_file():
+            return _check_index(kind(_shards(index)), index)
+        if single.is_file():
+            return kind([single])
+    others = sorted(file for file in path.glob("*.safetensors") if file.name != "consolidated.safetensors")
+    if len(others) == 1:
+        return SafetensorsWeights(others)
+    wanted = "model.safetensors, model.safetensors.index.json, pytorch_model.bin or its index"
+    raise CheckpointError(f"{path} has no weights: none of {wanted}.", cure="Download them, or build with --dummy-weights.")
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files an index names, each beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{index} is not an index: it has no weight_map.", cure=FETCH) from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}, which is not a file beside it.", cure=FETCH)
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index} names {name}, which is missing.", cure=FETCH)
+    return [index.parent / name for name in names]
+
+
+def _check_index(weights: Weights, index: Path) -> Weights:
+    listed = set(json.loads(index.read_bytes())["weight_map"])
+    for name in sorted(listed - set(weights.stored)):
+        raise CheckpointError(f"{index} lists tensor {name!r}, which no shard holds.", cure=FETCH)
+    return weights

@@ -1,0 +1,133 @@
+"""`stoker build`: a checkpoint becomes an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.base.config import Limits, Mapping
+from stoker.builder.config import BuildConfig
+
+if TYPE_CHECKING:
+    from stoker.builder.estimate import Estimate
+    from stoker.engine.reader import Engine
+
+_DEFAULT = Limits()
+
+
+def build(
+    checkpoint: Annotated[str, typer.Argument(help="A Hugging Face directory, a .gguf file, or a hub id.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The engine directory to make.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16. Default: the checkpoint's; float32 for the CPU.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="A quantization by name. Default: NO_QUANT.")] = None,
+    max_batch_size: Annotated[int, typer.Option(help="Sequences that compute in one step.")] = _DEFAULT.max_batch_size,
+    max_input_len: Annotated[int, typer.Option(help="Prompt tokens of a request.")] = _DEFAULT.max_input_len,
+    max_output_len: Annotated[int, typer.Option(help="New tokens of a request.")] = _DEFAULT.max_output_len,
+    max_total_len: Annotated[int | None, typer.Option(help="Prompt and new tokens together. Default: the sum of the two.")] = None,
+    max_beam_width: Annotated[int, typer.Option(help="Beams of a request.")] = _DEFAULT.max_beam_width,
+    max_num_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = _DEFAULT.max_num_tokens,
+    tokens_per_block: Annotated[int, typer.Option(help="KV cache block size: 16, 32, 64 or 128.")] = _DEFAULT.tokens_per_block,
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that share each layer.")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(help="Devices that share the layers.")] = 1,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
+    compute_capability: Annotated[str | None, typer.Option(help="Of the target GPU, as 9.0. Default: this machine's.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A directory to take the tokenizer from.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of a device that is not here, for --dry-run.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and the largest batch that fits; write nothing.")] = False,
+    dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="From config.json alone: random weights made at load.")] = False,
+    verify: Annotated[str, typer.Option(help="files, auto, full or none: what is checked after writing.")] = "auto",
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="The same as --verify none.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the engine that is there.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let the checkpoint's own Python code run.")] = False,
+) -> None:
+    """Build an engine from a checkpoint.
+
+    Examples:
+
+      stoker build ./Llama-3.1-8B-Instruct -o llama-engine
+
+      stoker build SmolLM2-135M-Instruct.Q4_1.gguf -o smol --max-batch-size 64
+
+      stoker build ./Llama-3.1-8B --dry-run --device cuda --memory-gib 80
+    """
+    limits = Limits(
+        max_batch_size=max_batch_size, max_input_len=max_input_len, max_output_len=max_output_len, max_total_len=max_total_len,
+        max_beam_width=max_beam_width, max_num_tokens=max_num_tokens, tokens_per_block=tokens_per_block,
+    )  # fmt: skip
+    config = BuildConfig(
+        dtype=dtype, quantization=quantize, limits=limits,
+        mapping=Mapping(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
+        device=device, compute_capability=compute_capability, dummy_weights=dummy_weights, trust_remote_code=trust_remote_code,
+        tokenizer=tokenizer,
+    )  # fmt: skip
+    if dry_run:
+        _dry_run(checkpoint, config, memory_gib)
+    elif output is None:
+        raise typer.BadParameter("name the engine directory, or use --dry-run", param_hint="--output")
+    else:
+        _build(checkpoint, output, config, force=force, verify="none" if no_verify else verify)
+
+
+def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, verify: str) -> None:
+    from rich.console import Console
+
+    from stoker.builder.build import build as run
+    from stoker.cli.progress import Bars
+
+    console = Console(stderr=True)
+    with Bars(console) as bars:
+        engine = run(checkpoint, output, config, force=force, verify=verify, progress=bars)
+    console.print(_summary(engine))
+
+
+def _summary(engine: Engine) -> str:
+    config, greedy = engine.config, engine.config.checks.get("greedy", {})
+    size = sum(record.size for record in config.files.values())
+    what = f"{config.model.architecture}, {config.dtype}, {config.recipe.name}, {size / 2**20:,.0f} MiB for {config.target.device}"
+    lines = [f"{engine.path}: {what}"]
+    if greedy.get("skipped"):
+        lines.append(f"Greedy tokens were not compared: {greedy['skipped']}.")
+    elif greedy:
+        lines.append(f"Greedy tokens equal to the checkpoint's: {greedy['equal']} of {greedy['tokens']}.")
+    lines.append(f"Serve it: stoker serve {engine.path}")
+    return "\n".join(lines)
+
+
+def _dry_run(checkpoint: str, config: BuildConfig, memory_gib: float | None) -> None:
+    from rich.console import Console
+
+    from stoker.builder.build import prepare
+    from stoker.builder.estimate import estimate
+    from stoker.cli.tables import rows
+
+    prepared = prepare(checkpoint, config)
+    found = estimate(prepared.config, None if memory_gib is None else int(memory_gib * 2**30))
+    Console().print(rows(f"Engine of {prepared.config.checkpoint.name}", _estimate_rows(found, prepared.config.limits)))
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def _estimate_rows(found: Estimate, limits: Limits) -> list[tuple[str, str]]:
+    memory = "unknown here: give --memory-gib" if found.memory is None else _size(found.memory)
+    batch = "unknown" if found.largest_batch is None else f"{found.largest_batch} of {limits.max_batch_size}"
+    return [
+        ("parameters", f"{found.parameters:,}"),
+        *((f"file {name}", _size(size)) for name, size in found.files.items()),
+        ("device memory: weights", _size(found.weights)),
+        (f"device memory: activations of {limits.max_num_tokens} tokens", _size(found.activations)),
+        ("KV cache of a token", _size(found.kv_token)),
+        (f"KV cache of a sequence of {limits.max_seq_len}", _size(found.kv_sequence)),
+        (f"KV cache of {limits.max_batch_size} such sequences", _size(found.kv_limits)),
+        ("memory of the device", memory),
+        ("largest batch of full sequences that fits", batch),
+    ]
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:,.2f} GiB"

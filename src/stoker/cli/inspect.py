@@ -1,0 +1,75 @@
+"""`stoker inspect`: what an engine is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from stoker.engine.config import EngineConfig
+
+
+def inspect(
+    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Re-read every file and compare digests.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print config.json instead of a table.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List the stored tensors too.")] = False,
+) -> None:
+    """Show an engine: model, limits, target, files.
+
+    Examples:
+
+      stoker inspect llama-engine
+
+      stoker inspect llama-engine --verify --tensors
+    """
+    from rich.console import Console
+
+    from stoker.cli.tables import rows
+    from stoker.engine.config import encode
+    from stoker.engine.reader import Engine
+
+    opened = Engine.open(engine, verify=verify)
+    if as_json:
+        typer.echo(encode(opened.config).decode(), nl=False)
+        return
+    console = Console()
+    console.print(rows(str(engine), _rows(opened.config)))
+    console.print(rows("files", [(name, f"{r.size:,} bytes  sha256 {r.sha256[:16]}…") for name, r in opened.config.files.items()]))
+    if tensors:
+        console.print(rows("tensors", _tensors(opened.path, opened.config)))
+    if verify:
+        console.print("Every file has the digest that was written.")
+
+
+def _rows(config: EngineConfig) -> list[tuple[str, str]]:
+    import msgspec
+
+    model, target = config.model, config.target
+    limits = msgspec.to_builtins(config.limits)
+    return [
+        ("architecture", model.architecture),
+        ("layers, hidden, vocabulary", f"{model.num_layers}, {model.hidden_size}, {model.vocab_size}"),
+        ("positions", str(model.max_positions)),
+        ("dtype", config.dtype),
+        ("quantization", config.recipe.name),
+        ("KV cache", config.recipe.kv_cache or config.dtype),
+        ("weights", config.weights),
+        ("limits", ", ".join(f"{name} {value}" for name, value in limits.items() if value is not None)),
+        ("ranks", f"tensor {config.mapping.tensor_parallel} × pipeline {config.mapping.pipeline_parallel}"),
+        ("target", f"{target.device} {target.compute_capability or ''}".strip()),
+        ("checkpoint", f"{config.checkpoint.name} ({config.checkpoint.fingerprint[:16]}…)"),
+        ("built by", f"Stoker {config.stoker_version}"),
+        *((f"check: {name}", str(value)) for name, value in config.checks.items()),
+    ]
+
+
+def _tensors(path: Path, config: EngineConfig) -> list[tuple[str, str]]:
+    from stoker.base.errors import EngineError
+    from stoker.engine.tensor_file import read_header
+
+    files = [path / name for name in config.files if name.endswith(".safetensors")]
+    entries = {name: entry for file in files for name, entry in read_header(file, EngineError, "Build the engine again.").items()}
+    return [(name, f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}") for name, entry in entries.items()]
