@@ -7,12 +7,14 @@ import math
 import torch
 from torch import Tensor
 
+from stoker.base.errors import ConfigError
 from stoker.kernels import ops
 from stoker.kernels.types import AttentionParams
 from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import AttentionConfig
+from stoker.layers.config import AttentionConfig, NormConfig
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
+from stoker.layers.rope import step_table
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 
 
@@ -29,11 +31,8 @@ class Attention:
         self.head_size = config.head_size
         self.cos_sin = cos_sin
         self.interleaved = config.rope.interleaved if config.rope else False
-        self.qk_norms: tuple[Norm, Norm] | None = None
-        if config.qk_norm is not None:
-            q_size, k_size = _norm_sizes(config)
-            norm = config.qk_norm
-            self.qk_norms = (Norm(norm, loader, f"{name}.q_norm", q_size), Norm(norm, loader, f"{name}.k_norm", k_size))
+        self.two_axes = config.rope.two_axes if config.rope else False
+        self.qk_norms = _qk_norms(config, loader, name)
         self.params = AttentionParams(
             scale=config.scale if config.scale is not None else config.head_size**-0.5,
             window=config.window,
@@ -62,8 +61,9 @@ class Attention:
         """Those of the block and of its inner norms."""
         specs = Attention.specs(config, name, hidden)
         if config.qk_norm is not None:
+            kind = HeadNorm if config.qk_norm_heads else Norm
             for key, size in zip(("q_norm", "k_norm"), _norm_sizes(config), strict=True):
-                inner = Norm.specs(config.qk_norm, f"{name}.{key}", size)
+                inner = kind.specs(config.qk_norm, f"{name}.{key}", size)
                 specs |= {f"{key}.{part}": spec for part, spec in inner.items()}
         return specs
 
@@ -79,15 +79,45 @@ class Attention:
         q, k, v = q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size)), v.unflatten(-1, (-1, size))
         if self.qk_norms is not None and not config.qk_norm_full:
             q, k = self.qk_norms[0](q), self.qk_norms[1](k)
-        q = ops.rope_store(q, k, v, batch.positions, self.cos_sin, self.interleaved, cache, batch.slots)
+        positions, cos_sin = batch.positions, self.cos_sin
+        if self.two_axes and cos_sin is not None:
+            positions, cos_sin = step_table(cos_sin, batch)
+        q = ops.rope_store(q, k, v, positions, cos_sin, self.interleaved, cache, batch.slots)
         if config.logn_length is not None:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
         mixed = ops.attention(q, cache, batch, self.params)
         return self.group.all_reduce(self.out(mixed))
 
 
+class HeadNorm:
+    """A norm over each head's features, with weights [heads, head_size] of each head's own (Command-R+)."""
+
+    def __init__(self, config: NormConfig, loader: Loader, name: str, size: int) -> None:
+        self.weight = loader.load(HeadNorm.specs(config, name, size))["weight"]
+        self.config = config
+
+    @staticmethod
+    def specs(config: NormConfig, name: str, size: int) -> dict[str, Spec]:
+        return {"weight": TensorSpec(name=f"{name}.weight", shape=(size,), split="heads")}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, heads, head_size]."""
+        return ops.norm(x, None, None, self.config.eps, self.config.kind) * self.weight.view(x.shape[-2:])
+
+
+def _qk_norms(config: AttentionConfig, loader: Loader, name: str) -> tuple[Norm | HeadNorm, Norm | HeadNorm] | None:
+    norm = config.qk_norm
+    if norm is None:
+        return None
+    if config.qk_norm_full and loader.group.size > 1:
+        raise ConfigError(f"{name}: its q/k norms go over all heads, which ranks cannot share.", cure="Use tensor_parallel 1.")
+    kind = HeadNorm if config.qk_norm_heads else Norm
+    q_size, k_size = _norm_sizes(config)
+    return kind(norm, loader, f"{name}.q_norm", q_size), kind(norm, loader, f"{name}.k_norm", k_size)
+
+
 def _norm_sizes(config: AttentionConfig) -> tuple[int, int]:
-    if config.qk_norm_full:
+    if config.qk_norm_full or config.qk_norm_heads:
         return config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     return config.head_size, config.head_size
 
@@ -98,15 +128,15 @@ def _logn(positions: Tensor, length: int) -> Tensor:
 
 
 def _alibi(config: AttentionConfig, loader: Loader) -> Tensor:
-    slopes = alibi_slopes(config.num_heads) * config.alibi_scale
+    slopes = alibi_slopes(config.num_heads, config.alibi_max) * config.alibi_scale
     local = config.num_heads // loader.group.size
     start = loader.group.rank * local
     return slopes[start : start + local].to(loader.device)
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, steepest: float = 8.0) -> Tensor:
     """float32 [num_heads]: 2 ** (-8 i / n) for a power of two n, the odd steps of the next one for the rest (arXiv 2108.12409)."""
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
-    slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power) + 1, 2)]
+    slopes = [2 ** (-steepest * i / power) for i in range(1, power + 1)]
+    slopes += [2 ** (-steepest / 2 * i / power) for i in range(1, 2 * (num_heads - power) + 1, 2)]
     return torch.tensor(slopes, dtype=torch.float32)

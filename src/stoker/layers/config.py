@@ -20,10 +20,11 @@ class NormConfig(Frozen, frozen=True, kw_only=True):
     eps: float = 1e-6
     weight: bool = True
     bias: bool = False
+    wide: bool = False  # weights are kept in float32: a folded 1 + w would lose w's low bits in bfloat16
 
 
 class RopeConfig(Frozen, frozen=True, kw_only=True):
-    """Rotary positions. `scaling` is one of default, linear, dynamic, llama3, yarn, longrope."""
+    """Rotary positions. `scaling` is a row of layers.rope: default, linear, dynamic, qwen, llama3, yarn, longrope."""
 
     dim: int  # rotated features of each head, the first ones
     theta: float = 10000.0
@@ -41,6 +42,7 @@ class RopeConfig(Frozen, frozen=True, kw_only=True):
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     short_factor: tuple[float, ...] = ()  # longrope
     long_factor: tuple[float, ...] = ()
+    two_axes: bool = False  # ChatGLM 1: half of the frequencies turn with the position, half with the block position
 
 
 class AttentionConfig(Frozen, frozen=True, kw_only=True, tag="attention"):
@@ -57,9 +59,11 @@ class AttentionConfig(Frozen, frozen=True, kw_only=True, tag="attention"):
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
     rope: RopeConfig | None = None
     alibi: bool = False  # linear biases by head (arXiv 2108.12409)
+    alibi_max: float = 8.0  # the steepest slopes' exponent: slopes fall from 2 ** (-alibi_max / heads) to 2 ** -alibi_max
     alibi_scale: float = 1.0  # multiplies the slopes (Falcon divides scores and biases alike)
     qk_norm: NormConfig | None = None  # of queries and keys, before rope
     qk_norm_full: bool = False  # over all heads together (OLMo 2), else each head
+    qk_norm_heads: bool = False  # each head has weights of its own (Command-R+)
     sinks: bool = False  # one learned logit a head joins the softmax (gpt-oss)
     clip_qkv: float | None = None
     logn_length: int | None = None  # Qwen 1: queries past this position grow by log_n(position)
@@ -75,9 +79,10 @@ class MLAConfig(Frozen, frozen=True, kw_only=True, tag="mla"):
     rope_size: int
     v_size: int
     rope: RopeConfig
-    norm: NormConfig
-    scale: float | None = None
-    qkv_bias: bool = False
+    norm: NormConfig  # of the latents
+    scale: float | None = None  # None: (nope_size + rope_size) ** -0.5
+    down_bias: bool = False
+    out_bias: bool = False
 
 
 class MLPConfig(Frozen, frozen=True, kw_only=True, tag="mlp"):
@@ -91,7 +96,7 @@ class MLPConfig(Frozen, frozen=True, kw_only=True, tag="mlp"):
 
 
 class MoEConfig(Frozen, frozen=True, kw_only=True, tag="moe"):
-    """Routed experts, and optionally shared ones."""
+    """Routed experts, and optionally shared ones. The router runs in float32."""
 
     num_experts: int
     top_k: int
@@ -114,7 +119,8 @@ class LayerConfig(Frozen, frozen=True, kw_only=True):
     """One decoder layer.
 
     `layout` is a row of layers.layer.LAYOUTS: pre (norm → block → add), post (block → norm → add), sandwich (norm → block → norm →
-    add), parallel (attention and MLP read the same stream; both are added), add_norm (the normed stream is what is added to).
+    add), parallel (attention and MLP read the same stream; both are added), add_norm (the normed stream is what is added to), last
+    (block → add → norm).
     """
 
     attention: AttentionConfig | MLAConfig
@@ -124,6 +130,17 @@ class LayerConfig(Frozen, frozen=True, kw_only=True):
     parallel_norms: int = 1  # parallel layout: 2 when the MLP has a norm of its own
     residual_scale: float = 1.0  # blocks' outputs are multiplied before the add (Granite)
     skip_scale: float = 1.0  # the residual itself is multiplied (ChatGLM 1's alpha; add_norm layout)
+
+
+class PrefixConfig(Frozen, frozen=True, kw_only=True):
+    """A prefix language model (ChatGLM 1, GLM): what precedes the answer's start token sees itself in both directions.
+
+    The start token and all after it sit at the position of the prompt's first mask token, and their block positions count 1, 2, …;
+    `layers.prefix.prefix_of` finds both in a prompt.
+    """
+
+    start_id: int  # begins the answer: the last token of a well-formed prompt
+    mask_ids: tuple[int, ...]  # tokens that stand for the answer's place
 
 
 class ModelConfig(Frozen, frozen=True, kw_only=True):
@@ -144,12 +161,17 @@ class ModelConfig(Frozen, frozen=True, kw_only=True):
     embed_size: int | None = None  # embeddings narrower than hidden_size are projected in and out (OPT-350m)
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    prefix_lm: bool = False  # ChatGLM 1, GLM: the prompt sees itself in both directions
-    positions_2d: bool = False  # ChatGLM 1, GLM: position and block position
+    block_positions: int = 0  # rows of a learned table of block positions (GLM)
+    prefix: PrefixConfig | None = None  # the prompt sees itself in both directions, and tokens have two positions
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def requires_whole_prompt(self) -> bool:
+        """Whether a prompt must be prefilled in one step and shares no prefix: its tokens see ones that follow them."""
+        return self.prefix is not None
 
 
 def encode(config: ModelConfig) -> dict:

@@ -40,8 +40,8 @@ def _outer_specs(config: ModelConfig) -> dict[str, Spec]:
     specs: dict[str, Spec] = {"embed": TensorSpec(name="embed.weight", shape=(vocab, width), split="none")}
     if config.learned_positions:
         specs["positions"] = TensorSpec(name="positions.weight", shape=(config.learned_positions, hidden))
-    if config.positions_2d:
-        specs["block_positions"] = TensorSpec(name="block_positions.weight", shape=(config.learned_positions, hidden))
+    if config.block_positions:
+        specs["block_positions"] = TensorSpec(name="block_positions.weight", shape=(config.block_positions, hidden))
     if config.embed_norm is not None:
         specs |= {f"embed_norm.{k}": s for k, s in Norm.specs(config.embed_norm, "embed_norm", width).items()}
     if config.embed_size is not None:
@@ -59,7 +59,7 @@ def _layer_specs(layer: LayerConfig, name: str, hidden: int) -> list[Spec]:
     mixer = MIXERS[type(layer.attention)]
     specs += mixer.all_specs(layer.attention, f"{name}.attention", hidden).values()
     feed_forward = FEED_FORWARDS[type(layer.mlp)]
-    specs += feed_forward.specs(layer.mlp, f"{name}.mlp", hidden).values()
+    specs += feed_forward.all_specs(layer.mlp, f"{name}.mlp", hidden).values()
     return specs
 
 
@@ -106,7 +106,8 @@ class Decoder:
             x = self.project_in(x)
         if self.positions is not None:
             x = x + ops.embedding(batch.positions + config.position_offset, self.positions)
-        if self.block_positions is not None and batch.block_positions is not None:
+        if self.block_positions is not None:
+            assert batch.block_positions is not None, "models with two positions need a step's block positions"
             x = x + ops.embedding(batch.block_positions, self.block_positions)
         return self.embed_norm(x) if self.embed_norm is not None else x
 

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from stoker.layers.attention import Attention
 from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, RopeConfig
+from stoker.layers.config import AttentionConfig, LayerConfig, MLAConfig, MLPConfig, MoEConfig, RopeConfig
 from stoker.layers.loader import Loader
+from stoker.layers.mla import MLA
 from stoker.layers.mlp import MLP
+from stoker.layers.moe import MoE
 from stoker.layers.norm import Norm
 from stoker.layers.rope import rope_table
 
 # One row per kind of block.
-MIXERS: dict[type, Any] = {AttentionConfig: Attention}
-FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP}
+MIXERS: dict[type, Any] = {AttentionConfig: Attention, MLAConfig: MLA}
+FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 
 # What a layer returns: its last block's output, and the stream it is still to be added to (None: it was added).
 Stream = tuple[Tensor, Tensor | None]
@@ -122,6 +124,19 @@ class AddNorm(Layer):
         return x * self.skip_scale + self.mlp(x), None
 
 
+class NormLast(Layer):
+    """block → add → norm, twice (the first transformers, OPT-350m)."""
+
+    @staticmethod
+    def norms(config: LayerConfig) -> tuple[str, ...]:
+        return ("attention_norm", "mlp_norm")
+
+    def __call__(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cache: KVCache) -> Stream:
+        x, _ = self.attention_norm.add(self.attention(x, batch, cache), x)
+        x, _ = self.mlp_norm.add(self.mlp(x), x)
+        return x, None
+
+
 class Parallel(Layer):
     """Attention and MLP read the same stream and are added together (GPT-J, Falcon, Command-R)."""
 
@@ -136,7 +151,14 @@ class Parallel(Layer):
         return self.attention(normed, batch, cache) + self.mlp(mlp_input), residual
 
 
-LAYOUTS: dict[str, type[Layer]] = {"pre": PreNorm, "sandwich": Sandwich, "post": PostNorm, "add_norm": AddNorm, "parallel": Parallel}
+LAYOUTS: dict[str, type[Layer]] = {
+    "pre": PreNorm,
+    "sandwich": Sandwich,
+    "post": PostNorm,
+    "add_norm": AddNorm,
+    "last": NormLast,
+    "parallel": Parallel,
+}
 
 
 def make_layer(config: LayerConfig, loader: Loader, name: str, hidden: int, tables: RopeTables) -> Layer:

@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.distributed.group import Group
 from stoker.layers.shard import local_shape, local_spec
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
-from stoker.quant.format import LinearOp, TensorSource
+from stoker.quant.format import ExpertsOp, LinearOp, TensorSource
 from stoker.quant.recipe import Recipe
 
 
@@ -28,7 +28,7 @@ class Loader:
         """The linears and tensors of `specs`, by the same keys."""
         return {key: self.linear(spec) if isinstance(spec, LinearSpec) else self.tensor(spec) for key, spec in specs.items()}
 
-    def linear(self, spec: LinearSpec) -> LinearOp:
+    def linear(self, spec: LinearSpec) -> LinearOp | ExpertsOp:
         local = local_spec(spec, self.group.size)
         chosen = self.recipe.format_for(spec)
         stored = {

@@ -28,7 +28,13 @@ class MLP:
         down = LinearSpec(name=f"{name}.down", in_features=config.size, parts=(hidden,), bias=config.down_bias, split="row")
         return {"up": up, "down": down}
 
+    all_specs = specs
+
     def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's summand of the output."""
         wide = self.up(x)
         inner = ops.gated(wide, self.activation) if self.gated else ops.activate(wide, self.activation)
-        return self.group.all_reduce(self.down(inner))
+        return self.down(inner)

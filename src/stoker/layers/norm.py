@@ -23,7 +23,8 @@ class Norm:
     @staticmethod
     def specs(config: NormConfig, name: str, size: int) -> dict[str, Spec]:
         wanted = {"weight": config.weight, "bias": config.bias}
-        return {key: TensorSpec(name=f"{name}.{key}", shape=(size,)) for key, there in wanted.items() if there}
+        dtype = "float32" if config.wide else None
+        return {key: TensorSpec(name=f"{name}.{key}", shape=(size,), dtype=dtype) for key, there in wanted.items() if there}
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.norm(x, self.weight, self.bias, self.eps, self.kind)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.layers.batch import ForwardBatch
 from stoker.layers.config import RopeConfig
 
 
 def rope_table(config: RopeConfig, num_positions: int, device: torch.device | str) -> Tensor:
     """float32 [num_positions, dim]: dim / 2 cosines, then dim / 2 sines.
 
-    Angles are formed in float64: at position 100,000 a float32 angle is off by 0.004.
+    Angles are formed in float64: at position 100,000 a float32 angle is off by 0.004. Methods that look at the length (dynamic,
+    qwen, longrope) look at `num_positions`, the engine's, and not at each sequence's: cached keys keep the angles they were
+    stored with, so one fixed table is the only way that an answer does not depend on when its tokens were computed.
     """
+    if config.two_axes:
+        config = msgspec.structs.replace(config, dim=config.dim // 2)
     frequencies, factor = _frequencies(config, num_positions)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies[None, :]
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device, torch.float32)
@@ -24,9 +31,9 @@ def rope_table(config: RopeConfig, num_positions: int, device: torch.device | st
 def _frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
     """Radians per position [dim / 2] in float64, and the factor on cosines and sines."""
     try:
-        method = _METHODS[config.scaling]
+        method = METHODS[config.scaling]
     except KeyError:
-        raise ConfigError(f"rope scaling {config.scaling!r} is unknown.", cure=f"Known: {', '.join(_METHODS)}.") from None
+        raise ConfigError(f"rope scaling {config.scaling!r} is unknown.", cure=f"Known: {', '.join(METHODS)}.") from None
     return method(config, num_positions)
 
 
@@ -43,11 +50,18 @@ def _linear(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
 
 
 def _dynamic(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """NTK-aware base growth, for the engine's whole length: one table, so that answers don't depend on the chunking."""
+    """NTK-aware base growth."""
     ratio = config.factor * num_positions / config.original_max_positions - (config.factor - 1)
     if num_positions <= config.original_max_positions:
         ratio = 1.0
     return _plain(config.theta * ratio ** (config.dim / (config.dim - 2)), config.dim), 1.0
+
+
+def _qwen(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """NTK-aware base growth in powers of two (Qwen 1's get_ntk_alpha)."""
+    ratio = num_positions / config.original_max_positions
+    alpha = 2 ** math.ceil(math.log2(ratio) + 1) - 1 if ratio > 1 else 1
+    return _plain(config.theta * alpha ** (config.dim / (config.dim - 2)), config.dim), 1.0
 
 
 def _llama3(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
@@ -99,10 +113,25 @@ def _longrope(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
     return _plain(config.theta, config.dim) / torch.tensor(divisors, dtype=torch.float64), factor
 
 
-_METHODS = {
+def step_table(cos_sin: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    """Rows 0 … T - 1, and the table of this step's tokens: half of the angles by position, half by block position.
+
+    Made once a step. Heads must be laid out so that features (i, i + dim / 2) are pairs over both halves.
+    """
+    found = batch.shared.get("rope")
+    if found is None:
+        assert batch.block_positions is not None
+        pairs = [cos_sin.index_select(0, axis).chunk(2, dim=-1) for axis in (batch.positions, batch.block_positions)]
+        table = torch.cat((pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]), dim=-1)
+        found = batch.shared["rope"] = (torch.arange(len(table), dtype=torch.int32, device=table.device), table)
+    return cast(tuple[Tensor, Tensor], found)
+
+
+METHODS = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "qwen": _qwen,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

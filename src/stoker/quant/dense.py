@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import ops
+from stoker.kernels.routing import Routing
 from stoker.layers.specs import LinearSpec
-from stoker.quant.format import FORMATS, Format, Layout, LinearOp
+from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 
 
 class Dense(Format, frozen=True, tag="dense"):
@@ -20,8 +21,9 @@ class Dense(Format, frozen=True, tag="dense"):
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: object = None) -> dict[str, Tensor]:
         return {"weight": weight}
 
-    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp:
-        return DenseLinear(tensors.pop("weight"), bias)
+    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
+        weight = tensors.pop("weight")
+        return DenseLinear(weight, bias) if weight.dim() == 2 else DenseExperts(weight, bias)
 
 
 class DenseLinear:
@@ -35,6 +37,22 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
+
+
+class DenseExperts:
+    """Stacked experts: weight [num_experts, out, in]."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def up(self, x: Tensor, routing: Routing) -> Tensor:
+        return ops.expert_up(x, self.weight, self.bias, routing)
+
+    def down(self, x: Tensor, routing: Routing) -> Tensor:
+        return ops.expert_down(x, self.weight, self.bias, routing)
 
 
 FORMATS.add("dense", Dense)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.registry import Registry
+from stoker.kernels.routing import Routing
 from stoker.layers.specs import LinearSpec
 
 
@@ -21,6 +22,18 @@ class LinearOp(Protocol):
     """A linear ready to run: x [T, in_features] → [T, out_features], in x's dtype."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class ExpertsOp(Protocol):
+    """Stacked experts ready to run (a spec with num_experts > 0)."""
+
+    def up(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T, in_features] → [T × k, out_features] in the order of routing.order."""
+        ...
+
+    def down(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T × k, in_features] in that order → [T, out_features]: the weighted sum of each token's choices."""
+        ...
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -51,8 +64,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
         """Store `weight` [(experts,) out, in]: tensors by suffix, as `layout` says. `stats`: what calibration measured for this input."""
         raise TypeError(f"{type(self).__name__} cannot quantize")
 
-    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp:
-        """The linear of this rank's stored tensors, repacked for their device if need be. The dict is consumed."""
+    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
+        """The linear, or the stacked experts, of this rank's stored tensors, repacked for their device if need be. The dict is consumed."""
         raise TypeError(f"{type(self).__name__} cannot load")
 
 

@@ -1,0 +1,75 @@
+"""Multi-head latent attention (DeepSeek V2, arXiv 2405.04434), absorbed.
+
+Queries are taken into the latent space, so the cache is read as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import ops
+from stoker.kernels.types import AttentionParams
+from stoker.layers.batch import ForwardBatch, KVCache
+from stoker.layers.config import MLAConfig
+from stoker.layers.loader import Loader
+from stoker.layers.norm import Norm
+from stoker.layers.specs import LinearSpec, Spec, TensorSpec
+
+
+class MLA:
+    """All heads share one cached latent and one rotated key part a token; both are whole on every rank."""
+
+    def __init__(self, config: MLAConfig, loader: Loader, name: str, hidden: int, cos_sin: Tensor | None) -> None:
+        assert cos_sin is not None
+        self.config, self.cos_sin, self.group = config, cos_sin, loader.group
+        weights = loader.load(self.specs(config, name, hidden))
+        self.down, self.q, self.out = weights["down"], weights["q"], weights["out"]
+        self.k_up, self.v_up = weights["k_up"], weights["v_up"]
+        self.q_norm = Norm(config.norm, loader, f"{name}.q_norm", config.q_rank) if config.q_rank is not None else None
+        self.kv_norm = Norm(config.norm, loader, f"{name}.kv_norm", config.kv_rank)
+        self.num_heads = config.num_heads // loader.group.size
+        self.params = AttentionParams(scale=config.scale if config.scale is not None else (config.nope_size + config.rope_size) ** -0.5)
+
+    @staticmethod
+    def specs(config: MLAConfig, name: str, hidden: int) -> dict[str, Spec]:
+        heads, q_size = config.num_heads, config.nope_size + config.rope_size
+        down = (config.kv_rank, config.rope_size) if config.q_rank is None else (config.q_rank, config.kv_rank, config.rope_size)
+        q_in = hidden if config.q_rank is None else config.q_rank
+        k_up, v_up = (heads, config.nope_size, config.kv_rank), (heads, config.v_size, config.kv_rank)
+        return {
+            "down": LinearSpec(name=f"{name}.down", in_features=hidden, parts=down, bias=config.down_bias),
+            "q": LinearSpec(name=f"{name}.q", in_features=q_in, parts=(heads * q_size,), split="heads", head_size=q_size),
+            "k_up": TensorSpec(name=f"{name}.k_up", shape=k_up, split="heads"),
+            "v_up": TensorSpec(name=f"{name}.v_up", shape=v_up, split="heads"),
+            "out": LinearSpec(
+                name=f"{name}.out",
+                in_features=heads * config.v_size,
+                parts=(hidden,),
+                bias=config.out_bias,
+                split="row_heads",
+                head_size=config.v_size,
+            ),
+        }
+
+    @staticmethod
+    def all_specs(config: MLAConfig, name: str, hidden: int) -> dict[str, Spec]:
+        """Those of the block and of its latents' norms."""
+        specs = MLA.specs(config, name, hidden)
+        for key, size in (("q_norm", config.q_rank), ("kv_norm", config.kv_rank)):
+            if size is not None:
+                specs |= {f"{key}.{part}": spec for part, spec in Norm.specs(config.norm, f"{name}.{key}", size).items()}
+        return specs
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        config = self.config
+        *q_latent, latent, k_rope = self.down(x).split([part for part in (config.q_rank, config.kv_rank, config.rope_size) if part], dim=-1)
+        q = self.q(x if self.q_norm is None else self.q_norm(q_latent[0]))
+        q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split((config.nope_size, config.rope_size), dim=-1)
+        q_rope = ops.latent_store(
+            q_rope, self.kv_norm(latent), k_rope, batch.positions, self.cos_sin, config.rope.interleaved, cache, batch.slots
+        )
+        # q · (k_up × latent) = (q × k_up) · latent: keys are never unfolded.
+        absorbed = torch.einsum("thn,hnr->thr", q_nope, self.k_up)
+        mixed = ops.latent_attention(torch.cat((absorbed, q_rope), dim=-1), cache, batch, self.params, config.kv_rank)
+        return self.group.all_reduce(self.out(torch.einsum("thr,hvr->thv", mixed, self.v_up).flatten(1)))

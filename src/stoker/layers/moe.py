@@ -1,0 +1,79 @@
+"""Mixture-of-experts block: a router, stacked experts, and experts that every token passes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import ops
+from stoker.kernels.routing import RoutingParams
+from stoker.layers.config import MoEConfig
+from stoker.layers.loader import Loader
+from stoker.layers.mlp import MLP
+from stoker.layers.specs import LinearSpec, Spec, TensorSpec
+
+
+class MoE:
+    """sum over a token's chosen experts of weight × expert(x), plus the shared expert. Each expert is split over the ranks."""
+
+    def __init__(self, config: MoEConfig, loader: Loader, name: str, hidden: int) -> None:
+        self.config = config
+        weights = loader.load(self.specs(config, name, hidden))
+        self.router, self.router_bias, self.correction = weights["router"], weights.get("router_bias"), weights.get("correction")
+        self.up, self.down = weights["up"], weights["down"]
+        self.shared = MLP(config.shared, loader, f"{name}.shared", hidden) if config.shared is not None else None
+        self.shared_gate = weights.get("shared_gate")
+        self.group = loader.group
+        self.params = RoutingParams(
+            top_k=config.top_k,
+            score=config.score,
+            renormalize=config.renormalize,
+            scale=config.scale,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            group_score=config.group_score,
+        )
+
+    @staticmethod
+    def specs(config: MoEConfig, name: str, hidden: int) -> dict[str, Spec]:
+        count, expert = config.num_experts, config.expert
+        parts = (expert.size, expert.size) if expert.gated else (expert.size,)
+        specs: dict[str, Spec] = {
+            "router": TensorSpec(name=f"{name}.router.weight", shape=(count, hidden), dtype="float32"),
+            "up": LinearSpec(
+                name=f"{name}.experts.up", in_features=hidden, parts=parts, bias=expert.up_bias, split="column", num_experts=count
+            ),
+            "down": LinearSpec(
+                name=f"{name}.experts.down", in_features=expert.size, parts=(hidden,), bias=expert.down_bias, split="row", num_experts=count
+            ),
+        }
+        if config.router_bias:
+            specs["router_bias"] = TensorSpec(name=f"{name}.router.bias", shape=(count,), dtype="float32")
+        if config.correction_bias:
+            specs["correction"] = TensorSpec(name=f"{name}.correction", shape=(count,), dtype="float32")
+        if config.shared_gate:
+            specs["shared_gate"] = LinearSpec(name=f"{name}.shared_gate", in_features=hidden, parts=(1,), quantize=False)
+        return specs
+
+    @staticmethod
+    def all_specs(config: MoEConfig, name: str, hidden: int) -> dict[str, Spec]:
+        """Those of the block and of its shared expert."""
+        specs = MoE.specs(config, name, hidden)
+        if config.shared is not None:
+            specs |= {f"shared.{key}": spec for key, spec in MLP.specs(config.shared, f"{name}.shared", hidden).items()}
+        return specs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
+        out = self.down.down(self._activate(self.up.up(x, routing)), routing)
+        if self.shared is not None:
+            shared = self.shared.partial(x)
+            out = out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
+        return self.group.all_reduce(out)
+
+    def _activate(self, wide: Tensor) -> Tensor:
+        config = self.config
+        if config.glu_clip is not None:
+            return ops.clipped_gate(wide, config.glu_clip, config.glu_alpha)
+        expert = config.expert
+        return ops.gated(wide, expert.activation) if expert.gated else ops.activate(wide, expert.activation)
