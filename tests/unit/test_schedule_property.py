@@ -131,6 +131,9 @@ def check_blocks(scheduler: Scheduler, sequences: list[Sequence], flights) -> No
             assert seq.row == row and seq.blocks[: len(blocks)] == blocks, "taken away under a planned step"
     if tables.index is None:
         assert pool.num_cached == 0
+    else:
+        assert [bool(kept) for kept in pool._kept] == [entry is not None for entry in tables.index._by_block]
+        assert all(entry.block == block for block, entry in enumerate(tables.index._by_block) if entry is not None)
 
 
 def drive(config: dict, workload: dict) -> list:

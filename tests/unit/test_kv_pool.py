@@ -1,0 +1,88 @@
+"""The block pool beside a plain model of it, and its order of eviction."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stoker.base.errors import ConfigError
+from stoker.runtime.kv.pool import BlockPool
+
+NUM_BLOCKS = 6
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The model: reference counts, and the list of kept unreferenced blocks from the oldest on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evicted: list[int] = []
+        self.pool = BlockPool(NUM_BLOCKS, self.evicted.append)
+        self.refs = [0] * NUM_BLOCKS
+        self.kept: set[int] = set()
+        self.oldest: list[int] = []
+
+    @rule()
+    def allocate(self) -> None:
+        blank = [b for b in range(NUM_BLOCKS) if not self.refs[b] and b not in self.kept]
+        self.evicted.clear()
+        block = self.pool.allocate()
+        if blank:
+            assert block in blank and not self.evicted
+        elif self.oldest:
+            assert block == self.oldest.pop(0) and self.evicted == [block]
+            self.kept.remove(block)
+        else:
+            assert block == -1
+            return
+        self.refs[block] = 1
+
+    @precondition(lambda self: any(self.refs))
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([b for b in range(NUM_BLOCKS) if self.refs[b]]))
+        self.pool.keep(block)
+        self.kept.add(block)
+
+    @precondition(lambda self: any(self.refs) or self.oldest)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([b for b in range(NUM_BLOCKS) if self.refs[b] or b in self.kept]))
+        self.pool.share(block)
+        if not self.refs[block]:
+            self.oldest.remove(block)
+        self.refs[block] += 1
+
+    @precondition(lambda self: any(self.refs))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([b for b in range(NUM_BLOCKS) if self.refs[b]]))
+        self.pool.release(block)
+        self.refs[block] -= 1
+        if not self.refs[block] and block in self.kept:
+            self.oldest.append(block)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.pool.refs == self.refs
+        assert self.pool.num_free == self.refs.count(0)
+        assert self.pool.num_cached == len(self.oldest)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, deadline=None, stateful_step_count=40)
+TestPool = PoolMachine.TestCase
+
+
+def test_a_block_released_twice_is_an_error() -> None:
+    pool = BlockPool(1)
+    block = pool.allocate()
+    pool.release(block)
+    with pytest.raises(RuntimeError, match="once too often"):
+        pool.release(block)
+
+
+def test_a_cache_without_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_tokens"):
+        BlockPool(0)
