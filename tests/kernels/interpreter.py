@@ -56,6 +56,7 @@ def _patch_tensor(tensor: type, scope: Any) -> None:
 
 
 def install() -> None:
+    np.seterr(all="ignore")  # float arithmetic on a device warns of nothing
     InterpreterBuilder.cast_impl = _cast
     InterpreterBuilder.create_fp_to_fp = _cast
     InterpreterBuilder.create_dot = _dot

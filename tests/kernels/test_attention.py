@@ -89,9 +89,17 @@ def test_random_combinations(seed: int) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("splits", [Splits(1), Splits(2), Splits(3), Splits(8, 2), Splits(16)])
-@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 2), Tile(16, 64, 4, 2)])
-def test_any_split_gives_the_same(splits: Splits, tile: Tile) -> None:
+@pytest.mark.parametrize(
+    ("tile", "splits"),
+    [
+        (Tile(16, 16, 4, 2), Splits(1)),
+        (Tile(16, 64, 4, 2), Splits(2)),
+        (Tile(16, 16, 4, 2), Splits(3)),
+        (Tile(16, 16, 4, 2), Splits(8, 2)),
+        (Tile(16, 64, 4, 2), Splits(16)),
+    ],
+)
+def test_any_split_gives_the_same(tile: Tile, splits: Splits) -> None:
     q, cache, batch, params = Case([(1, 90), (1, 1), (1, 40), (9, 60)], sinks=True, block_size=32).build()
     out = torch.empty(q.shape)
     kernels.decode(q, cache, batch, params, out, tile, splits)

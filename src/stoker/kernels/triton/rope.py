@@ -25,12 +25,21 @@ def quantized(x, scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def write(cache, offsets, x, scale, inside):
-    """Store x in the cache's dtype, in units of `scale` when the cache is quantized."""
-    if scale is None:
-        tl.store(cache + offsets, x.to(cache.dtype.element_ty), mask=inside)
+def write(target, offsets, x, scale, inside):
+    """Store x in the target's dtype: in units of `scale` in an 8-bit cache, as it is elsewhere."""
+    if target.dtype.element_ty.primitive_bitwidth == 8:
+        tl.store(target + offsets, quantized(x, scale, target.dtype.element_ty), mask=inside)
     else:
-        tl.store(cache + offsets, quantized(x, scale, cache.dtype.element_ty), mask=inside)
+        tl.store(target + offsets, x.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def head_scale(scales, heads, known):
+    """Each head's scale, 1 without scales."""
+    if scales is None:
+        return 1.0
+    else:
+        return tl.load(scales + heads, mask=known, other=1.0)
 
 
 @triton.jit
@@ -40,7 +49,7 @@ def rotation(first, second, cos, sin):
 
 @triton.jit
 def rotate_heads(
-    source, source_offsets, target, target_offsets, scale, angles, inside, readable,
+    source, source_offsets, target, target_offsets, scale, angles, inside,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Rotate the first 2 × HALF features of some heads from `source` to `target`. Offsets and masks are [heads, 1]."""
@@ -50,14 +59,14 @@ def rotate_heads(
     dtype: tl.constexpr = source.dtype.element_ty
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        x = tl.load(source + source_offsets + cols, mask=readable & (cols < 2 * HALF), other=0.0).to(tl.float32)
+        x = tl.load(source + source_offsets + cols, mask=inside & (cols < 2 * HALF), other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(x, (x.shape[0], BLOCK_HALF, 2)))
         first, second = rotation(first, second, cos, sin)
         turned = tl.reshape(tl.join(first, second), (x.shape[0], 2 * BLOCK_HALF)).to(dtype)
         write(target, target_offsets + cols, turned, scale, inside & (cols < 2 * HALF))
     else:
-        first = tl.load(source + source_offsets + pair, mask=readable & (pair < HALF), other=0.0).to(tl.float32)
-        second = tl.load(source + source_offsets + HALF + pair, mask=readable & (pair < HALF), other=0.0).to(tl.float32)
+        first = tl.load(source + source_offsets + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
+        second = tl.load(source + source_offsets + HALF + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
         first, second = rotation(first, second, cos, sin)
         write(target, target_offsets + pair, first.to(dtype), scale, inside & (pair < HALF))
         write(target, target_offsets + HALF + pair, second.to(dtype), scale, inside & (pair < HALF))
@@ -86,40 +95,32 @@ def rope_store_kernel(
     angles = cos_sin
     if HALF > 0:
         angles = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
+    lane = tl.arange(0, HEADS)[:, None]
     if tile < q_tiles:
-        heads = (tile * HEADS + tl.arange(0, HEADS))[:, None]
-        offsets = token * stride_q_token + heads * stride_q_head
         if HALF > 0:
-            known = heads < num_heads
-            rotate_heads(q, offsets, q, offsets, None, angles, known, known, HALF, BLOCK_HALF, INTERLEAVED)
+            q_head = tile * HEADS + lane
+            q_known = q_head < num_heads
+            place = token * stride_q_token + q_head * stride_q_head
+            rotate_heads(q, place, q, place, 1.0, angles, q_known, HALF, BLOCK_HALF, INTERLEAVED)
     else:
-        tile = tile - q_tiles
         slot = tl.load(slots + token).to(tl.int64)
-        if slot >= 0:
-            block = slot // BLOCK_SIZE
-            place = slot % BLOCK_SIZE
-            if tile < kv_tiles:
-                heads = (tile * HEADS + tl.arange(0, HEADS))[:, None]
-                known = heads < num_kv_heads
-                scale = key_scale
-                if key_scale is not None:
-                    scale = tl.load(key_scale + heads, mask=known, other=1.0)
-                source = token * stride_k_token + heads * stride_k_head
-                target = block * stride_key_block + heads * stride_key_head + place * SIZE
-                if HALF > 0:
-                    rotate_heads(k, source, key_cache, target, scale, angles, known, known, HALF, BLOCK_HALF, INTERLEAVED)
-                if SIZE > 2 * HALF:
-                    copy_heads(k, source, key_cache, target, scale, known, 2 * HALF, SIZE, BLOCK_REST)
-            else:
-                if value_cache is not None:
-                    heads = ((tile - kv_tiles) * HEADS + tl.arange(0, HEADS))[:, None]
-                    known = heads < num_kv_heads
-                    scale = value_scale
-                    if value_scale is not None:
-                        scale = tl.load(value_scale + heads, mask=known, other=1.0)
-                    source = token * stride_v_token + heads * stride_v_head
-                    target = block * stride_value_block + heads * stride_value_head + place * VALUE_SIZE
-                    copy_heads(v, source, value_cache, target, scale, known, 0, VALUE_SIZE, BLOCK_VALUE)
+        block = slot // BLOCK_SIZE
+        row = slot % BLOCK_SIZE
+        head = (tile - q_tiles) % kv_tiles * HEADS + lane
+        known = (head < num_kv_heads) & (slot >= 0)
+        if tile < q_tiles + kv_tiles:
+            source = token * stride_k_token + head * stride_k_head
+            target = block * stride_key_block + head * stride_key_head + row * SIZE
+            key_unit = head_scale(key_scale, head, known)
+            if HALF > 0:
+                rotate_heads(k, source, key_cache, target, key_unit, angles, known, HALF, BLOCK_HALF, INTERLEAVED)
+            if SIZE > 2 * HALF:
+                copy_heads(k, source, key_cache, target, key_unit, known, 2 * HALF, SIZE, BLOCK_REST)
+        else:
+            if value_cache is not None:
+                value_source = token * stride_v_token + head * stride_v_head
+                value_target = block * stride_value_block + head * stride_value_head + row * VALUE_SIZE
+                copy_heads(v, value_source, value_cache, value_target, head_scale(value_scale, head, known), known, 0, VALUE_SIZE, BLOCK_VALUE)
 
 
 def rope_store(

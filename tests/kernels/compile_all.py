@@ -1,0 +1,113 @@
+"""Compile every launch that the tests bound, for sm_90, and print what each takes as JSON. Runs as a process of its own, uninterpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.reference.activation import ACTIVATIONS
+from stoker.kernels.triton import activation, attention, embedding, norm, rope
+from stoker.kernels.triton.attention_tuning import Tile
+from stoker.kernels.triton.compile import compiling, resources
+from stoker.kernels.types import AttentionParams
+from stoker.layers.batch import ForwardBatch, KVCache
+
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def index(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def cache(kv_heads: int, block: int, size: int, value_size: int | None, dtype: torch.dtype) -> KVCache:
+    scale = meta(kv_heads, dtype=FP32) if dtype in (torch.int8, FP8) else None
+    values = None if value_size is None else meta(4096, kv_heads, block, value_size, dtype=dtype)
+    return KVCache(meta(4096, kv_heads, block, size, dtype=dtype), values, scale, scale)
+
+
+def attend(
+    rows: int, queries: int, *, heads: int = 32, kv_heads: int = 8, size: int = 128, value_size: int | None = 128, block: int = 64,
+    dtype: torch.dtype = BF16, cache_dtype: torch.dtype = BF16, tile: Tile | None = None, **features: object,
+) -> None:  # fmt: skip
+    tokens = rows * queries
+    decodes = rows if queries == 1 else 0
+    batch = ForwardBatch(index(tokens), index(tokens), index(tokens), index(rows + 1), index(rows), index(rows, 64), decodes, queries, 4096)
+    if features.pop("prefix", False):
+        batch.prefix_lens = index(rows)
+    q = meta(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)[:, : heads * size].view(tokens, heads, size)
+    pages = cache(kv_heads, block, size, value_size, cache_dtype)
+    out = meta(tokens, heads, size if value_size is None else value_size, dtype=dtype)
+    (attention.decode if decodes else attention.prefill)(q, pages, batch, AttentionParams(0.1, **features), out, tile)  # type: ignore[arg-type]
+
+
+def rope_store(tokens: int, cache_dtype: torch.dtype, interleaved: bool = False, dim: int = 128) -> None:
+    fused = meta(tokens, 6144)
+    q, k, v = fused[:, :4096].view(tokens, 32, 128), fused[:, 4096:5120].view(tokens, 8, 128), fused[:, 5120:].view(tokens, 8, 128)
+    pages = cache(8, 64, 128, 128, cache_dtype)
+    rope.rope_store(q, k, v, index(tokens), meta(8192, dim, dtype=FP32), interleaved, pages, index(tokens))
+
+
+LATENT = dict(heads=128, kv_heads=1, size=576, value_size=None)
+EVERY_FEATURE = dict(window=512, softcap=30.0, alibi_slopes=meta(32, dtype=FP32), sinks=meta(32, dtype=FP32))
+
+LAUNCHES: dict[str, Callable[[], object]] = {
+    "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),
+    "norm of heads": lambda: norm.norm(meta(64, 32, 128), meta(128), None, 1e-5, "rms"),
+    "add_norm": lambda: norm.add_norm(meta(256, 4096), meta(256, 4096), meta(4096), None, 1e-5, "rms"),
+    "add_norm wide": lambda: norm.add_norm(meta(8, 16384), meta(8, 16384), meta(16384), meta(16384), 1e-5, "layer"),
+    **{f"gated {name}": lambda name=name: activation.gated(meta(64, 28672), name) for name in ACTIVATIONS},  # type: ignore[misc]
+    "activate gelu": lambda: activation.activate(meta(64, 3072), "gelu"),
+    "embedding": lambda: embedding.embedding(index(64), meta(128256, 4096)),
+    "rope decode": lambda: rope_store(1, BF16),
+    "rope prefill": lambda: rope_store(8192, BF16),
+    "rope fp8": lambda: rope_store(8192, FP8),
+    "rope int8": lambda: rope_store(64, torch.int8),
+    "rope interleaved, partial": lambda: rope_store(64, BF16, True, 64),
+    "decode 1": lambda: attend(1, 1),
+    "decode 64": lambda: attend(64, 1),
+    "decode 256": lambda: attend(256, 1),
+    "decode fp8": lambda: attend(64, 1, cache_dtype=FP8),
+    "decode int8": lambda: attend(64, 1, cache_dtype=torch.int8),
+    "decode fp32": lambda: attend(4, 1, dtype=FP32, cache_dtype=FP32),
+    "decode 64 wide": lambda: attend(64, 1, heads=12, kv_heads=12, size=64, value_size=64, block=32),
+    "decode 80 wide": lambda: attend(64, 1, size=80, value_size=80, block=16),
+    "decode 256 wide": lambda: attend(64, 1, size=256, value_size=256),
+    "decode latent": lambda: attend(64, 1, **LATENT),  # type: ignore[arg-type]
+    "decode, every feature": lambda: attend(64, 1, **EVERY_FEATURE),  # type: ignore[arg-type]
+    "prefill": lambda: attend(4, 2048),
+    "prefill by bulk copies": lambda: attend(4, 2048, tile=Tile(128, 64, 8, 3, bulk_copy=True)),
+    "prefill 128 tokens": lambda: attend(1, 128),
+    "prefill block 16": lambda: attend(4, 2048, block=16),
+    "prefill fp8": lambda: attend(4, 2048, cache_dtype=FP8),
+    "prefill int8": lambda: attend(4, 2048, cache_dtype=torch.int8),
+    "prefill fp32": lambda: attend(4, 512, dtype=FP32, cache_dtype=FP32),
+    "prefill 64 wide": lambda: attend(4, 2048, heads=12, kv_heads=12, size=64, value_size=64),
+    "prefill 80 wide": lambda: attend(4, 2048, size=80, value_size=80),
+    "prefill 96 wide": lambda: attend(4, 2048, size=96, value_size=96),
+    "prefill 192 wide, values 128": lambda: attend(4, 2048, heads=16, kv_heads=16, size=192, value_size=128),
+    "prefill 256 wide": lambda: attend(4, 2048, size=256, value_size=256),
+    "prefill latent": lambda: attend(4, 512, **LATENT),  # type: ignore[arg-type]
+    "prefill, every feature": lambda: attend(4, 2048, prefix=True, **EVERY_FEATURE),  # type: ignore[arg-type]
+    "four drafted tokens": lambda: attend(8, 4),
+}
+
+
+def main() -> None:
+    for name, launch in LAUNCHES.items():
+        with compiling(90) as kernels:
+            launch()
+        taken = [dataclasses.asdict(resources(kernel)) for kernel in kernels]
+        ptx = kernels[-1].asm["ptx"]
+        print(json.dumps({"launch": name, "kernels": taken, "wgmma": "wgmma.mma_async" in ptx}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Embedding lookup in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stoker.kernels.triton import embedding as kernels
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [5, 576, 4096])
+def test_copies_rows(size: int, dtype: torch.dtype, index: torch.dtype) -> None:
+    table = torch.randn(50, size).to(dtype)
+    ids = torch.randint(0, 50, (9,), dtype=index)
+    assert torch.equal(kernels.embedding(ids, table), table[ids.long()])
+
+
+def test_ids_outside_the_table_give_zeros() -> None:
+    table = torch.randn(10, 16)
+    out = kernels.embedding(torch.tensor([-1, 3, 10, 2**31 - 1], dtype=torch.int32), table)
+    assert torch.equal(out[1], table[3]) and not out[[0, 2, 3]].any()
+
+
+def test_a_shard_of_a_wider_table() -> None:
+    table = torch.randn(10, 64)[:, :48]
+    assert torch.equal(kernels.embedding(torch.tensor([4, 2]), table), table[[4, 2]])
+
+
+def test_nothing_to_do() -> None:
+    assert kernels.embedding(torch.zeros(0, dtype=torch.int32), torch.zeros(3, 8)).shape == (0, 8)

@@ -1,0 +1,119 @@
+"""Rotation and the cache write in the interpreter: rotation against complex numbers in float64, the cache place by place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import TOLERANCE, relative_error
+from torch import Tensor
+
+from stoker.kernels.triton import rope as kernels
+from stoker.layers.batch import KVCache
+
+POSITIONS = 40
+
+
+def table(dim: int) -> Tensor:
+    angles = torch.arange(POSITIONS)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    return torch.cat((angles.cos(), angles.sin()), -1).float()
+
+
+def expected_rotation(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """A feature pair as a complex number, times cos + i sin."""
+    half = cos_sin.shape[1] // 2
+    turn = torch.complex(*cos_sin.double()[positions.long()].chunk(2, -1))[:, None]
+    x = x.double().clone()
+    pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
+    turned = torch.complex(x[..., pairs[0]], x[..., pairs[1]]) * turn
+    x[..., pairs[0]], x[..., pairs[1]] = turned.real, turned.imag
+    return x
+
+
+def fused(tokens: int, heads: int, kv_heads: int, size: int, value_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as views of one projection, with a gap of NaN before each."""
+    widths = (heads * size, kv_heads * size, kv_heads * value_size)
+    row = torch.full((tokens, sum(widths) + 24), float("nan"), dtype=dtype)
+    views, start = [], 8
+    for width, last in zip(widths, (size, size, value_size), strict=True):
+        view = row[:, start : start + width].view(tokens, width // last, last)
+        view[:] = torch.randn(view.shape).to(dtype)
+        views.append(view)
+        start += width + 8
+    return views[0], views[1], views[2]
+
+
+def pages(kv_heads: int, block_size: int, size: int, dtype: torch.dtype) -> Tensor:
+    if dtype in (torch.int8, torch.float8_e4m3fn):
+        return torch.full((7, kv_heads, block_size, size), 99, dtype=torch.int8).view(dtype)
+    return torch.full((7, kv_heads, block_size, size), 99.0, dtype=dtype)
+
+
+def read(cache: Tensor, slots: Tensor) -> Tensor:
+    """[T, kv_heads, D] at each slot."""
+    return torch.stack([cache[int(s) // cache.shape[2], :, int(s) % cache.shape[2]] for s in slots])
+
+
+def untouched(cache: Tensor, slots: Tensor) -> Tensor:
+    keep = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool)
+    kept = slots[slots >= 0].long()
+    keep[kept // cache.shape[2], kept % cache.shape[2]] = False
+    return cache.transpose(1, 2)[keep]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "value_size", "dim", "block_size"),
+    [(4, 2, 64, 64, 64, 16), (8, 8, 80, 80, 32, 32), (5, 1, 128, 128, 128, 64), (6, 3, 96, 48, 72, 16), (9, 9, 20, 24, 0, 16)],
+)
+def test_rotates_and_stores(
+    heads: int, kv_heads: int, size: int, value_size: int, dim: int, block_size: int, dtype: torch.dtype, interleaved: bool
+) -> None:
+    q, k, v = fused(6, heads, kv_heads, size, value_size, dtype)
+    before = q.clone(), k.clone(), v.clone()
+    positions = torch.tensor([0, 39, 3, 7, 21, 0], dtype=torch.int32)
+    slots = torch.tensor([5, 6 * block_size + 3, -1, 2 * block_size, 17, -1], dtype=torch.int32)
+    cos_sin = table(dim) if dim else None
+    cache = KVCache(pages(kv_heads, block_size, size, dtype), pages(kv_heads, block_size, value_size, dtype))
+    out = kernels.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+    want_q, want_k = (expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in before[:2])
+    stored = slots >= 0
+    assert relative_error(out, want_q) < TOLERANCE[dtype]
+    assert relative_error(read(cache.keys, slots[stored]), want_k[stored]) < TOLERANCE[dtype]
+    assert torch.equal(read(cache.values, slots[stored]), before[2][stored])
+    assert torch.equal(v, before[2])
+    for part in (cache.keys, cache.values):
+        assert (untouched(part, slots) == 99).all()
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantizes_by_head(dtype: torch.dtype, tokens: int) -> None:
+    q, k, v = fused(tokens, 4, 2, 64, 64, torch.bfloat16)
+    k *= 30  # some of it beyond the range, to be clamped
+    key_scale, value_scale = torch.tensor([0.013, 0.4]), torch.tensor([0.01, 0.02])
+    cache = KVCache(pages(2, 16, 64, dtype), pages(2, 16, 64, dtype), key_scale, value_scale)
+    slots = torch.randperm(7 * 16)[:tokens].int()
+    kernels.rope_store(q, k, v, torch.zeros(tokens, dtype=torch.int32), None, False, cache, slots)
+    limit = 127.0 if dtype == torch.int8 else 448.0
+    for stored, x, scale in ((cache.keys, k, key_scale), (cache.values, v, value_scale)):
+        units = (x.float() / scale[:, None]).clamp(-limit, limit)
+        want = units.round().to(torch.int8) if dtype == torch.int8 else units.to(dtype)
+        assert torch.equal(read(stored, slots).view(torch.int8), want.view(torch.int8))
+
+
+def test_latent_cache_has_no_values() -> None:
+    q, k, _ = fused(3, 4, 1, 576, 16, torch.float32)
+    positions, slots = torch.tensor([1, 2, 3]), torch.tensor([3, 20, -1])
+    before = k.clone()
+    cache = KVCache(pages(1, 16, 576, torch.float32), None)
+    kernels.rope_store(q, k, k[..., :512], positions, table(64), True, cache, slots)
+    want = expected_rotation(before, positions, table(64), True)[:2]
+    assert relative_error(read(cache.keys, slots[:2]), want) < 1e-6
+
+
+def test_nothing_to_do() -> None:
+    q, k, v = fused(0, 4, 2, 64, 64, torch.float32)
+    cache = KVCache(pages(2, 16, 64, torch.float32), pages(2, 16, 64, torch.float32))
+    nothing = torch.zeros(0, dtype=torch.int32)
+    assert kernels.rope_store(q, k, v, nothing, table(64), False, cache, nothing).shape == (0, 4, 64)
