@@ -92,7 +92,7 @@ class Device:
                 assert read == expected[:start], "a row reads another's tokens"
             if samples:
                 self.last[row] = sample(state, seq.index)
-                flight.ids.append(self.last[row])
+            flight.ids.append(self.last[row] if samples else -1)
 
 
 EXPECTED: dict[int, list[int]] = {}

@@ -41,7 +41,7 @@ def step(target: Scheduler, token: int = 9, now: float = 0.0) -> StepPlan:
     """Plan and commit, each row sampling `token`."""
     plan = target.plan(now)
     if plan.sequences:
-        target.commit(plan, [token] * sum(plan.samples))
+        target.commit(plan, [token] * len(plan))
     return plan
 
 
@@ -128,8 +128,9 @@ def test_cancel_frees_blocks_at_once_when_no_step_runs() -> None:
     feed = Feed(target)
     one, waiting = feed([1] * 9), feed([2] * 40, n=2)
     step(target)
+    assert target.request_ids() == ["r0", "r1"] and "r1" in target
     assert target.cancel("r0") == one and target.cancel("r1") == waiting and target.cancel("r0") == target.cancel("nobody") == []
-    assert target.tables.pool.num_free == 64 and target.num_waiting == 0 and not target.has_work
+    assert target.tables.pool.num_free == 64 and target.num_waiting == 0 and not target.has_work and target.request_ids() == []
     assert {seq.finish_reason for seq in one + waiting} == {FinishReason.CANCELLED}
 
 
@@ -349,7 +350,7 @@ def test_plans_are_committed_in_order_and_whole() -> None:
     first, second = target.plan(0.0), target.plan(0.0)
     with pytest.raises(ValueError, match="order"):
         target.commit(second, [1])
-    with pytest.raises(ValueError, match="0 ids for a step that samples 1"):
+    with pytest.raises(ValueError, match="0 ids for a step of 1 rows"):
         target.commit(first, [])
     target.commit(first, [1])
     with pytest.raises(ValueError, match="order"):

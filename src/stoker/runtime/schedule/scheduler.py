@@ -103,6 +103,10 @@ class Scheduler:
         """The requests that haven't ended."""
         return list(self._requests)
 
+    def request_ids(self) -> list[str]:
+        """The requests of which a sequence hasn't ended."""
+        return list(self._requests)
+
     def retry_after_s(self, now: float) -> float:
         """Seconds in which a place in the queue is likely: the mean time between recent admissions, between 1 and 60."""
         return self._roster.queue.retry_after_s(now)
@@ -177,20 +181,19 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, sampled_ids: Seq[int]) -> StepOutcome:
-        """Take a step's results: an id for each row that samples, in the order of the rows."""
-        if len(sampled_ids) != sum(plan.samples):
-            raise ValueError(f"{len(sampled_ids)} ids for a step that samples {sum(plan.samples)}")
+        """Take a step's results: one id a row; those of rows that don't sample mean nothing."""
+        if len(sampled_ids) != len(plan):
+            raise ValueError(f"{len(sampled_ids)} ids for a step of {len(plan)} rows")
         self._take(plan)
         outcome = StepOutcome()
         gained, gained_ids = outcome.sequences, outcome.token_ids
         size = self.tables.tokens_per_block
         running, finished = Status.RUNNING, Status.FINISHED
-        ids = iter(sampled_ids)
-        for seq, start, num_new, samples in zip(plan.sequences, plan.starts, plan.num_new, plan.samples, strict=True):
+        rows = zip(plan.sequences, plan.starts, plan.num_new, plan.samples, sampled_ids, strict=True)
+        for seq, start, num_new, samples, token in rows:
             seq.num_in_flight -= 1
             if samples:
                 seq.num_pending -= 1
-                token = next(ids)
             if seq.status is not finished:
                 num_computed = start + num_new
                 if num_computed // size > seq.num_hashed:
