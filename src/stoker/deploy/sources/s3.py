@@ -1,0 +1,177 @@
+"""Checkpoints and engines in S3: listed, then fetched in parallel ranges, each checked against the listing."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stoker.base.errors import CheckpointError, ConfigError, DependencyError, StokerError
+from stoker.deploy.sources import archive
+from stoker.deploy.sources.store import Counter, Store, inside, unwrapped
+
+_PART = 64 << 20
+_BLOCK = 1 << 20
+_THREADS = 8
+_MISSING = ("NoSuchBucket", "NoSuchKey", "404", "NotFound")
+_DENIED = ("AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
+
+
+class Object(msgspec.Struct, frozen=True):
+    """One object as the listing told it."""
+
+    key: str
+    size: int
+    etag: str
+
+
+def fetch(rest: str, store: Store, client: Any = None) -> Path:
+    """The directory for BUCKET/PREFIX: the objects below PREFIX/, or the archive whose key is PREFIX. Kept by the objects' ETags.
+
+    Credentials, region and endpoint are boto3's usual ones. Raises CheckpointError naming the object that is missing, refused or cut short.
+    """
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    if not bucket:
+        raise ConfigError(f"s3://{rest} names no bucket.", cure="Write s3://BUCKET/PREFIX.")
+    source = _Source(client or _client(), bucket, prefix, store)
+    objects = source.objects()
+    identity = json.dumps([bucket, prefix, [(o.key, o.size, o.etag) for o in objects]])
+    return unwrapped(store.keep("s3", identity, lambda folder: source.download(objects, folder)))
+
+
+def _client() -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError:
+        raise DependencyError("boto3", "Reading s3://", "s3") from None
+    return boto3.client("s3", config=Config(max_pool_connections=2 * _THREADS, retries={"max_attempts": 5, "mode": "standard"}))
+
+
+class _Source:
+    """One prefix of one bucket."""
+
+    def __init__(self, client: Any, bucket: str, prefix: str, store: Store) -> None:
+        self._client, self._bucket, self._prefix, self._store = client, bucket, prefix, store
+        self._name = f"s3://{bucket}/{prefix}"
+
+    def objects(self) -> list[Object]:
+        """The objects to fetch. Raises CheckpointError when there is none, one leaves the folder, or they are too large."""
+        single = archive.is_name(self._prefix)
+        wanted = self._prefix if single else f"{self._prefix}/" if self._prefix else ""
+        found: list[Object] = []
+        total = 0
+        for entry in self._list(wanted):
+            key, size = entry["Key"], entry["Size"]
+            if key.endswith("/") or (single and key != wanted):
+                continue
+            if not inside(key[len(wanted) :] or "archive"):
+                raise CheckpointError(f"s3://{self._bucket}/{key} would leave its folder.", cure="Rename the object.")
+            total += size
+            found.append(Object(key, size, entry["ETag"]))
+            self._store.check_size(self._name, total, len(found))
+        if not found:
+            raise CheckpointError(f"{self._name} holds no object.", cure="Correct the bucket or the prefix.")
+        return found
+
+    def download(self, objects: list[Object], folder: Path) -> None:
+        """Fill `folder`. An archive is fetched beside it and unpacked into it."""
+        if not archive.is_name(self._prefix):
+            self._fetch({o: folder / o.key[len(self._prefix) :].lstrip("/") for o in objects})
+            return
+        with tempfile.TemporaryDirectory(dir=self._store.root) as scratch:
+            held = Path(scratch) / Path(self._prefix).name
+            self._fetch({objects[0]: held})
+            archive.extract(held, folder, self._store)
+
+    def _fetch(self, objects: dict[Object, Path]) -> None:
+        counter = Counter(self._name, sum(o.size for o in objects), self._store.progress)
+        jobs = [job for item, path in objects.items() for job in self._prepare(item, path)]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            running = [pool.submit(self._part, *job, counter) for job in jobs]
+            try:
+                for future in running:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _prepare(self, item: Object, path: Path) -> Iterator[tuple[Object, Path, int, int]]:
+        """Make the file at its full size; yield its parts as (object, file, first byte, end)."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as file:
+                file.truncate(item.size)
+        except OSError as error:  # a key that is another's folder, a name that is too long
+            text = f"s3://{self._bucket}/{item.key} cannot be a file ({error.strerror})."
+            raise CheckpointError(text, cure="Rename the object.") from None
+        for start in range(0, item.size, _PART):
+            yield item, path, start, min(start + _PART, item.size)
+
+    def _part(self, item: Object, path: Path, start: int, end: int, counter: Counter) -> None:
+        name = f"s3://{self._bucket}/{item.key}"
+        with _told(name):
+            answer = self._client.get_object(Bucket=self._bucket, Key=item.key, Range=f"bytes={start}-{end - 1}", IfMatch=item.etag)
+            seen = _write(answer["Body"], path, start, end, counter)
+        if seen != end - start:
+            text = f"{name} was cut short: {seen} of {end - start} bytes came."
+            raise CheckpointError(text, cure="Try again; if it stays, upload it again.")
+
+    def _list(self, prefix: str) -> Iterator[dict[str, Any]]:
+        with _told(self._name):
+            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix):
+                yield from page.get("Contents", [])
+
+
+def _write(body: Any, path: Path, start: int, end: int, counter: Counter) -> int:
+    seen = 0
+    with path.open("r+b") as file:
+        file.seek(start)
+        for block in body.iter_chunks(_BLOCK):
+            seen += len(block)
+            if start + seen > end:
+                break
+            file.write(block)
+            counter.add(len(block))
+        os.fsync(file.fileno())
+    return seen
+
+
+class _told:
+    """Turns boto's errors into ours, naming the object and the cure, never the credentials."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, (StokerError, GeneratorExit)) or not isinstance(error, Exception):
+            return
+        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError, PartialCredentialsError
+
+        if isinstance(error, ClientError):
+            raise self._answered(str(error.response.get("Error", {}).get("Code", ""))) from None
+        if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
+            cure = "Set AWS_ACCESS_KEY_ID and its like, or a profile."
+            raise CheckpointError(f"{self._name}: no AWS credentials are found.", cure=cure) from None
+        if isinstance(error, (HTTPClientError, BotoCoreError, OSError)):
+            text = f"{self._name} was cut short or cannot be reached ({type(error).__name__})."
+            raise CheckpointError(text, cure="Check the network and AWS_ENDPOINT_URL, and try again.") from None
+
+    def _answered(self, code: str) -> CheckpointError:
+        if code in _MISSING:
+            return CheckpointError(f"{self._name} does not exist.", cure="Correct the bucket or the key.")
+        if code in _DENIED:
+            return CheckpointError(f"{self._name} is refused ({code}).", cure="Use AWS credentials that may read it.")
+        if code in ("PreconditionFailed", "412"):
+            return CheckpointError(f"{self._name} changed while it was fetched.", cure="Try again.")
+        return CheckpointError(f"{self._name}: the store answered {code[:60]}.", cure="Try again.")
