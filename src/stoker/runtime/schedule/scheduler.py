@@ -100,10 +100,6 @@ class Scheduler:
         return request_id in self._requests
 
     def request_ids(self) -> list[str]:
-        """The requests that haven't ended."""
-        return list(self._requests)
-
-    def request_ids(self) -> list[str]:
         """The requests of which a sequence hasn't ended."""
         return list(self._requests)
 
