@@ -12,7 +12,7 @@ from torch import Tensor
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton import activation, attention, embedding, norm, rope
 from stoker.kernels.triton.attention_tuning import Tile
-from stoker.kernels.triton.compile import compiling, resources
+from stoker.kernels.triton.compile import compile_for, compiling, resources
 from stoker.kernels.types import AttentionParams
 from stoker.layers.batch import ForwardBatch, KVCache
 
@@ -55,8 +55,8 @@ def rope_store(tokens: int, cache_dtype: torch.dtype, interleaved: bool = False,
     rope.rope_store(q, k, v, index(tokens), meta(8192, dim, dtype=FP32), interleaved, pages, index(tokens))
 
 
-LATENT = dict(heads=128, kv_heads=1, size=576, value_size=None)
-EVERY_FEATURE = dict(window=512, softcap=30.0, alibi_slopes=meta(32, dtype=FP32), sinks=meta(32, dtype=FP32))
+LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
+EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=FP32), "sinks": meta(32, dtype=FP32)}
 
 LAUNCHES: dict[str, Callable[[], object]] = {
     "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),
@@ -100,7 +100,16 @@ LAUNCHES: dict[str, Callable[[], object]] = {
 }
 
 
+def from_a_signature() -> dict[str, object]:
+    """The same kernel by `compile_for`: the way of callers that have no launcher."""
+    constexprs = {"SIZE": 4096, "BLOCK": 2048}
+    types = {"token_ids": "*i32", "table": "*bf16", "out": "*bf16", "vocab_size": "i32", "stride_row": "i64"}
+    kernel = compile_for(embedding.embedding_kernel, types, constexprs, num_warps=8)
+    return {"launch": "from a signature", "kernels": [dataclasses.asdict(resources(kernel))], "wgmma": False}
+
+
 def main() -> None:
+    print(json.dumps(from_a_signature()))
     for name, launch in LAUNCHES.items():
         with compiling(90) as kernels:
             launch()

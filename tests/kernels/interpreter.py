@@ -41,7 +41,9 @@ def _cast(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype, *_: A
         return TensorHandle(data.astype(interpreter._get_np_dtype(target)), target)
     bits, meaning = BIT_PATTERNS[target]
     rounded = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(meaning)
-    return TensorHandle(rounded.view(torch.int16 if bits is np.int16 else torch.int8).numpy().view(interpreter._get_np_dtype(target)), target)
+    return TensorHandle(
+        rounded.view(torch.int16 if bits is np.int16 else torch.int8).numpy().view(interpreter._get_np_dtype(target)), target
+    )
 
 
 def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:

@@ -84,7 +84,8 @@ def test_random_combinations(seed: int) -> None:
             decodes + prefills or [(1, 1)],
             heads=kv_heads * pick.choice((1, 2, 3, 5)), kv_heads=kv_heads, size=pick.choice((32, 64, 72, 80, 128)),
             block_size=pick.choice((16, 32, 64)), dtype=dtype, cache_dtype=pick.choice((None, None, torch.int8, FP8)),
-            window=pick.choice((None, None, 7, 33)), softcap=pick.choice((None, 10.0)), alibi=pick.random() < 0.3, sinks=pick.random() < 0.3,
+            window=pick.choice((None, None, 7, 33)), softcap=pick.choice((None, 10.0)),
+            alibi=pick.random() < 0.3, sinks=pick.random() < 0.3,
         )
     )  # fmt: skip
 
@@ -139,10 +140,10 @@ def test_splits_fill_the_device_and_cut_long_rows() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(q=torch.zeros(1, 3, 64)), "3 query heads are no multiple of 2 key heads"),
-        (dict(q=torch.zeros(1, 4, 64, dtype=torch.float64)), "float64 queries"),
-        (dict(keys=torch.zeros(4, 2, 24, 64)), "block size 24"),
-        (dict(keys=torch.zeros(4, 16, 2, 64).transpose(1, 2)), "page must be dense"),
+        ({"q": torch.zeros(1, 3, 64)}, "3 query heads are no multiple of 2 key heads"),
+        ({"q": torch.zeros(1, 4, 64, dtype=torch.float64)}, "float64 queries"),
+        ({"keys": torch.zeros(4, 2, 24, 64)}, "block size 24"),
+        ({"keys": torch.zeros(4, 16, 2, 64).transpose(1, 2)}, "page must be dense"),
     ],
 )
 def test_refused(change: dict[str, torch.Tensor], words: str) -> None:

@@ -39,29 +39,40 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 
 
 def decode(
-    q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, out: Tensor, tile: Tile | None = None, splits: Splits | None = None
+    q: Tensor,
+    cache: KVCache,
+    batch: ForwardBatch,
+    params: AttentionParams,
+    out: Tensor,
+    tile: Tile | None = None,
+    splits: Splits | None = None,
 ) -> None:
     """The rows of one query each, into out[: num_decodes]. `tile` and `splits` stand in for the tuned choice."""
-    group = q.shape[1] // cache.keys.shape[1]
-    tile = tile or decode_tile(q.shape[2], q.dtype, cache.keys.dtype, group)
+    kv_heads = cache.keys.shape[1]
+    group = q.shape[1] // kv_heads
+    tile = tile or decode_tile(q.shape[2], q.dtype, group, batch.num_decodes * kv_heads, num_multiprocessors(q.device))
     tile_heads = min(group, tile.block_m)
-    programs = batch.num_decodes * cache.keys.shape[1] * triton.cdiv(group, tile_heads)
+    programs = batch.num_decodes * kv_heads * triton.cdiv(group, tile_heads)
     splits = splits or _splits(programs, tile, batch.max_seq_len, q.device)
     _launch(q, cache, batch, params, out, tile, splits, tile_heads, 1, programs, True)
 
 
 def prefill(
-    q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, out: Tensor, tile: Tile | None = None, splits: Splits | None = None
+    q: Tensor,
+    cache: KVCache,
+    batch: ForwardBatch,
+    params: AttentionParams,
+    out: Tensor,
+    tile: Tile | None = None,
+    splits: Splits | None = None,
 ) -> None:
     """The rows from num_decodes on, into out[num_decodes :]. `tile` and `splits` stand in for the tuned choice."""
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
     num_tokens, num_rows = q.shape[0] - batch.num_decodes, batch.num_rows - batch.num_decodes
     if tile is None:
-        sms = num_multiprocessors(q.device)
-        tile = prefill_tile(
-            q.shape[2], q.dtype, cache.keys.dtype, batch.max_query_len * group, triton.cdiv(num_tokens * group, 128) * kv_heads, sms
-        )
+        programs = triton.cdiv(num_tokens * group, 128) * kv_heads
+        tile = prefill_tile(q.shape[2], q.dtype, batch.max_query_len * group, programs, num_multiprocessors(q.device))
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
     programs = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)
@@ -100,7 +111,7 @@ def _launch(
         SOFTCAP=params.softcap, WINDOW=params.window, CHUNK=params.chunk, BLOCK_SIZE=cache.block_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SPLITS=triton.next_power_of_2(splits.count),
         COMBINE_ROWS=min(triton.next_power_of_2(tokens * tile_heads), max(1, 2048 * tile.num_warps // held)),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",  # three tf32 products give float32's precision
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 

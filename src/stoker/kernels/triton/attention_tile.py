@@ -79,13 +79,14 @@ def is_visible(key, position, end, prefix, WINDOW: tl.constexpr, CHUNK: tl.const
 
 @triton.jit
 def attend(
-    acc1, acc2, highest, total, q1, q2, keys, values, key_pages, value_pages, page_row, table, begin, end, positions, prefix,
-    slopes, scale, stride_key_block, stride_value_block, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    acc1, acc2, highest, total, q1, q2, keys, values, key_pages, value_pages, page_row, table, begin, end, positions, prefix, slopes, scale,
+    stride_key_block, stride_value_block, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take keys begin : end (no query sees one past it) into the running softmax (acc, highest score, total weight). MASKED: not every query sees every key.
+    """Take keys begin : end into the running softmax (acc, highest score, total weight).
 
+    No query sees a key past `end`; MASKED: not every query sees every key before it either.
     `keys` and `values` point to this head's first page; values None: the keys are the values too. With tensor descriptors of the
     whole caches ([blocks × BLOCK_ROWS, SIZE]; this head's rows start at `page_row` of each block), a tile is one bulk copy.
     """

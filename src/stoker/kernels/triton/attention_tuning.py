@@ -30,28 +30,34 @@ class Splits:
     min_tiles: int = 1
 
 
-def decode_tile(head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, heads: int) -> Tile:
-    """The tile for one token's `heads` that share a key head. It is bound by memory: enough bytes in flight, few registers."""
+def decode_tile(head_size: int, dtype: torch.dtype, heads: int, programs: int, multiprocessors: int) -> Tile:
+    """The tile for one token's `heads` that share a key head; `programs` = tiles of the launch before splitting.
+
+    Decode is bound by memory. Few programs: a whole block a tile, for the shortest chain of dependent loads. Many: tiles small enough
+    that four programs fit a multiprocessor's shared memory, so that 64 rows × 8 key heads run in one wave on 132 multiprocessors.
+    """
     block_m = min(32, max(16, triton.next_power_of_2(heads)))
-    wide = dtype == torch.float32
     if head_size > 256:
-        return Tile(block_m, 16 if wide else 32, 8, 2)
+        return Tile(block_m, 16 if dtype == torch.float32 else 32, 8, 2)
+    if dtype == torch.float32:
+        return Tile(block_m, 16 if head_size > 128 else 32, 4, 2)
     if head_size > 128:
-        return Tile(block_m, 16 if wide else 32, 4, 2 if wide else 3)
-    return Tile(block_m, 32 if wide else 64, 4, 2 if wide else 3)
+        return Tile(block_m, 32, 4, 3)
+    return Tile(block_m, 64, 4, 3) if programs < 2 * multiprocessors else Tile(block_m, 32, 4, 4)
 
 
-def prefill_tile(head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, rows: int, programs: int, multiprocessors: int) -> Tile:
+def prefill_tile(head_size: int, dtype: torch.dtype, rows: int, programs: int, multiprocessors: int) -> Tile:
     """The tile for ragged queries: `rows` = longest row's tokens × heads of a group, `programs` = tiles of 128 rows in the launch."""
     if dtype == torch.float32:
         return Tile(16, 16, 4, 2) if head_size > 128 else Tile(32, 32, 4, 2)
     if rows <= 16:
-        return decode_tile(head_size, dtype, cache_dtype, 16)
+        return decode_tile(head_size, dtype, 16, programs, multiprocessors)
     if head_size > 256:
         return Tile(64, 32, 8, 2)
-    if rows <= 64 or programs < multiprocessors:
-        return Tile(64, 64, 4, 2)
-    return Tile(128, 64, 8, 2 if head_size > 128 else 3)
+    few = rows <= 64 or programs < multiprocessors
+    if head_size > 192:
+        return Tile(64, 32, 4, 2) if few else Tile(128, 32, 8, 3)
+    return Tile(64, 64, 4, 2) if few else Tile(128, 64, 8, 2 if head_size > 128 else 3)
 
 
 def choose_splits(programs: int, max_tiles: int, max_seq_len: int, multiprocessors: int) -> Splits:

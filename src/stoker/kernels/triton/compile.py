@@ -99,7 +99,9 @@ def resources(kernel: CompiledKernel) -> Resources:
     """What `ptxas -v`, the assembler that Triton carries, reports for a compiled kernel."""
     metadata = kernel.metadata
     report = _assemble(kernel.asm["ptx"])
-    stack, stores, loads = (int(n) for n in re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
+    stack, stores, loads = (
+        int(n) for n in re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
+    )
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
     return Resources(metadata.name, registers, stores + loads, stack, metadata.shared, metadata.num_warps, metadata.num_stages)
 

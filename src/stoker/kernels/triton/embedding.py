@@ -27,6 +27,32 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
         block = min(2048, triton.next_power_of_2(size))
         grid = (token_ids.numel(), triton.cdiv(size, block))
         embedding_kernel[grid](
-            token_ids.contiguous(), table, out, table.shape[0], table.stride(0), SIZE=size, BLOCK=block, num_warps=min(8, max(1, block // 256))
+            token_ids.contiguous(),
+            table,
+            out,
+            table.shape[0],
+            table.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            num_warps=min(8, max(1, block // 256)),
         )
+    return out
+
+
+@triton.jit
+def resolve_kernel(token_ids, last_ids, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    ids = tl.load(token_ids + at, mask=inside, other=0)
+    pending = ids < 0
+    newest = tl.load(last_ids + tl.where(pending, -1 - ids, 0), mask=inside & pending, other=0)
+    tl.store(out + at, tl.where(pending, newest, ids), mask=inside)
+
+
+def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
+    """See `ops.resolve`."""
+    out = torch.empty_like(token_ids)
+    count = token_ids.shape[0]
+    if count:
+        resolve_kernel[(triton.cdiv(count, 1024),)](token_ids, last_ids, out, count, BLOCK=1024, num_warps=4)
     return out

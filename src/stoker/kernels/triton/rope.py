@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def quantized(x, scale, DTYPE: tl.constexpr):
     """x ÷ scale rounded to the nearest value of int8 (ties to even) or float8_e4m3fn, clamped to its range."""
     units = tl.div_rn(x.to(tl.float32), scale)
-    if DTYPE == tl.int8:
+    if DTYPE == tl.int8:  # noqa: SIM300
         units = tl.minimum(tl.maximum(units, -127.0), 127.0)
         # Adding 1.5 × 2^23 leaves no fraction bits: the sum is rounded to an integer, to even on a tie.
         return ((units + 12582912.0) - 12582912.0).to(tl.int8)
@@ -120,14 +120,16 @@ def rope_store_kernel(
             if value_cache is not None:
                 value_source = token * stride_v_token + head * stride_v_head
                 value_target = block * stride_value_block + head * stride_value_head + row * VALUE_SIZE
-                copy_heads(v, value_source, value_cache, value_target, head_scale(value_scale, head, known), known, 0, VALUE_SIZE, BLOCK_VALUE)
+                copy_heads(
+                    v, value_source, value_cache, value_target, head_scale(value_scale, head, known), known, 0, VALUE_SIZE, BLOCK_VALUE
+                )
 
 
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:
     """See `ops.rope_store`. q is rotated in place."""
-    tokens, num_heads, size = q.shape
+    tokens, num_heads, _ = q.shape
     if tokens == 0:
         return q
     require_dense_pages(cache)

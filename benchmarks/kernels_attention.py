@@ -1,0 +1,241 @@
+"""Paged attention on one CUDA device: checked against float64, then timed for a few tiles and splits beside the chip's ceilings.
+
+    PYTHONPATH=src python benchmarks/kernels_attention.py [--json FILE]
+
+Shapes are Llama-3.1-8B's: 32 query heads, 8 key heads of 128, blocks of 64 tokens. Times are medians of CUDA-graph replays over
+rotating caches, several times the L2 in all. Kernels are first compiled by several processes for meta tensors, into Triton's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.reference import attention as reference
+from stoker.kernels.triton import attention as kernels
+from stoker.kernels.triton.attention_tuning import Splits, Tile
+from stoker.kernels.triton.compile import compiling
+from stoker.kernels.types import AttentionParams
+from stoker.layers.batch import ForwardBatch, KVCache
+
+HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 64
+READ_CEILING = 4.42e12  # bytes/s, measured read-only stream of an H200
+MATRIX_CEILING = 790e12  # bf16 FLOP/s
+PARAMS = AttentionParams(SIZE**-0.5)
+ROTATED_BYTES = 512 << 20
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`rows` of `queries` tokens each over `context` keys; `bound` is the max_seq_len that a captured graph would be given."""
+
+    rows: int
+    queries: int
+    context: int
+    cache_dtype: torch.dtype = BF16
+    bound: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.rows * self.context * KV_HEADS * SIZE * self.cache_dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds of the causal part of q·k and p·v, twice each."""
+        seen = sum(range(self.context - self.queries + 1, self.context + 1))
+        return 4 * SIZE * HEADS * seen * self.rows
+
+    def __str__(self) -> str:
+        kind = "decode" if self.queries == 1 else "prefill"
+        return f"{kind} {self.rows} x {self.queries} over {self.context}, {str(self.cache_dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """None: what the launcher chooses."""
+
+    tile: Tile | None = None
+    splits: Splits | None = None
+
+    def __str__(self) -> str:
+        tile = (
+            "tuned tile" if self.tile is None else f"{self.tile.block_m}x{self.tile.block_n} w{self.tile.num_warps} s{self.tile.num_stages}"
+        )
+        bulk = " bulk" if self.tile is not None and self.tile.bulk_copy else ""
+        return f"{tile}{bulk}, " + ("tuned splits" if self.splits is None else f"{self.splits.count} splits")
+
+
+@dataclass
+class Problem:
+    q: Tensor
+    cache: KVCache
+    batch: ForwardBatch
+    out: Tensor
+
+    def run(self, variant: Variant) -> None:
+        launch = kernels.decode if self.batch.num_decodes else kernels.prefill
+        launch(self.q, self.cache, self.batch, PARAMS, self.out, variant.tile, variant.splits)
+
+
+def problem(lens: list[int], queries: list[int], cache_dtype: torch.dtype, bound: int, device: str, dtype: torch.dtype = BF16) -> Problem:
+    """Random values; block tables in random order; entries past a row's end lead nowhere."""
+    blocks_each = [-(-n // BLOCK) for n in lens]
+    pages = (sum(blocks_each) + 1, KV_HEADS, BLOCK, SIZE)
+    scale = torch.rand(KV_HEADS, device=device) + 0.5 if cache_dtype == FP8 else None
+    cache = KVCache(*(torch.randn(pages, dtype=BF16, device=device).to(cache_dtype) for _ in range(2)), scale, scale)
+    table = torch.full((len(lens), -(-bound // BLOCK)), 1 << 30, dtype=torch.int32)
+    order = torch.randperm(sum(blocks_each), dtype=torch.int32).split(blocks_each)
+    for row, blocks in enumerate(order):
+        table[row, : len(blocks)] = blocks
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    tokens = int(starts[-1])
+    fused = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * SIZE, dtype=dtype, device=device)
+    q = fused[:, : HEADS * SIZE].view(tokens, HEADS, SIZE)
+    nothing = torch.zeros(tokens, dtype=torch.int32, device=device)
+    batch = ForwardBatch(
+        nothing, nothing, nothing, starts.to(device), torch.tensor(lens, dtype=torch.int32).to(device), table.to(device),
+        sum(n == 1 for n in queries), max(queries), bound,
+    )  # fmt: skip
+    return Problem(q, cache, batch, torch.full((tokens, HEADS, SIZE), float("nan"), dtype=dtype, device=device))
+
+
+def of_shape(shape: Shape, device: str) -> Problem:
+    return problem([shape.context] * shape.rows, [shape.queries] * shape.rows, shape.cache_dtype, shape.bound or shape.context, device)
+
+
+def compile_variant(work: tuple[Shape, Variant]) -> None:
+    shape, variant = work
+    with compiling(90):
+        of_shape(shape, "meta").run(variant)
+
+
+def ragged_error(shape: Shape, variant: Variant, dtype: torch.dtype = BF16) -> float:
+    """‖out − float64‖ / ‖float64‖ on fresh ragged rows, launched as `shape` would be."""
+    rows = 9 if shape.queries == 1 else 4
+    longest = min(shape.context, 1000 if shape.queries == 1 else 600)  # float64 on the CPU takes its time
+    lens = torch.randint(1, longest + 1, (rows,)).tolist()
+    lens[0], lens[1] = longest, 1
+    queries = [1 if shape.queries == 1 else int(torch.randint(1, n + 1, ())) for n in lens]
+    if shape.queries > 1:
+        queries[2] = lens[2] = max(lens[2], 200)
+        queries = [max(2, n) if length > 1 else n for n, length in zip(queries, lens, strict=True)]
+        lens, queries = [n + 1 for n in lens], [n + 1 for n in queries]
+    made = problem(lens, queries, shape.cache_dtype, (shape.bound or shape.context) + BLOCK, "cuda", dtype)
+    made.run(variant)
+    torch.cuda.synchronize()
+    return relative_error(made)
+
+
+def relative_error(made: Problem) -> float:
+    real = [pages.cpu().double() for pages in (made.cache.keys, made.cache.values)]
+    if made.cache.key_scale is not None:
+        real = [pages * made.cache.key_scale.cpu().double()[None, :, None, None] for pages in real]
+    batch = made.batch
+    on_cpu = ForwardBatch(
+        *(t.cpu() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
+        batch.num_decodes, batch.max_query_len, batch.max_seq_len,
+    )  # fmt: skip
+    expected = reference.attention(made.q.cpu().double(), KVCache(*real), on_cpu, PARAMS)
+    return float((made.out.cpu().double().flatten(1) - expected).norm() / expected.norm())
+
+
+def graph_time(launches: list[Callable[[], None]], replays: int = 30) -> float:
+    """Median seconds of one launch, among back-to-back launches of a captured graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches:
+            launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    repeats = max(1, 16 // len(launches))
+    with torch.cuda.graph(graph, stream=stream):
+        for launch in launches * repeats:
+            launch()
+    times = []
+    for _ in range(replays + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / (len(launches) * repeats))
+    return statistics.median(times[3:])
+
+
+def measure(shape: Shape, variants: list[Variant]) -> list[dict[str, object]]:
+    copies = 4 if shape.queries > 1 else min(64, max(1, -(-ROTATED_BYTES // shape.kv_bytes)))
+    problems = [of_shape(shape, "cuda") for _ in range(copies)]
+    rows = []
+    for variant in variants:
+        error = ragged_error(shape, variant)
+        seconds = graph_time([lambda p=made, v=variant: p.run(v) for made in problems])
+        rate = (
+            (shape.kv_bytes / seconds, "TB/s", READ_CEILING) if shape.queries == 1 else (shape.flops / seconds, "TFLOP/s", MATRIX_CEILING)
+        )
+        speed = f"{seconds * 1e6:9.2f} us {rate[0] / 1e12:8.2f} {rate[1]:7} {rate[0] / rate[2]:6.1%}"
+        print(f"{shape!s:44} {variant!s:34} {speed}  error {error:.1e}{'' if error < 1e-2 else '  WRONG'}", flush=True)
+        rows.append({"shape": str(shape), "variant": str(variant), "us": seconds * 1e6, "fraction": rate[0] / rate[2], "error": error})
+    return rows
+
+
+def plan() -> dict[Shape, list[Variant]]:
+    tuned = Variant()
+    tiles = [Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 32, 4, 3), Tile(16, 32, 4, 4), Tile(16, 64, 8, 3), Tile(16, 32, 2, 4)]
+    whole = Tile(16, 64, 4, 3)
+    some = [Variant(tile) for tile in tiles]
+    return {
+        Shape(1, 1, 1000, bound=1024): [tuned, *some, *(Variant(whole, Splits(n)) for n in (8,))],
+        Shape(1, 1, 1000, bound=8192): [tuned],
+        Shape(8, 1, 1000, bound=1024): [tuned, *(Variant(whole, Splits(n)) for n in (2, 4, 8))],
+        Shape(64, 1, 1000, bound=1024): [tuned, *some, *(Variant(whole, Splits(n)) for n in (2, 4))],
+        Shape(256, 1, 1000, bound=1024): [tuned, *some],
+        Shape(1, 1, 1000, FP8, 1024): [tuned],
+        Shape(64, 1, 1000, FP8, 1024): [tuned, Variant(whole), Variant(Tile(16, 64, 4, 4)), Variant(Tile(16, 128, 4, 3))],
+        Shape(256, 1, 1000, FP8, 1024): [tuned, Variant(Tile(16, 64, 4, 4))],
+        Shape(4, 2048, 2048): [
+            tuned,
+            *(Variant(Tile(*t)) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
+            *(Variant(Tile(*t)) for t in ((128, 128, 8, 2), (128, 32, 8, 4), (128, 64, 4, 3))),
+            *(Variant(Tile(*t, bulk_copy=True)) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3))),
+        ],
+        Shape(1, 8192, 8192): [Variant(Tile(128, 64, 8, 3)), Variant(Tile(128, 64, 8, 3, True))],
+        Shape(1, 128, 128): [tuned, Variant(Tile(128, 64, 8, 2)), Variant(Tile(16, 64, 4, 3))],
+        Shape(1, 512, 8192): [tuned],
+        Shape(4, 2048, 2048, FP8): [tuned],
+    }  # fmt: skip
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--json", help="write the results there")
+    chosen = options.parse_args()
+    torch.manual_seed(0)
+    began = time.monotonic()
+    work = [(shape, variant) for shape, variants in plan().items() for variant in variants]
+    with ProcessPoolExecutor(max(1, min(12, multiprocessing.cpu_count() - 1)), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_variant, work, chunksize=2))
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {len(work)} variants compiled in {time.monotonic() - began:.1f} s",
+        flush=True,
+    )
+    fp32 = [ragged_error(Shape(*s, cache_dtype=torch.float32), Variant(), torch.float32) for s in ((1, 1, 1000), (1, 300, 500))]
+    print(f"float32 error: decode {fp32[0]:.1e}, prefill {fp32[1]:.1e}" + ("" if max(fp32) < 1e-5 else "  WRONG"), flush=True)
+    results = [row for shape, variants in plan().items() for row in measure(shape, variants)]
+    print(f"total {time.monotonic() - began:.1f} s")
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

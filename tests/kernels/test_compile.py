@@ -1,0 +1,51 @@
+"""Every kernel compiled for sm_90 without a GPU: registers, spills and shared memory as the assembler reports them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SHARED_LIMIT = 227 << 10  # bytes a program may take on sm_90
+SMALL = 48  # registers: 40 warps a multiprocessor, enough to hide memory's latency
+FOUR_PROGRAMS = 128  # registers: four decode programs of four warps a multiprocessor
+
+# launch → (registers, spilled bytes) at most. Other launches: 255 and none.
+BOUNDS = {
+    "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "add_norm": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
+    "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0), "rope fp8": (SMALL, 0), "rope int8": (SMALL, 0),
+    "decode 1": (FOUR_PROGRAMS, 0), "decode 64": (FOUR_PROGRAMS, 0), "decode 256": (FOUR_PROGRAMS, 0), "decode fp8": (FOUR_PROGRAMS, 0),
+    "decode int8": (FOUR_PROGRAMS, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
+    "decode latent": (FOUR_PROGRAMS, 32),  # eight warps
+    "prefill 256 wide": (255, 32), "prefill latent": (255, 128),
+}  # fmt: skip
+
+
+def compiled() -> dict[str, dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(("src", *filter(None, [environment.get("PYTHONPATH")])))
+    run = subprocess.run(
+        [sys.executable, str(HERE / "compile_all.py")], env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=110
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return {launch["launch"]: launch for launch in map(json.loads, run.stdout.splitlines())}
+
+
+@pytest.mark.slow
+def test_every_launch_fits_sm_90() -> None:
+    launches = compiled()
+    assert set(BOUNDS) <= set(launches)
+    for name, launch in launches.items():
+        registers, spill = BOUNDS.get(name, (255, 0))
+        assert launch["kernels"], name
+        for kernel in launch["kernels"]:
+            assert kernel["registers"] <= registers, (name, kernel)
+            assert kernel["spill_bytes"] <= spill, (name, kernel)
+            assert kernel["shared_bytes"] <= SHARED_LIMIT, (name, kernel)
+        if name.startswith("prefill") and name != "prefill fp32":
+            assert launch["wgmma"], f"{name} runs on the slower matrix path"
