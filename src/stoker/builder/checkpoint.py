@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +31,10 @@ class Checkpoint:
         file = self.path / name
         return read_json(file) if self.gguf is None and file.is_file() else {}
 
-    def fingerprint(self) -> str:
-        """sha256 over the names and contents of all files the engine may depend on."""
-        total = hashlib.sha256()
-        for file in sorted({*self.weights.files, *self.extra_files}):
-            with file.open("rb") as opened:
-                total.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
-        return total.hexdigest()
+    @property
+    def files(self) -> list[Path]:
+        """All files that the engine may depend on."""
+        return [*self.weights.files, *self.extra_files]
 
 
 def open_checkpoint(path: Path, name: str | None = None, *, weights: bool = True) -> Checkpoint:

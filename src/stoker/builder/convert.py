@@ -29,6 +29,11 @@ def layouts(spec: Spec, recipe: Recipe, dtype: torch.dtype) -> Layouts:
     return stored | {f"{spec.name}.bias": (spec.bias_shape, dtype)} if spec.bias else stored
 
 
+def stored_layouts(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> Layouts:
+    """Every stored tensor of a model, in file order."""
+    return {name: layout for spec in file_order(config, recipe, dtype) for name, layout in layouts(spec, recipe, dtype).items()}
+
+
 def file_order(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> list[Spec]:
     """The specs as they follow in a file: those that would misalign what comes after them go last."""
 

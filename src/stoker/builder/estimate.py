@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import msgspec
 import torch
 
-from stoker.builder.convert import file_order, layouts
+from stoker.builder.convert import stored_layouts
+from stoker.builder.names import weight_names
 from stoker.engine.config import EngineConfig
 from stoker.engine.tensor_file import num_bytes
 from stoker.layers.config import AttentionConfig, MLPConfig, ModelConfig
-from stoker.layers.decoder import kv_shapes
+from stoker.layers.decoder import declare, kv_shapes
 
 USABLE = {"cuda": 0.9, "cpu": 0.5}  # of the memory, as runtime's kv_cache_fraction
 
@@ -37,9 +39,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(config: EngineConfig, memory: int | None = None) -> Estimate:
     """The estimate of an engine. `memory`: the device's bytes, when it is not in this machine."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    specs = file_order(config.model, config.recipe, dtype)
-    stored = {name: layout for spec in specs for name, layout in layouts(spec, config.recipe, dtype).items()}
-    weights = sum(num_bytes(*layout) for layout in stored.values())
+    weights = sum(num_bytes(*layout) for layout in stored_layouts(config.model, config.recipe, dtype).values())
     activations = activation_bytes(config, dtype)
     token = kv_token_bytes(config, dtype)
     limits = config.limits
@@ -60,10 +60,8 @@ def estimate(config: EngineConfig, memory: int | None = None) -> Estimate:
 
 
 def parameters(model: ModelConfig) -> int:
-    from stoker.builder.names import weight_names
-    from stoker.layers.decoder import declare
-
-    return sum(num_bytes(shape, torch.uint8) for spec in declare(model).values() for shape in weight_names(spec).values())
+    """Values of all weights before quantization."""
+    return sum(math.prod(shape) for spec in declare(model).values() for shape in weight_names(spec).values())
 
 
 def kv_token_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

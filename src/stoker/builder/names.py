@@ -19,6 +19,7 @@ from stoker.models.architecture import Architecture, Custom, Names
 
 _SUFFIXES = (".weight", ".bias")
 SHOWN = 5  # names in a message
+PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Making:
     shape: tuple[int, ...]
     sources: tuple[tuple[str, ...], ...]  # one tuple, or one for each expert
     stacked: bool  # the tuples are stacked along a new first axis
+    parts: tuple[int, ...] = ()  # rows of each source, where the engine says
     custom: Custom | None = None
 
 
@@ -69,7 +71,8 @@ def _making(name: str, shape: tuple[int, ...], spec: Spec, names: Names) -> Maki
     groups = tuple(
         tuple(source.replace("{i}", layer).replace("{e}", str(e)) for source in sources) for e in range(experts if stacked else 1)
     )
-    return Making(name, shape, groups, stacked, custom)
+    parts = spec.parts if isinstance(spec, LinearSpec) else ()
+    return Making(name, shape, groups, stacked, parts, custom)
 
 
 def _find(name: str, names: Names) -> tuple[str | tuple[str, ...] | Custom, str, str]:
@@ -101,17 +104,23 @@ def _check_present(makings: Mapping[str, Making], weights: Weights) -> None:
 
 def _check_shape(making: Making, weights: Weights, config: ModelConfig) -> None:
     wanted = making.shape[1:] if making.stacked else making.shape
-    if making.stacked and len(making.sources) != making.shape[0]:
-        raise CheckpointError(f"{making.name} has {making.shape[0]} experts and {len(making.sources)} sources.", cure="Check config.json.")
     for group in making.sources:
         found = [weights.stored[source] for source in group]
+        parts = ", ".join(f"{weights.locate(source)} {list(s.shape)} {s.dtype}" for source, s in zip(group, found, strict=True))
+        if making.custom is None and (odd := [s.dtype for s in found if s.dtype not in PLAIN]):
+            raise CheckpointError(f"{parts}: weights of {odd[0]} are not plain numbers.", cure="Build from an unquantized checkpoint.")
         shape = _combined_shape(making, found, config)
-        if shape != wanted:
-            parts = ", ".join(f"{weights.locate(source)} {list(stored.shape)}" for source, stored in zip(group, found, strict=True))
-            raise CheckpointError(
-                f"{parts}: makes {making.name} of shape {list(shape) if shape else 'unknown'}, where config.json says {list(wanted)}.",
-                cure="Check that config.json belongs to these weights.",
-            )
+        if shape != wanted or not _parts_fit(making, found):
+            made = f"makes {making.name} of shape {list(shape)}" if shape else f"does not make {making.name}"
+            says = f"config.json says {list(wanted)}" + (f" of rows {list(making.parts)}" if len(making.parts) > 1 else "")
+            raise CheckpointError(f"{parts}: {made}, where {says}.", cure="Check that config.json belongs to these weights.")
+
+
+def _parts_fit(making: Making, found: list[Stored]) -> bool:
+    """Whether sources that are parts of a fused linear (q, k, v; gate, up) have each its own rows, not only the same sum."""
+    if making.custom is not None or len(found) != len(making.parts) or len(found) == 1:
+        return True
+    return tuple(stored.shape[0] for stored in found) == making.parts
 
 
 def _combined_shape(making: Making, found: list[Stored], config: ModelConfig) -> tuple[int, ...] | None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint import Checkpoint, read_json
@@ -38,16 +38,22 @@ def write_tokenizer(checkpoint: Checkpoint, directory: str | None, out: Path, *,
 
 
 def check_round_trip(tokenizer: Tokenizer, name: str) -> None:
-    """Raise CheckpointError when text comes back empty or with replacement characters that the tokenizer itself did not know.
-
-    Vocabularies without byte fallback lose characters; that shows as an unknown token and is no fault of the conversion.
-    """
+    """Raise CheckpointError when a vocabulary that has every byte does not give text back as it was."""
+    if not _has_every_byte(tokenizer):
+        return
     for text in PROBES:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        back = tokenizer.decode(encoding.ids, skip_special_tokens=False)
-        again = tokenizer.encode(back, add_special_tokens=False)
-        if not encoding.ids or (again.ids != encoding.ids and back != text):
+        back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+        if back != text:
             raise CheckpointError(f"{name}: the tokenizer turns {text!r} into {back!r}.", cure="Name another one with --tokenizer.")
+
+
+def _has_every_byte(tokenizer: Tokenizer) -> bool:
+    """Byte-level BPE with its whole alphabet, or <0x00> to <0xFF> behind a decoder that joins them."""
+    kind = json.loads(tokenizer.to_str()).get("decoder") or {}
+    kinds = {part["type"] for part in kind.get("decoders", [kind]) if "type" in part}
+    if "ByteLevel" in kinds:
+        return all(tokenizer.token_to_id(symbol) is not None for symbol in pre_tokenizers.ByteLevel.alphabet())
+    return "ByteFallback" in kinds and all(tokenizer.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
@@ -88,7 +94,11 @@ def _convert(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Tok
 
     try:
         loaded = AutoTokenizer.from_pretrained(str(path), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True)
-        return loaded.backend_tokenizer
+        tokenizer = loaded.backend_tokenizer
+        _check_sentencepiece(tokenizer, path / "tokenizer.model")
+        return tokenizer
+    except CheckpointError:
+        raise
     except AttributeError:
         reason = "it is a Python tokenizer without a fast twin"
     except Exception as problem:
@@ -96,6 +106,22 @@ def _convert(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Tok
     raise CheckpointError(
         f"{path}: the tokenizer cannot become tokenizer.json ({reason}).", cure="Add tokenizer.json, or name one with --tokenizer."
     )
+
+
+def _check_sentencepiece(tokenizer: Tokenizer, file: Path) -> None:
+    """Raise CheckpointError unless the converted tokenizer splits the probes as the sentencepiece library does."""
+    if not file.is_file():
+        return
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        original = SentencePieceProcessor(model_file=str(file))
+    except RuntimeError:  # the name is also given to tiktoken files
+        return
+    for text in PROBES:
+        ids, wanted = tokenizer.encode(text, add_special_tokens=False).ids, original.encode(text)
+        if ids != wanted:
+            raise CheckpointError(f"{file}: converted, it splits {text!r} into {ids}, not {wanted}.", cure="Add a tokenizer.json.")
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | list[dict[str, str]] | None:

@@ -99,7 +99,7 @@ class PickledWeights(Weights):
     Files are mapped. A mapping is closed after REOPEN_BYTES were read through it, so that the pages it touched are given back.
     """
 
-    REOPEN_BYTES = 64 << 20
+    REOPEN_BYTES = 32 << 20
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files

@@ -98,8 +98,8 @@ def _summary(engine: Engine) -> str:
 def _dry_run(checkpoint: str, config: BuildConfig, memory_gib: float | None) -> None:
     from rich.console import Console
 
-    from stoker.builder.build import prepare
     from stoker.builder.estimate import estimate
+    from stoker.builder.prepare import prepare
     from stoker.cli.tables import rows
 
     prepared = prepare(checkpoint, config)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.config import Limits, Mapping
-from stoker.base.errors import EngineError
+from stoker.base.errors import ConfigError, EngineError
 from stoker.engine.tensor_file import FileRecord
 from stoker.layers import config as layers_config
 from stoker.layers.config import ModelConfig
@@ -68,5 +68,5 @@ def decode(plain: dict[str, Any], path: object) -> EngineConfig:
         types = {f.name: f.type for f in msgspec.structs.fields(EngineConfig)}
         plain_names = [n for n in names if n in fields and n not in ("model", "recipe")]
         return EngineConfig(**fields | {n: msgspec.convert(fields[n], types[n]) for n in plain_names})
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
         raise EngineError(f"{path}: config.json is damaged ({problem!r}).", cure="Build the engine again.") from None

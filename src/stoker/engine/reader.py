@@ -99,6 +99,8 @@ class Engine:
     def _check_sizes(self) -> None:
         for name, record in self.config.files.items():
             file = self.path / name
+            if Path(name).name != name:
+                raise EngineError(f"{self.path}: config.json lists {name!r}, which is not a file in it.", cure="Build the engine again.")
             if not file.is_file():
                 raise EngineError(f"{file} is missing.", cure="Copy the engine again, or build it again.")
             if (size := file.stat().st_size) != record.size:

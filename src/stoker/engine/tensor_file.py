@@ -86,7 +86,7 @@ def _entry(path: Path, name: str, fields: Any, data: int, error: type[StokerErro
         numbers = (*shape, start, stop)
     except (KeyError, TypeError, ValueError):
         raise error(f"{path}: tensor {name!r} has no dtype, shape and data_offsets.", cure=cure) from None
-    if code not in DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise error(f"{path}: tensor {name!r} has the unknown dtype {code!r}.", cure=cure)
     if not all(type(n) is int and n >= 0 for n in numbers):
         raise error(f"{path}: tensor {name!r} has shape {shape} at bytes {start} to {stop}.", cure=cure)
@@ -139,15 +139,19 @@ class TensorFileWriter:
         if tensor.numel():
             self._emit(as_bytes(tensor.contiguous()))
 
-    def close(self) -> FileRecord:
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def finish(self) -> FileRecord:
         """Flush to the disk. Raises ValueError when tensors are missing."""
         if self._pending:
             raise ValueError(f"tensors were not written: {self._pending[::-1][:5]}")
         self._file.flush()
         os.fsync(self._file.fileno())
-        size = self._file.tell()
-        self._file.close()
-        return FileRecord(size, self._hash.hexdigest())
+        return FileRecord(self._file.tell(), self._hash.hexdigest())
 
     def _emit(self, data: bytes | memoryview) -> None:
         self._file.write(data)

@@ -1,0 +1,42 @@
+"""What a checkpoint is, by content: digests of its files, remembered while the files don't change."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from stoker.base import env
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """sha256 over the names and contents of `files`, in the order of their names."""
+    total = hashlib.sha256()
+    for file in sorted(set(files), key=lambda file: (file.name, file)):
+        total.update(f"{file.name} {digest(file)}\n".encode())
+    return total.hexdigest()
+
+
+def digest(file: Path) -> str:
+    """sha256 of a file, remembered in the cache directory under its path, size, inode and time of change."""
+    status = file.stat()
+    seen = f"{file.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}"
+    note = env.cache_dir() / "digests" / hashlib.sha256(seen.encode()).hexdigest()
+    if note.is_file() and len(known := note.read_text()) == 64:
+        return known
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    _remember(note, found)
+    return found
+
+
+def _remember(note: Path, found: str) -> None:
+    """A cache directory that cannot be written costs time, not the build."""
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        fresh = note.with_name(f"{note.name}.{os.getpid()}")
+        fresh.write_text(found)
+        fresh.replace(note)
+    except OSError:
+        pass

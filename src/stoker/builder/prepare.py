@@ -1,0 +1,106 @@
+"""Everything that is decided before a byte is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from stoker import __version__
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.builder.checkpoint import Checkpoint, open_checkpoint
+from stoker.builder.config import BuildConfig, fit_limits
+from stoker.builder.fetch import fetch
+from stoker.builder.fingerprint import fingerprint
+from stoker.builder.names import Making, plan
+from stoker.builder.recipes import RECIPES
+from stoker.engine.config import EngineConfig, Origin, Target
+from stoker.layers.config import ModelConfig
+from stoker.models import ARCHITECTURES, Architecture
+
+PLAIN = ("float32", "float16", "bfloat16")
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A build that only remains to be carried out. `config` has no files yet, and an empty fingerprint."""
+
+    checkpoint: Checkpoint
+    build: BuildConfig
+    config: EngineConfig
+    makings: dict[str, Making]  # empty for dummy weights
+
+    def with_fingerprint(self) -> Prepared:
+        """The same with the checkpoint's fingerprint, which costs reading it once."""
+        tokenizer = Path(self.build.tokenizer) if self.build.tokenizer else None
+        others = sorted(f for f in tokenizer.iterdir() if f.is_file()) if tokenizer is not None and tokenizer.is_dir() else []
+        found = fingerprint([*self.checkpoint.files, *others])
+        origin = msgspec.structs.replace(self.config.checkpoint, fingerprint=found)
+        return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, checkpoint=origin))
+
+
+def prepare(source: str | Path, build: BuildConfig) -> Prepared:
+    """Open the checkpoint and decide sizes, dtype and formats, and which tensors make which.
+
+    Raises CheckpointError or ConfigError for anything that would stop the build later.
+    """
+    path, name = fetch(source)
+    checkpoint = open_checkpoint(path, name, weights=not build.dummy_weights)
+    architecture, model = read_model(checkpoint)
+    target = find_target(build)
+    if build.mapping.world_size > 1:
+        raise ConfigError(f"engines for {build.mapping.world_size} ranks are not built yet.", cure="Use one rank.")
+    config = EngineConfig(
+        stoker_version=__version__,
+        model=model,
+        limits=fit_limits(build.limits, model.max_positions),
+        dtype=build.dtype or ("float32" if target.device == "cpu" else own_dtype(checkpoint)),
+        mapping=build.mapping,
+        recipe=RECIPES.get(build.quantization or "NO_QUANT"),
+        target=target,
+        weights="dummy" if build.dummy_weights else "files",
+        checkpoint=Origin(name=name, fingerprint=""),
+    )
+    makings = {} if build.dummy_weights else plan(architecture, model, checkpoint.weights)
+    return Prepared(checkpoint=checkpoint, build=build, config=config, makings=makings)
+
+
+def read_model(checkpoint: Checkpoint) -> tuple[Architecture, ModelConfig]:
+    """The architecture that config.json names, and the model it describes."""
+    names = checkpoint.config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CheckpointError(f"{checkpoint.name}: config.json names no architectures.", cure=f"Known: {', '.join(ARCHITECTURES)}.")
+    if isinstance(stored := checkpoint.config.get("quantization_config"), dict):
+        method = stored.get("quant_method", "unknown")
+        raise CheckpointError(f"{checkpoint.name} is quantized already ({method}).", cure="Build from the checkpoint it was made of.")
+    architecture = ARCHITECTURES.get(names[0])
+    try:
+        return architecture, architecture.config(checkpoint.config)
+    except KeyError as problem:
+        raise CheckpointError(f"{checkpoint.name}: config.json has no {problem}.", cure="Download it again.") from None
+    except (TypeError, ValueError, ZeroDivisionError) as problem:
+        raise CheckpointError(f"{checkpoint.name}: config.json has a wrong value ({problem}).", cure="Download it again.") from None
+
+
+def own_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype config.json names, else that of the most bytes; float32 for anything else."""
+    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "").removeprefix("torch.")
+    if named in PLAIN:
+        return named
+    totals = dict.fromkeys(PLAIN, 0)
+    for stored in checkpoint.weights.stored.values():
+        if (name := str(stored.dtype).removeprefix("torch.")) in totals:
+            totals[name] += stored.num_bytes
+    return max(totals, key=lambda name: totals[name])
+
+
+def find_target(build: BuildConfig) -> Target:
+    """The device asked for, else a GPU where there is one."""
+    here = torch.cuda.is_available()
+    device = build.device or ("cuda" if here else "cpu")
+    if device == "cpu":
+        return Target()
+    capability = build.compute_capability
+    if capability is None and here:
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return Target(device=device, compute_capability=capability)

@@ -1,0 +1,234 @@
+"""Checkpoints of every layout become engines that agree with transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from stoker.base.config import Limits, Mapping
+from stoker.base.errors import CheckpointError, ConfigError, EngineError
+from stoker.builder.build import build, build_cached
+from stoker.builder.config import BuildConfig, fit_limits
+from stoker.engine.config import decode, encode
+from stoker.engine.reader import Engine
+
+
+def agrees(engine: Engine) -> bool:
+    greedy = engine.config.checks["greedy"]
+    assert not greedy["skipped"], greedy
+    return greedy["tokens"] == 32 and greedy["equal"] == 32 and greedy["max_error"] < 1e-3
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "safetensors-sharded", "bin", "bin-sharded"])
+def test_layouts_give_the_same_engine(tmp_path: Path, llama: Path, layout: str) -> None:
+    source = tiny.save(tiny.model(), tmp_path / "checkpoint", layout)
+    engine = build(source, tmp_path / "engine")
+    assert agrees(engine)
+    reference = build(llama, tmp_path / "reference", verify="files")
+    assert engine.config.files["rank0.safetensors"] == reference.config.files["rank0.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"sliding_window": 6}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+    ],
+)
+def test_architectures_agree(tmp_path: Path, model_type: str, changes: dict) -> None:
+    source = tiny.save(tiny.model(model_type, **changes), tmp_path / "checkpoint")
+    assert agrees(build(source, tmp_path / "engine", verify="full"))
+
+
+def test_tensors_are_fused_by_rows(tmp_path: Path, llama: Path) -> None:
+    engine = build(llama, tmp_path / "engine", verify="none")
+    found, given = load_file(engine.path / "rank0.safetensors"), load_file(llama / "model.safetensors")
+    attention = "model.layers.1.self_attn"
+    assert torch.equal(found["layers.1.attention.qkv.weight"], torch.cat([given[f"{attention}.{p}_proj.weight"] for p in "qkv"]))
+    assert torch.equal(found["layers.1.mlp.up.weight"], torch.cat([given[f"model.layers.1.mlp.{p}_proj.weight"] for p in ("gate", "up")]))
+    assert engine.config.checks == {}
+    assert sum(t.numel() for t in found.values()) == sum(t.numel() for t in given.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtypes(tmp_path: Path, llama: Path, dtype: str) -> None:
+    engine = build(llama, tmp_path / "engine", BuildConfig(dtype=dtype), verify="full")
+    assert agrees(engine)
+    assert {t.dtype for t in load_file(engine.path / "rank0.safetensors").values()} == {getattr(torch, dtype)}
+
+
+def test_default_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(tmp_path: Path) -> None:
+    source = tiny.save(tiny.model().to(torch.bfloat16), tmp_path / "checkpoint")
+    on_gpu = build(source, tmp_path / "gpu", BuildConfig(device="cuda", compute_capability="9.0"), verify="files")
+    on_cpu = build(source, tmp_path / "cpu", BuildConfig(device="cpu"), verify="files")
+    assert (on_gpu.config.dtype, on_cpu.config.dtype) == ("bfloat16", "float32")
+    assert on_gpu.config.target.compute_capability == "9.0"
+
+
+def test_values_that_overflow_float16_are_refused(tmp_path: Path) -> None:
+    made = tiny.model()
+    made.model.layers[1].mlp.down_proj.weight.data[3, 5] = 1e6
+    source = tiny.save(made, tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.layers\.1\.mlp\.down_proj\.weight .*float16.*bfloat16"):
+        build(source, tmp_path / "engine", BuildConfig(dtype="float16"))
+    assert not (tmp_path / "engine").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def edited(llama: Path, out: Path, change: object) -> Path:
+    """A copy of the checkpoint whose tensors `change` edits in place."""
+    out.mkdir()
+    for file in llama.glob("*.json"):
+        (out / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(llama / "model.safetensors")
+    change(tensors)  # type: ignore[operator]
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+K = "model.layers.2.self_attn.k_proj.weight"
+Q = "model.layers.2.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(K), rf"{K} is missing; layers\.2\.attention\.qkv\.weight is made of it \(2 of its 3 parts are there\)"),
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
+        (lambda t: t.update(extra=torch.zeros(3)), r"extra would be left out: LlamaForCausalLM has no place"),
+        (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.zeros(3)}), r"layers\.3\.mlp\.up_proj\.weight would be left out"),
+        (lambda t: t.update({K: torch.zeros(16, 47)}), rf"{K} \[16, 47\].*qkv"),
+        (lambda t: t.update({K: t[Q], Q: t[K]}), r"q_proj\.weight \[16, 48\].*of rows \[48, 16, 16\]"),
+        (lambda t: t.update({K: torch.zeros(16, 48, dtype=torch.int8)}), r"k_proj.*torch\.int8 are not plain numbers"),
+        (lambda t: t[K].fill_(float("nan")), rf"model\.safetensors: {K} holds NaN"),
+    ],
+)  # fmt: skip
+def test_incomplete_checkpoints_are_refused(tmp_path: Path, llama: Path, change: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        build(edited(llama, tmp_path / "bad", change), tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_ignored_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
+    source = tiny.save(tiny.model(tie_word_embeddings=True), tmp_path / "tied")
+
+    def add(tensors: dict) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+
+    engine = build(edited(source, tmp_path / "more", add), tmp_path / "engine")
+    assert agrees(engine)
+    assert "head.weight" not in load_file(engine.path / "rank0.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCasualLM"]}, "unknown architecture 'LlamaForCasualLM'.*LlamaForCausalLM"),
+        ({"architectures": []}, "names no architectures"),
+        ({"hidden_size": None}, "config.json"),
+        ({"hidden_act": "tanhshrink"}, "hidden_act='tanhshrink'"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized already \(awq\)"),
+    ],
+)
+def test_configs_that_cannot_be_read(tmp_path: Path, llama: Path, changes: dict, message: str) -> None:
+    source = edited(llama, tmp_path / "bad", lambda tensors: None)
+    config = json.loads((source / "config.json").read_text()) | changes
+    (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        build(source, tmp_path / "engine")
+
+
+def test_generation_config_keeps_every_end_id(tmp_path: Path, llama: Path) -> None:
+    source = edited(llama, tmp_path / "c", lambda tensors: None)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7, 2], "temperature": 0.6, "transformers_version": "4"}))
+    engine = build(source, tmp_path / "engine", verify="files")
+    kept = json.loads((engine.path / "generation_config.json").read_text())
+    assert kept == {"eos_token_id": [2, 7], "temperature": 0.6, "bos_token_id": 1}
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 999]}))
+    with pytest.raises(CheckpointError, match="eos_token_id 999 is outside the vocabulary of 320"):
+        build(source, tmp_path / "other")
+
+
+def test_an_engine_is_replaced_only_when_forced_and_whole(tmp_path: Path, llama: Path) -> None:
+    out = tmp_path / "engine"
+    first = build(llama, out, verify="files")
+    with pytest.raises(EngineError, match=r"holds an engine already.*--force"):
+        build(llama, out)
+    with pytest.raises(CheckpointError):
+        build(edited(llama, tmp_path / "bad", lambda t: t.pop(K)), out, force=True)
+    assert Engine.open(out, verify=True).config == first.config
+    again = build(llama, out, BuildConfig(dtype="bfloat16"), force=True, verify="files")
+    assert again.config.dtype == "bfloat16"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(EngineError, match="is not an engine"):
+        build(llama, tmp_path / "mine", force=True)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+def test_config_round_trip(tmp_path: Path, llama: Path) -> None:
+    engine = build(llama, tmp_path / "engine")
+    assert decode(json.loads(encode(engine.config)), "here") == engine.config
+
+
+def test_dummy_weights_need_a_config_alone(tmp_path: Path, llama: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_bytes((llama / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"has no weights.*--dummy-weights"):
+        build(alone, tmp_path / "engine")
+    engine = build(alone, tmp_path / "engine", BuildConfig(dummy_weights=True))
+    assert engine.config.weights == "dummy" and "rank0.safetensors" not in engine.config.files
+    weight = engine.source().get("layers.0.attention.qkv.weight", (80, 48), torch.float32)
+    assert 0.01 < float(weight.std()) < 0.03
+
+
+def test_settings_that_cannot_be_built_are_refused(tmp_path: Path, llama: Path) -> None:
+    for config, message in (
+        (BuildConfig(quantization="NO_QUANTS"), "unknown quantization 'NO_QUANTS'.*NO_QUANT"),
+        (BuildConfig(mapping=Mapping(tensor_parallel=2)), "2 ranks"),
+        (BuildConfig(limits=Limits(max_input_len=300)), "max_input_len=300.*256 positions"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(llama, tmp_path / "engine", config)
+    with pytest.raises(ConfigError, match="dtype='int3'"):
+        BuildConfig(dtype="int3")
+    with pytest.raises(ConfigError, match="verify='maybe'"):
+        build(llama, tmp_path / "engine", verify="maybe")
+
+
+def test_limits_shrink_to_the_positions_unless_chosen() -> None:
+    assert fit_limits(Limits(), 8192) == Limits()
+    small = fit_limits(Limits(), 1024)
+    assert (small.max_input_len, small.max_output_len, small.max_seq_len) == (1023, 1023, 1024)
+    half = fit_limits(Limits(max_input_len=500), 512)
+    assert (half.max_input_len, half.max_output_len, half.max_seq_len) == (500, 511, 512)
+    for chosen in ({"max_input_len": 512}, {"max_input_len": 400, "max_output_len": 113}, {"max_total_len": 600}):
+        with pytest.raises(ConfigError, match="512 positions"):
+            fit_limits(Limits(**chosen), 512)
+
+
+def test_the_cache_builds_once_and_rebuilds_what_is_damaged(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build_cached(llama, verify="files")
+    stamp = (first.path / "config.json").stat().st_mtime_ns
+    assert build_cached(llama, verify="files").path == first.path
+    assert (first.path / "config.json").stat().st_mtime_ns == stamp
+    assert build_cached(llama, BuildConfig(dtype="bfloat16"), verify="files").path != first.path
+    changed = edited(llama, tmp_path / "changed", lambda t: t[K][0, 0].add_(1e-3))
+    assert build_cached(changed, verify="files").path != first.path
+    with (first.path / "rank0.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    repaired = build_cached(llama, verify="files")
+    assert repaired.path == first.path
+    repaired.verify()
+    assert msgspec.structs.replace(repaired.config, files={}) == msgspec.structs.replace(first.config, files={})

@@ -1,0 +1,62 @@
+"""The build holds a few layers' worth of memory, whatever the model's size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+
+LAYERS, HIDDEN, MLP = 24, 512, 1536
+LAYER_BYTES = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * MLP) * 4  # 13.6 MB in float32; the model has 326 MB
+
+BUILD = """
+import sys
+from pathlib import Path
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+def field(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
+build(sys.argv[1], sys.argv[2] + "-warm", BuildConfig(device="cpu"), verify="files")
+before = field("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+build(sys.argv[3], sys.argv[2], BuildConfig(device="cpu"), verify="files")
+print(field("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module", params=["safetensors", "bin"])
+def big(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 checkpoint of LAYERS equal layers."""
+    path = tmp_path_factory.mktemp("big")
+    small = tiny.model(num_hidden_layers=1)
+    names = {n: tuple(HIDDEN if s == 48 else MLP if s == 80 else s for s in t.shape) for n, t in small.state_dict().items()}
+    wide = {n: (HIDDEN, HIDDEN) if "self_attn" in n else shape for n, shape in names.items()}
+    tensors = {
+        name.replace(".0.", f".{i}."): torch.ones(shape, dtype=torch.bfloat16)
+        for name, shape in wide.items()
+        for i in range(LAYERS if ".layers.0." in name else 1)
+    }
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": LAYERS, "head_dim": 64, "num_attention_heads": 8}
+    config = tiny.SIZES | sizes | {"num_key_value_heads": 8, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (path / "config.json").write_text(json.dumps(config))
+    tiny.save_tokenizer(path)
+    if request.param == "safetensors":
+        save_file(tensors, path / "model.safetensors")
+    else:
+        torch.save(tensors, path / "pytorch_model.bin")
+    return path
+
+
+def test_peak_memory_is_under_three_layers(big: Path, llama: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUILD, str(llama), str(tmp_path / "engine"), str(big)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "engine" / "rank0.safetensors").stat().st_size
+    assert written > LAYERS * LAYER_BYTES
+    assert int(done.stdout) < 3 * LAYER_BYTES, f"{int(done.stdout) / LAYER_BYTES:.2f} layers"
