@@ -118,11 +118,36 @@ def test_oldest_generation(tmp_path: Path) -> None:
     deployment = load(tmp_path, OLDEST)
     assert deployment.source == EngineSource(location="org/engine", token_secret="hf_access_token", mapping=Mapping())
     assert deployment.tokenizer == "org/tok"
-    assert (deployment.runtime.kv_cache_tokens, deployment.runtime.max_num_sequences) == (10_000, 64)
     warning = next(n for n in deployment.notes if n.key == "secrets.hf_access_token")
     assert (warning.severity, warning.origin.line) == ("warning", 6)
     assert "my_hf_api_key" not in repr(deployment)
     refuse(tmp_path, OLDEST.replace("  tens", "  pipeline_parallelism: 2\n  tens"), "pipeline_parallelism=2 is refused")
+
+
+PACKAGES = """\
+name: "tensorrt_llm"
+backend: "tensorrtllm"
+parameters: {
+  key: "max_tokens_in_paged_kv_cache"
+  value: { string_value: "10000" }
+}
+parameters: { key: "kv_cache_free_gpu_mem_fraction" value: { string_value: "0.1" } }
+parameters: { key: "max_num_sequences" value: { string_value: "64" } }
+parameters: { key: "enable_trt_overlap" value: { string_value: "${overlap}" } }
+parameters: { key: "gpt_model_type" value: { string_value: "inflight_fused_batching" } }
+"""
+
+
+def test_packages_of_the_oldest_generation(tmp_path: Path) -> None:
+    folder = tmp_path / "packages" / "inflight_batcher_llm" / "tensorrt_llm"
+    folder.mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(PACKAGES)
+    deployment = load(tmp_path, OLDEST)
+    runtime = deployment.runtime
+    assert (runtime.kv_cache_tokens, runtime.kv_cache_fraction, runtime.max_num_sequences, runtime.overlap) == (10_000, 0.1, 64, True)
+    assert any(n.key == "gpt_model_type" for n in deployment.notes)
+    (folder / "config.pbtxt").write_text(PACKAGES.replace('"64"', '"many"'))
+    refuse(tmp_path, OLDEST, "max_num_sequences")
 
 
 SPRING = {
@@ -290,10 +315,8 @@ def test_refused_by_name(tmp_path: Path, key: str) -> None:
 
 
 def test_calibration(tmp_path: Path) -> None:
-    text = (
-        MINIMAL
-        + "    quantization_type: smooth_quant\n    quantization_config: {calib_size: 8, calib_dataset: org/text, calib_max_seq_length: 64}\n"
-    )
+    text = MINIMAL + "    quantization_type: smooth_quant\n    quantization_config:\n"
+    text += "      {calib_size: 8, calib_dataset: org/text, calib_max_seq_length: 64}\n"
     settings = build(load(tmp_path, text)).quantization_settings
     assert settings == {"calibration_size": 8, "calibration_data": "org/text", "calibration_seq_len": 64}
     assert build(load(tmp_path, text.replace("smooth_quant", "no_quant"))).quantization_settings == {}

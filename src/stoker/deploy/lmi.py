@@ -14,7 +14,7 @@ import msgspec
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError, EngineError
 from stoker.deploy import properties
-from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource, Note, Origin
+from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, EngineSource, Format, Note, Origin
 from stoker.deploy.devices import check_world, visible_gpus
 from stoker.deploy.fields import Collected, Found, refusal
 from stoker.deploy.lmi_table import ENVIRONMENT, OVERRIDES, TABLE
@@ -324,3 +324,6 @@ def _check_version(deployment: Deployment, kind: str) -> None:
             setting = next(s for s in deployment.settings if s.name == name)
             limit = f"it is for {', '.join(families)}, and the checkpoint's model_type is {kind}"
             raise refusal(setting.origin, setting.key, setting.value, limit, "Remove it.")
+
+
+FORMATS.add("lmi", Format(name="lmi", recognise=recognise, load=load, complete=complete))

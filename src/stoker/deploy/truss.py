@@ -10,10 +10,12 @@ from typing import Any
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.deploy import secrets, yaml_tree
-from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource, Origin
+from stoker.deploy import secrets, truss_packages, yaml_tree
+from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, EngineSource, Format, Origin
 from stoker.deploy.devices import check_world, visible_gpus
 from stoker.deploy.fields import Collected, Found, refusal
+from stoker.deploy.sources.store import inside
+from stoker.deploy.truss_export import export
 from stoker.deploy.truss_table import REQUIRED_BY_THE_FIRST, TABLE, V1_ONLY, V2_BUILD, V2_ONLY
 from stoker.deploy.yaml_tree import Node
 from stoker.server.schemas.settings import ServerSettings
@@ -23,7 +25,6 @@ FILE = "config.yaml"
 LEGACY = "force-legacy-api-non-openai-compatible"
 _MARK = re.compile(rb"^(trt_llm|model_metadata|model_name|python_version|resources|external_package_dirs)\s*:", re.MULTILINE)
 _SECTIONS = {key.rpartition(".")[0] for key in TABLE} | {key.split(".")[0] for key in TABLE if "." in key}
-_OLDEST_RUNTIME = {"kv_cache_tokens": 10_000, "max_num_sequences": 64}  # the packages of that generation, as shipped
 _UNREADABLE = {"GCS": "Google Cloud Storage", "AZURE": "Azure", "BASETEN_TRAINING": "Baseten's training store"}
 
 
@@ -42,6 +43,8 @@ def load(path: Path, environment: Environment[str, str]) -> Deployment:
     _check_shape(root, str(file))
     for found in _walk(root, "", str(file), asked):
         asked.put(found.key, found.value, found.origin)
+    if asked.get("engine.location") and asked.where("engine.location").key.startswith("model_metadata."):
+        truss_packages.read(file.parent, asked)
     _settle(asked, environment)
     return _deployment(asked, file.parent)
 
@@ -155,9 +158,6 @@ def _settle(asked: Collected, environment: Environment[str, str]) -> None:
     name = asked.drop("name")
     if name:
         asked.default_from("server.model_name", name)
-    if asked.get("engine.location") and any(s.key.startswith("model_metadata.") for s in asked.rows()):
-        for key, value in _OLDEST_RUNTIME.items():
-            asked.default(f"runtime.{key}", value)
     asked.default("server.http_port", 8080)
 
 
@@ -258,7 +258,8 @@ def _settle_devices(asked: Collected, environment: Environment[str, str]) -> Non
 
 
 def _deployment(asked: Collected, folder: Path) -> Deployment:
-    source = _engine(asked) if asked.get("engine.location") else _build(asked)
+    source = _engine(asked, folder) if asked.get("engine.location") else _build(asked)
+    tokenizer = asked.get("engine.tokenizer")
     names = asked.drop("server.secrets")
     server: ServerSettings = asked.build(
         ServerSettings, "server", protocols=("truss", "openai"), options=asked.build(TrussOptions, "options")
@@ -269,7 +270,7 @@ def _deployment(asked: Collected, folder: Path) -> Deployment:
         format="truss",
         path=str(folder),
         source=source,
-        tokenizer=asked.get("engine.tokenizer"),
+        tokenizer=_own(tokenizer, folder) if tokenizer else None,
         runtime=asked.build(RuntimeConfig, "runtime"),
         server=server,
         settings=asked.rows(),
@@ -277,9 +278,14 @@ def _deployment(asked: Collected, folder: Path) -> Deployment:
     )
 
 
-def _engine(asked: Collected) -> EngineSource:
+def _engine(asked: Collected, folder: Path) -> EngineSource:
     mapping = asked.build(Mapping, "mapping") if asked.under("mapping") else None
-    return EngineSource(location=asked.get("engine.location"), token_secret="hf_access_token", mapping=mapping)
+    return EngineSource(location=_own(asked.get("engine.location"), folder), token_secret="hf_access_token", mapping=mapping)
+
+
+def _own(location: str, folder: Path) -> str:
+    """A path that exists below the Truss is the Truss's own, as export writes it; anything else stands as it is."""
+    return str((folder / location).resolve()) if inside(location) and (folder / location).is_dir() else location
 
 
 def _build(asked: Collected) -> BuildOptions:
@@ -287,3 +293,6 @@ def _build(asked: Collected) -> BuildOptions:
     secrets.check_name(asked.get("build.token_secret"))
     more: dict[str, Any] = {"limits": asked.build(Limits, "limits"), "mapping": asked.build(Mapping, "mapping")}
     return asked.build(BuildOptions, "build", quantization_settings=asked.under("quantization"), **more)
+
+
+FORMATS.add("truss", Format(name="truss", recognise=recognise, load=load, export=export))

@@ -1,0 +1,369 @@
+"""s3:// against a local S3 server, http(s) and the hub against local servers."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.deploy.secrets import Secret, find
+from stoker.deploy.sources import hub, resolve, s3
+from stoker.deploy.sources.store import Store
+
+Reply = tuple[int, dict[str, str], bytes]
+
+
+def tar_bytes(**members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[str, str, Any], Reply]], str]]:
+    """Start a server that answers by a function of (method, path, headers); gives its address."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(reply: Callable[[str, str, Any], Reply]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, headers, body = reply(self.command, self.path, self.headers)
+                self.send_response(status)
+                for name, value in ({"Content-Length": str(len(body))} | headers).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args: Any) -> None:
+                return None
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    server = ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(moto: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    settings = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "hunter2", "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": moto}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="models")
+    return client
+
+
+def put(client: Any, **objects: bytes) -> None:
+    for key, data in objects.items():
+        client.put_object(Bucket="models", Key=key, Body=data)
+
+
+def test_s3_prefix(bucket: Any, tmp_path: Path) -> None:
+    put(bucket, **{"llama/config.json": b"{}", "llama/sub/w.safetensors": b"123", "llama/": b"", "llama-2/other": b"x", "llama/empty": b""})
+    done: list[tuple[int, int | None]] = []
+    folder = resolve("s3://models/llama", cache=tmp_path, progress=lambda what, count, total: done.append((count, total)))
+    assert files(folder) == {"config.json": b"{}", "sub/w.safetensors": b"123", "empty": b""}
+    assert max(done) == (5, 5)
+    assert resolve("s3://models/llama/", cache=tmp_path) == folder
+
+
+def test_s3_is_fetched_again_only_when_it_changed(bucket: Any, tmp_path: Path) -> None:
+    put(bucket, **{"again/config.json": b"1"})
+    first = resolve("s3://models/again", cache=tmp_path)
+    put(bucket, **{"again/config.json": b"2"})
+    second = resolve("s3://models/again", cache=tmp_path)
+    assert files(first) == {"config.json": b"1"} and files(second) == {"config.json": b"2"}
+
+
+def test_s3_large_objects_come_in_parts(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(range(256)) * 400
+    monkeypatch.setattr(s3, "_PART", 1000)
+    put(bucket, **{"parts/a": data, "parts/b": data[::-1]})
+    assert files(resolve("s3://models/parts", cache=tmp_path)) == {"a": data, "b": data[::-1]}
+
+
+def test_s3_archive(bucket: Any, tmp_path: Path) -> None:
+    put(bucket, **{"m/model.tar.gz": tar_bytes(**{"model/config.json": b"{}"}), "m/model.tar.gz.sig": b"x"})
+    assert files(resolve("s3://models/m/model.tar.gz", cache=tmp_path)) == {"config.json": b"{}"}
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("tmp")]
+
+
+MISSING = [("s3://models/none", "s3://models/none holds no object"), ("s3://nobucket/x", "s3://nobucket/x does not exist")]
+
+
+@pytest.mark.parametrize("address, match", MISSING)
+def test_s3_missing(bucket: Any, tmp_path: Path, address: str, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match) as caught:
+        resolve(address, cache=tmp_path)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_s3_bounds(bucket: Any, tmp_path: Path) -> None:
+    put(bucket, **{"big/a": b"1" * 600, "big/b": b"1" * 600})
+    with pytest.raises(CheckpointError, match="at most"):
+        resolve("s3://models/big", cache=tmp_path, max_bytes=1000)
+
+
+def test_s3_key_that_leaves_the_folder(bucket: Any, tmp_path: Path) -> None:
+    put(bucket, **{"esc/../../evil": b"1"})
+    with pytest.raises(CheckpointError, match="would leave its folder"):
+        resolve("s3://models/esc", cache=tmp_path)
+
+
+def test_s3_key_that_is_also_a_folder(bucket: Any, tmp_path: Path) -> None:
+    put(bucket, **{"both/a": b"1", "both/a/b": b"2"})
+    with pytest.raises(CheckpointError, match="cannot be a file"):
+        resolve("s3://models/both", cache=tmp_path)
+
+
+class Lying:
+    """A client whose objects are not what the listing says."""
+
+    def __init__(self, client: Any, change: Callable[[dict], dict]) -> None:
+        self._client, self._change = client, change
+        self.get_paginator = client.get_paginator
+
+    def get_object(self, **asked: Any) -> dict:
+        return self._change(self._client.get_object(**asked))
+
+
+class Body:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def iter_chunks(self, size: int) -> Iterator[bytes]:
+        yield self._data
+
+
+@pytest.mark.parametrize("data", [b"12", b"123456789"])
+def test_s3_object_of_another_length(bucket: Any, tmp_path: Path, data: bytes) -> None:
+    put(bucket, **{"short/w": b"12345"})
+    store = Store(tmp_path, 1 << 30, lambda *report: None)
+    with pytest.raises(CheckpointError, match=r"s3://models/short/w was cut short"):
+        s3.fetch("models/short", store, Lying(bucket, lambda answer: answer | {"Body": Body(data)}))
+    assert not [p for p in (tmp_path / "s3").iterdir() if p.is_dir()]
+
+
+def test_s3_object_that_goes_or_changes_meanwhile(bucket: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 30, lambda *report: None)
+    put(bucket, **{"gone/w": b"12345"})
+    source = s3._Source(bucket, "models", "gone", store)
+    objects = source.objects()
+    put(bucket, **{"gone/w": b"54321"})
+    with pytest.raises(CheckpointError, match="gone/w changed while it was fetched"):
+        source.download(objects, tmp_path / "one")
+    bucket.delete_object(Bucket="models", Key="gone/w")
+    with pytest.raises(CheckpointError, match="gone/w does not exist"):
+        source.download(objects, tmp_path / "two")
+
+
+def test_s3_connection_cut(serve: Any, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = (
+        b'<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><IsTruncated>false</IsTruncated>'
+        b'<Contents><Key>p/w</Key><Size>100</Size><ETag>"e"</ETag></Contents></ListBucketResult>'
+    )
+
+    def reply(method: str, path: str, headers: Any) -> Reply:
+        return (200, {}, listing) if "list-type" in path else (206, {"Content-Length": "100", "Connection": "close"}, b"only this")
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", serve(reply))
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(CheckpointError, match="s3://models/p/w was cut short"):
+        resolve("s3://models/p", cache=tmp_path)
+
+
+def test_s3_refused(serve: Any, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    denied = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", serve(lambda *asked: (403, {}, denied)))
+    with pytest.raises(CheckpointError, match=r"s3://models/p is refused \(AccessDenied\)") as caught:
+        resolve("s3://models/p", cache=tmp_path)
+    assert "hunter2" not in str(caught.value)
+
+
+ARCHIVE = tar_bytes(**{"model/config.json": b"{}"})
+DIGEST = hashlib.sha256(ARCHIVE).hexdigest()
+
+
+def test_http_archive_is_kept_by_digest(serve: Any, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def reply(method: str, path: str, headers: Any) -> Reply:
+        asked.append(path)
+        return 200, {}, ARCHIVE
+
+    address = f"{serve(reply)}/model.tar.gz"
+    folder = resolve(f"{address}#sha256={DIGEST}", cache=tmp_path)
+    assert files(folder) == {"config.json": b"{}"}
+    assert resolve(address, digest=DIGEST, cache=tmp_path) == folder and asked == ["/model.tar.gz"]
+
+
+@pytest.mark.parametrize("status, headers, body, match", [
+    (404, {}, b"", "the server answered 404"),
+    (200, {"Content-Length": str(len(ARCHIVE) + 10), "Connection": "close"}, ARCHIVE, "cut short|cannot be fetched"),
+    (200, {}, ARCHIVE + b"x", "has sha256 "),
+    (302, {"Location": "file:///etc/passwd"}, b"", "cannot be fetched"),
+])  # fmt: skip
+def test_http_failures(serve: Any, tmp_path: Path, status: int, headers: dict, body: bytes, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        resolve(f"{serve(lambda *asked: (status, headers, body))}/m.tar.gz#sha256={DIGEST}", cache=tmp_path)
+
+
+def test_http_body_without_length_is_bounded(serve: Any, tmp_path: Path) -> None:
+    address = serve(lambda *asked: (200, {"Content-Length": "nonsense", "Connection": "close"}, b"0" * 5000))
+    with pytest.raises(CheckpointError, match="at most"):
+        resolve(f"{address}/m.tar.gz", digest=DIGEST, cache=tmp_path, max_bytes=1000)
+
+
+@pytest.mark.parametrize("address, match", [
+    ("https://h/m.tar.gz", "needs its sha256"),
+    ("https://h/m.tar.gz#sha256=12", "needs its sha256"),
+    (f"https://h/m.zip#sha256={DIGEST}", "does not end in .tar"),
+    (f"https://u:hunter2@h/m.tar#sha256={DIGEST}", "credential"),
+    (f"https://h/m.tar?token=hunter2#sha256={DIGEST}", "credential"),
+])  # fmt: skip
+def test_http_addresses(tmp_path: Path, address: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        resolve(address, cache=tmp_path)
+    assert "hunter2" not in str(caught.value)
+
+
+COMMIT = "a" * 40
+TREE = {
+    "config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"pickle", "onnx/model.onnx": b"x",
+    "tokenizer.json": b"tok",
+}  # fmt: skip
+
+
+def sha1(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
+def hub_reply(method: str, path: str, headers: Any) -> Reply:
+    if headers.get("authorization") != "Bearer hf_hunter2":
+        return 401, {"X-Error-Code": "RepoNotFound"}, b"{}"
+    path = path.partition("?")[0]
+    if path.startswith("/api/models/org/model/tree/"):
+        tree = [{"type": "file", "path": name, "size": len(data), "oid": sha1(data)} for name, data in TREE.items()]
+        return 200, {}, json.dumps(tree).encode()
+    if path in ("/api/models/org/model", "/api/models/org/model/revision/main", f"/api/models/org/model/revision/{COMMIT}"):
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in TREE.items()]
+        return 200, {}, json.dumps({"id": "org/model", "sha": COMMIT, "siblings": siblings}).encode()
+    if path.startswith("/api/models/org/model/revision/"):
+        return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+    if path.startswith("/api/models/org/gated"):
+        return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
+    name = path.removeprefix(f"/org/model/resolve/{COMMIT}/")
+    if name in TREE:
+        return 200, {"ETag": f'"{sha1(TREE[name])}"', "X-Repo-Commit": COMMIT}, TREE[name]
+    return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+
+
+@pytest.fixture
+def hub_server(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    address = serve(hub_reply)
+    point_hub_to(address, tmp_path, monkeypatch)
+    return address
+
+
+def point_hub_to(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    cache, token = str(folder / "hub"), str(folder / "token")
+    for name, value in {"ENDPOINT": address, "HF_HUB_CACHE": cache, "HF_TOKEN_PATH": token, "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+TOKEN = Secret("hf_hunter2")
+
+
+@pytest.mark.parametrize("location", ["org/model", "hf://org/model@main"])
+def test_hub_private_repository_by_token(hub_server: str, tmp_path: Path, location: str) -> None:
+    done: list[int] = []
+    folder = resolve(location, token=TOKEN, cache=tmp_path / "c", progress=lambda what, count, total: done.append(count))
+    assert files(folder).keys() == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert done and done[-1] == sum(len(TREE[name]) for name in files(folder))
+
+
+@pytest.mark.parametrize("location, revision, token, match", [
+    ("org/model", None, None, "does not exist, or is private. .*set HF_TOKEN"),
+    ("org/model", None, Secret("hf_wrong"), "does not exist, or is private. The token that was given"),
+    ("org/other", None, TOKEN, "org/other does not exist"),
+    ("org/gated", None, TOKEN, "gated"),
+    ("org/model", "nope", TOKEN, "org/model has no revision nope"),
+])  # fmt: skip
+def test_hub_refusals(hub_server: str, tmp_path: Path, location: str, revision: str | None, token: Secret | None, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match) as caught:
+        resolve(location, revision=revision, token=token, cache=tmp_path)
+    assert "hf_" not in str(caught.value)
+
+
+def test_hub_offline_uses_its_cache(hub_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = resolve("org/model", token=TOKEN, cache=tmp_path / "c")
+    point_hub_to("http://127.0.0.1:1", tmp_path, monkeypatch)
+    assert resolve("org/model", revision=COMMIT, token=TOKEN, cache=tmp_path / "c") == folder
+
+
+def test_hub_offline_names_the_alternatives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_hub_to("http://127.0.0.1:1", tmp_path, monkeypatch)
+    with pytest.raises(CheckpointError, match=r"hub cannot be reached for org/model .*Name a local directory or s3://") as caught:
+        resolve("org/model", token=TOKEN, cache=tmp_path)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_secrets_are_found_by_name_and_never_shown(tmp_path: Path) -> None:
+    (tmp_path / "hf_access_token").write_text("hunter2\n")
+    secret = find("hf_access_token", {"TRUSS_SECRET_hf_access_token": "other"}, tmp_path)
+    assert secret is not None and secret.reveal() == "hunter2"
+    assert "hunter2" not in f"{secret!r} {secret}"
+    by_variable = find("hf_access_token", {"TRUSS_SECRET_hf_access_token": "v1", "HF_TOKEN": "v2"}, tmp_path / "none")
+    by_hub = find("hf_access_token", {"HF_TOKEN": "v2"}, tmp_path / "none")
+    assert by_variable and by_hub and (by_variable.reveal(), by_hub.reveal()) == ("v1", "v2")
+    assert find("my_key", {"HF_TOKEN": "v2"}, tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("name", ["../etc/passwd", "a/b", "", "x" * 65, "hf token"])
+def test_secret_names_stay_in_their_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name is refused"):
+        find(name, {}, tmp_path)
+
+
+def test_unwanted_files() -> None:
+    assert "*.bin" in hub._ignored(["a.safetensors"]) and "*.bin" not in hub._ignored(["pytorch_model.bin"])
