@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,10 @@ ReadConfig = Callable[[dict[str, Any]], ModelConfig]
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """An engine tensor made by a function. `combine` gets the sources' tensors in order; their names may hold {i} and {e}."""
+    """An engine tensor made by a function. `combine` gets the sources' tensors in order; their names may hold {i} and {e}.
+
+    It is applied to weights and biases alike, and to tensors on the meta device when shapes are checked.
+    """
 
     sources: tuple[str, ...]
     combine: Callable[[list[Tensor], ModelConfig], Tensor]
@@ -29,15 +33,36 @@ class Custom:
 Names = dict[str, str | tuple[str, ...] | Custom]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Architecture:
-    """One family: a row of ARCHITECTURES under each name that config.json may give."""
+    """One kind of model: a row of ARCHITECTURES under the name that config.json's `architectures` gives."""
 
     name: str
     config: ReadConfig
     names: Callable[[ModelConfig], Names]
+    family: str  # for people: "Llama 1, 2, 3"
+    oracle: str  # what its parity test compares with
+    model_types: tuple[str, ...] = ()  # config.json's `model_type`, for when `architectures` is absent
+    aliases: tuple[str, ...] = ()  # other names in `architectures`
+    variant: Callable[[dict[str, Any]], str | None] | None = None  # the row that a config.json of this name really is
     ignored: tuple[str, ...] = ()  # fnmatch patterns of checkpoint tensors that carry no weights (rotary tables, masks)
-    optional: tuple[str, ...] = field(default=())  # checkpoint tensors that may be absent or present (a tied head)
+    optional: tuple[str, ...] = ()  # checkpoint tensors that may be absent or present (a tied head)
+    renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement): older spellings of checkpoint tensors
+    versions: Mapping[str, Callable[[dict[str, Any]], tuple[str, ...]]] = field(default_factory=dict)  # option → what config.json is
+    tensor_parallel: str = "any size that divides the heads and the MLP"
+
+    def canonical(self, tensor: str) -> str:
+        """A checkpoint tensor's name as `names` spells it."""
+        for pattern, replacement in self.renames:
+            tensor = re.sub(pattern, replacement, tensor)
+        return tensor
 
 
 ARCHITECTURES: Registry[Architecture] = Registry("architecture")
+
+
+def register(*rows: Architecture) -> None:
+    """Add rows to the table, under their names and aliases."""
+    for row in rows:
+        for name in (row.name, *row.aliases):
+            ARCHITECTURES.add(name, row)

@@ -1,26 +1,31 @@
-"""Llama 1 to 3.x and its near-twins: Mistral (sliding window), Qwen2 (qkv bias), Qwen3 (q/k norms)."""
+"""Llama 1 to 3.x, and what is built like it: the base that many other families differ from in a few fields."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
-from stoker.models.architecture import ARCHITECTURES, Architecture, Names
-from stoker.models.read import activation, head_size, rope
+from stoker.models.architecture import Architecture, Names, register
+from stoker.models.read import activation, defaults, head_size, positions, rope
+
+IGNORED = ("*.rotary_emb.inv_freq",)
 
 
+@defaults(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
 def llama_config(hf: dict[str, Any], *, architecture: str = "LlamaForCausalLM", **attention: Any) -> ModelConfig:
     """`attention` overrides fields of every layer's AttentionConfig."""
     norm = NormConfig(eps=hf.get("rms_norm_eps", 1e-6))
     size = head_size(hf)
-    settings = {
+    bias = bool(hf.get("attention_bias", False))
+    settings: dict[str, Any] = {
         "num_heads": hf["num_attention_heads"],
         "num_kv_heads": hf.get("num_key_value_heads") or hf["num_attention_heads"],
         "head_size": size,
-        "qkv_bias": bool(hf.get("attention_bias", False)),
-        "out_bias": bool(hf.get("attention_bias", False)),
-        "rope": rope(hf, dim=size),
+        "qkv_bias": bias,
+        "out_bias": bias,
     } | attention
+    if "rope" not in settings:
+        settings["rope"] = rope(hf, dim=size)
     bias = bool(hf.get("mlp_bias", False))
     mlp = MLPConfig(size=hf["intermediate_size"], activation=activation(hf), up_bias=bias, down_bias=bias)
     layer = LayerConfig(attention=AttentionConfig(**settings), mlp=mlp, norm=norm)
@@ -28,7 +33,7 @@ def llama_config(hf: dict[str, Any], *, architecture: str = "LlamaForCausalLM", 
         architecture=architecture,
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
-        max_positions=hf.get("max_position_embeddings", 2048),
+        max_positions=positions(hf, settings["rope"]),
         layers=(layer,) * hf["num_hidden_layers"],
         norm=norm,
         tie_head=bool(hf.get("tie_word_embeddings", False)),
@@ -37,7 +42,7 @@ def llama_config(hf: dict[str, Any], *, architecture: str = "LlamaForCausalLM", 
 
 def llama_names(config: ModelConfig) -> Names:
     attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
-    names: Names = {
+    return {
         "embed": "model.embed_tokens",
         "norm": "model.norm",
         "head": "lm_head",
@@ -50,46 +55,17 @@ def llama_names(config: ModelConfig) -> Names:
         "layers.{i}.mlp.up": (f"{mlp}.gate_proj", f"{mlp}.up_proj"),
         "layers.{i}.mlp.down": f"{mlp}.down_proj",
     }
-    return names
 
 
-def mistral_config(hf: dict[str, Any]) -> ModelConfig:
-    return llama_config(hf, architecture="MistralForCausalLM", window=hf.get("sliding_window"))
-
-
-def qwen2_config(hf: dict[str, Any]) -> ModelConfig:
-    config = llama_config(hf, architecture="Qwen2ForCausalLM", qkv_bias=True, out_bias=False)
-    return windowed(config, hf)
-
-
-def qwen3_config(hf: dict[str, Any]) -> ModelConfig:
-    norm = NormConfig(eps=hf.get("rms_norm_eps", 1e-6))
-    return windowed(llama_config(hf, architecture="Qwen3ForCausalLM", qk_norm=norm), hf)
-
-
-def windowed(config: ModelConfig, hf: dict[str, Any]) -> ModelConfig:
-    """Qwen's rule: with use_sliding_window, the layers from max_window_layers on are local (or as layer_types lists them)."""
-    import msgspec
-
-    if not hf.get("use_sliding_window"):
-        return config
-    first = hf.get("max_window_layers", config.num_layers)
-    kinds = hf.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(config.num_layers)]
-
-    def local(layer: LayerConfig) -> LayerConfig:
-        attention = msgspec.structs.replace(layer.attention, window=hf["sliding_window"])
-        return msgspec.structs.replace(layer, attention=attention)
-
-    pairs = zip(config.layers, kinds, strict=True)
-    layers = tuple(local(layer) if kind == "sliding_attention" else layer for layer, kind in pairs)
-    return msgspec.structs.replace(config, layers=layers)
-
-
-_IGNORED = ("*.rotary_emb.inv_freq",)
-for _name, _read in {
-    "LlamaForCausalLM": llama_config,
-    "MistralForCausalLM": mistral_config,
-    "Qwen2ForCausalLM": qwen2_config,
-    "Qwen3ForCausalLM": qwen3_config,
-}.items():
-    ARCHITECTURES.add(_name, Architecture(_name, _read, llama_names, ignored=_IGNORED))
+register(
+    Architecture(
+        "LlamaForCausalLM",
+        llama_config,
+        llama_names,
+        family="Llama 1, 2, 3.x, DeepSeek LLM, Yi, SmolLM2",
+        oracle="transformers",
+        model_types=("llama",),
+        aliases=("LLaMAForCausalLM",),
+        ignored=IGNORED,
+    )
+)

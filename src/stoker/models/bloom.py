@@ -1,0 +1,53 @@
+"""BLOOM: ALiBi, a norm on the embeddings, qkv fused head by head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
+from stoker.models.architecture import Architecture, Custom, Names, register
+from stoker.models.read import defaults, refuse
+from stoker.models.reshape import grouped_qkv
+
+
+@defaults(
+    also={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    vocab_size=250880, hidden_size=64, n_layer=2, n_head=8, layer_norm_epsilon=1e-5, seq_length=2048, tie_word_embeddings=True,
+)  # fmt: skip
+def bloom_config(hf: dict[str, Any]) -> ModelConfig:
+    refuse(hf, slow_but_exact=False)
+    hidden, heads = hf["hidden_size"], hf["n_head"]
+    norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
+    attention = AttentionConfig(num_heads=heads, num_kv_heads=heads, head_size=hidden // heads, qkv_bias=True, out_bias=True, alibi=True)
+    mlp = MLPConfig(size=4 * hidden, activation="gelu_tanh", gated=False, up_bias=True, down_bias=True)
+    layout = "add_norm" if hf.get("apply_residual_connection_post_layernorm") else "pre"
+    return ModelConfig(
+        architecture="BloomForCausalLM",
+        vocab_size=hf["vocab_size"],
+        hidden_size=hidden,
+        max_positions=hf["seq_length"],
+        layers=(LayerConfig(attention=attention, mlp=mlp, norm=norm, layout=layout),) * hf["n_layer"],
+        norm=norm,
+        tie_head=bool(hf["tie_word_embeddings"]),
+        embed_norm=norm,
+    )
+
+
+def bloom_names(config: ModelConfig) -> Names:
+    layer = "transformer.h.{i}"
+    return {
+        "embed": "transformer.word_embeddings",
+        "embed_norm": "transformer.word_embeddings_layernorm",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+        "layers.{i}.attention_norm": f"{layer}.input_layernorm",
+        "layers.{i}.mlp_norm": f"{layer}.post_attention_layernorm",
+        "layers.{i}.attention.qkv": Custom((f"{layer}.self_attention.query_key_value",), grouped_qkv),
+        "layers.{i}.attention.out": f"{layer}.self_attention.dense",
+        "layers.{i}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
+        "layers.{i}.mlp.down": f"{layer}.mlp.dense_4h_to_h",
+    }
+
+
+_BARE = ((r"^(h|word_embeddings|word_embeddings_layernorm|ln_f)\.", r"transformer.\1."),)
+register(Architecture("BloomForCausalLM", bloom_config, bloom_names, "BLOOM, BLOOMZ", "transformers", ("bloom",), renames=_BARE))

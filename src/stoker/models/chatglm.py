@@ -1,0 +1,126 @@
+"""ChatGLM 2, 3 and GLM-4: fused qkv with few groups, interleaved rotary on half of a head. As published, and as transformers has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, RopeConfig
+from stoker.models.architecture import Architecture, Custom, Names, register
+from stoker.models.glm import is_first
+from stoker.models.llama import IGNORED, llama_config, llama_names
+from stoker.models.read import defaults, head_size, revise, rope
+from stoker.models.reshape import grouped_qkv
+
+
+def is_second(hf: dict[str, Any]) -> bool:
+    """ChatGLM 2 interpolates positions by rope_ratio; ChatGLM 3 and GLM-4 multiply the base. Only names tell them apart."""
+    return "chatglm2" in (str(hf.get("chatglm_model_version", "")) or str(hf.get("_name_or_path", "")))
+
+
+@defaults(
+    num_layers=28, padded_vocab_size=65024, hidden_size=4096, ffn_hidden_size=13696, kv_channels=128, num_attention_heads=32,
+    seq_length=2048, layernorm_epsilon=1e-5, rmsnorm=True, apply_residual_connection_post_layernorm=False, post_layer_norm=True,
+    add_bias_linear=False, add_qkv_bias=False, multi_query_attention=False, multi_query_group_num=1, rope_ratio=1,
+)  # fmt: skip
+def chatglm_config(hf: dict[str, Any]) -> ModelConfig:
+    heads, size, bias = hf["num_attention_heads"], hf["kv_channels"], bool(hf["add_bias_linear"])
+    norm = NormConfig(kind="rms" if hf["rmsnorm"] else "layer", eps=hf["layernorm_epsilon"], bias=not hf["rmsnorm"])
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=hf["multi_query_group_num"] if hf["multi_query_attention"] else heads,
+        head_size=size,
+        qkv_bias=bias or bool(hf["add_qkv_bias"]),
+        out_bias=bias,
+        rope=half_rotary(hf, size // 2),
+    )
+    layer = LayerConfig(
+        attention=attention,
+        mlp=MLPConfig(size=hf["ffn_hidden_size"], up_bias=bias, down_bias=bias),
+        norm=norm,
+        layout="add_norm" if hf["apply_residual_connection_post_layernorm"] else "pre",
+    )
+    return ModelConfig(
+        architecture="ChatGLMModel",
+        vocab_size=hf["padded_vocab_size"],
+        hidden_size=hf["hidden_size"],
+        max_positions=hf["seq_length"],
+        layers=(layer,) * hf["num_layers"],
+        norm=norm if hf["post_layer_norm"] else None,
+        tie_head=bool(hf.get("tie_word_embeddings", False)),
+    )
+
+
+def half_rotary(hf: dict[str, Any], dim: int) -> RopeConfig:
+    ratio = float(hf["rope_ratio"])
+    if ratio != 1 and is_second(hf):
+        return RopeConfig(dim=dim, interleaved=True, scaling="linear", factor=ratio, original_max_positions=hf["seq_length"])
+    return RopeConfig(dim=dim, interleaved=True, theta=10000.0 * ratio)
+
+
+def chatglm_names(config: ModelConfig) -> Names:
+    layer = "transformer.encoder.layers.{i}"
+    attention = config.layers[0].attention
+    fused = f"{layer}.self_attention.query_key_value"
+    by_head = isinstance(attention, AttentionConfig) and attention.num_kv_heads == attention.num_heads
+    return {
+        "embed": "transformer.embedding.word_embeddings",
+        "norm": "transformer.encoder.final_layernorm",
+        "head": "transformer.output_layer",
+        "layers.{i}.attention_norm": f"{layer}.input_layernorm",
+        "layers.{i}.mlp_norm": f"{layer}.post_attention_layernorm",
+        "layers.{i}.attention.qkv": Custom((fused,), grouped_qkv) if by_head else fused,
+        "layers.{i}.attention.out": f"{layer}.self_attention.dense",
+        "layers.{i}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
+        "layers.{i}.mlp.down": f"{layer}.mlp.dense_4h_to_h",
+    }
+
+
+def version(hf: dict[str, Any]) -> tuple[str, ...]:
+    if hf.get("padded_vocab_size", 65024) > 100000:
+        return ("glm4", "glm_4_9b", "glm_4_9b_chat")
+    if hf.get("rope_ratio", 1) != 1:
+        return ("chatglm3_6b_32k", "chatglm2_6b_32k")
+    return ("chatglm3_6b", "chatglm3_6b_base", "chatglm2_6b", "chatglm3", "chatglm2")
+
+
+@defaults(
+    vocab_size=151552, intermediate_size=13696, num_hidden_layers=40, num_key_value_heads=2, head_dim=128,
+    max_position_embeddings=131072, rms_norm_eps=1.5625e-07, attention_bias=True,
+)  # fmt: skip
+def glm_config(hf: dict[str, Any], *, architecture: str = "GlmForCausalLM") -> ModelConfig:
+    turned = rope(hf, dim=head_size(hf), interleaved=True, partial=0.5)
+    return llama_config(hf, architecture=architecture, rope=turned, qkv_bias=bool(hf["attention_bias"]), out_bias=False)
+
+
+def glm4_config(hf: dict[str, Any]) -> ModelConfig:
+    return revise(glm_config(hf, architecture="Glm4ForCausalLM"), layer={"layout": "sandwich"})
+
+
+def glm_names(config: ModelConfig) -> Names:
+    return llama_names(config) | {"layers.{i}.mlp.up": "model.layers.{i}.mlp.gate_up_proj"}
+
+
+def glm4_names(config: ModelConfig) -> Names:
+    return glm_names(config) | {
+        "layers.{i}.attention_post_norm": "model.layers.{i}.post_self_attn_layernorm",
+        "layers.{i}.mlp_post_norm": "model.layers.{i}.post_mlp_layernorm",
+    }
+
+
+register(
+    Architecture(
+        "ChatGLMModel",
+        chatglm_config,
+        chatglm_names,
+        "ChatGLM 2, 3, GLM-4 (as published)",
+        "the weights re-laid as Glm of transformers",
+        ("chatglm",),
+        aliases=("ChatGLMForConditionalGeneration",),
+        variant=lambda hf: "ChatGLM1Model" if is_first(hf) else None,
+        ignored=("transformer.rotary_pos_emb.inv_freq",),
+        versions={"chatglm_model_version": version},
+        tensor_parallel="a divisor of the kv groups (2 in the published ones)",
+    ),
+    Architecture("GlmForCausalLM", glm_config, glm_names, "GLM-4", "transformers", ("glm",), ignored=IGNORED),
+    Architecture("Glm4ForCausalLM", glm4_config, glm4_names, "GLM-4-0414", "transformers", ("glm4",), ignored=IGNORED),
+)

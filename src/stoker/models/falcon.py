@@ -1,0 +1,78 @@
+"""Falcon: parallel blocks over a fused qkv, multi-query (7B) or grouped (40B, 180B, 11B); the RefinedWeb ones are sequential with ALiBi."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
+from stoker.models.architecture import Architecture, Custom, Names, register
+from stoker.models.read import activation, defaults, positions, refuse, rope
+from stoker.models.reshape import grouped_qkv
+
+
+@defaults(
+    also={"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+    vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, layer_norm_epsilon=1e-5, alibi=False,
+    new_decoder_architecture=False, multi_query=True, parallel_attn=True, bias=False, activation="gelu", tie_word_embeddings=True,
+)  # fmt: skip
+def falcon_config(hf: dict[str, Any]) -> ModelConfig:
+    refuse(hf, apply_residual_connection_post_layernorm=False)
+    hidden, heads, bias, grouped = hf["hidden_size"], hf["num_attention_heads"], bool(hf["bias"]), hf["new_decoder_architecture"]
+    size = hidden // heads
+    norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=(hf.get("num_kv_heads") or heads) if grouped else 1 if hf["multi_query"] else heads,
+        head_size=size,
+        qkv_bias=bias,
+        out_bias=bias,
+        rope=None if hf["alibi"] else rope(hf, dim=size),
+        alibi=bool(hf["alibi"]),
+        alibi_scale=size**-0.5 if hf["alibi"] else 1.0,
+    )
+    width = hf.get("ffn_hidden_size") or 4 * hidden
+    mlp = MLPConfig(size=width, activation=activation(hf, "activation"), gated=False, up_bias=bias, down_bias=bias)
+    parallel = grouped or hf["parallel_attn"]
+    norms = hf.get("num_ln_in_parallel_attn") or (2 if grouped else 1)
+    layer = LayerConfig(
+        attention=attention, mlp=mlp, norm=norm, layout="parallel" if parallel else "pre", parallel_norms=norms if parallel else 1
+    )
+    return ModelConfig(
+        architecture="FalconForCausalLM",
+        vocab_size=hf["vocab_size"],
+        hidden_size=hidden,
+        max_positions=positions(hf, attention.rope),
+        layers=(layer,) * hf["num_hidden_layers"],
+        norm=norm,
+        tie_head=bool(hf["tie_word_embeddings"]),
+    )
+
+
+def falcon_names(config: ModelConfig) -> Names:
+    layer = "transformer.h.{i}"
+    two = config.layers[0].parallel_norms == 2
+    return {
+        "embed": "transformer.word_embeddings",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+        "layers.{i}.attention_norm": f"{layer}.ln_attn" if two else f"{layer}.input_layernorm",
+        "layers.{i}.mlp_norm": f"{layer}.ln_mlp" if two else f"{layer}.post_attention_layernorm",
+        "layers.{i}.attention.qkv": Custom((f"{layer}.self_attention.query_key_value",), grouped_qkv),
+        "layers.{i}.attention.out": f"{layer}.self_attention.dense",
+        "layers.{i}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
+        "layers.{i}.mlp.down": f"{layer}.mlp.dense_4h_to_h",
+    }
+
+
+register(
+    Architecture(
+        "FalconForCausalLM",
+        falcon_config,
+        falcon_names,
+        "Falcon 7B, 40B, 180B, 11B, RW",
+        "transformers",
+        ("falcon",),
+        ignored=("*.rotary_emb.inv_freq",),
+        tensor_parallel="a divisor of the kv heads: 1 for the multi-query 7B",
+    )
+)

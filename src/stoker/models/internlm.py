@@ -1,0 +1,73 @@
+"""InternLM 1 (Llama with biases), 2 (q, k and v fused by group) and 3 (Llama)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.layers.config import ModelConfig
+from stoker.models.architecture import Architecture, Custom, Names, register
+from stoker.models.llama import IGNORED, llama_config, llama_names
+from stoker.models.read import defaults
+from stoker.models.reshape import grouped_qkv
+
+
+@defaults(vocab_size=103168, bias=True, max_position_embeddings=2048)
+def internlm_config(hf: dict[str, Any]) -> ModelConfig:
+    rotary = hf.get("rotary") or {}
+    scaling = {"type": "dynamic", "factor": rotary.get("scaling_factor", 1.0)} if rotary.get("type") == "dynamic" else None
+    hf = {"rope_theta": rotary.get("base", 10000), "rope_scaling": scaling} | hf
+    return llama_config(hf, architecture="InternLMForCausalLM", qkv_bias=bool(hf["bias"]), out_bias=bool(hf["bias"]))
+
+
+@defaults(vocab_size=103168, bias=True, max_position_embeddings=2048)
+def internlm2_config(hf: dict[str, Any]) -> ModelConfig:
+    return llama_config(hf, architecture="InternLM2ForCausalLM", qkv_bias=bool(hf["bias"]), out_bias=bool(hf["bias"]))
+
+
+def internlm2_names(config: ModelConfig) -> Names:
+    layer = "model.layers.{i}"
+    return {
+        "embed": "model.tok_embeddings",
+        "norm": "model.norm",
+        "head": "output",
+        "layers.{i}.attention_norm": f"{layer}.attention_norm",
+        "layers.{i}.mlp_norm": f"{layer}.ffn_norm",
+        "layers.{i}.attention.qkv": Custom((f"{layer}.attention.wqkv",), grouped_qkv),
+        "layers.{i}.attention.out": f"{layer}.attention.wo",
+        "layers.{i}.mlp.up": (f"{layer}.feed_forward.w1", f"{layer}.feed_forward.w3"),
+        "layers.{i}.mlp.down": f"{layer}.feed_forward.w2",
+    }
+
+
+@defaults(
+    vocab_size=128512, intermediate_size=10240, num_hidden_layers=48, num_key_value_heads=2, head_dim=128,
+    max_position_embeddings=32768, rms_norm_eps=1e-5,
+)  # fmt: skip
+def internlm3_config(hf: dict[str, Any]) -> ModelConfig:
+    """The published files say qkv_bias and bias, transformers' attention_bias and mlp_bias; `bias` is also the output's."""
+    bias = bool(hf.get("bias", hf.get("mlp_bias", False)))
+    qkv_bias = bool(hf.get("qkv_bias", hf.get("attention_bias", False)))
+    return llama_config(hf | {"mlp_bias": bias}, architecture="InternLM3ForCausalLM", qkv_bias=qkv_bias, out_bias=bias)
+
+
+register(
+    Architecture(
+        "InternLMForCausalLM",
+        internlm_config,
+        llama_names,
+        "InternLM 1",
+        "the weights as Llama of transformers with biases",
+        ("internlm",),
+        ignored=IGNORED,
+    ),
+    Architecture(
+        "InternLM2ForCausalLM",
+        internlm2_config,
+        internlm2_names,
+        "InternLM 2, 2.5",
+        "the weights re-laid as Llama of transformers",
+        ("internlm2",),
+        ignored=IGNORED,
+    ),
+    Architecture("InternLM3ForCausalLM", internlm3_config, llama_names, "InternLM 3", "transformers", ("internlm3",), ignored=IGNORED),
+)

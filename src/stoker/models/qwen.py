@@ -1,0 +1,61 @@
+"""Qwen 1: Llama in other words, with dynamic NTK rotary and queries that grow with log(position) past the trained length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stoker.layers.config import ModelConfig, RopeConfig
+from stoker.models.architecture import Architecture, Names, register
+from stoker.models.llama import llama_config
+from stoker.models.read import defaults, refuse
+
+
+@defaults(
+    vocab_size=151936, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=22016, kv_channels=128,
+    max_position_embeddings=8192, seq_length=8192, layer_norm_epsilon=1e-6, rotary_pct=1.0, rotary_emb_base=10000,
+    use_dynamic_ntk=True, use_logn_attn=True, no_bias=True, scale_attn_weights=True,
+)  # fmt: skip
+def qwen_config(hf: dict[str, Any]) -> ModelConfig:
+    refuse(hf, scale_attn_weights=True)
+    size, trained = hf["kv_channels"], hf["seq_length"]
+    rope = RopeConfig(dim=int(size * hf["rotary_pct"]), theta=float(hf["rotary_emb_base"]))
+    if hf["use_dynamic_ntk"]:
+        rope = msgspec.structs.replace(rope, scaling="qwen", original_max_positions=trained)
+    as_llama = hf | {"intermediate_size": hf["intermediate_size"] // 2, "rms_norm_eps": hf["layer_norm_epsilon"]}
+    return llama_config(
+        as_llama | {"head_dim": size, "mlp_bias": not hf["no_bias"]},
+        architecture="QWenLMHeadModel",
+        rope=rope,
+        qkv_bias=True,
+        out_bias=not hf["no_bias"],
+        logn_length=trained if hf["use_logn_attn"] else None,
+    )
+
+
+def qwen_names(config: ModelConfig) -> Names:
+    return {
+        "embed": "transformer.wte",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+        "layers.{i}.attention_norm": "transformer.h.{i}.ln_1",
+        "layers.{i}.mlp_norm": "transformer.h.{i}.ln_2",
+        "layers.{i}.attention.qkv": "transformer.h.{i}.attn.c_attn",
+        "layers.{i}.attention.out": "transformer.h.{i}.attn.c_proj",
+        "layers.{i}.mlp.up": ("transformer.h.{i}.mlp.w2", "transformer.h.{i}.mlp.w1"),
+        "layers.{i}.mlp.down": "transformer.h.{i}.mlp.c_proj",
+    }
+
+
+register(
+    Architecture(
+        "QWenLMHeadModel",
+        qwen_config,
+        qwen_names,
+        family="Qwen 1",
+        oracle="the weights re-laid as Qwen2 of transformers; a float64 forward past the trained length",
+        model_types=("qwen",),
+        ignored=("transformer.rotary_emb.inv_freq", "*.attn.rotary_emb.inv_freq"),
+    )
+)
