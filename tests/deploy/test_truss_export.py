@@ -136,7 +136,7 @@ async def test_predict_whole(model: Any) -> None:
 
 @pytest.mark.parametrize("method, route", [("chat_completions", "/v1/chat/completions"), ("completions", "/v1/completions")])
 async def test_openai_methods(model: Any, server: Server, method: str, route: str) -> None:
-    assert await getattr(model, method)({"stream": False}, None) == {"text": "whole"}
+    assert await getattr(model, method)({"stream": False}) == {"text": "whole"}
     assert server.asked[-1][0] == route
 
 
