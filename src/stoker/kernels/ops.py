@@ -6,6 +6,7 @@ file name and signature, which is the CPU path and the test oracle.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,12 @@ from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.types import AttentionParams, DrawParams
+from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion
 
 if TYPE_CHECKING:
     from stoker.layers.batch import ForwardBatch, KVCache
 
+_GPU: dict[ModuleType, ModuleType] = {}
 if torch.cuda.is_available():
     from stoker.kernels.triton import activation as activation_gpu
     from stoker.kernels.triton import attention as attention_gpu
@@ -35,43 +37,65 @@ if torch.cuda.is_available():
     from stoker.kernels.triton import norm as norm_gpu
     from stoker.kernels.triton import rope as rope_gpu
     from stoker.kernels.triton import sampling as sampling_gpu
-else:
-    activation_gpu, attention_gpu, embedding_gpu = activation_ref, attention_ref, embedding_ref
-    linear_gpu, norm_gpu, rope_gpu, sampling_gpu = linear_ref, norm_ref, rope_ref, sampling_ref
+
+    _GPU = {
+        activation_ref: activation_gpu,
+        attention_ref: attention_gpu,
+        embedding_ref: embedding_gpu,
+        linear_ref: linear_gpu,
+        norm_ref: norm_gpu,
+        rope_ref: rope_gpu,
+        sampling_ref: sampling_gpu,
+    }
 
 
-def _pick(x: Tensor, gpu: ModuleType, reference: ModuleType) -> ModuleType:
-    return gpu if x.is_cuda else reference
+def _pick(x: Tensor, reference: ModuleType) -> ModuleType:
+    return _GPU[reference] if x.is_cuda else reference
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
     """RMS norm (arXiv 1910.07467) or layer norm over the last axis; `kind` is rms or layer. Arithmetic in float32."""
-    return _pick(x, norm_gpu, norm_ref).norm(x, weight, bias, eps, kind)
+    return _pick(x, norm_ref).norm(x, weight, bias, eps, kind)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual). `residual` may be overwritten and returned."""
-    return _pick(x, norm_gpu, norm_ref).add_norm(x, residual, weight, bias, eps, kind)
+    return _pick(x, norm_ref).add_norm(x, residual, weight, bias, eps, kind)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """act(gate) × up for [..., 2 × size] holding gate then up. Returns [..., size]."""
-    return _pick(gate_up, activation_gpu, activation_ref).gated(gate_up, activation)
+    return _pick(gate_up, activation_ref).gated(gate_up, activation)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """act(x), elementwise."""
-    return _pick(x, activation_gpu, activation_ref).activate(x, activation)
+    return _pick(x, activation_ref).activate(x, activation)
+
+
+def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
+    """token_ids [T] int32, where -1 - r stands for last_ids[r]: a token that was sampled but not read back."""
+    return _pick(token_ids, embedding_ref).resolve(token_ids, last_ids)
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     """Rows of `table` [vocab, hidden] for int32 `token_ids` [T]."""
-    return _pick(table, embedding_gpu, embedding_ref).embedding(token_ids, table)
+    return _pick(table, embedding_ref).embedding(token_ids, table)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] × weight [N, K] transposed, + bias [N]. Returns [M, N]."""
-    return _pick(x, linear_gpu, linear_ref).linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    """x [M, K] × weight [N, K] transposed, + bias [N], and what `fusion` puts around it. Returns [M, N], or [M, N / 2] when gated."""
+    return _pick(x, linear_ref).linear(x, weight, bias, fusion)
+
+
+def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a linear without fused kernels does: the fusion's norm, `product`, then the gate and the residual."""
+    if fusion.norm_kind is not None:
+        x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
+    y = product(x)
+    if fusion.gate is not None:
+        y = gated(y, fusion.gate)
+    return y if fusion.residual is None else y + fusion.residual
 
 
 def rope_store(
@@ -83,7 +107,7 @@ def rope_store(
     cos_sin float32 [max_positions, dim] holds dim/2 cosines, then dim/2 sines; None: no rotation.
     slots int32 [T]: block × block_size + offset; -1 stores nowhere. A quantized cache stores round(x ÷ scale).
     """
-    return _pick(q, rope_gpu, rope_ref).rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+    return _pick(q, rope_ref).rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
@@ -92,7 +116,7 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
     Row r's queries are q[query_starts[r] : query_starts[r + 1]], the last of its seq_lens[r] tokens; its keys are found through
     block_tables[r]. Softmax in float32.
     """
-    return _pick(q, attention_gpu, attention_ref).attention(q, cache, batch, params)
+    return _pick(q, attention_ref).attention(q, cache, batch, params)
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
@@ -100,12 +124,12 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
 
     Greedy, or drawn after temperature, top-k, top-p and min-p, in that order.
     """
-    return _pick(logits, sampling_gpu, sampling_ref).sample(logits, params)
+    return _pick(logits, sampling_ref).sample(logits, params)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Natural-log probabilities in float32: of token_ids [L], and of the num_top best [L, num_top] with their int32 ids."""
-    return _pick(logits, sampling_gpu, sampling_ref).logprobs(logits, token_ids, num_top)
+    return _pick(logits, sampling_ref).logprobs(logits, token_ids, num_top)
 
 
 def latent_store(

@@ -30,3 +30,18 @@ class DrawParams:
     seeds: Tensor  # int64
     counters: Tensor  # int32, the position of the token to draw: a (seed, counter) pair makes one number
     all_greedy: bool  # known on the host: every temperature is 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What is computed around a linear's product: gate(norm(x) Wᵀ + bias) + residual. Each part is optional."""
+
+    norm_kind: str | None = None  # rms or layer, over x's last axis
+    norm_weight: Tensor | None = None  # [in_features]
+    norm_bias: Tensor | None = None
+    norm_eps: float = 0.0
+    gate: str | None = None  # the weight's first half makes gates, the second what they gate: act(gate) × up
+    residual: Tensor | None = None  # [T, out_features], dense; added last
+
+
+PLAIN = Fusion()

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.kernels import ops
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.types import PLAIN, AttentionParams
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import AttentionConfig, NormConfig
+from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.rope import step_table
@@ -67,10 +68,11 @@ class Attention:
                 specs |= {f"{key}.{part}": spec for part, spec in inner.items()}
         return specs
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """attention(norm(x)) + residual."""
         config = self.config
         size = self.head_size
-        qkv = self.qkv(x)
+        qkv = self.qkv(x, PLAIN if norm is None else norm.fusion)
         if config.clip_qkv is not None:
             qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
         q, k, v = qkv.split((self.num_heads * size, self.num_kv_heads * size, self.num_kv_heads * size), dim=-1)
@@ -86,7 +88,7 @@ class Attention:
         if config.logn_length is not None:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
         mixed = ops.attention(q, cache, batch, self.params)
-        return self.group.all_reduce(self.out(mixed))
+        return joined(self.out, mixed, self.group, residual)
 
 
 class HeadNorm:

@@ -39,6 +39,11 @@ class ForwardBatch:
     def num_rows(self) -> int:
         return self.seq_lens.shape[0]
 
+    @property
+    def is_decode(self) -> bool:
+        """Every row has one token, and each wants its logits."""
+        return self.num_decodes == self.num_rows
+
 
 @dataclass(slots=True)
 class KVCache:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from stoker.kernels import ops
+from stoker.kernels.types import PLAIN
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import AttentionConfig, LayerConfig, ModelConfig
 from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make_layer
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
+from stoker.quant.dense import DenseLinear
+from stoker.quant.format import LinearOp
 
 
 def declare(config: ModelConfig) -> dict[str, Spec]:
@@ -73,7 +74,7 @@ class Decoder:
         self.positions: Tensor | None = weights.get("positions")
         self.block_positions: Tensor | None = weights.get("block_positions")
         self.project_in, self.project_out = weights.get("project_in"), weights.get("project_out")
-        self.head: Callable[[Tensor], Tensor] = weights.get("head") or (lambda x: ops.linear(x, self.embed))
+        self.head: LinearOp = weights.get("head") or DenseLinear(self.embed, None)
         self.embed_norm = (
             Norm(config.embed_norm, loader, "embed_norm", config.embed_size or config.hidden_size) if config.embed_norm else None
         )
@@ -84,16 +85,11 @@ class Decoder:
     def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """Logits [L, vocab] of the tokens that `batch.logits_idx` names (None: the last of each row), in the model's dtype."""
         x = self._embed(batch)
-        residual: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, batch, cache)
+            x = layer(x, batch, cache)
         wanted = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
-        x = x.index_select(0, wanted)
-        if residual is not None:
-            residual = residual.index_select(0, wanted)
-            x = self.norm.add(x, residual)[0] if self.norm is not None else x + residual
-        elif self.norm is not None:
-            x = self.norm(x)
+        if not batch.is_decode:  # else each token is a row's last, in order
+            x = x.index_select(0, wanted)
         return self._logits(x)
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
@@ -113,9 +109,8 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         config = self.config
-        if self.project_out is not None:
-            x = self.project_out(x)
-        logits = self.head(x)
+        fusion = PLAIN if self.norm is None else self.norm.fusion
+        logits = self.head(x, fusion) if self.project_out is None else self.head(self.project_out(x, fusion), PLAIN)
         if config.logit_scale != 1.0:
             logits = logits * config.logit_scale
         if config.logit_softcap is not None:

@@ -21,9 +21,6 @@ from stoker.layers.rope import rope_table
 MIXERS: dict[type, Any] = {AttentionConfig: Attention, MLAConfig: MLA}
 FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 
-# What a layer returns: its last block's output, and the stream it is still to be added to (None: it was added).
-Stream = tuple[Tensor, Tensor | None]
-
 
 class RopeTables:
     """Layers with equal rotary settings share one table."""
@@ -42,7 +39,7 @@ class RopeTables:
 
 
 class Layer:
-    """Base of the layouts. The residual travels beside the activations, so that an add is fused with the norm that follows it."""
+    """Base of the layouts. Blocks take the norm before them and the residual after them, and fuse both into their linears."""
 
     def __init__(self, config: LayerConfig, loader: Loader, name: str, hidden: int, tables: RopeTables) -> None:
         attention, mlp = config.attention, config.mlp
@@ -63,11 +60,9 @@ class Layer:
         """The names of the layer's norms."""
         raise TypeError("a layout names its norms")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cache: KVCache) -> Stream:
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """The stream [T, hidden] after this layer."""
         raise TypeError("a layout runs its blocks")
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 class PreNorm(Layer):
@@ -77,11 +72,13 @@ class PreNorm(Layer):
     def norms(config: LayerConfig) -> tuple[str, ...]:
         return ("attention_norm", "mlp_norm")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cache: KVCache) -> Stream:
-        x, residual = (self.attention_norm(x), x) if residual is None else self.attention_norm.add(x, residual)
-        x = self._scaled(self.attention(x, batch, cache))
-        x, residual = self.mlp_norm.add(x, residual)
-        return self._scaled(self.mlp(x)), residual
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        scale = self.residual_scale
+        if scale == 1.0:
+            x = self.attention(x, batch, cache, self.attention_norm, x)
+            return self.mlp(x, self.mlp_norm, x)
+        x = x + self.attention(x, batch, cache, self.attention_norm) * scale
+        return x + self.mlp(x, self.mlp_norm) * scale
 
 
 class Sandwich(Layer):
@@ -91,11 +88,9 @@ class Sandwich(Layer):
     def norms(config: LayerConfig) -> tuple[str, ...]:
         return ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cache: KVCache) -> Stream:
-        x, residual = (self.attention_norm(x), x) if residual is None else self.attention_norm.add(x, residual)
-        x = self.attention_post_norm(self.attention(x, batch, cache))
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp_post_norm(self.mlp(x)), residual
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        x = x + self.attention_post_norm(self.attention(x, batch, cache, self.attention_norm))
+        return x + self.mlp_post_norm(self.mlp(x, self.mlp_norm))
 
 
 class PostNorm(Layer):
@@ -105,9 +100,9 @@ class PostNorm(Layer):
     def norms(config: LayerConfig) -> tuple[str, ...]:
         return ("attention_post_norm", "mlp_post_norm")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cache: KVCache) -> Stream:
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         x = x + self.attention_post_norm(self.attention(x, batch, cache))
-        return x + self.mlp_post_norm(self.mlp(x)), None
+        return x + self.mlp_post_norm(self.mlp(x))
 
 
 class AddNorm(Layer):
@@ -117,11 +112,11 @@ class AddNorm(Layer):
     def norms(config: LayerConfig) -> tuple[str, ...]:
         return ("attention_norm", "mlp_norm")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cache: KVCache) -> Stream:
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         x = self.attention_norm(x)
-        x = x * self.skip_scale + self.attention(x, batch, cache)
+        x = self.attention(x, batch, cache, residual=x * self.skip_scale)
         x = self.mlp_norm(x)
-        return x * self.skip_scale + self.mlp(x), None
+        return self.mlp(x, residual=x * self.skip_scale)
 
 
 class NormLast(Layer):
@@ -131,10 +126,9 @@ class NormLast(Layer):
     def norms(config: LayerConfig) -> tuple[str, ...]:
         return ("attention_norm", "mlp_norm")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cache: KVCache) -> Stream:
-        x, _ = self.attention_norm.add(self.attention(x, batch, cache), x)
-        x, _ = self.mlp_norm.add(self.mlp(x), x)
-        return x, None
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        x = self.attention_norm(self.attention(x, batch, cache, residual=x))
+        return self.mlp_norm(self.mlp(x, residual=x))
 
 
 class Parallel(Layer):
@@ -144,11 +138,12 @@ class Parallel(Layer):
     def norms(config: LayerConfig) -> tuple[str, ...]:
         return ("attention_norm", "mlp_norm")[: config.parallel_norms]
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, cache: KVCache) -> Stream:
-        normed, residual = (self.attention_norm(x), x) if residual is None else self.attention_norm.add(x, residual)
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         mlp_norm = getattr(self, "mlp_norm", None)
-        mlp_input = normed if mlp_norm is None else mlp_norm(residual)
-        return self.attention(normed, batch, cache) + self.mlp(mlp_input), residual
+        if mlp_norm is not None:
+            return self.mlp(x, mlp_norm, self.attention(x, batch, cache, self.attention_norm, x))
+        normed = self.attention_norm(x)
+        return self.mlp(normed, None, self.attention(normed, batch, cache, residual=x))
 
 
 LAYOUTS: dict[str, type[Layer]] = {

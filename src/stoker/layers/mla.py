@@ -12,6 +12,7 @@ from stoker.kernels import ops
 from stoker.kernels.types import AttentionParams
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import MLAConfig
+from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
@@ -61,8 +62,10 @@ class MLA:
                 specs |= {f"{key}.{part}": spec for part, spec in Norm.specs(config.norm, f"{name}.{key}", size).items()}
         return specs
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """attention(norm(x)) + residual."""
         config = self.config
+        x = x if norm is None else norm(x)
         *q_latent, latent, k_rope = self.down(x).split([part for part in (config.q_rank, config.kv_rank, config.rope_size) if part], dim=-1)
         q = self.q(x if self.q_norm is None else self.q_norm(q_latent[0]))
         q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split((config.nope_size, config.rope_size), dim=-1)
@@ -72,4 +75,4 @@ class MLA:
         # q · (k_up × latent) = (q × k_up) · latent: keys are never unfolded.
         absorbed = torch.einsum("thn,hnr->thr", q_nope, self.k_up)
         mixed = ops.latent_attention(torch.cat((absorbed, q_rope), dim=-1), cache, batch, self.params, config.kv_rank)
-        return self.group.all_reduce(self.out(torch.einsum("thr,hvr->thv", mixed, self.v_up).flatten(1)))
+        return joined(self.out, torch.einsum("thr,hvr->thv", mixed, self.v_up).flatten(1), self.group, residual)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.kernels import ops
+from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.config import MLPConfig
+from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
+from stoker.layers.norm import Norm
 from stoker.layers.specs import LinearSpec, Spec
 
 
@@ -19,6 +22,7 @@ class MLP:
         self.down = weights["down"]
         self.activation = config.activation
         self.gated = config.gated
+        self._gate = Fusion(gate=config.activation)
         self.group = loader.group
 
     @staticmethod
@@ -30,11 +34,15 @@ class MLP:
 
     all_specs = specs
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.partial(x))
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """mlp(norm(x)) + residual."""
+        return joined(self.down, self._inner(x, norm), self.group, residual)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's summand of the output."""
-        wide = self.up(x)
-        inner = ops.gated(wide, self.activation) if self.gated else ops.activate(wide, self.activation)
-        return self.down(inner)
+        return self.down(self._inner(x, None))
+
+    def _inner(self, x: Tensor, norm: Norm | None) -> Tensor:
+        if self.gated:
+            return self.up(x, self._gate if norm is None else norm.gate(self.activation))
+        return ops.activate(self.up(x, PLAIN if norm is None else norm.fusion), self.activation)

@@ -10,6 +10,7 @@ from stoker.kernels.routing import RoutingParams
 from stoker.layers.config import MoEConfig
 from stoker.layers.loader import Loader
 from stoker.layers.mlp import MLP
+from stoker.layers.norm import Norm
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 
 
@@ -63,13 +64,16 @@ class MoE:
             specs |= {f"shared.{key}": spec for key, spec in MLP.specs(config.shared, f"{name}.shared", hidden).items()}
         return specs
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """moe(norm(x)) + residual."""
+        x = x if norm is None else norm(x)
         routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
         out = self.down.down(self._activate(self.up.up(x, routing)), routing)
         if self.shared is not None:
             shared = self.shared.partial(x)
             out = out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
-        return self.group.all_reduce(out)
+        out = self.group.all_reduce(out)
+        return out if residual is None else out + residual
 
     def _activate(self, wide: Tensor) -> Tensor:
         config = self.config

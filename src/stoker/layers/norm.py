@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.kernels import ops
+from stoker.kernels.types import Fusion
 from stoker.layers.config import NormConfig
 from stoker.layers.loader import Loader
 from stoker.layers.specs import Spec, TensorSpec
@@ -19,6 +20,8 @@ class Norm:
         self.bias: Tensor | None = weights.get("bias")
         self.eps = config.eps
         self.kind = config.kind
+        self.fusion = self._fusion(None)  # for a linear that reads normed input
+        self._gates: dict[str, Fusion] = {}
 
     @staticmethod
     def specs(config: NormConfig, name: str, size: int) -> dict[str, Spec]:
@@ -29,6 +32,11 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         return ops.norm(x, self.weight, self.bias, self.eps, self.kind)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
-        return ops.add_norm(x, residual, self.weight, self.bias, self.eps, self.kind)
+    def gate(self, activation: str) -> Fusion:
+        """For a gated linear that reads normed input."""
+        if activation not in self._gates:
+            self._gates[activation] = self._fusion(activation)
+        return self._gates[activation]
+
+    def _fusion(self, gate: str | None) -> Fusion:
+        return Fusion(self.kind, self.weight, self.bias, self.eps, gate)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing
+from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 
@@ -35,8 +36,8 @@ class DenseLinear:
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, fusion)
 
 
 class DenseExperts:

@@ -15,13 +15,17 @@ from torch import Tensor
 
 from stoker.base.registry import Registry
 from stoker.kernels.routing import Routing
+from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 
 
 class LinearOp(Protocol):
-    """A linear ready to run: x [T, in_features] → [T, out_features], in x's dtype."""
+    """A linear ready to run: x [T, in_features] → [T, out_features], in x's dtype.
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    `fusion` asks for a norm before the product, and a gate and a residual after it; `ops.around` serves formats without fused kernels.
+    """
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor: ...
 
 
 class ExpertsOp(Protocol):

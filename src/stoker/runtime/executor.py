@@ -190,7 +190,7 @@ class Executor:
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """A step raised: its sequences end with an error; the others go on."""
         log.error("a step of %d rows failed: %r", len(plan), error, exc_info=error)
-        if self._in_flight:  # plans are committed in order: finish the older ones first
+        while self._in_flight:  # plans are committed in order: finish the older ones first
             self._commit()
         for seq in self.scheduler.fail(plan):
             self._finish(seq, ErrorInfo("step_failed", f"the step failed: {error}"))

@@ -91,7 +91,18 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
         chunked_prefill=config.chunked_prefill,
         prefix_reuse=config.prefix_reuse,
     )
-    runner = ModelRunner(model, caches, num_rows=capacity.max_num_sequences, max_seq_len=max_seq_len, block_size=size, device=device)
+    runner = ModelRunner(
+        model,
+        caches,
+        num_rows=capacity.max_num_sequences,
+        max_batch_size=capacity.max_batch_size,
+        max_num_tokens=capacity.max_num_tokens,
+        max_seq_len=max_seq_len,
+        block_size=size,
+        device=device,
+        use_graphs=config.cuda_graphs,
+    )
+    runner.warm_up()
     info = ExecutorInfo(
         limits=limits,
         max_seq_len=max_seq_len,

@@ -55,6 +55,7 @@ class ZmqExecutorClient(StreamingClient):
         self._loop.add_reader(self._monitor.FD, self._watch)
         self._timer = self._loop.call_later(heartbeat_s, self._beat)
         super().__init__(None, name)  # type: ignore[arg-type]  # connect() waits for the info before anyone sees the client
+        self._watch()  # a pipe signals its first event only to a reader that once found it empty
 
     @classmethod
     async def connect(

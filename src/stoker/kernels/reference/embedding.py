@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
+    return torch.where(token_ids < 0, last_ids[(-1 - token_ids).clamp(min=0)], token_ids)
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:

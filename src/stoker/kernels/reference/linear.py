@@ -1,10 +1,31 @@
-"""Dense linear in plain torch."""
+"""Dense linear in plain torch, with what surrounds it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.reference.activation import gated
+from stoker.kernels.reference.norm import norm
+from stoker.kernels.types import PLAIN, Fusion
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    if fusion.residual is not None and bias is None and fusion.gate is None:
+        return torch.addmm(fusion.residual, _normed(x, fusion), weight.t())
+    return around(x, fusion, lambda rows: F.linear(rows, weight, bias))
+
+
+def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """`product` of x with the fusion's norm before it, and its gate and residual after it."""
+    y = product(_normed(x, fusion))
+    if fusion.gate is not None:
+        y = gated(y, fusion.gate)
+    return y if fusion.residual is None else y + fusion.residual
+
+
+def _normed(x: Tensor, fusion: Fusion) -> Tensor:
+    return x if fusion.norm_kind is None else norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-    wide = x.float()
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight = None if weight is None else weight.to(wide)
     if kind == "rms":
-        out = F.rms_norm(wide, x.shape[-1:], None if weight is None else weight.float(), eps)
-    else:
-        out = F.layer_norm(wide, x.shape[-1:], None if weight is None else weight.float(), None if bias is None else bias.float(), eps)
-    return out.to(x.dtype)
+        return F.rms_norm(x.to(wide), x.shape[-1:], weight, eps).to(x.dtype)
+    return F.layer_norm(x.to(wide), x.shape[-1:], weight, None if bias is None else bias.to(wide), eps).to(x.dtype)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, combine_part, first_key, load_part, store_part
+from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, first_key, load_part, load_splits, store_part
 
 
 @triton.jit
@@ -166,12 +166,14 @@ def attention_kernel(
                 rest_head = group_start + rest % TILE_HEADS
                 keep = (rest_token < num_queries) & (rest < TILE_ROWS) & (rest_head < GROUP)
                 place_all = (unit.to(tl.int64) * splits + part) * TILE_ROWS + rest[None, :]
-                lse = tl.load(partial_lse + place_all, mask=known & keep[None, :], other=LOWEST)
+                written = known & keep[None, :]
+                # All loads first: the parts arrive while their shares are computed.
+                parts1 = load_splits(partial + place_all * VALUE_SIZE, written, 0, VALUE_PART1, VALUE_SIZE)
+                lse = tl.load(partial_lse + place_all, mask=written, other=LOWEST)
                 share = tl.exp2(lse - tl.max(lse, 0)[None, :])
-                share = share / tl.sum(share, 0)[None, :]
-                row_out = ((first_token + rest_token).to(tl.int64) * NUM_HEADS + kv_head * GROUP + rest_head) * VALUE_SIZE
-                combine_part(partial + place_all * VALUE_SIZE, out + row_out, share, known, keep, 0, VALUE_PART1, VALUE_SIZE)
+                share = (share / tl.sum(share, 0)[None, :])[:, :, None]
+                rest_rows = out + ((first_token + rest_token).to(tl.int64) * NUM_HEADS + kv_head * GROUP + rest_head) * VALUE_SIZE
+                store_part(rest_rows, tl.sum(parts1 * share, 0), 0, VALUE_PART1, VALUE_SIZE, keep)
                 if VALUE_PART2 > 0:
-                    combine_part(
-                        partial + place_all * VALUE_SIZE, out + row_out, share, known, keep, VALUE_PART1, VALUE_PART2, VALUE_SIZE
-                    )  # fmt: skip
+                    parts2 = load_splits(partial + place_all * VALUE_SIZE, written, VALUE_PART1, VALUE_PART2, VALUE_SIZE)
+                    store_part(rest_rows, tl.sum(parts2 * share, 0), VALUE_PART1, VALUE_PART2, VALUE_SIZE, keep)

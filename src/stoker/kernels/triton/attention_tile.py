@@ -151,9 +151,7 @@ def store_part(rows, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit
-def combine_part(partial, out_rows, weights, known, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Σ over splits of weights [splits, rows] × partial, one part of the features. `partial` [splits, rows] are pointers."""
+def load_splits(partial, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """One part of the features of every split of some rows, [splits, rows, WIDTH]. `partial` [splits, rows] are pointers."""
     cols = FIRST + tl.arange(0, WIDTH)[None, None, :]
-    read = (known & inside[None, :])[:, :, None] & (cols < SIZE)
-    mixed = tl.sum(tl.load(partial[:, :, None] + cols, mask=read, other=0.0) * weights[:, :, None], axis=0)
-    store_part(out_rows, mixed, FIRST, WIDTH, SIZE, inside)
+    return tl.load(partial[:, :, None] + cols, mask=inside[:, :, None] & (cols < SIZE), other=0.0)

@@ -10,9 +10,10 @@ from stoker.runtime.sampling.feature import Feature
 
 
 class BadWords(Feature):
-    """Bans the last token of each listed sequence whenever the ones before it were just generated."""
+    """Bans the last token of each listed sequence whenever the ones before it were just generated.
 
-    needs_tokens = True
+    It reads tokens on the host: the scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
+    """
 
     def wants(self, params: SamplingParams) -> bool:
         return bool(params.bad_words)

@@ -16,8 +16,6 @@ class Feature(ABC):
     State is kept by seq_id, so that preemption and a change of row need no care.
     """
 
-    needs_tokens = False  # `apply` reads tokens on the host: such a sequence's steps are never overlapped
-
     @abstractmethod
     def wants(self, params: SamplingParams) -> bool:
         """Whether a sequence with these parameters needs this feature."""

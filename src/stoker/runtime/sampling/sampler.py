@@ -33,30 +33,34 @@ class DrawTable:
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.device = device
         self._owners = [-1] * num_rows
-        self.temperature = np.zeros(num_rows, dtype=np.float32)
-        self.top_k = np.zeros(num_rows, dtype=np.int32)
-        self.top_p = np.ones(num_rows, dtype=np.float32)
-        self.min_p = np.zeros(num_rows, dtype=np.float32)
-        self.seeds = np.zeros(num_rows, dtype=np.int64)
+        places = num_rows + 1  # padding reads the last one, which stays greedy
+        self.temperature = np.zeros(places, dtype=np.float32)
+        self.top_k = np.zeros(places, dtype=np.int32)
+        self.top_p = np.ones(places, dtype=np.float32)
+        self.min_p = np.zeros(places, dtype=np.float32)
+        self.seeds = np.zeros(places, dtype=np.int64)
         self._random_rows: set[int] = set()
-        self._device: dict[str, Tensor] = {}
-        self._stale = True
+        self._device = {name: torch.from_numpy(getattr(self, name)).to(device, copy=True) for name in self.NAMES}
 
     NAMES = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
     def update(self, sequences: list[Sequence]) -> None:
         """Write the parameters of rows that changed hands."""
+        stale = False
         for seq in sequences:
             if self._owners[seq.row] != seq.seq_id:
                 self._write(seq)
+                stale = stale or not seq.params.greedy
+        if stale:
+            for name in self.NAMES:  # in place: captured graphs read these tensors
+                self._device[name].copy_(torch.from_numpy(getattr(self, name)))
 
     def _write(self, seq: Sequence) -> None:
         row, params = seq.row, seq.params
         self._owners[row] = seq.seq_id
-        self._stale = True
+        self.temperature[row] = 0.0
         if params.greedy:
             self._random_rows.discard(row)
-            self.temperature[row] = 0.0
             return
         self._random_rows.add(row)
         self.temperature[row] = params.temperature
@@ -65,17 +69,13 @@ class DrawTable:
         self.min_p[row] = params.min_p
         self.seeds[row] = seq.seed
 
-    def gather(self, rows: Tensor, counters: Tensor, sequences: list[Sequence]) -> DrawParams:
-        """The parameters of the rows that sample now."""
-        all_greedy = not self._random_rows or all(seq.params.greedy for seq in sequences)
-        picked = {name: tensor.index_select(0, rows) for name, tensor in self._tensors().items()}
-        return DrawParams(**picked, counters=counters, all_greedy=all_greedy)
+    def all_greedy(self, sequences: list[Sequence]) -> bool:
+        return not self._random_rows or all(seq.params.greedy for seq in sequences)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        if self._stale:
-            self._device = {name: torch.from_numpy(getattr(self, name).copy()).to(self.device) for name in self.NAMES}
-            self._stale = False
-        return self._device
+    def gather(self, rows: Tensor, counters: Tensor, all_greedy: bool) -> DrawParams:
+        """The parameters of the rows that sample now."""
+        picked = dict(self._device) if all_greedy else {name: tensor.index_select(0, rows) for name, tensor in self._device.items()}
+        return DrawParams(**picked, counters=counters, all_greedy=all_greedy)
 
 
 class Sampler:
@@ -99,20 +99,19 @@ class Sampler:
         for feature in self._users.pop(seq_id, ()):
             feature.remove(seq_id)
 
-    def needs_tokens(self, seq: Sequence) -> bool:
-        """Whether the host must know all of the sequence's tokens before its next step."""
-        return any(feature.needs_tokens for feature in self._users.get(seq.seq_id, ()))
+    def is_plain(self, sequences: list[Sequence]) -> bool:
+        """Whether nothing but the draw parameters is asked for, so that a captured step serves."""
+        return not any(s.seq_id in self._users or s.params.logprobs is not None or s.params.prompt_logprobs is not None for s in sequences)
 
     def sample(self, logits: Tensor, rows: Tensor, counters: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Logprobs | None]:
         """Token ids int32 [L] of logits [L, V]; -1 where the logits are not numbers. Log-probabilities are of the unchanged logits."""
-        self.table.update(sequences)
         plain = logits
         users = self._step_users(sequences)
         if users:
             logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
             for feature, pairs in users.items():
                 feature.apply(logits, pairs)
-        token_ids = ops.sample(logits, self.table.gather(rows, counters, sequences))
+        token_ids = ops.sample(logits, self.table.gather(rows, counters, self.table.all_greedy(sequences)))
         for feature, pairs in users.items():
             feature.observe(token_ids, pairs)
         wanted = [seq.params.logprobs for seq in sequences if seq.params.logprobs is not None]

@@ -12,6 +12,17 @@ from stoker.layers.batch import ForwardBatch
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.plan import StepPlan
 
+_RING = 4  # pinned buffers in turn; at most two steps are in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The padded size of a step: real tokens and rows come first, the rest does nothing."""
+
+    tokens: int
+    rows: int
+    is_decode: bool  # every row has exactly one query
+
 
 @dataclass(slots=True)
 class StepInputs:
@@ -19,33 +30,30 @@ class StepInputs:
 
     batch: ForwardBatch
     sampled: list[Sequence]  # rows that get a token, in the order of the logits
-    rows: Tensor  # int32 [len(sampled)]: their indices in the device buffers
-    counters: Tensor  # int32 [len(sampled)]: positions of the tokens to draw
-    pending: bool  # some token ids are still on the device only
+    rows: Tensor  # int32: their indices in the device buffers; padding has the index past the last
+    counters: Tensor  # int32: positions of the tokens to draw
+    num_extra: int  # logits of prompt tokens that follow the sampled ones
 
 
 class BlockTables:
     """The block tables of all rows on the host; kept in step with sequences as they grow."""
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
-        self.table = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self.table = np.zeros((num_rows + 1, max_blocks), dtype=np.int32)
         self._lengths = [0] * num_rows
-        self._owners: list[int] = [-1] * num_rows
+        self._owners = [(-1, 0)] * num_rows
 
     def update(self, seq: Sequence) -> None:
-        """Copy the blocks that `seq` gained since the last step."""
+        """Copy the blocks that `seq` gained since the last step. A preempted sequence comes back with other blocks."""
         row, blocks = seq.row, seq.blocks
+        owner = (seq.seq_id, seq.num_preemptions)
         known = self._lengths[row]
-        if self._owners[row] != seq.seq_id or known > len(blocks):
+        if self._owners[row] != owner:
             known = 0
-            self._owners[row] = seq.seq_id
+            self._owners[row] = owner
         if known < len(blocks):
             self.table[row, known : len(blocks)] = blocks[known:]
             self._lengths[row] = len(blocks)
-
-    def forget(self, row: int) -> None:
-        """The row's sequence lost its blocks."""
-        self._owners[row] = -1
 
 
 class InputBuilder:
@@ -53,89 +61,141 @@ class InputBuilder:
 
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self.tables = BlockTables(num_rows, max_blocks)
+        self.num_rows = num_rows
         self.block_size = block_size
         self.device = device
-        self.max_blocks = max_blocks
-        self.pinned = device.type == "cuda"
+        self._ring: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * _RING
+        self._turn = 0
 
-    def build(self, plan: StepPlan) -> StepInputs:
-        sequences, num_new = plan.sequences, plan.num_new
-        num_rows, num_tokens, num_decodes = len(sequences), plan.num_tokens, plan.num_decodes
+    def build(self, plan: StepPlan, shape: Shape | None = None, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
+        """The inputs of `plan`. For a captured graph: padded to `shape`, and copied into its buffers.
+
+        `static` int32 holds everything but the block tables at offsets that depend on `shape` alone; `tables` is [rows, max_blocks].
+        """
+        sequences = plan.sequences
+        num_rows, num_tokens = len(sequences), plan.num_tokens
+        shape = shape or Shape(num_tokens, num_rows, plan.num_decodes == num_rows)
+        update = self.tables.update
         for seq in sequences:
-            self.tables.update(seq)
-        rows = np.fromiter((seq.row for seq in sequences), np.int32, num_rows)
-        starts = np.fromiter(plan.starts, np.int32, num_rows)
-        counts = np.fromiter(num_new, np.int32, num_rows)
+            update(seq)
+        rows = np.fromiter([seq.row for seq in sequences], np.int32, num_rows)
+        starts = np.array(plan.starts, dtype=np.int32)
+        counts = np.array(plan.num_new, dtype=np.int32)
         seq_lens = starts + counts
-        longest = int(seq_lens.max())
-        width = -(-longest // self.block_size)
-        sampled = [i for i in range(num_rows) if plan.samples[i]]
+        width = -(-int(seq_lens.max()) // self.block_size)
+        sampled = list(range(num_rows)) if all(plan.samples) else [i for i in range(num_rows) if plan.samples[i]]
         extra = _prompt_logit_tokens(plan)
-        num_logits = len(sampled) + len(extra)
-
-        sizes = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows, num_rows * width, num_logits, len(sampled), len(sampled))
-        packed = np.empty(sum(sizes), dtype=np.int32)
-        token_ids, positions, slots, query_starts, lens, tables, logits_idx, sampled_rows, counters = _cut(packed, sizes)
+        # A graph gives every row logits, so that their number depends on the shape alone.
+        num_logits = shape.rows if static is not None else len(sampled) + len(extra)
+        num_sampled = shape.rows if static is not None else len(sampled)
+        sizes = (
+            shape.tokens,
+            shape.tokens,
+            shape.tokens,
+            shape.rows + 1,
+            shape.rows,
+            num_logits,
+            num_sampled,
+            num_sampled,
+            shape.rows * width,
+        )
+        host, packed = self._buffer(sum(sizes))
+        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables = _cut(packed, sizes)
 
         query_starts[0] = 0
-        np.cumsum(counts, out=query_starts[1:])
-        lens[:] = seq_lens
-        tables = tables.reshape(num_rows, width)
-        np.take(self.tables.table[:, :width], rows, axis=0, out=tables)
-        pending = _fill_tokens(plan, token_ids)
-        positions[:num_decodes] = starts[:num_decodes]
-        if num_decodes < num_rows:
-            np.subtract(np.arange(num_tokens, dtype=np.int32), np.repeat(query_starts[:-1] - starts, counts), out=positions)
-        owner = np.repeat(np.arange(num_rows), counts) if num_decodes < num_rows else np.arange(num_rows)
-        slots[:] = tables[owner, positions // self.block_size] * self.block_size + positions % self.block_size
-        picked = np.asarray(sampled, dtype=np.int32)
-        logits_idx[: len(sampled)] = query_starts[1:][picked] - 1
-        logits_idx[len(sampled) :] = extra
-        sampled_rows[:] = rows[picked]
-        counters[:] = seq_lens[picked]
+        np.cumsum(counts, out=query_starts[1 : num_rows + 1])
+        query_starts[num_rows + 1 :] = num_tokens
+        lens[:num_rows] = seq_lens
+        lens[num_rows:] = 0
+        block_tables = flat_tables.reshape(shape.rows, width)
+        np.take(self.tables.table[:, :width], rows, axis=0, out=block_tables[:num_rows])
+        block_tables[num_rows:] = 0
+        _fill_tokens(plan, ids)
+        self._fill_places(plan, starts, counts, query_starts, block_tables, positions, slots)
+        for padded in (ids, positions):
+            padded[num_tokens:] = 0
+        slots[num_tokens:] = -1
+        self._fill_sampled(sampled, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters)
 
-        views = _cut(self._send(packed), sizes)
+        views = self._views(host, sizes, static, tables, width)
         batch = ForwardBatch(
             token_ids=views[0],
             positions=views[1],
             slots=views[2],
             query_starts=views[3],
             seq_lens=views[4],
-            block_tables=views[5].view(num_rows, width),
-            num_decodes=num_decodes,
+            block_tables=views[8].view(shape.rows, -1),
+            num_decodes=shape.rows if shape.is_decode else plan.num_decodes if static is None else 0,
             max_query_len=int(counts.max()),
-            max_seq_len=longest,
-            logits_idx=views[6],
+            max_seq_len=int(seq_lens.max()),
+            logits_idx=views[5],
         )
-        return StepInputs(batch, [sequences[i] for i in sampled], views[7], views[8], pending)
+        return StepInputs(batch, [sequences[i] for i in sampled], views[6], views[7], len(extra))
 
-    def _send(self, packed: np.ndarray) -> Tensor:
-        host = torch.from_numpy(packed)
-        if not self.pinned:
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+    def _buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
+        if self.device.type != "cuda":
+            host = torch.empty(size, dtype=torch.int32)
+            return host, host.numpy()
+        self._turn = (self._turn + 1) % _RING
+        if self._ring[self._turn].numel() < size:
+            self._ring[self._turn] = torch.empty(max(size, 1 << 14) * 2, dtype=torch.int32, pin_memory=True)
+        host = self._ring[self._turn][:size]
+        return host, host.numpy()
+
+    def _fill_places(
+        self, plan: StepPlan, starts: np.ndarray, counts: np.ndarray, query_starts: np.ndarray, tables: np.ndarray,
+        positions: np.ndarray, slots: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Positions of the step's tokens, and where their keys and values go."""
+        num_rows, num_tokens, size = len(starts), plan.num_tokens, self.block_size
+        owner = np.arange(num_rows) if num_rows == num_tokens else np.repeat(np.arange(num_rows), counts)
+        if num_rows == num_tokens:
+            positions[:num_tokens] = starts
+        else:
+            positions[:num_tokens] = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_starts[:num_rows] - starts, counts)
+        places = positions[:num_tokens]
+        slots[:num_tokens] = tables[owner, places // size] * size + places % size
+
+    def _fill_sampled(
+        self, sampled: list[int], extra: list[int], rows: np.ndarray, query_starts: np.ndarray, seq_lens: np.ndarray,
+        logits_idx: np.ndarray, sampled_rows: np.ndarray, counters: np.ndarray,
+    ) -> None:  # fmt: skip
+        picked = np.array(sampled, dtype=np.int32)
+        count = len(sampled)
+        logits_idx[:count] = query_starts[1:][picked] - 1
+        logits_idx[count : count + len(extra)] = extra
+        logits_idx[count + len(extra) :] = 0
+        sampled_rows[:count] = rows[picked]
+        sampled_rows[count:] = self.num_rows
+        counters[:count] = seq_lens[picked]
+        counters[count:] = 0
+
+    def _views(self, host: Tensor, sizes: tuple[int, ...], static: Tensor | None, tables: Tensor | None, width: int) -> list[Tensor]:
+        if static is None or tables is None:
+            device = host if self.device.type != "cuda" else host.to(self.device, non_blocking=True)
+            return _cut(device, sizes)
+        buffer = static[: host.numel()]
+        buffer.copy_(host, non_blocking=True)
+        views = _cut(buffer, sizes)
+        rows = tables.shape[0]
+        tables[:, :width].copy_(views[8].view(rows, width))
+        views[8] = tables.view(-1)
+        return views
 
 
-def _fill_tokens(plan: StepPlan, token_ids: np.ndarray) -> bool:
-    """Write the step's token ids; one that only the device knows becomes -1 - row. Returns whether there is such a one."""
-    pending = False
+def _fill_tokens(plan: StepPlan, token_ids: np.ndarray) -> None:
+    """Write the step's token ids; one that only the device knows becomes -1 - row."""
     at = 0
     for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True):
         tokens = seq.tokens
         if count == 1:
-            if start < len(tokens):
-                token_ids[at] = tokens[start]
-            else:
-                token_ids[at] = -1 - seq.row
-                pending = True
+            token_ids[at] = tokens[start] if start < len(tokens) else -1 - seq.row
         else:
             known = tokens[start : start + count]
             token_ids[at : at + len(known)] = known
             if len(known) < count:
                 token_ids[at + len(known)] = -1 - seq.row
-                pending = True
         at += count
-    return pending
 
 
 def _prompt_logit_tokens(plan: StepPlan) -> list[int]:

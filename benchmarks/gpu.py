@@ -1,0 +1,86 @@
+"""Measure an engine on this GPU: latency by batch and context, first token, throughput at maximum load. Dummy weights of real shapes.
+
+    PYTHONPATH=src python benchmarks/gpu.py --config benchmarks/models/llama-3.1-8b --json results.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from stoker.base import logging
+from stoker.base.config import Limits, RuntimeConfig
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.runtime.bulk import BulkMailbox
+from stoker.runtime.executor import Executor
+from stoker.runtime.load import load_executor
+from stoker.runtime.measure import random_requests, run
+
+
+def latency(executor: Executor, batch: int, context: int, steps: int = 128) -> dict[str, float]:
+    """Milliseconds a decode step: the difference of two runs that differ in `steps` output tokens."""
+    vocab = executor.info.vocab_size
+    short = run(executor, random_requests(batch, context, 32, vocab, seed=1), 32)
+    long = run(executor, random_requests(batch, context, 32 + steps, vocab, seed=2), 32 + steps)
+    turns = sorted(long.turns_s[-steps + 8 : -2])
+    return {"batch": batch, "context": context, "step_ms": (long.total_s - short.total_s) / steps * 1e3,
+            "median_turn_ms": statistics.median(turns) * 1e3, "max_turn_ms": turns[-1] * 1e3}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize")
+    parser.add_argument("--latency", default="1x1000,8x1000,64x1000")
+    parser.add_argument("--throughput", default="")
+    parser.add_argument("--max-batch", type=int, default=1024)
+    parser.add_argument("--max-len", type=int, default=4096)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    logging.configure("INFO")
+    results: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "config": args.config}
+    with tempfile.TemporaryDirectory() as folder:
+        limits = Limits(max_batch_size=args.max_batch, max_input_len=args.max_len, max_output_len=args.max_len, max_num_tokens=8192)
+        started = time.time()
+        build(args.config, folder + "/engine", BuildConfig(
+            dtype=args.dtype, dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize), verify="none")  # fmt: skip
+        print(f"build {time.time() - started:.1f} s", flush=True)
+        started = time.time()
+        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), BulkMailbox)
+        results["ready_s"] = time.time() - started
+        print(f"ready after {results['ready_s']:.1f} s", flush=True)
+        vocab = executor.info.vocab_size
+        run(executor, random_requests(8, 128, 16, vocab, seed=9), 16)
+        results["latency"] = []
+        for item in filter(None, args.latency.split(",")):
+            batch, context = map(int, item.split("x"))
+            row = latency(executor, batch, context)
+            results["latency"].append(row)  # type: ignore[attr-defined]
+            print(row, flush=True)
+        firsts = [run(executor, random_requests(1, 128, 1, vocab, seed=20 + i), 1).total_s for i in range(7)]
+        results["first_token_128_ms"] = statistics.median(firsts) * 1e3
+        print(f"first token of 128: {results['first_token_128_ms']:.2f} ms", flush=True)
+        results["throughput"] = []
+        for item in filter(None, args.throughput.split(",")):
+            lengths, count = item.split(":")
+            isl, osl = map(int, lengths.split("/"))
+            result = run(executor, random_requests(int(count), isl, osl, vocab, seed=40), osl)
+            row = {"isl": isl, "osl": osl, "requests": int(count), "output_tokens_per_s": result.output_tokens_per_s, "total_s": result.total_s}
+            results["throughput"].append(row)  # type: ignore[attr-defined]
+            print(row, flush=True)
+    if args.json:
+        results["commit"] = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

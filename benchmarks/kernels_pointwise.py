@@ -1,0 +1,127 @@
+"""Norm, activation, embedding and rope + cache write on one CUDA device: checked against float64, then timed beside the copy ceiling.
+
+    PYTHONPATH=src python benchmarks/kernels_pointwise.py
+
+Llama-3.1-8B's shapes, bfloat16, over 1, 64, 256 and 8,192 tokens. Times are medians of CUDA-graph replays over rotating buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from kernels_attention import graph_time
+from torch import Tensor
+
+from stoker.kernels.reference import activation as activation_ref
+from stoker.kernels.reference import norm as norm_ref
+from stoker.kernels.reference import rope as rope_ref
+from stoker.kernels.triton import activation, embedding, norm, rope
+from stoker.layers.batch import KVCache
+
+COPY_CEILING = 4.28e12  # bytes/s, read + write
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, SIZE, BLOCK, EPS = 4096, 14336, 32, 8, 128, 64, 1e-5
+ROTATED_BYTES = 256 << 20
+
+
+@dataclass
+class Work:
+    """One launch: how to run it, the bytes it must move, and its error against float64."""
+
+    run: Callable[[], object]
+    num_bytes: int
+    error: Callable[[], float]
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def difference(out: Tensor, expected: Tensor) -> float:
+    return float((out.cpu().double() - expected.cpu().double()).norm() / expected.double().norm())
+
+
+def add_norm(tokens: int) -> Work:
+    x, residual, weight = values(tokens, HIDDEN), values(tokens, HIDDEN), values(HIDDEN)
+
+    def error() -> float:
+        total = (x.float() + residual.float()).bfloat16()
+        out, updated = norm.add_norm(x, residual.clone(), weight, None, EPS, "rms")
+        return max(difference(out, norm_ref.norm(total.double(), weight, None, EPS, "rms")), difference(updated, total))
+
+    return Work(lambda: norm.add_norm(x, residual, weight, None, EPS, "rms"), 4 * x.numel() * 2, error)
+
+
+def gated(tokens: int) -> Work:
+    x = values(tokens, 2 * INTERMEDIATE)
+    return Work(
+        lambda: activation.gated(x, "silu"),
+        3 * tokens * INTERMEDIATE * 2,
+        lambda: difference(activation.gated(x, "silu"), activation_ref.gated(x.double(), "silu")),
+    )
+
+
+def gathered(tokens: int) -> Work:
+    table, ids = values(32_000, HIDDEN), torch.randint(0, 32_000, (tokens,), dtype=torch.int32, device="cuda")
+    return Work(
+        lambda: embedding.embedding(ids, table),
+        2 * tokens * HIDDEN * 2,
+        lambda: difference(embedding.embedding(ids, table), table[ids.long()]),
+    )
+
+
+def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Work:
+    fused = values(tokens, (HEADS + 2 * KV_HEADS) * SIZE)
+    q, k, v = (part.unflatten(1, (-1, SIZE)) for part in fused.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], 1))
+    scale = None if dtype == torch.bfloat16 else torch.rand(KV_HEADS, device="cuda") + 0.1
+    pages = (-(-tokens // BLOCK) + 1, KV_HEADS, BLOCK, SIZE)
+    cache = KVCache(*(torch.zeros(pages, device="cuda").to(dtype) for _ in range(2)), scale, scale)
+    slots = torch.randperm(pages[0] * BLOCK, device="cuda")[:tokens].int()
+    positions = torch.randint(0, 8192, (tokens,), dtype=torch.int32, device="cuda")
+    angles = torch.arange(8192, device="cuda")[:, None] / 500_000 ** (torch.arange(0, SIZE, 2, device="cuda") / SIZE)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+
+    def error() -> float:
+        before = fused.clone()
+        q_before, k_before, v_before = (
+            p.unflatten(1, (-1, SIZE)) for p in before.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], 1)
+        )
+        expected = KVCache(torch.zeros_like(cache.keys), torch.zeros_like(cache.values), scale, scale)
+        turned = rope_ref.rope_store(q_before, k_before, v_before, positions, cos_sin, False, expected, slots)
+        rope.rope_store(q, k, v, positions, cos_sin, False, cache, slots)
+        found = [difference(q, turned)]
+        found += [difference(a.float(), b.float()) for a, b in ((cache.keys, expected.keys), (cache.values, expected.values))]
+        fused.copy_(before)
+        return max(found)
+
+    moved = 2 * q.numel() * 2 + 2 * k.numel() * (2 + dtype.itemsize)
+    return Work(lambda: rope.rope_store(q, k, v, positions, cos_sin, False, cache, slots), moved, error)
+
+
+KERNELS: dict[str, Callable[[int], Work]] = {
+    "add_norm 4096": add_norm,
+    "gated silu 14336": gated,
+    "embedding 4096": gathered,
+    "rope + store": rotated,
+    "rope + store fp8": lambda tokens: rotated(tokens, torch.float8_e4m3fn),
+}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for name, make in KERNELS.items():
+        for tokens in (1, 64, 256, 8192):
+            first = make(tokens)
+            error = first.error()
+            copies = 1 if name.startswith("embedding") else min(16, max(1, ROTATED_BYTES // first.num_bytes))
+            seconds = graph_time([first.run, *(make(tokens).run for _ in range(copies - 1))])
+            rate = first.num_bytes / seconds
+            verdict = "" if error < 5e-3 else "  WRONG"
+            print(
+                f"{name:18} {tokens:5} tokens {seconds * 1e6:8.2f} us {rate / 1e12:5.2f} TB/s {rate / COPY_CEILING:6.1%}  error {error:.1e}{verdict}"
+            )
+
+
+if __name__ == "__main__":
+    main()

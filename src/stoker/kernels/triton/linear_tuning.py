@@ -1,0 +1,52 @@
+"""Which tile a small linear uses: measured choices for known shapes, a rule for the rest.
+
+The table is filled by `stoker.kernels.triton.tune` on a device; an engine carries its own in tuning.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+MAX_ROWS = 64  # more rows than this belong to the library's GEMM
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """One program's share of the weights, and how Triton compiles it."""
+
+    block_n: int
+    block_k: int
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+# (rows padded to a tile, out_features of one part, in_features, gated) → tile.
+TUNED: dict[tuple[int, int, int, bool], LinearTile] = {}
+
+
+def padded_rows(rows: int) -> int:
+    """1 for one row (no matrix instruction), else the matrix tile's side: 16, 32 or 64."""
+    return 1 if rows == 1 else max(16, triton.next_power_of_2(rows))
+
+
+def linear_tile(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> LinearTile:
+    """The tile for `rows` (as `padded_rows` gives it) of x and a weight [n (twice when gated), k]."""
+    key = (rows, n, k, gated)
+    if key in TUNED:
+        return TUNED[key]
+    if rows == 1:
+        # Enough programs for two a multiprocessor, each with long contiguous reads.
+        block_n = 8
+        while block_n > 1 and n // block_n < 2 * multiprocessors:
+            block_n //= 2
+        return LinearTile(block_n // 2 if gated and block_n > 1 else block_n, min(1024, triton.next_power_of_2(k)), 1, 4, 2)
+    block_n = 64 if n >= 64 * multiprocessors else 32
+    block_k = 128 if k % 128 == 0 else 64
+    programs = triton.cdiv(n, block_n)
+    splits = 1
+    while programs * splits < 2 * multiprocessors and k // (block_k * splits * 2) >= 4:
+        splits *= 2
+    return LinearTile(block_n, block_k, splits, 4, 4)

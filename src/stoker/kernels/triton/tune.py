@@ -1,0 +1,113 @@
+"""Choosing tiles on the device at hand: candidates compiled in parallel, then timed in CUDA graphs over weights larger than the cache."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.triton import linear as kernels
+from stoker.kernels.triton.compile import compiling
+from stoker.kernels.triton.linear_tuning import LinearTile
+from stoker.kernels.types import Fusion
+
+_CACHE_BYTES = 256 << 20  # several times an H200's 60 MB L2
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCase:
+    """A linear of a model as a decode step runs it."""
+
+    rows: int  # 1, 16, 32 or 64
+    n: int  # output features of one part
+    k: int
+    gated: bool = False
+    norm: bool = False
+    add: bool = False
+
+    def tensors(self, device: str, dtype: torch.dtype, copies: int = 1) -> tuple[Tensor, list[Tensor], Fusion]:
+        """Random x, weights and fusion; shapes only on the meta device."""
+
+        def make(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device) if device == "meta" else torch.randn(shape, dtype=dtype, device=device)
+
+        weights = [make(self.n * (2 if self.gated else 1), self.k) for _ in range(copies)]
+        fusion = Fusion(
+            norm_kind="rms" if self.norm else None,
+            norm_weight=make(self.k) if self.norm else None,
+            norm_eps=1e-5,
+            gate="silu" if self.gated else None,
+            residual=make(self.rows, self.n) if self.add else None,
+        )
+        return make(self.rows, self.k), weights, fusion
+
+
+def candidates(case: LinearCase) -> Iterator[LinearTile]:
+    """Tiles worth trying for a case."""
+    if case.rows == 1:
+        for block_n, block_k, warps, stages in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048), (2, 4, 8), (1, 3)):
+            held = block_n * block_k * (2 if case.gated else 1) // (32 * warps)  # accumulators a thread
+            if 8 <= held <= 64 and case.k % block_k == 0:
+                yield LinearTile(block_n, block_k, 1, warps, stages)
+        return
+    for block_n, block_k, splits, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (3, 4, 6)):
+        shared = stages * block_k * (block_n * (2 if case.gated else 1) + case.rows) * 2
+        programs = -(-case.n // block_n) * splits
+        fits = shared <= 200_000 and case.k % (block_k * splits) == 0 and case.k // (block_k * splits) >= 2
+        if fits and 100 <= programs <= 2200:
+            yield LinearTile(block_n, block_k, splits, 4 if block_n <= 64 else 8, stages)
+
+
+def precompile(cases: Iterable[LinearCase], processes: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Fill Triton's cache for all candidates of `cases`, in processes of their own."""
+    jobs = [(case, tile, dtype) for case in cases for tile in candidates(case)]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs, chunksize=4))
+
+
+def _compile(job: tuple[LinearCase, LinearTile, torch.dtype]) -> None:
+    case, tile, dtype = job
+    x, weights, fusion = case.tensors("meta", dtype)
+    with compiling():
+        kernels.few_rows(x, weights[0], None, fusion, tile)
+
+
+def time_linear(
+    case: LinearCase, tiles: Iterable[LinearTile | None], dtype: torch.dtype = torch.bfloat16
+) -> dict[LinearTile | None, float]:
+    """Microseconds of each tile (None: the library's GEMM and separate kernels), median over graph replays."""
+    copies = max(2, _CACHE_BYTES // (case.n * case.k * dtype.itemsize * (2 if case.gated else 1)) + 1)
+    x, weights, fusion = case.tensors("cuda", dtype, copies)
+
+    def run(tile: LinearTile | None) -> None:
+        for weight in weights:
+            if tile is None:
+                kernels.many_rows(x, weight, None, fusion)
+            else:
+                kernels.few_rows(x, weight, None, fusion, tile)
+
+    return {tile: time_graph(lambda tile=tile: run(tile)) / copies for tile in tiles}  # type: ignore[misc]
+
+
+def time_graph(work: object, repeats: int = 7) -> float:
+    """Microseconds of one replay of `work` captured in a CUDA graph, median."""
+    work()  # type: ignore[operator]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()  # type: ignore[operator]
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return sorted(times)[repeats // 2]

@@ -1,0 +1,130 @@
+"""CUDA graphs of whole steps: inputs are copied into fixed buffers and one replay runs model and sampler.
+
+A graph belongs to a padded shape. Steps of decodes have one for each bucket of rows, short mixed steps one for each bucket of
+tokens and rows; longer steps keep the device busy for so long that launching them kernel by kernel costs nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.base.logging import get_logger
+from stoker.layers.batch import ForwardBatch
+from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.worker.inputs import InputBuilder, Shape, StepInputs
+
+log = get_logger(__name__)
+
+_TOKEN_BUCKETS = (64, 128, 256, 512, 1024, 2048)
+_MIXED_ROWS = (8, 64, 256)
+
+# What is captured: batch, rows, counters, all_greedy → token ids.
+Forward = Callable[[ForwardBatch, Tensor, Tensor, bool], Tensor]
+
+
+@dataclass(slots=True)
+class Captured:
+    """A graph and the tensors it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    token_ids: Tensor
+    logits_rows: int
+
+
+def row_buckets(max_rows: int) -> list[int]:
+    """1, 2, 4, 8, then steps that waste at most a fifth of a step's rows."""
+    buckets = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+    while buckets[-1] < max_rows:
+        buckets.append(buckets[-1] + 256)
+    kept = [b for b in buckets if b < max_rows]
+    return [*kept, max_rows]
+
+
+class Graphs:
+    """The captured steps of one device."""
+
+    def __init__(
+        self, forward: Forward, inputs: InputBuilder, *, max_rows: int, max_seq_len: int, max_tokens: int, device: torch.device
+    ) -> None:
+        self.forward = forward
+        self.inputs = inputs
+        self.max_seq_len = max_seq_len
+        self.row_buckets = row_buckets(max_rows)
+        self.token_buckets = [b for b in _TOKEN_BUCKETS if b <= max_tokens]
+        self.mixed_rows = sorted({min(r, max_rows) for r in _MIXED_ROWS})
+        blocks = inputs.tables.table.shape[1]
+        most_tokens = max([*self.token_buckets, max_rows])
+        self._static = torch.zeros(3 * most_tokens + 6 * max_rows + 8 + max_rows * blocks, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_rows, blocks, dtype=torch.int32, device=device)
+        self._captured: dict[tuple[Shape, bool], Captured] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def shape_for(self, plan: StepPlan) -> Shape | None:
+        """The padded shape whose graph runs `plan`; None: it runs without one."""
+        num_rows = len(plan)
+        if num_rows == plan.num_decodes:
+            return Shape(*[self.row_buckets[bisect.bisect_left(self.row_buckets, num_rows)]] * 2, is_decode=True)
+        token_at = bisect.bisect_left(self.token_buckets, plan.num_tokens)
+        row_at = bisect.bisect_left(self.mixed_rows, num_rows)
+        if token_at == len(self.token_buckets) or row_at == len(self.mixed_rows):
+            return None
+        return Shape(self.token_buckets[token_at], self.mixed_rows[row_at], is_decode=False)
+
+    def run(self, plan: StepPlan, shape: Shape, all_greedy: bool) -> tuple[StepInputs, Tensor]:
+        """Copy the inputs in and replay. Returns the inputs and the token ids of the rows that sample."""
+        captured = self._captured.get((shape, all_greedy)) or self.capture(shape, all_greedy)
+        inputs = self.inputs.build(plan, shape, self._static, self._tables[: shape.rows])
+        captured.graph.replay()
+        return inputs, captured.token_ids[: len(inputs.sampled)]
+
+    def capture(self, shape: Shape, all_greedy: bool) -> Captured:
+        """Record the step of a shape. The first run outside the graph compiles kernels and sizes the libraries' workspaces."""
+        batch, rows, counters = self._blank(shape)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.forward(batch, rows, counters, all_greedy)
+            batch.shared.clear()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                token_ids = self.forward(batch, rows, counters, all_greedy)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._pool = self._pool or graph.pool()
+        self._captured[shape, all_greedy] = Captured(graph, token_ids, shape.rows)
+        return self._captured[shape, all_greedy]
+
+    def warm_up(self) -> None:
+        """Capture the decode buckets and the short prefills; rarer shapes follow when a step asks for them."""
+        started = time.monotonic()
+        # The largest first: later graphs live in the memory it took.
+        for rows in reversed(self.row_buckets):
+            self.capture(Shape(rows, rows, is_decode=True), True)
+        for tokens in reversed(self.token_buckets):
+            self.capture(Shape(tokens, self.mixed_rows[0], is_decode=False), True)
+        log.info("captured %d graphs in %.1f s", len(self._captured), time.monotonic() - started)
+
+    def _blank(self, shape: Shape) -> tuple[ForwardBatch, Tensor, Tensor]:
+        """A batch of padding in the fixed buffers, laid out as InputBuilder fills them."""
+        sizes = (shape.tokens, shape.tokens, shape.tokens, shape.rows + 1, shape.rows, shape.rows, shape.rows, shape.rows)
+        parts = torch.split(self._static[: sum(sizes)], sizes)
+        for part, value in zip(parts, (0, 0, -1, 0, 0, 0, self.inputs.num_rows, 0), strict=True):
+            part.fill_(value)
+        batch = ForwardBatch(
+            token_ids=parts[0],
+            positions=parts[1],
+            slots=parts[2],
+            query_starts=parts[3],
+            seq_lens=parts[4],
+            block_tables=self._tables[: shape.rows],
+            num_decodes=shape.rows if shape.is_decode else 0,
+            max_query_len=1 if shape.is_decode else shape.tokens,
+            max_seq_len=self.max_seq_len,
+            logits_idx=parts[5],
+        )
+        return batch, parts[6], parts[7]
