@@ -39,7 +39,7 @@ def values(*shape: int) -> Tensor:
 
 
 def difference(out: Tensor, expected: Tensor) -> float:
-    return float((out.cpu().double() - expected.cpu().double()).norm() / expected.double().norm())
+    return float((out.cpu().double() - expected.cpu().double()).norm() / expected.cpu().double().norm())
 
 
 def add_norm(tokens: int) -> Work:
@@ -83,12 +83,11 @@ def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Work:
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
 
     def error() -> float:
-        before = fused.clone()
-        q_before, k_before, v_before = (
-            p.unflatten(1, (-1, SIZE)) for p in before.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], 1)
-        )
-        expected = KVCache(torch.zeros_like(cache.keys), torch.zeros_like(cache.values), scale, scale)
-        turned = rope_ref.rope_store(q_before, k_before, v_before, positions, cos_sin, False, expected, slots)
+        before = fused.cpu()
+        parts = (p.unflatten(1, (-1, SIZE)) for p in before.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], 1))
+        on_cpu = None if scale is None else scale.cpu()
+        expected = KVCache(torch.zeros_like(cache.keys, device="cpu"), torch.zeros_like(cache.values, device="cpu"), on_cpu, on_cpu)
+        turned = rope_ref.rope_store(*parts, positions.cpu(), cos_sin.cpu(), False, expected, slots.cpu())
         rope.rope_store(q, k, v, positions, cos_sin, False, cache, slots)
         found = [difference(q, turned)]
         found += [difference(a.float(), b.float()) for a, b in ((cache.keys, expected.keys), (cache.values, expected.values))]

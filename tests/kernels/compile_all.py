@@ -1,9 +1,13 @@
-"""Compile every launch that the tests bound, for sm_90, and print what each takes as JSON. Runs as a process of its own, uninterpreted."""
+"""Compile the launches that the tests bound, for sm_90, and print what each takes as JSON. Runs as a process of its own, uninterpreted.
+
+Arguments: how the names of the wanted launches begin; none: all.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 
 import torch
@@ -82,7 +86,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode 256 wide": lambda: attend(64, 1, size=256, value_size=256),
     "decode latent": lambda: attend(64, 1, **LATENT),  # type: ignore[arg-type]
     "decode, every feature": lambda: attend(64, 1, **EVERY_FEATURE),  # type: ignore[arg-type]
-    "prefill": lambda: attend(4, 2048),
+    "prefill 128 wide": lambda: attend(4, 2048),
     "prefill by bulk copies": lambda: attend(4, 2048, tile=Tile(128, 64, 8, 3, bulk_copy=True)),
     "prefill 128 tokens": lambda: attend(1, 128),
     "prefill block 16": lambda: attend(4, 2048, block=16),
@@ -111,6 +115,8 @@ def from_a_signature() -> dict[str, object]:
 def main() -> None:
     print(json.dumps(from_a_signature()))
     for name, launch in LAUNCHES.items():
+        if not name.startswith(tuple(sys.argv[1:]) or ""):
+            continue
         with compiling(90) as kernels:
             launch()
         taken = [dataclasses.asdict(resources(kernel)) for kernel in kernels]
