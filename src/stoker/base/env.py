@@ -37,3 +37,8 @@ def hub_token() -> str | None:
 def num_threads() -> int:
     """CPU threads for arithmetic: STOKER_THREADS, else OMP_NUM_THREADS, else the cores this process may use."""
     return int(text("STOKER_THREADS") or text("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """This process's environment with `extra`, for a process it starts."""
+    return {**os.environ, **extra}

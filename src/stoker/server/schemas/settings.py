@@ -1,17 +1,20 @@
-"""What a person sets of the doors of a server: addresses, names and the defaults of requests."""
+"""What a person sets of the doors of a server: addresses, names, limits and the defaults of requests."""
 
 from __future__ import annotations
 
 import msgspec
 
 from stoker.base.config import check_range
+from stoker.base.errors import ConfigError
+
+MIN_KEY_CHARS = 8
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that every protocol shares; `options` holds those of one protocol. A port of None stays closed."""
 
-    host: str = "0.0.0.0"
-    http_port: int = 8000
+    host: str = "127.0.0.1"  # 0.0.0.0 to be reachable from other machines
+    http_port: int = 8000  # 0: any free port
     grpc_port: int | None = None
     metrics_port: int | None = None  # None: metrics are served on http_port
     model_name: str | None = None  # the name clients use; None: the folder's
@@ -21,9 +24,27 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: int | None = None  # for requests that name none; None: the protocol's own
     request_timeout_s: float | None = None  # deadline of requests that name none
     load_timeout_s: float | None = None  # loading may take so long
+    num_frontends: int = 1  # processes that parse, tokenize and stream
+    max_request_bytes: int = 16 << 20  # of a request's body; longer ones get 413 before they are read
+    drain_timeout_s: float = 30.0  # requests in flight may take so long when the server is told to stop
+    api_keys: tuple[str, ...] = ()  # one of them must come as Authorization: Bearer KEY; empty: everybody may ask. Never printed
+    cors_origins: tuple[str, ...] = ()  # web pages of these origins may call; "*" for all
+    tls_certificate: str | None = None  # path of a PEM file; with tls_key, HTTPS instead of HTTP
+    tls_key: str | None = None
+    tool_parser: str | None = None  # how the model writes tool calls: llama3, hermes, mistral; None: tools are refused
+    reasoning_parser: str | None = None  # how the model marks its reasoning: qwen3, deepseek_r1; None: it stays in the text
     options: msgspec.Struct | None = None  # TritonOptions, and their like of other protocols
 
     def __post_init__(self) -> None:
         for name in ("http_port", "grpc_port", "metrics_port"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0, 65535)
+        check_range("num_frontends", self.num_frontends, 1, 256)
+        check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
+        if not 0 <= self.drain_timeout_s <= 86400:
+            raise ConfigError(f"drain_timeout_s={self.drain_timeout_s} is refused.", cure="Use seconds, from 0 to 86400.")
+        if any(len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() for key in self.api_keys):
+            raise ConfigError("an API key is refused.", cure=f"Use at least {MIN_KEY_CHARS} printable ASCII characters.")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            missing = "tls_certificate" if self.tls_certificate is None else "tls_key"
+            raise ConfigError(f"{missing} is not set.", cure="HTTPS needs both the certificate and its key.")

@@ -1,0 +1,87 @@
+"""The ASGI application: protocols over a model repository."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
+
+from stoker.server.errors import MethodError, RouteError, describe
+from stoker.server.exchange import Exchange
+from stoker.server.guard import check_key
+from stoker.server.protocol import Context, Endpoint, Protocol
+from stoker.server.protocols import PROTOCOLS
+
+
+def make_app(context: Context) -> Any:
+    """An ASGI application with the protocols that the settings name (all of them when they name none) and the health routes."""
+    names = context.settings.protocols or tuple(PROTOCOLS)
+    protocols = [PROTOCOLS.get(name)(context) for name in dict.fromkeys(("health", *names))]
+    app: Any = Application(context, protocols)
+    if origins := context.settings.cors_origins:
+        shown = ["x-request-id", "retry-after"]
+        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
+    return app
+
+
+class Application:
+    """Routes requests; whatever a handler raises is told in the shape of the protocol that the path belongs to."""
+
+    def __init__(self, context: Context, protocols: list[Protocol]) -> None:
+        self._context = context
+        self._protocols = protocols
+        self._router = Router(
+            [self._route(protocol, endpoint) for protocol in protocols for endpoint in protocol.endpoints()], redirect_slashes=False
+        )
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1003})
+        scope["app"] = self  # tells Starlette to raise for an unknown path or method
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            exchange = self._exchange(scope, receive, send)
+            allowed = (error.headers or {}).get("Allow", "").split(", ")
+            reason = MethodError(scope["method"], allowed) if error.status_code == 405 else RouteError(scope["path"])
+            await self._refuse(exchange, self._owner(scope["path"]), reason)
+            self._context.metrics.answered("other", error.status_code)
+
+    def _route(self, protocol: Protocol, endpoint: Endpoint) -> Route:
+        return Route(endpoint.path, _Handling(self, protocol, endpoint), methods=[endpoint.method])
+
+    async def handle(self, protocol: Protocol, endpoint: Endpoint, exchange: Exchange) -> None:
+        try:
+            if not endpoint.open:
+                check_key(exchange, self._context.settings.api_keys)
+            await endpoint.handler(exchange)
+        except ConnectionResetError:
+            exchange.disconnected = True
+        except (Exception, asyncio.CancelledError) as error:
+            if exchange.started or isinstance(error, asyncio.CancelledError):
+                raise
+            await self._refuse(exchange, protocol, error)
+        self._context.metrics.answered(endpoint.path, 499 if exchange.disconnected else exchange.status)
+
+    async def _refuse(self, exchange: Exchange, protocol: Protocol, error: BaseException) -> None:
+        failure = describe(error)
+        await exchange.respond(failure.status, protocol.failure_body(failure), headers=failure.headers)
+
+    def _owner(self, path: str) -> Protocol:
+        return next((protocol for protocol in self._protocols if path.startswith(protocol.prefixes)), self._protocols[0])
+
+    def _exchange(self, scope: dict[str, Any], receive: Any, send: Any) -> Exchange:
+        return Exchange(scope, receive, send, max_body_bytes=self._context.settings.max_request_bytes)
+
+
+class _Handling:
+    """An endpoint as the ASGI application that Starlette's Route wants."""
+
+    def __init__(self, app: Application, protocol: Protocol, endpoint: Endpoint) -> None:
+        self._app, self._protocol, self._endpoint = app, protocol, endpoint
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await self._app.handle(self._protocol, self._endpoint, self._app._exchange(scope, receive, send))

@@ -1,0 +1,127 @@
+"""One HTTP request and its answer, directly on ASGI: a bounded body, one whole answer or a stream, and a client that may leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import msgspec
+
+from stoker.server.errors import BodyError, BodyTooLargeError
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+MAX_ID_CHARS = 128
+REQUEST_ID = b"x-request-id"
+
+
+class Exchange:
+    """Used by one handler. `path` holds the route's parameters; `request_id` is the client's X-Request-Id, or a new one."""
+
+    def __init__(self, scope: dict[str, Any], receive: Any, send: Any, *, max_body_bytes: int) -> None:
+        self._receive = receive
+        self._send = send
+        self._max_body_bytes = max_body_bytes
+        self.method: str = scope["method"]
+        self.path: dict[str, Any] = scope.get("path_params", {})
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.request_id = _request_id(self.headers.get(REQUEST_ID))
+        self.status = 0  # of the answer, once it has begun
+        self.disconnected = False
+
+    @property
+    def started(self) -> bool:
+        return self.status > 0
+
+    async def body(self) -> bytes:
+        """The whole body. Raises BodyTooLargeError before reading what Content-Length already tells is too long."""
+        length = self.headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            raise BodyTooLargeError(int(length), self._max_body_bytes)
+        chunks, size, more = [], 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionResetError
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                raise BodyTooLargeError(None, self._max_body_bytes)
+            chunks.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def json(self) -> dict[str, Any]:
+        """The body as a JSON object. Raises BodyError that tells what is wrong and at which byte."""
+        value = decode_json(await self.body())
+        if not isinstance(value, dict):
+            raise BodyError(f"the body is a JSON {_json_name(value)}, not an object.", cure="Send {…}.")
+        return value
+
+    async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON, headers: Headers = ()) -> None:
+        """One whole answer."""
+        length = (b"content-length", b"%d" % len(body))
+        await self._start(status, [(b"content-type", content_type), length, *headers])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def open_stream(self, content_type: bytes = EVENT_STREAM, status: int = 200) -> None:
+        await self._start(status, [(b"content-type", content_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+
+    async def send(self, chunk: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def close_stream(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    @contextlib.asynccontextmanager
+    async def attended(self) -> AsyncIterator[None]:
+        """Cancel what runs inside when the client leaves; then leave quietly, with `disconnected` set."""
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.create_task(self._watch(task))
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.disconnected:
+                raise
+            task.uncancel()
+        finally:
+            watcher.cancel()
+
+    async def _watch(self, task: asyncio.Task[Any]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+        task.cancel()
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        headers.append((REQUEST_ID, self.request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def decode_json(body: bytes) -> Any:
+    """JSON as the standard has it: no NaN, no Infinity, no number beyond a double, no half surrogates. Raises BodyError."""
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.MsgspecError as error:
+        detail = "it is empty" if not body else str(error)
+    except UnicodeDecodeError as error:
+        detail = f"byte {error.start} is not UTF-8"
+    except RecursionError:
+        detail = "it is nested too deeply"
+    raise BodyError(f"the request's body is not JSON: {detail}.", cure="Send UTF-8 JSON with finite numbers.")
+
+
+def _request_id(given: bytes | None) -> str:
+    text = given.decode("latin-1") if given is not None else ""
+    return text if 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else uuid.uuid4().hex
+
+
+def _json_name(value: Any) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,20 @@
+"""Who may ask: API keys."""
+
+from __future__ import annotations
+
+import hmac
+
+from stoker.server.errors import AuthenticationError
+from stoker.server.exchange import Exchange
+
+
+def check_key(exchange: Exchange, keys: tuple[str, ...]) -> None:
+    """Raise AuthenticationError unless there are no keys, or the request brings one. Takes the same time for every wrong key."""
+    if not keys:
+        return
+    scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
+    if not given:
+        raise AuthenticationError("this server asks for an API key.", cure="Send the header Authorization: Bearer KEY.")
+    matches = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]
+    if scheme.lower() != b"bearer" or not any(matches):
+        raise AuthenticationError("the API key is not one of this server's.", cure="Send the header Authorization: Bearer KEY.")

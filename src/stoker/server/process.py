@@ -1,0 +1,130 @@
+"""A server as processes: this one watches, an executor computes, frontends answer."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.base.logging import get_logger
+from stoker.server.child import Child
+from stoker.server.executor_process import ExecutorTask
+from stoker.server.frontend_process import FrontendTask
+from stoker.server.schemas.settings import ServerSettings
+
+log = get_logger(__name__)
+
+EXECUTOR_STOP_S = 10.0
+FAILING_S = 1.0  # after the executor died, frontends answer 503 for so long before the port closes
+BACKLOG = 2048
+
+
+def serve(engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, announce: Callable[[str], None] = print) -> int:
+    """Serve the engine directory until SIGINT or SIGTERM; returns the exit status: 0 when told to stop, 1 when a process died.
+
+    The first signal stops accepting, lets requests in flight end within drain_timeout_s, then stops; the second stops at once.
+    `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address cannot be used.
+    """
+    with bind(settings) as listener, tempfile.TemporaryDirectory(prefix="stoker-") as run_dir:
+        return asyncio.run(Supervisor(Path(engine), runtime, settings, listener, Path(run_dir), announce).run())
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A listening socket, so that a busy port is told before anything is loaded."""
+    host, port = settings.host, settings.http_port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host={host!r} cannot be used: {error}.", cure="Use an address of this machine, such as 127.0.0.1.") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{host}:{port} cannot be used: {error.strerror}.", cure="Stop the other server, or use another --port."
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+class Supervisor:
+    """Starts the processes, watches them, and ends them in order: frontends first, then the executor."""
+
+    def __init__(
+        self,
+        engine: Path,
+        runtime: RuntimeConfig,
+        settings: ServerSettings,
+        listener: socket.socket,
+        run_dir: Path,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._runtime = runtime
+        self._settings = settings
+        self._listener = listener
+        self._run_dir = run_dir
+        self._announce = announce
+        self._address = f"ipc://{run_dir}/executor"
+        self._name = settings.model_name or engine.resolve().name
+        self._stop = asyncio.Event()
+        self._children: list[Child] = []
+
+    async def run(self) -> int:
+        started = time.monotonic()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        executor, *frontends = self._children = await asyncio.gather(*self._starts())
+        self._listener.close()
+        exits = {asyncio.create_task(child.process.wait()): child for child in self._children}
+        stop = asyncio.create_task(self._stop.wait())
+        ready = asyncio.gather(*(child.ready() for child in self._children))
+        await asyncio.wait({*exits, stop, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            self._announce(f"{self._name} is served at {self.url} (ready after {time.monotonic() - started:.1f} s)")
+            await asyncio.wait({*exits, stop}, return_when=asyncio.FIRST_COMPLETED)
+        failed = next((child for task, child in exits.items() if task.done()), None) if not self._stop.is_set() else None
+        if failed is not None:
+            log.error("the %s %s; the server stops.", failed.name, failed.ending)
+        await self._end(executor, frontends, failing=failed is executor and ready.done())
+        ready.cancel()
+        return 0 if failed is None else 1
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+        return f"{'https' if self._settings.tls_key else 'http'}://{host}:{self._port}"
+
+    def _starts(self) -> list:
+        self._port = self._listener.getsockname()[1]
+        fd = self._listener.fileno()
+        task = FrontendTask(str(self._engine), self._name, self._settings, self._address, fd)
+        count = self._settings.num_frontends
+        # Several frontends add their counts up through files, which prometheus-client keeps in this directory.
+        shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
+        executor = Child.start("executor", "stoker.server.executor_process", ExecutorTask(str(self._engine), self._runtime, self._address))
+        return [executor, *(Child.start("frontend", "stoker.server.frontend_process", task, pass_fds=[fd], **shared) for _ in range(count))]
+
+    async def _end(self, executor: Child, frontends: list[Child], *, failing: bool) -> None:
+        if failing:
+            await asyncio.sleep(FAILING_S)
+        grace_s = self._settings.drain_timeout_s + 5.0
+        await asyncio.gather(*(frontend.stop(grace_s) for frontend in frontends))
+        await executor.stop(EXECUTOR_STOP_S)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            for child in self._children:
+                child.signal(signal.SIGKILL)
+        elif self._settings.drain_timeout_s:
+            log.info("stopping; requests in flight have %.0f s. A second signal stops at once.", self._settings.drain_timeout_s)
+        self._stop.set()

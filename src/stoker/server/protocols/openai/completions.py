@@ -1,0 +1,209 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from stoker.base.errors import RequestError
+from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from stoker.frontend.service import Choice, Completion, Service
+from stoker.server.errors import describe, sequence_error
+from stoker.server.exchange import Exchange
+from stoker.server.protocol import Context
+from stoker.server.protocols.openai import wire
+from stoker.server.protocols.openai.asked import Asked, read
+from stoker.server.protocols.openai.chunks import DONE, Chunks, event
+from stoker.server.protocols.openai.merging import gather, streams
+from stoker.server.protocols.openai.prompts import encode, read_prompts
+
+MAX_TOKENS = 16  # OpenAI's default
+
+
+class Call(msgspec.Struct):
+    """One request: for each prompt a GenerationRequest, and the text that echo puts before its answers."""
+
+    asked: Asked
+    service: Service
+    requests: list[GenerationRequest]
+    echoes: list[str]
+    num_choices: int  # of a prompt, in the answer; best_of may generate more
+    score_only: bool  # max_tokens=0: the one generated token is dropped
+    head: dict[str, Any]
+
+    @property
+    def logprobs(self) -> bool:
+        return "logprobs" in self.asked.values
+
+
+async def complete(exchange: Exchange, context: Context, service: Service, body: dict[str, Any]) -> None:
+    """Answer one request, whole or streamed."""
+    async with exchange.attended():
+        call = await _read(body, service, context)
+        if call.asked.stream:
+            await _Stream(exchange, call).run()
+        else:
+            await exchange.respond(200, await _whole(call))
+
+
+async def _read(body: dict[str, Any], service: Service, context: Context) -> Call:
+    default = context.settings.default_max_tokens or MAX_TOKENS
+    echo = body.get("echo") is True
+    asked = read("completions", {**body, "max_tokens": 1} if _scores(body, echo) else body, service, context.settings, max_tokens=default)
+    values = asked.values
+    num_choices = asked.params.n
+    asked.params = msgspec.structs.replace(asked.params, **_params(values, num_choices, echo))
+    if asked.params.n != num_choices and asked.stream:
+        raise RequestError("best_of", values["best_of"], "with stream it must equal n")
+    if "prompt" not in values:
+        raise RequestError("prompt", None, "it is missing")
+    prompts = read_prompts(values["prompt"])
+    requests = [asked.generation(prompt, i if len(prompts) > 1 else None) for i, prompt in enumerate(prompts)]
+    echoes = [await _echo(service, request) if echo else "" for request in requests]
+    head = {"id": f"cmpl-{asked.request_id}", "object": "text_completion", "created": int(time.time()), "model": service.model_name}
+    return Call(asked, service, requests, echoes, num_choices, _scores(body, echo), head)
+
+
+def _scores(body: dict[str, Any], echo: bool) -> bool:
+    """Only the prompt's log-probabilities are wanted. The executor always generates, so one token is made and dropped."""
+    return echo and type(body.get("max_tokens")) is int and body["max_tokens"] == 0
+
+
+def _params(values: dict[str, Any], n: int, echo: bool) -> dict[str, Any]:
+    """max_tokens and logprobs, and what best_of and echo change."""
+    params: dict[str, Any] = {name: values[name] for name in ("max_tokens", "logprobs") if name in values}
+    best_of = values.get("best_of", n)
+    if best_of < n:
+        raise RequestError("best_of", best_of, f"it must be at least n={n}")
+    if best_of > n and not values.get("use_beam_search"):
+        params |= {"n": best_of, "logprobs": values.get("logprobs", 0)}
+    if echo and "logprobs" in values:
+        params["prompt_logprobs"] = max(values["logprobs"], values.get("prompt_logprobs", 0))
+    return params
+
+
+async def _echo(service: Service, request: GenerationRequest) -> str:
+    """The prompt's text as the model sees it; the request then brings its ids."""
+    text = request.prompt if isinstance(request.prompt, str) else None
+    ids = await encode(service, text, add_special_tokens=request.add_special_tokens) if text is not None else request.prompt
+    assert isinstance(ids, list)
+    if request.truncate_prompt_tokens is not None and len(ids) > request.truncate_prompt_tokens:
+        ids, text = ids[-request.truncate_prompt_tokens :], None
+    request.prompt = ids
+    return text if text is not None else service.decode(ids, skip_special_tokens=False)
+
+
+async def _whole(call: Call) -> bytes:
+    completions = await gather([call.service.complete(request) for request in call.requests])
+    choices = [choice for number, completion in enumerate(completions) for choice in _choices(call, number, completion)]
+    usage = wire.add_usage(completion.usage for completion in completions)
+    if call.score_only:
+        usage.completion_tokens = 0
+    return wire.encode({**call.head, "choices": choices, "usage": wire.usage_object(usage)})
+
+
+def _choices(call: Call, number: int, completion: Completion) -> list[dict[str, Any]]:
+    for choice in completion.choices:
+        if choice.finish_reason is FinishReason.ERROR:
+            raise sequence_error(choice.error, ready=call.service.ready)
+    best = completion.choices
+    if len(best) > call.num_choices:
+        best = sorted(best, key=_mean_logprob, reverse=True)[: call.num_choices]
+    return [_choice(call, number, i, choice, completion.prompt_logprobs) for i, choice in enumerate(best)]
+
+
+def _mean_logprob(choice: Choice) -> float:
+    """OpenAI's measure of best: the log-probability per token."""
+    return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.logprobs))
+
+
+def _choice(call: Call, number: int, index: int, choice: Choice, prompt_logprobs: list[TokenLogprobs | None] | None) -> dict[str, Any]:
+    texts = _Texts(call, number)
+    delta = Delta(choice.index, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason)
+    shaped = texts.choice(number * call.num_choices + index, delta, prompt_logprobs)
+    if "prompt_logprobs" in call.asked.values:
+        shaped["prompt_logprobs"] = wire.prompt_logprobs(call.service, prompt_logprobs or [])
+    return shaped
+
+
+class _Texts:
+    """One choice on its way out: its echo comes with its first piece."""
+
+    def __init__(self, call: Call, number: int) -> None:
+        self._call = call
+        self._number = number
+        self._logprobs = wire.LogprobTexts(call.service)
+        self.begun = False
+
+    def choice(self, index: int, delta: Delta, prompt_logprobs: list[TokenLogprobs | None] | None) -> dict[str, Any]:
+        call, kept = self._call, not self._call.score_only
+        text = delta.text if kept else ""
+        logprobs: list[TokenLogprobs | None] = [*delta.logprobs] if kept else []
+        if not self.begun:
+            text = call.echoes[self._number] + text
+            logprobs = [*((prompt_logprobs or []) if call.echoes[self._number] else []), *logprobs]
+        self.begun = True
+        reason = delta.finish_reason
+        finish = None if reason is None else wire.FINISH[reason] if kept else "length"
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs.shape(logprobs, self._first_id()) if call.logprobs else None,
+            "finish_reason": finish,
+            "stop_reason": wire.stop_reason(reason, delta.stop_reason) if reason is not None and kept else None,
+        }
+
+    def _first_id(self) -> int:
+        prompt = self._call.requests[self._number].prompt
+        return prompt[0] if isinstance(prompt, list) and prompt else 0
+
+
+class _Stream:
+    """One streamed answer. Everything that one wake-up brings leaves in one piece."""
+
+    def __init__(self, exchange: Exchange, call: Call) -> None:
+        self._exchange = exchange
+        self._call = call
+        self._options = call.asked.options
+        self._chunks = Chunks(call.head, chat=False, include_usage=self._options.include_usage)
+        self._plain = not (call.logprobs or call.score_only or self._options.continuous_usage_stats)
+        self._texts = [[_Texts(call, number) for _ in range(call.num_choices)] for number in range(len(call.requests))]
+        self._usages = [Usage() for _ in call.requests]
+        self._prompt_logprobs: list[list[TokenLogprobs | None] | None] = [None] * len(call.requests)
+
+    async def run(self) -> None:
+        async with aclosing(streams(self._call.service, self._call.requests)) as batches:
+            async for number, deltas in batches:
+                if not self._exchange.started:
+                    await self._exchange.open_stream()
+                if data := b"".join([self._chunk(number, delta) for delta in deltas]):
+                    await self._exchange.send(data)
+        if self._options.include_usage:
+            await self._exchange.send(self._chunks.usage(self._total()))
+        await self._exchange.send(DONE)
+        await self._exchange.close_stream()
+
+    def _chunk(self, number: int, delta: Delta) -> bytes:
+        text = self._texts[number][delta.index]
+        index = number * self._call.num_choices + delta.index
+        if self._plain and text.begun and delta.finish_reason is None:
+            return self._chunks.text(index, delta.text) if delta.text else b""
+        self._note(number, delta)
+        if delta.finish_reason is FinishReason.ERROR:
+            failure = describe(sequence_error(delta.error, ready=self._call.service.ready))
+            return event({"error": wire.failure_object(failure)})
+        choice = text.choice(index, delta, self._prompt_logprobs[number])
+        return self._chunks.choice(choice, self._total() if self._options.continuous_usage_stats else None)
+
+    def _note(self, number: int, delta: Delta) -> None:
+        wire.count(self._usages[number], delta)
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[number] = delta.prompt_logprobs
+        if self._call.score_only:
+            self._usages[number].completion_tokens = 0
+
+    def _total(self) -> Usage:
+        return wire.add_usage(self._usages)

@@ -1,0 +1,59 @@
+"""Several streams read as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from stoker.base.types import Delta, GenerationRequest
+from stoker.frontend.service import Service
+
+T = TypeVar("T")
+
+
+async def streams(service: Service, requests: list[GenerationRequest]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
+    """Deltas of all the requests as they come, each with its request's number. The first error ends them all."""
+    if len(requests) == 1:
+        async with aclosing(service.stream(requests[0])) as batches:
+            async for deltas in batches:
+                yield 0, deltas
+        return
+    arrived: asyncio.Queue[tuple[int, list[Delta]] | Exception | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_forward(service, request, number, arrived)) for number, request in enumerate(requests)]
+    try:
+        unfinished = len(tasks)
+        while unfinished:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                unfinished -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(service: Service, request: GenerationRequest, number: int, arrived: asyncio.Queue) -> None:
+    try:
+        async with aclosing(service.stream(request)) as batches:
+            async for deltas in batches:
+                arrived.put_nowait((number, deltas))
+        arrived.put_nowait(None)
+    except Exception as error:
+        arrived.put_nowait(error)
+
+
+async def gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error is raised once the others are cancelled."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
