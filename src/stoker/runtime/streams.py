@@ -24,8 +24,9 @@ def new_name() -> str:
 class OutputStream:
     """Outputs of one request that nobody has taken yet."""
 
-    def __init__(self, request: TokenRequest) -> None:
+    def __init__(self, request: TokenRequest, wire_id: str) -> None:
         self.request_id = request.request_id
+        self.wire_id = wire_id
         self.unfinished = request.params.n
         self._outputs: list[SequenceOutput] = []
         self._error: Exception | None = None
@@ -66,7 +67,9 @@ class StreamingClient(ExecutorClient):
     def __init__(self, info: ExecutorInfo, name: str) -> None:
         self.info = info
         self.name = name
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, OutputStream] = {}  # by the id on the wire
+        self._wire_ids: dict[str, str] = {}  # by the request's own id
+        self._num_requests = 0
         self._queries: dict[int, asyncio.Future[ExecutorStats]] = {}
         self._num_queries = 0
         self._failure: UnavailableError | None = None
@@ -84,8 +87,8 @@ class StreamingClient(ExecutorClient):
             self._leave(stream)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        if self._wire_id(request_id) in self._streams:
-            self._transmit(Cancel(self._wire_id(request_id), index))
+        if (wire_id := self._wire_ids.get(request_id)) is not None:
+            self._transmit(Cancel(wire_id, index))
 
     async def stats(self) -> ExecutorStats:
         self._require_executor()
@@ -111,17 +114,20 @@ class StreamingClient(ExecutorClient):
 
     def _open(self, request: TokenRequest) -> OutputStream:
         self._require_executor()
-        wire_id = self._wire_id(request.request_id)
-        if wire_id in self._streams:
+        if request.request_id in self._wire_ids:
             raise RequestError("request_id", request.request_id, "a request with this id is in flight", cure="Use a new id.")
-        stream = self._streams[wire_id] = OutputStream(request)
+        # The count keeps late outputs of a cancelled request from a new one with the same id.
+        self._num_requests += 1
+        wire_id = f"{self.name}:{self._num_requests}:{request.request_id}"
+        self._wire_ids[request.request_id] = wire_id
+        stream = self._streams[wire_id] = OutputStream(request, wire_id)
         self._transmit(Submit(msgspec.structs.replace(request, request_id=wire_id)))
         return stream
 
     def _leave(self, stream: OutputStream) -> None:
-        wire_id = self._wire_id(stream.request_id)
-        if self._streams.pop(wire_id, None) is not None and stream.unfinished > 0 and self._failure is None:
-            self._transmit(Cancel(wire_id))
+        del self._streams[stream.wire_id], self._wire_ids[stream.request_id]
+        if stream.unfinished > 0 and self._failure is None:
+            self._transmit(Cancel(stream.wire_id))
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
@@ -147,6 +153,3 @@ class StreamingClient(ExecutorClient):
     def _require_executor(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def _wire_id(self, request_id: str) -> str:
-        return f"{self.name}:{request_id}"

@@ -10,6 +10,7 @@ import bisect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,13 +64,14 @@ class Graphs:
         self._static = torch.zeros(3 * most_tokens + 6 * max_rows + 8 + max_rows * blocks, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_rows, blocks, dtype=torch.int32, device=device)
         self._captured: dict[tuple[Shape, bool], Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
         """The padded shape whose graph runs `plan`; None: it runs without one."""
         num_rows = len(plan)
         if num_rows == plan.num_decodes:
-            return Shape(*[self.row_buckets[bisect.bisect_left(self.row_buckets, num_rows)]] * 2, is_decode=True)
+            bucket = self.row_buckets[bisect.bisect_left(self.row_buckets, num_rows)]
+            return Shape(bucket, bucket, is_decode=True)
         token_at = bisect.bisect_left(self.token_buckets, plan.num_tokens)
         row_at = bisect.bisect_left(self.mixed_rows, num_rows)
         if token_at == len(self.token_buckets) or row_at == len(self.mixed_rows):
@@ -111,7 +113,7 @@ class Graphs:
 
     def _blank(self, shape: Shape) -> tuple[ForwardBatch, Tensor, Tensor]:
         """A batch of padding in the fixed buffers, laid out as InputBuilder fills them."""
-        sizes = (shape.tokens, shape.tokens, shape.tokens, shape.rows + 1, shape.rows, shape.rows, shape.rows, shape.rows)
+        sizes = [shape.tokens] * 3 + [shape.rows + 1] + [shape.rows] * 4
         parts = torch.split(self._static[: sum(sizes)], sizes)
         for part, value in zip(parts, (0, 0, -1, 0, 0, 0, self.inputs.num_rows, 0), strict=True):
             part.fill_(value)

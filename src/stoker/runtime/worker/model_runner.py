@@ -70,7 +70,8 @@ class ModelRunner:
         self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device)
         self.sampler = Sampler(num_rows, model.config.vocab_size, device)
         self.prompt_scores = PromptScores()
-        self.last_ids = torch.zeros(
+        # Each row's newest token; padding writes the last place.
+        self.last_ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
             num_rows + 1, dtype=torch.int32, device=device
         )  # each row's newest token; padding writes the last place
         self.graphs: Graphs | None = None
