@@ -134,7 +134,7 @@ def test_ignored_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["LlamaForCasualLM"]}, "unknown architecture 'LlamaForCasualLM'.*LlamaForCausalLM"),
-        ({"architectures": []}, "names no architectures"),
+        ({"architectures": [], "model_type": None}, "names no architectures"),
         ({"hidden_size": None}, "config.json"),
         ({"hidden_act": "tanhshrink"}, "hidden_act='tanhshrink'"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized already \(awq\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,12 @@ from stoker.builder.checkpoint import Checkpoint, open_checkpoint
 from stoker.builder.config import BuildConfig, fit_limits
 from stoker.builder.fetch import fetch
 from stoker.builder.fingerprint import fingerprint
+from stoker.builder.logical import LogicalWeights
 from stoker.builder.names import Making, plan
 from stoker.builder.recipes import RECIPES
 from stoker.engine.config import EngineConfig, Origin, Target
 from stoker.layers.config import ModelConfig
-from stoker.models import ARCHITECTURES, Architecture
+from stoker.models import Architecture, resolve
 
 PLAIN = ("float32", "float16", "bfloat16")
 
@@ -47,6 +49,8 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
     path, name = fetch(source)
     checkpoint = open_checkpoint(path, name, weights=not build.dummy_weights)
     architecture, model = read_model(checkpoint)
+    stored = checkpoint.config.get("quantization_config")
+    checkpoint = dataclasses.replace(checkpoint, weights=LogicalWeights(checkpoint.weights, architecture, stored))
     target = find_target(build)
     if build.mapping.world_size > 1:
         raise ConfigError(f"engines for {build.mapping.world_size} ranks are not built yet.", cure="Use one rank.")
@@ -67,13 +71,7 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
 
 def read_model(checkpoint: Checkpoint) -> tuple[Architecture, ModelConfig]:
     """The architecture that config.json names, and the model it describes."""
-    names = checkpoint.config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise CheckpointError(f"{checkpoint.name}: config.json names no architectures.", cure=f"Known: {', '.join(ARCHITECTURES)}.")
-    if isinstance(stored := checkpoint.config.get("quantization_config"), dict):
-        method = stored.get("quant_method", "unknown")
-        raise CheckpointError(f"{checkpoint.name} is quantized already ({method}).", cure="Build from the checkpoint it was made of.")
-    architecture = ARCHITECTURES.get(names[0])
+    architecture = resolve(checkpoint.config)
     try:
         return architecture, architecture.config(checkpoint.config)
     except KeyError as problem:

@@ -41,9 +41,9 @@ def _unknown(hf: dict[str, Any]) -> CheckpointError:
     names = hf.get("architectures") or [hf.get("model_type")]
     wanted = str(names[0]) if isinstance(names, list) else str(names)
     if wanted == "None":
-        return CheckpointError("config.json names neither architectures nor a model_type.", cure="Add one of them.")
-    near = nearest(wanted, list(ARCHITECTURES)) or list(ARCHITECTURES)
-    return CheckpointError(f"architecture {wanted!r} is not supported.", cure=f"Nearest: {', '.join(near)}.")
+        return CheckpointError("config.json names no architectures and no model_type.", cure="Add one of them.")
+    known = [row.name for row in rows()]
+    return CheckpointError(f"unknown architecture {wanted!r}.", cure=f"Use one of: {', '.join(nearest(wanted, known) or known)}.")
 
 
 def check_version(row: Architecture, hf: dict[str, Any], option: str, value: str) -> None:

@@ -1,0 +1,92 @@
+"""Checkpoint tensors that are stored in fewer bits, read as the tensors they stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.weights import Stored
+
+# The values of FP4 e2m1 by their four bits (OCP Microscaling Formats 1.0, table 5).
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor of `stored` shape and dtype that `restore` makes of the tensors `sources`."""
+
+    sources: tuple[str, ...]
+    stored: Stored
+    restore: Callable[[list[Tensor]], Tensor]
+
+
+def find_packed(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str, Packed]:
+    """The packed tensors by the name of what they stand for. `quantization` is config.json's quantization_config.
+
+    Raises CheckpointError for a method that is not read, or scales that don't fit.
+    """
+    method = str(quantization.get("quant_method", "unknown"))
+    if method not in METHODS:
+        raise CheckpointError(
+            f"The checkpoint is quantized already ({method}).",
+            cure=f"Build from the checkpoint it was made of. Read are: {', '.join(METHODS)}.",
+        )
+    return METHODS[method](stored, quantization)
+
+
+def _block_fp8(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str, Packed]:
+    """DeepSeek V3: `x.weight` in float8_e4m3fn and `x.weight_scale_inv`, a factor a block of weight_block_size."""
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(side, int) and side > 0 for side in block):
+        raise CheckpointError(f"quantization_config: fp8 with weight_block_size={block!r} is not read.", cure="It must be [rows, columns].")
+    found: dict[str, Packed] = {}
+    for name, entry in stored.items():
+        if entry.dtype != torch.float8_e4m3fn:
+            continue
+        scale = f"{name}_scale_inv"
+        wanted = tuple(math.ceil(size / side) for size, side in zip(entry.shape, block, strict=False))
+        if len(entry.shape) != 2 or scale not in stored or stored[scale].shape != wanted:
+            have = list(stored[scale].shape) if scale in stored else "missing"
+            raise CheckpointError(f"{scale} is {have}, and {name} {list(entry.shape)} needs {list(wanted)}.", cure="Download it again.")
+        found[name] = Packed((name, scale), Stored(entry.shape, torch.float32), lambda parts: unblock(*parts, *block))
+    return found
+
+
+def unblock(weight: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+    """float32 of weight [N, K] × scale [⌈N / rows⌉, ⌈K / columns⌉], each scale over its block."""
+    wide = scale.float().repeat_interleave(rows, 0)[: weight.shape[0]].repeat_interleave(columns, 1)[:, : weight.shape[1]]
+    return weight.float() * wide
+
+
+def _mxfp4(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str, Packed]:
+    """gpt-oss: `x_blocks` uint8 [experts, out, blocks, 16] and `x_scales` uint8 [experts, out, blocks] stand for x [experts, in, out]."""
+    found: dict[str, Packed] = {}
+    for name, entry in stored.items():
+        if not name.endswith("_blocks"):
+            continue
+        stem = name.removesuffix("_blocks")
+        scales = f"{stem}_scales"
+        if len(entry.shape) != 4 or scales not in stored or stored[scales].shape != entry.shape[:3]:
+            raise CheckpointError(f"{scales} is missing, or does not fit {name} {list(entry.shape)}.", cure="Download it again.")
+        experts, out, blocks, half = entry.shape
+        found[stem] = Packed((name, scales), Stored((experts, blocks * half * 2, out), torch.bfloat16), lambda parts: unpack_mxfp4(*parts))
+    return found
+
+
+def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16 [experts, in, out]: the low nibble comes first, a block's values are × 2 ** (scale - 127)."""
+    table = torch.tensor(FP4, dtype=torch.bfloat16)
+    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    exponent = scales.to(torch.int32)[..., None] - 127
+    values = torch.ldexp(table[nibbles.long()].float(), exponent).to(torch.bfloat16)
+    return values.flatten(-2).transpose(1, 2)
+
+
+# One row per quant_method that is read.
+METHODS: dict[str, Callable[[Mapping[str, Stored], dict[str, Any]], dict[str, Packed]]] = {"fp8": _block_fp8, "mxfp4": _mxfp4}
