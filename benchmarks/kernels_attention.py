@@ -121,16 +121,11 @@ def compile_variant(work: tuple[Shape, Variant]) -> None:
 
 def ragged_error(shape: Shape, variant: Variant, dtype: torch.dtype = BF16) -> float:
     """‖out − float64‖ / ‖float64‖ on fresh ragged rows, launched as `shape` would be."""
-    rows = 9 if shape.queries == 1 else 4
-    longest = min(shape.context, 1000 if shape.queries == 1 else 600)  # float64 on the CPU takes its time
-    lens = torch.randint(1, longest + 1, (rows,)).tolist()
-    lens[0], lens[1] = longest, 1
-    queries = [1 if shape.queries == 1 else int(torch.randint(1, n + 1, ())) for n in lens]
-    if shape.queries > 1:
-        queries[2] = lens[2] = max(lens[2], 200)
-        queries = [max(2, n) if length > 1 else n for n, length in zip(queries, lens, strict=True)]
-        lens, queries = [n + 1 for n in lens], [n + 1 for n in queries]
-    made = problem(lens, queries, shape.cache_dtype, (shape.bound or shape.context) + BLOCK, "cuda", dtype)
+    is_decode = shape.queries == 1
+    longest = min(shape.context, 1000 if is_decode else 600)  # float64 on the CPU takes its time
+    lens = [longest, *torch.randint(1 if is_decode else 2, longest + 1, (8 if is_decode else 3,)).tolist()]
+    queries = [1 if is_decode else int(torch.randint(2, n + 1, ())) for n in lens]
+    made = problem(lens, queries, shape.cache_dtype, shape.bound or shape.context, "cuda", dtype)
     made.run(variant)
     torch.cuda.synchronize()
     return relative_error(made)

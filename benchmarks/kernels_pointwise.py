@@ -116,10 +116,8 @@ def main() -> None:
             copies = 1 if name.startswith("embedding") else min(16, max(1, ROTATED_BYTES // first.num_bytes))
             seconds = graph_time([first.run, *(make(tokens).run for _ in range(copies - 1))])
             rate = first.num_bytes / seconds
-            verdict = "" if error < 5e-3 else "  WRONG"
-            print(
-                f"{name:18} {tokens:5} tokens {seconds * 1e6:8.2f} us {rate / 1e12:5.2f} TB/s {rate / COPY_CEILING:6.1%}  error {error:.1e}{verdict}"
-            )
+            speed = f"{seconds * 1e6:8.2f} us {rate / 1e12:5.2f} TB/s {rate / COPY_CEILING:6.1%}"
+            print(f"{name:18} {tokens:5} tokens {speed}  error {error:.1e}{'' if error < 5e-3 else '  WRONG'}", flush=True)
 
 
 if __name__ == "__main__":
