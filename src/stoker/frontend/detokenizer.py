@@ -172,7 +172,8 @@ class DetokenizerFactory:
         if isinstance(pieces, (BytePieces, FallbackPieces)):
             piece = pieces[token]
             return bytes([piece]) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece or b""
-        return self._tokenizer.decode([token], skip_special_tokens=False).encode() if self._tokenizer.id_to_token(token) is not None else b""
+        known = self._tokenizer.id_to_token(token) is not None
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode() if known else b""
 
     def _table(self, dropped: frozenset[int]) -> BytePieces | FallbackPieces | frozenset[int]:
         if self._kinds == ["ByteLevel"]:

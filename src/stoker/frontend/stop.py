@@ -23,9 +23,10 @@ class StopChecker:
         """The text that may be shown now. After a match (`matched`), nothing more is. Unarmed text cannot complete a match."""
         if self.matched is not None:
             return ""
+        num_held = len(self._held)
         text = self._held + text
-        if armed and self._find(text):
-            return self._held
+        if armed and (shown := self._find(text, num_held)) is not None:
+            return shown
         start = self._first_possible(text)
         self._held = text[start:]
         return text[:start]
@@ -35,16 +36,16 @@ class StopChecker:
         held, self._held = ("", "") if self.matched is not None else (self._held, "")
         return held
 
-    def _find(self, text: str) -> bool:
+    def _find(self, text: str, num_old: int) -> str | None:
+        """What to show up to the first match that ends after the `num_old` characters that are no news; None without a match."""
         best_end = len(text) + 1
         for stop in self._stops:
-            end = text.find(stop, 0, best_end) + len(stop)
-            if len(stop) <= end < best_end:
-                best_end, self.matched = end, stop
+            start = text.find(stop, max(0, num_old + 1 - len(stop)), best_end)
+            if start >= 0 and start + len(stop) < best_end:
+                best_end, self.matched = start + len(stop), stop
         if self.matched is None:
-            return False
-        self._held = text[: best_end if self._include_stop else best_end - len(self.matched)]
-        return True
+            return None
+        return text[: best_end if self._include_stop else best_end - len(self.matched)]
 
     def _first_possible(self, text: str) -> int:
         """Where the longest end of `text` that begins some stop string begins; never a whole stop string."""

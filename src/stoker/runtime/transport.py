@@ -6,6 +6,7 @@ noticed by its closed socket, a frozen one by ZeroMQ's own heartbeats, a loop th
 
 from __future__ import annotations
 
+import math
 import time
 
 import msgspec
@@ -93,11 +94,11 @@ class ZmqMailbox(Mailbox):
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a frontend that died raises instead of vanishing
         configure(self._socket, client_timeout_s)
         self._socket.bind(address)
-        self.address = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.address = str(self._socket.last_endpoint, "ascii").rstrip("\0")
 
     def poll(self, timeout_s: float) -> list[Message]:
         # EVENTS costs a third of a zmq.Poller round, and a busy loop asks once a step.
-        if self._socket.get(zmq.EVENTS) & zmq.POLLIN or (timeout_s > 0 and not self._messages and self._wait(timeout_s)):
+        if int(self._socket.EVENTS) & zmq.POLLIN or (timeout_s > 0 and not self._messages and self._wait(timeout_s)):
             self._receive()
         self._check_clients()
         messages, self._messages = self._messages, []
@@ -126,7 +127,7 @@ class ZmqMailbox(Mailbox):
         # In slices, so that a frontend's disappearance is noticed by an idle loop too.
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and not self._messages:
-            if self._socket.poll(min(left, HEARTBEAT_S) * 1000):
+            if self._socket.poll(math.ceil(min(left, HEARTBEAT_S) * 1000)):
                 return True
             self._check_clients()
         return False

@@ -1,0 +1,107 @@
+"""Chat templates: as transformers renders them, inside a sandbox, with messages checked first."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from small_tokenizers import REAL, real
+
+from stoker.base.env import cache_dir
+from stoker.base.errors import EngineError, RequestError
+from stoker.frontend.chat import ChatTemplate
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHAT = [{"role": "user", "content": 'Hi <&> "you"'}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye "}]
+
+
+def render(source: str, messages: Any = CHAT, **values: Any) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **{"max_chars": 10_000, **values})
+
+
+def test_chatml() -> None:
+    assert render(CHATML, CHAT[:1]) == '<|im_start|>user\nHi <&> "you"<|im_end|>\n<|im_start|>assistant\n'
+    assert render(CHATML, CHAT[:1], add_generation_prompt=False) == '<|im_start|>user\nHi <&> "you"<|im_end|>\n'
+
+
+@pytest.mark.parametrize("name", [name for name in REAL if name != "llama2"])
+def test_published_templates_equal_transformers(name: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    real(name)
+    config = json.loads((cache_dir() / "test-tokenizers" / name / "package/models/tokenizer_config.json").read_text())
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    tool = {"type": "function", "function": {"name": "f", "description": "é", "parameters": {"type": "object", "properties": {}}}}
+    for tools in (None, [tool]):
+        want, _ = render_jinja_template(
+            [CHAT], chat_template=config["chat_template"], tools=tools, add_generation_prompt=True, **special
+        )  # fmt: skip
+        assert ChatTemplate(config["chat_template"], special).render(CHAT, max_chars=100_000, tools=tools) == want[0]
+
+
+@pytest.mark.parametrize("source", [CHATML, CHATML.replace("message['content']", "(message['content'] | trim)")])
+def test_continue_final_message_equals_transformers(source: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    want, _ = render_jinja_template([CHAT], chat_template=source, continue_final_message=True)
+    assert render(source, add_generation_prompt=False, continue_final_message=True) == want[0]
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+
+
+def test_what_templates_may_use() -> None:
+    source = "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}{{ mode }}"
+    assert render(source, mode="x") == '<s>{"role": "user", "content": "Hi <&> \\"you\\""}x'
+    assert render("{% generation %}a{% endgeneration %}{{ strftime_now('%Y') | length }}") == "a4"
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        (["hello"], r"messages\[0\]"),
+        ([{"content": "x"}], r"messages\[0\]\.role"),
+        ([{"role": "user"}], r"messages\[0\]\.content"),
+        ([{"role": "user", "content": 3}], r"messages\[0\]\.content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"messages\[0\]\.content\[0\]\.type='image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]\.content\[0\]\.text"),
+        ([{"role": "user", "content": "x" * 10_001}], "10001 characters"),
+    ],
+)
+def test_messages_are_refused_by_name(messages: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        render(CHATML, messages)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].content + none }}",
+        "{% for i in range(99999999) %}x{% endfor %}",
+        "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
+    ],
+)
+def test_failing_templates_refuse_the_request(source: str) -> None:
+    with pytest.raises(RequestError, match="messages"):
+        render(source)
+
+
+def test_a_request_brings_no_template() -> None:
+    with pytest.raises(RequestError, match="chat_template"):
+        render(CHATML, chat_template="{{ 1 }}")
+
+
+def test_broken_template_is_an_engine_error() -> None:
+    with pytest.raises(EngineError, match="cannot be compiled"):
+        ChatTemplate("{% if %}", {})

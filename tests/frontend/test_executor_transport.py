@@ -1,0 +1,282 @@
+"""Both transports: the executor's loop cannot tell which one it has."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from fake_executor import FakeExecutor, info
+
+from stoker.base.errors import ConfigError, RequestError, UnavailableError
+from stoker.base.types import FinishReason, SamplingParams
+from stoker.runtime.client import ExecutorClient, Mailbox
+from stoker.runtime.inprocess import InProcessClient, InProcessMailbox
+from stoker.runtime.request import TokenRequest
+from stoker.runtime.transport import ZmqMailbox
+from stoker.runtime.zmq_client import ZmqExecutorClient
+
+Connect = Callable[[], "asyncio.Future[ExecutorClient]"]
+
+
+def ask(request_id: str = "r", **params: int) -> TokenRequest:
+    return TokenRequest(request_id=request_id, prompt_ids=[1, 2, 3], params=SamplingParams(**{"max_tokens": 20, **params}))
+
+
+def make_mailbox(kind: str) -> Mailbox:
+    return InProcessMailbox(info()) if kind == "inprocess" else ZmqMailbox("tcp://127.0.0.1:*", info())
+
+
+async def connect(mailbox: Mailbox, **options: float) -> ExecutorClient:
+    if isinstance(mailbox, ZmqMailbox):
+        return await ZmqExecutorClient.connect(mailbox.address, **options)
+    assert isinstance(mailbox, InProcessMailbox)
+    return InProcessClient(mailbox, **options)
+
+
+@asynccontextmanager
+async def running(kind: str, *, step_s: float = 0.0, group: int = 1) -> AsyncIterator[tuple[FakeExecutor, Mailbox]]:
+    mailbox = make_mailbox(kind)
+    executor = FakeExecutor(mailbox, lambda request, index: [index] * 1000, step_s=step_s, group=group)
+    try:
+        yield executor, mailbox
+    finally:
+        executor.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+
+
+async def collect(client: ExecutorClient, request: TokenRequest) -> dict[int, list[int]]:
+    ids: dict[int, list[int]] = {}
+    async for outputs in client.generate(request):
+        for output in outputs:
+            assert output.request_id == request.request_id
+            ids.setdefault(output.index, []).extend(output.token_ids)
+    return ids
+
+
+both = pytest.mark.parametrize("kind", ["inprocess", "zmq"])
+
+
+@both
+async def test_many_requests_of_several_clients_with_equal_ids(kind: str) -> None:
+    async with running(kind) as (executor, mailbox):
+        clients = [await connect(mailbox) for _ in range(3)]
+        answers = await asyncio.gather(*(collect(client, ask(f"{i}", n=2)) for client in clients for i in range(10)))
+        assert answers == [{0: [0] * 20, 1: [1] * 20}] * 30
+        assert len({request.request_id for request in executor.requests}) == 30
+        assert clients[0].info == info()
+        for client in clients:
+            await client.close()
+        assert executor.cancelled == []
+
+
+@both
+async def test_leaving_cancels_within_a_step(kind: str) -> None:
+    async with running(kind, step_s=0.002) as (executor, mailbox):
+        client = await connect(mailbox)
+        async for _ in client.generate(ask(max_tokens=1000)):
+            break
+        await until(lambda: not executor.running and len(executor.cancelled) == 1)
+        await client.close()
+
+
+@both
+async def test_cancel_one_sequence_then_all(kind: str) -> None:
+    async with running(kind, step_s=0.002) as (executor, mailbox):
+        client = await connect(mailbox)
+        reasons: dict[int, FinishReason] = {}
+        async for outputs in client.generate(ask(max_tokens=1000, n=2)):
+            if not executor.cancelled:
+                client.cancel("r", 1)
+            for output in outputs:
+                if output.finish_reason is not None:
+                    reasons[output.index] = output.finish_reason
+                    client.cancel("r")
+        assert reasons == {0: FinishReason.CANCELLED, 1: FinishReason.CANCELLED}
+        client.cancel("unknown")
+        await client.close()
+
+
+@both
+async def test_stats_pause_shutdown_and_duplicates(kind: str) -> None:
+    async with running(kind, step_s=0.002) as (executor, mailbox):
+        client = await connect(mailbox)
+        stream = client.generate(ask(max_tokens=1000))
+        await anext(stream)
+        assert (await client.stats()).num_running == 1
+        with pytest.raises(RequestError, match="in flight"):
+            await anext(client.generate(ask()))
+        client.pause(True)
+        await until(lambda: executor.paused)
+        assert client.alive
+        client.shutdown()  # type: ignore[attr-defined]
+        await until(lambda: not executor._thread.is_alive())
+        await stream.aclose()
+        await client.close()
+
+
+@both
+async def test_closed_mailbox_fails_what_waits(kind: str) -> None:
+    mailbox = make_mailbox(kind)
+    answering = threading.Thread(target=lambda: [mailbox.poll(0.05) for _ in range(10)])
+    answering.start()
+    client = await connect(mailbox)
+    waiting = asyncio.create_task(collect(client, ask()))
+    stats = asyncio.create_task(client.stats())
+    await asyncio.to_thread(answering.join)
+    mailbox.close("it is upgraded")
+    for task in (waiting, stats):
+        with pytest.raises(UnavailableError, match="it is upgraded"):
+            await task
+    assert not client.alive
+    with pytest.raises(UnavailableError):
+        await collect(client, ask())
+    await client.close()
+
+
+@both
+async def test_closing_a_client_cancels_its_requests_only(kind: str) -> None:
+    async with running(kind, step_s=0.002) as (executor, mailbox):
+        leaving, staying = await connect(mailbox), await connect(mailbox)
+        gone = asyncio.create_task(collect(leaving, ask(max_tokens=1000)))
+        kept = asyncio.create_task(collect(staying, ask(max_tokens=60)))
+        await until(lambda: len(executor.running) == 2)
+        await leaving.close()
+        await until(lambda: len(executor.running) == 1)
+        with pytest.raises(UnavailableError, match="closed"):
+            await gone
+        assert await kept == {0: [0] * 60}
+        await staying.close()
+
+
+@both
+async def test_a_loop_that_hangs_is_not_alive(kind: str) -> None:
+    mailbox = make_mailbox(kind)
+    first = threading.Thread(target=lambda: [mailbox.poll(0.05) for _ in range(4)])
+    first.start()
+    options = {"timeout_s": 0.3} | ({"heartbeat_s": 0.05} if kind == "zmq" else {})
+    client = await connect(mailbox, **options)
+    assert client.alive
+    await asyncio.to_thread(first.join)
+    await until(lambda: not client.alive)
+    mailbox.close()
+    await client.close()
+
+
+def _executor_process(pipe: object) -> None:
+    mailbox = ZmqMailbox("tcp://127.0.0.1:*", info())
+    pipe.send(mailbox.address)  # type: ignore[attr-defined]
+    while True:
+        mailbox.poll(1.0)
+
+
+def _frontend_process(address: str) -> None:
+    async def run() -> None:
+        client = await ZmqExecutorClient.connect(address)
+        await collect(client, ask(max_tokens=1000))
+
+    asyncio.run(run())
+
+
+async def test_an_executor_process_that_dies_fails_its_requests_at_once() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    mine, theirs = spawn.Pipe()
+    process = spawn.Process(target=_executor_process, args=(theirs,), daemon=True)
+    process.start()
+    client = await ZmqExecutorClient.connect(await asyncio.to_thread(mine.recv))
+    waiting = asyncio.create_task(collect(client, ask()))
+    await asyncio.sleep(0)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    with pytest.raises(UnavailableError, match="its process ended"):
+        await asyncio.wait_for(waiting, 10)
+    await client.close()
+    process.join()
+
+
+async def test_a_frontend_process_that_dies_loses_its_requests() -> None:
+    async with running("zmq", step_s=0.005) as (executor, mailbox):
+        assert isinstance(mailbox, ZmqMailbox)
+        process = multiprocessing.get_context("spawn").Process(target=_frontend_process, args=(mailbox.address,), daemon=True)
+        process.start()
+        await until(lambda: bool(executor.running))
+        os.kill(process.pid or 0, signal.SIGKILL)
+        await until(lambda: not executor.running and len(executor.cancelled) == 1)
+        process.join()
+
+
+def test_a_silent_frontend_loses_its_requests() -> None:
+    """An open socket without heartbeats: a frozen process."""
+    mailbox = ZmqMailbox("tcp://127.0.0.1:*", info(), client_timeout_s=0.2)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.ROUTING_ID, b"a" * 12)
+    socket.connect(mailbox.address)
+    request = msgspec.structs.replace(ask(), request_id="a" * 12 + ":r")
+    socket.send(msgspec.msgpack.encode([["Submit", request]]))
+    assert [type(message).__name__ for message in mailbox.poll(5.0)] == ["Submit"]
+    start = time.monotonic()
+    (cancel,) = mailbox.poll(5.0)
+    assert cancel.request_id == "a" * 12 + ":r"  # type: ignore[union-attr]
+    assert time.monotonic() - start < 4
+    context.destroy(linger=0)
+    mailbox.close()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xff\x00junk",
+        msgspec.msgpack.encode([["Submit", 5]]),
+        msgspec.msgpack.encode([["Unknown"]]),
+        msgspec.msgpack.encode([["Cancel", "someone-else:r", None]]),
+        msgspec.msgpack.encode([["Submit", {"request_id": "a" * 12 + ":r", "prompt_ids": [1], "params": {"max_tokens": -1}}]]),
+    ],
+)
+def test_hostile_messages_are_refused_and_disturb_nothing(payload: bytes) -> None:
+    mailbox = ZmqMailbox("tcp://127.0.0.1:*", info())
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.ROUTING_ID, b"a" * 12)
+    socket.connect(mailbox.address)
+    socket.send(payload)
+    deadline = time.monotonic() + 5
+    while not socket.poll(0) and time.monotonic() < deadline:
+        assert mailbox.poll(0.05) == []
+    kind, reason = msgspec.msgpack.decode(socket.recv(zmq.NOBLOCK))
+    assert kind == "Closed"
+    assert "refused a message" in reason
+    context.destroy(linger=0)
+    mailbox.close()
+
+
+async def test_ipc_address_and_no_answer(tmp_path: Path) -> None:
+    mailbox = ZmqMailbox(f"ipc://{tmp_path}/x", info())
+    loop = threading.Thread(target=lambda: [mailbox.poll(0.05) for _ in range(6)])
+    loop.start()
+    client = await ZmqExecutorClient.connect(f"ipc://{tmp_path}/x")
+    await client.close()
+    await asyncio.to_thread(loop.join)
+    mailbox.close()
+    with pytest.raises(UnavailableError, match="No executor answers"):
+        await ZmqExecutorClient.connect(f"ipc://{tmp_path}/none", connect_timeout_s=0.1)
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5555", "tcp://*:1", "udp://127.0.0.1:1", "ipc://" + "x" * 200])
+def test_addresses_beyond_this_machine_are_refused(address: str) -> None:
+    with pytest.raises(ConfigError):
+        ZmqMailbox(address, info())
