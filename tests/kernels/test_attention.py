@@ -35,6 +35,8 @@ CASES = {
     "latent fp8": Case([(1, 19), (1, 40), (5, 21)], heads=8, kv_heads=1, size=576, latent=True, dtype=BF16, cache_dtype=FP8),
     "one key head": Case(MIXED, heads=7, kv_heads=1),
     "groups of three": Case(MIXED, heads=6, kv_heads=2, dtype=FP16),
+    "more heads than a tile holds": Case([(1, 37), (1, 5), (4, 9)], heads=80, kv_heads=2, size=32, dtype=BF16),
+    "rows without queries": Case([(1, 37), (3, 5), (0, 0), (4, 9), (0, 12)]),
     "no groups": Case(MIXED, heads=3, kv_heads=3),
     "block 32": Case(MIXED, block_size=32, dtype=BF16),
     "block 64": Case([(1, 150), (1, 64), (9, 70)], block_size=64, dtype=BF16),
