@@ -24,7 +24,29 @@ class LinearTile:
 
 
 # (rows padded to a tile, out_features of one part, in_features, gated) → tile.
-TUNED: dict[tuple[int, int, int, bool], LinearTile] = {}
+# Measured on one H200 (benchmarks/kernels_linear.py).
+TUNED: dict[tuple[int, int, int, bool], LinearTile] = {
+    (1, 6144, 4096, False): LinearTile(8, 512, 1, 4, 3),
+    (16, 6144, 4096, False): LinearTile(64, 64, 4, 4, 4),
+    (32, 6144, 4096, False): LinearTile(64, 64, 4, 4, 4),
+    (64, 6144, 4096, False): LinearTile(64, 64, 4, 4, 4),
+    (1, 4096, 4096, False): LinearTile(4, 1024, 1, 4, 3),
+    (16, 4096, 4096, False): LinearTile(32, 256, 1, 4, 4),
+    (32, 4096, 4096, False): LinearTile(64, 128, 2, 4, 4),
+    (64, 4096, 4096, False): LinearTile(64, 128, 2, 4, 4),
+    (1, 14336, 4096, True): LinearTile(4, 1024, 1, 4, 1),
+    (16, 14336, 4096, True): LinearTile(64, 64, 1, 4, 4),
+    (32, 14336, 4096, True): LinearTile(64, 64, 1, 4, 4),
+    (64, 14336, 4096, True): LinearTile(64, 64, 1, 4, 4),
+    (1, 4096, 14336, False): LinearTile(4, 1024, 1, 4, 1),
+    (16, 4096, 14336, False): LinearTile(32, 256, 1, 4, 6),
+    (32, 4096, 14336, False): LinearTile(64, 256, 2, 4, 4),
+    (64, 4096, 14336, False): LinearTile(64, 128, 2, 4, 6),
+    (1, 128256, 4096, False): LinearTile(4, 1024, 1, 4, 1),
+    (16, 128256, 4096, False): LinearTile(128, 128, 1, 8, 3),
+    (32, 128256, 4096, False): LinearTile(128, 128, 1, 8, 4),
+    (64, 128256, 4096, False): LinearTile(128, 64, 1, 8, 4),
+}
 
 
 def padded_rows(rows: int) -> int:

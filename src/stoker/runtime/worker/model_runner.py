@@ -72,8 +72,6 @@ class ModelRunner:
         self.prompt_scores = PromptScores()
         # Each row's newest token; padding writes the last place.
         self.last_ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-            num_rows + 1, dtype=torch.int32, device=device
-        )  # each row's newest token; padding writes the last place
         self.graphs: Graphs | None = None
         if use_graphs and device.type == "cuda":
             self.graphs = Graphs(
