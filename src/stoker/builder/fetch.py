@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stoker.base import env
 from stoker.base.errors import CheckpointError
+from stoker.builder.weights import reason
 
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.gguf"]
 
@@ -36,9 +37,8 @@ def _from_hub(repo: str, revision: str | None) -> Path:
             f"{repo} is not a local path, and the hub has no such model (or no access).", cure="Check the id, or set HF_TOKEN."
         ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as problem:
-        reason = str(problem).splitlines()[0]
         raise CheckpointError(
-            f"{repo} is not a local path, and the hub cannot be reached ({reason}).",
+            f"{repo} is not a local path, and the hub cannot be reached ({reason(problem)}).",
             cure="Download the checkpoint elsewhere and name its directory, or name a .gguf file.",
         ) from None
 

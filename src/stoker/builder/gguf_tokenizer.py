@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.gguf import GGUFWeights
-
-CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+from stoker.builder.sentencepiece import add_tokens, begin, bpe, spaces
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,13 +51,12 @@ def gguf_tokenizer(file: GGUFWeights) -> tuple[Tokenizer, dict[str, Any]]:
         what = f"a tokenizer of kind {kind!r}" if tokens else "no tokenizer"
         raise CheckpointError(f"{file.files[0]} has {what}.", cure=f"Known kinds: {', '.join(_KINDS)}; or name one with --tokenizer.")
     tokenizer = _KINDS[kind](file, tokens)
-    _add_special(tokenizer, file, tokens)
+    add_tokens(tokenizer, list(zip(tokens, file.get("tokenizer.ggml.token_type", []), strict=False)))
+    if tokenizer.get_vocab_size() != len(tokens):
+        raise CheckpointError(f"{file.files[0]}: {len(tokens)} tokens make {tokenizer.get_vocab_size()}.", cure="Download the file again.")
     config = _config(file, tokens)
     if config["add_bos_token"] and "bos_token" in config:
-        bos = config["bos_token"]
-        ids = [(bos, file.get("tokenizer.ggml.bos_token_id"))]
-        template = processors.TemplateProcessing(single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=ids)
-        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template]) if kind == "gpt2" else template
+        begin(tokenizer, config["bos_token"], file.get("tokenizer.ggml.bos_token_id"))
     return tokenizer, config
 
 
@@ -81,39 +79,13 @@ def _byte_level(file: GGUFWeights, tokens: list[str]) -> Tokenizer:
 
 
 def _sentencepiece(file: GGUFWeights, tokens: list[str]) -> Tokenizer:
-    """Sentencepiece BPE: merges are the splits of each piece, best score first, as Hugging Face's converter makes them."""
-    scores = file.get("tokenizer.ggml.scores", [0.0] * len(tokens))
-    vocab = {token: i for i, token in enumerate(tokens)}
     unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
-    model = models.BPE(vocab=vocab, merges=_merges(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    prefix = [normalizers.Prepend("▁")] if file.get("tokenizer.ggml.add_space_prefix", True) else []
-    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    tokenizer = Tokenizer(bpe(tokens, file.get("tokenizer.ggml.scores", [0.0] * len(tokens)), unknown))
+    spaces(tokenizer, prefix=file.get("tokenizer.ggml.add_space_prefix", True))
     return tokenizer
 
 
-def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    ranked: list[tuple[float, int, int, tuple[str, str]]] = []
-    for piece, i in vocab.items():
-        for cut in range(1, len(piece)):
-            left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])
-            if left is not None and right is not None:
-                ranked.append((-scores[i], left, right, (piece[:cut], piece[cut:])))
-    return [pair for *_, pair in sorted(ranked)]
-
-
 _KINDS: dict[str, Callable[[GGUFWeights, list[str]], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
-
-
-def _add_special(tokenizer: Tokenizer, file: GGUFWeights, tokens: list[str]) -> None:
-    kinds = file.get("tokenizer.ggml.token_type", [])
-    marked = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (CONTROL, USER_DEFINED)]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token, kind in marked if kind == CONTROL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in marked if kind == USER_DEFINED])
-    if tokenizer.get_vocab_size() != len(tokens):
-        raise CheckpointError(f"{file.files[0]}: {len(tokens)} tokens make {tokenizer.get_vocab_size()}.", cure="Download the file again.")
 
 
 def _config(file: GGUFWeights, tokens: list[str]) -> dict[str, Any]:

@@ -11,14 +11,11 @@ from tokenizers import Tokenizer, pre_tokenizers
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint import Checkpoint, read_json
 from stoker.builder.gguf_tokenizer import gguf_tokenizer
+from stoker.builder.probes import PROBES
+from stoker.builder.sentencepiece import from_sentencepiece
+from stoker.builder.weights import reason
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-PROBES = (
-    "Hello world! The quick brown fox jumps over 13 lazy dogs.",
-    "def f(x):\n    return x + 1\n",
-    "naïve café, größer, Ελληνικά, русский, 你好世界, こんにちは",
-    "👩‍👩‍👧 🇩🇪 1234567890",
-)
 
 
 def write_tokenizer(checkpoint: Checkpoint, directory: str | None, out: Path, *, trust_remote_code: bool) -> None:
@@ -86,42 +83,25 @@ def _load(file: Path) -> Tokenizer:
 
 
 def _convert(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Tokenizer:
-    """Sentencepiece, tiktoken and vocabulary + merges, through transformers' converters."""
+    """Sentencepiece here; tiktoken, and vocabulary with merges, through transformers' converters."""
     kinds = ("tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "spiece.model", "vocab.txt")
     if not any((path / name).is_file() for name in kinds) and "auto_map" not in config:
         raise CheckpointError(f"{path} has no tokenizer: neither tokenizer.json nor {', '.join(kinds)}.", cure="Name one with --tokenizer.")
+    model = path / "tokenizer.model"
+    if model.is_file() and (found := from_sentencepiece(model, config)) is not None:
+        return found
     from transformers import AutoTokenizer
 
     try:
         loaded = AutoTokenizer.from_pretrained(str(path), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True)
-        tokenizer = loaded.backend_tokenizer
-        _check_sentencepiece(tokenizer, path / "tokenizer.model")
-        return tokenizer
-    except CheckpointError:
-        raise
+        return loaded.backend_tokenizer
     except AttributeError:
-        reason = "it is a Python tokenizer without a fast twin"
+        why = "it is a Python tokenizer without a fast twin"
     except Exception as problem:
-        reason = str(problem).splitlines()[0]
+        why = reason(problem)
     raise CheckpointError(
-        f"{path}: the tokenizer cannot become tokenizer.json ({reason}).", cure="Add tokenizer.json, or name one with --tokenizer."
+        f"{path}: the tokenizer cannot become tokenizer.json ({why}).", cure="Add tokenizer.json, or name one with --tokenizer."
     )
-
-
-def _check_sentencepiece(tokenizer: Tokenizer, file: Path) -> None:
-    """Raise CheckpointError unless the converted tokenizer splits the probes as the sentencepiece library does."""
-    if not file.is_file():
-        return
-    from sentencepiece import SentencePieceProcessor
-
-    try:
-        original = SentencePieceProcessor(model_file=str(file))
-    except RuntimeError:  # the name is also given to tiktoken files
-        return
-    for text in PROBES:
-        ids, wanted = tokenizer.encode(text, add_special_tokens=False).ids, original.encode(text)
-        if ids != wanted:
-            raise CheckpointError(f"{file}: converted, it splits {text!r} into {ids}, not {wanted}.", cure="Add a tokenizer.json.")
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | list[dict[str, str]] | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from stoker.base.errors import EngineError
 from stoker.builder.checkpoint import Checkpoint
 from stoker.builder.convert import Layouts
+from stoker.builder.weights import reason
 from stoker.distributed.group import SINGLE
 from stoker.engine.config import EngineConfig
 from stoker.engine.reader import Engine, rank_file
@@ -60,8 +61,8 @@ def verify_tokens(path: Path, checkpoint: Checkpoint, *, ask: bool, trust_remote
     raises EngineError when it does not. `ask`: compare even when it takes long.
     """
     engine = Engine.open(path)
-    if reason := _skip_reason(engine.config, checkpoint, ask):
-        return Greedy(skipped=reason)
+    if skipped := _skip_reason(engine.config, checkpoint, ask):
+        return Greedy(skipped=skipped)
     prompts = _prompts(engine.config, path)
     with torch.inference_mode():
         ours = [_generate(engine, prompt) for prompt in prompts]
@@ -69,7 +70,7 @@ def verify_tokens(path: Path, checkpoint: Checkpoint, *, ask: bool, trust_remote
         try:
             reference = _reference(checkpoint, engine.config.dtype, trust_remote_code)
         except Exception as problem:  # transformers raises anything for what it does not know
-            return Greedy(skipped=f"transformers cannot load the checkpoint ({str(problem).splitlines()[0]})")
+            return Greedy(skipped=f"transformers cannot load the checkpoint ({reason(problem)})")
         theirs = [
             reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
             for prompt, (tokens, _) in zip(prompts, ours, strict=True)

@@ -99,7 +99,7 @@ class PickledWeights(Weights):
     Files are mapped. A mapping is closed after REOPEN_BYTES were read through it, so that the pages it touched are given back.
     """
 
-    REOPEN_BYTES = 32 << 20
+    REOPEN_BYTES = 8 << 20
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
@@ -136,17 +136,20 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     try:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except pickle.UnpicklingError as problem:
-        reason = str(problem).splitlines()[0]
-        raise CheckpointError(
-            f"{path} holds more than tensors and is not unpickled ({reason})", cure="Use a safetensors checkpoint."
-        ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as problem:
-        raise CheckpointError(f"{path} is damaged ({str(problem).splitlines()[0]}).", cure=FETCH) from None
+        message = f"{path} holds more than tensors and is not unpickled ({reason(problem)})."
+        raise CheckpointError(message, cure="Use a safetensors checkpoint.") from None
+    except (RuntimeError, EOFError, OSError, ValueError, LookupError) as problem:
+        raise CheckpointError(f"{path} is damaged ({reason(problem)}).", cure=FETCH) from None
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()):
         raise CheckpointError(f"{path} is not a dictionary of tensors.", cure="Use a checkpoint that transformers saved.")
     return loaded
+
+
+def reason(problem: Exception) -> str:
+    """What a library's exception says, in one line."""
+    return next(iter(str(problem).splitlines()), type(problem).__name__).rstrip(".")
 
 
 def _is_zip(path: Path) -> bool:

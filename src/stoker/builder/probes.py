@@ -1,0 +1,8 @@
+"""Texts that a tokenizer must get right: words, code, scripts, joined emoji, digits."""
+
+PROBES = (
+    "Hello world! The quick brown fox jumps over 13 lazy dogs.",
+    "def f(x):\n    return x + 1\n",
+    "naïve café, größer, Ελληνικά, русский, 你好世界, こんにちは",
+    "👩‍👩‍👧 🇩🇪 1234567890",
+)

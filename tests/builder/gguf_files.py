@@ -1,0 +1,82 @@
+"""GGUF files of small models, written with the library, as llama.cpp's converter lays them out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tiny
+import tokenizers
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_name(name: str) -> str:
+    module, suffix = name.rsplit(".", 1)
+    if module.startswith("model.layers."):
+        _, _, layer, part = module.split(".", 3)
+        return f"blk.{layer}.{NAMES[part]}.{suffix}"
+    return f"{NAMES[module]}.{suffix}"
+
+
+def write(path: Path, made: Any, kind: gguf.GGMLQuantizationType | None = None, tokenizer: dict[str, Any] | None = None) -> Path:
+    """`kind`: what matrices whose rows are whole blocks are stored as."""
+    config, arch = made.config, made.config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in (tokenizer or byte_level(tiny.byte_level())).items():
+        writer.add_key_value(f"tokenizer.{key}", *typed(value))
+    for name, tensor in made.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        data = tensor.float().numpy()
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            data = permute(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
+        if kind is not None and data.ndim == 2:
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level(core: tokenizers.Tokenizer, pre: str = "gpt-2") -> dict[str, Any]:
+    """Metadata of a byte-level BPE tokenizer."""
+    model = json.loads(core.to_str())["model"]
+    tokens = [token for token, _ in sorted(core.get_vocab().items(), key=lambda item: item[1])]
+    merges = [" ".join(m) if isinstance(m, list) else m for m in model["merges"]]
+    kinds = [3 if token in ("<unk>", "<s>", "</s>") else 1 for token in tokens]
+    return {
+        "ggml.model": "gpt2", "ggml.pre": pre, "ggml.tokens": tokens, "ggml.token_type": kinds, "ggml.merges": merges,
+        "ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0, "chat_template": tiny.CHAT,
+    }  # fmt: skip
+
+
+def typed(value: Any) -> tuple[Any, gguf.GGUFValueType]:
+    kinds = {str: gguf.GGUFValueType.STRING, bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
+    return value, gguf.GGUFValueType.ARRAY if isinstance(value, list) else kinds[type(value)]

@@ -1,0 +1,102 @@
+"""The estimate is what the build writes, and what the cache and the step then take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import typer
+from typer.testing import CliRunner
+
+from stoker.base.config import Limits
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.builder.estimate import estimate
+from stoker.builder.prepare import prepare
+from stoker.cli.build import build as build_command
+from stoker.cli.inspect import inspect as inspect_command
+
+APP = typer.Typer()
+APP.command("build")(build_command)
+APP.command("inspect")(inspect_command)
+
+
+def test_sizes_are_those_of_the_files(tmp_path: Path, llama: Path) -> None:
+    asked = BuildConfig(dtype="bfloat16", limits=Limits(max_batch_size=8, max_input_len=100, max_output_len=29, tokens_per_block=16))
+    found = estimate(prepare(llama, asked).config, memory=1 << 30)
+    engine = build(llama, tmp_path / "engine", asked, verify="files")
+    size = (engine.path / "rank0.safetensors").stat().st_size
+    assert found.weights == sum(p.numel() * 2 for p in tiny.model().parameters()) == found.files["rank0.safetensors"]
+    assert 0 < size - found.weights < 4096
+    assert found.parameters * 2 == found.weights
+    assert found.kv_token == 3 * 2 * 2 * 8 * 2  # layers × (keys and values) × heads × head size × bytes
+    assert found.kv_sequence == found.kv_token * 144  # 129 tokens in blocks of 16
+    assert found.kv_limits == 8 * found.kv_sequence
+    assert found.largest_batch == 8
+
+
+@pytest.mark.parametrize("room", [0, 1, 5])
+def test_the_largest_batch_is_what_is_left_over(llama: Path, room: int) -> None:
+    config = prepare(llama, BuildConfig(device="cuda", limits=Limits(max_input_len=200, max_output_len=50))).config
+    found = estimate(config, memory=1 << 40)
+    needed = found.weights + found.activations + int(room * found.kv_sequence / 0.9) + 1
+    left = estimate(config, memory=needed)
+    assert left.largest_batch == room and left.fits == (room > 0)
+    assert estimate(config).largest_batch is None
+
+
+def test_a_large_model_is_estimated_from_its_config(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = estimate(prepare(tmp_path, BuildConfig(dummy_weights=True, device="cuda")).config, memory=80 << 30)
+    assert found.parameters == 8_030_261_248  # Llama 3.1 8B as published
+    assert found.kv_token == 131072
+    assert found.largest_batch == int(((80 << 30) - found.weights - found.activations) * 0.9) // (5120 * 131072)
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(APP, list(arguments), env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output + f"\nexit {result.exit_code}"
+
+
+def test_commands(tmp_path: Path, llama: Path) -> None:
+    engine = str(tmp_path / "engine")
+    dry = run("build", str(llama), "--dry-run", "--device", "cpu", "--max-batch-size", "4")
+    assert "largest batch of full sequences that fits" in dry and "4 of 4" in dry and "exit 0" in dry
+    assert not Path(engine).exists()
+    small = run("build", str(llama), "--dry-run", "--device", "cuda", "--memory-gib", "0.0001")
+    assert "0 of 256" in small and "exit 1" in small
+    assert "name the engine directory" in run("build", str(llama))
+    built = run("build", str(llama), "-o", engine, "--dtype", "float32", "--max-input-len", "64")
+    assert "Greedy tokens equal to the checkpoint's: 32 of 32" in built and "exit 0" in built
+    shown = run("inspect", engine, "--verify", "--tensors")
+    assert "max_input_len 64" in shown and "layers.2.mlp.down.weight" in shown and "Every file has the digest" in shown
+    assert json.loads(run("inspect", engine, "--json").rpartition("\nexit")[0])["limits"]["max_input_len"] == 64
+    again = run("build", str(llama), "-o", engine, "--force", "--no-verify")
+    assert "exit 0" in again and "Greedy" not in again
+
+
+def test_hub_ids_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    from stoker.base.errors import CheckpointError
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: ["model.safetensors"])
+    with pytest.raises(CheckpointError, match=r"someone/model is not a local path, and the hub cannot be reached \(no connection\)"):
+        prepare("someone/model", BuildConfig())
+    with pytest.raises(CheckpointError, match=r"\./nowhere/at/all does not exist"):
+        prepare("./nowhere/at/all", BuildConfig())

@@ -1,0 +1,197 @@
+"""GGUF files give the tensors, the config and the tokenizer of the model they were made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import gguf_files
+import pytest
+import sentencepiece
+import tiny
+import tokenizers
+import torch
+from tokenizers import Regex, models, pre_tokenizers
+
+from stoker.base.errors import CheckpointError
+from stoker.builder import gguf as module
+from stoker.builder.build import build
+from stoker.builder.checkpoint import open_checkpoint
+from stoker.builder.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+from stoker.builder.probes import PROBES
+
+TEXTS = [*PROBES, "  two  spaces\tand\n\n\nlines ", "I'm we'LL 12345.678 x²", "<s>hello</s>"]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_tensors_are_those_of_the_model(tmp_path: Path, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 3000)
+    made = tiny.model(arch)
+    opened = open_checkpoint(gguf_files.write(tmp_path / "m.gguf", made))
+    given = made.state_dict()
+    assert set(opened.weights.stored) == set(given)
+    for name, tensor in given.items():
+        assert torch.equal(opened.weights.read(name), tensor), name
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "vocab_size", "rms_norm_eps"):
+        assert opened.config[name] == getattr(made.config, name), name
+    assert opened.config["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
+def test_blocks_are_widened(tmp_path: Path, kind: str) -> None:
+    made = tiny.model(hidden_size=64, intermediate_size=96, num_attention_heads=8)
+    code = gguf.GGMLQuantizationType[kind]
+    opened = open_checkpoint(gguf_files.write(tmp_path / "m.gguf", made, code))
+    for name, tensor in made.state_dict().items():
+        found = opened.weights.read(name)
+        if tensor.ndim == 2:
+            expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), code), code))
+            assert torch.equal(found.float(), expected), name
+            assert float((found.float() - tensor).abs().max()) < 0.08
+    assert opened.config["dtype"] == ("float16" if kind == "F16" else "bfloat16")
+
+
+def test_a_gguf_builds_like_its_checkpoint(tmp_path: Path) -> None:
+    made = tiny.model()
+    source = tiny.save(made, tmp_path / "hf")
+    ours = build(gguf_files.write(tmp_path / "m.gguf", made), tmp_path / "a", verify="full")
+    theirs = build(source, tmp_path / "b", verify="files")
+    assert ours.config.files["rank0.safetensors"] == theirs.config.files["rank0.safetensors"]
+    assert ours.config.checks["greedy"]["equal"] == 32
+    settings = json.loads((ours.path / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"], settings["chat_template"]) == ("<s>", "</s>", tiny.CHAT)
+    assert json.loads((ours.path / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [2]}
+
+
+def test_a_tied_head_is_told_by_its_absence(tmp_path: Path) -> None:
+    made = tiny.model(tie_word_embeddings=True)
+    engine = build(gguf_files.write(tmp_path / "m.gguf", made), tmp_path / "engine", verify="full")
+    assert engine.config.model.tie_head and engine.config.checks["greedy"]["equal"] == 32
+
+
+def test_rope_divisors_are_llama_3s_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    made = tiny.model(rope_parameters=scaling, tie_word_embeddings=True)
+    plain = 1e4 ** -(torch.arange(0, 8, 2) / 8)
+    divisors = plain / made.model.rotary_emb.inv_freq
+    real = gguf.GGUFWriter.write_header_to_file
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "write_header_to_file", lambda self: (self.add_tensor("rope_freqs.weight", divisors.numpy()), real(self))
+    )
+    engine = build(gguf_files.write(tmp_path / "m.gguf", made), tmp_path / "engine", verify="files")
+    from stoker.layers.rope import rope_table
+
+    rope = engine.config.model.layers[0].attention.rope
+    angles = torch.arange(200.0)[:, None] * made.model.rotary_emb.inv_freq
+    assert torch.allclose(rope_table(rope, 200, "cpu"), torch.cat((angles.cos(), angles.sin()), -1), atol=2e-5)
+
+
+@pytest.mark.parametrize("pre", list(PRE_TOKENIZERS))
+def test_byte_level_tokenizers_split_as_the_original(tmp_path: Path, pre: str) -> None:
+    core = tiny.byte_level()
+    core.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[pre]())
+    if pre in ("llama-bpe", "llama3"):
+        core.model = models.BPE(**{k: [tuple(m) for m in v] if k == "merges" else v for k, v in bpe(core).items()}, ignore_merges=True)
+    if pre == "qwen2":
+        core.normalizer = tokenizers.normalizers.NFC()
+    file = open_checkpoint(gguf_files.write(tmp_path / "m.gguf", tiny.model(), tokenizer=gguf_files.byte_level(core, pre))).gguf
+    assert file is not None
+    ours, settings = gguf_tokenizer(file)
+    assert settings["add_bos_token"] == (pre in ("llama-bpe", "llama3"))
+    for text in TEXTS:
+        assert ours.encode(text, add_special_tokens=False).ids == core.encode(text, add_special_tokens=False).ids, text
+        assert ours.decode(ours.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+    assert (ours.encode("a").ids[0] == 1) == settings["add_bos_token"]
+
+
+def bpe(core: tokenizers.Tokenizer) -> dict:
+    model = json.loads(core.to_str())["model"]
+    return {"vocab": model["vocab"], "merges": model["merges"]}
+
+
+def test_smollm_splits_digits() -> None:
+    parts = pre_tokenizers.Sequence(PRE_TOKENIZERS["smollm"]()).pre_tokenize_str("ab 123")
+    assert [text for text, _ in parts] == ["ab", "Ġ", "1", "2", "3"]
+
+
+def test_expressions_split_as_published() -> None:
+    """The two expressions of the Llama 3 and Qwen 2 tokenizer.json files differ in how long a run of digits may be."""
+    for pre, digits in (("llama-bpe", ["123", "45"]), ("qwen2", ["1", "2", "3", "4", "5"])):
+        parts = [text for text, _ in pre_tokenizers.Sequence(PRE_TOKENIZERS[pre]()).pre_tokenize_str("it's 12345\n\nx  y")]
+        assert parts == ["it", "'s", "Ġ", *digits, "ĊĊ", "x", "Ġ", "Ġy"]
+    assert Regex("a")
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentencepiece BPE model with byte fallback, trained on the spot."""
+    path = tmp_path_factory.mktemp("spm")
+    (path / "text").write_text("\n".join([*PROBES, "the quick brown fox jumps over the lazy dog and runs"] * 8))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(path / "text"), model_prefix=str(path / "tokenizer"), vocab_size=tiny.VOCAB + 40, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2, hard_vocab_limit=False, num_threads=1,
+    )  # fmt: skip
+    return path / "tokenizer.model"
+
+
+def test_sentencepiece_in_gguf_splits_as_the_library(tmp_path: Path, pieces: Path) -> None:
+    original = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
+    count = original.vocab_size()
+    kinds = [3 if original.is_control(i) else 2 if original.is_unknown(i) else 6 if original.is_byte(i) else 1 for i in range(count)]
+    metadata = {
+        "ggml.model": "llama", "ggml.tokens": [original.id_to_piece(i) for i in range(count)], "ggml.token_type": kinds,
+        "ggml.scores": [original.get_score(i) for i in range(count)], "ggml.bos_token_id": 1, "ggml.eos_token_id": 2,
+        "ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    made = tiny.model(vocab_size=count)
+    file = open_checkpoint(gguf_files.write(tmp_path / "m.gguf", made, tokenizer=metadata)).gguf
+    assert file is not None
+    ours, settings = gguf_tokenizer(file)
+    assert settings["add_bos_token"] and ours.encode("fox").ids[0] == 1
+    for text in TEXTS[:-1]:
+        assert ours.encode(text, add_special_tokens=False).ids == original.encode(text), text
+        assert ours.decode(original.encode(text)) == original.decode(original.encode(text)) == text
+
+
+def test_sentencepiece_directories_are_converted(tmp_path: Path, pieces: Path) -> None:
+    original = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
+    source = tiny.save(tiny.model(vocab_size=original.vocab_size()), tmp_path / "hf")
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.model").write_bytes(pieces.read_bytes())
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "legacy": True}))
+    engine = build(source, tmp_path / "engine", verify="files")
+    ours = tokenizers.Tokenizer.from_file(str(engine.path / "tokenizer.json"))
+    for text in PROBES:
+        assert ours.encode(text, add_special_tokens=False).ids == original.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ggml.pre": "deepseek-v9"}, "pre-tokenizer 'deepseek-v9' is not known.*smollm"),
+        ({"ggml.model": "bert"}, "a tokenizer of kind 'bert'"),
+        ({"ggml.tokens": ["a", "a", "b", "ab"], "ggml.merges": ["a b"], "ggml.token_type": [1, 1, 1, 1]}, "4 tokens make 3"),
+    ],
+)
+def test_tokenizers_that_are_not_known(tmp_path: Path, change: dict, message: str) -> None:
+    metadata = gguf_files.byte_level(tiny.byte_level()) | change
+    source = gguf_files.write(tmp_path / "m.gguf", tiny.model(), tokenizer=metadata)
+    with pytest.raises(CheckpointError, match=message):
+        build(source, tmp_path / "engine")
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    whole = gguf_files.write(tmp_path / "m.gguf", tiny.model()).read_bytes()
+    for cut in (0, 3, 20, 200, 5000, len(whole) // 2, len(whole) - 1000):
+        (tmp_path / "cut.gguf").write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+            build(tmp_path / "cut.gguf", tmp_path / "engine")
+    (tmp_path / "other.gguf").write_bytes(whole.replace(b"llama", b"mamba"))
+    with pytest.raises(CheckpointError, match="architecture 'mamba' is not supported"):
+        build(tmp_path / "other.gguf", tmp_path / "engine")
+    with pytest.raises(CheckpointError, match=r"several GGUF files: cut\.gguf, m\.gguf, other\.gguf"):
+        build(tmp_path, tmp_path / "engine")
