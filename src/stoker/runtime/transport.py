@@ -94,7 +94,7 @@ class ZmqMailbox(Mailbox):
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a frontend that died raises instead of vanishing
         configure(self._socket, client_timeout_s)
         self._socket.bind(address)
-        self.address = str(self._socket.last_endpoint, "ascii").rstrip("\0")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def poll(self, timeout_s: float) -> list[Message]:
         # EVENTS costs a third of a zmq.Poller round, and a busy loop asks once a step.
