@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,39 +64,34 @@ class GGUFWeights(Weights):
 
     def __init__(self, path: Path) -> None:
         self.files = [path]
-        reader = _open(path)
-        self.metadata = dict(reader.fields)
+        self.metadata, blocks = _read(path)
         self.architecture = self.get("general.architecture", "")
         if self.architecture not in ARCHITECTURES:
             near = nearest(self.architecture, list(ARCHITECTURES)) or list(ARCHITECTURES)
             raise CheckpointError(
                 f"{path}: GGUF architecture {self.architecture!r} is not supported.", cure=f"Supported: {', '.join(near)}."
             )
-        self._tensors = {_rename(t.name): t for t in reader.tensors}
+        self._tensors = {_rename(name): block for name, block in blocks.items()}
         self.stored = {name: _stored(t) for name, t in self._tensors.items()}
         self._file = path.open("rb")
         self.config = self._make_config()
         self.stored.pop("rope_freqs.weight", None)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value, or `default`. A float32 reads as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
-        field = self.metadata.get(key)
-        if field is None:
-            return default
-        value = field.contents()
-        return float(str(np.float32(value))) if field.types == [gguf.GGUFValueType.FLOAT32] else value
+        """A metadata value, or `default`."""
+        return self.metadata.get(key, default)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         tensor, (rows, *rest) = self._tensors[name], self.stored[name].shape
         width = int(np.prod(rest, dtype=np.int64))
-        row_bytes = tensor.n_bytes // rows
+        row_bytes = tensor.num_bytes // rows
         block = self._head_rows(name) or 1
         step = max(1, CHUNK_BYTES // (width * 4) // block) * block
         for start in range(0, rows, step):
             count = min(step, rows - start)
             raw = np.empty((count, row_bytes), dtype=np.uint8)
-            read_into(self._file.fileno(), as_bytes(torch.from_numpy(raw)), tensor.data_offset + start * row_bytes)
-            values = self._values(raw, tensor.tensor_type)
+            read_into(self._file.fileno(), as_bytes(torch.from_numpy(raw)), tensor.offset + start * row_bytes)
+            values = self._values(raw, tensor.kind)
             yield _unpermute(values, block).reshape(-1) if block > 1 else values.reshape(-1)
 
     def _values(self, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:
@@ -133,7 +129,7 @@ class GGUFWeights(Weights):
 
     def _own_dtype(self) -> str:
         """The dtype of the matrices; quantized ones came from a 16-bit model, whose range bfloat16 covers."""
-        matrices = {t.tensor_type for name, t in self._tensors.items() if len(self.stored[name].shape) > 1}
+        matrices = {t.kind for name, t in self._tensors.items() if len(self.stored[name].shape) > 1}
         if matrices == {gguf.GGMLQuantizationType.F32}:
             return "float32"
         return "float16" if matrices == {gguf.GGMLQuantizationType.F16} else "bfloat16"
@@ -154,11 +150,31 @@ class GGUFWeights(Weights):
         return scaling
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+class _Blocks(msgspec.Struct, frozen=True):
+    """Where a tensor's packed rows are."""
+
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, _Blocks]]:
+    """Metadata as plain values, and tensors by their GGUF names. The library's reader keeps four arrays for each token, so it is let go."""
     try:
-        return gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
+        tensors = {
+            t.name: _Blocks(t.tensor_type, tuple(int(n) for n in reversed(t.shape)), t.data_offset, t.n_bytes) for t in reader.tensors
+        }
+        return {name: _plain(field) for name, field in reader.fields.items()}, tensors
     except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError, TypeError) as problem:
         raise CheckpointError(f"{path} is not a whole GGUF file ({problem}).", cure=FETCH) from None
+
+
+def _plain(field: gguf.ReaderField) -> Any:
+    """A float32 reads as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
+    value = field.contents()
+    return float(str(np.float32(value))) if field.types == [gguf.GGUFValueType.FLOAT32] else value
 
 
 def _rename(name: str) -> str:
@@ -170,9 +186,8 @@ def _rename(name: str) -> str:
     return f"{_NAMES[module]}.{suffix}" if module in _NAMES else name
 
 
-def _stored(tensor: gguf.ReaderTensor) -> Stored:
-    shape = tuple(int(n) for n in reversed(tensor.shape))
-    return Stored(shape, _PLAIN.get(tensor.tensor_type, torch.float32))
+def _stored(tensor: _Blocks) -> Stored:
+    return Stored(tensor.shape, _PLAIN.get(tensor.kind, torch.float32))
 
 
 def _unpermute(rows: Tensor, head_rows: int) -> Tensor:
