@@ -1,0 +1,459 @@
+"""One or more tiny checkpoints a row of the table, each with its reference. A row without one fails test_every_row_is_proven."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import oracles
+import torch
+from oracles import Reference, Tensors, hf_logits, hf_model, random_like
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+VOCAB, POSITIONS = 101, 256
+LLAMA: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 5,
+    "num_key_value_heads": 5, "max_position_embeddings": POSITIONS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+GROUPED = LLAMA | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+MOE = GROUPED | {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
+MLA = GROUPED | {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 10, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2,
+    "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+GPT: dict[str, Any] = {
+    "vocab_size": VOCAB, "n_positions": POSITIONS, "n_embd": 48, "n_layer": 3, "n_head": 6, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def native(config: str, *, bare: bool = False, strip: str = "", architecture: str | None = None, **sizes: Any) -> Reference:
+    """A model of transformers, saved as transformers saves it.
+
+    `bare`: config.json has a model_type alone. `strip`: a prefix that the first checkpoints of the family lack. `architecture`: what
+    the publisher's config.json says where transformers says something else.
+    """
+    model = hf_model(config, **sizes)
+
+    def save(path: Path) -> None:
+        model.save_pretrained(path)
+        if strip:
+            stripped = {k.removeprefix(strip): t for k, t in load_file(path / "model.safetensors").items()}
+            save_file(stripped, path / "model.safetensors")
+        if bare or architecture:
+            data = json.loads((path / "config.json").read_text())
+            data["architectures"] = [architecture] if architecture else None
+            (path / "config.json").write_text(json.dumps(data))
+
+    vocab = model.config.get_text_config().vocab_size
+    return Reference(save, hf_logits(model), vocab, POSITIONS)
+
+
+def published(
+    config: dict[str, Any], tensors: Tensors, logits: Callable[[list[int], int], Tensor], positions: int = POSITIONS
+) -> Reference:
+    """A checkpoint in a layout that only the publisher's own code reads."""
+
+    def save(path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config))
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path / "model.safetensors")
+
+    return Reference(save, logits, config.get("padded_vocab_size") or config["vocab_size"], positions)
+
+
+def relaid(config: dict[str, Any], model: Any, rename: Callable[[Tensors], Tensors]) -> Reference:
+    """The weights of a model of transformers, in the publisher's layout."""
+    return published(config, rename(dict(model.state_dict())), hf_logits(model))
+
+
+def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
+    out = {}
+    for name, tensor in tensors.items():
+        for old, new in pairs:
+            name = name.replace(old, new)
+        out[name] = tensor
+    return out
+
+
+def fused(tensors: Tensors, layers: int, new: str, old: tuple[str, ...], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Tensors:
+    """Tensors `old` of each layer become `new`; "{i}" is the layer."""
+    out = dict(tensors)
+    for i in range(layers):
+        for suffix in (".weight", ".bias"):
+            names = [name.format(i=i) + suffix for name in old]
+            if names[0] in out:
+                out[new.format(i=i) + suffix] = join([out.pop(name) for name in names])
+    return out
+
+
+_QKV = tuple(f"model.layers.{{i}}.self_attn.{x}_proj" for x in "qkv")
+
+
+def internlm() -> Reference:
+    model = hf_model("Llama", **LLAMA, attention_bias=True)
+    config = LLAMA | {
+        "architectures": ["InternLMForCausalLM"],
+        "model_type": "internlm",
+        "bias": True,
+        "rotary": {"base": 10000, "type": "dynamic"},
+    }
+    return relaid(config, model, lambda w: w)
+
+
+def internlm2() -> Reference:
+    model = hf_model("Llama", **GROUPED, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6})
+
+    def by_group(parts: list[Tensor]) -> Tensor:
+        q, k, v = (p.unflatten(0, (2, -1, 8)) for p in parts)  # two groups of three query heads
+        return torch.cat((q, k, v), dim=1).flatten(0, 2)
+
+    def rename(w: Tensors) -> Tensors:
+        w = fused(w, 3, "model.layers.{i}.attention.wqkv", _QKV, by_group)
+        return renamed(
+            w, ("self_attn.o_proj", "attention.wo"), ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
+            ("mlp.gate_proj", "feed_forward.w1"), ("mlp.up_proj", "feed_forward.w3"), ("mlp.down_proj", "feed_forward.w2"),
+            ("model.embed_tokens", "model.tok_embeddings"), ("lm_head", "output"),
+        )  # fmt: skip
+
+    config = {
+        "architectures": ["InternLM2ForCausalLM"],
+        "bias": False,
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    }
+    return relaid(GROUPED | config, model, rename)
+
+
+def baichuan_7b(second: bool) -> Reference:
+    model = hf_model("Llama", **LLAMA)
+    config = LLAMA | {"architectures": ["BaichuanForCausalLM" if second else "BaiChuanForCausalLM"], "model_type": "baichuan"}
+
+    def rename(w: Tensors) -> Tensors:
+        return fused(w, 3, "model.layers.{i}.self_attn.W_pack", _QKV)
+
+    if not second:
+        return relaid(config, model, rename)
+    tensors = rename(dict(model.state_dict()))
+    with torch.no_grad():
+        scaled = torch.nn.functional.normalize(model.lm_head.weight)
+        model.lm_head.weight.copy_(scaled)
+    return published(
+        config | {"z_loss_weight": 0}, {**tensors, "lm_head.weight": scaled * torch.linspace(1, 5, VOCAB)[:, None]}, hf_logits(model)
+    )
+
+
+def baichuan_13b(second: bool) -> Reference:
+    tensors = fused(dict(hf_model("Llama", **LLAMA).state_dict()), 3, "model.layers.{i}.self_attn.W_pack", _QKV)
+    config = {k: v for k, v in LLAMA.items() if k not in ("max_position_embeddings", "num_key_value_heads")}
+    config |= {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "model_max_length": POSITIONS}
+    if second:
+        config |= {"z_loss_weight": 0}
+    return published(config, tensors, oracles.baichuan_13b(tensors, 5, 3, 1e-6, unit_head=second))
+
+
+def qwen_tensors(model: Any) -> Tensors:
+    w = fused(dict(model.state_dict()), 3, "transformer.h.{i}.attn.c_attn", _QKV)
+    return renamed(
+        w, ("model.layers", "transformer.h"), ("self_attn.o_proj", "attn.c_proj"), ("mlp.gate_proj", "mlp.w2"), ("mlp.up_proj", "mlp.w1"),
+        ("mlp.down_proj", "mlp.c_proj"), ("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2"),
+        ("model.embed_tokens", "transformer.wte"), ("model.norm", "transformer.ln_f"),
+    )  # fmt: skip
+
+
+def qwen(trained: int) -> Reference:
+    """Within the trained length Qwen 1 is Qwen 2; past it, logn and NTK show."""
+    model = hf_model("Qwen2", **LLAMA)
+    config = LLAMA | {
+        "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "intermediate_size": 144, "kv_channels": 8, "seq_length": trained,
+        "layer_norm_epsilon": 1e-6, "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True,
+    }  # fmt: skip
+    if trained >= POSITIONS:
+        return relaid(config, model, lambda w: qwen_tensors(model))
+    tensors = qwen_tensors(model)
+    return published(config, tensors, oracles.qwen_1(tensors, 5, 3, 1e-6, trained, POSITIONS))
+
+
+def chatglm2(ratio: float, linear: bool) -> Reference:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0 * ratio, "partial_rotary_factor": 0.5}
+    if linear:
+        rope = {"rope_type": "linear", "factor": ratio, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    model = hf_model("Glm", **GROUPED | {"head_dim": 8}, rope_parameters=rope, rms_norm_eps=1e-5)
+
+    def rename(w: Tensors) -> Tensors:
+        w = fused(w, 3, "model.layers.{i}.self_attention.query_key_value", _QKV)
+        return renamed(
+            w, ("self_attn.o_proj", "self_attention.dense"), ("mlp.gate_up_proj", "mlp.dense_h_to_4h"),
+            ("mlp.down_proj", "mlp.dense_4h_to_h"),
+            ("model.embed_tokens", "transformer.embedding.word_embeddings"), ("model.norm", "transformer.encoder.final_layernorm"),
+            ("model.layers", "transformer.encoder.layers"), ("lm_head", "transformer.output_layer"),
+        ) | {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}  # fmt: skip
+
+    config = {
+        "architectures": ["ChatGLMModel"], "model_type": "chatglm", "padded_vocab_size": VOCAB, "hidden_size": 48, "ffn_hidden_size": 72,
+        "num_layers": 3, "num_attention_heads": 6, "kv_channels": 8, "multi_query_attention": True, "multi_query_group_num": 2,
+        "seq_length": POSITIONS, "add_qkv_bias": True, "layernorm_epsilon": 1e-5, "rope_ratio": ratio,
+        "_name_or_path": "THUDM/chatglm2-6b-32k" if linear else "THUDM/chatglm3-6b-32k",
+    }  # fmt: skip
+    return relaid(config, model, rename)
+
+
+def glm_tensors(prefix: str, width: int, extra: Tensors) -> Tensors:
+    """GPT-2's shapes under GLM's names."""
+    generator, hidden = torch.Generator().manual_seed(3), 48
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(3):
+        p = f"transformer.layers.{i}"
+        for name, rows, columns in (
+            ("attention.query_key_value", 3 * hidden, hidden), ("attention.dense", hidden, hidden),
+            ("mlp.dense_h_to_4h", width, hidden), ("mlp.dense_4h_to_h", hidden, width),
+        ):  # fmt: skip
+            shapes |= {f"{p}.{name}.weight": (rows, columns), f"{p}.{name}.bias": (rows,)}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes |= {f"{p}.{name}.weight": (hidden,), f"{p}.{name}.bias": (hidden,)}
+    shapes |= {"transformer.final_layernorm.weight": (hidden,), "transformer.final_layernorm.bias": (hidden,)}
+    shapes |= {name: tuple(tensor.shape) for name, tensor in extra.items()}
+    return {name: random_like(name, torch.empty(shape), generator) for name, shape in shapes.items()}
+
+
+PREFIX = {"bos_token_id": 99, "mask_token_id": 97, "gmask_token_id": 98}
+
+
+def chatglm1() -> Reference:
+    extra = {"transformer.word_embeddings.weight": torch.empty(VOCAB, 48), "lm_head.weight": torch.empty(VOCAB, 48)}
+    tensors = glm_tensors("transformer.", 120, extra)
+    config = {
+        "architectures": ["ChatGLMModel"], "model_type": "chatglm", "vocab_size": VOCAB, "hidden_size": 48, "num_layers": 3,
+        "num_attention_heads": 4, "inner_hidden_size": 120, "max_sequence_length": POSITIONS, "position_encoding_2d": True,
+    } | PREFIX  # fmt: skip
+    stored = tensors | {"transformer.layers.0.attention.rotary_emb.inv_freq": torch.ones(3)}
+    return published(config, stored, oracles.chatglm_1(tensors, 4, 3, 1e-5, start_id=99, mask_id=98))
+
+
+def glm_10b(prefix: str) -> Reference:
+    tables = ("transformer.position_embeddings.weight", "transformer.block_position_embeddings.weight")
+    tensors = glm_tensors(
+        "", 192, {name: torch.empty(POSITIONS + 1, 48) for name in tables} | {"word_embeddings.weight": torch.empty(VOCAB, 48)}
+    )
+    config = {
+        "architectures": ["GLMModel"], "model_type": "glm", "vocab_size": VOCAB, "hidden_size": 48, "num_layers": 3,
+        "num_attention_heads": 4, "max_sequence_length": POSITIONS, "block_position_encoding": True, "sop_token_id": 99,
+        "mask_token_id": 97, "gmask_token_id": 98, "smask_token_id": 96,
+    }  # fmt: skip
+    stored = {prefix + name: tensor for name, tensor in tensors.items()}
+    return published(config, stored, oracles.glm(tensors, 4, 3, 1e-5, start_id=99, mask_id=98))
+
+
+def santacoder() -> Reference:
+    model = hf_model("GPTBigCode", **GPT)
+
+    def rename(w: Tensors) -> Tensors:
+        out: Tensors = {}
+        for name, tensor in w.items():
+            if ".attn.c_attn" in name:
+                q, kv = tensor.split((48, 16))
+                out[name.replace("c_attn", "q_attn")], out[name.replace("c_attn", "kv_attn")] = (
+                    q.T if q.dim() == 2 else q,
+                    kv.T if kv.dim() == 2 else kv,
+                )
+            elif name != "lm_head.weight":
+                out[name] = tensor.T if ".h." in name and tensor.dim() == 2 else tensor
+        return out
+
+    config = GPT | {"architectures": ["GPT2LMHeadCustomModel"], "model_type": "gpt2", "attention_head_type": "multiquery"}
+    return relaid(config | {"activation_function": "gelu_pytorch_tanh"}, model, rename)
+
+
+def deepseek_moe() -> Reference:
+    """Qwen2-MoE halves its shared expert (a gate of zeros), so it is given twice DeepSeek's."""
+    model = hf_model("Qwen2Moe", **MOE, num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[0], qkv_bias=False)
+    for layer in model.model.layers[1:]:
+        torch.nn.init.zeros_(layer.mlp.shared_expert_gate.weight)
+
+    def rename(w: Tensors) -> Tensors:
+        out: Tensors = {}
+        for name, tensor in w.items():
+            if name.endswith("experts.gate_up_proj"):
+                for e in range(8):
+                    gate, up = tensor[e].chunk(2)
+                    stem = name.replace("gate_up_proj", f"{e}")
+                    out[f"{stem}.gate_proj.weight"], out[f"{stem}.up_proj.weight"] = gate, up
+            elif name.endswith("experts.down_proj"):
+                out |= {name.replace("down_proj", f"{e}.down_proj.weight"): tensor[e] for e in range(8)}
+            elif "shared_expert." in name:
+                out[name.replace("shared_expert.", "shared_experts.")] = tensor / 2 if "down_proj" in name else tensor
+            elif "shared_expert_gate" not in name:
+                out[name] = tensor
+        return out
+
+    config = MOE | {
+        "architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "n_routed_experts": 8, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
+    }  # fmt: skip
+    return relaid(config, model, rename)
+
+
+def gemma3_seeing() -> Reference:
+    """The text model, saved as the language part of a model that sees."""
+    sizes = GROUPED | {"head_dim": 8, "sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10}
+    model = hf_model("Gemma3Text", **sizes, rope_parameters=_GEMMA3_ROPE)
+    tensors = {f"language_model.{name}": tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    tensors |= {
+        "vision_tower.vision_model.post_layernorm.weight": torch.ones(3),
+        "multi_modal_projector.mm_input_projection_weight": torch.ones(3),
+    }
+    text = {k: v for k, v in sizes.items() if not k.endswith("token_id")} | {"model_type": "gemma3_text", "rope_theta": 1e6}
+    text |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text, "vocab_size": VOCAB}
+    return published(config, tensors, hf_logits(model))
+
+
+_GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+_OPT = {
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "ffn_dim": 80, "num_attention_heads": 6,
+    "max_position_embeddings": POSITIONS, "word_embed_proj_dim": 48, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2,
+}  # fmt: skip
+_FALCON = {
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_hidden_size": 80, "bos_token_id": 1,
+    "eos_token_id": 2, "max_position_embeddings": POSITIONS,
+}  # fmt: skip
+# transformers adds ALiBi twice in its eager attention of Falcon, and once in sdpa.
+_RW = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "num_attention_heads": 4}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    "rope_theta": 500000.0,
+}  # fmt: skip
+_LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2],
+    "long_factor": [2.0, 4.0],
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+}
+_DEEP_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.6}
+_NEOX = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"} | {"hidden_size": 48, "num_attention_heads": 3}
+_BLOOM = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "n_layer": 3,
+    "seq_length": POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MPT = {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "max_seq_len": POSITIONS, "bos_token_id": 1, "eos_token_id": 2}
+_HEAD = {"head_dim": 8}
+
+# (row of the table, what is special about this checkpoint) → a maker of its reference.
+CASES: dict[tuple[str, str], Callable[[], Reference]] = {
+    ("LlamaForCausalLM", "plain"): partial(native, "Llama", **LLAMA),
+    ("LlamaForCausalLM", "tied, biased, no architectures"): partial(
+        native, "Llama", bare=True, **GROUPED, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=12
+    ),
+    ("LlamaForCausalLM", "llama3"): partial(native, "Llama", **GROUPED, rope_parameters=_LLAMA3),
+    ("LlamaForCausalLM", "yarn"): partial(native, "Llama", **GROUPED, rope_parameters=YARN),
+    ("LlamaForCausalLM", "linear"): partial(
+        native, "Llama", **GROUPED, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    ("MistralForCausalLM", "window"): partial(native, "Mistral", **GROUPED, sliding_window=11, **_HEAD),
+    ("MixtralForCausalLM", "plain"): partial(native, "Mixtral", **GROUPED, num_local_experts=5, num_experts_per_tok=2),
+    ("DeepseekForCausalLM", "plain"): deepseek_moe,
+    ("DeepseekV2ForCausalLM", "groups"): partial(
+        native, "DeepseekV2", **MLA, topk_method="group_limited_greedy", n_group=4, topk_group=2, rope_parameters=_DEEP_YARN
+    ),
+    ("DeepseekV2ForCausalLM", "lite"): partial(native, "DeepseekV2", **MLA | {"q_lora_rank": None}),
+    ("DeepseekV3ForCausalLM", "yarn"): partial(native, "DeepseekV3", **MLA, n_group=4, topk_group=2, rope_parameters=_DEEP_YARN),
+    ("DeepseekV3ForCausalLM", "halves"): partial(native, "DeepseekV3", **MLA, n_group=1, topk_group=1, rope_interleave=False),
+    ("FalconForCausalLM", "7b"): partial(native, "Falcon", **_FALCON),
+    ("FalconForCausalLM", "40b, 180b"): partial(native, "Falcon", **_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    ("FalconForCausalLM", "11b"): partial(
+        native, "Falcon", **_FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+    ),
+    ("FalconForCausalLM", "rw"): partial(native, "Falcon", attention="sdpa", **_FALCON | _RW),
+    ("InternLMForCausalLM", "plain"): internlm,
+    ("InternLM2ForCausalLM", "plain"): internlm2,
+    ("InternLM3ForCausalLM", "plain"): partial(native, "InternLM3", architecture="InternLM3ForCausalLM", **GROUPED, **_HEAD),
+    ("BaiChuanForCausalLM", "v1_7b"): partial(baichuan_7b, False),
+    ("BaiChuanForCausalLM", "v1_13b"): partial(baichuan_13b, False),
+    ("BaichuanForCausalLM", "v2_7b"): partial(baichuan_7b, True),
+    ("BaichuanForCausalLM", "v2_13b"): partial(baichuan_13b, True),
+    ("ChatGLM1Model", "plain"): chatglm1,
+    ("GLMModel", "plain"): partial(glm_10b, ""),
+    ("GLMModel", "with its head's prefix"): partial(glm_10b, "glm."),
+    ("ChatGLMModel", "chatglm3"): partial(chatglm2, 1.0, linear=False),
+    ("ChatGLMModel", "chatglm3_32k"): partial(chatglm2, 50.0, linear=False),
+    ("ChatGLMModel", "chatglm2_32k"): partial(chatglm2, 4.0, linear=True),
+    ("GlmForCausalLM", "plain"): partial(native, "Glm", **GROUPED, **_HEAD),
+    ("Glm4ForCausalLM", "plain"): partial(native, "Glm4", **GROUPED, **_HEAD),
+    ("GPTJForCausalLM", "plain"): partial(native, "GPTJ", **GPT, rotary_dim=4),
+    ("QWenLMHeadModel", "within"): partial(qwen, POSITIONS),
+    ("QWenLMHeadModel", "past"): partial(qwen, 50),
+    ("Qwen2ForCausalLM", "window"): partial(
+        native, "Qwen2", **GROUPED, use_sliding_window=True, sliding_window=9, max_window_layers=1, tie_word_embeddings=True
+    ),
+    ("Qwen2MoeForCausalLM", "plain"): partial(
+        native, "Qwen2Moe", **MOE, num_experts=6, shared_expert_intermediate_size=56, decoder_sparse_step=1, mlp_only_layers=[1]
+    ),
+    ("Qwen3ForCausalLM", "plain"): partial(native, "Qwen3", **GROUPED, **_HEAD),
+    ("Qwen3MoeForCausalLM", "plain"): partial(native, "Qwen3Moe", **MOE, num_experts=6, norm_topk_prob=True, **_HEAD),
+    ("GPT2LMHeadModel", "plain"): partial(native, "GPT2", **GPT),
+    ("GPT2LMHeadModel", "as first published"): partial(native, "GPT2", strip="transformer.", **GPT, scale_attn_by_inverse_layer_idx=True),
+    ("GPTBigCodeForCausalLM", "starcoder"): partial(native, "GPTBigCode", **GPT),
+    ("GPTBigCodeForCausalLM", "many heads"): partial(native, "GPTBigCode", **GPT, multi_query=False),
+    ("GPT2LMHeadCustomModel", "santacoder"): santacoder,
+    ("Starcoder2ForCausalLM", "window"): partial(native, "Starcoder2", **GROUPED, sliding_window=13),
+    ("GemmaForCausalLM", "plain"): partial(native, "Gemma", **GROUPED, **_HEAD),
+    ("Gemma2ForCausalLM", "plain"): partial(native, "Gemma2", **GROUPED, **_HEAD, sliding_window=9, query_pre_attn_scalar=10),
+    ("Gemma3ForCausalLM", "plain"): partial(
+        native,
+        "Gemma3Text",
+        **GROUPED,
+        **_HEAD,
+        sliding_window=9,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=10,
+        rope_parameters=_GEMMA3_ROPE,
+    ),
+    ("Gemma3ForConditionalGeneration", "text"): gemma3_seeing,
+    ("PhiForCausalLM", "plain"): partial(native, "Phi", **LLAMA | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    ("PhiForCausalLM", "q/k norms"): partial(native, "Phi", **GROUPED, qk_layernorm=True),
+    ("Phi3ForCausalLM", "window"): partial(native, "Phi3", **GROUPED, sliding_window=11),
+    ("Phi3ForCausalLM", "longrope"): partial(native, "Phi3", **GROUPED, original_max_position_embeddings=POSITIONS, rope_parameters=_LONG),
+    ("OPTForCausalLM", "plain"): partial(native, "OPT", **_OPT),
+    ("OPTForCausalLM", "350m"): partial(native, "OPT", **_OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
+    ("OPTForCausalLM", "as first published"): partial(native, "OPT", strip="model.", **_OPT),
+    ("BloomForCausalLM", "plain"): partial(native, "Bloom", **_BLOOM, n_head=8),
+    ("BloomForCausalLM", "as first published, six heads"): partial(native, "Bloom", strip="transformer.", **_BLOOM, n_head=6),
+    ("BloomForCausalLM", "residual after norm"): partial(
+        native, "Bloom", **_BLOOM, n_head=4, apply_residual_connection_post_layernorm=True
+    ),
+    ("MptForCausalLM", "plain"): partial(native, "Mpt", **_MPT, n_heads=8),
+    ("MptForCausalLM", "clipped, six heads"): partial(native, "Mpt", **_MPT, n_heads=6, attn_config={"clip_qkv": 1.0}),
+    ("GPTNeoXForCausalLM", "parallel"): partial(native, "GPTNeoX", **_NEOX),
+    ("GPTNeoXForCausalLM", "sequential"): partial(native, "GPTNeoX", **_NEOX, use_parallel_residual=False, attention_bias=False),
+    ("Olmo2ForCausalLM", "plain"): partial(native, "Olmo2", **GROUPED),
+    ("GraniteForCausalLM", "plain"): partial(
+        native, "Granite", **GROUPED, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.6, attention_multiplier=0.2
+    ),
+    ("CohereForCausalLM", "plain"): partial(native, "Cohere", **GROUPED, logit_scale=0.5),
+    ("CohereForCausalLM", "q/k norms"): partial(native, "Cohere", **GROUPED, use_qk_norm=True),
+    ("Cohere2ForCausalLM", "window"): partial(native, "Cohere2", **GROUPED, sliding_window=9, sliding_window_pattern=3),
+    ("GptOssForCausalLM", "plain"): partial(
+        native,
+        "GptOss",
+        **GROUPED,
+        **_HEAD,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=9,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+}
