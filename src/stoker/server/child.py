@@ -67,7 +67,7 @@ class Child:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
-def receive_task() -> tuple[Any, Callable[[], None]]:
+def receive_task() -> tuple[Any, Callable[[], Any]]:
     """The child's side: its task, and what to call when it is ready. From here on, prints go to standard error."""
     status = os.dup(1)
     os.dup2(2, 1)
@@ -75,7 +75,7 @@ def receive_task() -> tuple[Any, Callable[[], None]]:
     data = b""
     while len(data) < size and (piece := os.read(0, size - len(data))):
         data += piece
-    return pickle.loads(data), lambda: None if os.write(status, READY) else None
+    return pickle.loads(data), lambda: os.write(status, READY)
 
 
 def end_with_parent() -> None:

@@ -15,6 +15,7 @@ from stoker.server.errors import BodyError, BodyTooLargeError
 Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
+PLAIN = b"text/plain"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 MAX_ID_CHARS = 128
 REQUEST_ID = b"x-request-id"

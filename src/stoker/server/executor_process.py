@@ -7,22 +7,14 @@ import sys
 from types import FrameType
 from typing import Any
 
-import msgspec
-
-from stoker.base.config import RuntimeConfig
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
 from stoker.runtime.client import ExecutorInfo, Message, Shutdown
 from stoker.runtime.transport import ZmqMailbox
 from stoker.server.child import end_with_parent, receive_task
+from stoker.server.tasks import ExecutorTask
 
 log = get_logger(__name__)
-
-
-class ExecutorTask(msgspec.Struct):
-    engine: str  # directory
-    config: RuntimeConfig
-    address: str  # where to listen for frontends
 
 
 class StoppableMailbox(ZmqMailbox):

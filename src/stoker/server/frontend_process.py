@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import uvicorn
 import uvloop
 
@@ -30,19 +29,12 @@ from stoker.server.metering import MeteredClient, MeteredService
 from stoker.server.metrics import FrontendMetrics
 from stoker.server.protocol import Context
 from stoker.server.schemas.settings import ServerSettings
+from stoker.server.tasks import FrontendTask
 
 log = get_logger(__name__)
 
 LOAD_TIMEOUT_S = 86400.0  # the parent watches the executor; a frontend only waits for it
 KEEP_ALIVE_S = 60
-
-
-class FrontendTask(msgspec.Struct):
-    engine: str  # directory, for its tokenizer
-    model_name: str
-    settings: ServerSettings
-    address: str  # of the executor
-    socket_fd: int  # listening already
 
 
 class HttpServer(uvicorn.Server):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, multiprocess
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest, multiprocess
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from stoker.base import env, metrics
@@ -24,6 +24,7 @@ class FrontendMetrics:
     """What this process counts. With several frontends each writes its counts to files that any of them can add up."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # a gauge beside every counter that nobody reads
         self.registry = CollectorRegistry()
         self._made = {metric.name: self._make(metric) for metric in FRONTEND_METRICS}
 

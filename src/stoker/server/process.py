@@ -14,9 +14,8 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.server.child import Child
-from stoker.server.executor_process import ExecutorTask
-from stoker.server.frontend_process import FrontendTask
 from stoker.server.schemas.settings import ServerSettings
+from stoker.server.tasks import ExecutorTask, FrontendTask
 
 log = get_logger(__name__)
 

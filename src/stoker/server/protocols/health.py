@@ -7,7 +7,7 @@ import importlib.metadata
 import msgspec
 
 from stoker.server.errors import Failure
-from stoker.server.exchange import Exchange
+from stoker.server.exchange import PLAIN, Exchange
 from stoker.server.metrics import CONTENT_TYPE
 from stoker.server.protocol import Endpoint, Protocol
 
@@ -27,13 +27,13 @@ class Health(Protocol):
         ]
 
     async def live(self, exchange: Exchange) -> None:
-        await exchange.respond(200)
+        await exchange.respond(200, content_type=PLAIN)
 
     async def ready(self, exchange: Exchange) -> None:
         """200 when every model answers; 503 with each model's state and its reason when not."""
         repository = self.context.repository
         if repository.ready:
-            await exchange.respond(200)
+            await exchange.respond(200, content_type=PLAIN)
             return
         states = [
             {"model": m.name, "state": m.state, "reason": m.reason or "its executor does not answer"}

@@ -11,13 +11,12 @@ from stoker.base.errors import StokerError
 from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs
 from stoker.frontend.service import Choice, Service
 from stoker.server.errors import Failure, MethodError, RouteError, describe, sequence_error
-from stoker.server.exchange import EVENT_STREAM, Exchange
+from stoker.server.exchange import EVENT_STREAM, PLAIN, Exchange
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.kserve.ensemble import to_request
 from stoker.server.protocols.kserve.flat import read_inputs
 from stoker.server.schemas.triton_models import TritonModel, TritonOptions, tensors
 
-TEXT = b"text/plain"
 MODEL = "/v2/models/{model}"
 VERSIONED = MODEL + "/versions/{version}"
 ALIASES = ("ensemble", "tensorrt_llm_bls")  # of the one model, when no repository names others
@@ -44,18 +43,18 @@ class KServeHTTP(Protocol):
         return found
 
     async def live(self, exchange: Exchange) -> None:
-        await exchange.respond(200, content_type=TEXT)
+        await exchange.respond(200, content_type=PLAIN)
 
     async def ready(self, exchange: Exchange) -> None:
-        await exchange.respond(200 if self.context.repository.ready else 503, content_type=TEXT)
+        await exchange.respond(200 if self.context.repository.ready else 503, content_type=PLAIN)
 
     async def model_ready(self, exchange: Exchange) -> None:
         try:
             self._service(exchange.path)
         except StokerError:
-            await exchange.respond(400, _encode({"error": "Model version not ready"}), TEXT)
+            await exchange.respond(400, _encode({"error": "Model version not ready"}), PLAIN)
         else:
-            await exchange.respond(200, content_type=TEXT)
+            await exchange.respond(200, content_type=PLAIN)
 
     async def generate(self, exchange: Exchange) -> None:
         async with exchange.attended():

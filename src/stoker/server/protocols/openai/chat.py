@@ -19,6 +19,7 @@ from stoker.server.protocols.openai import wire
 from stoker.server.protocols.openai.answer import AnswerParser, Parts
 from stoker.server.protocols.openai.asked import Asked, read
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
+from stoker.server.protocols.openai.guides import read_guide
 from stoker.server.protocols.openai.prompts import encode
 from stoker.server.protocols.openai.reasoning import OPEN, REASONING_PARSERS
 from stoker.server.protocols.openai.tool_choice import ToolUse, read_tools
@@ -95,6 +96,10 @@ def _params(values: dict[str, Any], tools: ToolUse, num_prompt: int, service: Se
     if values.get("logprobs"):
         params["logprobs"] = values.get("top_logprobs", 0)
     if (guide := tools.guide()) is not None:
+        if read_guide(values) is not None:
+            raise RequestError(
+                "tool_choice", values["tool_choice"], "the call is the whole answer, and another format is asked too", cure="Use one."
+            )
         params["guide"] = guide
     return params
 

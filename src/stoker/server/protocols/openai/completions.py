@@ -135,7 +135,7 @@ class _Texts:
     def __init__(self, call: Call, number: int) -> None:
         self._call = call
         self._number = number
-        self._logprobs = wire.LogprobTexts(call.service)
+        self._logprobs = wire.LogprobTexts(call.service, call.echoes[number])
         self.begun = False
 
     def choice(self, index: int, delta: Delta, prompt_logprobs: list[TokenLogprobs | None] | None) -> dict[str, Any]:

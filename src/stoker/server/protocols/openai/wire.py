@@ -82,8 +82,9 @@ def finite(logprob: float) -> float:
 class LogprobTexts:
     """The completions shape. text_offset counts characters from the start of the choice's text, over all its chunks."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, echo: str = "") -> None:
         self._service = service
+        self._echo = echo
         self._offset = 0
 
     def shape(self, entries: list[TokenLogprobs | None], first_id: int = 0) -> dict[str, Any]:
@@ -95,7 +96,8 @@ class LogprobTexts:
             shaped["text_offset"].append(self._offset)
             shaped["token_logprobs"].append(None if entry is None else finite(entry.logprob))
             shaped["top_logprobs"].append(None if entry is None else self._top(entry, text))
-            self._offset += len(text)
+            if entry is not None or self._echo.startswith(text):  # the echo leaves out a prefix that the tokenizer added
+                self._offset += len(text)
         return shaped
 
     def _top(self, entry: TokenLogprobs, text: str) -> dict[str, float]:

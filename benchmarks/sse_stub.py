@@ -1,0 +1,194 @@
+"""Tokens a second that one frontend process streams over SSE, with a service that emits at once: the HTTP edge alone.
+
+    python benchmarks/sse_stub.py [--streams 64] [--tokens 1000] [--group 1] [--door chat] [--json]
+
+The service wakes a stream for every `group` tokens, the hardest case for the edge is 1: a send for each token of each stream. The
+client is another process that reads raw bytes and counts events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import platform
+import selectors
+import socket
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import uvloop
+
+from stoker.base.config import Limits
+from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
+from stoker.frontend.repository import ModelRepository
+from stoker.frontend.service import Completion, Service
+from stoker.runtime.client import ExecutorInfo
+from stoker.runtime.request import ExecutorStats
+from stoker.server.app import make_app
+from stoker.server.frontend_process import HttpServer, http_config
+from stoker.server.metering import MeteredService
+from stoker.server.metrics import FrontendMetrics
+from stoker.server.protocol import Context
+from stoker.server.schemas.settings import ServerSettings
+
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "kserve": "/v2/models/ensemble/generate_stream"}
+
+
+class InstantService(Service):
+    """Every token is there at once; the event loop turns once for each wake-up."""
+
+    model_name = "stub"
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        limits = Limits(max_output_len=1 << 20, max_input_len=1 << 10)
+        self._info = ExecutorInfo(
+            limits=limits, max_seq_len=limits.max_seq_len, vocab_size=256, device="cpu", kv_cache_tokens=1, model="stub"
+        )
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
+        total, group = request.params.max_tokens, self._group
+        yield [Delta(0, " token", [1], usage=Usage(3))]
+        for _ in range((total - 2) // group):
+            await asyncio.sleep(0)
+            yield [Delta(0, " token" * group, [1] * group)]
+        yield [Delta(0, " token", [1], finish_reason=FinishReason.LENGTH, usage=Usage(3, total))]
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        raise NotImplementedError
+
+    def cancel(self, request_id: str) -> None:
+        raise NotImplementedError
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(token_ids).decode()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
+        return messages[0]["content"]
+
+    async def stats(self) -> ExecutorStats:
+        return ExecutorStats()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    @property
+    def max_seq_len(self) -> int:
+        return self._info.max_seq_len
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+
+def serve(pipe: multiprocessing.connection.Connection, group: int) -> None:
+    uvloop.run(_serve(pipe, group))
+
+
+async def _serve(pipe: multiprocessing.connection.Connection, group: int) -> None:
+    counts, repository = FrontendMetrics(), ModelRepository()
+
+    async def load() -> Service:
+        return MeteredService(InstantService(group), counts)
+
+    repository.register("stub", load, lambda service: asyncio.sleep(0))
+    await repository.load("stub")
+    context = Context(repository, ServerSettings(), counts)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server = HttpServer(http_config(make_app(context), context.settings))
+    pipe.send(listener.getsockname()[1])
+    asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: setattr(server, "should_exit", True))
+    await server.serve(sockets=[listener])
+    pipe.send(time.process_time())
+
+
+def request_bytes(door: str, tokens: int) -> bytes:
+    fields: dict[str, Any] = {"max_tokens": tokens}
+    if door == "kserve":
+        fields["text_input"] = "hi"
+    else:
+        fields["stream"] = True
+        fields |= {"messages": [{"role": "user", "content": "hi"}]} if door == "chat" else {"prompt": "hi"}
+    body = json.dumps(fields).encode()
+    head = f"POST {PATHS[door]} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def read_all(port: int, request: bytes, num_streams: int) -> tuple[int, float, list[float]]:
+    """Events of all streams, seconds from the first request to the last byte, and each stream's seconds to its first event."""
+    selector = selectors.DefaultSelector()
+    started = time.perf_counter()
+    for _ in range(num_streams):
+        stream = socket.create_connection(("127.0.0.1", port))
+        stream.sendall(request)
+        selector.register(stream, selectors.EVENT_READ, [time.perf_counter(), None])
+    events, firsts = 0, []
+    while selector.get_map():
+        for key, _ in selector.select():
+            data = key.fileobj.recv(1 << 18)  # type: ignore[union-attr]
+            found = data.count(b"data: {")
+            events += found
+            if found and key.data[1] is None:
+                key.data[1] = time.perf_counter() - key.data[0]
+                firsts.append(key.data[1])
+            if not data:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+    return events, time.perf_counter() - started, sorted(firsts)
+
+
+def measure(door: str, num_streams: int, tokens: int, group: int) -> dict[str, Any]:
+    ours, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, group))
+    server.start()
+    port = ours.recv()
+    read_all(port, request_bytes(door, 50), 4)
+    best: dict[str, Any] = {}
+    for _ in range(3):
+        events, elapsed_s, firsts = read_all(port, request_bytes(door, tokens), num_streams)
+        rate = num_streams * tokens / elapsed_s
+        if rate > best.get("tokens_per_s", 0):
+            best = {
+                "tokens_per_s": round(rate),
+                "events_per_s": round(events / elapsed_s),
+                "ttft_p50_ms": round(firsts[len(firsts) // 2] * 1e3, 2),
+            }
+    ours.send("stop")
+    cpu_s = ours.recv()
+    server.join()
+    return {"door": door, "streams": num_streams, "tokens": tokens, "tokens_a_wake_up": group, **best, "server_cpu_s": round(cpu_s, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--group", type=int, default=1)
+    parser.add_argument("--door", choices=[*PATHS, "all"], default="all")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    doors = list(PATHS) if args.door == "all" else [args.door]
+    results = [measure(door, args.streams, args.tokens, args.group) for door in doors]
+    machine = {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine()}
+    if args.json:
+        print(json.dumps({"machine": machine, "results": results}, indent=1))
+    else:
+        print(machine)
+        for result in results:
+            print("  ".join(f"{key}={value}" for key, value in result.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Servers for tests: in-process ASGI, and a real loopback socket; and what arrives from their streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+from scripted_service import make_asgi, make_context
+
+from stoker.server.app import make_app
+from stoker.server.frontend_process import HttpServer, http_config
+
+
+@contextlib.asynccontextmanager
+async def asgi_client(*services: Any, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = await make_asgi(*services, **settings)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://stoker") as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def live_server(*services: Any, **settings: Any) -> AsyncIterator[str]:
+    """The URL of a real server in this event loop, on any free port of the loopback."""
+    context = await make_context(*services, **settings)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(http_config(make_app(context), context.settings))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+async def until(condition: Any) -> None:
+    """Wait for something that other tasks make true."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def events(text: str) -> list[Any]:
+    """The JSON of each server-sent event; the end mark of OpenAI's streams as it stands."""
+    assert text.endswith("\n\n")
+    lines = text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") for line in lines)
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]

@@ -1,0 +1,274 @@
+"""/v1/chat/completions: messages to prompt, answers whole and streamed, with reasoning and tool calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from live_http import asgi_client, events
+from scripted_service import ScriptedService
+
+from stoker.base.types import FinishReason
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+    for name in ("weather", "time")
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich </tool_call>"}}\n</tool_call>'
+
+
+async def post(service: ScriptedService, body: dict[str, Any], **settings: Any) -> Any:
+    async with asgi_client(service, **settings) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, **body})
+        assert answer.status_code == 200, answer.text
+        return events(answer.text) if body.get("stream") else answer.json()
+
+
+def joined(chunks: list[Any]) -> list[dict[str, Any]]:
+    """Choices in order. The role comes first, exactly one finish_reason, tool calls numbered from 0."""
+    assert chunks[-1] == "[DONE]"
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks[:-1]:
+        assert chunk["object"] == "chat.completion.chunk"
+        for piece in chunk["choices"]:
+            index, delta = piece["index"], piece["delta"]
+            if index not in choices:
+                assert delta == {"role": "assistant", "content": ""}
+                choices[index] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None, "logprobs": []}
+                continue
+            choice = choices[index]
+            assert choice["finish_reason"] is None and "role" not in delta
+            choice["content"] += delta.get("content", "")
+            choice["reasoning_content"] += delta.get("reasoning_content", "")
+            for call in delta.get("tool_calls", []):
+                assert call.pop("index") == len(choice["tool_calls"])
+                choice["tool_calls"].append(call)
+            choice["finish_reason"] = piece["finish_reason"]
+            choice["logprobs"] += (piece["logprobs"] or {"content": []})["content"]
+    assert all(choice["finish_reason"] for choice in choices.values())
+    return [choices[i] for i in range(len(choices))]
+
+
+def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    assert all(call["id"] and call["type"] == "function" for call in calls) and len({call["id"] for call in calls}) == len(calls)
+    return [call["function"] for call in calls]
+
+
+async def both(answers: tuple[str, ...], body: dict[str, Any], group: int, **settings: Any) -> list[dict[str, Any]]:
+    """The choices of the whole answer, once the joined stream was found equal to them."""
+    whole = await post(ScriptedService(*answers, group=group), body, **settings)
+    streamed = joined(await post(ScriptedService(*answers, group=group), {**body, "stream": True}, **settings))
+    assert len(streamed) == len(whole["choices"])
+    for choice, parts in zip(whole["choices"], streamed, strict=True):
+        message = choice["message"]
+        assert parts["content"] == (message["content"] or "")
+        assert parts["reasoning_content"] == (message.get("reasoning_content") or "")
+        assert without_ids(parts["tool_calls"]) == without_ids(message.get("tool_calls", []))
+        assert parts["finish_reason"] == choice["finish_reason"]
+        assert parts["logprobs"] == (choice["logprobs"] or {"content": []})["content"]
+    return whole["choices"]
+
+
+async def test_a_whole_answer() -> None:
+    service = ScriptedService("Hello!")
+    answer = await post(service, {})
+    assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"
+    assert answer["choices"] == [
+        {"index": 0, "message": {"role": "assistant", "content": "Hello!"}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    prompt = service.requests[0].prompt
+    assert bytes(prompt).decode() == "<user>hi<assistant>", "the template writes the special tokens; none is added"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("group", [1, 3, 100])
+@pytest.mark.parametrize("body", [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 2}, {"max_tokens": 4}])
+async def test_the_joined_stream_is_the_whole_answer(body: dict[str, Any], group: int) -> None:
+    await both(("Hello, wörld 🎉!", "zwei", "three"), body, group)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        (f"Let me look. \n{CALL}", "Let me look.", ["weather"]),
+        (f'{CALL}\n<tool_call>{{"name": "time", "arguments": {{}}}}</tool_call>', None, ["weather", "time"]),
+        ('<tool_call>{"name": "time"', '<tool_call>{"name": "time"', []),
+        ('<tool_call>{"name": "time", "arguments": {}}', None, ["time"]),
+        ("a < b <tool_ and so on \n", "a < b <tool_ and so on \n", []),
+        ("", "", []),
+    ],
+)
+async def test_hermes_calls(answer: str, content: str | None, calls: list[str], group: int) -> None:
+    (choice,) = await both((answer,), {"tools": TOOLS}, group, tool_parser="hermes")
+    assert choice["message"]["content"] == content
+    found = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    assert [call["name"] for call in found] == calls
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    if calls and calls[0] == "weather":
+        assert json.loads(found[0]["arguments"]) == {"city": "Zürich </tool_call>"}
+
+
+@pytest.mark.parametrize("group", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("parser", "answer", "content", "calls"),
+    [
+        ("llama3", '{"name": "weather", "parameters": {"city": "Oslo"}}', None, ["weather"]),
+        ("llama3", '<|python_tag|>{"name": "time", "parameters": {}}; {"name": "weather", "arguments": {}}', None, ["time", "weather"]),
+        ("llama3", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+        ("llama3", '{"answer": 42}', '{"answer": 42}', []),
+        ("llama3", "<|python is a snake", "<|python is a snake", []),
+        ("llama3", "Just text {", "Just text {", []),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "time", "arguments": {}}]',
+            None,
+            ["weather", "time"],
+        ),
+        ("mistral", 'Sure. [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]time{}', "Sure.", ["weather", "time"]),
+        ("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
+        ("mistral", "[TOOL_ box", "[TOOL_ box", []),
+    ],
+)
+async def test_other_styles_of_calls(parser: str, answer: str, content: str | None, calls: list[str], group: int) -> None:
+    (choice,) = await both((answer,), {"tools": TOOLS}, group, tool_parser=parser)
+    assert choice["message"]["content"] == content
+    assert [call["function"]["name"] for call in choice["message"].get("tool_calls", [])] == calls
+
+
+async def test_marks_that_are_special_tokens_make_text_only_for_tools() -> None:
+    for parser, skip in (("mistral", False), ("llama3", False), ("hermes", True)):
+        service = ScriptedService("!")
+        await post(service, {"tools": TOOLS}, tool_parser=parser)
+        await post(service, {}, tool_parser=parser)
+        assert [request.params.skip_special_tokens for request in service.requests] == [skip, True]
+
+
+async def test_mistral_ids_are_nine_letters_and_digits() -> None:
+    (choice,) = (await post(ScriptedService("[TOOL_CALLS]time{}"), {"tools": TOOLS}, tool_parser="mistral"))["choices"]
+    assert len(choice["message"]["tool_calls"][0]["id"]) == 9 and choice["message"]["tool_calls"][0]["id"].isalnum()
+
+
+@pytest.mark.parametrize("group", [1, 1000])
+async def test_one_call_when_parallel_calls_are_off(group: int) -> None:
+    (choice,) = await both((CALL + CALL,), {"tools": TOOLS, "parallel_tool_calls": False}, group, tool_parser="hermes")
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+async def test_tool_choice_none_shows_no_tools_and_reads_none() -> None:
+    service = ScriptedService(CALL)
+    answer = await post(service, {"tools": TOOLS, "tool_choice": "none"}, tool_parser="hermes")
+    assert answer["choices"][0]["message"]["content"] == CALL and service.rendered[0][1]["tools"] is None
+
+
+@pytest.mark.parametrize("group", [1, 1000])
+async def test_forced_and_required_calls_are_guided_and_read_back(group: int) -> None:
+    forced = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}}
+    (choice,) = await both(('{"city": "Oslo"}',), forced, group)
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": '{"city": "Oslo"}'}
+    assert choice["finish_reason"] == "stop", "OpenAI says tool_calls only where the model chose"
+    required = {"tools": TOOLS, "tool_choice": "required"}
+    (choice,) = await both(('[{"name": "weather", "parameters": {"city": "Oslo"}}]',), required, group)
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    service = ScriptedService("[]")
+    await post(service, required)
+    guide = service.requests[0].params.guide
+    assert guide is not None and guide.kind == "json_schema"
+    assert {call["properties"]["name"]["const"] for call in json.loads(guide.text)["items"]["anyOf"]} == {"weather", "time"}
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    ("parser", "ending", "answer", "reasoning", "content"),
+    [
+        ("qwen3", "<assistant>", "<think>\nhm, \n\nso\n</think>\n\nYes.", "hm, \n\nso", "Yes."),
+        ("qwen3", "<assistant>", "  No thought.", None, "  No thought."),
+        ("qwen3", "<assistant><think>\n", "hm</think>Yes.", "hm", "Yes."),
+        ("qwen3", "<assistant>", "<think>cut off ", "cut off", None),
+        ("qwen3", "<assistant>", "<thin ice", None, "<thin ice"),
+        ("qwen3", "<assistant>", "<think>\n\n</think>\n\nYes", None, "Yes"),
+        ("deepseek_r1", "<assistant>", "hm </think>\nYes.", "hm", "Yes."),
+        ("deepseek_r1", "<assistant>", "<think>hm</think>Yes </think> so", "hm", "Yes </think> so"),
+        ("deepseek_r1", "<assistant>", "never ends", "never ends", None),
+    ],
+)
+async def test_reasoning_is_told_apart(
+    parser: str, ending: str, answer: str, reasoning: str | None, content: str | None, group: int
+) -> None:
+    (choice,) = await both((answer,), {"chat_template_kwargs": {"ending": ending}}, group, reasoning_parser=parser)
+    assert choice["message"]["reasoning_content"] == reasoning and choice["message"]["content"] == content
+
+
+@pytest.mark.parametrize("group", [1, 1000])
+async def test_reasoning_before_calls(group: int) -> None:
+    (choice,) = await both((f"<think>a call</think>\n{CALL}",), {"tools": TOOLS}, group, tool_parser="hermes", reasoning_parser="qwen3")
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("a call", None) and len(message["tool_calls"]) == 1
+
+
+async def test_logprobs_carry_bytes_and_the_best() -> None:
+    answer = await post(ScriptedService("é"), {"logprobs": True, "top_logprobs": 1})
+    first = answer["choices"][0]["logprobs"]["content"][0]
+    assert first == {
+        "token": "bytes:\\xc3", "logprob": -0.25, "bytes": [0xC3], "top_logprobs": [{"token": "bytes:\\xc3", "logprob": -0.25, "bytes": [0xC3]}]
+    }  # fmt: skip
+
+
+async def test_what_the_template_is_given() -> None:
+    service = ScriptedService("!")
+    body = {
+        "tools": TOOLS, "add_generation_prompt": False, "continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False},
+        "documents": [{"text": "d"}], "reasoning_effort": "low",
+    }  # fmt: skip
+    await post(service, body, tool_parser="hermes")
+    assert service.rendered[0][1] == {
+        "tools": TOOLS, "add_generation_prompt": False, "continue_final_message": True, "enable_thinking": False,
+        "documents": [{"text": "d"}], "reasoning_effort": "low",
+    }  # fmt: skip
+
+
+async def test_templates_see_the_arguments_of_earlier_calls_as_objects() -> None:
+    service = ScriptedService("!")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    broken = {"id": "2", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call, broken]}, {"role": "tool", "content": "2"}]
+    await post(service, {"messages": messages})
+    shown = service.rendered[0][0][1]["tool_calls"]
+    assert [item["function"]["arguments"] for item in shown] == [{"x": 1}, "{"]
+
+
+@pytest.mark.parametrize(
+    ("body", "settings", "expected"),
+    [
+        ({}, {}, 128),  # max_output_len
+        ({"max_tokens": 7}, {}, 7),
+        ({"max_completion_tokens": 8}, {}, 8),
+        ({"max_tokens": 9, "max_completion_tokens": 9}, {}, 9),
+        ({}, {"default_max_tokens": 11}, 11),
+    ],
+)
+async def test_how_many_tokens_an_answer_may_have(body: dict[str, Any], settings: dict[str, Any], expected: int) -> None:
+    service = ScriptedService("!")
+    await post(service, body, **settings)
+    assert service.requests[0].params.max_tokens == expected
+
+
+async def test_without_max_tokens_the_answer_gets_the_room_that_is_left() -> None:
+    service = ScriptedService("!", max_total_len=50)
+    await post(service, {})
+    assert service.requests[0].params.max_tokens == 50 - len("<user>hi<assistant>")
+
+
+async def test_an_answer_cut_from_outside_says_so() -> None:
+    service = ScriptedService("abc")
+    plan = service._plan
+
+    def cut(*args: Any) -> Any:
+        deltas = plan(*args)
+        deltas[-1].finish_reason = FinishReason.DEADLINE
+        return deltas
+
+    service._plan = cut  # type: ignore[method-assign]
+    choice = (await post(service, {}))["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "length", "deadline")

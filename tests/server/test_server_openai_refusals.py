@@ -1,0 +1,117 @@
+"""What OpenAI's routes refuse: always a 4xx in OpenAI's shape that names the field; nothing reaches the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from live_http import asgi_client
+from scripted_service import ScriptedService
+
+from stoker.server.protocols.openai.fields import TABLE, check_fields, table
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+FORCED = {"type": "function", "function": {"name": "f"}}
+
+
+async def refused(path: str, body: dict[str, Any], status: int = 400, **settings: Any) -> dict[str, Any]:
+    service = ScriptedService()
+    async with asgi_client(service, **settings) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    assert not service.requests, "nothing else is disturbed"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "3"), ("max_tokens", True), ("temperature", -0.1), ("temperature", "hot"), ("top_p", 1.01),
+        ("top_p", 0), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 1000), ("seed", 1 << 64), ("seed", "x"), ("presence_penalty", 3),
+        ("frequency_penalty", -3), ("repetition_penalty", 0), ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": None}), ("stop", 5), ("stop", [1]), ("stop", [""]), ("stop", ["x"] * 65), ("stop_token_ids", [-1]), ("stop_token_ids", 3),
+        ("logprobs", 21), ("logprobs", True), ("echo", "yes"), ("stream", 1), ("stream_options", {"include_usage": True}), ("suffix", "end"),
+        ("best_of", 0), ("model", 5), ("prompt", None), ("prompt", []), ("prompt", 7), ("prompt", [1, "a"]), ("prompt", ["a", 1]), ("prompt", [[1.5]]),
+        ("prompt", {"text": "hi"}), ("prompt", ["x"] * 257), ("min_tokens", 17), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 1 << 30),
+        ("priority", "high"), ("timeout_s", 0), ("request_id", 5), ("bad_words", "x"), ("ignore_eos", 0), ("detokenize", False),
+        ("allowed_token_ids", [1]), ("response_format", "json"), ("guided_choice", []), ("guided_regex", 5), ("user", 5), ("metadata", 3),
+    ],
+)  # fmt: skip
+async def test_a_bad_value_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
+    error = await refused("/v1/completions", {"prompt": "hi", field: value})
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].split(".")[0].split("[")[0] == field
+    assert error["message"].startswith(error["param"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # no parser is set
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": 5}, "tool_choice"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"tool_choice": FORCED, "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"functions": []}, "functions"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"use_beam_search": True, "stream": True}, "use_beam_search"),
+        ({"stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+    ],
+)
+async def test_what_chat_refuses(fields: dict[str, Any], param: str) -> None:
+    assert (await refused("/v1/chat/completions", {"messages": MESSAGES, **fields}))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("max_token", "max_tokens"), ("temprature", "temperature"), ("Stop", "stop"), ("top-k", "top_k")]
+)
+async def test_an_unknown_field_is_refused_with_the_nearest_one(wrong: str, right: str) -> None:
+    error = await refused("/v1/completions", {"prompt": "hi", wrong: 1})
+    assert error["param"] == wrong and right in error["message"]
+
+
+async def test_an_unknown_model_is_not_found() -> None:
+    error = await refused("/v1/completions", {"model": "gpt-5", "prompt": "hi"}, status=404)
+    assert (error["code"], error["param"], error["type"]) == ("model_not_found", "model", "not_found_error")
+    assert "tiny" in error["message"]
+
+
+async def test_best_of_below_n_and_with_a_stream() -> None:
+    assert (await refused("/v1/completions", {"prompt": "hi", "n": 3, "best_of": 2}))["param"] == "best_of"
+    assert (await refused("/v1/completions", {"prompt": "hi", "n": 1, "best_of": 2, "stream": True}))["param"] == "best_of"
+
+
+async def test_null_counts_as_absent_everywhere() -> None:
+    service = ScriptedService("!")
+    async with asgi_client(service) as client:
+        for path, known in (("/v1/completions", table("completions")), ("/v1/chat/completions", table("chat"))):
+            body = dict.fromkeys(known) | {"prompt": "hi", "messages": MESSAGES}
+            body.pop("messages" if path == "/v1/completions" else "prompt")
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+
+
+def test_every_row_of_the_table_says_something_and_harmless_values_pass() -> None:
+    for field in TABLE:
+        assert field.says and (field.param == "" or field.fate == "honoured")
+        door = field.doors[0]
+        for value in field.harmless:
+            assert check_fields(door, {field.name: value}) == {}
+    for door in ("completions", "chat"):
+        assert len(table(door)) == sum(door in field.doors for field in TABLE), "no field has two rows at one door"
