@@ -122,7 +122,7 @@ def request_bytes(door: str, tokens: int) -> bytes:
         fields["stream"] = True
         fields |= {"messages": [{"role": "user", "content": "hi"}]} if door == "chat" else {"prompt": "hi"}
     body = json.dumps(fields).encode()
-    head = f"POST {PATHS[door]} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {PATHS[door]} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

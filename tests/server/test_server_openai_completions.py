@@ -137,10 +137,11 @@ async def test_prompt_logprobs_come_by_token_id() -> None:
 async def test_every_sampling_field_reaches_the_request() -> None:
     service = ScriptedService("!")
     sent = {
-        "min_tokens": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "n": 2, "presence_penalty": 1, "frequency_penalty": -1,
-        "repetition_penalty": 1.5, "logit_bias": {"5": -100, "6": 2.5}, "stop": "x", "stop_token_ids": [9], "bad_words": ["bad"], "ignore_eos": True,
-        "include_stop_str_in_output": True, "skip_special_tokens": False, "priority": -1, "timeout_s": 5, "request_id": "mine", "cache_salt": "salt",
-        "add_special_tokens": False, "truncate_prompt_tokens": -1,
+        "min_tokens": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "n": 2, "presence_penalty": 1,
+        "frequency_penalty": -1, "repetition_penalty": 1.5, "logit_bias": {"5": -100, "6": 2.5}, "stop": "x", "stop_token_ids":
+        [9], "bad_words": ["bad"], "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "priority": -1, "timeout_s": 5, "request_id": "mine", "cache_salt": "salt", "add_special_tokens": False,
+        "truncate_prompt_tokens": -1,
     }  # fmt: skip
     answer = await post(service, {"prompt": "hi", **sent})
     request = service.requests[0]

@@ -29,15 +29,17 @@ async def refused(path: str, body: dict[str, Any], status: int = 400, **settings
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "3"), ("max_tokens", True), ("temperature", -0.1), ("temperature", "hot"), ("top_p", 1.01),
-        ("top_p", 0), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 1000), ("seed", 1 << 64), ("seed", "x"), ("presence_penalty", 3),
-        ("frequency_penalty", -3), ("repetition_penalty", 0), ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}),
-        ("logit_bias", {"1": None}), ("stop", 5), ("stop", [1]), ("stop", [""]), ("stop", ["x"] * 65), ("stop_token_ids", [-1]), ("stop_token_ids", 3),
-        ("logprobs", 21), ("logprobs", True), ("echo", "yes"), ("stream", 1), ("stream_options", {"include_usage": True}), ("suffix", "end"),
-        ("best_of", 0), ("model", 5), ("prompt", None), ("prompt", []), ("prompt", 7), ("prompt", [1, "a"]), ("prompt", ["a", 1]), ("prompt", [[1.5]]),
-        ("prompt", {"text": "hi"}), ("prompt", ["x"] * 257), ("min_tokens", 17), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 1 << 30),
+        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "3"), ("max_tokens", True), ("temperature", -0.1), ("temperature",
+        "hot"), ("top_p", 1.01), ("top_p", 0), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 1000), ("seed", 1 << 64), ("seed",
+        "x"), ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("logit_bias", [1]), ("logit_bias",
+        {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("stop", 5), ("stop", [1]), ("stop", [""]), ("stop",
+        ["x"] * 65), ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("logprobs", 21), ("logprobs", True), ("echo", "yes"),
+        ("stream", 1), ("stream_options", {"include_usage": True}), ("suffix", "end"), ("best_of", 0), ("model", 5), ("prompt",
+        None), ("prompt", []), ("prompt", 7), ("prompt", [1, "a"]), ("prompt", ["a", 1]), ("prompt", [[1.5]]), ("prompt", {"text":
+        "hi"}), ("prompt", ["x"] * 257), ("min_tokens", 17), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 1 << 30),
         ("priority", "high"), ("timeout_s", 0), ("request_id", 5), ("bad_words", "x"), ("ignore_eos", 0), ("detokenize", False),
-        ("allowed_token_ids", [1]), ("response_format", "json"), ("guided_choice", []), ("guided_regex", 5), ("user", 5), ("metadata", 3),
+        ("allowed_token_ids", [1]), ("response_format", "json"), ("guided_choice", []), ("guided_regex", 5), ("user", 5),
+        ("metadata", 3),
     ],
 )  # fmt: skip
 async def test_a_bad_value_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
