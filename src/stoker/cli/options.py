@@ -1,0 +1,113 @@
+"""Options that commands share: each is a field of the value that it sets, checked where that value is made."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.base.types import SamplingParams
+
+RUNTIME = {
+    "device": "cpu or cuda. Default: what the engine was built for.",
+    "policy": "Who is admitted: guaranteed_no_evict, max_utilization or static.",
+    "max_batch_size": "Sequences that compute in one step; at most the engine's.",
+    "max_num_sequences": "Sequences that hold KV blocks at once. Default: max_batch_size.",
+    "max_num_tokens": "Tokens of one step; at most the engine's.",
+    "chunked_prefill": "Split prompts over steps, mixed with decodes.",
+    "prefix_reuse": "Keep KV blocks for later prompts that begin alike.",
+    "kv_cache_tokens": "Token places of the KV cache.",
+    "kv_cache_fraction": "KV cache as a fraction of the memory that is free. With --kv-cache-tokens, the smaller wins.",
+    "max_queue_size": "Waiting requests; more are refused with 429.",
+    "overlap": "Plan a step while the one before it runs. GPU only.",
+    "cuda_graphs": "Replay captured steps. GPU only.",
+    "num_threads": "CPU threads for arithmetic. Default: all cores.",
+}
+SAMPLING = {
+    "max_tokens": "New tokens, at most.",
+    "min_tokens": "New tokens before an end may come.",
+    "n": "Answers for each prompt.",
+    "temperature": "0 is greedy.",
+    "top_k": "Sample from the k best tokens; 0 is off.",
+    "top_p": "Sample from the best tokens of this total probability; 1 is off.",
+    "min_p": "Drop tokens below this fraction of the best one's probability; 0 is off.",
+    "seed": "The same seed gives the same tokens.",
+    "repetition_penalty": "Above 1 discourages tokens that were there.",
+    "presence_penalty": "Subtracted once for each token that was generated.",
+    "frequency_penalty": "Subtracted each time a token was generated.",
+    "stop": "A string that ends the answer. May be repeated.",
+    "ignore_eos": "Go on after the model's end token.",
+}
+
+Function = Callable[..., Any]
+
+
+def fields(struct: type[msgspec.Struct], name: str, helps: dict[str, str], **defaults: Any) -> Callable[[Function], Function]:
+    """Give a command an option for each field of `struct` in `helps`; it receives the struct as keyword argument `name`.
+
+    `defaults` differ from the struct's own. Raises what the struct raises for a bad value.
+    """
+    options = [_option(struct, field, text, defaults) for field, text in helps.items()]
+
+    def decorate(command: Function) -> Function:
+        @functools.wraps(command)
+        def run(**given: Any) -> Any:
+            values = {option.name: given.pop(option.name) for option in options}
+            return command(**given, **{name: struct(**{key: _value(value) for key, value in values.items()})})
+
+        own = [parameter for parameter in _signature(command) if parameter.name != name]
+        run.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in own + options}
+        return run
+
+    return decorate
+
+
+def _signature(command: Function) -> list[inspect.Parameter]:
+    """Parameters with evaluated annotations: those of this module's decorators are values, those of commands are text."""
+    hints = typing.get_type_hints(command, include_extras=True) if not hasattr(command, "__signature__") else {}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [p.replace(annotation=hints.get(p.name, p.annotation), kind=kind) for p in inspect.signature(command).parameters.values()]
+
+
+def _option(struct: type[msgspec.Struct], name: str, text: str, defaults: dict[str, Any]) -> inspect.Parameter:
+    field = next(field for field in msgspec.structs.fields(struct) if field.name == name)
+    default = defaults.get(name, field.default)
+    kind = typing.get_type_hints(struct)[name]
+    if typing.get_origin(kind) is tuple:
+        kind, default = list[str], list(default)
+    annotation = Annotated[kind, typer.Option(f"--{_flag(name, kind)}", help=text, show_default=default not in (None, []))]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flag(name: str, kind: Any) -> str:
+    flag = {"http_port": "port", "protocols": "protocol", "cors_origins": "cors-origin"}.get(name, name.replace("_", "-"))
+    return f"{flag}/--no-{flag}" if kind is bool else flag
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def lines_of(path: Path, what: str) -> list[str]:
+    """The non-empty lines of a text file. Raises ConfigError that names the file and what it was to hold."""
+    try:
+        return [line for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", cure=f"Name a text file with one {what} a line.") from None
+
+
+def sampling_options(**defaults: Any) -> Callable[[Function], Function]:
+    """The options of SamplingParams, as `params`."""
+    return fields(SamplingParams, "params", SAMPLING, **defaults)
+
+
+runtime_options = fields(RuntimeConfig, "runtime", RUNTIME)
