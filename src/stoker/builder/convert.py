@@ -40,7 +40,7 @@ def file_order(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> list[
     def odd(spec: Spec) -> bool:
         return any(num_bytes(*layout) % ALIGNMENT for layout in layouts(spec, recipe, dtype).values())
 
-    return sorted(declare(config).values(), key=odd)
+    return sorted(declare(config, recipe.kv_cache).values(), key=odd)
 
 
 def convert(

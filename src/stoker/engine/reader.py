@@ -54,6 +54,11 @@ class Engine:
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.config.dtype)
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What the KV cache stores."""
+        return getattr(torch, self.config.recipe.kv_cache or self.config.dtype)
+
     def verify(self) -> None:
         """Re-read every file. Raises EngineError naming the first whose digest is not the one that was written."""
         for name, record in self.config.files.items():

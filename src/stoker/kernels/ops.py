@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import attention as attention_ref
 from stoker.kernels.reference import embedding as embedding_ref
@@ -20,6 +21,9 @@ from stoker.kernels.reference import linear as linear_ref
 from stoker.kernels.reference import mla as mla_ref
 from stoker.kernels.reference import moe as moe_ref
 from stoker.kernels.reference import norm as norm_ref
+from stoker.kernels.reference import quant_fp8 as fp8_ref
+from stoker.kernels.reference import quant_int4 as int4_ref
+from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
 from stoker.kernels.routing import Routing, RoutingParams
@@ -50,7 +54,7 @@ if torch.cuda.is_available():
 
 
 def _pick(x: Tensor, reference: ModuleType) -> ModuleType:
-    return _GPU[reference] if x.is_cuda else reference
+    return _GPU.get(reference, reference) if x.is_cuda else reference
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
@@ -96,6 +100,80 @@ def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Te
     if fusion.gate is not None:
         y = gated(y, fusion.gate)
     return y if fusion.residual is None else y + fusion.residual
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    """`linear` with weight int8 [N, K] × scale float32 [N]; activations stay as they are.
+
+    A GPU kernel widens a tile of the weight in registers to x's dtype, sums in float32, and multiplies by scale once at the end.
+    """
+    return _pick(x, int8_ref).int8_linear(x, weight, scale, bias, fusion)
+
+
+def int8_embedding(token_ids: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of weight int8 [vocab, hidden] × scale float32 [vocab] in `dtype`, for int32 `token_ids` [T]."""
+    return _pick(weight, int8_ref).int8_embedding(token_ids, weight, scale, dtype)
+
+
+def w8a8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None = None, fusion: Fusion = PLAIN
+) -> Tensor:
+    """`linear` of int8 × int8: weight int8 [N, K] × scale float32 [N].
+
+    Activations become round(x ÷ s) within ± 127, s being `input_scale` float32 [1], or each row's largest magnitude ÷ 127 when that
+    is None. A GPU kernel rounds in the norm or activation before it, sums in int32, and multiplies by s × scale in the epilogue.
+    """
+    return _pick(x, int8_ref).w8a8_linear(x, weight, scale, input_scale, bias, fusion)
+
+
+def pack_int4(weight: Int4Weight) -> Int4Weight:
+    """The weight with what its device's `int4_linear` reads, if that is not what is stored. Called once, at load."""
+    return _pick(weight.codes, int4_ref).pack_int4(weight)
+
+
+def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    """`linear` with a groupwise int4 weight.
+
+    A GPU kernel widens codes in registers; few rows: one pass over the codes, at the speed of memory; many rows: tiles for tensor cores.
+    """
+    return _pick(x, int4_ref).int4_linear(x, weight, bias, fusion)
+
+
+def prepare_fp8(weight: Tensor) -> Tensor:
+    """The weight as its device's `fp8_linear` reads it: as stored, or widened where there is no e4m3 arithmetic. Called once, at load."""
+    return _pick(weight, fp8_ref).prepare_fp8(weight)
+
+
+def prepare_block_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """The same for `block_fp8_linear`."""
+    return _pick(weight, fp8_ref).prepare_block_fp8(weight, scale, block)
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    activations: str,
+    input_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    fusion: Fusion = PLAIN,
+) -> Tensor:
+    """`linear` with weight float8_e4m3fn [N, K] × scale float32 [N].
+
+    `activations`: none (as they are), token (e4m3 by each row's largest magnitude ÷ 448) or static (e4m3 by `input_scale` float32 [1]).
+    A GPU kernel multiplies e4m3 by e4m3 (`torch._scaled_mm` for many rows) and sums in float32.
+    """
+    return _pick(x, fp8_ref).fp8_linear(x, weight, scale, activations, input_scale, bias, fusion)
+
+
+def block_fp8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], bias: Tensor | None = None, fusion: Fusion = PLAIN
+) -> Tensor:
+    """`linear` with weight float8_e4m3fn [N, K] and scale float32 [ceil(N / rows), ceil(K / columns)], one a block of (rows, columns).
+
+    Activations are rounded to e4m3 with a scale for every `columns` neighbours of a row (arXiv 2412.19437, section 3.3.2).
+    """
+    return _pick(x, fp8_ref).block_fp8_linear(x, weight, scale, block, bias, fusion)
 
 
 def rope_store(

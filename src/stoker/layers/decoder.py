@@ -13,15 +13,16 @@ from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
-from stoker.quant.dense import DenseLinear
-from stoker.quant.format import LinearOp
+from stoker.quant.format import EmbeddingOp, LinearOp
 
 
-def declare(config: ModelConfig) -> dict[str, Spec]:
-    """Every weight of the model by engine name, in file order."""
+def declare(config: ModelConfig, kv_cache: str | None = None) -> dict[str, Spec]:
+    """Every weight of the model by engine name, in file order. With a quantized `kv_cache`, its scales too, which no checkpoint holds."""
     specs: list[Spec] = [*_outer_specs(config).values()]
     for i, layer in enumerate(config.layers):
         specs += _layer_specs(layer, f"layers.{i}", config.hidden_size)
+        if kv_cache is not None:
+            specs += kv_scale_specs(config, i).values()
     if config.norm is not None:
         specs += Norm.specs(config.norm, "norm", config.hidden_size).values()
     return {spec.name: spec for spec in specs}
@@ -35,10 +36,20 @@ def kv_shapes(config: ModelConfig, layer: int) -> tuple[int, int, int]:
     return 1, attention.kv_rank + attention.rope_size, 0
 
 
+def kv_scale_specs(config: ModelConfig, layer: int) -> dict[str, Spec]:
+    """The scales, one a head, of a layer's quantized keys and values."""
+    heads, _, value_size = kv_shapes(config, layer)
+    name = f"layers.{layer}.attention"
+    if not value_size:  # one latent head, whole on every rank
+        return {"key_scale": TensorSpec(name=f"{name}.key_scale", shape=(heads,), dtype="float32")}
+    keys = ("key_scale", "value_scale")
+    return {key: TensorSpec(name=f"{name}.{key}", shape=(heads,), split="kv_heads", dtype="float32") for key in keys}
+
+
 def _outer_specs(config: ModelConfig) -> dict[str, Spec]:
     vocab, hidden = config.vocab_size, config.hidden_size
     width = config.embed_size or hidden
-    specs: dict[str, Spec] = {"embed": TensorSpec(name="embed.weight", shape=(vocab, width), split="none")}
+    specs: dict[str, Spec] = {"embed": LinearSpec(name="embed", in_features=width, parts=(vocab,), quantize=False)}
     if config.learned_positions:
         specs["positions"] = TensorSpec(name="positions.weight", shape=(config.learned_positions, hidden))
     if config.block_positions:
@@ -70,17 +81,25 @@ class Decoder:
     def __init__(self, config: ModelConfig, loader: Loader, num_positions: int) -> None:
         self.config = config
         weights = loader.load({k: s for k, s in _outer_specs(config).items() if not k.startswith("embed_norm")})
-        self.embed: Tensor = weights["embed"]
+        self.embed: EmbeddingOp = weights["embed"]
+        self.dtype = loader.dtype
         self.positions: Tensor | None = weights.get("positions")
         self.block_positions: Tensor | None = weights.get("block_positions")
         self.project_in, self.project_out = weights.get("project_in"), weights.get("project_out")
-        self.head: LinearOp = weights.get("head") or DenseLinear(self.embed, None)
+        self.head: LinearOp = weights.get("head") or self.embed
         self.embed_norm = (
             Norm(config.embed_norm, loader, "embed_norm", config.embed_size or config.hidden_size) if config.embed_norm else None
         )
         tables = RopeTables(num_positions, loader.device)
         self.layers = [make_layer(layer, loader, f"layers.{i}", config.hidden_size, tables) for i, layer in enumerate(config.layers)]
         self.norm = Norm(config.norm, loader, "norm", config.hidden_size) if config.norm is not None else None
+        quantized = loader.recipe.kv_cache is not None
+        self._kv_scales = [loader.load(kv_scale_specs(config, i)) for i in range(config.num_layers)] if quantized else []
+
+    def scale_caches(self, caches: list[KVCache]) -> None:
+        """Give quantized caches their scales."""
+        for cache, scales in zip(caches, self._kv_scales, strict=bool(self._kv_scales)):
+            cache.key_scale, cache.value_scale = scales["key_scale"], scales.get("value_scale")
 
     def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """Logits [L, vocab] of the tokens that `batch.logits_idx` names (None: the last of each row), in the model's dtype."""
@@ -94,7 +113,7 @@ class Decoder:
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         config = self.config
-        x = ops.embedding(batch.token_ids, self.embed)
+        x = self.embed.embed(batch.token_ids, self.dtype)
         if config.embed_scale != 1.0:
             # The scale is rounded to the model's dtype first, as the reference implementations do.
             x = x * torch.tensor(config.embed_scale, dtype=x.dtype).item()

@@ -39,6 +39,9 @@ class DenseLinear:
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
         return ops.linear(x, self.weight, self.bias, fusion)
 
+    def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return ops.embedding(token_ids, self.weight)
+
 
 class DenseExperts:
     """Stacked experts: weight [num_experts, out, in]."""

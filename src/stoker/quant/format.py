@@ -7,7 +7,7 @@ asks for a linear and never sees a scale. One file per format in this package, o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -26,6 +26,14 @@ class LinearOp(Protocol):
     """
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor: ...
+
+
+class EmbeddingOp(LinearOp, Protocol):
+    """A linear whose weight rows are also looked up: the token embedding, and the head that is tied to it."""
+
+    def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight for int32 `token_ids` [T], [T, in_features] in `dtype`."""
+        ...
 
 
 class ExpertsOp(Protocol):
@@ -58,7 +66,10 @@ class Layout(msgspec.Struct, frozen=True):
 class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format"):
     """A weight format with its settings. The struct itself is stored in the engine's config.json."""
 
-    needs_calibration: ClassVar[bool] = False  # `quantize` wants the linear's calibration statistics
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether `quantize` and `smooth` want the linear's calibration statistics."""
+        return False
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
         """The stored tensors by suffix, for a model of arithmetic dtype `dtype`; shapes as if on one rank."""
@@ -67,6 +78,13 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
         """Store `weight` [(experts,) out, in]: tensors by suffix, as `layout` says. `stats`: what calibration measured for this input."""
         raise TypeError(f"{type(self).__name__} cannot quantize")
+
+    def smooth(self, weight: Tensor, spec: LinearSpec, stats: Any) -> Tensor | None:
+        """Positive factors [in_features] that the weight's columns are to be multiplied by, and its input divided by, before `quantize`.
+
+        The build divides what feeds the linear: a norm, or the rows of the linear before it. None: as it is.
+        """
+        return None
 
     def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
         """The linear, or the stacked experts, of this rank's stored tensors, repacked for their device if need be. The dict is consumed."""

@@ -63,6 +63,9 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
     model_config, limits = engine.config.model, engine.config.limits
     capacity = Capacity.of(limits, model_config.max_positions, config)
     engine.check_world(1)
+    if config.kv_cache_dtype not in (None, "auto", str(engine.kv_dtype).removeprefix("torch.")):
+        asked, built = config.kv_cache_dtype, str(engine.kv_dtype).removeprefix("torch.")
+        raise ConfigError(f"kv_cache_dtype={asked} is refused: the engine stores {built}.", cure=f"Build it with --kv-cache-dtype {asked}.")
     before = free_memory(device)[0]
     with torch.inference_mode():
         model = Decoder(model_config, engine.loader(0, device), capacity.max_seq_len)
@@ -72,13 +75,14 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
         weights = before - free_memory(device)[0]
 
     size = limits.tokens_per_block
-    dtype = engine.dtype
+    dtype = engine.kv_dtype
     free, total = free_memory(device)
     bytes_per_block = block_bytes(model_config, size, dtype)
     num_blocks = num_kv_blocks(free, bytes_per_block, limits, config, device.type)
     budget = MemoryBudget(str(device), total, weights, 0, free, num_blocks * bytes_per_block, num_blocks, size)
     log.info("%s", budget.table())
     caches = make_caches(model_config, num_blocks, size, dtype, device)
+    model.scale_caches(caches)
     max_seq_len = min(capacity.max_seq_len, num_blocks * size)
     scheduler = Scheduler(
         num_blocks=num_blocks,

@@ -112,9 +112,9 @@ class ModelRunner:
         """Zero blocks that may hold values that are not numbers, before others reuse them."""
         index = torch.tensor(blocks, device=self.device)
         for cache in self.caches:
-            cache.keys.index_fill_(0, index, 0)
-            if cache.values is not None:
-                cache.values.index_fill_(0, index, 0)
+            for pages in (cache.keys, cache.values):
+                if pages is not None:
+                    pages.view(torch.uint8).index_fill_(0, index, 0)  # index_fill_ knows no float8
 
     def _forward(self, batch: ForwardBatch, rows: Tensor, counters: Tensor, all_greedy: bool) -> Tensor:
         """A plain step, as a graph captures it."""

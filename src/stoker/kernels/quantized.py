@@ -1,0 +1,28 @@
+"""Quantized weights as the ops take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """A linear's weight in groups of `group_size` input features that share a scale; the last group of a row may be shorter.
+
+    A value is (code - 8) × scale, or (code - zero) × scale where there is `zero`, or code × scale + offset where there is `offset`.
+    `packed` is whatever else a device's kernel reads, made once by `ops.pack_int4`.
+    """
+
+    codes: Tensor  # uint8 [N, K / 2]: feature 2i in the low nibble of byte i, 2i + 1 in the high one
+    scale: Tensor  # float [N, ceil(K / group_size)]
+    zero: Tensor | None  # uint8, as scale
+    offset: Tensor | None  # float, as scale
+    group_size: int
+    packed: Any = None
+
+    @property
+    def in_features(self) -> int:
+        return 2 * self.codes.shape[-1]

@@ -1,0 +1,76 @@
+"""Block-scaled FP8 (DeepSeek V3, arXiv 2412.19437, section 3.3): e4m3 weights with a scale for each block of rows and columns."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.kernels import ops
+from stoker.kernels.types import PLAIN, Fusion
+from stoker.layers.specs import LinearSpec
+from stoker.quant.experts import StackedExperts
+from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.fp8 import FP8_MAX
+
+
+class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
+    """`weight` float8_e4m3fn [(experts,) out, in], `scale` float32 [(experts,) out / rows, in / columns], both rounded up.
+
+    Activations are e4m3 with a scale for each `columns` neighbours of a token. Blocks of rows never cross the parts of a fused linear.
+    """
+
+    rows: int = 128
+    columns: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name}={value} is refused.", cure="Use 128.")
+
+    def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        *lead, rows, size = spec.weight_shape
+        axis = len(lead)
+        if any(part % self.rows for part in spec.parts[:-1]):
+            sizes = ", ".join(map(str, spec.parts))
+            raise ConfigError(f"{spec.name}: parts of {sizes} rows have no blocks of {self.rows}.", cure="Use FP8, or fewer rows a block.")
+        scales = (*lead, -(-rows // self.rows), -(-size // self.columns))
+        return {
+            "weight": Layout(spec.weight_shape, torch.float8_e4m3fn, row_axis=axis, col_axis=axis + 1),
+            "scale": Layout(scales, torch.float32, row_axis=axis, col_axis=axis + 1, row_unit=self.rows, col_unit=self.columns),
+        }
+
+    def quantize(self, weight: Tensor, spec: LinearSpec, stats: object = None) -> dict[str, Tensor]:
+        rows, size = weight.shape[-2:]
+        padded = F.pad(weight.float(), (0, -size % self.columns, 0, -rows % self.rows))
+        blocks = padded.unflatten(-1, (-1, self.columns)).unflatten(-3, (-1, self.rows))  # [..., out blocks, rows, in blocks, columns]
+        scale = (blocks.abs().amax(dim=(-3, -1), keepdim=True) / FP8_MAX).clamp(min=1e-12)
+        codes = (blocks / scale).clamp_(-FP8_MAX, FP8_MAX).flatten(-2).flatten(-3, -2)[..., :rows, :size]
+        return {"weight": codes.to(torch.float8_e4m3fn).contiguous(), "scale": scale.squeeze(-1).squeeze(-2).contiguous()}
+
+    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
+        weight, scale = tensors.pop("weight"), tensors["scale"]
+        if weight.dim() == 2:
+            return self._linear(weight, scale, bias)
+        biases = [None] * len(weight) if bias is None else bias
+        return StackedExperts([self._linear(*parts) for parts in zip(weight, scale, biases, strict=True)], weight.shape[1])
+
+    def _linear(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> LinearOp:
+        block = (self.rows, self.columns)
+        return BlockFp8Linear(ops.prepare_block_fp8(weight, scale, block), scale, block, bias)
+
+
+class BlockFp8Linear:
+    """e4m3(x) × weightᵀ, each block by its scale, + bias."""
+
+    __slots__ = ("bias", "block", "scale", "weight")
+
+    def __init__(self, weight: Tensor, scale: Tensor, block: tuple[int, int], bias: Tensor | None) -> None:
+        self.weight, self.scale, self.block, self.bias = weight, scale, block, bias
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        return ops.block_fp8_linear(x, self.weight, self.scale, self.block, self.bias, fusion)
+
+
+FORMATS.add("block_fp8", BlockFp8)

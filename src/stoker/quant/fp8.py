@@ -1,0 +1,77 @@
+"""FP8 (arXiv 2209.05433): e4m3 weights, and e4m3 activations by each token's own scale or by a measured one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.kernels import ops
+from stoker.kernels.types import PLAIN, Fusion
+from stoker.layers.specs import LinearSpec
+from stoker.quant.experts import StackedExperts
+from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+
+FP8_MAX = 448.0  # of e4m3fn
+
+
+class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
+    """`weight` float8_e4m3fn [(experts,) out, in], `scale` float32 [(experts,) out], equal for all rows of a part when `weights` is tensor.
+
+    `activations`: token (each row's largest magnitude), static (`input_scale` float32 [1], measured) or none (they stay as they are).
+    On a CPU the weight is widened at load: the numbers are those of FP8, the memory is not.
+    """
+
+    weights: Literal["channel", "tensor"] = "channel"
+    activations: Literal["token", "static", "none"] = "token"
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.activations == "static"
+
+    def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        lead = len(spec.weight_shape) - 2
+        stored = {
+            "weight": Layout(spec.weight_shape, torch.float8_e4m3fn, row_axis=lead, col_axis=lead + 1),
+            "scale": Layout(spec.weight_shape[:-1], torch.float32, row_axis=lead),
+        }
+        return stored | {"input_scale": Layout((1,), torch.float32)} if self.activations == "static" else stored
+
+    def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
+        wide = weight.float()
+        most = wide.abs().amax(dim=-1, keepdim=True)
+        if self.weights == "tensor":
+            most = torch.cat([part.amax(dim=-2, keepdim=True).expand_as(part) for part in most.split(spec.parts, dim=-2)], dim=-2)
+        scale = (most / FP8_MAX).clamp(min=1e-12)
+        stored = {"weight": (wide / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), "scale": scale.squeeze(-1).contiguous()}
+        if self.activations != "static":
+            return stored
+        if stats is None:
+            raise ConfigError(f"{spec.name}: static activations need a measured scale.", cure="Calibrate, or use activations=token.")
+        return stored | {"input_scale": (stats.amax.amax() / FP8_MAX).clamp(min=1e-12).reshape(1)}
+
+    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
+        weight, scale, step = tensors.pop("weight"), tensors["scale"], tensors.get("input_scale")
+        weight = ops.prepare_fp8(weight)
+        if weight.dim() == 2:
+            return Fp8Linear(weight, scale, self.activations, step, bias)
+        biases = [None] * len(weight) if bias is None else bias
+        experts: list[LinearOp] = [Fp8Linear(w, s, self.activations, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]
+        return StackedExperts(experts, weight.shape[1])
+
+
+class Fp8Linear:
+    """e4m3(x) × weightᵀ × scale + bias."""
+
+    __slots__ = ("activations", "bias", "scale", "step", "weight")
+
+    def __init__(self, weight: Tensor, scale: Tensor, activations: str, step: Tensor | None, bias: Tensor | None) -> None:
+        self.weight, self.scale, self.activations, self.step, self.bias = weight, scale, activations, step, bias
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        return ops.fp8_linear(x, self.weight, self.scale, self.activations, self.step, self.bias, fusion)
+
+
+FORMATS.add("fp8", Fp8)

@@ -1,0 +1,119 @@
+"""Weight-only int4 in groups of input features, activations as they are. AWQ and GPTQ store the same tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.config import check_choice
+from stoker.base.errors import ConfigError
+from stoker.kernels import ops
+from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.types import PLAIN, Fusion
+from stoker.layers.specs import LinearSpec
+from stoker.quant import groups
+from stoker.quant.experts import StackedExperts
+from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.groups import SCALE_DTYPES, Zero
+
+GROUP_SIZES = (16, 32, 64, 128, 256)
+CLIPS = 20  # steps of the clip search
+MOST_CLIP = 0.5  # of a group's extremes is the most that the search gives up
+
+
+class Int4(Format, frozen=True, kw_only=True, tag="int4"):
+    """`weight` uint8 [(experts,) out, in / 2], two codes a byte; `scale` [(experts,) out, groups]; and by `zero`:
+
+    none: real = (code - 8) × scale; int: `zero` uint8 like scale, real = (code - zero) × scale; float: `offset` like scale,
+    real = code × scale + offset. The last group of a row may be shorter. With `reorder`, `order` int32 [in] lists the input features in
+    the order in which the weight's columns follow (GPTQ's act-order checkpoints).
+    """
+
+    group_size: int = 128
+    zero: Zero = "int"
+    scale_dtype: str = "float16"
+    clip: bool = True  # look for the clip of each group that leaves the least squared error; codes span the extremes otherwise
+    reorder: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("group_size", self.group_size, GROUP_SIZES)
+        check_choice("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+
+    def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        *lead, rows, size = spec.weight_shape
+        if size % 2:
+            raise ConfigError(f"{spec.name}: int4 packs two input features a byte, and it has {size}.", cure="Use INT8.")
+        axis, group = len(lead), self.group_size
+        scales = (*lead, rows, -(-size // group))
+        scale = Layout(scales, getattr(torch, self.scale_dtype), row_axis=axis, col_axis=axis + 1, col_unit=group)
+        stored = {"weight": Layout((*lead, rows, size // 2), torch.uint8, row_axis=axis, col_axis=axis + 1, col_unit=2), "scale": scale}
+        if self.zero == "int":
+            stored["zero"] = Layout(scales, torch.uint8, row_axis=axis, col_axis=axis + 1, col_unit=group)
+        if self.zero == "float":
+            stored["offset"] = scale
+        if self.reorder:
+            stored["order"] = Layout((*lead, size), torch.int32)
+        return stored
+
+    def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
+        split = groups.split(weight, self.group_size)
+        scale, base = self._clipped(split, stats) if self.clip else self.grid(split)
+        return self.store(groups.encode(split, scale, base, self.zero), scale, base, weight.shape[-1])
+
+    def grid(self, split: Tensor, shrink: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+        """(scale, base) of groups [..., out, groups, group_size], with their extremes clipped to `shrink`."""
+        return groups.grid(*groups.bounds(split, self.zero, shrink), self.zero, getattr(torch, self.scale_dtype))
+
+    def _clipped(self, split: Tensor, stats: Any) -> tuple[Tensor, Tensor]:
+        """The clip of each group with the least squared error, weighted by how large its inputs are where that was measured."""
+        weight = 1.0 if stats is None else groups.split(stats.mean_square, self.group_size)
+        best, shrinks = torch.full(split.shape[:-1], torch.inf), torch.ones(split.shape[:-1])
+        for step in range(CLIPS):
+            shrink = 1 - MOST_CLIP * step / CLIPS
+            scale, base = self.grid(split, shrink)
+            error = groups.decode(groups.encode(split, scale, base, self.zero), scale, base, self.zero).sub_(split).square_()
+            found = (error * weight).sum(-1)
+            shrinks[found < best] = shrink
+            best = torch.minimum(best, found)
+        return self.grid(split, shrinks[..., None])
+
+    def store(self, codes: Tensor, scale: Tensor, base: Tensor, in_features: int) -> dict[str, Tensor]:
+        """The tensors of codes [..., out, groups, group_size] and their grid [..., out, groups, 1]."""
+        dtype = getattr(torch, self.scale_dtype)
+        stored = {"weight": groups.pack(groups.join(codes, in_features)), "scale": scale.squeeze(-1).to(dtype)}
+        if self.zero == "int":
+            stored["zero"] = base.squeeze(-1).to(torch.uint8)
+        if self.zero == "float":
+            stored["offset"] = base.squeeze(-1).to(dtype)
+        return stored
+
+    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
+        weight = tensors["weight"]
+        if weight.dim() == 2:
+            return self._linear(tensors, bias)
+        experts = [{suffix: t[e] for suffix, t in tensors.items()} for e in range(len(weight))]
+        return StackedExperts([self._linear(t, None if bias is None else bias[e]) for e, t in enumerate(experts)], weight.shape[1])
+
+    def _linear(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp:
+        weight = Int4Weight(tensors["weight"], tensors["scale"], tensors.get("zero"), tensors.get("offset"), self.group_size)
+        return Int4Linear(ops.pack_int4(weight), bias, tensors.get("order"))
+
+
+class Int4Linear:
+    """x × weightᵀ + bias, x's features in `order` where there is one."""
+
+    __slots__ = ("bias", "order", "weight")
+
+    def __init__(self, weight: Int4Weight, bias: Tensor | None, order: Tensor | None) -> None:
+        self.weight, self.bias, self.order = weight, bias, order
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        order = self.order
+        if order is None:
+            return ops.int4_linear(x, self.weight, self.bias, fusion)
+        return ops.around(x, fusion, lambda rows: ops.int4_linear(rows.index_select(-1, order), self.weight, self.bias))
+
+
+FORMATS.add("int4", Int4)

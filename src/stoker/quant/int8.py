@@ -1,0 +1,59 @@
+"""Weight-only int8: a scale for each output row, activations as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import ops
+from stoker.kernels.types import PLAIN, Fusion
+from stoker.layers.specs import LinearSpec
+from stoker.quant.experts import StackedExperts
+from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+
+
+class Int8(Format, frozen=True, kw_only=True, tag="int8"):
+    """`weight` int8 [(experts,) out, in], `scale` float32 [(experts,) out]: real = weight × scale."""
+
+    def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        lead = len(spec.weight_shape) - 2
+        return {
+            "weight": Layout(spec.weight_shape, torch.int8, row_axis=lead, col_axis=lead + 1),
+            "scale": Layout(spec.weight_shape[:-1], torch.float32, row_axis=lead),
+        }
+
+    def quantize(self, weight: Tensor, spec: LinearSpec, stats: object = None) -> dict[str, Tensor]:
+        codes, scale = round_rows(weight)
+        return {"weight": codes, "scale": scale}
+
+    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
+        weight, scale = tensors.pop("weight"), tensors.pop("scale")
+        if weight.dim() == 2:
+            return Int8Linear(weight, scale, bias)
+        biases = [None] * len(weight) if bias is None else bias
+        return StackedExperts([Int8Linear(*parts) for parts in zip(weight, scale, biases, strict=True)], weight.shape[1])
+
+
+class Int8Linear:
+    """x × (weight × scale)ᵀ + bias; its rows also serve as an embedding table."""
+
+    __slots__ = ("bias", "scale", "weight")
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.scale, self.bias = weight, scale, bias
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        return ops.int8_linear(x, self.weight, self.scale, self.bias, fusion)
+
+    def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return ops.int8_embedding(token_ids, self.weight, self.scale, dtype)
+
+
+def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 codes within ± 127, float32 scale): each row of [..., out, in] to the nearest step of its largest magnitude ÷ 127."""
+    wide = weight.float()
+    scale = (wide.abs().amax(dim=-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (wide / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+FORMATS.add("int8", Int8)

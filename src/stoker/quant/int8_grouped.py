@@ -1,0 +1,64 @@
+"""Weight-only int8 in groups of input features: what GGUF's Q8_0, Q6_K and Q5 blocks become without another loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stoker.base.config import check_choice
+from stoker.layers.specs import LinearSpec
+from stoker.quant import groups
+from stoker.quant.dense import DenseExperts, DenseLinear
+from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.groups import SCALE_DTYPES
+
+
+class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
+    """`weight` int8 [(experts,) out, in], `scale` [(experts,) out, groups], and with `shifted` `offset` like scale.
+
+    real = weight × scale + offset. No CPU kernel reads groups of int8, so the weight is widened to `dtype` at load: the file is small,
+    the memory is not.
+    """
+
+    group_size: int = 32
+    scale_dtype: str = "float32"
+    shifted: bool = False
+    dtype: str = "float32"  # of arithmetic
+
+    def __post_init__(self) -> None:
+        check_choice("group_size", self.group_size, (16, 32, 64, 128, 256))
+        check_choice("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+
+    def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
+        *lead, rows, size = spec.weight_shape
+        axis = len(lead)
+        scales = (*lead, rows, -(-size // self.group_size))
+        scale = Layout(scales, getattr(torch, self.scale_dtype), row_axis=axis, col_axis=axis + 1, col_unit=self.group_size)
+        stored = {"weight": Layout(spec.weight_shape, torch.int8, row_axis=axis, col_axis=axis + 1), "scale": scale}
+        return stored | {"offset": scale} if self.shifted else stored
+
+    def quantize(self, weight: Tensor, spec: LinearSpec, stats: object = None) -> dict[str, Tensor]:
+        split, dtype = groups.split(weight, self.group_size), getattr(torch, self.scale_dtype)
+        low, high = split.amin(-1, keepdim=True), split.amax(-1, keepdim=True)
+        offset = ((low + high) / 2 if self.shifted else torch.zeros_like(low)).to(dtype)
+        most = (split - offset.float()).abs().amax(-1, keepdim=True)
+        scale = (most / 127).clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
+        codes = ((split - offset.float()) / scale.float()).round().clamp(-127, 127).to(torch.int8)
+        stored = {"weight": groups.join(codes, weight.shape[-1]), "scale": scale.squeeze(-1)}
+        return stored | {"offset": offset.squeeze(-1)} if self.shifted else stored
+
+    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
+        wide = widen(tensors.pop("weight"), tensors.pop("scale"), tensors.pop("offset", None), self.group_size)
+        weight = wide.to(getattr(torch, self.dtype))
+        return DenseLinear(weight, bias) if weight.dim() == 2 else DenseExperts(weight, bias)
+
+
+def widen(weight: Tensor, scale: Tensor, offset: Tensor | None, group_size: int) -> Tensor:
+    """float32 [..., out, in] of stored codes."""
+    real = groups.split(weight, group_size).mul_(scale.float()[..., None])
+    if offset is not None:
+        real.add_(offset.float()[..., None])
+    return groups.join(real, weight.shape[-1])
+
+
+FORMATS.add("int8_grouped", GroupedInt8)
