@@ -35,7 +35,6 @@ def edit_index(path: Path, change: object) -> None:
 @pytest.mark.parametrize("layout", ["safetensors", "bin", "bin-sharded"])
 def test_chunks_join_to_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, layout: str) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(PickledWeights, "REOPEN_BYTES", 5000)
     made = tiny.model().to(torch.bfloat16)
     found = open_weights(tiny.save(made, tmp_path / "c", layout))
     given_tensors = made.state_dict()
@@ -85,6 +84,14 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
         PickledWeights([path])
     assert "never" not in capsys.readouterr().out
+
+
+def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
+    base = torch.arange(35.0).view(5, 7)
+    views = {"whole": base, "turned": base.t(), "rows": base[2:4], "column": base[:, 3], "half": base.to(torch.bfloat16)}
+    torch.save(views, tmp_path / "v.bin")
+    found = PickledWeights([tmp_path / "v.bin"])
+    assert all(torch.equal(found.read(name), tensor) for name, tensor in views.items())
 
 
 def test_legacy_and_wrapped_pickles_are_read(tmp_path: Path) -> None:

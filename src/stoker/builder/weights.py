@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 from abc import ABC, abstractmethod
@@ -12,6 +13,7 @@ from typing import IO, Any
 import msgspec
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.base.errors import CheckpointError
 from stoker.engine.tensor_file import Entry, as_bytes, num_bytes, read_header, read_into
@@ -78,16 +80,11 @@ class SafetensorsWeights(Weights):
                     raise CheckpointError(f"tensor {name!r} is in {self._where[name][0]} and in {file}.", cure=FETCH)
                 self._where[name] = (file, entry)
         self.stored = {name: Stored(entry.shape, entry.dtype) for name, (_, entry) in self._where.items()}
-        self._open: dict[Path, IO[bytes]] = {}
+        self._open = {file: _File(file) for file in files}
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         path, entry = self._where[name]
-        file = self._open.get(path) or self._open.setdefault(path, path.open("rb"))
-        buffer = torch.empty(min(CHUNK_BYTES, entry.stop - entry.start), dtype=torch.uint8)
-        for start in range(entry.start, entry.stop, CHUNK_BYTES):
-            part = buffer[: min(CHUNK_BYTES, entry.stop - start)]
-            read_into(file.fileno(), as_bytes(part), start)
-            yield part.view(entry.dtype)
+        yield from self._open[path].pieces(entry.start, entry.stop, entry.dtype)
 
     def locate(self, name: str) -> str:
         return f"{self._where[name][0]}: {name}"
@@ -96,45 +93,56 @@ class SafetensorsWeights(Weights):
 class PickledWeights(Weights):
     """pytorch_model.bin files, with only tensors allowed in the pickle.
 
-    Files are mapped. A mapping is closed after REOPEN_BYTES were read through it, so that the pages it touched are given back.
+    The pickle is read with fake tensors, which know where in the file their bytes are; those are then read like safetensors'. Files from
+    before torch 1.6 are one pickle and are held whole.
     """
-
-    REOPEN_BYTES = 8 << 20
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
-        self.stored = {}
-        self._file_of: dict[str, Path] = {}
-        for file in files:
-            for name, tensor in _load_pickle(file).items():
-                self.stored[name] = Stored(tuple(tensor.shape), tensor.dtype)
-                self._file_of[name] = file
-        self._current: tuple[Path, dict[str, Tensor]] | None = None
-        self._touched = 0
+        self._where = {name: (file, tensor) for file in map(_File, files) for name, tensor in _load_pickle(file.path).items()}
+        self.stored = {name: Stored(tuple(tensor.shape), tensor.dtype) for name, (_, tensor) in self._where.items()}
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        tensor = self._tensors(self._file_of[name])[name]
-        flat = tensor.detach().reshape(-1)
-        step = CHUNK_BYTES // flat.element_size()
-        for start in range(0, flat.numel(), step):
-            yield flat[start : start + step]
-        self._touched += flat.numel() * flat.element_size()
-
-    def _tensors(self, path: Path) -> dict[str, Tensor]:
-        if self._current is None or self._current[0] != path or self._touched >= self.REOPEN_BYTES:
-            self._current = None
-            self._current = (path, _load_pickle(path))
-            self._touched = 0
-        return self._current[1]
+        file, tensor = self._where[name]
+        storage = tensor.untyped_storage()
+        start = getattr(storage, "_checkpoint_offset", None)
+        if start is None:
+            yield tensor.flatten()
+        elif tensor.is_contiguous():
+            first = start + tensor.storage_offset() * tensor.dtype.itemsize
+            yield from file.pieces(first, first + self.stored[name].num_bytes, tensor.dtype)
+        else:
+            whole = torch.cat([piece.clone() for piece in file.pieces(start, start + storage.nbytes(), tensor.dtype)])
+            yield whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten()
 
     def locate(self, name: str) -> str:
-        return f"{self._file_of[name]}: {name}"
+        return f"{self._where[name][0].path}: {name}"
+
+
+class _File:
+    """A file that tensors are read from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] = path.open("rb")
+
+    def pieces(self, start: int, stop: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Bytes [start, stop) as flat tensors of about CHUNK_BYTES; each is overwritten by the next."""
+        buffer = torch.empty(min(CHUNK_BYTES, stop - start), dtype=torch.uint8)
+        for at in range(start, stop, CHUNK_BYTES):
+            part = buffer[: min(CHUNK_BYTES, stop - at)]
+            try:
+                read_into(self._file.fileno(), as_bytes(part), at)
+            except EOFError as problem:
+                raise CheckpointError(f"{self.path} is truncated: {problem}.", cure=FETCH) from None
+            yield part.view(dtype)
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     """The tensors of one file. Raises CheckpointError for code in the pickle, damage, or anything but tensors."""
     try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        with FakeTensorMode() if _is_zip(path) else contextlib.nullcontext():
+            loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as problem:
         message = f"{path} holds more than tensors and is not unpickled ({reason(problem)})."
         raise CheckpointError(message, cure="Use a safetensors checkpoint.") from None
@@ -153,7 +161,7 @@ def reason(problem: Exception) -> str:
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether torch wrote the file since 1.6; older ones cannot be mapped."""
+    """Whether torch wrote the file since 1.6."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
