@@ -18,6 +18,8 @@ JSON = b"application/json"
 PLAIN = b"text/plain"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 MAX_ID_CHARS = 128
+DISCARD_BYTES = 256 << 20
+DISCARD_S = 2.0
 REQUEST_ID = b"x-request-id"
 
 
@@ -43,6 +45,7 @@ class Exchange:
         """The whole body. Raises BodyTooLargeError before reading what Content-Length already tells is too long."""
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_body_bytes:
+            await self._discard()
             raise BodyTooLargeError(int(length), self._max_body_bytes)
         chunks, size, more = [], 0, True
         while more:
@@ -51,10 +54,24 @@ class Exchange:
                 raise ConnectionResetError
             size += len(message.get("body", b""))
             if size > self._max_body_bytes:
+                await self._discard()
                 raise BodyTooLargeError(None, self._max_body_bytes)
             chunks.append(message.get("body", b""))
             more = message.get("more_body", False)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _discard(self) -> None:
+        """Take what the client still sends and keep none of it, for a while: closing on unread bytes would reset the connection, and
+        the client would never see the answer. One that waits to be told to go on (Expect) sends nothing."""
+        if b"expect" in self.headers:
+            return
+        size, more = 0, True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while more and size < DISCARD_BYTES:
+                    message = await self._receive()
+                    size += len(message.get("body", b""))
+                    more = message.get("more_body", False)
 
     async def json(self) -> dict[str, Any]:
         """The body as a JSON object. Raises BodyError that tells what is wrong and at which byte."""

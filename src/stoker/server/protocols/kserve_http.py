@@ -24,6 +24,10 @@ ALIASES = ("ensemble", "tensorrt_llm_bls")  # of the one model, when no reposito
 _encode = msgspec.json.encode
 
 
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(value) + b"\n\n"
+
+
 class KServeHTTP(Protocol):
     prefixes = ("/v2",)
 
@@ -68,13 +72,20 @@ class KServeHTTP(Protocol):
     async def generate_stream(self, exchange: Exchange) -> None:
         async with exchange.attended():
             service, request, reply = await self._read(exchange)
-            async with aclosing(service.stream(request)) as batches:
-                async for deltas in batches:
-                    if not exchange.started:
-                        await exchange.open_stream(EVENT_STREAM)
-                    if data := b"".join([reply.event(delta, service) for delta in deltas]):
-                        await exchange.send(data)
-            await exchange.close_stream()
+            try:
+                async with aclosing(service.stream(request)) as batches:
+                    async for deltas in batches:
+                        if not exchange.started:
+                            await exchange.open_stream()
+                        if data := b"".join([reply.event(delta, service) for delta in deltas]):
+                            await exchange.send(data)
+            except StokerError as error:  # what a model refuses is an event too, with the error's status
+                if exchange.started:
+                    raise
+                failure = describe(error)
+                await exchange.respond(failure.status, _event({"error": failure.message}), EVENT_STREAM, failure.headers)
+            else:
+                await exchange.close_stream()
 
     def failure_body(self, failure: Failure) -> bytes:
         """Triton's shape; its own words where it has some."""
@@ -128,9 +139,9 @@ class Reply:
 
     def event(self, delta: Delta, service: Service) -> bytes:
         if delta.finish_reason is FinishReason.ERROR:
-            return b"data: " + _encode({"error": describe(sequence_error(delta.error, ready=service.ready)).message}) + b"\n\n"
+            return _event({"error": describe(sequence_error(delta.error, ready=service.ready)).message})
         if self._with_scores:
-            return b"data: " + _encode(self._outputs(delta.text, delta.logprobs)) + b"\n\n"
+            return _event(self._outputs(delta.text, delta.logprobs))
         if not delta.text and delta.finish_reason is None:
             return b""
         return self._before + _encode(delta.text) + b"}\n\n"

@@ -1,0 +1,277 @@
+"""What every protocol shares: bodies, keys, ids, limits, outcomes, metrics; each failure in its protocol's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from live_http import asgi_client, live_server, until
+from scripted_service import ScriptedService
+
+from stoker.base.errors import ConfigError, QueueFullError, UnavailableError
+from stoker.server.http_protocol import MAX_HEAD_BYTES
+from stoker.server.schemas.settings import ServerSettings
+
+ASK = {"prompt": "hi", "max_tokens": 4}
+KEY = "secret-key-1"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "empty"),
+        (b"{", "truncated"),
+        (b"{'prompt': 1}", "byte 1"),
+        (b'{"prompt": "hi", "temperature": NaN}', "byte"),
+        (b'{"prompt": "hi", "temperature": Infinity}', "byte"),
+        (b'{"prompt": "hi", "temperature": 1e999}', "out of range"),
+        (b'{"prompt": "\\ud800"}', ""),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'["prompt"]', "array, not an object"),
+        (b"null", "null, not an object"),
+    ],
+)
+async def test_bad_bodies(body: bytes, says: str) -> None:
+    async with asgi_client(ScriptedService()) as client:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            answer = await client.post(path, content=body)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["code"] == "bad_json" and says in error["message"]
+
+
+async def test_a_long_body_is_refused_before_it_is_read() -> None:
+    service = ScriptedService()
+    async with live_server(service, max_request_bytes=1 << 20) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "x" * (10 << 20)})
+        assert answer.status_code == 413 and "max_request_bytes is 1048576" in answer.json()["error"]["message"]
+
+        async def pieces() -> Any:
+            for _ in range(64):
+                yield b"x" * (1 << 16)
+
+        assert (await client.post("/v1/completions", content=pieces())).status_code == 413
+        assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+    assert len(service.requests) == 1
+
+
+async def test_a_prompt_that_is_too_long_is_told_its_numbers() -> None:
+    async with asgi_client(ScriptedService()) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "x" * 10_000_000})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == "prompt" and "10000000" in error["message"] and "2048" in error["message"]
+
+
+async def test_endless_headers_end_the_connection() -> None:
+    async with live_server(ScriptedService()) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.get("/health", headers={f"x-{i}": "y" * 8000 for i in range(2 * MAX_HEAD_BYTES // 8000)})
+        assert answer.status_code == 431
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_keys() -> None:
+    async with asgi_client(ScriptedService(), api_keys=(KEY, "secret-key-2")) as client:
+        for headers in ({}, {"authorization": "Bearer wrong-key"}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}):
+            answer = await client.post("/v1/completions", json=ASK, headers=headers)
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["type"] == "authentication_error" and KEY not in answer.text
+        answer = await client.post("/v2/models/ensemble/generate", json={})
+        assert answer.status_code == 401 and isinstance(answer.json()["error"], str)
+        assert (await client.get("/metrics")).status_code == 401
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v2/health/ready")).status_code == 200
+        for key in (KEY, "secret-key-2"):
+            assert (await client.post("/v1/completions", json=ASK, headers={"authorization": f"Bearer {key}"})).status_code == 200
+
+
+async def test_pages_of_other_origins() -> None:
+    asked = {"origin": "https://a.example", "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    async with asgi_client(ScriptedService(), cors_origins=("https://a.example",), api_keys=(KEY,)) as client:
+        answer = await client.options("/v1/completions", headers=asked)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert (await client.options("/v1/completions", headers={**asked, "origin": "https://b.example"})).status_code == 400
+    async with asgi_client(ScriptedService()) as client:
+        assert "access-control-allow-origin" not in (await client.post("/v1/completions", json=ASK, headers=asked)).headers
+
+
+async def test_request_ids_are_echoed_and_made() -> None:
+    async with asgi_client(ScriptedService()) as client:
+        assert (await client.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+        assert (await client.post("/v1/completions", json={}, headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+        for bad in ("", "x" * 129, "a\tb"):
+            made = (await client.get("/health", headers={"x-request-id": bad})).headers["x-request-id"]
+            assert made != bad and len(made) == 32
+        assert len({(await client.get("/health")).headers["x-request-id"] for _ in range(3)}) == 3
+
+
+async def test_a_full_queue_says_when_to_retry() -> None:
+    service = ScriptedService()
+    service.error = QueueFullError(8, 8, 2.4)
+    async with asgi_client(service) as client:
+        for body in (ASK, {**ASK, "stream": True}):
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_an_executor_that_is_gone() -> None:
+    service = ScriptedService()
+    service.is_ready = False
+    async with asgi_client(service) as client:
+        answer = await client.get("/health")
+        assert answer.status_code == 503 and answer.json()["models"][0]["model"] == "tiny"
+        assert (await client.get("/health/live")).status_code == 200
+        answer = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+        assert answer.status_code == 503 and "retry-after" in answer.headers and answer.json()["error"]["type"] == "server_error"
+    service.is_ready, service.error = True, UnavailableError("The executor is gone.")
+    async with asgi_client(service) as client:
+        assert (await client.post("/v1/completions", json={**ASK, "stream": True})).status_code == 503
+
+
+async def test_a_sequence_that_fails() -> None:
+    service = ScriptedService("abc")
+    service.fails_after = 1
+    async with asgi_client(service) as client:
+        answer = await client.post("/v1/completions", json=ASK)
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "generation_failed"
+        for path, ask in (("/v1/completions", ASK), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})):
+            answer = await client.post(path, json={**ask, "stream": True})
+            assert answer.status_code == 200
+            *_, error, done, end = answer.text.split("\n\n")
+            assert error.startswith('data: {"error":{"message":"the step failed."') and done == "data: [DONE]" and end == ""
+
+
+async def test_what_nobody_expected_is_told_without_its_details(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = ScriptedService()
+    monkeypatch.setattr(service, "encode", lambda *args, **kwargs: 1 / 0)
+    async with asgi_client(service) as client:
+        answer = await client.post("/tokenize", json={"prompt": "hi"})
+    assert answer.status_code == 500 and "division" not in answer.text and "ZeroDivisionError" in caplog.text
+
+
+async def test_unknown_paths_and_methods_in_the_shape_of_their_protocol() -> None:
+    async with asgi_client(ScriptedService()) as client:
+        answer = await client.get("/v1/nope")
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
+        answer = await client.get("/v1/completions")
+        assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+        assert isinstance((await client.get("/v2/nope")).json()["error"], str)
+
+
+async def test_only_the_protocols_that_are_asked_for_are_open() -> None:
+    async with asgi_client(ScriptedService(), protocols=("kserve",)) as client:
+        assert (await client.get("/v1/models")).status_code == 404
+        assert (await client.get("/v2/health/live")).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+    with pytest.raises(ConfigError, match=r"unknown protocol 'opnai'.*openai"):
+        async with asgi_client(ScriptedService(), protocols=("opnai",)):
+            pass
+
+
+async def test_models_and_tokens() -> None:
+    async with asgi_client(ScriptedService(), ScriptedService(name="org/other")) as client:
+        listed = (await client.get("/v1/models")).json()
+        assert listed["object"] == "list" and [row["id"] for row in listed["data"]] == ["tiny", "org/other"]
+        assert listed["data"][0]["max_model_len"] == 384 and listed["data"][0]["object"] == "model"
+        assert (await client.get("/v1/models/org/other")).json() == listed["data"][1]
+        assert (await client.get("/v1/models/nope")).status_code == 404
+        tokens = (await client.post("/tokenize", json={"prompt": "hé", "return_token_strs": True})).json()
+        assert tokens == {
+            "count": 4, "max_model_len": 384, "tokens": [2, 104, 195, 169], "token_strs": ["\x02", "h", "bytes:\\xc3", "bytes:\\xa9"]
+        }  # fmt: skip
+        chat = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}], "model": "tiny"})).json()
+        assert bytes(chat["tokens"]).decode() == "<user>hi<assistant>"
+        assert (await client.post("/detokenize", json={"tokens": [104, 195, 169]})).json() == {"prompt": "hé"}
+        for path, body in (
+            ("/detokenize", {"tokens": "x"}),
+            ("/detokenize", {"tokens": [-1]}),
+            ("/tokenize", {"prompt": 5}),
+            ("/tokenize", {}),
+        ):
+            assert (await client.post(path, json=body)).status_code == 400
+        assert (await client.get("/version")).json()["version"]
+
+
+async def test_metrics_count_outcomes_tokens_and_answers() -> None:
+    service = ScriptedService("abc")
+    async with asgi_client(service) as client:
+        await client.post("/v1/completions", json=ASK)
+        await client.post("/v1/completions", json={**ASK, "max_tokens": 2, "stream": True})
+        await client.post("/v1/completions", json={**ASK, "prompt": "x" * 300})
+        service.error = QueueFullError(1, 1, 1.0)
+        await client.post("/v1/completions", json=ASK)
+        text = (await client.get("/metrics")).text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    for outcome in ("stop", "length", "refused", "queue_full"):
+        assert lines[f'stoker_requests_total{{model="tiny",outcome="{outcome}"}}'] == "1.0"
+    assert lines['stoker_prompt_tokens_total{model="tiny"}'] == "6.0"
+    assert lines['stoker_output_tokens_total{model="tiny"}'] == "5.0"
+    assert lines['stoker_request_output_tokens_count{model="tiny"}'] == "2.0"
+    assert lines['stoker_kv_blocks{model="tiny"}'] == "10.0" and lines['stoker_kv_blocks_used{model="tiny"}'] == "3.0"
+    assert lines['stoker_batch_occupancy{model="tiny"}'] == "0.5"
+    assert lines['stoker_http_responses_total{route="/v1/completions",status="200"}'] == "2.0"
+    assert lines['stoker_http_responses_total{route="/v1/completions",status="429"}'] == "1.0"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", ASK),
+        ("/v1/completions", {**ASK, "prompt": ["a", "b"], "n": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v2/models/ensemble/generate", {"text_input": "hi", "max_tokens": 5}),
+    ],
+)
+async def test_a_client_that_leaves_ends_its_request(path: str, body: dict[str, Any], stream: bool) -> None:
+    service = ScriptedService("x" * 100)
+    service.hold = asyncio.Event()
+    if path.startswith("/v2"):
+        path += "_stream" if stream else ""
+    else:
+        body = {**body, "stream": stream}
+    async with live_server(service) as url:
+        num_requests = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+        async with httpx.AsyncClient(base_url=url) as client:
+            asking = asyncio.create_task(client.post(path, json=body))
+            await until(lambda: service.num_streaming == num_requests)
+            asking.cancel()
+        await until(lambda: service.num_streaming == 0)
+        assert len(service.left) == num_requests
+        async with httpx.AsyncClient(base_url=url) as client:
+            counts = (await client.get("/metrics")).text
+            assert f'stoker_requests_total{{model="tiny",outcome="cancelled"}} {num_requests}.0' in counts
+            service.hold.set()
+            assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+
+
+async def test_a_client_that_leaves_in_mid_stream_ends_its_request() -> None:
+    service = ScriptedService("x" * 100)
+    service.hold = asyncio.Event()
+    async with live_server(service) as url, httpx.AsyncClient(base_url=url) as client:
+        service.hold.set()
+        async with client.stream("POST", "/v1/completions", json={**ASK, "max_tokens": 100, "stream": True}) as answer:
+            async for _ in answer.aiter_lines():
+                service.hold.clear()
+                break
+        await until(lambda: service.num_streaming == 0)
+    assert len(service.left) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"api_keys": ("short",)},
+        {"tls_key": "x"},
+        {"num_frontends": 0},
+        {"http_port": 70000},
+        {"max_request_bytes": 5},
+        {"drain_timeout_s": -1},
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ServerSettings(**settings)
+    assert "short" not in str(refusal.value)
