@@ -33,7 +33,7 @@ def with_experts(config: ModelConfig, hf: dict[str, Any], **moe: Any) -> ModelCo
 
 
 @defaults(
-    vocab_size=102400, moe_intermediate_size=1407, n_routed_experts=None, num_experts_per_tok=None, norm_topk_prob=False,
+    vocab_size=102400, moe_intermediate_size=1407, n_routed_experts=None, norm_topk_prob=False,
     scoring_func="softmax",
 )  # fmt: skip
 def deepseek_config(hf: dict[str, Any]) -> ModelConfig:
@@ -44,7 +44,7 @@ def deepseek_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 @defaults(
-    vocab_size=102400, moe_intermediate_size=1407, n_shared_experts=2, n_routed_experts=64, num_experts_per_tok=None,
+    vocab_size=102400, moe_intermediate_size=1407, n_shared_experts=2, n_routed_experts=64,
     routed_scaling_factor=1.0, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, v_head_dim=128, qk_nope_head_dim=128,
     topk_method="greedy", norm_topk_prob=False,
 )  # fmt: skip
@@ -141,7 +141,7 @@ def _up(fused: Tensor, config: ModelConfig) -> Tensor:
     return fused.unflatten(0, (config.layers[0].attention.num_heads, -1))
 
 
-_HEADS = "any size that divides the heads and the experts' MLP; the latent cache is whole on each rank"
+_HEADS = "a divisor of the heads and the MLPs; the latent cache is whole on each rank"
 register(
     Architecture(
         "DeepseekForCausalLM",

@@ -108,7 +108,7 @@ def _paired_halves(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return torch.cat([x.flatten(0, 1) for x in (q, k, v)])
 
 
-_WHOLE = "any size that divides the heads and the MLP; prompts are prefilled whole and share no prefix"
+_WHOLE = "a divisor of the heads and the MLP; prompts are prefilled whole and share no prefix"
 register(
     Architecture(
         "ChatGLM1Model",

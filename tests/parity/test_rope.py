@@ -1,0 +1,109 @@
+"""Rotary tables against transformers, at lengths where the scaling shows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from oracles import hf_model
+from transformers import LlamaConfig, Phi3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from stoker.base.errors import CheckpointError
+from stoker.layers.config import RopeConfig
+from stoker.layers.rope import rope_table
+from stoker.models import ARCHITECTURES
+from stoker.models.read import with_rotary
+
+HEAD = 64
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 4096}
+LONG = {"short_factor": [1 + i / 50 for i in range(32)], "long_factor": [1 + i for i in range(32)]}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 512},
+    "yarn, no rounding": {"factor": 32.0, "original_max_position_embeddings": 512, "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn, mscale": {"factor": 40.0, "original_max_position_embeddings": 512, "mscale": 0.707, "mscale_all_dim": 0.5},
+    "yarn, attention factor": {"factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": 1.3},
+    "longrope": {"original_max_position_embeddings": 1024, **LONG},
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("length", [1024, 4096, 6000])
+def test_tables_are_those_of_transformers(name: str, length: int) -> None:
+    kind = name.partition(",")[0]
+    parameters = {"rope_type": kind, "rope_theta": 20000.0, **SCALINGS[name]}
+    kwargs = {"original_max_position_embeddings": 1024} if kind == "longrope" else {}
+    config = (Phi3Config if kind == "longrope" else LlamaConfig)(**SIZES, **kwargs, rope_parameters=dict(parameters))
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+    row = ARCHITECTURES.get("Phi3ForCausalLM" if kind == "longrope" else "LlamaForCausalLM")
+    read = row.config(SIZES | kwargs | {"rope_parameters": parameters}).layers[0].attention.rope
+
+    table = rope_table(read, length, "cpu")
+    angles = torch.arange(length)[:, None].double() * inv_freq.double()
+    expected = torch.cat((angles.cos(), angles.sin()), -1) * factor
+    # transformers' frequencies are float32: at position p an angle is off by up to p × 6e-8.
+    assert (table.double() - expected).abs().max() < length * 1.2e-7 * factor + 1e-6
+
+
+def test_dynamic_is_plain_within_the_trained_length() -> None:
+    plain = RopeConfig(dim=HEAD)
+    dynamic = RopeConfig(dim=HEAD, scaling="dynamic", factor=2.0, original_max_positions=512)
+    assert torch.equal(rope_table(dynamic, 512, "cpu"), rope_table(plain, 512, "cpu"))
+    assert not torch.equal(rope_table(dynamic, 600, "cpu"), rope_table(plain, 600, "cpu"))
+
+
+def test_qwens_alpha_grows_in_powers_of_two() -> None:
+    """get_ntk_alpha: 1 up to the trained length, 3 up to twice that, 7 up to four times."""
+    for length, alpha in ((512, 1), (513, 3), (1024, 3), (1025, 7), (2048, 7)):
+        table = rope_table(RopeConfig(dim=HEAD, scaling="qwen", original_max_positions=512), length, "cpu")
+        slowest = (10000.0 * alpha ** (HEAD / (HEAD - 2))) ** -((HEAD - 2) / HEAD)
+        assert math.isclose(math.acos(table[100, HEAD // 2 - 1].item()), 100 * slowest, rel_tol=0.02)
+
+
+def test_angles_hold_far_out() -> None:
+    """Position 100,000 in float64: a float32 product would be off by 0.004."""
+    table = rope_table(RopeConfig(dim=HEAD), 100_001, "cpu")
+    assert math.isclose(table[100_000, 1].item(), math.cos(100_000 * 10000.0 ** (-2 / HEAD)), abs_tol=1e-6)
+
+
+def test_settings_of_the_build_replace_the_checkpoints() -> None:
+    config = ARCHITECTURES.get("LlamaForCausalLM").config(SIZES)
+    changed = with_rotary(config, base=5e5, scaling="linear", factor=4.0)
+    rope = changed.layers[-1].attention.rope
+    assert rope == RopeConfig(dim=HEAD, theta=5e5, scaling="linear", factor=4.0, original_max_positions=4096)
+    assert changed.max_positions == 4 * 4096
+    with pytest.raises(CheckpointError, match="rotary_scaling_type='yarn'"):
+        with_rotary(config, scaling="yarn", factor=2.0)
+    with pytest.raises(CheckpointError, match="belong together"):
+        with_rotary(config, scaling="linear")
+    with pytest.raises(CheckpointError, match="no rotary positions"):
+        with_rotary(ARCHITECTURES.get("GPT2LMHeadModel").config({}), base=2.0)
+
+
+def test_an_unknown_scaling_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"rope_scaling of type 'spiral'.*yarn"):
+        ARCHITECTURES.get("LlamaForCausalLM").config(SIZES | {"rope_scaling": {"type": "spiral", "factor": 2.0}})
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_whole_model_past_the_trained_length(kind: str) -> None:
+    """transformers picks its table by the sequence; one as long as the engine's table has the same."""
+    scaling = {"rope_type": kind, "rope_theta": 1e4} | (
+        {"factor": 2.0} if kind == "dynamic" else {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    )
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+    sizes |= (
+        {"max_position_embeddings": 64} if kind == "dynamic" else {"max_position_embeddings": 96, "original_max_position_embeddings": 64}
+    )
+    model = hf_model("Llama" if kind == "dynamic" else "Phi3", **sizes, rope_parameters=scaling)
+    rotary = model.model.rotary_emb
+    cos, sin = rotary(torch.zeros(1), torch.arange(96)[None])
+    row = ARCHITECTURES.get(type(model).__name__)
+    table = rope_table(row.config(model.config.to_dict()).layers[0].attention.rope, 96, "cpu")
+    assert torch.allclose(table, torch.cat((cos[0, :, :4], sin[0, :, :4]), -1), atol=2e-5)

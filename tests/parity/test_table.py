@@ -1,0 +1,111 @@
+"""The table itself: defaults, names, versions, refusals, and the page that is made of it."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.layers.config import decode, encode
+from stoker.layers.prefix import prefix_of
+from stoker.models import ARCHITECTURES, check_version, resolve, rows
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "architectures.py"
+NATIVE = [row.name for row in rows() if row.model_types and row.model_types[0] in CONFIG_MAPPING and row.name != "GLMModel"]
+
+
+def needed(name: str) -> dict:
+    """DeepSeek V2's class has no number of experts a token."""
+    return {"num_experts_per_tok": 6} if name == "DeepseekV2ForCausalLM" else {}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_keys_left_out_mean_what_transformers_means(name: str) -> None:
+    row = ARCHITECTURES.get(name)
+    full = CONFIG_MAPPING[row.model_types[0]]().to_dict() | needed(name)
+    assert row.config(({"text_config": {}} if "text_config" in full else {}) | needed(name)) == row.config(full)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_configs_survive_the_engines_json(name: str) -> None:
+    config = ARCHITECTURES.get(name).config(needed(name))
+    assert decode(encode(config)) == config
+
+
+def test_rows_are_found_by_name_alias_and_model_type() -> None:
+    assert resolve({"architectures": ["MistralForCausalLM"]}).name == "MistralForCausalLM"
+    assert resolve({"architectures": ["Unheard", "LLaMAForCausalLM"]}).name == "LlamaForCausalLM"
+    assert resolve({"model_type": "qwen3_moe"}).name == "Qwen3MoeForCausalLM"
+    assert resolve({"model_type": "chatglm", "inner_hidden_size": 16384}).name == "ChatGLM1Model"
+    assert resolve({"architectures": ["ChatGLMModel"], "padded_vocab_size": 65024}).name == "ChatGLMModel"
+    assert resolve({"architectures": ["BaichuanForCausalLM"], "vocab_size": 64000}).name == "BaiChuanForCausalLM"
+    assert resolve({"architectures": ["BaichuanForCausalLM"], "vocab_size": 125696}).name == "BaichuanForCausalLM"
+    assert resolve({"model_type": "gpt2", "attention_head_type": "multiquery"}).name == "GPT2LMHeadCustomModel"
+
+
+def test_unknown_architectures_are_refused_with_the_nearest_names() -> None:
+    with pytest.raises(CheckpointError, match=r"unknown architecture 'MixtralForCausalML'.*MixtralForCausalLM"):
+        resolve({"architectures": ["MixtralForCausalML"], "model_type": "mixtral"})
+    with pytest.raises(CheckpointError, match=r"unknown architecture 'mamba2'"):
+        resolve({"model_type": "mamba2"})
+    with pytest.raises(CheckpointError, match=r"no architectures and no model_type"):
+        resolve({})
+
+
+BAICHUAN = {"architectures": ["BaichuanForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("hf", "option", "good", "bad"),
+    [
+        (BAICHUAN | {"vocab_size": 64000}, "baichuan_model_version", "v1_13b", "v2_13b"),
+        (BAICHUAN | {"vocab_size": 125696, "max_position_embeddings": 4096}, "baichuan_model_version", "v2_7b", "v1_7b"),
+        ({"model_type": "chatglm", "inner_hidden_size": 9}, "chatglm_model_version", "chatglm_6b", "chatglm2_6b"),
+        ({"model_type": "chatglm", "rope_ratio": 50}, "chatglm_model_version", "chatglm3_6b_32k", "chatglm3_6b"),
+        ({"model_type": "chatglm"}, "chatglm_model_version", "chatglm2_6b", "glm_10b"),
+        ({"architectures": ["GLMModel"]}, "chatglm_model_version", "glm_10b", "chatglm_6b"),
+        ({"model_type": "gpt2"}, "gpt_model_version", "gpt2", "starcoder"),
+        ({"model_type": "gpt_bigcode"}, "gpt_model_version", "starcoder", "gpt2"),
+    ],
+)
+def test_version_options_are_checked(hf: dict, option: str, good: str, bad: str) -> None:
+    row = resolve(hf)
+    check_version(row, hf, option, good)
+    with pytest.raises(ConfigError, match=f"{option}='{bad}'.*{option}="):
+        check_version(row, hf, option, bad)
+
+
+def test_a_version_of_another_family_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"baichuan_model_version='v1_7b': LlamaForCausalLM has no versions.*BaichuanForCausalLM"):
+        check_version(resolve({"model_type": "llama"}), {}, "baichuan_model_version", "v1_7b")
+
+
+def test_prefix_models_say_what_a_prompt_must_hold() -> None:
+    config = resolve({"architectures": ["GLMModel"]}).config({})
+    assert config.requires_whole_prompt and config.prefix is not None
+    found = prefix_of(config.prefix, [5, 50263, 6, 50257])
+    assert found == (3, 1)
+    assert [found.position(i) for i in range(6)] == [0, 1, 2, 1, 1, 1]
+    assert [found.block_position(i) for i in range(6)] == [0, 0, 0, 1, 2, 3]
+    for prompt in ([5, 50263], [5, 50257]):
+        with pytest.raises(Exception, match="prompt"):
+            prefix_of(config.prefix, prompt)
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    printed = runpy.run_path(str(SCRIPT))["markdown"]()
+    assert (ROOT / "docs" / "architectures.md").read_text() == printed, "run: python scripts/architectures.py > docs/architectures.md"
+
+
+def test_what_the_guide_shows_is_what_is_there() -> None:
+    guide = (ROOT / "docs" / "add-an-architecture.md").read_text()
+    source = (ROOT / "src" / "stoker" / "models" / "olmo2.py").read_text()
+    shown = [block.split("\n```")[0] for block in guide.split("```python\n")[1:]]
+    assert shown, "the guide shows code"
+    for block in shown:
+        for line in filter(str.strip, block.splitlines()):
+            assert line in source or line in (ROOT / "tests" / "parity" / "cases.py").read_text(), line
