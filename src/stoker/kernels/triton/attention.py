@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stoker.kernels.triton.attention_kernel import attention_kernel
 from stoker.kernels.triton.attention_tuning import Splits, Tile, choose_splits, decode_tile, prefill_tile
+from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.rope import require_dense_pages
 from stoker.kernels.types import AttentionParams
@@ -112,7 +113,7 @@ def _launch(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SPLITS=triton.next_power_of_2(splits.count),
         COMBINE_ROWS=min(triton.next_power_of_2(tokens * tile_heads), max(1, 2048 * tile.num_warps // held)),
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",  # three tf32 products give float32's precision
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **chained(q),
     )  # fmt: skip
 
 

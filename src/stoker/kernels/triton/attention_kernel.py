@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, first_key, load_part, load_splits, store_part
+from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -40,6 +41,7 @@ def attention_kernel(
     VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles × head tiles, splits). SPLITS is `splits` rounded up to a power of two; 1 compiles no combine.
 
@@ -51,6 +53,8 @@ def attention_kernel(
     HEAD_TILES: tl.constexpr = NUM_HEADS // GROUP * GROUP_TILES
     BLOCK_ROWS: tl.constexpr = NUM_HEADS // GROUP * BLOCK_SIZE
     TILE_ROWS: tl.constexpr = TOKENS * TILE_HEADS
+    let_next_start(CHAINED)
+    wait_for_previous(CHAINED)
     unit = tl.program_id(0)
     split = tl.program_id(1)
     head_tile = unit % HEAD_TILES

@@ -7,10 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def embedding_kernel(token_ids, table, out, vocab_size, stride_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def embedding_kernel(token_ids, table, out, vocab_size, stride_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
+    let_next_start(CHAINED)
+    wait_for_previous(CHAINED)
     row = tl.load(token_ids + token).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < SIZE
@@ -35,12 +39,15 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
             SIZE=size,
             BLOCK=block,
             num_warps=min(8, max(1, block // 256)),
+            **chained(table),
         )
     return out
 
 
 @triton.jit
-def resolve_kernel(token_ids, last_ids, out, count, BLOCK: tl.constexpr):
+def resolve_kernel(token_ids, last_ids, out, count, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    let_next_start(CHAINED)
+    wait_for_previous(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     ids = tl.load(token_ids + at, mask=inside, other=0)
@@ -54,5 +61,5 @@ def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
     out = torch.empty_like(token_ids)
     count = token_ids.shape[0]
     if count:
-        resolve_kernel[(triton.cdiv(count, 1024),)](token_ids, last_ids, out, count, BLOCK=1024, num_warps=4)
+        resolve_kernel[(triton.cdiv(count, 1024),)](token_ids, last_ids, out, count, BLOCK=1024, num_warps=4, **chained(token_ids))
     return out

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from stoker.kernels.triton import activation, norm
+from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.linear_kernel import gemv, small_linear
 from stoker.kernels.triton.linear_tuning import MAX_ROWS, LinearTile, linear_tile, padded_rows
@@ -52,6 +53,9 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion, til
     _check(x, weight, fusion, n)
     rows = padded_rows(m)
     tile = tile or linear_tile(rows, n, k, gated, num_multiprocessors(x.device))
+    if fusion.norm_kind is not None and not tile.fuse_norm:
+        x = norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
+        fusion = Fusion(gate=fusion.gate, residual=fusion.residual)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     flags = {
         "HAS_BIAS": bias is not None,
@@ -64,6 +68,8 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion, til
         "EVEN_K": k % tile.block_k == 0,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        "PREFETCH": min(tile.prefetch, k * weight.element_size() // tile.splits // 128 * 128),
+        **chained(x),
     }
     programs = triton.cdiv(n, tile.block_n)
     if rows == 1:

@@ -21,6 +21,8 @@ class LinearTile:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    prefetch: int = 0  # bytes of each weight row asked for before the kernel waits for the one before it
+    fuse_norm: bool = True  # else a norm has a launch of its own: many rows are cheaper to scale once than in every program
 
 
 # (rows padded to a tile, out_features of one part, in_features, gated) → tile.

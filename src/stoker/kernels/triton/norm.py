@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.chain import let_next_start, wait_for_previous
+
 KINDS = ("rms", "layer")
 MAX_SIZE = 1 << 16  # a row is held in the registers of one program
 
@@ -27,11 +29,14 @@ def norm_kernel(
     RMS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """ROWS rows of SIZE features. Row r of x starts at (r // INNER) × stride_outer + (r % INNER) × stride_inner; the others are dense."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows)[:, None] & (cols < SIZE)
+    let_next_start(CHAINED)
+    wait_for_previous(CHAINED)
     source = (rows // INNER * stride_outer + rows % INNER * stride_inner)[:, None] + cols
     dense = rows[:, None] * SIZE + cols
     stored = tl.load(x + source, mask=inside, other=0.0)
@@ -82,5 +87,5 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
     norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, residual, weight, bias if kind == "layer" else None, out, num_rows, x.stride(0), x.stride(1), eps,
         INNER=inner, SIZE=size, RMS=kind == "rms", ROWS=rows, BLOCK=block,
-        num_warps=min(16, max(1, rows * block // 256)),
+        num_warps=min(16, max(1, rows * block // 256)), **chained(x),
     )  # fmt: skip

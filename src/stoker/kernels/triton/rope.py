@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+
 if TYPE_CHECKING:
     from stoker.layers.batch import KVCache
 
@@ -87,11 +89,13 @@ def rope_store_kernel(
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_key_block, stride_key_head, stride_value_block, stride_value_head,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: HEADS heads of one token. Along axis 1 come the tiles of q (rotated in place), then of k, then of v (stored)."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
+    let_next_start(CHAINED)
+    wait_for_previous(CHAINED)
     angles = cos_sin
     if HALF > 0:
         angles = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
@@ -147,7 +151,7 @@ def rope_store(
         SIZE=k.shape[2], VALUE_SIZE=value_size, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
         BLOCK_REST=triton.next_power_of_2(max(k.shape[2] - 2 * half, 1)), BLOCK_VALUE=triton.next_power_of_2(max(value_size, 1)),
         INTERLEAVED=interleaved, BLOCK_SIZE=cache.block_size, HEADS=heads,
-        num_warps=4 if heads == 8 else 2,
+        num_warps=4 if heads == 8 else 2, **chained(q),
     )  # fmt: skip
     return q
 

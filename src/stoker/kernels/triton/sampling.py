@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 from stoker.kernels.types import DrawParams
 
 _CHUNK = 8192  # vocabulary entries of a partial program
@@ -25,11 +26,11 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     chunks = triton.cdiv(vocab, _CHUNK)
     best = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     where = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    _partial_argmax[(rows, chunks)](logits, best, where, vocab, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8)
+    _partial_argmax[(rows, chunks)](logits, best, where, vocab, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **chained(logits))
     _draw[(rows,)](
         logits, best, where, out, params.temperature, params.top_k, params.top_p, params.min_p, params.seeds, params.counters,
         vocab, logits.stride(0), chunks,
-        CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK, GREEDY=params.all_greedy, num_warps=8,
+        CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK, GREEDY=params.all_greedy, num_warps=8, **chained(logits),
     )  # fmt: skip
     return out
 
@@ -43,7 +44,9 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
 
 
 @triton.jit
-def _partial_argmax(logits, best, where, vocab, stride, chunks, CHUNK: tl.constexpr):
+def _partial_argmax(logits, best, where, vocab, stride, chunks, CHUNK: tl.constexpr, CHAINED: tl.constexpr):
+    let_next_start(CHAINED)
+    wait_for_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -98,8 +101,10 @@ def _mass_above(base, vocab, scale, peak, threshold, BLOCK: tl.constexpr):
 @triton.jit
 def _draw(
     logits, best, where, out, temperatures, top_ks, top_ps, min_ps, seeds, counters, vocab, stride, chunks,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNKS)
     partial = tl.load(best + row * chunks + lane, mask=lane < chunks, other=float("-inf"))
