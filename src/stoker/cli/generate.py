@@ -15,7 +15,7 @@ from stoker.base.types import FinishReason, SamplingParams
 from stoker.cli.options import lines_of, runtime_options, sampling_options
 
 if TYPE_CHECKING:
-    from stoker.frontend.llm import LLM
+    from stoker.frontend.llm import LLM, Prompt
     from stoker.frontend.service import Completion
 
 
@@ -49,7 +49,7 @@ def generate(
     from stoker.frontend.llm import LLM
 
     with LLM(engine, **msgspec.structs.asdict(runtime)) as llm:
-        inputs = [llm.chat_prompt([{"role": "user", "content": text}]) if as_chat else text for text in asked]
+        inputs: list[Prompt] = [llm.chat_prompt([{"role": "user", "content": text}]) if as_chat else text for text in asked]
         if len(inputs) == 1 and params.n == 1 and not as_json:
             asyncio.run(stream(llm, inputs[0], params))
         else:
@@ -68,7 +68,7 @@ async def stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> s
     return "".join(pieces)
 
 
-def _batch(llm: LLM, asked: list[str], inputs: list[str] | list[list[int]], params: SamplingParams, as_json: bool) -> None:
+def _batch(llm: LLM, asked: list[str], inputs: list[Prompt], params: SamplingParams, as_json: bool) -> None:
     from rich.console import Console
 
     from stoker.cli.progress import Bars

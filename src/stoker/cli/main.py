@@ -67,7 +67,3 @@ def _fail(message: str, status: int) -> int:
         traceback.print_exc()
     print("stoker: " + " ".join(message.split("\n")), file=sys.stderr)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -81,11 +81,11 @@ def _signature(command: Function) -> list[inspect.Parameter]:
 def _option(struct: type[msgspec.Struct], name: str, text: str, defaults: dict[str, Any]) -> inspect.Parameter:
     field = next(field for field in msgspec.structs.fields(struct) if field.name == name)
     default = defaults.get(name, field.default)
-    kind = typing.get_type_hints(struct)[name]
+    kind: Any = typing.get_type_hints(struct)[name]
     if typing.get_origin(kind) is tuple:
         kind, default = list[str], list(default)
-    annotation = Annotated[kind, typer.Option(f"--{_flag(name, kind)}", help=text, show_default=default not in (None, []))]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    option = typer.Option(f"--{_flag(name, kind)}", help=text, show_default=default not in (None, []))
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
 def _flag(name: str, kind: Any) -> str:

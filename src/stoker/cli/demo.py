@@ -1,0 +1,84 @@
+"""`stoker demo`: the main job from end to end, on the embedded default model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from stoker.base import env, logging
+from stoker.base.config import Limits, RuntimeConfig
+from stoker.cli import default_model
+from stoker.cli.progress import Bars
+
+LIMITS = Limits(max_batch_size=16, max_input_len=2048, max_output_len=1024, max_num_tokens=2048, tokens_per_block=16)
+KV_CACHE_TOKENS = 16384
+
+
+def demo(
+    serve: Annotated[bool, typer.Option("--serve", help="Leave the server running, until Ctrl-C.")] = False,
+    port: Annotated[int, typer.Option(help="The server's port. Default: 8000 with --serve, else any free one.")] = 0,
+) -> None:
+    """Fetch a small model, build its engine, serve it, ask it, print the answers and what it took, stop.
+
+    With --serve the server stays, and a curl line to paste is printed.
+
+    Examples:
+
+      stoker demo
+
+      stoker demo --serve --port 8080
+    """
+    console = Console()
+    engine = _engine(console)
+    if serve:
+        _serve(engine, port or 8000)
+    else:
+        _show(console, engine, port)
+
+
+def _engine(console: Console) -> Path:
+    """The default model's engine, from the cache or built now."""
+    from stoker.builder.build import build_cached
+    from stoker.builder.config import BuildConfig
+
+    started = time.perf_counter()
+    with console.status(f"fetching {default_model.NAME}"):
+        checkpoint = default_model.default_checkpoint()
+    with Bars(console) as bars:
+        engine = build_cached(checkpoint, BuildConfig(limits=LIMITS), verify="files", progress=bars)
+    console.print(f"Engine of {default_model.NAME}: {engine.path} ({time.perf_counter() - started:.1f} s)", soft_wrap=True)
+    return engine.path
+
+
+def _show(console: Console, engine: Path, port: int) -> None:
+    from stoker.cli.served import served
+    from stoker.cli.tour import tour
+
+    options = ["--port", str(port), "--model-name", default_model.NAME, "--kv-cache-tokens", str(KV_CACHE_TOKENS)]
+    with served(engine, options) as url:
+        console.print(f"Serving at {url}\n")
+        asyncio.run(tour(console, url, default_model.NAME))
+    console.print("The server has stopped.")
+
+
+def _serve(engine: Path, port: int) -> None:
+    from stoker.cli.tour import QUESTION
+    from stoker.server.process import serve
+    from stoker.server.schemas.settings import ServerSettings
+
+    def announce(line: str) -> None:
+        body = json.dumps({"model": default_model.NAME, "messages": [{"role": "user", "content": QUESTION}], "stream": True})
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        print(f"{line}\n\n  curl -N {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n\nCtrl-C stops it.", flush=True)
+
+    if not env.text("STOKER_LOG"):
+        logging.configure("INFO")
+    settings = ServerSettings(http_port=port, model_name=default_model.NAME)
+    raise typer.Exit(serve(engine, RuntimeConfig(kv_cache_tokens=KV_CACHE_TOKENS), settings, announce))

@@ -1,0 +1,204 @@
+"""`stoker doctor`: what this machine can run, and why not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+
+from stoker.base import env
+
+HUB_TIMEOUT_S = 2.0
+PORT = 8000
+MIN_CAPABILITY = (8, 0)  # bfloat16 in Triton's dot products
+GIB = 2**30
+
+# What an optional package is for, and the extra that brings it.
+OPTIONAL = {
+    "triton": ("GPU kernels", "gpu"),
+    "grpc": ("the gRPC port", "grpc"),
+    "xgrammar": ("guided decoding", "guided"),
+    "boto3": ("s3:// sources", "s3"),
+}
+
+
+class Finding(NamedTuple):
+    """One line of the report. `note`: nothing is wrong, something optional is not there; `fail`: Stoker cannot run."""
+
+    state: Literal["ok", "note", "fail"]
+    what: str
+    says: str
+
+
+def doctor(
+    offline: Annotated[bool, typer.Option("--offline", help="Don't try to reach the model hub.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Tell what this machine can run, and why not. Exit status 1 when Stoker cannot run here at all.
+
+    Example:
+
+      stoker doctor --json
+    """
+    checks: list[Callable[[], Finding]] = [
+        _python, _torch, _gpu, _triton, _processor, _memory, _cache, _port, *(_package(name) for name in OPTIONAL if name != "triton"),
+    ]  # fmt: skip
+    findings = [check() for check in checks]
+    if not offline:
+        findings.append(_hub())
+    if as_json:
+        typer.echo(msgspec.json.encode([finding._asdict() for finding in findings]).decode())
+    else:
+        _print(findings)
+    raise typer.Exit(int(any(finding.state == "fail" for finding in findings)))
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    colours = {"ok": "green", "note": "yellow", "fail": "red"}
+    for finding in findings:
+        table.add_row(f"[{colours[finding.state]}]{finding.state}[/]", finding.what, finding.says)
+    Console().print(table)
+
+
+def _python() -> Finding:
+    return Finding("ok", "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except Exception as error:  # a broken build fails in many ways
+        return Finding("fail", "torch", f"cannot be imported: {error}. Run: pip install torch")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    return Finding("ok", "torch", f"{torch.__version__}, {build}")
+
+
+def _gpu() -> Finding:
+    """The first device's name, capability and memory, or why there is none."""
+    torch = _imported("torch")
+    if torch is None:
+        return Finding("note", "GPU", "unknown without torch")
+    if not torch.cuda.is_available():
+        return Finding("note", "GPU", f"none: {_why_no_gpu(torch)}. Engines run on the CPU.")
+    count = torch.cuda.device_count()
+    capability = torch.cuda.get_device_capability()
+    free, total = torch.cuda.mem_get_info()
+    says = (
+        f"{count} × {torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}, "
+        f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
+    )
+    if capability < MIN_CAPABILITY:
+        return Finding("note", "GPU", f"{says}; the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or newer")
+    return Finding("ok", "GPU", f"{says}; FP8 {'yes' if capability >= (8, 9) else 'no: it needs 8.9'}")
+
+
+def _why_no_gpu(torch: Any) -> str:
+    if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia").exists():
+        return "no NVIDIA driver is installed"
+    if torch.version.cuda is None:
+        return "this torch is a CPU build; install one for CUDA"
+    return "the driver is installed but torch sees no device; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+def _triton() -> Finding:
+    version = _version("triton")
+    if version is None:
+        return Finding("note", "triton", "not installed: GPU kernels need it. Run: pip install 'stoker[gpu]'")
+    return Finding("ok", "triton", version)
+
+
+def _processor() -> Finding:
+    from stoker.cli.bench.report import cores, cpu_flags, cpu_name
+
+    flags = cpu_flags()
+    known = [
+        name for name, flag in (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("BF16", "avx512_bf16"), ("AMX", "amx_tile")) if flag in flags
+    ]
+    says = f"{cpu_name()}, {len(cores())} cores; {', '.join(known) or 'no vector extensions that are known'}"
+    slow = "" if "BF16" in known or "AMX" in known else "; bfloat16 is slow here, build with --dtype float32"
+    return Finding("ok", "processor", says + slow)
+
+
+def _memory() -> Finding:
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    except (OSError, KeyError):
+        return Finding("note", "memory", "unknown on this system")
+    # float32 weights and as much again for the cache and the process.
+    return Finding(
+        "ok", "memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free: models up to about {free / 8e9:.1f} B parameters on the CPU"
+    )
+
+
+def _cache() -> Finding:
+    path = env.cache_dir()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    try:
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        return Finding("note", "cache", f"{path}: {error.strerror}. Name another with STOKER_CACHE.")
+    return Finding("ok", "cache", f"{path}, {free / GIB:.0f} GiB free on its disk")
+
+
+def _port() -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", PORT))
+        except OSError as error:
+            return Finding("note", f"port {PORT}", f"{error.strerror}; serve with another --port")
+    return Finding("ok", f"port {PORT}", "free")
+
+
+def _package(name: str) -> Callable[[], Finding]:
+    what, extra = OPTIONAL[name]
+
+    def check() -> Finding:
+        if importlib.util.find_spec(name) is None:
+            return Finding("note", name, f"not installed: {what} needs it. Run: pip install 'stoker[{extra}]'")
+        return Finding("ok", name, f"installed: {what}")
+
+    return check
+
+
+def _hub() -> Finding:
+    """A hub is needed for hub ids only; engines, directories and GGUF files are not looked up anywhere."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        return Finding("note", "model hub", "HF_HUB_OFFLINE is set: build from a directory or a .gguf file")
+    hub = urlsplit(ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_TIMEOUT_S).close()
+    except OSError:
+        return Finding("note", "model hub", f"{hub.hostname} does not answer: build from a directory or a .gguf file")
+    token = "with a token" if env.hub_token() else "without a token: set HF_TOKEN for gated models"
+    return Finding("ok", "model hub", f"{hub.hostname} answers, {token}")
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception:
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
