@@ -40,6 +40,7 @@ _NOTES = """
   apart: `chatglm_model_version` does, or `_name_or_path`.
 - FP8 block-scaled (DeepSeek V3) and MXFP4 (gpt-oss) checkpoints are widened as they are read; the engine's own format is chosen by
   the build.
+- Falcon's ALiBi is exact; transformers rounds it to bfloat16, which shows from position 256 on or where heads are no power of two.
 - Experts are routed in float32 whatever the engine's dtype.
 """
 

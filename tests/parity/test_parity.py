@@ -10,7 +10,9 @@ from cases import CASES
 from harness import Harness, alone, crowded
 from oracles import Reference
 
+from stoker import LLM
 from stoker.base.config import Limits
+from stoker.base.types import SamplingParams
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.models import rows
@@ -27,7 +29,13 @@ def test_every_row_is_proven() -> None:
 def test_answers_like_the_reference(case: tuple[str, str], tmp_path: Path, tokenizer: Path) -> None:
     reference = CASES[case]()
     reference.save(tmp_path / "hf")
-    limits = Limits(max_input_len=reference.positions // 2, max_output_len=reference.positions // 2, max_num_tokens=512, max_batch_size=8)
+    limits = Limits(
+        max_input_len=reference.positions // 2,
+        max_output_len=reference.positions // 2,
+        max_num_tokens=512,
+        max_batch_size=8,
+        tokens_per_block=16,
+    )
     engine = build(
         tmp_path / "hf",
         tmp_path / "engine",
@@ -45,6 +53,7 @@ def test_answers_like_the_reference(case: tuple[str, str], tmp_path: Path, token
     assert main.tokens[len(prompt) :] == expected[len(prompt) - 1 :].argmax(-1).tolist()
     if not harness.config.requires_whole_prompt:
         reused(harness, reference, prompt, main)
+        served(tmp_path / "engine", reference, [prompt, *strangers])
 
 
 def reused(harness: Harness, reference: Reference, prompt: list[int], main: object) -> None:
@@ -53,6 +62,21 @@ def reused(harness: Harness, reference: Reference, prompt: list[int], main: obje
     assert again.computed == 16
     harness.step([(again, 5)])
     close(torch.stack([again.logits[i] for i in range(16, 21)]), reference.logits(again.tokens[:-1], 21)[16:])
+
+
+def served(engine: Path, reference: Reference, asked: list[list[int]]) -> None:
+    """The same through the executor, with steps too small for a prompt and a cache too small for all sequences."""
+    params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
+    with LLM(engine, device="cpu", policy="max_utilization", max_num_tokens=16, kv_cache_tokens=14 * 16, num_threads=1) as llm:
+        answers = llm.generate(asked, params)
+        later = llm.generate([*asked[2][:33], 4], params)  # two blocks of a prompt that came before
+        stats = llm.stats()
+    assert stats.num_preemptions > 0 and stats.num_reused_tokens > 0
+    for answer in [*answers, later]:
+        tokens = answer.choices[0].token_ids
+        whole = [*answer.prompt_token_ids, *tokens]
+        first = len(answer.prompt_token_ids) - 1
+        assert list(tokens) == reference.logits(whole[:-1], first + 1)[first:].argmax(-1).tolist()
 
 
 def prompts(reference: Reference, harness: Harness) -> tuple[list[int], list[list[int]]]:

@@ -19,7 +19,7 @@ class LogicalWeights(Weights):
     def __init__(self, inner: Weights, architecture: Architecture, quantization: dict[str, Any] | None = None) -> None:
         self.inner = inner
         self.files = inner.files
-        packed = find_packed(inner.stored, quantization) if quantization is not None else {}
+        packed = find_packed(inner.stored, quantization) if isinstance(quantization, dict) else {}
         consumed = {source for tensor in packed.values() for source in tensor.sources}
         self._packed = {architecture.canonical(name): tensor for name, tensor in packed.items()}
         plain = [name for name in inner.stored if name not in consumed]

@@ -54,12 +54,13 @@ def _block_fp8(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> di
         if len(entry.shape) != 2 or scale not in stored or stored[scale].shape != wanted:
             have = list(stored[scale].shape) if scale in stored else "missing"
             raise CheckpointError(f"{scale} is {have}, and {name} {list(entry.shape)} needs {list(wanted)}.", cure="Download it again.")
-        found[name] = Packed((name, scale), Stored(entry.shape, torch.float32), lambda parts: unblock(*parts, *block))
+        found[name] = Packed((name, scale), Stored(entry.shape, torch.float32), lambda parts: unblock(parts[0], parts[1], block))
     return found
 
 
-def unblock(weight: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
-    """float32 of weight [N, K] × scale [⌈N / rows⌉, ⌈K / columns⌉], each scale over its block."""
+def unblock(weight: Tensor, scale: Tensor, block: list[int]) -> Tensor:
+    """float32 of weight [N, K] × scale [⌈N / rows⌉, ⌈K / columns⌉], each scale over its block of (rows, columns)."""
+    rows, columns = block
     wide = scale.float().repeat_interleave(rows, 0)[: weight.shape[0]].repeat_interleave(columns, 1)[:, : weight.shape[1]]
     return weight.float() * wide
 

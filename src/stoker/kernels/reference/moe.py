@@ -54,7 +54,7 @@ def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) 
 
 def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
     y = _grouped(x, weight, bias, routing)
-    by_choice = torch.empty_like(y).index_copy_(0, routing.order.long(), y).unflatten(0, (-1, routing.top_k))
+    by_choice = torch.empty_like(y).index_copy_(0, routing.order.long(), y).unflatten(0, routing.weights.shape)
     # Choices are summed in their own order, so that a token's result does not depend on its neighbours.
     return (by_choice.float() * routing.weights[..., None]).sum(1).to(x.dtype)
 
