@@ -1,0 +1,134 @@
+"""One decode step, taken apart: replay time of its graph, and where it goes kernel by kernel.
+
+    PYTHONPATH=src python benchmarks/step.py --config benchmarks/models/llama-3.1-8b --rows 1,8,64 --context 1000 --profile
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from stoker.base.config import Limits, RuntimeConfig
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.kernels.triton import attention_tuning, chain
+from stoker.runtime.bulk import BulkMailbox
+from stoker.runtime.executor import Executor
+from stoker.runtime.load import load_executor
+from stoker.runtime.worker.graphs import Graphs
+from stoker.runtime.worker.inputs import Shape
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--quantize")
+    parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--context", type=int, default=1000)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--variants", action="store_true", help="also without chained launches, and with other splits")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    rows = [int(r) for r in args.rows.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        limits = Limits(max_batch_size=max(rows), max_input_len=4096, max_output_len=4096)
+        config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize)
+        build(args.config, folder + "/engine", config, verify="none")
+        Graphs.warm_up = lambda self: None  # type: ignore[method-assign]
+        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), BulkMailbox)
+    results = []
+    for count in rows:
+        results.append({"rows": count, "context": args.context, **measure(executor, count, args.context, args.profile)})
+        if args.variants:
+            for name, patch in VARIANTS.items():
+                undo = patch()
+                print(f"  {name:<24} {measure(executor, count, args.context, False)['ms']:.3f} ms", flush=True)
+                undo()
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"device": torch.cuda.get_device_name(), "config": args.config, "quantize": args.quantize, "results": results}, file, indent=1)
+
+
+@torch.inference_mode()
+def measure(executor: Executor, rows: int, context: int, profile: bool) -> dict[str, Any]:
+    graphs = executor.runner.graphs  # type: ignore[attr-defined]
+    graphs._captured.clear()
+    shape = Shape(rows, rows, is_decode=True)
+    captured = graphs.capture(shape, True)
+    fill(graphs, shape, context, executor.info.limits.tokens_per_block, executor.info.kv_cache_tokens)
+    times = []
+    for _ in range(30):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        captured.graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    result: dict[str, Any] = {"ms": statistics.median(times)}
+    print(f"rows {rows} context {context}: {result['ms']:.3f} ms", flush=True)
+    if profile:
+        result["kernels"] = breakdown(captured.graph.replay)
+    return result
+
+
+def fill(graphs: Graphs, shape: Shape, context: int, block_size: int, num_tokens: int) -> None:
+    """Give the graph's buffers rows of `context` tokens in scattered blocks."""
+    rows, width = shape.rows, -(-(context + 1) // block_size)
+    tables = np.random.default_rng(0).permutation(num_tokens // block_size)[: rows * width].reshape(rows, width).astype(np.int32)
+    where = np.full(rows, context, dtype=np.int32)
+    slots = tables[:, context // block_size] * block_size + context % block_size
+    parts = [np.zeros(rows, np.int32) + 17, where, slots, np.arange(rows + 1), where + 1, np.arange(rows), np.arange(rows), where + 1]
+    packed = torch.from_numpy(np.concatenate([p.astype(np.int32) for p in parts])).cuda()
+    graphs._static[: packed.numel()].copy_(packed)
+    graphs._tables[:rows, :width].copy_(torch.from_numpy(tables))
+
+
+def breakdown(work: Callable[[], None], repeats: int = 5) -> dict[str, dict[str, float]]:
+    """Per kernel: launches a step, mean µs, share of the step. Chained kernels overlap, so shares may sum to more than 1."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            work()
+        torch.cuda.synchronize()
+    total: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            total[event.name].append(event.device_time)
+    table = {}
+    for name, values in sorted(total.items(), key=lambda item: -sum(item[1])):
+        table[name[:60]] = {"count": len(values) / repeats, "mean_us": statistics.mean(values), "step_us": sum(values) / repeats}
+        print(f"    {name[:60]:<60} {len(values) / repeats:6.1f} × {statistics.mean(values):8.2f} us = {sum(values) / repeats:9.1f} us", flush=True)
+    return table
+
+
+def without_chain() -> Callable[[], None]:
+    modules = [chain, *(__import__(f"stoker.kernels.triton.{m}", fromlist=["x"]) for m in
+                        ("linear", "norm", "activation", "embedding", "rope", "attention", "sampling"))]  # fmt: skip
+    kept = [m.chained for m in modules]
+    for m in modules:
+        m.chained = lambda x: {"CHAINED": False}
+    return lambda: [setattr(m, "chained", k) for m, k in zip(modules, kept, strict=True)] and None  # type: ignore[func-returns-value]
+
+
+def with_splits(count: int) -> Callable[[], Callable[[], None]]:
+    def patch() -> Callable[[], None]:
+        from stoker.kernels.triton import attention
+
+        kept = attention.choose_splits
+        attention.choose_splits = lambda *a: attention_tuning.Splits(count, 1)  # type: ignore[assignment]
+        return lambda: setattr(attention, "choose_splits", kept)
+
+    return patch
+
+
+VARIANTS: dict[str, Callable[[], Callable[[], None]]] = {"not chained": without_chain, **{f"{n} splits": with_splits(n) for n in (1, 2, 4, 8, 16, 32)}}
+
+if __name__ == "__main__":
+    main()
