@@ -18,7 +18,6 @@ from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import attention as attention_ref
 from stoker.kernels.reference import embedding as embedding_ref
 from stoker.kernels.reference import linear as linear_ref
-from stoker.kernels.reference import mla as mla_ref
 from stoker.kernels.reference import moe as moe_ref
 from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import quant_fp8 as fp8_ref
@@ -210,24 +209,9 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
     return _pick(logits, sampling_ref).logprobs(logits, token_ids, num_top)
 
 
-def latent_store(
-    q_rope: Tensor, latent: Tensor, k_rope: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, cache: KVCache, slots: Tensor
-) -> Tensor:
-    """Rotate q_rope [T, heads, D] and k_rope [T, D], store (latent [T, rank], rotated k_rope) in cache.keys, return q_rope.
-
-    cos_sin and slots as in `rope_store`; the cache has one head of rank + D features and no values.
-    """
-    return mla_ref.latent_store(q_rope, latent, k_rope, positions, cos_sin, interleaved, cache, slots)
-
-
-def latent_attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, rank: int) -> Tensor:
-    """`attention` of q [T, heads, rank + D] over cached latents, whose values are their first `rank` features. Returns [T, heads, rank]."""
-    return mla_ref.latent_attention(q, cache, batch, params, rank)
-
-
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
     """Choose experts by router logits [T, num_experts]. `correction` float32 [num_experts] sways the choice, not the weights."""
-    return moe_ref.route(logits, correction, params)
+    return _pick(logits, moe_ref).route(logits, correction, params)
 
 
 def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
@@ -235,7 +219,7 @@ def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) 
 
     Returns [T × k, N] in the order of routing.order.
     """
-    return moe_ref.expert_up(x, weight, bias, routing)
+    return _pick(x, moe_ref).expert_up(x, weight, bias, routing)
 
 
 def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
@@ -243,7 +227,7 @@ def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing
 
     x [T × k, K], in the order of routing.order, goes through weight [num_experts, N, K] (+ bias [num_experts, N]) first.
     """
-    return moe_ref.expert_down(x, weight, bias, routing)
+    return _pick(x, moe_ref).expert_down(x, weight, bias, routing)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -251,4 +235,4 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 
     [..., 2 × size] holding gate then up → [..., size].
     """
-    return moe_ref.clipped_gate(gate_up, limit, alpha)
+    return _pick(gate_up, moe_ref).clipped_gate(gate_up, limit, alpha)

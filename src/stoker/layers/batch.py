@@ -49,8 +49,8 @@ class ForwardBatch:
 class KVCache:
     """One layer's share of the paged cache.
 
-    keys [num_blocks, kv_heads, block_size, head_size] and values likewise (MLA: keys hold latent + rope, one head, and values is
-    None). Quantized caches (int8, float8_e4m3fn) carry a scale a head, float32 [kv_heads]: real = stored × scale.
+    keys [num_blocks, kv_heads, block_size, head_size] and values likewise (MLA: keys hold the rope part, then the latent; one head, and
+    values is None). Quantized caches (int8, float8_e4m3fn) carry a scale a head, float32 [kv_heads]: real = stored × scale.
     """
 
     keys: Tensor

@@ -15,6 +15,7 @@ from stoker.layers.config import MLAConfig
 from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
+from stoker.layers.shard import num_local_kv_heads
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 
 
@@ -29,7 +30,7 @@ class MLA:
         self.k_up, self.v_up = weights["k_up"], weights["v_up"]
         self.q_norm = Norm(config.norm, loader, f"{name}.q_norm", config.q_rank) if config.q_rank is not None else None
         self.kv_norm = Norm(config.norm, loader, f"{name}.kv_norm", config.kv_rank)
-        self.num_heads = config.num_heads // loader.group.size
+        self.num_heads = num_local_kv_heads(config.num_heads, loader.sharding.size)
         self.params = AttentionParams(scale=config.scale if config.scale is not None else (config.nope_size + config.rope_size) ** -0.5)
 
     @staticmethod
@@ -69,10 +70,10 @@ class MLA:
         *q_latent, latent, k_rope = self.down(x).split([part for part in (config.q_rank, config.kv_rank, config.rope_size) if part], dim=-1)
         q = self.q(x if self.q_norm is None else self.q_norm(q_latent[0]))
         q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split((config.nope_size, config.rope_size), dim=-1)
-        q_rope = ops.latent_store(
-            q_rope, self.kv_norm(latent), k_rope, batch.positions, self.cos_sin, config.rope.interleaved, cache, batch.slots
-        )
         # q · (k_up × latent) = (q × k_up) · latent: keys are never unfolded.
-        absorbed = torch.einsum("thn,hnr->thr", q_nope, self.k_up)
-        mixed = ops.latent_attention(torch.cat((absorbed, q_rope), dim=-1), cache, batch, self.params, config.kv_rank)
+        q = torch.cat((q_rope, torch.einsum("thn,hnr->thr", q_nope, self.k_up)), dim=-1)
+        k = torch.cat((k_rope, self.kv_norm(latent)), dim=-1).unsqueeze(1)
+        q = ops.rope_store(q, k, k, batch.positions, self.cos_sin, config.rope.interleaved, cache, batch.slots)
+        # The cache has no values: attention mixes whole keys, of which the latent is wanted.
+        mixed = ops.attention(q, cache, batch, self.params).unflatten(-1, (self.num_heads, -1))[..., config.rope_size :]
         return joined(self.out, torch.einsum("thr,hvr->thv", mixed, self.v_up).flatten(1), self.group, residual)

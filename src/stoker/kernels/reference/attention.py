@@ -86,7 +86,7 @@ class _RowPlan:
 def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) -> Tensor:
     """q [R, Q, heads, D] → [R, Q, heads, Dv]."""
     keys = plan.gather(cache.keys, cache.key_scale)
-    # MLA keeps one latent a token: its values are the keys' leading features, cut by the caller.
+    # MLA keeps one latent a token: its values are the keys' last features, cut by the caller.
     values = keys if cache.values is None else plan.gather(cache.values, cache.value_scale)
     rows, queries, heads, size = q.shape
     kv_heads = keys.shape[1]
