@@ -8,7 +8,7 @@ from torch import Tensor
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN
 from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import AttentionConfig, LayerConfig, ModelConfig
+from stoker.layers.config import AttentionConfig, ModelConfig
 from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make_layer
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
@@ -19,8 +19,8 @@ from stoker.quant.format import EmbeddingOp, LinearOp
 def declare(config: ModelConfig, kv_cache: str | None = None) -> dict[str, Spec]:
     """Every weight of the model by engine name, in file order. With a quantized `kv_cache`, its scales too, which no checkpoint holds."""
     specs: list[Spec] = [*_outer_specs(config).values()]
-    for i, layer in enumerate(config.layers):
-        specs += _layer_specs(layer, f"layers.{i}", config.hidden_size)
+    for i in range(config.num_layers):
+        specs += layer_specs(config, i).values()
         if kv_cache is not None:
             specs += kv_scale_specs(config, i).values()
     if config.norm is not None:
@@ -64,7 +64,9 @@ def _outer_specs(config: ModelConfig) -> dict[str, Spec]:
     return specs
 
 
-def _layer_specs(layer: LayerConfig, name: str, hidden: int) -> list[Spec]:
+def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
+    """Every weight of a layer by engine name."""
+    layer, name, hidden = config.layers[index], f"layers.{index}", config.hidden_size
     specs: list[Spec] = []
     for norm in LAYOUTS[layer.layout].norms(layer):
         specs += Norm.specs(layer.norm, f"{name}.{norm}", hidden).values()
@@ -72,7 +74,7 @@ def _layer_specs(layer: LayerConfig, name: str, hidden: int) -> list[Spec]:
     specs += mixer.all_specs(layer.attention, f"{name}.attention", hidden).values()
     feed_forward = FEED_FORWARDS[type(layer.mlp)]
     specs += feed_forward.all_specs(layer.mlp, f"{name}.mlp", hidden).values()
-    return specs
+    return {spec.name: spec for spec in specs}
 
 
 class Decoder:
@@ -103,15 +105,16 @@ class Decoder:
 
     def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """Logits [L, vocab] of the tokens that `batch.logits_idx` names (None: the last of each row), in the model's dtype."""
-        x = self._embed(batch)
+        x = self.begin(batch)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, batch, cache)
         wanted = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
         if not batch.is_decode:  # else each token is a row's last, in order
             x = x.index_select(0, wanted)
-        return self._logits(x)
+        return self.logits(x)
 
-    def _embed(self, batch: ForwardBatch) -> Tensor:
+    def begin(self, batch: ForwardBatch) -> Tensor:
+        """The stream [T, hidden] before the first layer."""
         config = self.config
         x = self.embed.embed(batch.token_ids, self.dtype)
         if config.embed_scale != 1.0:
@@ -126,7 +129,8 @@ class Decoder:
             x = x + ops.embedding(batch.block_positions, self.block_positions)
         return self.embed_norm(x) if self.embed_norm is not None else x
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [T, vocab] of the stream after the last layer."""
         config = self.config
         fusion = PLAIN if self.norm is None else self.norm.fusion
         logits = self.head(x, fusion) if self.project_out is None else self.head(self.project_out(x, fusion), PLAIN)

@@ -1,0 +1,171 @@
+"""Calibration as the build runs it: token windows go through the checkpoint layer by layer, and each layer comes out quantized.
+
+Finished layers are kept in the cache directory, so an interrupted calibration goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stoker.base import env
+from stoker.builder.convert import make
+from stoker.builder.prepare import Prepared
+from stoker.distributed.group import SINGLE
+from stoker.engine.stream import LayerStream
+from stoker.layers.decoder import kv_scale_specs, layer_specs
+from stoker.layers.loader import Loader
+from stoker.layers.specs import LinearSpec, Spec
+from stoker.quant.calibration import KVRange, TensorTable, check_counts, quantize_layer, record
+from stoker.quant.format import TensorSource
+from stoker.quant.recipe import Recipe, encode
+from stoker.quant.stats import InputStats
+
+
+class CheckpointSource(TensorSource):
+    """A checkpoint's tensors under their engine names, dense, on a device."""
+
+    def __init__(self, prepared: Prepared, device: torch.device) -> None:
+        self.prepared = prepared
+        self.device = device
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        prepared = self.prepared
+        return make(prepared.makings[name], prepared.checkpoint.weights, prepared.config.model, dtype).to(self.device)
+
+
+class RecordingLoader(Loader):
+    """Loads linears that count their inputs into `stats` when their format of `recipe` wants calibration; all are dense."""
+
+    def __init__(self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(source, Recipe(), dtype, device, SINGLE)
+        self.formats = recipe
+        self.stats: dict[str, InputStats] = {}
+
+    def linear(self, spec: LinearSpec) -> Any:
+        loaded = super().linear(spec)
+        wanted = self.formats.format_for(spec).needs_calibration
+        return record(loaded, spec, self.device, self.stats) if wanted else loaded
+
+
+def needs_calibration(prepared: Prepared) -> bool:
+    """Whether something of the recipe is measured."""
+    recipe, model = prepared.config.recipe, prepared.config.model
+    linears = [s for i in range(model.num_layers) for s in layer_specs(model, i).values() if isinstance(s, LinearSpec)]
+    return recipe.kv_cache is not None or any(recipe.format_for(spec).needs_calibration for spec in linears)
+
+
+def work_device(prepared: Prepared) -> torch.device:
+    """The target's kind of device where this machine has one."""
+    return torch.device("cuda" if prepared.config.target.device == "cuda" and torch.cuda.is_available() else "cpu")
+
+
+@torch.inference_mode()
+def calibrate(prepared: Prepared, tokens: list[Tensor], progress: Callable[[str, int, int], None]) -> Calibrated:
+    """Quantize every layer by what `tokens` (windows of ids) make of it."""
+    config, device = prepared.config, work_device(prepared)
+    state = State(prepared, tokens)
+    stream = LayerStream(config.model, tokens)
+    dense = Loader(CheckpointSource(prepared, device), Recipe(), getattr(torch, config.dtype), device, SINGLE)
+    if (resumed := state.resume()) is not None:
+        stream.layer, stream.hidden = resumed
+    else:
+        stream.begin(dense)
+    while stream.layer < config.model.num_layers:
+        progress("calibrate", stream.layer, config.model.num_layers)
+        index = stream.layer
+        stored = _layer(prepared, stream, dense)
+        state.save(index, stored, stream.hidden)
+    progress("calibrate", stream.layer, config.model.num_layers)
+    return Calibrated(state)
+
+
+def _layer(prepared: Prepared, stream: LayerStream, dense: Loader) -> dict[str, Tensor]:
+    """The stored tensors of the stream's next layer, which it then passes as quantized."""
+    config, recipe, index = prepared.config.model, prepared.config.recipe, stream.layer
+    specs = layer_specs(config, index)
+    weights = {name: tensor for spec in specs.values() for name, tensor in _dense(spec, dense).items()}
+    recorder = RecordingLoader(TensorTable(weights), recipe, dense.dtype, dense.device)
+    if any(recipe.format_for(spec).needs_calibration for spec in specs.values() if isinstance(spec, LinearSpec)):
+        stream.advance(recorder, keep=True)
+        check_counts(recorder.stats)
+    stored = quantize_layer(config.layers[index], f"layers.{index}", specs, recipe, weights, recorder.stats)
+    quantized = Loader(TensorTable(stored), msgspec.structs.replace(recipe, kv_cache=None), dense.dtype, dense.device, SINGLE)
+    if recipe.kv_cache is None:
+        stream.advance(quantized)
+        return stored
+    measured = KVRange(recipe.kv_cache)
+    stream.advance(quantized, visit=lambda cache: measured.add(cache.keys, cache.values))
+    scales = measured.scales()
+    return stored | {spec.name: scales[key] for key, spec in kv_scale_specs(config, index).items()}
+
+
+def _dense(spec: Spec, loader: Loader) -> dict[str, Tensor]:
+    """A spec's tensors before quantization, by full name."""
+    if not isinstance(spec, LinearSpec):
+        return {spec.name: loader.tensor(spec)}
+    tensors = {f"{spec.name}.weight": loader.source.get(f"{spec.name}.weight", spec.weight_shape, loader.dtype)}
+    if spec.bias:
+        tensors[f"{spec.name}.bias"] = loader.source.get(f"{spec.name}.bias", spec.bias_shape, loader.dtype)
+    return tensors
+
+
+class State:
+    """What a calibration has finished, in a directory of the cache that belongs to this checkpoint, recipe and text."""
+
+    def __init__(self, prepared: Prepared, tokens: list[Tensor]) -> None:
+        config = prepared.config
+        key = hashlib.sha256(json.dumps([config.checkpoint.fingerprint, config.dtype, encode(config.recipe)], sort_keys=True).encode())
+        for window in tokens:
+            key.update(window.numpy().tobytes())
+        self.path = env.cache_dir() / "calibration" / key.hexdigest()
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def resume(self) -> tuple[int, list[Tensor]] | None:
+        """(the next layer, the hidden states before it), or None."""
+        found = sorted(self.path.glob("hidden-*.safetensors"))
+        if not found:
+            return None
+        hidden = load_file(found[-1])
+        return int(found[-1].stem.rpartition("-")[2]), [hidden[str(i)] for i in range(len(hidden))]
+
+    def save(self, index: int, stored: dict[str, Tensor], hidden: list[Tensor]) -> None:
+        self._write(f"layer-{index}", {name: tensor.cpu() for name, tensor in stored.items()})
+        self._write(f"hidden-{index + 1:06}", {str(i): tensor for i, tensor in enumerate(hidden)})
+        (self.path / f"hidden-{index:06}.safetensors").unlink(missing_ok=True)
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        return load_file(self.path / f"layer-{index}.safetensors")
+
+    def clear(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _write(self, stem: str, tensors: dict[str, Tensor]) -> None:
+        fresh = self.path / f"{stem}.new"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh)
+        fresh.replace(self.path / f"{stem}.safetensors")
+
+
+class Calibrated:
+    """The stored tensors of finished layers, one layer in memory at a time."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._index, self._layer = -1, dict[str, Tensor]()
+
+    def __contains__(self, name: str) -> bool:
+        return name.startswith("layers.")
+
+    def __getitem__(self, name: str) -> Tensor:
+        index = int(name.split(".")[1])
+        if index != self._index:
+            self._index, self._layer = index, self.state.layer(index)
+        return self._layer[name]

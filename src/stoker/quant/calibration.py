@@ -1,0 +1,144 @@
+"""Calibration of one layer: measure what its linears read, scale where that is free, round, and measure the KV cache.
+
+The build runs it layer by layer, so one layer's weights are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError, EngineError
+from stoker.kernels import ops
+from stoker.kernels.routing import Routing
+from stoker.kernels.types import PLAIN, Fusion
+from stoker.layers.config import LayerConfig
+from stoker.layers.specs import LinearSpec, Spec
+from stoker.quant import fold as folding
+from stoker.quant.format import LinearOp, TensorSource
+from stoker.quant.recipe import Recipe
+from stoker.quant.stats import InputStats
+
+KV_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest value each KV dtype is scaled to
+HELD_OUT_BYTES = 24_000  # the end of the default text, for the accuracy check
+
+
+def default_text() -> str:
+    """What calibration reads when no data is named: public-domain prose (calibration_text/README.txt)."""
+    return _shipped()[:-HELD_OUT_BYTES]
+
+
+def held_out_text() -> str:
+    """Text that default calibration does not see."""
+    return _shipped()[-HELD_OUT_BYTES:]
+
+
+def _shipped() -> str:
+    return resources.files("stoker.quant").joinpath("calibration_text", "text.txt").read_text(encoding="utf-8")
+
+
+class Recorder:
+    """A linear, or stacked experts, that counts what it reads."""
+
+    def __init__(self, inner: Any, stats: InputStats) -> None:
+        self.inner = inner
+        self.stats = stats
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        def product(rows: Tensor) -> Tensor:
+            self.stats.add(rows)
+            return self.inner(rows)
+
+        return ops.around(x, fusion, product)
+
+    def up(self, x: Tensor, routing: Routing) -> Tensor:
+        self.stats.add(x)
+        return self.inner.up(x, routing)
+
+    def down(self, x: Tensor, routing: Routing) -> Tensor:
+        self.stats.add(x)
+        return self.inner.down(x, routing)
+
+
+class KVRange:
+    """The largest magnitude of each head's keys and values over the calibration tokens."""
+
+    def __init__(self, kv_cache: str) -> None:
+        self.limit = KV_MAX[kv_cache]
+        self._largest: dict[str, Tensor] = {}
+
+    def add(self, keys: Tensor, values: Tensor | None) -> None:
+        """Pages [blocks, kv_heads, block_size, size] in the arithmetic dtype."""
+        for key, pages in (("key_scale", keys), ("value_scale", values)):
+            if pages is not None:
+                found = pages.float().abs().amax(dim=(0, 2, 3)).cpu()
+                self._largest[key] = torch.maximum(self._largest[key], found) if key in self._largest else found
+
+    def scales(self) -> dict[str, Tensor]:
+        """key_scale (and value_scale), float32 [kv_heads]."""
+        return {key: (largest / self.limit).clamp(min=1e-8) for key, largest in self._largest.items()}
+
+
+class TensorTable(TensorSource):
+    """Tensors of a dict, by engine name."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = self.tensors[name]
+        if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+            raise EngineError(f"{name} is {tensor.dtype} {list(tensor.shape)}, and {dtype} {list(shape)} is expected.", cure="Report this.")
+        return tensor
+
+
+def quantize_layer(
+    config: LayerConfig, name: str, specs: dict[str, Spec], recipe: Recipe, weights: dict[str, Tensor], stats: dict[str, InputStats]
+) -> dict[str, Tensor]:
+    """The stored tensors of a layer from its dense `weights`, which are consumed, and the statistics of its calibrated linears' inputs."""
+    linears = {spec.name: spec for spec in specs.values() if isinstance(spec, LinearSpec)}
+    stats = dict(stats)
+    for fold in folding.folds(config, name):
+        _smooth(fold, linears, recipe, weights, stats)
+    stored: dict[str, Tensor] = {}
+    for spec in specs.values():
+        if not isinstance(spec, LinearSpec):
+            stored[spec.name] = weights.pop(spec.name)
+            continue
+        found = recipe.format_for(spec).quantize(weights.pop(f"{spec.name}.weight"), spec, stats.get(spec.name))
+        stored |= {f"{spec.name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
+        if spec.bias:
+            stored[f"{spec.name}.bias"] = weights.pop(f"{spec.name}.bias")
+    return stored
+
+
+def _smooth(
+    fold: folding.Fold, linears: dict[str, LinearSpec], recipe: Recipe, weights: dict[str, Tensor], stats: dict[str, InputStats]
+) -> None:
+    first = linears[fold.consumers[0]]
+    if first.name not in stats:
+        return
+    rows = torch.cat([weights[f"{consumer}.weight"].flatten(0, -2) for consumer in fold.consumers])
+    factors = recipe.format_for(first).smooth(rows, first, folding.tied(stats[first.name], fold))
+    if factors is None:
+        return
+    factors = folding.apply(fold, factors, weights)
+    for consumer in fold.consumers:
+        if consumer in stats:
+            stats[consumer] = stats[consumer].divided(factors)
+
+
+def record(linear: LinearOp | Any, spec: LinearSpec, device: torch.device, stats: dict[str, InputStats]) -> Recorder:
+    """`linear`, counting into stats[spec.name]."""
+    stats[spec.name] = InputStats.zeros(spec.in_features, device)
+    return Recorder(linear, stats[spec.name])
+
+
+def check_counts(stats: dict[str, InputStats]) -> None:
+    """Raise ConfigError for a linear that no calibration token reached."""
+    for name, found in stats.items():
+        if not found.count:
+            raise ConfigError(f"{name}: no calibration token reached it.", cure="Raise --calibration-size.")
