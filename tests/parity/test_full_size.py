@@ -13,7 +13,7 @@ from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import prepare
 from stoker.layers.config import ModelConfig
 from stoker.layers.decoder import declare
-from stoker.layers.shard import local_spec
+from stoker.layers.shard import Sharding, local_spec
 from stoker.layers.specs import LinearSpec
 from stoker.models import resolve
 
@@ -42,7 +42,7 @@ def test_ranks_share_the_weights_evenly(name: str, size: int) -> None:
     specs = declare(read(name)).values()
     linears = [spec for spec in specs if isinstance(spec, LinearSpec)]
     whole = sum(math.prod(spec.weight_shape) for spec in linears)
-    shares = sum(math.prod(local_spec(spec, size).weight_shape) for spec in linears if spec.split != "vocab")
+    shares = sum(math.prod(local_spec(spec, Sharding(size=size)).weight_shape) for spec in linears if spec.split != "vocab")
     assert shares < 1.1 * whole / size
 
 

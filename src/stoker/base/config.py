@@ -45,6 +45,7 @@ class Mapping(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: bool = False  # tensor-parallel ranks have some experts whole each; else a share of every expert
 
     def __post_init__(self) -> None:
         check_range("tensor_parallel", self.tensor_parallel, 1, 1024)

@@ -12,12 +12,20 @@ class Group:
     size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks, on every rank. May overwrite x."""
+        """The sum of x over the ranks, on every rank, bit for bit the same. May overwrite x."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' x joined along the last axis, on every rank."""
         return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, on every rank. May overwrite x."""
+        return x
+
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' values, on every rank. Waits for all of them."""
+        return value
 
 
 SINGLE = Group()

@@ -12,6 +12,7 @@ from stoker.base.errors import ConfigError, EngineError
 from stoker.engine.tensor_file import FileRecord
 from stoker.layers import config as layers_config
 from stoker.layers.config import ModelConfig
+from stoker.layers.shard import Sharding
 from stoker.quant import recipe as recipes
 from stoker.quant.recipe import Recipe
 
@@ -46,6 +47,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: Origin
     files: dict[str, FileRecord] = {}  # every other file of the directory
     checks: dict[str, Any] = {}  # what the build verified, for people to read
+
+    @property
+    def sharding(self) -> Sharding:
+        """How each stage's weights are spread over its tensor-parallel ranks."""
+        mapping = self.mapping
+        return Sharding(size=mapping.tensor_parallel, grain=self.recipe.grain, by_expert=mapping.expert_parallel)
 
 
 def encode(config: EngineConfig) -> bytes:

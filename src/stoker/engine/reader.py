@@ -99,7 +99,7 @@ class Engine:
     def loader(self, rank: int = 0, device: torch.device | str = "cpu", group: Group = SINGLE) -> Loader:
         """What `layers.decoder.Decoder` is made with on a rank. `group`: the tensor-parallel ranks."""
         config = self.config
-        return Loader(self.source(rank, device), config.recipe, self.dtype, torch.device(device), group)
+        return Loader(self.source(rank, device), config.recipe, self.dtype, torch.device(device), group, config.sharding)
 
     def _check_sizes(self) -> None:
         for name, record in self.config.files.items():

@@ -7,15 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from stoker.base.errors import ConfigError
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, AttentionParams
 from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import AttentionConfig, NormConfig
+from stoker.layers.config import AttentionConfig
 from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
+from stoker.layers.qk_norm import norm_specs, qk_norm
 from stoker.layers.rope import step_table
+from stoker.layers.shard import num_local_kv_heads, query_heads
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 
 
@@ -27,13 +28,13 @@ class Attention:
         weights = loader.load(self.specs(config, name, hidden))
         self.qkv, self.out = weights["qkv"], weights["out"]
         self.group = loader.group
-        self.num_heads = config.num_heads // loader.group.size
-        self.num_kv_heads = max(config.num_kv_heads // loader.group.size, 1)
+        self.num_heads = len(_heads(config, loader))
+        self.num_kv_heads = num_local_kv_heads(config.num_kv_heads, loader.sharding.size)
         self.head_size = config.head_size
         self.cos_sin = cos_sin
         self.interleaved = config.rope.interleaved if config.rope else False
         self.two_axes = config.rope.two_axes if config.rope else False
-        self.qk_norms = _qk_norms(config, loader, name)
+        self.qk_norm = qk_norm(config, loader, name)
         self.params = AttentionParams(
             scale=config.scale if config.scale is not None else config.head_size**-0.5,
             window=config.window,
@@ -46,26 +47,34 @@ class Attention:
     @staticmethod
     def specs(config: AttentionConfig, name: str, hidden: int) -> dict[str, Spec]:
         size = config.head_size
-        q, kv = config.num_heads * size, config.num_kv_heads * size
+        kv_heads = config.num_kv_heads
+        q, kv = config.num_heads * size, kv_heads * size
         specs: dict[str, Spec] = {
             "qkv": LinearSpec(
                 name=f"{name}.qkv", in_features=hidden, parts=(q, kv, kv), bias=config.qkv_bias, split="heads", head_size=size
             ),
-            "out": LinearSpec(name=f"{name}.out", in_features=q, parts=(hidden,), bias=config.out_bias, split="row_heads", head_size=size),
+            "out": LinearSpec(
+                name=f"{name}.out",
+                in_features=q,
+                parts=(hidden,),
+                bias=config.out_bias,
+                split="row_heads",
+                head_size=size,
+                num_kv_heads=kv_heads,
+            ),
         }
         if config.sinks:
-            specs["sinks"] = TensorSpec(name=f"{name}.sinks", shape=(config.num_heads,), split="heads", dtype="float32")
+            specs["sinks"] = TensorSpec(
+                name=f"{name}.sinks", shape=(config.num_heads,), split="heads", num_kv_heads=kv_heads, dtype="float32"
+            )
         return specs
 
     @staticmethod
     def all_specs(config: AttentionConfig, name: str, hidden: int) -> dict[str, Spec]:
         """Those of the block and of its inner norms."""
         specs = Attention.specs(config, name, hidden)
-        if config.qk_norm is not None:
-            kind = HeadNorm if config.qk_norm_heads else Norm
-            for key, size in zip(("q_norm", "k_norm"), _norm_sizes(config), strict=True):
-                inner = kind.specs(config.qk_norm, f"{name}.{key}", size)
-                specs |= {f"{key}.{part}": spec for part, spec in inner.items()}
+        for key in ("q_norm", "k_norm"):
+            specs |= {f"{key}.{part}": spec for part, spec in norm_specs(config, f"{name}.{key}").items()}
         return specs
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
@@ -76,11 +85,11 @@ class Attention:
         if config.clip_qkv is not None:
             qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
         q, k, v = qkv.split((self.num_heads * size, self.num_kv_heads * size, self.num_kv_heads * size), dim=-1)
-        if self.qk_norms is not None and config.qk_norm_full:
-            q, k = self.qk_norms[0](q), self.qk_norms[1](k)
+        if self.qk_norm is not None and config.qk_norm_full:
+            q, k = self.qk_norm(q, k)
         q, k, v = q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size)), v.unflatten(-1, (-1, size))
-        if self.qk_norms is not None and not config.qk_norm_full:
-            q, k = self.qk_norms[0](q), self.qk_norms[1](k)
+        if self.qk_norm is not None and not config.qk_norm_full:
+            q, k = self.qk_norm(q, k)
         positions, cos_sin = batch.positions, self.cos_sin
         if self.two_axes and cos_sin is not None:
             positions, cos_sin = step_table(cos_sin, batch)
@@ -91,49 +100,19 @@ class Attention:
         return joined(self.out, mixed, self.group, residual)
 
 
-class HeadNorm:
-    """A norm over each head's features, with weights [heads, head_size] of each head's own (Command-R+)."""
-
-    def __init__(self, config: NormConfig, loader: Loader, name: str, size: int) -> None:
-        self.weight = loader.load(HeadNorm.specs(config, name, size))["weight"]
-        self.config = config
-
-    @staticmethod
-    def specs(config: NormConfig, name: str, size: int) -> dict[str, Spec]:
-        return {"weight": TensorSpec(name=f"{name}.weight", shape=(size,), split="heads")}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, heads, head_size]."""
-        return ops.norm(x, None, None, self.config.eps, self.config.kind) * self.weight.view(x.shape[-2:])
-
-
-def _qk_norms(config: AttentionConfig, loader: Loader, name: str) -> tuple[Norm | HeadNorm, Norm | HeadNorm] | None:
-    norm = config.qk_norm
-    if norm is None:
-        return None
-    if config.qk_norm_full and loader.group.size > 1:
-        raise ConfigError(f"{name}: its q/k norms go over all heads, which ranks cannot share.", cure="Use tensor_parallel 1.")
-    kind = HeadNorm if config.qk_norm_heads else Norm
-    q_size, k_size = _norm_sizes(config)
-    return kind(norm, loader, f"{name}.q_norm", q_size), kind(norm, loader, f"{name}.k_norm", k_size)
-
-
-def _norm_sizes(config: AttentionConfig) -> tuple[int, int]:
-    if config.qk_norm_full or config.qk_norm_heads:
-        return config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    return config.head_size, config.head_size
-
-
 def _logn(positions: Tensor, length: int) -> Tensor:
     """[T, 1, 1]: log_length(position + 1) past `length`, 1 before it (Qwen 1)."""
     return (torch.log(positions.float() + 1) / math.log(length)).clamp(min=1.0)[:, None, None]
 
 
 def _alibi(config: AttentionConfig, loader: Loader) -> Tensor:
-    slopes = alibi_slopes(config.num_heads, config.alibi_max) * config.alibi_scale
-    local = config.num_heads // loader.group.size
-    start = loader.group.rank * local
-    return slopes[start : start + local].to(loader.device)
+    slopes = (alibi_slopes(config.num_heads, config.alibi_max) * config.alibi_scale).tolist()
+    return torch.tensor([0.0 if head is None else slopes[head] for head in _heads(config, loader)], device=loader.device)
+
+
+def _heads(config: AttentionConfig, loader: Loader) -> list[int | None]:
+    """This rank's query heads."""
+    return query_heads(config.num_heads, config.num_kv_heads, loader.sharding.size, loader.group.rank)
 
 
 def alibi_slopes(num_heads: int, steepest: float = 8.0) -> Tensor:

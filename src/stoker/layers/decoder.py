@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stoker.distributed.pipeline import ALONE, Stage
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN
 from stoker.layers.batch import ForwardBatch, KVCache
@@ -13,17 +14,20 @@ from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
-from stoker.quant.format import EmbeddingOp, LinearOp
+from stoker.layers.vocabulary import Embedding, Head
 
 
-def declare(config: ModelConfig, kv_cache: str | None = None) -> dict[str, Spec]:
-    """Every weight of the model by engine name, in file order. With a quantized `kv_cache`, its scales too, which no checkpoint holds."""
-    specs: list[Spec] = [*_outer_specs(config).values()]
-    for i in range(config.num_layers):
+def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALONE) -> dict[str, Spec]:
+    """Every weight of a stage of the model by engine name, in file order.
+
+    With a quantized `kv_cache`, its scales too, which no checkpoint holds.
+    """
+    specs: list[Spec] = [*_outer_specs(config, stage).values()]
+    for i in stage.layers(config.num_layers):
         specs += layer_specs(config, i).values()
         if kv_cache is not None:
             specs += kv_scale_specs(config, i).values()
-    if config.norm is not None:
+    if config.norm is not None and stage.is_last:
         specs += Norm.specs(config.norm, "norm", config.hidden_size).values()
     return {spec.name: spec for spec in specs}
 
@@ -46,10 +50,22 @@ def kv_scale_specs(config: ModelConfig, layer: int) -> dict[str, Spec]:
     return {key: TensorSpec(name=f"{name}.{key}", shape=(heads,), split="kv_heads", dtype="float32") for key in keys}
 
 
-def _outer_specs(config: ModelConfig) -> dict[str, Spec]:
-    vocab, hidden = config.vocab_size, config.hidden_size
+def _outer_specs(config: ModelConfig, stage: Stage) -> dict[str, Spec]:
+    return (_first_specs(config) if stage.is_first else {}) | (_last_specs(config) if stage.is_last else {})
+
+
+def _embed_spec(config: ModelConfig) -> LinearSpec:
+    """Ranks look rows up in a table of their own, but for one that is also the head: it is read whole in every step."""
+    width = config.embed_size or config.hidden_size
+    return LinearSpec(
+        name="embed", in_features=width, parts=(config.vocab_size,), split="vocab" if config.tie_head else "none", quantize=False
+    )
+
+
+def _first_specs(config: ModelConfig) -> dict[str, Spec]:
+    hidden = config.hidden_size
     width = config.embed_size or hidden
-    specs: dict[str, Spec] = {"embed": LinearSpec(name="embed", in_features=width, parts=(vocab,), quantize=False)}
+    specs: dict[str, Spec] = {"embed": _embed_spec(config)}
     if config.learned_positions:
         specs["positions"] = TensorSpec(name="positions.weight", shape=(config.learned_positions, hidden))
     if config.block_positions:
@@ -58,8 +74,18 @@ def _outer_specs(config: ModelConfig) -> dict[str, Spec]:
         specs |= {f"embed_norm.{k}": s for k, s in Norm.specs(config.embed_norm, "embed_norm", width).items()}
     if config.embed_size is not None:
         specs["project_in"] = LinearSpec(name="project_in", in_features=width, parts=(hidden,), quantize=False)
+    return specs
+
+
+def _last_specs(config: ModelConfig) -> dict[str, Spec]:
+    hidden, vocab = config.hidden_size, config.vocab_size
+    width = config.embed_size or hidden
+    specs: dict[str, Spec] = {}
+    if config.embed_size is not None:
         specs["project_out"] = LinearSpec(name="project_out", in_features=hidden, parts=(width,), quantize=False)
-    if not config.tie_head:
+    if config.tie_head:
+        specs["embed"] = _embed_spec(config)
+    else:
         specs["head"] = LinearSpec(name="head", in_features=width, parts=(vocab,), bias=config.head_bias, split="vocab", quantize=False)
     return specs
 
@@ -78,36 +104,46 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
 
 
 class Decoder:
-    """A whole model on one rank: token ids and a paged cache in, logits out."""
+    """A model, or one stage of it, on one rank: token ids and a paged cache in, logits out."""
 
-    def __init__(self, config: ModelConfig, loader: Loader, num_positions: int) -> None:
-        self.config = config
-        weights = loader.load({k: s for k, s in _outer_specs(config).items() if not k.startswith("embed_norm")})
-        self.embed: EmbeddingOp = weights["embed"]
-        self.dtype = loader.dtype
+    def __init__(self, config: ModelConfig, loader: Loader, num_positions: int, stage: Stage = ALONE) -> None:
+        self.config, self.stage = config, stage
+        self.dtype, self.device = loader.dtype, loader.device
+        weights = loader.load({k: s for k, s in _outer_specs(config, stage).items() if not k.startswith("embed_norm")})
+        if stage.is_first:
+            self.embed = Embedding(weights["embed"], _embed_spec(config), loader)
+        if stage.is_last:
+            self.head = Head(weights.get("head") or weights["embed"], config.vocab_size, loader.group)
         self.positions: Tensor | None = weights.get("positions")
         self.block_positions: Tensor | None = weights.get("block_positions")
         self.project_in, self.project_out = weights.get("project_in"), weights.get("project_out")
-        self.head: LinearOp = weights.get("head") or self.embed
-        self.embed_norm = (
-            Norm(config.embed_norm, loader, "embed_norm", config.embed_size or config.hidden_size) if config.embed_norm else None
-        )
-        tables = RopeTables(num_positions, loader.device)
-        self.layers = [make_layer(layer, loader, f"layers.{i}", config.hidden_size, tables) for i, layer in enumerate(config.layers)]
-        self.norm = Norm(config.norm, loader, "norm", config.hidden_size) if config.norm is not None else None
+        hidden = config.hidden_size
+        normed = config.embed_norm if stage.is_first else None
+        self.embed_norm = Norm(normed, loader, "embed_norm", config.embed_size or hidden) if normed else None
+        tables, mine = RopeTables(num_positions, loader.device), stage.layers(config.num_layers)
+        self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in mine]
+        self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         quantized = loader.recipe.kv_cache is not None
-        self._kv_scales = [loader.load(kv_scale_specs(config, i)) for i in range(config.num_layers)] if quantized else []
+        self._kv_scales = [loader.load(kv_scale_specs(config, i)) for i in mine] if quantized else []
 
     def scale_caches(self, caches: list[KVCache]) -> None:
         """Give quantized caches their scales."""
         for cache, scales in zip(caches, self._kv_scales, strict=bool(self._kv_scales)):
             cache.key_scale, cache.value_scale = scales["key_scale"], scales.get("value_scale")
 
-    def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
-        """Logits [L, vocab] of the tokens that `batch.logits_idx` names (None: the last of each row), in the model's dtype."""
-        x = self.begin(batch)
+    def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor | None:
+        """Logits [L, vocab] of the tokens that `batch.logits_idx` names (None: the last of each row), in the model's dtype.
+
+        None on a stage that is not the last: the stream goes on to the next.
+        """
+        stage = self.stage
+        shape = (batch.num_tokens, self.config.hidden_size)
+        x = self.begin(batch) if stage.is_first else stage.receive(shape, self.dtype, self.device)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, batch, cache)
+        if not stage.is_last:
+            stage.send(x)
+            return None
         wanted = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
         if not batch.is_decode:  # else each token is a row's last, in order
             x = x.index_select(0, wanted)
@@ -116,7 +152,7 @@ class Decoder:
     def begin(self, batch: ForwardBatch) -> Tensor:
         """The stream [T, hidden] before the first layer."""
         config = self.config
-        x = self.embed.embed(batch.token_ids, self.dtype)
+        x = self.embed(batch.token_ids, self.dtype)
         if config.embed_scale != 1.0:
             # The scale is rounded to the model's dtype first, as the reference implementations do.
             x = x * torch.tensor(config.embed_scale, dtype=x.dtype).item()
@@ -133,7 +169,7 @@ class Decoder:
         """Logits [T, vocab] of the stream after the last layer."""
         config = self.config
         fusion = PLAIN if self.norm is None else self.norm.fusion
-        logits = self.head(x, fusion) if self.project_out is None else self.head(self.project_out(x, fusion), PLAIN)
+        logits = self.head(x, fusion) if self.project_out is None else self.head(self.project_out(x, fusion))
         if config.logit_scale != 1.0:
             logits = logits * config.logit_scale
         if config.logit_softcap is not None:

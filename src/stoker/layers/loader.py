@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.group import Group
-from stoker.layers.shard import local_shape, local_spec
+from stoker.layers.shard import WHOLE, Sharding, has_bias, local_shape, local_spec
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 from stoker.quant.format import ExpertsOp, LinearOp, TensorSource
 from stoker.quant.recipe import Recipe
@@ -17,27 +17,31 @@ from stoker.quant.recipe import Recipe
 class Loader:
     """Loads this rank's share of each declared weight from `source`, through the recipe's formats."""
 
-    def __init__(self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device, group: Group) -> None:
+    def __init__(
+        self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device, group: Group, sharding: Sharding = WHOLE
+    ) -> None:
         self.source = source
         self.recipe = recipe
         self.dtype = dtype
         self.device = device
         self.group = group
+        self.sharding = sharding
 
     def load(self, specs: dict[str, Spec]) -> dict[str, Any]:
         """The linears and tensors of `specs`, by the same keys."""
         return {key: self.linear(spec) if isinstance(spec, LinearSpec) else self.tensor(spec) for key, spec in specs.items()}
 
     def linear(self, spec: LinearSpec) -> LinearOp | ExpertsOp:
-        local = local_spec(spec, self.group.size)
+        local = local_spec(spec, self.sharding)
         chosen = self.recipe.format_for(spec)
         stored = {
             suffix: self.source.get(f"{spec.name}.{suffix}", layout.shape, layout.dtype)
             for suffix, layout in chosen.layout(local, self.dtype).items()
         }
-        bias = self.source.get(f"{spec.name}.bias", local.bias_shape, self.dtype) if spec.bias else None
+        biased = has_bias(spec, self.sharding, self.group.rank)
+        bias = self.source.get(f"{spec.name}.bias", local.bias_shape, self.dtype) if biased else None
         return chosen.load(stored, bias)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
-        return self.source.get(spec.name, local_shape(spec, self.group.size), dtype)
+        return self.source.get(spec.name, local_shape(spec, self.sharding), dtype)

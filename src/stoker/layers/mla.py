@@ -15,6 +15,7 @@ from stoker.layers.config import MLAConfig
 from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
+from stoker.layers.shard import num_local_kv_heads
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 
 
@@ -29,7 +30,7 @@ class MLA:
         self.k_up, self.v_up = weights["k_up"], weights["v_up"]
         self.q_norm = Norm(config.norm, loader, f"{name}.q_norm", config.q_rank) if config.q_rank is not None else None
         self.kv_norm = Norm(config.norm, loader, f"{name}.kv_norm", config.kv_rank)
-        self.num_heads = config.num_heads // loader.group.size
+        self.num_heads = num_local_kv_heads(config.num_heads, loader.sharding.size)
         self.params = AttentionParams(scale=config.scale if config.scale is not None else (config.nope_size + config.rope_size) ** -0.5)
 
     @staticmethod

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import ops
-from stoker.kernels.routing import RoutingParams
+from stoker.kernels.routing import Routing, RoutingParams
 from stoker.layers.config import MoEConfig
 from stoker.layers.loader import Loader
 from stoker.layers.mlp import MLP
@@ -15,7 +15,10 @@ from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 
 
 class MoE:
-    """sum over a token's chosen experts of weight × expert(x), plus the shared expert. Each expert is split over the ranks."""
+    """sum over a token's chosen experts of weight × expert(x), plus the shared expert.
+
+    Ranks have a share of every expert, or some experts whole: either way their sums are summed.
+    """
 
     def __init__(self, config: MoEConfig, loader: Loader, name: str, hidden: int) -> None:
         self.config = config
@@ -25,6 +28,7 @@ class MoE:
         self.shared = MLP(config.shared, loader, f"{name}.shared", hidden) if config.shared is not None else None
         self.shared_gate = weights.get("shared_gate")
         self.group = loader.group
+        self._mine = self._experts(loader)
         self.params = RoutingParams(
             top_k=config.top_k,
             score=config.score,
@@ -68,12 +72,24 @@ class MoE:
         """moe(norm(x)) + residual."""
         x = x if norm is None else norm(x)
         routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
+        if self._mine is not None:
+            # The others' choices stay in the order: their rows are zeros here.
+            routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._mine))
         out = self.down.down(self._activate(self.up.up(x, routing)), routing)
         if self.shared is not None:
             shared = self.shared.partial(x)
             out = out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
         out = self.group.all_reduce(out)
         return out if residual is None else out + residual
+
+    def _experts(self, loader: Loader) -> Tensor | None:
+        """Where in a routing's offsets this rank's experts begin and end; None: it has a share of each."""
+        sharding, count = loader.sharding, self.config.num_experts
+        if not sharding.by_expert or sharding.size == 1:
+            return None
+        share = -(-count // sharding.size)
+        start = loader.group.rank * share
+        return torch.arange(start, start + share + 1, device=loader.device).clamp(max=count)
 
     def _activate(self, wide: Tensor) -> Tensor:
         config = self.config

@@ -25,6 +25,7 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
     split: Split = "none"
     head_size: int = 0  # heads splits: features of one head
+    num_kv_heads: int = 0  # row_heads: kv heads that the query heads belong to; 0: each has its own
     num_experts: int = 0  # > 0: stacked experts
     quantize: bool = True  # routers, heads and embeddings stay in the engine's dtype unless a recipe says otherwise
 
@@ -49,6 +50,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     split: Literal["none", "vocab", "heads", "kv_heads"] = "none"  # along the first axis
     head_size: int = 1  # heads splits: rows of one head
+    num_kv_heads: int = 0  # heads: kv heads that the query heads belong to; 0: each has its own
     dtype: str | None = None  # None: the engine's dtype
 
 

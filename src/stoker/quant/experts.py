@@ -32,7 +32,7 @@ class StackedExperts:
 
     def _sorted(self, x: Tensor, routing: Routing) -> Tensor:
         """Rows of x [T × k, K], sorted by expert, through the expert's own linear."""
-        out = x.new_empty(x.shape[0], self.out_features)
+        out = x.new_zeros(x.shape[0], self.out_features)
         for expert, (start, stop) in enumerate(pairwise(routing.offsets.tolist())):
             if start < stop:
                 out[start:stop] = self.experts[expert](x[start:stop])

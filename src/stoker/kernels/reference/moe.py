@@ -61,7 +61,7 @@ def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing
 
 def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
     """Rows of x [T × k, K], sorted by expert, through the expert's own linear."""
-    out = x.new_empty(x.shape[0], weight.shape[1])
+    out = x.new_zeros(x.shape[0], weight.shape[1])
     bounds = routing.offsets.tolist()
     for expert, (start, stop) in enumerate(pairwise(bounds)):
         if start < stop:

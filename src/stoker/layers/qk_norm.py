@@ -1,0 +1,87 @@
+"""Norms of queries and keys: of each head, with weights of each head's own, or over all heads together, which may be on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.kernels import ops
+from stoker.layers.config import AttentionConfig, NormConfig
+from stoker.layers.loader import Loader
+from stoker.layers.norm import Norm
+from stoker.layers.shard import kv_copies
+from stoker.layers.specs import Spec, TensorSpec
+
+# (queries, keys) → the same, normed. [T, heads × head_size] when the norm goes over all heads, else [T, heads, head_size].
+QKNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def qk_norm(config: AttentionConfig, loader: Loader, name: str) -> QKNorm | None:
+    """The norm that `config` asks for."""
+    if config.qk_norm is None:
+        return None
+    if config.qk_norm_heads:
+        return _pair(HeadNorm(config, loader, f"{name}.q_norm"), HeadNorm(config, loader, f"{name}.k_norm"))
+    if config.qk_norm_full and loader.sharding.size > 1:
+        return SpreadNorm(config, config.qk_norm, loader, name)
+    q_size, k_size = (config.num_heads, config.num_kv_heads) if config.qk_norm_full else (1, 1)
+    size = config.head_size
+    norms = [Norm(config.qk_norm, loader, f"{name}.{key}", n * size) for key, n in (("q_norm", q_size), ("k_norm", k_size))]
+    return _pair(norms[0], norms[1])
+
+
+def norm_specs(config: AttentionConfig, name: str) -> dict[str, Spec]:
+    """Of one of the two norms, `name` ending in q_norm or k_norm; none when there is no norm."""
+    norm, size = config.qk_norm, config.head_size
+    if norm is None:
+        return {}
+    if not (config.qk_norm_heads or config.qk_norm_full):
+        return Norm.specs(norm, name, size)
+    kv_heads, wide = config.num_kv_heads, "float32" if norm.wide else None
+    name = f"{name}.weight"
+    if name.endswith("k_norm.weight"):
+        return {"weight": TensorSpec(name=name, shape=(kv_heads * size,), split="kv_heads", head_size=size, dtype=wide)}
+    shape = (config.num_heads * size,)
+    return {"weight": TensorSpec(name=name, shape=shape, split="heads", head_size=size, num_kv_heads=kv_heads, dtype=wide)}
+
+
+def _pair(q_norm: Callable[[Tensor], Tensor], k_norm: Callable[[Tensor], Tensor]) -> QKNorm:
+    return lambda q, k: (q_norm(q), k_norm(k))
+
+
+class HeadNorm:
+    """A norm over each head's features, with weights [heads, head_size] of each head's own (Command-R+)."""
+
+    def __init__(self, config: AttentionConfig, loader: Loader, name: str) -> None:
+        assert config.qk_norm is not None
+        self.weight = loader.load(norm_specs(config, name))["weight"]
+        self.config = config.qk_norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, heads, head_size]."""
+        return ops.norm(x, None, None, self.config.eps, self.config.kind) * self.weight.view(x.shape[-2:])
+
+
+class SpreadNorm:
+    """RMS norms over all heads (OLMo 2), which are on several ranks: their sums of squares go through one all-reduce."""
+
+    def __init__(self, config: AttentionConfig, norm: NormConfig, loader: Loader, name: str) -> None:
+        if norm.kind != "rms" or norm.bias:
+            raise ConfigError(f"{name}: a {norm.kind} norm over all heads is not shared by ranks.", cure="Use tensor_parallel 1.")
+        self.weights = [loader.load(norm_specs(config, f"{name}.{key}"))["weight"] for key in ("q_norm", "k_norm")]
+        self.group, self.eps = loader.group, norm.eps
+        # A key head that several ranks have is summed as often.
+        copies = kv_copies(config.num_kv_heads, loader.sharding.size)
+        sizes = (config.num_heads * config.head_size, config.num_kv_heads * config.head_size * copies)
+        self.counts = torch.tensor(sizes, dtype=torch.float32, device=loader.device)
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k [T, this rank's heads × head_size]."""
+        wide = [x.float() for x in (q, k)]
+        sums = self.group.all_reduce(torch.stack([x.square().sum(-1) for x in wide], dim=-1))
+        factors = (sums / self.counts + self.eps).rsqrt().split(1, dim=-1)
+        out = [(x * factor * weight.float()).to(q.dtype) for x, factor, weight in zip(wide, factors, self.weights, strict=True)]
+        return out[0], out[1]

@@ -1,0 +1,43 @@
+"""Both ends of the vocabulary: the token embedding and the head, whole or with their rows spread over the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stoker.distributed.group import Group
+from stoker.kernels.types import PLAIN, Fusion
+from stoker.layers.loader import Loader
+from stoker.layers.shard import local_spec
+from stoker.layers.specs import LinearSpec
+from stoker.quant.format import EmbeddingOp, LinearOp
+
+
+class Embedding:
+    """Rows of the table by token id. Where it is spread over ranks, each looks its own rows up and the others add zeros."""
+
+    def __init__(self, table: EmbeddingOp, spec: LinearSpec, loader: Loader) -> None:
+        self.table, self.group = table, loader.group
+        self.is_split = spec.split == "vocab" and loader.sharding.size > 1
+        self.num_rows = local_spec(spec, loader.sharding).out_features
+
+    def __call__(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, width] of int32 `token_ids` [T]."""
+        if not self.is_split:
+            return self.table.embed(token_ids, dtype)
+        local = token_ids - self.group.rank * self.num_rows
+        mine = (local >= 0) & (local < self.num_rows)
+        rows = self.table.embed(local.clamp(0, self.num_rows - 1), dtype)
+        return self.group.all_reduce(rows.masked_fill_(~mine[:, None], 0))
+
+
+class Head:
+    """Logits. Each rank makes those of its rows; all get all."""
+
+    def __init__(self, linear: LinearOp, vocab_size: int, group: Group) -> None:
+        self.linear, self.vocab_size, self.group = linear, vocab_size, group
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        """[T, vocab]."""
+        logits = self.linear(x, fusion)
+        return logits if self.group.size == 1 else self.group.all_gather(logits)[:, : self.vocab_size]
