@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from stoker.base import env
 from stoker.builder.convert import make
-from stoker.builder.prepare import Prepared
+from stoker.builder.prepare import Prepared, measures
 from stoker.distributed.group import SINGLE
 from stoker.engine.stream import LayerStream
 from stoker.layers.decoder import kv_scale_specs, layer_specs
@@ -57,10 +58,21 @@ class RecordingLoader(Loader):
 
 
 def needs_calibration(prepared: Prepared) -> bool:
-    """Whether something of the recipe is measured."""
-    recipe, model = prepared.config.recipe, prepared.config.model
-    linears = [s for i in range(model.num_layers) for s in layer_specs(model, i).values() if isinstance(s, LinearSpec)]
-    return recipe.kv_cache is not None or any(recipe.format_for(spec).needs_calibration for spec in linears)
+    """Whether something of the build is measured."""
+    config = prepared.config
+    return config.weights == "files" and measures(config.model, config.recipe)
+
+
+def forget(prepared: Prepared) -> None:
+    """Remove what calibrations of this build left in the cache: the engine is there."""
+    if needs_calibration(prepared):
+        shutil.rmtree(_directory(prepared), ignore_errors=True)
+
+
+def _directory(prepared: Prepared) -> Path:
+    config = prepared.config
+    key = json.dumps([config.checkpoint.fingerprint, config.dtype, encode(config.recipe)], sort_keys=True)
+    return env.cache_dir() / "calibration" / hashlib.sha256(key.encode()).hexdigest()
 
 
 def work_device(prepared: Prepared) -> torch.device:
@@ -122,11 +134,8 @@ class State:
     """What a calibration has finished, in a directory of the cache that belongs to this checkpoint, recipe and text."""
 
     def __init__(self, prepared: Prepared, tokens: list[Tensor]) -> None:
-        config = prepared.config
-        key = hashlib.sha256(json.dumps([config.checkpoint.fingerprint, config.dtype, encode(config.recipe)], sort_keys=True).encode())
-        for window in tokens:
-            key.update(window.numpy().tobytes())
-        self.path = env.cache_dir() / "calibration" / key.hexdigest()
+        text = hashlib.sha256(b"".join(window.numpy().tobytes() for window in tokens))
+        self.path = _directory(prepared) / text.hexdigest()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def resume(self) -> tuple[int, list[Tensor]] | None:
@@ -144,9 +153,6 @@ class State:
 
     def layer(self, index: int) -> dict[str, Tensor]:
         return load_file(self.path / f"layer-{index}.safetensors")
-
-    def clear(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
 
     def _write(self, stem: str, tensors: dict[str, Tensor]) -> None:
         fresh = self.path / f"{stem}.new"

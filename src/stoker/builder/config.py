@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from stoker.base.config import DTYPES, Limits, Mapping, check_choice
+from stoker.base.config import DTYPES, Limits, Mapping, check_choice, check_range
 from stoker.base.errors import ConfigError
 
 DEVICES = ("cpu", "cuda")
@@ -16,6 +18,12 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: str | None = None  # None: the checkpoint's own, and float32 for the CPU
     quantization: str | None = None  # the name of a recipe; None: NO_QUANT
+    quantization_settings: dict[str, Any] = {}  # fields of its format: group_size, alpha, per_token; and calibration_size and the like
+    kv_cache_dtype: str | None = None  # auto, int8 or float8_e4m3fn; None: as the recipe says
+    calibration_data: str | None = None  # a file, folder or hub dataset; None: the text that Stoker ships
+    calibration_size: int = 32  # windows that calibration reads
+    calibration_seq_len: int = 512  # tokens of a window
+    max_perplexity_increase: float | None = None  # a share above which the build refuses; None: the recipe's own
     limits: Limits = Limits()  # fields left at their default shrink to the model's positions; others are refused beyond them
     mapping: Mapping = Mapping()
     device: str | None = None  # cpu or cuda; None: cuda where there is one
@@ -29,6 +37,14 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
             check_choice("dtype", self.dtype, DTYPES)
         if self.device is not None:
             check_choice("device", self.device, DEVICES)
+        check_range("calibration_size", self.calibration_size, 1, 1 << 20)
+        check_range("calibration_seq_len", self.calibration_seq_len, 2, 1 << 20)
+
+    @staticmethod
+    def of_settings(settings: dict[str, Any]) -> dict[str, Any]:
+        """The fields that foreign settings of a quantization fill: those of calibration by name, the rest as quantization_settings."""
+        own = {name: value for name, value in settings.items() if name.startswith("calibration_")}
+        return {**own, "quantization_settings": {name: value for name, value in settings.items() if name not in own}}
 
 
 def fit_limits(asked: Limits, max_positions: int) -> Limits:

@@ -16,10 +16,13 @@ from stoker.builder.fetch import fetch
 from stoker.builder.fingerprint import fingerprint
 from stoker.builder.logical import LogicalWeights
 from stoker.builder.names import Making, plan
-from stoker.builder.recipes import RECIPES
 from stoker.engine.config import EngineConfig, Origin, Target
 from stoker.layers.config import ModelConfig
+from stoker.layers.decoder import layer_specs
+from stoker.layers.specs import LinearSpec
 from stoker.models import Architecture, resolve
+from stoker.quant.names import find_recipe
+from stoker.quant.recipe import Recipe
 
 PLAIN = ("float32", "float16", "bfloat16")
 
@@ -60,13 +63,28 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
         limits=fit_limits(build.limits, model.max_positions),
         dtype=build.dtype or ("float32" if target.device == "cpu" else own_dtype(checkpoint)),
         mapping=build.mapping,
-        recipe=RECIPES.get(build.quantization or "NO_QUANT"),
+        recipe=find_recipe(build.quantization, build.quantization_settings, build.kv_cache_dtype, target.device),
         target=target,
         weights="dummy" if build.dummy_weights else "files",
         checkpoint=Origin(name=name, fingerprint=""),
     )
+    config = msgspec.structs.replace(config, recipe=_measured_on(build, config))
     makings = {} if build.dummy_weights else plan(architecture, model, checkpoint.weights)
     return Prepared(checkpoint=checkpoint, build=build, config=config, makings=makings)
+
+
+def _measured_on(build: BuildConfig, config: EngineConfig) -> Recipe:
+    """The recipe with what calibration will read, where it measures anything: it belongs to the engine's address."""
+    if not measures(config.model, config.recipe):
+        return config.recipe
+    asked = {"data": build.calibration_data or "default", "size": build.calibration_size, "seq_len": build.calibration_seq_len}
+    return msgspec.structs.replace(config.recipe, calibration=asked)
+
+
+def measures(model: ModelConfig, recipe: Recipe) -> bool:
+    """Whether something of the recipe is measured by calibration."""
+    linears = [spec for i in range(model.num_layers) for spec in layer_specs(model, i).values() if isinstance(spec, LinearSpec)]
+    return recipe.kv_cache is not None or any(recipe.format_for(spec).needs_calibration for spec in linears)
 
 
 def read_model(checkpoint: Checkpoint) -> tuple[Architecture, ModelConfig]:

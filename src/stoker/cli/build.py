@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,16 @@ def build(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The engine directory to make.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16. Default: the checkpoint's; float32 for the CPU.")] = None,
     quantize: Annotated[str | None, typer.Option(help="A quantization by name. Default: NO_QUANT.")] = None,
+    quantize_setting: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the quantization: group_size=64. Repeatable.")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto, int8 or float8_e4m3fn. Default: as the quantization says.")] = None,
+    calibration_data: Annotated[
+        str | None, typer.Option(help="A text file, folder or hub dataset. Default: the text that comes along.")
+    ] = None,
+    calibration_size: Annotated[int, typer.Option(help="Windows of text that calibration reads.")] = 32,
+    calibration_seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    max_perplexity_increase: Annotated[
+        float | None, typer.Option(help="Percent above which the build refuses. Default: by quantization.")
+    ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Sequences that compute in one step.")] = _DEFAULT.max_batch_size,
     max_input_len: Annotated[int, typer.Option(help="Prompt tokens of a request.")] = _DEFAULT.max_input_len,
     max_output_len: Annotated[int, typer.Option(help="New tokens of a request.")] = _DEFAULT.max_output_len,
@@ -57,7 +67,10 @@ def build(
         max_beam_width=max_beam_width, max_num_tokens=max_num_tokens, tokens_per_block=tokens_per_block,
     )  # fmt: skip
     config = BuildConfig(
-        dtype=dtype, quantization=quantize, limits=limits,
+        dtype=dtype, quantization=quantize, limits=limits, quantization_settings=_settings(quantize_setting or []),
+        kv_cache_dtype=kv_cache_dtype, calibration_data=calibration_data, calibration_size=calibration_size,
+        calibration_seq_len=calibration_seq_len,
+        max_perplexity_increase=None if max_perplexity_increase is None else max_perplexity_increase / 100,
         mapping=Mapping(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
         device=device, compute_capability=compute_capability, dummy_weights=dummy_weights, trust_remote_code=trust_remote_code,
         tokenizer=tokenizer,
@@ -82,6 +95,14 @@ def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, v
     console.print(_summary(engine))
 
 
+def _accuracy(found: dict[str, Any]) -> str:
+    if found["skipped"]:
+        return f"Perplexity was not measured: {found['skipped']}."
+    before, after, increase = found["perplexity_before"], found["perplexity_after"], found["increase"]
+    agreement = f"{found['greedy_agreement']:.1%} of the likeliest tokens are the same"
+    return f"Perplexity on {found['tokens']} tokens: {before:.3f} before, {after:.3f} after quantization ({increase:+.2%}); {agreement}."
+
+
 def _summary(engine: Engine) -> str:
     config, greedy = engine.config, engine.config.checks.get("greedy", {})
     size = sum(record.size for record in config.files.values())
@@ -91,8 +112,18 @@ def _summary(engine: Engine) -> str:
         lines.append(f"Greedy tokens were not compared: {greedy['skipped']}.")
     elif greedy:
         lines.append(f"Greedy tokens equal to the checkpoint's: {greedy['equal']} of {greedy['tokens']}.")
+    if accuracy := config.checks.get("accuracy"):
+        lines.append(_accuracy(accuracy))
     lines.append(f"Serve it: stoker serve {engine.path}")
     return "\n".join(lines)
+
+
+def _settings(pairs: list[str]) -> dict[str, str]:
+    """NAME=VALUE pairs; the format that takes them reads the values."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint="--quantize-setting")
+    return dict(pair.split("=", 1) for pair in pairs)  # type: ignore[arg-type]
 
 
 def _dry_run(checkpoint: str, config: BuildConfig, memory_gib: float | None) -> None:

@@ -19,6 +19,7 @@ COMMANDS = (
     Command("generate", "stoker.cli.generate:generate", "Continue prompts, in this process.", 'stoker generate engine "Once upon a time"'),
     Command("chat", "stoker.cli.chat:chat", "Talk with a model in the terminal.", "stoker chat engine"),
     Command("inspect", "stoker.cli.inspect:inspect", "Show what an engine is, and check its files.", "stoker inspect engine --verify"),
+    Command("eval", "stoker.cli.eval:COMMANDS", "Measure how good an engine is.", "stoker eval perplexity engine --text book.txt"),
     Command("bench", "stoker.cli.bench:COMMANDS", "Measure latency, throughput or a server.", "stoker bench throughput engine"),
     Command("doctor", "stoker.cli.doctor:doctor", "Tell what this machine can run, and why not.", "stoker doctor"),
     Command("demo", "stoker.cli.demo:demo", "Build, serve and ask a small model, all by itself.", "stoker demo"),

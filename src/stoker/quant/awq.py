@@ -14,8 +14,8 @@ from stoker.quant.format import FORMATS
 from stoker.quant.int4 import Int4
 from stoker.quant.stats import InputStats
 
-ALPHAS = 20  # exponents tried, from 0 to 1
-MOST_ROWS = 2048  # of the weight that the search looks at
+ALPHAS = 10  # exponents tried, from 0 to 1
+MOST_ROWS = 512  # of the weight that the search looks at
 
 
 class AWQ(Int4, frozen=True, kw_only=True, tag="awq"):

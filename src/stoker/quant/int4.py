@@ -19,7 +19,7 @@ from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.groups import SCALE_DTYPES, Zero
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-CLIPS = 20  # steps of the clip search
+CLIPS = 10  # steps of the clip search
 MOST_CLIP = 0.5  # of a group's extremes is the most that the search gives up
 
 
@@ -67,14 +67,14 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
         return groups.grid(*groups.bounds(split, self.zero, shrink), self.zero, getattr(torch, self.scale_dtype))
 
     def _clipped(self, split: Tensor, stats: Any) -> tuple[Tensor, Tensor]:
-        """The clip of each group with the least squared error, weighted by how large its inputs are where that was measured."""
-        weight = 1.0 if stats is None else groups.split(stats.mean_square, self.group_size)
+        """The clip of each group with the least squared error: of its output where inputs were measured, else of its weights."""
+        blocks = None if stats is None else stats.blocks(self.group_size)
         best, shrinks = torch.full(split.shape[:-1], torch.inf), torch.ones(split.shape[:-1])
         for step in range(CLIPS):
             shrink = 1 - MOST_CLIP * step / CLIPS
             scale, base = self.grid(split, shrink)
-            error = groups.decode(groups.encode(split, scale, base, self.zero), scale, base, self.zero).sub_(split).square_()
-            found = (error * weight).sum(-1)
+            error = groups.decode(groups.encode(split, scale, base, self.zero), scale, base, self.zero).sub_(split)
+            found = (error if blocks is None else (error.unsqueeze(-2) @ blocks).squeeze(-2)).mul(error).sum(-1)
             shrinks[found < best] = shrink
             best = torch.minimum(best, found)
         return self.grid(split, shrinks[..., None])
