@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 import pytest
 from live_http import asgi_client, live_server, until
-from scripted_service import ScriptedService
+from scripted_service import ScriptedService, make_context
 
 from stoker.base.errors import ConfigError, QueueFullError, UnavailableError
+from stoker.server.app import make_app
 from stoker.server.http_protocol import MAX_HEAD_BYTES
 from stoker.server.schemas.settings import ServerSettings
 
@@ -213,6 +214,20 @@ async def test_metrics_count_outcomes_tokens_and_answers() -> None:
     assert lines['stoker_batch_occupancy{model="tiny"}'] == "0.5"
     assert lines['stoker_http_responses_total{route="/v1/completions",status="200"}'] == "2.0"
     assert lines['stoker_http_responses_total{route="/v1/completions",status="429"}'] == "1.0"
+
+
+async def test_the_port_of_the_metrics_shows_nothing_else() -> None:
+    context = await make_context(ScriptedService(), metrics_port=8002)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(context)), base_url="http://stoker:8002") as client:
+        assert (await client.get("/metrics")).status_code == 200 and (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 404
+        assert (await client.get("http://stoker:8000/v1/models")).status_code == 200
+
+
+async def test_parsers_that_do_not_exist_are_told_when_the_server_starts() -> None:
+    for setting in ("tool_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match="unknown"):
+            make_app(await make_context(ScriptedService(), **{setting: "qwe"}))
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from live_http import asgi_client, events
 from scripted_service import CACHED, ScriptedService
+
+from stoker.base.errors import RequestError
+from stoker.base.types import Delta, GenerationRequest
 
 
 async def post(service: ScriptedService, body: dict[str, Any], **settings: Any) -> Any:
@@ -202,3 +207,35 @@ async def test_the_spellings_of_a_grammar(asked: dict[str, Any], kind: str, text
     await post(service, {"prompt": "hi", **asked})
     guide = service.requests[0].params.guide
     assert guide is not None and (guide.kind, guide.text) == (kind, text)
+
+
+class RefusesLate(ScriptedService):
+    """Refuses the prompt "late" once another one began."""
+
+    def __init__(self, *answers: str) -> None:
+        super().__init__(*answers)
+        self.began = asyncio.Event()
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
+        if request.prompt == "late":
+            await self.began.wait()
+            raise RequestError("prompt", request.prompt, "it is late")
+        async for deltas in super().stream(request):
+            yield deltas
+            self.began.set()
+
+
+async def test_a_prompt_that_is_refused_after_another_began_ends_the_stream_with_an_error() -> None:
+    service = RefusesLate("abc")
+    *chunks, error, done = await post(service, {"prompt": ["fine", "late"], "stream": True})
+    assert chunks[0]["choices"][0]["text"] == "a" and done == "[DONE]"
+    assert error["error"]["param"] == "prompt" and error["error"]["type"] == "invalid_request_error"
+    assert service.num_streaming == 0
+
+
+async def test_a_prompt_that_is_refused_refuses_all() -> None:
+    service = ScriptedService("abc")
+    async with asgi_client(service) as client:
+        for stream in (True, False):
+            answer = await client.post("/v1/completions", json={"prompt": ["fine", "x" * 300], "stream": stream})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt" and service.num_streaming == 0

@@ -95,7 +95,7 @@ class ModelRepository:
             model.service = await model.load()
         except BaseException as error:
             model.state, model.reason = ModelState.UNAVAILABLE, f"{type(error).__name__}: {error}"
-            if not isinstance(error, StokerError):
+            if isinstance(error, Exception) and not isinstance(error, StokerError):
                 log.exception("loading %s failed", name)
             raise
         model.state, model.reason = ModelState.READY, ""

@@ -9,11 +9,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
+from stoker.base.logging import get_logger
 from stoker.server.errors import MethodError, RouteError, describe
 from stoker.server.exchange import Exchange
 from stoker.server.guard import check_key
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols import PROTOCOLS
+
+log = get_logger(__name__)
 
 
 def make_app(context: Context) -> Any:
@@ -42,6 +45,7 @@ class Application:
             return await send({"type": "websocket.close", "code": 1003})
         scope["app"] = self  # tells Starlette to raise for an unknown path or method
         try:
+            self._check_port(scope)
             await self._router(scope, receive, send)
         except HTTPException as error:
             exchange = self._exchange(scope, receive, send)
@@ -49,6 +53,12 @@ class Application:
             reason = MethodError(scope["method"], allowed) if error.status_code == 405 else RouteError(scope["path"])
             await self._refuse(exchange, self._owner(scope["path"]), reason)
             self._context.metrics.answered("other", error.status_code)
+
+    def _check_port(self, scope: dict[str, Any]) -> None:
+        """The port of the metrics, when they have their own, shows nothing but metrics and health."""
+        port = self._context.settings.metrics_port
+        if port and (scope.get("server") or ("", 0))[1] == port and not scope["path"].startswith(("/metrics", "/health")):
+            raise HTTPException(404)
 
     def _route(self, protocol: Protocol, endpoint: Endpoint) -> Route:
         return Route(endpoint.path, _Handling(self, protocol, endpoint), methods=[endpoint.method])
@@ -62,6 +72,7 @@ class Application:
             exchange.disconnected = True
         except (Exception, asyncio.CancelledError) as error:
             if exchange.started or isinstance(error, asyncio.CancelledError):
+                log.error("%s ended in the middle of its answer: %r", endpoint.path, error, exc_info=error)
                 raise
             await self._refuse(exchange, protocol, error)
         self._context.metrics.answered(endpoint.path, 499 if exchange.disconnected else exchange.status)

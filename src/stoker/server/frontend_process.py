@@ -65,7 +65,7 @@ async def serve(task: FrontendTask, tell_ready: Callable[[], Any]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: setattr(server, "should_exit", True))
     end_with_parent()
     gc.freeze()
-    serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=task.socket_fd)]))
+    serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=fd) for fd in task.socket_fds]))
     loading = asyncio.create_task(repository.load(task.model_name))
     await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
     if loading.done():
@@ -87,10 +87,10 @@ def http_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
 
 async def load(task: FrontendTask, metrics: FrontendMetrics) -> Service:
     """Read the tokenizer while the executor loads, then join them."""
-    reading = asyncio.create_task(asyncio.to_thread(Tokenizer.load, Path(task.engine)))
+    tokenizer = await asyncio.to_thread(Tokenizer.load, Path(task.engine))
     client = await ZmqExecutorClient.connect(task.address, connect_timeout_s=task.settings.load_timeout_s or LOAD_TIMEOUT_S)
     metered = MeteredClient(client, task.model_name, metrics)
-    return MeteredService(GenerationService(task.model_name, await reading, metered), metrics)
+    return MeteredService(GenerationService(task.model_name, tokenizer, metered), metrics)
 
 
 async def unload(service: Service) -> None:

@@ -16,14 +16,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = 0  # of the present message, in pieces that hold nothing else
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
-            piece_is_head = self._head_bytes > MAX_HEAD_BYTES
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and piece_is_head and not self.transport.is_closing():
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
             self.transport.close()
 

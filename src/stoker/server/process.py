@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
@@ -24,19 +26,30 @@ FAILING_S = 1.0  # after the executor died, frontends answer 503 for so long bef
 BACKLOG = 2048
 
 
+def check(settings: ServerSettings) -> None:
+    """Refuse what this server has no door for. Raises ConfigError."""
+    if settings.grpc_port is not None:
+        raise ConfigError(
+            f"grpc_port={settings.grpc_port} is refused: there is no gRPC door.", cure="Leave grpc_port out; HTTP has the same routes."
+        )
+
+
 def serve(engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, announce: Callable[[str], None] = print) -> int:
     """Serve the engine directory until SIGINT or SIGTERM; returns the exit status: 0 when told to stop, 1 when a process died.
 
     The first signal stops accepting, lets requests in flight end within drain_timeout_s, then stops; the second stops at once.
     `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address cannot be used.
     """
-    with bind(settings) as listener, tempfile.TemporaryDirectory(prefix="stoker-") as run_dir:
-        return asyncio.run(Supervisor(Path(engine), runtime, settings, listener, Path(run_dir), announce).run())
+    check(settings)
+    with contextlib.ExitStack() as stack:
+        ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
+        listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
+        return asyncio.run(Supervisor(Path(engine), runtime, settings, listeners, Path(run_dir), announce).run())
 
 
-def bind(settings: ServerSettings) -> socket.socket:
-    """A listening socket, so that a busy port is told before anything is loaded."""
-    host, port = settings.host, settings.http_port
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a busy port is told before anything is loaded. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
@@ -63,14 +76,14 @@ class Supervisor:
         engine: Path,
         runtime: RuntimeConfig,
         settings: ServerSettings,
-        listener: socket.socket,
+        listeners: list[socket.socket],
         run_dir: Path,
         announce: Callable[[str], None],
     ) -> None:
         self._engine = engine
         self._runtime = runtime
         self._settings = settings
-        self._listener = listener
+        self._listeners = listeners
         self._run_dir = run_dir
         self._announce = announce
         self._address = f"ipc://{run_dir}/executor"
@@ -83,20 +96,27 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         executor, *frontends = self._children = await asyncio.gather(*self._starts())
-        self._listener.close()
-        exits = {asyncio.create_task(child.process.wait()): child for child in self._children}
-        stop = asyncio.create_task(self._stop.wait())
+        for listener in self._listeners:
+            listener.close()
         ready = asyncio.gather(*(child.ready() for child in self._children))
-        await asyncio.wait({*exits, stop, ready}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            self._announce(f"{self._name} is served at {self.url} (ready after {time.monotonic() - started:.1f} s)")
-            await asyncio.wait({*exits, stop}, return_when=asyncio.FIRST_COMPLETED)
-        failed = next((child for task, child in exits.items() if task.done()), None) if not self._stop.is_set() else None
+        failed = await self._watch(ready, started)
         if failed is not None:
             log.error("the %s %s; the server stops.", failed.name, failed.ending)
         await self._end(executor, frontends, failing=failed is executor and ready.done())
         ready.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ready
         return 0 if failed is None else 1
+
+    async def _watch(self, ready: asyncio.Future[Any], started: float) -> Child | None:
+        """Announce when all are ready; return when told to stop, or the child that ended by itself."""
+        exits = {asyncio.create_task(child.process.wait()): child for child in self._children}
+        ends: set[asyncio.Future[Any]] = {*exits, asyncio.create_task(self._stop.wait())}
+        await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            self._announce(f"{self._name} is served at {self.url} (ready after {time.monotonic() - started:.1f} s)")
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return None if self._stop.is_set() else next(child for task, child in exits.items() if task.done())
 
     @property
     def url(self) -> str:
@@ -104,14 +124,14 @@ class Supervisor:
         return f"{'https' if self._settings.tls_key else 'http'}://{host}:{self._port}"
 
     def _starts(self) -> list:
-        self._port = self._listener.getsockname()[1]
-        fd = self._listener.fileno()
-        task = FrontendTask(str(self._engine), self._name, self._settings, self._address, fd)
+        self._port = self._listeners[0].getsockname()[1]
+        fds = [listener.fileno() for listener in self._listeners]
+        task = FrontendTask(str(self._engine), self._name, self._settings, self._address, fds)
         count = self._settings.num_frontends
         # Several frontends add their counts up through files, which prometheus-client keeps in this directory.
         shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
         executor = Child.start("executor", "stoker.server.executor_process", ExecutorTask(str(self._engine), self._runtime, self._address))
-        return [executor, *(Child.start("frontend", "stoker.server.frontend_process", task, pass_fds=[fd], **shared) for _ in range(count))]
+        return [executor, *(Child.start("frontend", "stoker.server.frontend_process", task, pass_fds=fds, **shared) for _ in range(count))]
 
     async def _end(self, executor: Child, frontends: list[Child], *, failing: bool) -> None:
         if failing:

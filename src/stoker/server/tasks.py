@@ -19,4 +19,4 @@ class FrontendTask(msgspec.Struct):
     model_name: str
     settings: ServerSettings
     address: str  # of the executor
-    socket_fd: int  # listening already
+    socket_fds: list[int]  # listening already

@@ -16,7 +16,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"  # 0.0.0.0 to be reachable from other machines
     http_port: int = 8000  # 0: any free port
     grpc_port: int | None = None
-    metrics_port: int | None = None  # None: metrics are served on http_port
+    metrics_port: int | None = None  # metrics and health on a port of their own too; None: on http_port only
     model_name: str | None = None  # the name clients use; None: the folder's
     protocols: tuple[str, ...] = ()  # rows of server/protocols to open; empty: all that fit
     add_special_tokens: bool = True  # when a prompt is text

@@ -14,6 +14,8 @@ from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.openai import kinds, wire
 from stoker.server.protocols.openai.chat import chat
 from stoker.server.protocols.openai.completions import complete
+from stoker.server.protocols.openai.reasoning import REASONING_PARSERS
+from stoker.server.protocols.openai.tools import TOOL_PARSERS
 
 
 class ModelError(NotFoundError):
@@ -28,6 +30,10 @@ class OpenAI(Protocol):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        if (parser := context.settings.tool_parser) is not None:
+            TOOL_PARSERS.get(parser)  # a wrong name is told when the server starts
+        if (parser := context.settings.reasoning_parser) is not None:
+            REASONING_PARSERS.get(parser)
         self._created = int(time.time())
 
     def endpoints(self) -> list[Endpoint]:

@@ -8,16 +8,17 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.errors import RequestError
+from stoker.base.errors import RequestError, StokerError
 from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import describe, sequence_error
 from stoker.server.exchange import Exchange
+from stoker.server.gathering import gather
 from stoker.server.protocol import Context
 from stoker.server.protocols.openai import wire
 from stoker.server.protocols.openai.asked import Asked, read
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
-from stoker.server.protocols.openai.merging import gather, streams
+from stoker.server.protocols.openai.merging import streams
 from stoker.server.protocols.openai.prompts import encode, read_prompts
 
 MAX_TOKENS = 16  # OpenAI's default
@@ -175,16 +176,24 @@ class _Stream:
         self._prompt_logprobs: list[list[TokenLogprobs | None] | None] = [None] * len(call.requests)
 
     async def run(self) -> None:
+        try:
+            await self._send_deltas()
+        except StokerError as error:  # one of several prompts is refused after another one began
+            if not self._exchange.started:
+                raise
+            await self._exchange.send(event({"error": wire.failure_object(describe(error))}))
+        if self._options.include_usage:
+            await self._exchange.send(self._chunks.usage(self._total()))
+        await self._exchange.send(DONE)
+        await self._exchange.close_stream()
+
+    async def _send_deltas(self) -> None:
         async with aclosing(streams(self._call.service, self._call.requests)) as batches:
             async for number, deltas in batches:
                 if not self._exchange.started:
                     await self._exchange.open_stream()
                 if data := b"".join([self._chunk(number, delta) for delta in deltas]):
                     await self._exchange.send(data)
-        if self._options.include_usage:
-            await self._exchange.send(self._chunks.usage(self._total()))
-        await self._exchange.send(DONE)
-        await self._exchange.close_stream()
 
     def _chunk(self, number: int, delta: Delta) -> bytes:
         text = self._texts[number][delta.index]

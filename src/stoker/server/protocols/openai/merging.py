@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeVar
 
 from stoker.base.types import Delta, GenerationRequest
 from stoker.frontend.service import Service
-
-T = TypeVar("T")
 
 
 async def streams(service: Service, requests: list[GenerationRequest]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
@@ -46,14 +43,3 @@ async def _forward(service: Service, request: GenerationRequest, number: int, ar
         arrived.put_nowait(None)
     except Exception as error:
         arrived.put_nowait(error)
-
-
-async def gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error is raised once the others are cancelled."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,26 @@
+"""A program for tests: serve the engine argv[1] with the settings in argv[2], as a command would."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import StokerError
+from stoker.base.logging import configure
+from stoker.server.process import serve
+from stoker.server.schemas.settings import ServerSettings
+
+
+def main() -> int:
+    configure()
+    settings = ServerSettings(http_port=0, **json.loads(sys.argv[2]))
+    try:
+        return serve(sys.argv[1], RuntimeConfig(device="cpu", kv_cache_tokens=4096), settings, lambda line: print(line, flush=True))
+    except StokerError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""The server as real processes, with a real engine: start, answers, clients that leave, deaths, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_http import events, until
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.server.process import bind
+from stoker.server.process import serve as run
+from stoker.server.schemas.settings import ServerSettings
+
+PROGRAM = str(Path(__file__).parent / "served.py")
+LONG = {"prompt": "the quick brown fox", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+
+
+class Served:
+    """A running server."""
+
+    def __init__(self, process: subprocess.Popen[str], errors: Path) -> None:
+        self.process = process
+        self.url = ""
+        self._errors = errors
+
+    async def ended(self) -> int:
+        """Its exit status."""
+        return await asyncio.to_thread(self.process.wait, 60)
+
+    def lines(self) -> list[str]:
+        """What it said on standard error."""
+        return self._errors.read_text().splitlines()
+
+    def children(self, module: str) -> list[int]:
+        """Process ids of its children that run `module`."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                stat = (path / "stat").read_text().rsplit(")", 1)[1].split()
+                if int(stat[1]) == self.process.pid and module in (path / "cmdline").read_text():
+                    found.append(int(path.name))
+        return found
+
+
+@contextlib.asynccontextmanager
+async def serve(engine: Path, errors: Path, **settings: Any) -> AsyncIterator[Served]:
+    with (errors / "stderr").open("w") as stderr:
+        command = [sys.executable, PROGRAM, str(engine), json.dumps(settings)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    served = Served(process, errors / "stderr")
+    try:
+        assert process.stdout is not None
+        if line := await asyncio.to_thread(process.stdout.readline):
+            assert line.startswith("tiny is served at http://127.0.0.1:")
+            served.url = line.split()[4]
+        else:
+            await served.ended()
+        yield served
+    finally:
+        for pid in [*served.children("stoker.server"), process.pid] if process.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await served.ended()
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+def running(pid: int) -> bool:
+    """It exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def number(client: httpx.AsyncClient, name: str) -> float:
+    text = (await client.get("/metrics")).text
+    return float(next(line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith(f'{name}{{model="tiny"')))
+
+
+async def test_answers_leaving_and_draining(engine: Path, tmp_path: Path) -> None:
+    """One server for what belongs together, as starting one takes seconds."""
+    async with serve(engine, tmp_path, drain_timeout_s=20) as served, httpx.AsyncClient(base_url=served.url, timeout=30) as client:
+        assert (await client.get("/health")).status_code == 200
+        whole = (await client.post("/v1/completions", json=LONG)).json()
+        streamed = events((await client.post("/v1/completions", json={**LONG, "stream": True})).text)
+        text = "".join(choice["text"] for chunk in streamed[:-1] for choice in chunk["choices"])
+        assert text == whole["choices"][0]["text"] and whole["usage"]["completion_tokens"] == 100
+        assert (await client.post("/v1/completions", json={"prompt": "x " * 500})).status_code == 400
+        generated = await client.post("/v2/models/ensemble/generate", json={"text_input": LONG["prompt"], "max_tokens": 100, "end_id": -1})
+        assert generated.json()["text_output"] == LONG["prompt"] + text, "greedy on both protocols"
+
+        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 4}) as answer:
+            async for _ in answer.aiter_lines():
+                break
+            assert await number(client, "stoker_kv_blocks_used") > 0
+        async with asyncio.timeout(10):
+            while await number(client, "stoker_kv_blocks_used"):
+                await asyncio.sleep(0.01)
+
+        asking = asyncio.create_task(client.post("/v1/completions", json={**LONG, "n": 8}))
+        async with asyncio.timeout(10):
+            while not await number(client, "stoker_running_sequences"):
+                await asyncio.sleep(0.002)
+        served.process.terminate()
+        assert (await asking).json()["usage"]["completion_tokens"] == 800, "a request in flight ends as it would have"
+        assert await served.ended() == 0
+        with pytest.raises(httpx.ConnectError):
+            await httpx.AsyncClient().get(served.url)
+
+
+async def test_a_dead_executor_is_told_and_ends_the_server(engine: Path, tmp_path: Path) -> None:
+    async with serve(engine, tmp_path) as served, httpx.AsyncClient(base_url=served.url, timeout=30) as client:
+        (executor,) = served.children("stoker.server.executor_process")
+        asking = asyncio.create_task(client.post("/v1/completions", json={**LONG, "n": 8}))
+        async with asyncio.timeout(10):
+            while not await number(client, "stoker_running_sequences"):
+                await asyncio.sleep(0.002)
+        os.kill(executor, signal.SIGKILL)
+        assert (await asking).status_code == 503
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.get("/v2/health/ready")).status_code == 503
+        assert (await client.get("/health/live")).status_code == 200
+        assert (await client.post("/v1/completions", json=LONG)).status_code == 503
+        assert await served.ended() == 1
+        assert any("the executor was killed by SIGKILL; the server stops." in line for line in served.lines())
+
+
+async def test_several_frontends_add_their_counts_up_and_the_second_signal_stops_at_once(engine: Path, tmp_path: Path) -> None:
+    async with serve(engine, tmp_path, num_frontends=2, drain_timeout_s=60) as served:
+        assert len(served.children("stoker.server.frontend_process")) == 2
+        for _ in range(6):
+            async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
+                assert (await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code == 200
+        async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
+            assert await number(client, "stoker_output_tokens_total") == 12
+            async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+                async for _ in answer.aiter_lines():
+                    break
+                children = served.children("stoker.server")
+                # A stopped executor cannot finish the stream, so the drain would last its minute.
+                os.kill(served.children("stoker.server.executor_process")[0], signal.SIGSTOP)
+                served.process.send_signal(signal.SIGINT)
+                served.process.send_signal(signal.SIGTERM)  # another one: two of a kind that wait are one
+                assert await asyncio.wait_for(served.ended(), 10) == 0
+        assert not any(running(pid) for pid in children)
+
+
+async def test_children_end_with_their_parent(engine: Path, tmp_path: Path) -> None:
+    async with serve(engine, tmp_path) as served:
+        children = served.children("stoker.server")
+        assert len(children) == 2
+        served.process.kill()
+        await until(lambda: not any(running(pid) for pid in children))
+
+
+async def test_an_engine_that_does_not_load(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    async with serve(tmp_path / "tiny", tmp_path) as served:
+        assert not served.url
+        assert await served.ended() == 1
+        lines = served.lines()
+        assert not any("Traceback" in line for line in lines), lines
+        assert any(str(tmp_path) in line for line in lines), "the damage is named"
+
+
+async def test_a_port_that_is_taken_is_told_before_anything_starts(engine: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be used: Address already in use. Stop the other"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"host='nowhere\.invalid' cannot be used"):
+        bind("nowhere.invalid", 0)
+
+
+def test_a_door_that_does_not_exist_is_refused(engine: Path) -> None:
+    with pytest.raises(ConfigError, match="grpc_port=8001 is refused"):
+        run(engine, RuntimeConfig(), ServerSettings(grpc_port=8001))
+
+
+def test_a_frontend_imports_no_torch() -> None:
+    code = "import sys, stoker.server.frontend_process; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
