@@ -16,6 +16,9 @@ after a preemption and on top of shared blocks (`tests/parity/`).
 Each architecture can be built with every weight format: formats own linears, and all rows are made of the same ones. Routers,
 embeddings, heads and latent attention's up-projections stay in the engine's dtype.
 
+Any number of ranks can share a model: heads that don't divide are filled up with zeros, and a key/value head that several ranks need is
+copied.
+
 | family | `architectures` | oracle | tensor parallel |
 |---|---|---|---|
 """

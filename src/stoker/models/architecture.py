@@ -49,7 +49,7 @@ class Architecture:
     optional: tuple[str, ...] = ()  # checkpoint tensors that may be absent or present (a tied head)
     renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement): older spellings of checkpoint tensors
     versions: Mapping[str, Callable[[dict[str, Any]], tuple[str, ...]]] = field(default_factory=dict)  # option → what config.json is
-    tensor_parallel: str = "a divisor of the heads, the kv heads and the MLP"
+    tensor_parallel: str = "any"  # what limits or costs the number of ranks
 
     def canonical(self, tensor: str) -> str:
         """A checkpoint tensor's name as `names` spells it."""

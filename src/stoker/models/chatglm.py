@@ -119,7 +119,6 @@ register(
         variant=lambda hf: "ChatGLM1Model" if is_first(hf) else None,
         ignored=("transformer.rotary_pos_emb.inv_freq",),
         versions={"chatglm_model_version": version},
-        tensor_parallel="a divisor of the kv groups (2 in the published ones)",
     ),
     Architecture("GlmForCausalLM", glm_config, glm_names, "GLM-4", "transformers", ("glm",), ignored=IGNORED),
     Architecture("Glm4ForCausalLM", glm4_config, glm4_names, "GLM-4-0414", "transformers", ("glm4",), ignored=IGNORED),

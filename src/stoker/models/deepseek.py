@@ -141,7 +141,7 @@ def _up(fused: Tensor, config: ModelConfig) -> Tensor:
     return fused.unflatten(0, (config.layers[0].attention.num_heads, -1))
 
 
-_HEADS = "a divisor of the heads and the MLPs; the latent cache is whole on each rank"
+_HEADS = "any; the latent cache is whole on each rank"
 register(
     Architecture(
         "DeepseekForCausalLM",

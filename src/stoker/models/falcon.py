@@ -73,6 +73,5 @@ register(
         "transformers",
         ("falcon",),
         ignored=("*.rotary_emb.inv_freq",),
-        tensor_parallel="a divisor of the kv heads: 1 for the multi-query 7B",
     )
 )

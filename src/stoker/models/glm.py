@@ -108,7 +108,6 @@ def _paired_halves(tensors: list[Tensor], config: ModelConfig) -> Tensor:
     return torch.cat([x.flatten(0, 1) for x in (q, k, v)])
 
 
-_WHOLE = "a divisor of the heads and the MLP; prompts are prefilled whole and share no prefix"
 register(
     Architecture(
         "ChatGLM1Model",
@@ -118,7 +117,6 @@ register(
         "a float64 forward",
         ignored=("*.rotary_emb.inv_freq",),
         versions={"chatglm_model_version": lambda hf: ("chatglm_6b", "chatglm")},
-        tensor_parallel=_WHOLE,
     ),
     Architecture(
         "GLMModel",
@@ -129,6 +127,5 @@ register(
         aliases=("GLMForConditionalGeneration",),
         renames=((r"^glm\.", ""),),
         versions={"chatglm_model_version": lambda hf: ("glm_10b", "glm")},
-        tensor_parallel=_WHOLE,
     ),
 )

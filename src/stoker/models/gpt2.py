@@ -82,7 +82,6 @@ def santacoder_names(config: ModelConfig) -> Names:
 
 _IGNORED = ("*.attn.bias", "*.attn.masked_bias")
 _BARE = ((r"^(h|wte|wpe|ln_f)\.", r"transformer.\1."),)  # the first checkpoints were saved without their head
-_MULTI_QUERY = "1: one key/value head"
 register(
     Architecture(
         "GPT2LMHeadModel",
@@ -106,7 +105,6 @@ register(
         ignored=_IGNORED,
         renames=_BARE,
         versions={"gpt_model_version": lambda hf: ("starcoder", "santacoder")},
-        tensor_parallel=_MULTI_QUERY,
     ),
     Architecture(
         "GPT2LMHeadCustomModel",
@@ -117,6 +115,5 @@ register(
         ignored=_IGNORED,
         renames=_BARE,
         versions={"gpt_model_version": lambda hf: ("santacoder",)},
-        tensor_parallel=_MULTI_QUERY,
     ),
 )

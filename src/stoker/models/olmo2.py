@@ -31,6 +31,5 @@ register(
         "OLMo 2",
         "transformers",
         ("olmo2",),
-        tensor_parallel="1: the q/k norms span all heads",
     )
 )
