@@ -239,3 +239,15 @@ async def test_a_prompt_that_is_refused_refuses_all() -> None:
         for stream in (True, False):
             answer = await client.post("/v1/completions", json={"prompt": ["fine", "x" * 300], "stream": stream})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt" and service.num_streaming == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_min_tokens_is_held_against_the_requests_own_max_tokens(path: str) -> None:
+    service = ScriptedService("abc")
+    asked = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    async with asgi_client(service) as client:
+        assert (await client.post(path, json={**asked, "min_tokens": 50, "max_tokens": 100})).status_code == 200
+        for refused in ({"min_tokens": 50, "max_tokens": 20}, {"max_tokens": 0}):
+            answer = await client.post(path, json={**asked, **refused})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(refused))
+    assert [request.params.min_tokens for request in service.requests] == [50]

@@ -40,11 +40,12 @@ class Asked(msgspec.Struct, kw_only=True):
         return GenerationRequest(request_id=request_id, prompt=prompt, params=self.params, **{**self.request_fields, **fields})
 
 
-def read(door: Door, body: dict[str, Any], service: Service, settings: ServerSettings, **defaults: Any) -> Asked:
-    """Check every field. `defaults` are the door's own defaults of SamplingParams. Raises RequestError."""
+def read(door: Door, body: dict[str, Any], service: Service, settings: ServerSettings, *, max_tokens: int) -> Asked:
+    """Check every field. `max_tokens` is for requests that name none. Raises RequestError."""
     values = check_fields(door, body)
     stream = values.get("stream", False)
-    given = {"temperature": TEMPERATURE, "skip_special_tokens": settings.skip_special_tokens, **defaults}
+    given: dict[str, Any] = {"temperature": TEMPERATURE, "skip_special_tokens": settings.skip_special_tokens}
+    given["max_tokens"] = values.get("max_tokens", max_tokens)
     given |= {param: values[name] for name, param in _PARAMS if name in values}
     given |= _renamed(values, service)
     if values.get("use_beam_search"):

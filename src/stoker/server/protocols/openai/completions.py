@@ -2,99 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
-from stoker.base.errors import RequestError, StokerError
-from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from stoker.base.errors import StokerError
+from stoker.base.types import Delta, FinishReason, TokenLogprobs, Usage
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import describe, sequence_error
 from stoker.server.exchange import Exchange
 from stoker.server.gathering import gather
 from stoker.server.protocol import Context
 from stoker.server.protocols.openai import wire
-from stoker.server.protocols.openai.asked import Asked, read
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
+from stoker.server.protocols.openai.completion_request import Call, read_call
 from stoker.server.protocols.openai.merging import streams
-from stoker.server.protocols.openai.prompts import encode, read_prompts
-
-MAX_TOKENS = 16  # OpenAI's default
-
-
-class Call(msgspec.Struct):
-    """One request: for each prompt a GenerationRequest, and the text that echo puts before its answers."""
-
-    asked: Asked
-    service: Service
-    requests: list[GenerationRequest]
-    echoes: list[str]
-    num_choices: int  # of a prompt, in the answer; best_of may generate more
-    score_only: bool  # max_tokens=0: the one generated token is dropped
-    head: dict[str, Any]
-
-    @property
-    def logprobs(self) -> bool:
-        return "logprobs" in self.asked.values
 
 
 async def complete(exchange: Exchange, context: Context, service: Service, body: dict[str, Any]) -> None:
     """Answer one request, whole or streamed."""
     async with exchange.attended():
-        call = await _read(body, service, context)
+        call = await read_call(body, service, context)
         if call.asked.stream:
             await _Stream(exchange, call).run()
         else:
             await exchange.respond(200, await _whole(call))
-
-
-async def _read(body: dict[str, Any], service: Service, context: Context) -> Call:
-    default = context.settings.default_max_tokens or MAX_TOKENS
-    echo = body.get("echo") is True
-    asked = read("completions", {**body, "max_tokens": 1} if _scores(body, echo) else body, service, context.settings, max_tokens=default)
-    values = asked.values
-    num_choices = asked.params.n
-    asked.params = msgspec.structs.replace(asked.params, **_params(values, num_choices, echo))
-    if asked.params.n != num_choices and asked.stream:
-        raise RequestError("best_of", values["best_of"], "with stream it must equal n")
-    if "prompt" not in values:
-        raise RequestError("prompt", None, "it is missing")
-    prompts = read_prompts(values["prompt"])
-    requests = [asked.generation(prompt, i if len(prompts) > 1 else None) for i, prompt in enumerate(prompts)]
-    echoes = [await _echo(service, request) if echo else "" for request in requests]
-    head = {"id": f"cmpl-{asked.request_id}", "object": "text_completion", "created": int(time.time()), "model": service.model_name}
-    return Call(asked, service, requests, echoes, num_choices, _scores(body, echo), head)
-
-
-def _scores(body: dict[str, Any], echo: bool) -> bool:
-    """Only the prompt's log-probabilities are wanted. The executor always generates, so one token is made and dropped."""
-    return echo and type(body.get("max_tokens")) is int and body["max_tokens"] == 0
-
-
-def _params(values: dict[str, Any], n: int, echo: bool) -> dict[str, Any]:
-    """max_tokens and logprobs, and what best_of and echo change."""
-    params: dict[str, Any] = {name: values[name] for name in ("max_tokens", "logprobs") if name in values}
-    best_of = values.get("best_of", n)
-    if best_of < n:
-        raise RequestError("best_of", best_of, f"it must be at least n={n}")
-    if best_of > n and not values.get("use_beam_search"):
-        params |= {"n": best_of, "logprobs": values.get("logprobs", 0)}
-    if echo and "logprobs" in values:
-        params["prompt_logprobs"] = max(values["logprobs"], values.get("prompt_logprobs", 0))
-    return params
-
-
-async def _echo(service: Service, request: GenerationRequest) -> str:
-    """The prompt's text as the model sees it; the request then brings its ids."""
-    text = request.prompt if isinstance(request.prompt, str) else None
-    ids = await encode(service, text, add_special_tokens=request.add_special_tokens) if text is not None else request.prompt
-    assert isinstance(ids, list)
-    if request.truncate_prompt_tokens is not None and len(ids) > request.truncate_prompt_tokens:
-        ids, text = ids[-request.truncate_prompt_tokens :], None
-    request.prompt = ids
-    return text if text is not None else service.decode(ids, skip_special_tokens=False)
 
 
 async def _whole(call: Call) -> bytes:
