@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,18 @@ import msgspec
 import torch
 
 from stoker.base.config import check_choice
+from stoker.builder.accuracy import check_accuracy
+from stoker.builder.calibrate import Calibrated, calibrate, forget, needs_calibration
+from stoker.builder.calibration_text import calibration_windows
 from stoker.builder.config import VERIFY, BuildConfig
-from stoker.builder.convert import convert, file_order, stored_layouts
+from stoker.builder.convert import convert, stored_tensors
 from stoker.builder.generation import write_generation
 from stoker.builder.prepare import Prepared, prepare
+from stoker.builder.shares import RankShare, file_order
 from stoker.builder.tokenizer import write_tokenizer
 from stoker.builder.verify import verify_files, verify_tokens
 from stoker.engine.cache import cached_engine
-from stoker.engine.config import EngineConfig
+from stoker.engine.config import EngineConfig, rank_metadata
 from stoker.engine.directory import check_free, publish, record, workspace, write_config
 from stoker.engine.reader import Engine, rank_file
 from stoker.engine.tensor_file import FileRecord, TensorFileWriter, num_bytes
@@ -62,6 +67,7 @@ def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress) -
         if verify != "none":
             write_config(work, msgspec.structs.replace(written, checks=_check(prepared, work, verify, progress)))
         publish(work, out)
+    forget(prepared)
     return Engine.open(out)
 
 
@@ -75,39 +81,59 @@ def _write(prepared: Prepared, work: Path, progress: Progress) -> EngineConfig:
     write_generation(checkpoint, work)
     files |= {file.name: record(file) for file in sorted(work.iterdir())}
     if not asked.dummy_weights:
-        files[rank_file(0)] = _write_weights(prepared, work / rank_file(0), progress)
+        files |= _write_weights(prepared, work, progress)
     done = msgspec.structs.replace(prepared.config, files=files)
     write_config(work, done)
     return done
 
 
-def _write_weights(prepared: Prepared, path: Path, progress: Progress) -> FileRecord:
-    """Stream the tensors of the one rank."""
-    config = prepared.config
+def _write_weights(prepared: Prepared, work: Path, progress: Progress) -> dict[str, FileRecord]:
+    """Stream the tensors to the ranks' files: each is made once, whole, and every rank's part of it is written at once."""
+    config, checkpoint = prepared.config, prepared.checkpoint
     dtype: torch.dtype = getattr(torch, config.dtype)
-    stored = stored_layouts(config.model, config.recipe, dtype)
-    total, done = sum(num_bytes(*layout) for layout in stored.values()), 0
-    specs = file_order(config.model, config.recipe, dtype)
-    with TensorFileWriter(path, stored) as writer:
-        for name, tensor in convert(specs, prepared.makings, prepared.checkpoint.weights, config.model, config.recipe, dtype):
-            writer.write(name, tensor)
-            done += tensor.numel() * tensor.element_size()
-            progress("weights", done, total)
-        return writer.finish()
+    shares = {rank_file(rank): RankShare(config, rank) for rank in range(config.mapping.world_size)}
+    specs = file_order(config)
+    calibrated = _calibrated(prepared, work, progress)
+    total, done = sum(num_bytes(part.shape, part.dtype) for s in specs for part in stored_tensors(s, config.recipe, dtype).values()), 0
+    with ExitStack() as stack:
+        writers = {
+            file: stack.enter_context(TensorFileWriter(work / file, share.layouts(), rank_metadata(config, rank)))
+            for rank, (file, share) in enumerate(shares.items())
+        }
+        for spec in specs:
+            parts = {file: share.of(spec) for file, share in shares.items()}
+            for name, tensor in convert(spec, prepared.makings, checkpoint.weights, config.model, config.recipe, dtype, calibrated):
+                for file in shares:
+                    if name in parts[file]:
+                        writers[file].write(name, shares[file].cut(spec, name, tensor))
+                done += tensor.numel() * tensor.element_size()
+                progress("weights", done, total)
+        return {file: writer.finish() for file, writer in writers.items()}
+
+
+def _calibrated(prepared: Prepared, work: Path, progress: Progress) -> Calibrated | None:
+    """The layers as calibration quantized them; None when nothing is measured."""
+    if not needs_calibration(prepared):
+        return None
+    asked = prepared.build
+    return calibrate(
+        prepared, calibration_windows(work, asked.calibration_data, asked.calibration_size, asked.calibration_seq_len), progress
+    )
 
 
 def _check(prepared: Prepared, work: Path, verify: str, progress: Progress) -> dict[str, Any]:
     """Verify what was written. Returns the findings."""
     config = prepared.config
     progress("verify", 0, 2)
-    planned = {} if config.weights == "dummy" else stored_layouts(config.model, config.recipe, getattr(torch, config.dtype))
-    verify_files(work, planned)
+    verify_files(work, [RankShare(config, rank).layouts() for rank in range(config.mapping.world_size)])
     progress("verify", 1, 2)
     found: dict[str, Any] = {"files": "digests and tensors as planned"}
     if verify != "files":
         trust = prepared.build.trust_remote_code
         found["greedy"] = msgspec.to_builtins(verify_tokens(work, prepared.checkpoint, ask=verify == "full", trust_remote_code=trust))
     progress("verify", 2, 2)
+    if verify != "files" and config.recipe.name != "NO_QUANT":
+        found["accuracy"] = msgspec.to_builtins(check_accuracy(prepared, work, ask=verify == "full", progress=progress))
     return found
 
 

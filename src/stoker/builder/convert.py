@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,49 +11,47 @@ from torch import Tensor
 from stoker.base.errors import CheckpointError
 from stoker.builder.names import Making, combine
 from stoker.builder.weights import Weights
-from stoker.engine.tensor_file import ALIGNMENT, num_bytes
 from stoker.layers.config import ModelConfig
-from stoker.layers.decoder import declare
 from stoker.layers.specs import LinearSpec, Spec
+from stoker.quant.format import Layout
 from stoker.quant.recipe import Recipe
 
 # (shape, dtype) of stored tensors by engine name, in file order.
 Layouts = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def layouts(spec: Spec, recipe: Recipe, dtype: torch.dtype) -> Layouts:
-    """The stored tensors of one spec, whole."""
+class Ready(Protocol):
+    """Stored tensors that exist already, by engine name; `in` asks for a spec's name."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+def stored_tensors(spec: Spec, recipe: Recipe, dtype: torch.dtype) -> dict[str, Layout]:
+    """The stored tensors of one spec, whole, by engine name."""
     if not isinstance(spec, LinearSpec):
-        return {spec.name: (spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype)}
-    parts = recipe.format_for(spec).layout(spec, dtype)
-    stored: Layouts = {f"{spec.name}.{suffix}": (layout.shape, layout.dtype) for suffix, layout in parts.items()}
-    return stored | {f"{spec.name}.bias": (spec.bias_shape, dtype)} if spec.bias else stored
-
-
-def stored_layouts(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> Layouts:
-    """Every stored tensor of a model, in file order."""
-    return {name: layout for spec in file_order(config, recipe, dtype) for name, layout in layouts(spec, recipe, dtype).items()}
-
-
-def file_order(config: ModelConfig, recipe: Recipe, dtype: torch.dtype) -> list[Spec]:
-    """The specs as they follow in a file: those that would misalign what comes after them go last."""
-
-    def odd(spec: Spec) -> bool:
-        return any(num_bytes(*layout) % ALIGNMENT for layout in layouts(spec, recipe, dtype).values())
-
-    return sorted(declare(config, recipe.kv_cache).values(), key=odd)
+        return {spec.name: Layout(spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype, row_axis=0)}
+    stored = {f"{spec.name}.{suffix}": part for suffix, part in recipe.format_for(spec).layout(spec, dtype).items()}
+    return stored | {f"{spec.name}.bias": Layout(spec.bias_shape, dtype, row_axis=len(spec.bias_shape) - 1)} if spec.bias else stored
 
 
 def convert(
-    specs: list[Spec], makings: Mapping[str, Making], weights: Weights, config: ModelConfig, recipe: Recipe, dtype: torch.dtype
+    spec: Spec,
+    makings: Mapping[str, Making],
+    weights: Weights,
+    config: ModelConfig,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    calibrated: Ready | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors of `specs` in order, as `layouts` says. Holds one spec's tensors at a time."""
-    for spec in specs:
-        if isinstance(spec, LinearSpec):
-            yield from _linear(spec, makings, weights, config, recipe, dtype)
-        else:
-            wanted = getattr(torch, spec.dtype) if spec.dtype else dtype
-            yield spec.name, make(makings[spec.name], weights, config, wanted)
+    """The stored tensors of one spec, whole, in the order of `stored_tensors`; `calibrated` may have them ready."""
+    if calibrated is not None and spec.name in calibrated:
+        yield from ((name, calibrated[name]) for name in stored_tensors(spec, recipe, dtype))
+    elif isinstance(spec, LinearSpec):
+        yield from _linear(spec, makings, weights, config, recipe, dtype)
+    else:
+        wanted = getattr(torch, spec.dtype) if spec.dtype else dtype
+        yield spec.name, make(makings[spec.name], weights, config, wanted)
 
 
 def _linear(

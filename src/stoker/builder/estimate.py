@@ -8,18 +8,20 @@ import os
 import msgspec
 import torch
 
-from stoker.builder.convert import stored_layouts
 from stoker.builder.names import weight_names
+from stoker.builder.shares import RankShare
+from stoker.distributed.pipeline import stage_layers
 from stoker.engine.config import EngineConfig
+from stoker.engine.reader import rank_file
 from stoker.engine.tensor_file import num_bytes
 from stoker.layers.config import AttentionConfig, MLPConfig, ModelConfig
-from stoker.layers.decoder import declare, kv_shapes
+from stoker.layers.decoder import declare, kv_width
 
 USABLE = {"cuda": 0.9, "cpu": 0.5}  # of the memory, as runtime's kv_cache_fraction
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """All in bytes, for each rank."""
+    """All in bytes; but for the files, of the rank that needs the most."""
 
     parameters: int
     files: dict[str, int]
@@ -39,7 +41,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(config: EngineConfig, memory: int | None = None) -> Estimate:
     """The estimate of an engine. `memory`: the device's bytes, when it is not in this machine."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    weights = sum(num_bytes(*layout) for layout in stored_layouts(config.model, config.recipe, dtype).values())
+    shares = [RankShare(config, rank) for rank in range(config.mapping.world_size)]
+    files = {rank_file(i): sum(num_bytes(*layout) for layout in share.layouts().values()) for i, share in enumerate(shares)}
+    weights = max(files.values())
     activations = activation_bytes(config, dtype)
     token = kv_token_bytes(config, dtype)
     limits = config.limits
@@ -48,7 +52,7 @@ def estimate(config: EngineConfig, memory: int | None = None) -> Estimate:
     free = None if memory is None else int((memory - weights - activations) * USABLE[config.target.device])
     return Estimate(
         parameters=parameters(config.model),
-        files={} if config.weights == "dummy" else {"rank0.safetensors": weights},
+        files={} if config.weights == "dummy" else files,
         weights=weights,
         activations=activations,
         kv_token=token,
@@ -65,10 +69,13 @@ def parameters(model: ModelConfig) -> int:
 
 
 def kv_token_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token over all layers."""
+    """Bytes of keys and values of one token over the layers of the rank that has the most."""
     size = (getattr(torch, config.recipe.kv_cache) if config.recipe.kv_cache else dtype).itemsize
-    shapes = [kv_shapes(config.model, i) for i in range(config.model.num_layers)]
-    return sum(heads * (keys + values) * size for heads, keys, values in shapes)
+    tensor, stages = config.mapping.tensor_parallel, config.mapping.pipeline_parallel
+    return max(
+        sum(kv_width(config.model, i, tensor) * size for i in stage_layers(config.model.num_layers, stages, stage))
+        for stage in range(stages)
+    )
 
 
 def activation_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

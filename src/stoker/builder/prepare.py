@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from stoker import __version__
+from stoker.base.config import Mapping
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.builder.checkpoint import Checkpoint, open_checkpoint
 from stoker.builder.config import BuildConfig, fit_limits
@@ -16,8 +17,9 @@ from stoker.builder.fetch import fetch
 from stoker.builder.fingerprint import fingerprint
 from stoker.builder.logical import LogicalWeights
 from stoker.builder.names import Making, plan
+from stoker.builder.shares import check_shares
 from stoker.engine.config import EngineConfig, Origin, Target
-from stoker.layers.config import ModelConfig
+from stoker.layers.config import ModelConfig, MoEConfig
 from stoker.layers.decoder import layer_specs
 from stoker.layers.specs import LinearSpec
 from stoker.models import Architecture, resolve
@@ -55,8 +57,7 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
     stored = checkpoint.config.get("quantization_config")
     checkpoint = dataclasses.replace(checkpoint, weights=LogicalWeights(checkpoint.weights, architecture, stored))
     target = find_target(build)
-    if build.mapping.world_size > 1:
-        raise ConfigError(f"engines for {build.mapping.world_size} ranks are not built yet.", cure="Use one rank.")
+    check_mapping(build.mapping, model)
     config = EngineConfig(
         stoker_version=__version__,
         model=model,
@@ -69,6 +70,7 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
         checkpoint=Origin(name=name, fingerprint=""),
     )
     config = msgspec.structs.replace(config, recipe=_measured_on(build, config))
+    check_shares(config)
     makings = {} if build.dummy_weights else plan(architecture, model, checkpoint.weights)
     return Prepared(checkpoint=checkpoint, build=build, config=config, makings=makings)
 
@@ -85,6 +87,15 @@ def measures(model: ModelConfig, recipe: Recipe) -> bool:
     """Whether something of the recipe is measured by calibration."""
     linears = [spec for i in range(model.num_layers) for spec in layer_specs(model, i).values() if isinstance(spec, LinearSpec)]
     return recipe.kv_cache is not None or any(recipe.format_for(spec).needs_calibration for spec in linears)
+
+
+def check_mapping(mapping: Mapping, model: ModelConfig) -> None:
+    """Raise ConfigError for a mapping that this model has no use for."""
+    stages = mapping.pipeline_parallel
+    if stages > model.num_layers:
+        raise ConfigError(f"pipeline_parallel={stages}: the model has {model.num_layers} layers.", cure="Lower it.")
+    if mapping.expert_parallel and not any(isinstance(layer.mlp, MoEConfig) for layer in model.layers):
+        raise ConfigError("expert_parallel is refused: the model has no experts.", cure="Leave it out.")
 
 
 def read_model(checkpoint: Checkpoint) -> tuple[Architecture, ModelConfig]:

@@ -42,16 +42,15 @@ class Greedy(msgspec.Struct, frozen=True):
     skipped: str = ""  # why nothing was compared
 
 
-def verify_files(path: Path, layouts: Layouts) -> None:
-    """Re-read the files: digests, and every tensor of the layouts, none more. Raises EngineError."""
+def verify_files(path: Path, planned: list[Layouts]) -> None:
+    """Re-read the files: digests, and every tensor that was planned for each rank, none more. Raises EngineError."""
     engine = Engine.open(path, verify=True)
-    if engine.config.weights == "files":
-        found = {name: (e.shape, e.dtype) for name, e in FileSource(path / rank_file(0), CPU).entries.items()}
+    for rank, layouts in enumerate(planned if engine.config.weights == "files" else []):
+        file = path / rank_file(rank)
+        found = {name: (e.shape, e.dtype) for name, e in FileSource(file, CPU).entries.items()}
         if found != layouts:
             wrong = sorted(set(found.items()) ^ set(layouts.items()), key=str)[0]
-            raise EngineError(
-                f"{path / rank_file(0)} does not hold what was planned: {wrong}.", cure="Report this with the checkpoint's name."
-            )
+            raise EngineError(f"{file} does not hold what was planned: {wrong}.", cure="Report this with the checkpoint's name.")
 
 
 def verify_tokens(path: Path, checkpoint: Checkpoint, *, ask: bool, trust_remote_code: bool) -> Greedy:
@@ -88,6 +87,8 @@ def verify_tokens(path: Path, checkpoint: Checkpoint, *, ask: bool, trust_remote
 def _skip_reason(config: EngineConfig, checkpoint: Checkpoint, ask: bool) -> str:
     if config.weights == "dummy":
         return "the weights are random"
+    if config.mapping.world_size > 1:
+        return f"the engine is for {config.mapping.world_size} ranks, and one process verifies"
     values = sum(stored.num_bytes // stored.dtype.itemsize for stored in checkpoint.weights.stored.values())
     # The engine's decoder and the reference are in memory one after the other; the reference while it widens 16-bit weights.
     needed, there = values * 6, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

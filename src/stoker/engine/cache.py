@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from filelock import FileLock, Timeout
 
 from stoker.base import env
 from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
-from stoker.engine.config import EngineConfig, encode
+from stoker.engine.config import EngineConfig, address
 from stoker.engine.directory import leftovers
 from stoker.engine.reader import Engine
 
 log = get_logger(__name__)
-
-
-def address(config: EngineConfig) -> str:
-    """The name of an engine in the cache: a digest of format version, model, settings, target and checkpoint fingerprint."""
-    bare = msgspec.structs.replace(config, files={}, checks={}, stoker_version="")
-    bare = msgspec.structs.replace(bare, checkpoint=msgspec.structs.replace(bare.checkpoint, name=""))
-    return hashlib.sha256(encode(bare)).hexdigest()[:40]
 
 
 def cached_engine(config: EngineConfig, make: Callable[[Path], object]) -> Engine:

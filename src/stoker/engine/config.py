@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -53,6 +54,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """How each stage's weights are spread over its tensor-parallel ranks."""
         mapping = self.mapping
         return Sharding(size=mapping.tensor_parallel, grain=self.recipe.grain, by_expert=mapping.expert_parallel)
+
+
+def address(config: EngineConfig) -> str:
+    """What an engine is, by content: a digest of format version, model, settings, target and checkpoint fingerprint."""
+    bare = msgspec.structs.replace(config, files={}, checks={}, stoker_version="")
+    bare = msgspec.structs.replace(bare, checkpoint=msgspec.structs.replace(bare.checkpoint, name=""))
+    return hashlib.sha256(encode(bare)).hexdigest()[:40]
+
+
+def rank_metadata(config: EngineConfig, rank: int) -> dict[str, str]:
+    """What a rank's file says of itself, so that one of another build, or of another rank, is refused."""
+    return {"engine": address(config), "rank": f"{rank} of {config.mapping.world_size}"}
 
 
 def encode(config: EngineConfig) -> bytes:

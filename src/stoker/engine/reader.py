@@ -12,8 +12,9 @@ import torch
 from stoker import __version__
 from stoker.base.errors import EngineError
 from stoker.distributed.group import SINGLE, Group
-from stoker.engine.config import FORMAT_VERSION, EngineConfig, decode
+from stoker.engine.config import FORMAT_VERSION, EngineConfig, decode, rank_metadata
 from stoker.engine.source import DummySource, FileSource
+from stoker.engine.tensor_file import read_metadata
 from stoker.layers.loader import Loader
 from stoker.quant.format import TensorSource
 
@@ -94,12 +95,21 @@ class Engine:
         self.check_device(device)
         if self.config.weights == "dummy":
             return DummySource(device)
+        self._check_origin(rank)
         return FileSource(self.path / rank_file(rank), device)
 
     def loader(self, rank: int = 0, device: torch.device | str = "cpu", group: Group = SINGLE) -> Loader:
         """What `layers.decoder.Decoder` is made with on a rank. `group`: the tensor-parallel ranks."""
         config = self.config
         return Loader(self.source(rank, device), config.recipe, self.dtype, torch.device(device), group, config.sharding)
+
+    def _check_origin(self, rank: int) -> None:
+        """Raise EngineError when a rank's file is of another build, or of another rank."""
+        file, again = self.path / rank_file(rank), "Copy the engine again, or build it again."
+        found, wanted = read_metadata(file, EngineError, again), rank_metadata(self.config, rank)
+        if found != wanted:
+            says, belongs = (f"rank {of.get('rank')} of engine {of.get('engine', '')[:12]}" for of in (found, wanted))
+            raise EngineError(f"{file} is of another build or rank: it says {says}, and {belongs} belongs there.", cure=again)
 
     def _check_sizes(self) -> None:
         for name, record in self.config.files.items():

@@ -63,6 +63,13 @@ def read_header(path: Path, error: type[StokerError], cure: str) -> dict[str, En
     return entries
 
 
+def read_metadata(path: Path, error: type[StokerError], cure: str) -> dict[str, str]:
+    """The file's free-form notes. Raises `error` as `read_header` does."""
+    _, raw = _raw_header(path, error, cure)
+    notes = raw.get("__metadata__", {})
+    return {str(key): str(value) for key, value in notes.items()} if isinstance(notes, dict) else {}
+
+
 def _raw_header(path: Path, error: type[StokerError], cure: str) -> tuple[int, dict[str, Any]]:
     """Where the tensors' bytes begin, and the header as it stands."""
     size = path.stat().st_size
@@ -123,12 +130,14 @@ def as_bytes(tensor: Tensor) -> memoryview:
 class TensorFileWriter:
     """Writes a safetensors file whose layout is known before its contents: tensors go out in the order of `layouts`, hashed on the way."""
 
-    def __init__(self, path: Path, layouts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(
+        self, path: Path, layouts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self._layouts = dict(layouts)
         self._pending = list(self._layouts)[::-1]
         self._file = path.open("xb")
         self._hash = hashlib.sha256()
-        self._emit(_header(self._layouts))
+        self._emit(_header(self._layouts, metadata or {}))
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Append the next tensor. Raises ValueError unless it is the next one of the layout, with its shape and dtype."""
@@ -158,8 +167,9 @@ class TensorFileWriter:
         self._hash.update(data)
 
 
-def _header(layouts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
-    fields, offset = {}, 0
+def _header(layouts: dict[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
     for name, (shape, dtype) in layouts.items():
         stop = offset + num_bytes(shape, dtype)
         fields[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": (offset, stop)}

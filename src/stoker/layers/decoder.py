@@ -13,6 +13,7 @@ from stoker.layers.config import AttentionConfig, ModelConfig
 from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make_layer
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
+from stoker.layers.shard import num_local_kv_heads
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 from stoker.layers.vocabulary import Embedding, Head
 
@@ -38,6 +39,18 @@ def kv_shapes(config: ModelConfig, layer: int) -> tuple[int, int, int]:
     if isinstance(attention, AttentionConfig):
         return attention.num_kv_heads, attention.head_size, attention.head_size
     return 1, attention.kv_rank + attention.rope_size, 0
+
+
+def kv_width(config: ModelConfig, layer: int, tensor_parallel: int) -> int:
+    """Values that a rank's cache keeps of one token in a layer."""
+    heads, key, value = local_kv_shapes(config, layer, tensor_parallel)
+    return heads * (key + value)
+
+
+def local_kv_shapes(config: ModelConfig, layer: int, tensor_parallel: int) -> tuple[int, int, int]:
+    """`kv_shapes` of one of so many ranks."""
+    heads, key, value = kv_shapes(config, layer)
+    return num_local_kv_heads(heads, tensor_parallel) if value else heads, key, value
 
 
 def kv_scale_specs(config: ModelConfig, layer: int) -> dict[str, Spec]:
@@ -131,10 +144,10 @@ class Decoder:
         for cache, scales in zip(caches, self._kv_scales, strict=bool(self._kv_scales)):
             cache.key_scale, cache.value_scale = scales["key_scale"], scales.get("value_scale")
 
-    def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor | None:
+    def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """Logits [L, vocab] of the tokens that `batch.logits_idx` names (None: the last of each row), in the model's dtype.
 
-        None on a stage that is not the last: the stream goes on to the next.
+        On a stage that is not the last [0, vocab]: the stream goes on to the next.
         """
         stage = self.stage
         shape = (batch.num_tokens, self.config.hidden_size)
@@ -143,7 +156,7 @@ class Decoder:
             x = layer(x, batch, cache)
         if not stage.is_last:
             stage.send(x)
-            return None
+            return x.new_empty(0, self.config.vocab_size)
         wanted = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
         if not batch.is_decode:  # else each token is a row's last, in order
             x = x.index_select(0, wanted)

@@ -13,7 +13,7 @@ from stoker.base.config import Limits, RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.layers.batch import KVCache
 from stoker.layers.config import ModelConfig
-from stoker.layers.decoder import kv_shapes
+from stoker.layers.decoder import kv_width, local_kv_shapes
 
 _DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 
@@ -45,13 +45,10 @@ class MemoryBudget:
         return "\n".join([f"memory of {self.device}:", *lines])
 
 
-def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype, tp: int = 1) -> int:
-    """Bytes of one block over all layers of a rank."""
-    total = 0
-    for layer in range(model.num_layers):
-        heads, key, value = kv_shapes(model, layer)
-        total += max(heads // tp, 1) * (key + value) * block_size * dtype.itemsize
-    return total
+def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype, layers: range | None = None, tensor_parallel: int = 1) -> int:
+    """Bytes of one block over the layers of a rank."""
+    layers = range(model.num_layers) if layers is None else layers
+    return sum(kv_width(model, layer, tensor_parallel) for layer in layers) * block_size * dtype.itemsize
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
@@ -91,13 +88,14 @@ def num_kv_blocks(free: int, bytes_per_block: int, limits: Limits, config: Runti
 
 
 def make_caches(
-    model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, tp: int = 1
-) -> list[KVCache]:
-    """One zeroed cache a layer: what was never written must be finite, since masked places are still multiplied by zero."""
+    model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+    layers: range | None = None, tensor_parallel: int = 1,
+) -> list[KVCache]:  # fmt: skip
+    """One zeroed cache a layer of a rank: what was never written must be finite, since masked places are still multiplied by zero."""
     caches = []
-    for layer in range(model.num_layers):
-        heads, key, value = kv_shapes(model, layer)
-        shape = (num_blocks, max(heads // tp, 1), block_size)
+    for layer in range(model.num_layers) if layers is None else layers:
+        heads, key, value = local_kv_shapes(model, layer, tensor_parallel)
+        shape = (num_blocks, heads, block_size)
         keys = _zeros((*shape, key), dtype, device)
         caches.append(KVCache(keys, _zeros((*shape, value), dtype, device) if value else None))
     return caches
