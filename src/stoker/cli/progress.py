@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 class Bars:
-    """One bar a stage; called with (stage, done, total). They vanish when the block ends."""
+    """One bar a stage; called with (stage, done, total). They vanish when the block ends, and are shown to terminals only."""
 
     def __init__(self, console: Console) -> None:
         columns = (
@@ -17,7 +17,7 @@ class Bars:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=console, transient=True)
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Bars:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from stoker.cli.http import events
 from stoker.cli.scrape import scrape
@@ -60,7 +61,12 @@ async def tour(console: Console, url: str, model: str) -> None:
     for answer in batch.answers:
         console.print(f"[bold]> {answer.question}[/]\n{answer.text.strip()}", highlight=False)
     console.print()
-    console.print(rows("What it took", [*_single_rows(single), *_batch_rows(batch)]))
+    console.print(table(single, batch))
+
+
+def table(single: Answer, batch: Batch) -> Table:
+    """What the answers took."""
+    return rows("What it took", [*_single_rows(single), *_batch_rows(batch)])
 
 
 async def ask(url: str, model: str, messages: list[dict[str, str]], *, max_tokens: int = MAX_TOKENS, show: bool = False) -> Answer:
@@ -81,14 +87,14 @@ async def ask(url: str, model: str, messages: list[dict[str, str]], *, max_token
     return answer
 
 
-async def ask_at_once(url: str, model: str, questions: list[str]) -> Batch:
+async def ask_at_once(url: str, model: str, questions: list[str], max_tokens: int = MAX_TOKENS) -> Batch:
     """Ask all questions together, under instructions that they share."""
     conversations = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}] for question in questions]
     await ask(url, model, conversations[0], max_tokens=1)  # the shared instructions are computed here, once
     before = await scrape(url)
     watching = asyncio.create_task(_peak_blocks(url, stop := asyncio.Event()))
     started = time.perf_counter()
-    answers = await asyncio.gather(*(ask(url, model, messages) for messages in conversations))
+    answers = await asyncio.gather(*(ask(url, model, messages, max_tokens=max_tokens) for messages in conversations))
     took_s = time.perf_counter() - started
     stop.set()
     return Batch(answers, took_s, before, await scrape(url), await watching)

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from stoker.base.config import RuntimeConfig
@@ -38,7 +37,7 @@ def throughput(
 
 
 def _row(bench: Bench, count: int, input_len: int, output_len: int) -> dict[str, Any]:
-    before = msgspec.structs.replace(bench.executor.snapshot())  # a copy: the executor goes on counting in its own
+    before = bench.executor.snapshot()
     run = bench.run(count, input_len, output_len)
     after = bench.executor.snapshot()
     return {

@@ -1,0 +1,192 @@
+"""The `stoker` command: its table, its help, what it imports, and how it fails."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.types import SamplingParams
+from stoker.cli.command import Command, load
+from stoker.cli.main import COMMANDS, main
+from stoker.cli.options import RUNTIME, SAMPLING
+from stoker.cli.serve import SERVER
+from stoker.server.schemas.settings import ServerSettings
+
+# Fields that no option sets, and why.
+NOT_OFFERED = {
+    RuntimeConfig: {
+        "kv_cache_dtype": "chosen when the engine is built",
+        "attention_window": "the model's own",
+    },
+    SamplingParams: dict.fromkeys(
+        ("logit_bias", "stop_token_ids", "bad_words", "include_stop", "skip_special_tokens", "logprobs", "prompt_logprobs", "beam_width",
+         "length_penalty", "early_stopping", "guide"), "asked for through the API",
+    ),
+    ServerSettings: {
+        "api_keys": "read from a file, --api-keys: arguments are seen by other users of the machine",
+        "grpc_port": "no gRPC port is served",
+        "metrics_port": "metrics are served on the same port",
+        "options": "set by deployment formats",
+    },
+}  # fmt: skip
+
+
+def stoker(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stoker", *args], capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+    )
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """The command line in this process: its exit status, and what it wrote to stderr."""
+    monkeypatch.setattr("stoker.base.logging.configure", lambda level=None: None)  # the test process keeps its loggers
+
+    def call(*args: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["stoker", *args])
+        try:
+            status = main()
+        except SystemExit as end:
+            status = end.code
+        return status, capfd.readouterr().err
+
+    return call
+
+
+def test_help_lists_every_command_with_its_example() -> None:
+    shown = stoker("--help").stdout
+    for row in COMMANDS:
+        assert row.name in shown
+        assert f"$ {row.example}" in shown
+
+
+def leaves(rows: tuple[Command, ...]) -> list[Command]:
+    """The commands that do something; tables are descended into."""
+    found: list[Command] = []
+    for row in rows:
+        module, _, name = row.target.partition(":")
+        found += leaves(getattr(importlib.import_module(module), name)) if name == "COMMANDS" else [row]
+    return found
+
+
+@pytest.mark.parametrize("row", leaves(COMMANDS), ids=lambda row: row.name)
+def test_every_command_resolves_and_its_help_has_an_example(row: Command) -> None:
+    command = load(row)
+    assert row.name in row.example
+    assert "stoker " in command.help
+    assert all(option.help for option in command.params)
+
+
+@pytest.mark.parametrize("code", ["import stoker", "from stoker.cli.main import main; main()"])
+def test_start_up_imports_nothing_heavy(code: str) -> None:
+    heavy = ("torch", "transformers", "fastapi", "numpy", "tokenizers", "rich.table", "prometheus_client", "huggingface_hub")
+    check = f"import sys, atexit; atexit.register(lambda: print('LOADED', [m for m in {heavy} if m in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", f"{check}\n{code}", "--help"], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "LOADED []", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("struct", "helps"), [(RuntimeConfig, RUNTIME), (SamplingParams, SAMPLING), (ServerSettings, SERVER)])
+def test_every_setting_is_an_option_or_has_a_reason(struct: type[msgspec.Struct], helps: dict[str, str]) -> None:
+    assert set(helps) | set(NOT_OFFERED[struct]) == set(struct.__struct_fields__)
+    assert not set(helps) & set(NOT_OFFERED[struct])
+
+
+WRONG = [
+    (["generate", "ENGINE", "hi", "--temperature", "-1"], 2, "temperature=-1.0 is refused: it must be at least 0"),
+    (["generate", "ENGINE", "hi", "--policy", "fifo"], 2, "policy='fifo' is refused. Use one of: guaranteed_no_evict"),
+    (["generate", "ENGINE", ""], 2, "prompt=[] is refused: it is empty."),
+    (["generate", "ENGINE", "hi", "--max-tokens", "65"], 2, "max_tokens=65 is refused: the engine's max_output_len is 64."),
+    (["generate", "ENGINE", "--file", "NOWHERE"], 2, "cannot be read"),
+    (["generate", "ENGINE", "hi", "--max-batch-size", "9"], 2, "Build the engine with --max-batch-size 9."),
+    (["generate", "NOWHERE", "hi"], 1, "is not an engine: it does not exist."),
+    (["serve", "NOWHERE"], 1, "is not an engine: it does not exist."),
+    (["serve", "ENGINE", "--port", "65536"], 2, "http_port=65536 is refused. Use a whole number from 0 to 65535."),
+    (["serve", "ENGINE", "--host", "no-such-host.invalid", "--port", "0"], 2, "cannot be used"),
+    (["inspect", "NOWHERE"], 1, "is not an engine"),
+    (["build", "NOWHERE", "-o", "OUT"], 1, "NOWHERE"),
+    (["bench", "throughput", "ENGINE", "--input-len", "5000"], 2, "input_len=5000 is refused."),
+    (["bench", "serving", "--url", "ftp://127.0.0.1"], 2, "Use an address such as http://127.0.0.1:8000."),
+    (["bench", "serving", "--url", "http://127.0.0.1:1"], 1, "does not answer"),
+]
+
+
+@pytest.mark.parametrize(("args", "status", "says"), WRONG, ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None)
+def test_an_error_is_one_line_with_the_cure(
+    args: list[str], status: int, says: str, tiny_engine: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    places = {"ENGINE": str(tiny_engine), "NOWHERE": str(tmp_path / "NOWHERE"), "OUT": str(tmp_path / "out")}
+    found, told = run(*(places.get(arg, arg) for arg in args))
+    assert found == status, told
+    assert told.startswith("stoker: ")
+    assert says in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["srve"], "No such command 'srve'. Use one of: serve"),
+        (["serve", "e", "--prot", "1"], "No such option: --prot"),
+        (["generate", "e", "hi", "--max-tokens", "many"], "'--max-tokens'"),
+        (["generate", "e"], "give at least one, or --file"),
+        (["bench", "serving"], "give an engine, or --url of a running server"),
+    ],
+)
+def test_wrong_usage_is_status_2_and_shows_the_way(args: list[str], says: str, run: Callable[..., tuple[int, str]]) -> None:
+    status, told = run(*args)
+    assert status == 2
+    assert says in told
+    assert "Traceback" not in told
+
+
+def test_a_traceback_is_shown_only_when_it_is_asked_for(
+    tmp_path: Path, run: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = str(tmp_path / "none")
+    assert "Traceback" not in run("inspect", missing)[1]
+    monkeypatch.setenv("STOKER_LOG", "debug")
+    assert "Traceback" in run("inspect", missing)[1]
+    monkeypatch.setenv("STOKER_LOG", "loud")
+    assert run("inspect", missing) == (2, "stoker: STOKER_LOG='LOUD' is refused. Use one of: DEBUG, INFO, WARNING, ERROR.\n")
+
+
+def test_a_damaged_engine_is_named(tiny_engine: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]) -> None:
+    for file in tiny_engine.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "rank0.safetensors").unlink()
+    status, told = run("generate", str(tmp_path), "hi")
+    assert status == 1
+    assert "rank0.safetensors" in told
+
+
+def test_ctrl_c_ends_a_stream_quietly(tiny_engine: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stoker", "generate", str(tiny_engine), "hello", "--max-tokens", "64", "--ignore-eos"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=30)[1]
+    assert process.returncode in (0, 130)  # 0 when the answer was there first
+    assert told == b""
+
+
+def test_doctor_tells_of_each_thing_in_turn() -> None:
+    done = stoker("doctor", "--offline", "--json")
+    found = {line["what"]: line for line in json.loads(done.stdout)}
+    assert done.returncode == 0
+    assert {"Python", "torch", "GPU", "triton", "processor", "memory", "cache", "port 8000", "grpc", "xgrammar", "boto3"} == set(found)
+    assert found["torch"]["state"] == "ok"
+    assert all(line["state"] in ("ok", "note") and line["says"] for line in found.values())

@@ -1,0 +1,73 @@
+"""Engines that several areas use: made once, whatever the number of test processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+ROOT = Path(__file__).parent.parent
+BUILT_BY = ("base", "quant", "layers", "models", "engine", "builder")  # sources that decide what an engine holds
+
+# Each test process computes on one thread: they run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The embedded default model's checkpoint, fetched once for the user."""
+    from stoker.cli.default_model import default_checkpoint
+
+    return default_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2_gguf: Path) -> Path:
+    """SmolLM2-135M-Instruct for the CPU, float32, blocks of 16. Read only.
+
+    It stays between sessions until a source that builds engines changes. Built by another process, which returns its memory.
+    """
+    folder = ROOT / ".cache" / "tests"
+    engine = folder / f"smollm2-{_sources()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "smollm2.lock"):
+        if not (engine / "config.json").exists():
+            for old in folder.glob("smollm2-*"):
+                shutil.rmtree(old)
+            command = [
+                sys.executable, "-m", "stoker", "build", str(smollm2_gguf), "-o", str(engine), "--device", "cpu", "--verify", "files",
+                "--tokens-per-block", "16", "--max-batch-size", "32", "--max-num-tokens", "2048",
+            ]  # fmt: skip
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of three layers with a byte-level tokenizer, float32, blocks of 16: its answers mean nothing. Read only."""
+    from stoker.base.config import Limits
+    from stoker.builder.build import build
+    from stoker.builder.config import BuildConfig
+
+    sys.path.insert(0, str(Path(__file__).parent / "builder"))
+    import tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    checkpoint = tiny.save(tiny.model(), folder / "checkpoint")
+    limits = Limits(max_batch_size=8, max_input_len=180, max_output_len=64, max_num_tokens=128, tokens_per_block=16)
+    return build(checkpoint, folder / "engine", BuildConfig(device="cpu", limits=limits), verify="files").path
+
+
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for area in BUILT_BY:
+        for path in sorted((ROOT / "src/stoker" / area).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
