@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import UnavailableError
 from stoker.base.types import Delta, GenerationRequest, SamplingParams
+from stoker.engine.reader import Engine
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.service import Completion
 from stoker.frontend.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class LLM:
 
     def __init__(self, engine: str | Path, **settings: Any) -> None:
         self.config = RuntimeConfig(**settings)
+        Engine.open(engine)  # a wrong or damaged directory is told of as such, before its parts are read
         self.tokenizer = Tokenizer.load(engine)
         self._ids = itertools.count()
         self._executor: Executor = load_executor(engine, self.config, InProcessMailbox)

@@ -7,6 +7,8 @@ import time
 from collections import deque
 from typing import Protocol
 
+import msgspec
+
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import QueueFullError, RequestError, StokerError, UnavailableError
 from stoker.base.logging import get_logger
@@ -226,7 +228,7 @@ class Executor:
         stats.num_prefill_tokens += plan.num_tokens - plan.num_decodes
 
     def snapshot(self) -> ExecutorStats:
-        """The counters as they are now."""
+        """The counters as they are now; a copy, for the loop goes on counting."""
         scheduler, stats = self.scheduler, self.stats
         stats.num_waiting = scheduler.num_waiting
         stats.num_running = scheduler.num_running
@@ -235,4 +237,4 @@ class Executor:
         stats.num_cached_blocks = scheduler.tables.pool.num_cached
         stats.num_reused_tokens = scheduler.num_reused_tokens
         stats.num_preemptions = scheduler.num_preemptions
-        return stats
+        return msgspec.structs.replace(stats)
