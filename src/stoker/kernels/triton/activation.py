@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+import triton
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 
@@ -46,8 +46,8 @@ def activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < SIZE
-    let_next_start(CHAINED)
     wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     source = x + row * (2 * SIZE if GATED else SIZE) + cols
     result = activated(tl.load(source, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
     if GATED:

@@ -8,11 +8,11 @@ the host would have to read from the device.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, first_key, load_part, load_splits, store_part
-from stoker.kernels.triton.chain import let_next_start, wait_for_previous
+import triton
+from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, first_key, load_part, load_splits, page_rows, store_part
+from stoker.kernels.triton.chain import let_next_start, prefetch_rows, wait_for_previous
 
 
 @triton.jit
@@ -53,8 +53,6 @@ def attention_kernel(
     HEAD_TILES: tl.constexpr = NUM_HEADS // GROUP * GROUP_TILES
     BLOCK_ROWS: tl.constexpr = NUM_HEADS // GROUP * BLOCK_SIZE
     TILE_ROWS: tl.constexpr = TOKENS * TILE_HEADS
-    let_next_start(CHAINED)
-    wait_for_previous(CHAINED)
     unit = tl.program_id(0)
     split = tl.program_id(1)
     head_tile = unit % HEAD_TILES
@@ -97,6 +95,20 @@ def attention_kernel(
         begin += split * tiles_each * BLOCK_N
         end = tl.minimum(end, begin + tiles_each * BLOCK_N)
 
+    table = block_tables + row.to(tl.int64) * stride_table
+    if DECODE and CHAINED and BLOCK_N <= BLOCK_SIZE:
+        # Lengths and tables were there before the step, and so were all keys and values but the newest.
+        if begin < end:
+            page = tl.load(table + begin // BLOCK_SIZE)
+            fetched = page_rows(keys, page, begin, stride_key_block, SIZE, BLOCK_SIZE, BLOCK_N)
+            prefetch_rows(fetched + kv_head.to(tl.int64) * stride_key_head, SIZE * keys.dtype.element_ty.primitive_bitwidth // 8, CHAINED)
+            if values is not None:
+                fetched = page_rows(values, page, begin, stride_value_block, VALUE_SIZE, BLOCK_SIZE, BLOCK_N)
+                prefetch_rows(
+                    fetched + kv_head.to(tl.int64) * stride_value_head, VALUE_SIZE * values.dtype.element_ty.primitive_bitwidth // 8, CHAINED
+                )
+    wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     m = tl.arange(0, BLOCK_M)
     token = tile_start + m // TILE_HEADS
     head = kv_head * GROUP + group_start + m % TILE_HEADS
@@ -127,7 +139,6 @@ def attention_kernel(
     head_values = None
     if values is not None:
         head_values = values + kv_head.to(tl.int64) * stride_value_head
-    table = block_tables + row.to(tl.int64) * stride_table
     if not DECODE and WINDOW is None and CHUNK is None:
         middle = begin + tl.maximum(tl.minimum(plain_end, end) - begin, 0) // BLOCK_N * BLOCK_N
         acc1, acc2, highest, total = attend(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+import triton
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
 def embedding_kernel(token_ids, table, out, vocab_size, stride_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    let_next_start(CHAINED)
     wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     row = tl.load(token_ids + token).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < SIZE
@@ -46,8 +46,8 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 
 @triton.jit
 def resolve_kernel(token_ids, last_ids, out, count, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    let_next_start(CHAINED)
     wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     ids = tl.load(token_ids + at, mask=inside, other=0)

@@ -8,9 +8,9 @@ A gated weight holds the gate's rows, then the up projection's: a program reads 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+import triton
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.chain import let_next_start, prefetch_rows, wait_for_previous
 
@@ -25,12 +25,12 @@ def gemv(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     kept = rows < n
     safe = tl.where(kept, rows, 0).to(tl.int64)
-    let_next_start(CHAINED)
     if PREFETCH > 0:
         prefetch_rows(weight + safe * k, PREFETCH, CHAINED)
         if GATED:
             prefetch_rows(weight + (safe + n) * k, PREFETCH, CHAINED)
     wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = acc
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -120,12 +120,12 @@ def small_linear(
     acc_up = acc
     squares = tl.zeros([BLOCK_M], tl.float32)
     share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
-    let_next_start(CHAINED)
     if PREFETCH > 0:
         prefetch_rows(weight + safe * k + split * share, PREFETCH, CHAINED)
         if GATED:
             prefetch_rows(weight + (safe + n) * k + split * share, PREFETCH, CHAINED)
     wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     for start in range(split * share, tl.minimum(k, (split + 1) * share), BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         if EVEN_K:

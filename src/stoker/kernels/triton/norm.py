@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+import triton
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 
 KINDS = ("rms", "layer")
@@ -35,8 +35,8 @@ def norm_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows)[:, None] & (cols < SIZE)
-    let_next_start(CHAINED)
     wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     source = (rows // INNER * stride_outer + rows % INNER * stride_inner)[:, None] + cols
     dense = rows[:, None] * SIZE + cols
     stored = tl.load(x + source, mask=inside, other=0.0)

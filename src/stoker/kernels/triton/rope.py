@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+import triton
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def rope_store_kernel(
     """One program: HEADS heads of one token. Along axis 1 come the tiles of q (rotated in place), then of k, then of v (stored)."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    let_next_start(CHAINED)
     wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     angles = cos_sin
     if HALF > 0:
         angles = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)

@@ -7,10 +7,10 @@ a row that stays in L2, exact, with no scratch memory. The draw inverts the cumu
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+import triton
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 from stoker.kernels.types import DrawParams
 
@@ -45,8 +45,8 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
 
 @triton.jit
 def _partial_argmax(logits, best, where, vocab, stride, chunks, CHUNK: tl.constexpr, CHAINED: tl.constexpr):
-    let_next_start(CHAINED)
     wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -103,8 +103,8 @@ def _draw(
     logits, best, where, out, temperatures, top_ks, top_ps, min_ps, seeds, counters, vocab, stride, chunks,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(CHAINED)
     wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNKS)
     partial = tl.load(best + row * chunks + lane, mask=lane < chunks, other=float("-inf"))
