@@ -56,7 +56,7 @@ def main() -> None:
             dtype=args.dtype, dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize), verify="none")  # fmt: skip
         print(f"build {time.time() - started:.1f} s", flush=True)
         started = time.time()
-        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), BulkMailbox)
+        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20), BulkMailbox)
         results["ready_s"] = time.time() - started
         print(f"ready after {results['ready_s']:.1f} s", flush=True)
         vocab = executor.info.vocab_size

@@ -21,7 +21,7 @@ BOUNDS = {
     "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "add_norm": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0), "rope fp8": (SMALL, 0), "rope int8": (SMALL, 0),
     "decode 1": (FOUR_PROGRAMS, 0), "decode 64": (FOUR_PROGRAMS, 0), "decode 256": (FOUR_PROGRAMS, 0), "decode fp8": (FOUR_PROGRAMS, 0),
-    "decode int8": (FOUR_PROGRAMS, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
+    "decode int8": (144, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
     "decode latent": (192, 32),
     "prefill 256 wide": (255, 32), "prefill latent": (255, 128),
 }  # fmt: skip
@@ -60,7 +60,8 @@ def test_fits_sm_90(group: tuple[str, ...]) -> None:
             assert kernel["registers"] <= registers, (name, kernel)
             assert kernel["spill_bytes"] <= spill, (name, kernel)
             assert kernel["shared_bytes"] <= SHARED_LIMIT, (name, kernel)
-        if name.startswith("prefill") and name != "prefill fp32":
+        # 128 tokens are too few tiles of 64 rows: tiles of 16 fill the device and take 6 µs instead of 15, without wgmma.
+        if name.startswith("prefill") and name not in ("prefill fp32", "prefill 128 tokens"):
             assert launch["wgmma"], f"{name} runs on the slower matrix path"
 
 
