@@ -16,6 +16,7 @@ from stoker.layers.prefix import Prefix, prefix_of
 from stoker.runtime.worker.memory import make_caches
 
 BLOCK = 16
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -33,14 +34,19 @@ class Harness:
     """One engine on the CPU with a pool of blocks in random order."""
 
     def __init__(self, engine: Path, num_positions: int, num_blocks: int = 96) -> None:
-        opened = Engine.open(engine)
-        cpu = torch.device("cpu")
-        self.config = opened.config.model
+        self.config = Engine.open(engine).config.model
         with torch.inference_mode():
-            self.model = Decoder(self.config, opened.loader(0, cpu), num_positions)
-            self.caches = make_caches(self.config, num_blocks, BLOCK, torch.float32, cpu)
+            self.load(Engine.open(engine), num_positions, num_blocks)
         self.free = list(range(num_blocks))
         random.Random(7).shuffle(self.free)
+
+    def load(self, engine: Engine, num_positions: int, num_blocks: int) -> None:
+        self.model = Decoder(self.config, engine.loader(0, CPU), num_positions)
+        self.caches = make_caches(self.config, num_blocks, BLOCK, torch.float32, CPU)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits [T, vocab]."""
+        return self.model(batch, self.caches)
 
     def start(self, prompt: list[int], share: Sequence | None = None) -> Sequence:
         """A new sequence; its whole blocks in common with `share` are taken over."""
@@ -62,7 +68,7 @@ class Harness:
         """Compute so many tokens of each sequence, and append the likeliest token to those that are caught up."""
         work = sorted(work, key=lambda pair: pair[1] != 1)
         with torch.inference_mode():
-            logits = self.model(self._batch(work), self.caches)
+            logits = self.forward(self._batch(work))
         done = 0
         for sequence, count in work:
             for i in range(count):

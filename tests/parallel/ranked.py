@@ -1,0 +1,121 @@
+"""Rank processes that run jobs together: every rank drives the same steps by hand, as tests/parity does with one rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import BLOCK, Harness, Sequence, crowded
+from torch import Tensor
+
+from stoker.base.config import Mapping
+from stoker.distributed.world import World, join, leader
+from stoker.engine.reader import Engine
+from stoker.layers.batch import ForwardBatch
+from stoker.layers.decoder import Decoder
+from stoker.runtime.worker.memory import make_caches
+
+CPU = torch.device("cpu")
+
+
+class RankHarness(Harness):
+    """A rank's part of an engine. Each rank makes the same decisions from the same logits."""
+
+    def __init__(self, engine: Path, num_positions: int, world: World) -> None:
+        self.world = world
+        super().__init__(engine, num_positions)
+
+    def load(self, engine: Engine, num_positions: int, num_blocks: int) -> None:
+        world, mapping = self.world, engine.config.mapping
+        engine.check_world(world.size)
+        self.model = Decoder(self.config, engine.loader(world.rank, CPU, world.tensor), num_positions, world.stage)
+        mine = world.stage.layers(self.config.num_layers)
+        self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, CPU, mine, mapping.tensor_parallel)
+        self.model.scale_caches(self.caches)
+        self.leader = leader(mapping)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """The last stage's logits, on every rank."""
+        logits = super().forward(batch).contiguous()
+        if self.world.stage.num_stages == 1:
+            return logits
+        if not self.world.stage.is_last:
+            logits = torch.empty(batch.num_tokens, self.config.vocab_size, dtype=self.model.dtype)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.leader, 0
+        self.world.everyone.inner.broadcast([logits], options).wait()  # type: ignore[attr-defined]
+        return logits
+
+
+@dataclass
+class Job:
+    """Greedy tokens after `prompt` among `strangers`, chunked, preempted and with reused blocks."""
+
+    name: str
+    engine: str
+    mapping: Mapping
+    first: int  # the process that is rank 0 of this job
+    positions: int
+    prompt: list[int]
+    strangers: list[list[int]]
+    num_new: int
+
+    def run(self, world: World) -> dict[str, Any]:
+        harness = RankHarness(Path(self.engine), self.positions, world)
+        main = crowded(harness, self.prompt, self.strangers, self.num_new)
+        again: Sequence | None = None
+        if not harness.config.requires_whole_prompt:
+            again = harness.start([*self.prompt[:18], 5, 6, 7], share=main)
+            assert again.computed == BLOCK
+            harness.step([(again, 5)])
+        logits = torch.stack([main.logits[i] for i in sorted(main.logits)])
+        return {"tokens": main.tokens, "again": again.tokens if again else [], "logits": logits}
+
+
+def rank_main(process: int, port: int, folder: str, jobs: list[Job]) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    out: dict[str, Any] = {}
+    worlds: dict[Mapping, World] = {}
+    for job in jobs:
+        rank = process - job.first
+        if not 0 <= rank < job.mapping.world_size:
+            continue
+        try:
+            if job.mapping not in worlds:
+                worlds[job.mapping] = join(dist.PrefixStore(str(job.mapping), store), rank, job.mapping, CPU)
+            result = job.run(worlds[job.mapping])
+            if rank == leader(job.mapping):
+                out[job.name] = result
+        except Exception:
+            out[job.name] = {"error": traceback.format_exc()}
+            break
+    torch.save(out, f"{folder}/{process}.pt")
+
+
+def run_jobs(jobs: list[Job], size: int, folder: Path, timeout_s: float = 100.0) -> dict[str, Any]:
+    """The leaders' results by job."""
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [context.Process(target=rank_main, args=(i, store.port, str(folder), jobs), daemon=True) for i in range(size)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0.1))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    found: dict[str, Any] = {}
+    for i in range(size):
+        if (folder / f"{i}.pt").exists():
+            for name, result in torch.load(folder / f"{i}.pt").items():
+                if "error" in result or name not in found:
+                    found[name] = result
+    return found

@@ -1,0 +1,93 @@
+"""Every row of the table on several ranks says what it says on one, token for token, with chunks, strangers, preemption and reused blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from oracles import Reference
+from ranked import Job, run_jobs
+
+from stoker.base.config import Limits, Mapping
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.engine.reader import Engine
+from stoker.layers.config import MoEConfig
+
+NUM_NEW = 4
+TOLERANCE = 2e-4  # of a logit: sums over ranks are in another order
+ONE = Mapping()
+# (name, mapping, the process that is its rank 0): four processes run two small worlds at a time.
+WORLDS = (
+    ("one", ONE, 0),
+    ("tp2", Mapping(tensor_parallel=2), 0),
+    ("pp2", Mapping(pipeline_parallel=2), 2),
+    ("tp4", Mapping(tensor_parallel=4), 0),
+    ("tp2pp2", Mapping(tensor_parallel=2, pipeline_parallel=2), 0),
+)
+EXPERTS = ("ep4", Mapping(tensor_parallel=4, expert_parallel=True), 0)
+
+
+def first_of_each_row() -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    for case in CASES:
+        found.setdefault(case[0], case)
+    return found
+
+
+# What is special about a checkpoint's sharding: heads that are normed apart, one kv head, tied or narrow embeddings.
+MORE = (
+    ("LlamaForCausalLM", "tied, biased, no architectures"),
+    ("CohereForCausalLM", "q/k norms"),
+    ("OPTForCausalLM", "350m"),
+    ("FalconForCausalLM", "40b, 180b"),
+    ("BloomForCausalLM", "as first published, six heads"),
+)
+CHOSEN = {f"{row}-{what}": (row, what) for row, what in (*first_of_each_row().values(), *MORE)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("rows")
+    jobs = []
+    for number, (name, case) in enumerate(CHOSEN.items()):
+        jobs += jobs_of(name, CASES[case](), folder / str(number), tokenizer)
+    yield run_jobs(jobs, 4, folder)
+
+
+def jobs_of(name: str, reference: Reference, folder: Path, tokenizer: Path) -> list[Job]:
+    reference.save(folder / "hf")
+    limits = Limits(max_input_len=reference.positions // 2, max_output_len=reference.positions // 2, max_num_tokens=512, max_batch_size=8)
+    jobs = []
+    worlds = list(WORLDS)
+    for world, mapping, first in worlds:
+        config = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=limits, mapping=mapping)
+        engine = build(folder / "hf", folder / world, config, verify="none")
+        if world == "one" and any(isinstance(layer.mlp, MoEConfig) for layer in engine.config.model.layers):
+            worlds.append(EXPERTS)
+        prompt, *strangers = prompts(reference, engine)
+        jobs.append(Job(f"{name}/{world}", str(folder / world), mapping, first, reference.positions, prompt, strangers, NUM_NEW))
+    return jobs
+
+
+def prompts(reference: Reference, engine: Engine) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randint(3, min(reference.vocab, 90), (n,), generator=generator).tolist() for n in (21, 5, 38)]
+    prefix = engine.config.model.prefix
+    return made if prefix is None else [[*ids[:-2], prefix.mask_ids[0], prefix.start_id] for ids in made]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_ranks_say_what_one_says(results: dict[str, Any], name: str) -> None:
+    wanted = {world: result for world, result in results.items() if world.startswith(f"{name}/")}
+    errors = [result["error"] for result in wanted.values() if "error" in result]
+    assert not errors, errors[0]
+    assert len(wanted) >= len(WORLDS)
+    one = wanted.pop(f"{name}/one")
+    for world, result in wanted.items():
+        assert result["tokens"] == one["tokens"] and result["again"] == one["again"], world
+        assert (result["logits"] - one["logits"]).abs().max() < TOLERANCE, world
