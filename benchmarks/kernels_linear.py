@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def vars_of(tile: object) -> dict[str, int]:
-    return {name: getattr(tile, name) for name in ("block_n", "block_k", "splits", "num_warps", "num_stages", "prefetch", "fuse_norm")}
+    return {name: getattr(tile, name) for name in ("block_n", "block_k", "splits", "num_warps", "num_stages", "fuse_norm")}
 
 
 def check(case: LinearCase, tile: object) -> float:

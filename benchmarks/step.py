@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import tempfile
@@ -19,7 +20,7 @@ import torch
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.kernels.triton import attention_tuning, chain
+from stoker.kernels.triton import attention_tuning
 from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
@@ -54,7 +55,8 @@ def main() -> None:
                 undo()
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "config": args.config, "quantize": args.quantize, "results": results}, file, indent=1)
+            device = torch.cuda.get_device_name()
+            json.dump({"device": device, "config": args.config, "quantize": args.quantize, "results": results}, file, indent=1)
 
 
 @torch.inference_mode()
@@ -103,18 +105,31 @@ def breakdown(work: Callable[[], None], repeats: int = 5) -> dict[str, dict[str,
             total[event.name].append(event.device_time)
     table = {}
     for name, values in sorted(total.items(), key=lambda item: -sum(item[1])):
-        table[name[:60]] = {"count": len(values) / repeats, "mean_us": statistics.mean(values), "step_us": sum(values) / repeats}
-        print(f"    {name[:60]:<60} {len(values) / repeats:6.1f} × {statistics.mean(values):8.2f} us = {sum(values) / repeats:9.1f} us", flush=True)
+        count, mean, step = len(values) / repeats, statistics.mean(values), sum(values) / repeats
+        table[name[:60]] = {"count": count, "mean_us": mean, "step_us": step}
+        print(f"    {name[:60]:<60} {count:6.1f} × {mean:8.2f} us = {step:9.1f} us", flush=True)
     return table
 
 
-def without_chain() -> Callable[[], None]:
-    modules = [chain, *(__import__(f"stoker.kernels.triton.{m}", fromlist=["x"]) for m in
-                        ("linear", "norm", "activation", "embedding", "rope", "attention", "sampling"))]  # fmt: skip
-    kept = [m.chained for m in modules]
-    for m in modules:
-        m.chained = lambda x: {"CHAINED": False}
-    return lambda: [setattr(m, "chained", k) for m, k in zip(modules, kept, strict=True)] and None  # type: ignore[func-returns-value]
+CHAINED = ("linear", "norm", "activation", "embedding", "rope", "attention", "sampling")
+
+
+def without_chain(*names: str) -> Callable[[], Callable[[], None]]:
+    """Launch the kernels of these modules (all, when none is named) one after another."""
+
+    def patch() -> Callable[[], None]:
+        modules = [importlib.import_module(f"stoker.kernels.triton.{m}") for m in names or CHAINED]
+        kept = [m.chained for m in modules]
+        for m in modules:
+            m.chained = lambda x: {"CHAINED": False}
+
+        def undo() -> None:
+            for m, k in zip(modules, kept, strict=True):
+                m.chained = k
+
+        return undo
+
+    return patch
 
 
 def with_splits(count: int) -> Callable[[], Callable[[], None]]:
@@ -128,7 +143,14 @@ def with_splits(count: int) -> Callable[[], Callable[[], None]]:
     return patch
 
 
-VARIANTS: dict[str, Callable[[], Callable[[], None]]] = {"not chained": without_chain, **{f"{n} splits": with_splits(n) for n in (1, 2, 4, 8, 16, 32)}}
+VARIANTS: dict[str, Callable[[], Callable[[], None]]] = {
+    "not chained": without_chain(),
+    "attention not chained": without_chain("attention"),
+    "rope not chained": without_chain("rope"),
+    "attention, rope not": without_chain("attention", "rope"),
+    "linears not chained": without_chain("linear"),
+    **{f"{n} splits": with_splits(n) for n in (8, 32)},
+}
 
 if __name__ == "__main__":
     main()

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton.language as tl
 
 import triton
-from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, first_key, load_part, load_splits, page_rows, store_part
-from stoker.kernels.triton.chain import let_next_start, prefetch_rows, wait_for_previous
+from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, first_key, load_part, load_splits, store_part
+from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -96,17 +96,6 @@ def attention_kernel(
         end = tl.minimum(end, begin + tiles_each * BLOCK_N)
 
     table = block_tables + row.to(tl.int64) * stride_table
-    if DECODE and CHAINED and BLOCK_N <= BLOCK_SIZE:
-        # Lengths and tables were there before the step, and so were all keys and values but the newest.
-        if begin < end:
-            page = tl.load(table + begin // BLOCK_SIZE)
-            fetched = page_rows(keys, page, begin, stride_key_block, SIZE, BLOCK_SIZE, BLOCK_N)
-            prefetch_rows(fetched + kv_head.to(tl.int64) * stride_key_head, SIZE * keys.dtype.element_ty.primitive_bitwidth // 8, CHAINED)
-            if values is not None:
-                fetched = page_rows(values, page, begin, stride_value_block, VALUE_SIZE, BLOCK_SIZE, BLOCK_N)
-                prefetch_rows(
-                    fetched + kv_head.to(tl.int64) * stride_value_head, VALUE_SIZE * values.dtype.element_ty.primitive_bitwidth // 8, CHAINED
-                )
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
     m = tl.arange(0, BLOCK_M)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
+import triton
 from stoker.kernels.triton import activation, norm
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
@@ -68,7 +68,6 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion, til
         "EVEN_K": k % tile.block_k == 0,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        "PREFETCH": min(tile.prefetch, k * weight.element_size() // tile.splits // 128 * 128),
         **chained(x),
     }
     programs = triton.cdiv(n, tile.block_n)

@@ -12,23 +12,19 @@ import triton.language as tl
 
 import triton
 from stoker.kernels.triton.activation import activated
-from stoker.kernels.triton.chain import let_next_start, prefetch_rows, wait_for_previous
+from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 
 
 @triton.jit
 def gemv(
     x, weight, bias, norm_weight, residual, out, n, k, eps,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row of x: plain multiply-adds, since a matrix instruction's tile would be 15/16 padding. Grid: (ceil(n / BLOCK_N),)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     kept = rows < n
     safe = tl.where(kept, rows, 0).to(tl.int64)
-    if PREFETCH > 0:
-        prefetch_rows(weight + safe * k, PREFETCH, CHAINED)
-        if GATED:
-            prefetch_rows(weight + (safe + n) * k, PREFETCH, CHAINED)
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -102,7 +98,7 @@ def small_linear(
     x, weight, bias, norm_weight, residual, out, partial, arrived, m, n, k, stride_x, eps,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
-    PREFETCH: tl.constexpr, CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M rows of x. The weights are the left operand, so that a matrix instruction's long side is full of them.
 
@@ -120,10 +116,6 @@ def small_linear(
     acc_up = acc
     squares = tl.zeros([BLOCK_M], tl.float32)
     share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
-    if PREFETCH > 0:
-        prefetch_rows(weight + safe * k + split * share, PREFETCH, CHAINED)
-        if GATED:
-            prefetch_rows(weight + (safe + n) * k + split * share, PREFETCH, CHAINED)
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
     for start in range(split * share, tl.minimum(k, (split + 1) * share), BLOCK_K):

@@ -21,33 +21,32 @@ class LinearTile:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    prefetch: int = 0  # bytes of each weight row asked for before the kernel waits for the one before it
     fuse_norm: bool = True  # else a norm has a launch of its own: many rows are cheaper to scale once than in every program
 
 
 # (rows padded to a tile, out_features of one part, in_features, gated) → tile.
 # Measured on one H200 (benchmarks/kernels_linear.py).
 TUNED: dict[tuple[int, int, int, bool], LinearTile] = {
-    (1, 6144, 4096, False): LinearTile(8, 512, 1, 4, 1, 0),
-    (16, 6144, 4096, False): LinearTile(64, 128, 2, 4, 4, 1024, False),
-    (32, 6144, 4096, False): LinearTile(64, 128, 2, 4, 4, 0, False),
-    (64, 6144, 4096, False): LinearTile(64, 64, 2, 4, 6, 0, False),
-    (1, 4096, 4096, False): LinearTile(8, 1024, 1, 4, 3, 8192),
-    (16, 4096, 4096, False): LinearTile(32, 256, 1, 4, 6, 8192),
-    (32, 4096, 4096, False): LinearTile(64, 128, 2, 4, 6, 8192),
-    (64, 4096, 4096, False): LinearTile(64, 128, 2, 4, 4, 8192),
-    (1, 14336, 4096, True): LinearTile(4, 1024, 1, 4, 1, 0),
-    (16, 14336, 4096, True): LinearTile(64, 128, 1, 4, 4, 1024, False),
-    (32, 14336, 4096, True): LinearTile(64, 128, 1, 4, 4, 0, False),
-    (64, 14336, 4096, True): LinearTile(64, 128, 1, 4, 4, 0, False),
-    (1, 4096, 14336, False): LinearTile(1, 1024, 1, 4, 3, 0),
-    (16, 4096, 14336, False): LinearTile(32, 256, 1, 4, 6, 1024),
-    (32, 4096, 14336, False): LinearTile(64, 128, 2, 4, 6, 1024),
-    (64, 4096, 14336, False): LinearTile(64, 128, 2, 4, 6, 0),
-    (1, 128256, 4096, False): LinearTile(4, 1024, 1, 4, 3, 0),
-    (16, 128256, 4096, False): LinearTile(128, 128, 1, 8, 4, 0, False),
-    (32, 128256, 4096, False): LinearTile(128, 128, 1, 8, 4, 1024, False),
-    (64, 128256, 4096, False): LinearTile(128, 128, 1, 8, 4, 1024, False),
+    (1, 6144, 4096, False): LinearTile(8, 512, 1, 4, 1),
+    (16, 6144, 4096, False): LinearTile(64, 128, 2, 4, 4, False),
+    (32, 6144, 4096, False): LinearTile(64, 128, 2, 4, 4, False),
+    (64, 6144, 4096, False): LinearTile(64, 64, 2, 4, 6, False),
+    (1, 4096, 4096, False): LinearTile(8, 1024, 1, 4, 3),
+    (16, 4096, 4096, False): LinearTile(32, 256, 1, 4, 6),
+    (32, 4096, 4096, False): LinearTile(64, 128, 2, 4, 6),
+    (64, 4096, 4096, False): LinearTile(64, 128, 2, 4, 4),
+    (1, 14336, 4096, True): LinearTile(4, 1024, 1, 4, 1),
+    (16, 14336, 4096, True): LinearTile(64, 128, 1, 4, 4, False),
+    (32, 14336, 4096, True): LinearTile(64, 128, 1, 4, 4, False),
+    (64, 14336, 4096, True): LinearTile(64, 128, 1, 4, 4, False),
+    (1, 4096, 14336, False): LinearTile(1, 1024, 1, 4, 3),
+    (16, 4096, 14336, False): LinearTile(32, 256, 1, 4, 6),
+    (32, 4096, 14336, False): LinearTile(64, 128, 2, 4, 6),
+    (64, 4096, 14336, False): LinearTile(64, 128, 2, 4, 6),
+    (1, 128256, 4096, False): LinearTile(4, 1024, 1, 4, 3),
+    (16, 128256, 4096, False): LinearTile(128, 128, 1, 8, 4, False),
+    (32, 128256, 4096, False): LinearTile(128, 128, 1, 8, 4, False),
+    (64, 128256, 4096, False): LinearTile(128, 128, 1, 8, 4, False),
 }
 
 

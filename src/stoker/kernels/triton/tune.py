@@ -53,16 +53,15 @@ def candidates(case: LinearCase) -> Iterator[LinearTile]:
         for block_n, block_k, warps, stages in itertools.product((1, 2, 4, 8), (512, 1024), (2, 4), (1, 3)):
             held = block_n * block_k * (2 if case.gated else 1) // (32 * warps)  # accumulators a thread
             if 8 <= held <= 64 and case.k % block_k == 0:
-                for prefetch in (0, 2048, 8192):
-                    yield LinearTile(block_n, block_k, 1, warps, stages, prefetch)
+                yield LinearTile(block_n, block_k, 1, warps, stages)
         return
     for block_n, block_k, splits, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4), (4, 6)):
         shared = stages * block_k * (block_n * (2 if case.gated else 1) + case.rows) * 2
         programs = -(-case.n // block_n) * splits
         fits = shared <= 200_000 and case.k % (block_k * splits) == 0 and case.k // (block_k * splits) >= 2
         if fits and 100 <= programs <= 1200:
-            for prefetch, fused in itertools.product((0, 1024), (True, False) if case.norm else (True,)):
-                yield LinearTile(block_n, block_k, splits, 4 if block_n <= 64 else 8, stages, prefetch, fused)
+            for fused in (True, False) if case.norm else (True,):
+                yield LinearTile(block_n, block_k, splits, 4 if block_n <= 64 else 8, stages, fused)
 
 
 def precompile(cases: Iterable[LinearCase], processes: int, dtype: torch.dtype = torch.bfloat16) -> None:
