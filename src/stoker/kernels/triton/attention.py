@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache as cached
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -113,7 +113,7 @@ def _launch(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SPLITS=triton.next_power_of_2(splits.count),
         COMBINE_ROWS=min(triton.next_power_of_2(tokens * tile_heads), max(1, 2048 * tile.num_warps // held)),
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",  # three tf32 products give float32's precision
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **chained(q),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **_chained(q, programs),
     )  # fmt: skip
 
 
@@ -132,6 +132,12 @@ def _parts(size: int) -> tuple[int, int]:
     first = max(16, 1 << (size.bit_length() - 1))
     rest = size - first
     return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+
+
+def _chained(q: Tensor, programs: int) -> dict[str, Any]:
+    """A launch of few programs isn't chained: the next kernel's then take the multiprocessors that its splits need (one row of 32 / 8
+    heads over 1,000 keys: 4.20 ms a step of Llama-3.1-8B chained, 3.98 not; eight rows: 4.53 chained, 4.58 not)."""
+    return chained(q) if 4 * programs > num_multiprocessors(q.device) else {"CHAINED": False}
 
 
 @cached
