@@ -1,4 +1,4 @@
-"""Every row of the table on several ranks says what it says on one, token for token, with chunks, strangers, preemption and reused blocks."""
+"""Every row of the table on several ranks equals one rank, token for token: in chunks, among strangers, preempted, with reused blocks."""
 
 from __future__ import annotations
 

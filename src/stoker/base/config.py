@@ -59,7 +59,8 @@ class Mapping(msgspec.Struct, frozen=True, kw_only=True):
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine is run. None means: as the engine was built, or as the device allows."""
 
-    device: str | None = None  # cpu or cuda; None: cuda when there is one
+    device: str | None = None  # cpu or cuda; None: what the engine was built for
+    devices: tuple[int, ...] | None = None  # the GPU of each rank, by index; None: the first ones
     policy: str = "guaranteed_no_evict"  # guaranteed_no_evict, max_utilization, static
     max_batch_size: int | None = None  # sequences that compute in one step, at most the engine's
     max_num_sequences: int | None = None  # sequences that hold KV blocks at once; None: max_batch_size
@@ -74,15 +75,20 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: bool = True
     attention_window: int | None = None  # keep at most so many tokens of a sequence visible
     num_threads: int | None = None  # CPU threads for arithmetic; None: all
+    step_timeout_s: float | None = None  # a step that takes longer hangs: not ready, state in the log; None: 30 on a GPU, 120 on a CPU
 
     def __post_init__(self) -> None:
         check_choice("policy", self.policy, ("guaranteed_no_evict", "max_utilization", "static"))
         for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window", "num_threads"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 1, 1 << 40)
+        for index in self.devices or ():
+            check_range("devices", index, 0, 1023)
         check_range("max_queue_size", self.max_queue_size, 0, 1 << 24)
         if self.kv_cache_fraction is not None and not 0.0 < self.kv_cache_fraction <= 1.0:
             raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction} is outside (0, 1].", cure="Use a fraction such as 0.9.")
+        if self.step_timeout_s is not None and not 1.0 <= self.step_timeout_s <= 86400.0:
+            raise ConfigError(f"step_timeout_s={self.step_timeout_s} is refused.", cure="Use seconds, from 1 to 86400.")
 
 
 def check_range(name: str, value: Any, low: int, high: int) -> None:

@@ -80,6 +80,15 @@ class UnavailableError(StokerError):
     code = "unavailable"
 
 
+class RankError(StokerError):
+    """A process that holds a part of the model died or hangs; nothing can be computed without it."""
+
+    code = "rank_failed"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, cure="Read the log, and start again.")
+
+
 class DependencyError(StokerError):
     """An optional package is needed for what was asked."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,6 +46,8 @@ class LinkedStage(Stage):
     def __init__(self, inner: dist.ProcessGroup, index: int, num_stages: int, ranks_per_stage: int) -> None:
         self.index, self.num_stages = index, num_stages
         self._inner = inner
+        # Sends that the receiver may not have taken: on a CPU, this stage goes on with the next step meanwhile.
+        self._sent: deque[tuple[Any, Tensor]] = deque()
         self._before, self._after = inner.rank() - ranks_per_stage, inner.rank() + ranks_per_stage
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -51,7 +56,14 @@ class LinkedStage(Stage):
         return x
 
     def send(self, x: Tensor) -> None:
-        self._inner.send([x.contiguous()], self._after, 0).wait()
+        x = x.contiguous()
+        work = self._inner.send([x], self._after, 0)
+        if x.is_cuda:
+            work.wait()
+            return
+        self._sent.append((work, x))
+        if len(self._sent) > self.num_stages:
+            self._sent.popleft()[0].wait()
 
 
 class PlannedStage(Stage):

@@ -28,8 +28,13 @@ class World:
     tensor: Group = SINGLE  # the ranks that share this stage's layers
     stage: Stage = ALONE
     everyone: Group = SINGLE
+    leader: int = 0  # the rank that plans and samples
     _inner: list[dist.ProcessGroup] = field(default_factory=list)
     _is_global: bool = False
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == self.leader
 
     def close(self) -> None:
         """Leave. Collectives that still wait for others end with an error."""
@@ -65,7 +70,7 @@ def join(store: dist.Store, rank: int, mapping: Mapping, device: torch.device) -
             inner.append(made)
             tensor = _group(made, device)
     linked = LinkedStage(everyone, index, mapping.pipeline_parallel, tp) if mapping.pipeline_parallel > 1 else ALONE
-    return World(rank, size, tensor, linked, ProcessGroup(everyone, device), inner, device.type != "cpu")
+    return World(rank, size, tensor, linked, ProcessGroup(everyone, device), leader(mapping), inner, device.type != "cpu")
 
 
 def _group(inner: dist.ProcessGroup, device: torch.device) -> Group:

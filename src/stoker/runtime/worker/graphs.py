@@ -18,7 +18,7 @@ from torch import Tensor
 from stoker.base.logging import get_logger
 from stoker.layers.batch import ForwardBatch
 from stoker.runtime.schedule.plan import StepPlan
-from stoker.runtime.worker.inputs import InputBuilder, Shape, StepInputs
+from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape
 
 log = get_logger(__name__)
 
@@ -78,12 +78,13 @@ class Graphs:
             return None
         return Shape(self.token_buckets[token_at], self.mixed_rows[row_at], is_decode=False)
 
-    def run(self, plan: StepPlan, shape: Shape, all_greedy: bool) -> tuple[StepInputs, Tensor]:
-        """Copy the inputs in and replay. Returns the inputs and the token ids of the rows that sample."""
+    def run(self, packed: Packed, all_greedy: bool) -> Tensor:
+        """Copy the inputs in and replay. Returns the token ids of the shape's rows."""
+        shape = packed.shape
         captured = self._captured.get((shape, all_greedy)) or self.capture(shape, all_greedy)
-        inputs = self.inputs.build(plan, shape, self._static, self._tables[: shape.rows])
+        self.inputs.unpack(packed, self._static, self._tables[: shape.rows])
         captured.graph.replay()
-        return inputs, captured.token_ids[: len(inputs.sampled)]
+        return captured.token_ids
 
     def capture(self, shape: Shape, all_greedy: bool) -> Captured:
         """Record the step of a shape. The first run outside the graph compiles kernels and sizes the libraries' workspaces."""

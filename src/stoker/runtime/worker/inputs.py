@@ -11,8 +11,9 @@ from torch import Tensor
 from stoker.layers.batch import ForwardBatch
 from stoker.runtime.request import Sequence
 from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.worker.two_way import place_two_ways
 
-_RING = 4  # pinned buffers in turn; at most two steps are in flight
+_NOTHING = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,36 @@ class Shape:
 
 
 @dataclass(slots=True)
+class Packed:
+    """A step's numbers in one int32 buffer on the host, and how it is cut: all that a rank needs to run the step."""
+
+    host: Tensor
+    shape: Shape
+    width: int  # blocks of a row's table
+    num_logits: int
+    num_sampled: int  # padding included
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    is_padded: bool  # to the shape of a captured graph
+    sampled: list[Sequence]  # rows that get a token, in the order of the logits; only the leader knows them
+    num_extra: int = 0  # logits of prompt tokens that follow the sampled ones
+    is_two_way: bool = False  # rows have a prefix that sees itself in both directions, tokens a second position
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        tokens, rows = self.shape.tokens, self.shape.rows
+        sizes = (tokens, tokens, tokens, rows + 1, rows, self.num_logits, self.num_sampled, self.num_sampled, rows * self.width)
+        return (*sizes, tokens, rows) if self.is_two_way else sizes
+
+
+@dataclass(slots=True)
 class StepInputs:
-    """A step's batch and what sampling needs to know of its rows."""
+    """A step's tensors on the device."""
 
     batch: ForwardBatch
-    sampled: list[Sequence]  # rows that get a token, in the order of the logits
-    rows: Tensor  # int32: their indices in the device buffers; padding has the index past the last
+    rows: Tensor  # int32: sampled rows' indices in the device buffers; padding has the index past the last
     counters: Tensor  # int32: positions of the tokens to draw
-    num_extra: int  # logits of prompt tokens that follow the sampled ones
 
 
 class BlockTables:
@@ -59,21 +82,19 @@ class BlockTables:
 class InputBuilder:
     """Builds the inputs of one step after another."""
 
-    def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device, num_in_flight: int = 2) -> None:
         self.tables = BlockTables(num_rows, max_blocks)
         self.num_rows = num_rows
         self.block_size = block_size
         self.device = device
-        self._ring: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * _RING
+        self._ring: list[Tensor] = [_NOTHING] * (num_in_flight + 2)
         self._turn = 0
 
-    def build(self, plan: StepPlan, shape: Shape | None = None, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
-        """The inputs of `plan`. For a captured graph: padded to `shape`, and copied into its buffers.
-
-        `static` int32 holds everything but the block tables at offsets that depend on `shape` alone; `tables` is [rows, max_blocks].
-        """
+    def pack(self, plan: StepPlan, shape: Shape | None = None) -> Packed:
+        """The numbers of `plan`; padded to `shape` for a captured graph."""
         sequences = plan.sequences
         num_rows, num_tokens = len(sequences), plan.num_tokens
+        is_padded = shape is not None
         shape = shape or Shape(num_tokens, num_rows, plan.num_decodes == num_rows)
         update = self.tables.update
         for seq in sequences:
@@ -82,65 +103,76 @@ class InputBuilder:
         starts = np.array(plan.starts, dtype=np.int32)
         counts = np.array(plan.num_new, dtype=np.int32)
         seq_lens = starts + counts
-        width = -(-int(seq_lens.max()) // self.block_size)
         sampled = list(range(num_rows)) if all(plan.samples) else [i for i in range(num_rows) if plan.samples[i]]
         extra = _prompt_logit_tokens(plan)
-        # A graph gives every row logits, so that their number depends on the shape alone.
-        num_logits = shape.rows if static is not None else len(sampled) + len(extra)
-        num_sampled = shape.rows if static is not None else len(sampled)
-        sizes = (
-            shape.tokens,
-            shape.tokens,
-            shape.tokens,
-            shape.rows + 1,
-            shape.rows,
-            num_logits,
-            num_sampled,
-            num_sampled,
-            shape.rows * width,
+        packed = Packed(
+            host=_NOTHING,
+            shape=shape,
+            width=-(-int(seq_lens.max()) // self.block_size),
+            # A graph gives every row logits, so that their number depends on the shape alone.
+            num_logits=shape.rows if is_padded else len(sampled) + len(extra),
+            num_sampled=shape.rows if is_padded else len(sampled),
+            num_decodes=shape.rows if shape.is_decode else 0 if is_padded else plan.num_decodes,
+            max_query_len=int(counts.max()),
+            max_seq_len=int(seq_lens.max()),
+            is_padded=is_padded,
+            sampled=[sequences[i] for i in sampled],
+            num_extra=len(extra),
+            is_two_way=sequences[0].two_way is not None,
         )
-        host, packed = self._buffer(sum(sizes))
-        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables = _cut(packed, sizes)
+        packed.host = self.buffer(sum(packed.sizes))
+        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables, *two_way = _cut(
+            packed.host.numpy(), packed.sizes
+        )
 
         query_starts[0] = 0
         np.cumsum(counts, out=query_starts[1 : num_rows + 1])
         query_starts[num_rows + 1 :] = num_tokens
         lens[:num_rows] = seq_lens
         lens[num_rows:] = 0
-        block_tables = flat_tables.reshape(shape.rows, width)
-        np.take(self.tables.table[:, :width], rows, axis=0, out=block_tables[:num_rows])
+        block_tables = flat_tables.reshape(shape.rows, packed.width)
+        np.take(self.tables.table[:, : packed.width], rows, axis=0, out=block_tables[:num_rows])
         block_tables[num_rows:] = 0
         _fill_tokens(plan, ids)
         self._fill_places(plan, starts, counts, query_starts, block_tables, positions, slots)
+        if two_way:
+            place_two_ways([seq.two_way for seq in sequences if seq.two_way is not None], counts, positions, *two_way)
         for padded in (ids, positions):
             padded[num_tokens:] = 0
         slots[num_tokens:] = -1
         self._fill_sampled(sampled, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters)
+        return packed
 
-        views = self._views(host, sizes, static, tables, width)
+    def unpack(self, packed: Packed, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
+        """The tensors of a step, on their way to the device; for a captured graph, into its buffers.
+
+        `static` int32 holds everything but the block tables at offsets that depend on the shape alone; `tables` is [rows, max_blocks].
+        """
+        views = self._views(packed, static, tables)
         batch = ForwardBatch(
             token_ids=views[0],
             positions=views[1],
             slots=views[2],
             query_starts=views[3],
             seq_lens=views[4],
-            block_tables=views[8].view(shape.rows, -1),
-            num_decodes=shape.rows if shape.is_decode else plan.num_decodes if static is None else 0,
-            max_query_len=int(counts.max()),
-            max_seq_len=int(seq_lens.max()),
+            block_tables=views[8].view(packed.shape.rows, -1),
+            num_decodes=packed.num_decodes,
+            max_query_len=packed.max_query_len,
+            max_seq_len=packed.max_seq_len,
             logits_idx=views[5],
+            block_positions=views[9] if packed.is_two_way else None,
+            prefix_lens=views[10] if packed.is_two_way else None,
         )
-        return StepInputs(batch, [sequences[i] for i in sampled], views[6], views[7], len(extra))
+        return StepInputs(batch, views[6], views[7])
 
-    def _buffer(self, size: int) -> tuple[Tensor, np.ndarray]:
+    def buffer(self, size: int) -> Tensor:
+        """int32 [size] on the host; pinned, and used again some steps later, when the device is a GPU."""
         if self.device.type != "cuda":
-            host = torch.empty(size, dtype=torch.int32)
-            return host, host.numpy()
-        self._turn = (self._turn + 1) % _RING
+            return torch.empty(size, dtype=torch.int32)
+        self._turn = (self._turn + 1) % len(self._ring)
         if self._ring[self._turn].numel() < size:
             self._ring[self._turn] = torch.empty(max(size, 1 << 14) * 2, dtype=torch.int32, pin_memory=True)
-        host = self._ring[self._turn][:size]
-        return host, host.numpy()
+        return self._ring[self._turn][:size]
 
     def _fill_places(
         self, plan: StepPlan, starts: np.ndarray, counts: np.ndarray, query_starts: np.ndarray, tables: np.ndarray,
@@ -170,7 +202,8 @@ class InputBuilder:
         counters[:count] = seq_lens[picked]
         counters[count:] = 0
 
-    def _views(self, host: Tensor, sizes: tuple[int, ...], static: Tensor | None, tables: Tensor | None, width: int) -> list[Tensor]:
+    def _views(self, packed: Packed, static: Tensor | None, tables: Tensor | None) -> list[Tensor]:
+        host, sizes = packed.host, packed.sizes
         if static is None or tables is None:
             device = host if self.device.type != "cuda" else host.to(self.device, non_blocking=True)
             return _cut(device, sizes)
@@ -178,7 +211,7 @@ class InputBuilder:
         buffer.copy_(host, non_blocking=True)
         views = _cut(buffer, sizes)
         rows = tables.shape[0]
-        tables[:, :width].copy_(views[8].view(rows, width))
+        tables[:, : packed.width].copy_(views[8].view(rows, packed.width))
         views[8] = tables.view(-1)
         return views
 

@@ -1,0 +1,136 @@
+"""One rank's side of an engine: its weights on its device, its part of the cache, ready to run steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stoker.base import env
+from stoker.base.config import Limits, RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.base.logging import get_logger
+from stoker.distributed.world import World
+from stoker.engine.reader import Engine
+from stoker.layers.config import ModelConfig
+from stoker.layers.decoder import Decoder
+from stoker.runtime.sampling.grammars import Grammars
+from stoker.runtime.worker.memory import MemoryBudget, block_bytes, free_memory, make_caches, num_kv_blocks
+from stoker.runtime.worker.model_runner import ModelRunner, Tell
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The limits a run keeps to: the engine's, lowered by the runtime settings."""
+
+    max_batch_size: int
+    max_num_sequences: int
+    max_num_tokens: int
+    max_seq_len: int
+
+    @staticmethod
+    def of(limits: Limits, max_positions: int, config: RuntimeConfig) -> Capacity:
+        """Raises ConfigError for a runtime setting above the engine's limit."""
+        for name in ("max_batch_size", "max_num_tokens"):
+            asked, built = getattr(config, name), getattr(limits, name)
+            if asked is not None and asked > built:
+                cure = f"Build the engine with --{name.replace('_', '-')} {asked}."
+                raise ConfigError(f"{name}={asked} is above the engine's {built}.", cure=cure)
+        batch = config.max_batch_size or limits.max_batch_size
+        return Capacity(
+            max_batch_size=batch,
+            max_num_sequences=config.max_num_sequences or batch,
+            max_num_tokens=config.max_num_tokens or limits.max_num_tokens,
+            max_seq_len=min(limits.max_seq_len, max_positions),
+        )
+
+
+@dataclass(slots=True)
+class LoadedRank:
+    """A rank whose weights are there. `weights` in bytes."""
+
+    engine: Engine
+    config: RuntimeConfig
+    capacity: Capacity
+    device: torch.device
+    world: World
+    model: Decoder
+    weights: int
+
+    def num_blocks(self) -> int:
+        """KV blocks for which this rank has room."""
+        free = self.free()
+        return num_kv_blocks(free, self._block_bytes(), self.engine.config.limits, self.config, self.device.type)
+
+    def free(self) -> int:
+        """Bytes for its cache: ranks on a CPU share the machine's memory."""
+        free = free_memory(self.device)[0]
+        return free // self.world.size if self.device.type == "cpu" else free
+
+    def _block_bytes(self) -> int:
+        config = self.engine.config
+        layers = self.world.stage.layers(config.model.num_layers)
+        return block_bytes(config.model, config.limits.tokens_per_block, self.engine.kv_dtype, layers, config.mapping.tensor_parallel)
+
+    def budget(self, num_blocks: int) -> MemoryBudget:
+        size, total = self.engine.config.limits.tokens_per_block, free_memory(self.device)[1]
+        return MemoryBudget(str(self.device), total, self.weights, 0, self.free(), num_blocks * self._block_bytes(), num_blocks, size)
+
+    def runner(self, num_blocks: int, tell: Tell | None = None) -> ModelRunner:
+        """Allocate the cache, and make the runner."""
+        config, capacity = self.engine.config, self.capacity
+        size, tensor = config.limits.tokens_per_block, config.mapping.tensor_parallel
+        layers = self.world.stage.layers(config.model.num_layers)
+        caches = make_caches(config.model, num_blocks, size, self.engine.kv_dtype, self.device, layers, tensor)
+        self.model.scale_caches(caches)
+        return ModelRunner(
+            self.model,
+            caches,
+            num_rows=capacity.max_num_sequences,
+            max_batch_size=capacity.max_batch_size,
+            max_num_tokens=capacity.max_num_tokens,
+            max_seq_len=min(capacity.max_seq_len, num_blocks * size),
+            block_size=size,
+            device=self.device,
+            # A captured step has no second positions; models that need them are small and old.
+            use_graphs=self.config.cuda_graphs and not config.model.requires_whole_prompt,
+            world=self.world,
+            tell=tell,
+            grammars=Grammars(self.engine.path, config.model.vocab_size) if self.world.is_leader else None,
+        )
+
+
+def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world: World) -> LoadedRank:
+    """Load this rank's weights. Raises EngineError or ConfigError."""
+    use_device(device, config, world.size)
+    capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
+    before = free_memory(device)[0]
+    with torch.inference_mode():
+        model = Decoder(
+            _windowed(engine.config.model, config, capacity),
+            engine.loader(world.rank, device, world.tensor),
+            capacity.max_seq_len,
+            world.stage,
+        )
+    found = engine.config.files.get(f"rank{world.rank}.safetensors")
+    weights = found.size if found is not None else 0
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        weights = before - free_memory(device)[0]
+    return LoadedRank(engine, config, capacity, device, world, model, weights)
+
+
+def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> ModelConfig:
+    """The model under `attention_window`; a window that holds every sequence changes nothing."""
+    window = config.attention_window
+    return model if window is None or window >= capacity.max_seq_len else model.windowed(window)
+
+
+def use_device(device: torch.device, config: RuntimeConfig, num_ranks: int) -> None:
+    """Make `device` this process's own; ranks on a CPU share its cores."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(config.num_threads or max(env.num_threads() // num_ranks, 1))

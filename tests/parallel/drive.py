@@ -1,0 +1,35 @@
+"""An executor driven on this thread, over however many ranks its engine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.types import SamplingParams
+from stoker.runtime.bulk import BulkMailbox
+from stoker.runtime.executor import Executor
+from stoker.runtime.load import load_executor
+from stoker.runtime.request import TokenRequest
+
+
+def load(engine: Path, **settings: object) -> Executor:
+    return load_executor(engine, RuntimeConfig(num_threads=1, **settings), BulkMailbox)  # type: ignore[arg-type]
+
+
+def generate(executor: Executor, prompts: list[list[int]], num_new: int, **params: object) -> list[list[int]]:
+    """New tokens of each prompt, all submitted at once."""
+    mailbox = executor.mailbox
+    assert isinstance(mailbox, BulkMailbox)
+    settings = SamplingParams(max_tokens=num_new, ignore_eos=True, **params)  # type: ignore[arg-type]
+    names = [f"{executor.stats.num_steps}-{i}" for i in range(len(prompts))]
+    mailbox.submit([TokenRequest(request_id=name, prompt_ids=prompt, params=settings) for name, prompt in zip(names, prompts, strict=True)])
+    made: dict[str, list[int]] = {name: [] for name in names}
+    unfinished = set(names)
+    while unfinished:
+        executor.turn(0.0)
+        for output in mailbox.take():
+            assert output.error is None, output.error
+            made[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                unfinished.discard(output.request_id)
+    return [made[name] for name in names]

@@ -1,0 +1,158 @@
+"""What is wrong is refused before anything loads; a rank that dies or hangs ends all within ten seconds, with its log named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from cases import GROUPED, POSITIONS
+from drive import generate, load
+from oracles import hf_model
+
+from stoker.base.config import Limits, Mapping
+from stoker.base.errors import ConfigError, EngineError, RankError
+from stoker.base.types import SamplingParams
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.engine.reader import Engine
+from stoker.runtime.executor import Executor
+from stoker.runtime.request import TokenRequest
+from stoker.runtime.worker.ranks import Ranks
+
+TWO = Mapping(tensor_parallel=2)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    hf_model("Llama", **GROUPED).save_pretrained(folder / "hf")
+    make(folder / "hf", folder / "engine", tokenizer)
+    return folder / "engine"
+
+
+def make(source: Path, out: Path, tokenizer: Path, **more: object) -> None:
+    limits = Limits(max_input_len=POSITIONS // 2, max_output_len=POSITIONS // 2, max_num_tokens=64, max_batch_size=8, tokens_per_block=16)
+    asked = {"tokenizer": str(tokenizer), "device": "cpu", "dtype": "float32", "limits": limits, "mapping": TWO} | more
+    build(source, out, BuildConfig(**asked), verify="none")  # type: ignore[arg-type]
+
+
+def ranks_of(executor: Executor) -> Ranks:
+    assert isinstance(executor._ranks, Ranks)
+    return executor._ranks
+
+
+def until_it_ends(executor: Executor) -> float:
+    """Seconds until the executor raises for a rank, with one request in flight."""
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    executor.mailbox.submit([TokenRequest(request_id="last", prompt_ids=[5, 6, 7], params=params)])  # type: ignore[attr-defined]
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        while time.monotonic() - started < 15:
+            executor.turn(0.0)
+    took = time.monotonic() - started
+    message = str(caught.value)
+    log = Path(message.split("its log is ")[1].split(". ")[0])
+    assert "rank 1 on cpu" in message and log.name == "rank1.log" and log.is_file()
+    shutil.rmtree(log.parent)
+    return took
+
+
+def test_a_rank_that_is_killed_ends_all(engine: Path) -> None:
+    executor = load(engine)
+    process = ranks_of(executor)._followers[0].process
+    assert generate(executor, [[5, 6, 7]], 3)
+    threading.Timer(0.05, process.kill).start()
+    assert until_it_ends(executor) < 5
+    executor.close()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_hangs_ends_all(engine: Path) -> None:
+    executor = load(engine)
+    process = ranks_of(executor)._followers[0].process
+    generate(executor, [[5, 6, 7]], 3)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert until_it_ends(executor) < 10
+    executor.close()
+    assert process.poll() is not None
+
+
+def test_a_rank_that_cannot_load_is_named(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.runtime.worker import ranks
+
+    monkeypatch.setattr(ranks.Ranks, "join", lambda self: self.wait())
+    monkeypatch.setattr(ranks.FollowTask, "__post_init__", lambda self: setattr(self, "engine", "/nowhere"), raising=False)
+    with pytest.raises(RankError, match=r"rank 1 on cpu ended with status 1.*rank1.log.*nowhere is not an engine"):
+        load(engine)
+
+
+def test_followers_end_with_their_leader(engine: Path) -> None:
+    code = f"""
+import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from drive import load
+from pathlib import Path
+executor = load(Path({str(engine)!r}))
+print(executor._ranks._followers[0].process.pid, flush=True)
+import os, signal
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    pid = int(ran.stdout)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]:
+        assert time.monotonic() < deadline, "the follower goes on without its leader"
+        time.sleep(0.02)
+
+
+def test_a_missing_rank_file_is_refused(engine: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(engine, tmp_path / "engine")
+    (copy / "rank1.safetensors").unlink()
+    with pytest.raises(EngineError, match="rank1.safetensors is missing"):
+        load(copy)
+
+
+def test_rank_files_that_changed_places_are_refused(engine: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(engine, tmp_path / "engine")
+    one, other = copy / "rank0.safetensors", copy / "rank1.safetensors"
+    if one.stat().st_size == other.stat().st_size:
+        one.rename(copy / "kept")
+        other.rename(one)
+        (copy / "kept").rename(other)
+    with pytest.raises(EngineError, match="is of another build or rank: it says rank 1 of 2"):
+        load(copy)
+
+
+def test_a_rank_file_of_another_build_is_refused(engine: Path, tmp_path: Path, tokenizer: Path) -> None:
+    hf_model("Llama", seed=1, **GROUPED).save_pretrained(tmp_path / "hf")
+    make(tmp_path / "hf", tmp_path / "other", tokenizer)
+    copy = shutil.copytree(engine, tmp_path / "engine")
+    shutil.copy(tmp_path / "other" / "rank1.safetensors", copy)
+    with pytest.raises(EngineError, match=r"rank1.safetensors is of another build or rank: it says rank 1 of 2 of engine"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"devices": (0, 1)}, r"devices=\[0, 1\] name GPUs, and .* runs on the CPU"),
+        ({"device": "cuda"}, r"built for 2 ranks \(tensor 2 × pipeline 1\); devices=\[0, 1\], and 0 are here"),
+        ({"device": "cuda", "devices": (0,)}, r"built for 2 ranks .*, and devices=\[0\] names 1"),
+    ],
+)
+def test_worlds_that_do_not_match_are_refused_at_once(engine: Path, settings: dict[str, object], message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=message):
+        load(engine, **settings)
+    assert time.monotonic() - started < 1, "refused before anything loads"
+
+
+def test_one_rank_cannot_run_an_engine_of_two(engine: Path) -> None:
+    with pytest.raises(EngineError, match="built for 2 ranks .* and 1 run"):
+        Engine.open(engine).check_world(1)
