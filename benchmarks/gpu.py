@@ -1,6 +1,6 @@
 """Measure an engine on this GPU: latency by batch and context, first token, throughput at maximum load. Dummy weights of real shapes.
 
-    PYTHONPATH=src python benchmarks/gpu.py --config benchmarks/models/llama-3.1-8b --json results.json
+PYTHONPATH=src python benchmarks/gpu.py --config benchmarks/models/llama-3.1-8b --json results.json
 """
 
 from __future__ import annotations
@@ -75,7 +75,13 @@ def main() -> None:
             lengths, count = item.split(":")
             isl, osl = map(int, lengths.split("/"))
             result = run(executor, random_requests(int(count), isl, osl, vocab, seed=40), osl)
-            row = {"isl": isl, "osl": osl, "requests": int(count), "output_tokens_per_s": result.output_tokens_per_s, "total_s": result.total_s}
+            row = {
+                "isl": isl,
+                "osl": osl,
+                "requests": int(count),
+                "output_tokens_per_s": result.output_tokens_per_s,
+                "total_s": result.total_s,
+            }
             results["throughput"].append(row)  # type: ignore[attr-defined]
             print(row, flush=True)
     if args.json:

@@ -1,6 +1,6 @@
 """Tune and time the small linears of a model's shapes on this GPU, checked against float64, beside the library's GEMM.
 
-    PYTHONPATH=src python benchmarks/kernels_linear.py --model llama-3.1-8b --json linear.json
+PYTHONPATH=src python benchmarks/kernels_linear.py --model llama-3.1-8b --json linear.json
 """
 
 from __future__ import annotations
@@ -19,8 +19,19 @@ from stoker.kernels.triton.tune import LinearCase, candidates, precompile, time_
 READ_TB_S = 4.42  # measured read-only stream of one H200
 
 MODELS = {
-    "llama-3.1-8b": dict(qkv=(6144, 4096, "n"), out=(4096, 4096, "r"), up=(14336, 4096, "ng"), down=(4096, 14336, "r"), head=(128256, 4096, "n")),
-    "llama-3.2-1b": dict(qkv=(3072, 2048, "n"), out=(2048, 2048, "r"), up=(8192, 2048, "ng"), down=(2048, 8192, "r")),
+    "llama-3.1-8b": {
+        "qkv": (6144, 4096, "n"),
+        "out": (4096, 4096, "r"),
+        "up": (14336, 4096, "ng"),
+        "down": (4096, 14336, "r"),
+        "head": (128256, 4096, "n"),
+    },
+    "llama-3.2-1b": {
+        "qkv": (3072, 2048, "n"),
+        "out": (2048, 2048, "r"),
+        "up": (8192, 2048, "ng"),
+        "down": (2048, 8192, "r"),
+    },
 }
 
 
@@ -45,10 +56,11 @@ def main() -> None:
         best = sorted(times, key=lambda tile: times[tile])[:3]
         floor = case.n * case.k * 2 * (2 if case.gated else 1) / READ_TB_S / 1e6
         error = check(case, best[0])
-        results.append({"linear": name, "rows": rows, "n": case.n, "k": case.k, "gated": case.gated, "library_us": library, "floor_us": floor,
-                        "error": error, "best": [{**vars_of(tile), "us": times[tile]} for tile in best]})  # fmt: skip
-        tile = best[0]
-        print(f"{name:5} M={rows:<3} floor {floor:6.1f}  library {library:6.1f}  best {times[tile]:6.1f} us ({floor / times[tile]:.0%})  {tile}  err {error:.1e}", flush=True)
+        shape = {"linear": name, "rows": rows, "n": case.n, "k": case.k, "gated": case.gated}
+        tiles = [{**vars_of(tile), "us": times[tile]} for tile in best]
+        results.append({**shape, "library_us": library, "floor_us": floor, "error": error, "best": tiles})
+        took = f"{times[best[0]]:6.1f} us ({floor / times[best[0]]:.0%})"
+        print(f"{name:5} M={rows:<3} floor {floor:6.1f}  library {library:6.1f}  best {took}  {best[0]}  err {error:.1e}", flush=True)
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}, file, indent=1)

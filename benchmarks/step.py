@@ -1,6 +1,6 @@
 """One decode step, taken apart: replay time of its graph, and where it goes kernel by kernel.
 
-    PYTHONPATH=src python benchmarks/step.py --config benchmarks/models/llama-3.1-8b --rows 1,8,64 --context 1000 --profile
+PYTHONPATH=src python benchmarks/step.py --config benchmarks/models/llama-3.1-8b --rows 1,8,64 --context 1000 --profile
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def verify_tokens(path: Path, checkpoint: Checkpoint, *, ask: bool, trust_remote
         ours = [_generate(engine, prompt) for prompt in prompts]
         gc.collect()
         try:
-            reference = _reference(checkpoint, engine.config.dtype, trust_remote_code)
+            reference = reference_model(checkpoint, engine.config.dtype, trust_remote_code)
         except Exception as problem:  # transformers raises anything for what it does not know
             return Greedy(skipped=f"transformers cannot load the checkpoint ({reason(problem)})")
         theirs = [
@@ -159,7 +159,7 @@ class Widened(TensorSource):
         return self.source.get(name, shape, stored).to(dtype)
 
 
-def _reference(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
+def reference_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
     """transformers' model of the checkpoint, its weights rounded to `dtype`, in float32."""
     rounded = getattr(torch, dtype)
     with contextlib.redirect_stderr(io.StringIO()):  # it draws its own progress bars
