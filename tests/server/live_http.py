@@ -14,6 +14,7 @@ from scripted_service import make_asgi, make_context
 
 from stoker.server.app import make_app
 from stoker.server.frontend_process import HttpServer, http_config
+from stoker.server.schemas.settings import ServerSettings
 
 
 @contextlib.asynccontextmanager
@@ -27,13 +28,20 @@ async def asgi_client(*services: Any, **settings: Any) -> AsyncIterator[httpx.As
 async def live_server(*services: Any, **settings: Any) -> AsyncIterator[str]:
     """The URL of a real server in this event loop, on any free port of the loopback."""
     context = await make_context(*services, **settings)
+    async with live_app(make_app(context), context.settings) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextlib.asynccontextmanager
+async def live_app(app: Any, settings: ServerSettings) -> AsyncIterator[int]:
+    """The port of an application on a real socket."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(http_config(make_app(context), context.settings))
+    server = HttpServer(http_config(app, settings))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.005)
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield listener.getsockname()[1]
     finally:
         server.should_exit = server.force_exit = True
         await task

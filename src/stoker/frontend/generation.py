@@ -32,6 +32,7 @@ class GenerationService(Service):
     def __init__(self, model_name: str, tokenizer: Tokenizer, client: ExecutorClient) -> None:
         self.model_name = model_name
         self.tokenizer = tokenizer
+        self.end_ids, self.pad_id = tokenizer.end_ids, tokenizer.pad_id
         self._client = client
         self._chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")

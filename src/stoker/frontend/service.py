@@ -39,6 +39,8 @@ class Service(ABC):
     """What a protocol adapter may ask of a model that is served."""
 
     model_name: str
+    end_ids: tuple[int, ...] = ()  # the model's own, in the tokenizer's order
+    pad_id: int | None = None  # the tokenizer's
 
     @abstractmethod
     def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:

@@ -79,7 +79,7 @@ class Application:
 
     async def _refuse(self, exchange: Exchange, protocol: Protocol, error: BaseException) -> None:
         failure = describe(error)
-        await exchange.respond(failure.status, protocol.failure_body(failure), headers=failure.headers)
+        await exchange.respond(failure.status, protocol.failure_body(failure), protocol.failure_type, failure.headers)
 
     def _owner(self, path: str) -> Protocol:
         return next((protocol for protocol in self._protocols if path.startswith(protocol.prefixes)), self._protocols[0])

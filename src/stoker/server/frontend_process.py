@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import DependencyError, StokerError
 from stoker.base.logging import configure, get_logger
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.repository import ModelRepository
@@ -35,6 +35,7 @@ log = get_logger(__name__)
 
 LOAD_TIMEOUT_S = 86400.0  # the parent watches the executor; a frontend only waits for it
 KEEP_ALIVE_S = 60
+STOP_POLL_S = 0.1
 
 
 class HttpServer(uvicorn.Server):
@@ -61,7 +62,9 @@ async def serve(task: FrontendTask, tell_ready: Callable[[], Any]) -> None:
     metrics = FrontendMetrics()
     repository = ModelRepository()
     repository.register(task.model_name, lambda: load(task, metrics), unload)
-    server = HttpServer(http_config(make_app(Context(repository, task.settings, metrics)), task.settings))
+    context = Context(repository, task.settings, metrics)
+    server = HttpServer(http_config(make_app(context), task.settings))
+    grpc = await open_grpc(context, task.grpc_address) if task.grpc_address is not None else None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: setattr(server, "should_exit", True))
     end_with_parent()
     gc.freeze()
@@ -72,9 +75,27 @@ async def serve(task: FrontendTask, tell_ready: Callable[[], Any]) -> None:
         if (error := loading.exception()) is not None:
             raise error
         tell_ready()
-    await serving
+    await asyncio.gather(serving, *([end_grpc(server, grpc, task.settings)] if grpc is not None else []))
     loading.cancel()
     await repository.unload(task.model_name)
+
+
+async def open_grpc(context: Context, address: str) -> Any:
+    """A gRPC server that answers at `address`. Raises DependencyError without the grpc package."""
+    try:
+        from stoker.server.protocols.kserve_grpc import open_door
+    except ImportError:
+        raise DependencyError("grpcio and tritonclient", "the gRPC port", "grpc") from None
+    server = open_door(context, address)
+    await server.start()
+    return server
+
+
+async def end_grpc(http: HttpServer, grpc: Any, settings: ServerSettings) -> None:
+    """Stop accepting when the HTTP server does, and let what runs end."""
+    while not http.should_exit:
+        await asyncio.sleep(STOP_POLL_S)
+    await grpc.stop(settings.drain_timeout_s)
 
 
 def http_config(app: Any, settings: ServerSettings) -> uvicorn.Config:

@@ -9,10 +9,15 @@ from stoker.server.exchange import Exchange
 
 
 def check_key(exchange: Exchange, keys: tuple[str, ...]) -> None:
-    """Raise AuthenticationError unless there are no keys, or the request brings one. Takes the same time for every wrong key."""
+    """Raise AuthenticationError unless there are no keys, or the request brings one."""
+    check_authorization(exchange.headers.get(b"authorization", b""), keys)
+
+
+def check_authorization(value: bytes, keys: tuple[str, ...]) -> None:
+    """The same for the value of the header `authorization`. Takes the same time for every wrong key."""
     if not keys:
         return
-    scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
+    scheme, _, given = value.partition(b" ")
     if not given:
         raise AuthenticationError("this server asks for an API key.", cure="Send the header Authorization: Bearer KEY.")
     matches = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]

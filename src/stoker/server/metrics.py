@@ -7,12 +7,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest, multiprocess
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as MetricFamily
 
 from stoker.base import env, metrics
 from stoker.base.logging import get_logger
 from stoker.base.metrics import EXECUTOR_METRICS, FRONTEND_METRICS, Metric
 from stoker.frontend.repository import ModelRepository
 from stoker.runtime.request import ExecutorStats
+from stoker.server.triton_metrics import TritonMetrics, executor_families, triton_names
 
 log = get_logger(__name__)
 
@@ -27,6 +29,7 @@ class FrontendMetrics:
         disable_created_metrics()  # a gauge beside every counter that nobody reads
         self.registry = CollectorRegistry()
         self._made = {metric.name: self._make(metric) for metric in FRONTEND_METRICS}
+        self.triton = TritonMetrics(self.registry)
 
     def of(self, metric: Metric, *labels: str) -> Any:
         """The child with these label values; keep it where it is used often."""
@@ -39,7 +42,7 @@ class FrontendMetrics:
         """Everything in Prometheus' text format. An executor that does not answer has no numbers; the rest is shown."""
         scrape = CollectorRegistry()
         scrape.register(_Executors(await _stats(repository)))
-        return self._own() + generate_latest(scrape)
+        return triton_names(self._own()) + generate_latest(scrape)
 
     def _own(self) -> bytes:
         if not env.text(MULTIPROCESS_DIR):
@@ -60,7 +63,7 @@ class _Executors:
     def __init__(self, stats: dict[str, ExecutorStats]) -> None:
         self._stats = stats
 
-    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterable[MetricFamily]:
         for metric in EXECUTOR_METRICS:
             family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
                 metric.name, metric.help, labels=metric.labels
@@ -68,6 +71,7 @@ class _Executors:
             for model, stats in self._stats.items():
                 family.add_metric([model], value_of(stats, metric.source))
             yield family
+        yield from executor_families(self._stats)
 
 
 def value_of(stats: ExecutorStats, source: str) -> float:

@@ -26,26 +26,31 @@ FAILING_S = 1.0  # after the executor died, frontends answer 503 for so long bef
 BACKLOG = 2048
 
 
-def check(settings: ServerSettings) -> None:
-    """Refuse what this server has no door for. Raises ConfigError."""
-    if settings.grpc_port is not None:
-        raise ConfigError(
-            f"grpc_port={settings.grpc_port} is refused: there is no gRPC door.", cure="Leave grpc_port out; HTTP has the same routes."
-        )
-
-
 def serve(engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, announce: Callable[[str], None] = print) -> int:
     """Serve the engine directory until SIGINT or SIGTERM; returns the exit status: 0 when told to stop, 1 when a process died.
 
     The first signal stops accepting, lets requests in flight end within drain_timeout_s, then stops; the second stops at once.
     `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address cannot be used.
     """
-    check(settings)
     with contextlib.ExitStack() as stack:
         ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
         listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]
+        grpc = stack.enter_context(reserve(settings.host, settings.grpc_port)) if settings.grpc_port is not None else None
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
-        return asyncio.run(Supervisor(Path(engine), runtime, settings, listeners, Path(run_dir), announce).run())
+        return asyncio.run(Supervisor(Path(engine), runtime, settings, listeners, grpc, Path(run_dir), announce).run())
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A bound socket that never listens: it keeps the port for the frontends, which all listen there. Raises ConfigError.
+
+    Binding without SO_REUSEPORT first tells a port that another server of the same user shares out already.
+    """
+    with bind(host, port) as taken:
+        family, address = taken.family, taken.getsockname()
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind(address)
+    return holder
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -77,6 +82,7 @@ class Supervisor:
         runtime: RuntimeConfig,
         settings: ServerSettings,
         listeners: list[socket.socket],
+        grpc: socket.socket | None,
         run_dir: Path,
         announce: Callable[[str], None],
     ) -> None:
@@ -84,6 +90,7 @@ class Supervisor:
         self._runtime = runtime
         self._settings = settings
         self._listeners = listeners
+        self._grpc_address = _address(grpc) if grpc is not None else None
         self._run_dir = run_dir
         self._announce = announce
         self._address = f"ipc://{run_dir}/executor"
@@ -114,6 +121,7 @@ class Supervisor:
         ends: set[asyncio.Future[Any]] = {*exits, asyncio.create_task(self._stop.wait())}
         await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
+            self._log_doors()
             self._announce(f"{self._name} is served at {self.url} (ready after {time.monotonic() - started:.1f} s)")
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return None if self._stop.is_set() else next(child for task, child in exits.items() if task.done())
@@ -123,10 +131,19 @@ class Supervisor:
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         return f"{'https' if self._settings.tls_key else 'http'}://{host}:{self._port}"
 
+    def _log_doors(self) -> None:
+        """The lines that scripts around Triton wait for."""
+        if self._grpc_address is not None:
+            log.info("Started GRPCInferenceService at %s", self._grpc_address)
+        log.info("Started HTTPService at %s", self._doors[0])
+        if len(self._doors) > 1:
+            log.info("Started Metrics Service at %s", self._doors[1])
+
     def _starts(self) -> list:
         self._port = self._listeners[0].getsockname()[1]
+        self._doors = [_address(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
-        task = FrontendTask(str(self._engine), self._name, self._settings, self._address, fds)
+        task = FrontendTask(str(self._engine), self._name, self._settings, self._address, fds, self._grpc_address)
         count = self._settings.num_frontends
         # Several frontends add their counts up through files, which prometheus-client keeps in this directory.
         shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
@@ -147,3 +164,8 @@ class Supervisor:
         elif self._settings.drain_timeout_s:
             log.info("stopping; requests in flight have %.0f s. A second signal stops at once.", self._settings.drain_timeout_s)
         self._stop.set()
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
-from stoker.server.exchange import Exchange
+from stoker.server.exchange import JSON, Exchange
 from stoker.server.metrics import FrontendMetrics
 from stoker.server.schemas.settings import ServerSettings
 
@@ -32,6 +33,7 @@ class Context(msgspec.Struct, frozen=True):
     repository: ModelRepository
     settings: ServerSettings
     metrics: FrontendMetrics
+    shared: dict[str, Any] = {}  # what the doors of one protocol share, by its name
 
     def default_service(self) -> Service:
         """The service of requests that name no model: the first one's. Raises UnavailableError unless it is ready."""
@@ -42,6 +44,7 @@ class Protocol(ABC):
     """A leaf: translates between its wire and the service, and knows nothing of other protocols."""
 
     prefixes: tuple[str, ...] = ()  # of paths whose failures are told in this protocol's shape
+    failure_type: bytes = JSON  # of failure_body, for what fails outside the protocol's own handlers
 
     def __init__(self, context: Context) -> None:
         self.context = context

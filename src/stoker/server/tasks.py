@@ -20,3 +20,4 @@ class FrontendTask(msgspec.Struct):
     settings: ServerSettings
     address: str  # of the executor
     socket_fds: list[int]  # listening already
+    grpc_address: str | None = None  # host:port; None: no gRPC

@@ -1,4 +1,4 @@
-"""KServe v2 over HTTP: health, and Triton's generate extension."""
+"""KServe v2 over HTTP, with Triton's extensions: binary tensors, generate, statistics, repository, trace and log settings."""
 
 from __future__ import annotations
 
@@ -8,43 +8,66 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import StokerError
-from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs
-from stoker.frontend.service import Choice, Service
-from stoker.server.errors import Failure, MethodError, RouteError, describe, sequence_error
-from stoker.server.exchange import EVENT_STREAM, PLAIN, Exchange
+from stoker.server.errors import Failure, MethodError, RouteError, describe
+from stoker.server.exchange import EVENT_STREAM, JSON, PLAIN, Exchange
 from stoker.server.protocol import Context, Endpoint, Protocol
-from stoker.server.protocols.kserve.ensemble import to_request
-from stoker.server.protocols.kserve.flat import read_inputs
-from stoker.server.schemas.triton_models import TritonModel, TritonOptions, tensors
+from stoker.server.protocols.kserve import compression, generate_json, infer_json, settings
+from stoker.server.protocols.kserve import describe as described
+from stoker.server.protocols.kserve.core import Core
+from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError, words
+from stoker.server.protocols.kserve.inference import Inference, ServedModel
+from stoker.server.protocols.kserve.json_errors import read_object
 
 MODEL = "/v2/models/{model}"
 VERSIONED = MODEL + "/versions/{version}"
-ALIASES = ("ensemble", "tensorrt_llm_bls")  # of the one model, when no repository names others
+SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory")
+OCTETS = b"application/octet-stream"
 
 _encode = msgspec.json.encode
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(value) + b"\n\n"
-
-
 class KServeHTTP(Protocol):
     prefixes = ("/v2",)
+    failure_type = PLAIN
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, core: Core | None = None) -> None:
         super().__init__(context)
-        options = context.settings.options
-        self._options = options if isinstance(options, TritonOptions) else TritonOptions()
+        self._core = Core.of(context, core)
 
     def endpoints(self) -> list[Endpoint]:
-        found = [Endpoint("GET", "/v2/health/live", self.live, open=True), Endpoint("GET", "/v2/health/ready", self.ready, open=True)]
+        found = [
+            Endpoint("GET", "/v2", self.server),
+            Endpoint("GET", "/v2/health/live", self.live, open=True),
+            Endpoint("GET", "/v2/health/ready", self.ready, open=True),
+            Endpoint("GET", "/v2/models/stats", self.all_stats),
+            Endpoint("POST", "/v2/repository/index", self.index),
+            Endpoint("POST", "/v2/repository/models/{model}/load", self.load),
+            Endpoint("POST", "/v2/repository/models/{model}/unload", self.unload),
+            Endpoint("GET", "/v2/logging", self.logging),
+            Endpoint("POST", "/v2/logging", self.set_logging),
+        ]
         for base in (MODEL, VERSIONED):
             found += [
+                Endpoint("GET", base, self.metadata),
                 Endpoint("GET", f"{base}/ready", self.model_ready, open=True),
+                Endpoint("GET", f"{base}/config", self.config),
+                Endpoint("GET", f"{base}/stats", self.stats),
+                Endpoint("POST", f"{base}/infer", self.infer),
                 Endpoint("POST", f"{base}/generate", self.generate),
                 Endpoint("POST", f"{base}/generate_stream", self.generate_stream),
             ]
+        for path in ("/v2/trace/setting", f"{MODEL}/trace/setting"):
+            found += [Endpoint("GET", path, self.trace), Endpoint("POST", path, self.set_trace)]
+        for kind in SHARED_MEMORY:
+            found += [
+                Endpoint("GET", f"/v2/{kind}/status", self.no_regions),
+                Endpoint("POST", f"/v2/{kind}/region/{{region}}/register", self.refuse_region),
+                Endpoint("POST", f"/v2/{kind}/unregister", self.nothing_to_unregister),
+            ]
         return found
+
+    async def server(self, exchange: Exchange) -> None:
+        await exchange.respond(200, _encode(described.server()))
 
     async def live(self, exchange: Exchange) -> None:
         await exchange.respond(200, content_type=PLAIN)
@@ -54,111 +77,173 @@ class KServeHTTP(Protocol):
 
     async def model_ready(self, exchange: Exchange) -> None:
         try:
-            self._service(exchange.path)
-        except StokerError:
-            await exchange.respond(400, _encode({"error": "Model version not ready"}), PLAIN)
-        else:
+            ready = self._find(exchange).state == "READY"
+        except UnknownModelError:
+            ready = False
+        if ready:
             await exchange.respond(200, content_type=PLAIN)
+        else:
+            await exchange.respond(400, _encode({"error": "Model version not ready"}), PLAIN)
+
+    async def metadata(self, exchange: Exchange) -> None:
+        await self._tell(exchange, lambda: described.metadata(self._find(exchange)))
+
+    async def config(self, exchange: Exchange) -> None:
+        await self._tell(exchange, lambda: described.config(self._find(exchange).model))
+
+    async def stats(self, exchange: Exchange) -> None:
+        try:
+            served = self._find(exchange)
+        except UnknownModelError:
+            error = {"error": f"requested model '{exchange.path['model'][:200]}' is not available"}
+            await exchange.respond(400, _encode(error))
+        else:
+            await exchange.respond(200, _encode({"model_stats": [self._core.statistics(served)]}))
+
+    async def all_stats(self, exchange: Exchange) -> None:
+        await exchange.respond(200, _encode({"model_stats": [self._core.statistics(served) for served in self._core.catalogue.all()]}))
+
+    async def index(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        ready_only = bool(body) and read_object(body).get("ready") is True
+        await self._tell(exchange, lambda: self._core.index(ready_only=ready_only))
+
+    async def load(self, exchange: Exchange) -> None:
+        await self._set_loaded(exchange, loaded=True)
+
+    async def unload(self, exchange: Exchange) -> None:
+        await self._set_loaded(exchange, loaded=False)
+
+    async def _set_loaded(self, exchange: Exchange, *, loaded: bool) -> None:
+        body = await exchange.body()
+        try:
+            given = infer_json.parameters(read_object(body)) if body else {}
+            self._core.set_loaded(exchange.path["model"], given, loaded=loaded)
+        except TritonError as error:
+            await self._refuse(exchange, error, JSON)
+        else:
+            await exchange.respond(200)
+
+    async def logging(self, exchange: Exchange) -> None:
+        await exchange.respond(200, _encode(self._core.logging.shown()))
+
+    async def set_logging(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        await self._tell(exchange, lambda: self._core.logging.change(read_object(body)))
+
+    async def trace(self, exchange: Exchange) -> None:
+        await exchange.respond(200, _encode(settings.TRACE))
+
+    async def set_trace(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        await self._tell(exchange, lambda: settings.check_trace(read_object(body)))
+
+    async def no_regions(self, exchange: Exchange) -> None:
+        await exchange.respond(200, b"[]")
+
+    async def nothing_to_unregister(self, exchange: Exchange) -> None:
+        await exchange.respond(200)
+
+    async def refuse_region(self, exchange: Exchange) -> None:
+        error = TritonError("shared memory is not supported: send tensors in the request, as JSON or binary.", 501)
+        await self._refuse(exchange, error, JSON)
+
+    async def infer(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        async with exchange.attended():
+            kind = PLAIN
+            try:
+                served = self._ready(exchange)
+                if served.model.decoupled and not served.unary:
+                    raise TritonError("HTTP end point doesn't support models with decoupled transaction policy", 501)
+                kind = JSON
+                body = compression.unpack(body, exchange.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
+                asked = infer_json.read(body, exchange.headers.get(infer_json.HEADER_LENGTH), served)
+                kind = PLAIN
+                response = await self._core.one(served, asked.inference)
+                await self._answer(exchange, *infer_json.write(served, asked, response))
+            except StokerError as error:
+                await self._refuse(exchange, error, kind)
+
+    async def _answer(self, exchange: Exchange, body: bytes, header_length: int | None) -> None:
+        headers = [] if header_length is None else [(infer_json.HEADER_LENGTH, b"%d" % header_length)]
+        body, encoding = compression.pack(body, exchange.headers.get(b"accept-encoding", b""))
+        if encoding:
+            headers.append((b"content-encoding", encoding))
+        await exchange.respond(200, body, JSON if header_length is None else OCTETS, headers)
 
     async def generate(self, exchange: Exchange) -> None:
+        body = await exchange.body()
         async with exchange.attended():
-            service, request, reply = await self._read(exchange)
-            completion = await service.complete(request)
-            choice = completion.choices[0]
-            if choice.finish_reason is FinishReason.ERROR:
-                raise sequence_error(choice.error, ready=service.ready)
-            await exchange.respond(200, reply.whole(choice, self._echo(request, reply, service)))
+            try:
+                served, inference = self._read_generate(exchange, body)
+                response = await self._core.one(served, inference)
+            except StokerError as error:
+                await self._refuse(exchange, error, JSON, model_error=400)
+            else:
+                await exchange.respond(200, generate_json.Writer(served, inference).body(response))
 
     async def generate_stream(self, exchange: Exchange) -> None:
+        body = await exchange.body()
         async with exchange.attended():
-            service, request, reply = await self._read(exchange)
             try:
-                async with aclosing(service.stream(request)) as batches:
-                    async for deltas in batches:
-                        if not exchange.started:
-                            await exchange.open_stream()
-                        if data := b"".join([reply.event(delta, service) for delta in deltas]):
-                            await exchange.send(data)
-            except StokerError as error:  # what a model refuses is an event too, with the error's status
-                if exchange.started:
-                    raise
+                served, inference = self._read_generate(exchange, body)
+            except StokerError as error:
+                await self._refuse(exchange, error, JSON)
+                return
+            await self._stream(exchange, served, inference)
+
+    async def _stream(self, exchange: Exchange, served: ServedModel, inference: Inference) -> None:
+        writer = generate_json.Writer(served, inference)
+        try:
+            async with aclosing(self._core.responses(served, inference)) as responses:
+                async for batch in responses:
+                    if not exchange.started:
+                        await exchange.open_stream()
+                    if events := [writer.event(response) for response in batch if response.outputs]:
+                        await exchange.send(b"".join(events))
+            if not exchange.started:
+                await exchange.open_stream()
+        except StokerError as error:  # what a model refuses is an event too, with the error's status while there is none yet
+            event = generate_json.error_event(words(error))
+            if not exchange.started:
                 failure = describe(error)
-                await exchange.respond(failure.status, _event({"error": failure.message}), EVENT_STREAM, failure.headers)
-            else:
-                await exchange.close_stream()
+                await exchange.respond(_of_model(failure.status), event, EVENT_STREAM, failure.headers)
+                return
+            await exchange.send(event)
+        await exchange.close_stream()
+
+    def _read_generate(self, exchange: Exchange, body: bytes) -> tuple[ServedModel, Inference]:
+        served = self._ready(exchange)
+        body = compression.unpack(body, exchange.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
+        return served, generate_json.read(read_object(body), served)
 
     def failure_body(self, failure: Failure) -> bytes:
         """Triton's shape; its own words where it has some."""
-        words = {RouteError.code: "Not Found", MethodError.code: "Method Not Allowed"}
-        return _encode({"error": words.get(failure.code, failure.message)})
+        told = {RouteError.code: "Not Found", MethodError.code: "Method Not Allowed"}
+        return _encode({"error": told.get(failure.code, failure.message)})
 
-    async def _read(self, exchange: Exchange) -> tuple[Service, GenerationRequest, Reply]:
-        service, model = self._service(exchange.path)
-        body = await exchange.json()
-        values, request_id = read_inputs(body, model.inputs, model.name)
-        request = to_request(values, request_id, service, self.context.settings)
-        return service, request, Reply(model.name, exchange.path.get("version", "1"), request_id, values)
+    async def _tell(self, exchange: Exchange, value: Any) -> None:
+        """The value as JSON, or its error as Triton's control routes write one."""
+        try:
+            body = _encode(value())
+        except TritonError as error:
+            await self._refuse(exchange, error, JSON)
+        else:
+            await exchange.respond(200, body)
 
-    def _service(self, path: dict[str, Any]) -> tuple[Service, TritonModel]:
-        """The model that a path names: one of the repository's, or the names that Triton clients expect."""
-        name, version = path["model"], path.get("version")
-        inputs, outputs = tensors("ensemble")
-        model = next((m for m in self._options.models if m.name == name), None)
-        if model is None:
-            model = TritonModel(name=name, kind="ensemble", decoupled=True, inputs=inputs, outputs=outputs)
-        elif model.kind not in ("ensemble", "tensorrt_llm_bls"):
-            raise UnknownModelError(name)
-        if any(m.name == name for m in self.context.repository.models()):
-            return self.context.repository.service(name, version), model
-        if name in ALIASES or model in self._options.models:
-            return self.context.default_service(), model
-        raise UnknownModelError(name)
+    async def _refuse(self, exchange: Exchange, error: StokerError, kind: bytes, *, model_error: int | None = None) -> None:
+        failure = describe(error)
+        status = model_error if model_error and failure.status == 500 and not isinstance(error, TritonError) else failure.status
+        await exchange.respond(status, _encode({"error": words(error)}), kind, failure.headers)
 
-    def _echo(self, request: GenerationRequest, reply: Reply, service: Service) -> str:
-        """A whole answer repeats the prompt, as TensorRT-LLM does, unless exclude_input_in_output says otherwise."""
-        excluded = reply.values.get("exclude_input_in_output", self._options.exclude_input_in_output)
-        return "" if excluded else str(request.prompt)
+    def _find(self, exchange: Exchange) -> ServedModel:
+        return self._core.catalogue.find(exchange.path["model"], exchange.path.get("version"))
+
+    def _ready(self, exchange: Exchange) -> ServedModel:
+        return self._core.catalogue.ready(exchange.path["model"], exchange.path.get("version"))
 
 
-class Reply:
-    """The outputs of an ensemble as generate writes them: keys in order of the alphabet."""
-
-    def __init__(self, model: str, version: str, request_id: str | None, values: dict[str, Any]) -> None:
-        self.values = values
-        self._frame: dict[str, Any] = {
-            "context_logits": 0.0, "cum_log_probs": 0.0, "generation_logits": 0.0, **({"id": request_id} if request_id is not None else {}),
-            "model_name": model, "model_version": version, "output_log_probs": 0.0, "sequence_end": False, "sequence_id": 0,
-            "sequence_start": False,
-        }  # fmt: skip
-        self._with_scores = bool(values.get("return_log_probs"))
-        self._score = 0.0
-        self._before = b"data: " + _encode({**self._frame, "text_output": ""})[: -len(b'""}')]
-
-    def whole(self, choice: Choice, echo: str) -> bytes:
-        return _encode(self._outputs(echo + choice.text, choice.logprobs))
-
-    def event(self, delta: Delta, service: Service) -> bytes:
-        if delta.finish_reason is FinishReason.ERROR:
-            return _event({"error": describe(sequence_error(delta.error, ready=service.ready)).message})
-        if self._with_scores:
-            return _event(self._outputs(delta.text, delta.logprobs))
-        if not delta.text and delta.finish_reason is None:
-            return b""
-        return self._before + _encode(delta.text) + b"}\n\n"
-
-    def _outputs(self, text: str, logprobs: list[TokenLogprobs]) -> dict[str, Any]:
-        outputs = {**self._frame, "text_output": text}
-        if self._with_scores:
-            self._score += sum(entry.logprob for entry in logprobs)
-            outputs |= {"cum_log_probs": self._score, "output_log_probs": [entry.logprob for entry in logprobs]}
-        return outputs
-
-
-class UnknownModelError(RouteError):
-    """Triton's words for a model that does not exist."""
-
-    code = "unknown_model"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.args = (f"Request for unknown model: '{name[:200]}' is not found",)
+def _of_model(status: int) -> int:
+    """Triton's generate tells a model's own failure as 400."""
+    return 400 if status == 500 else status

@@ -10,6 +10,7 @@ from stoker.base.config import check_choice, check_range
 from stoker.server.schemas.triton_tensors import TENSORS, Dims, Era, TensorRow
 
 KINDS = tuple(TENSORS)  # the five models; a model's kind is which of them it plays, whatever its name
+CONTROL_MODES = ("none", "explicit")
 DECODING_MODES = ("top_k", "top_p", "top_k_top_p", "beam_search")
 MAX_BATCH_SIZE = 1 << 20
 MAX_INSTANCES = 1 << 10
@@ -88,10 +89,13 @@ class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
     exclude_input_in_output: bool = False  # output_ids of a whole answer leave out the prompt; a request may say otherwise
     normalize_log_probs: bool = True  # cum_log_probs are divided by the number of tokens
     accumulate_tokens: bool = False  # each streamed text_output of tensorrt_llm_bls holds all text so far
+    unary: bool = False  # decoupled models answer plain infer calls, too, when these don't stream: for engines without a repository
+    model_control: str = "none"  # explicit: clients may load and unload models
 
     def __post_init__(self) -> None:
         check_range("max_beam_width", self.max_beam_width, 1, 1024)
         check_choice("decoding_mode", self.decoding_mode, DECODING_MODES)
+        check_choice("model_control", self.model_control, CONTROL_MODES)
 
     def of_kind(self, kind: str) -> TritonModel | None:
         return next((m for m in self.models if m.kind == kind), None)

@@ -1,0 +1,39 @@
+"""gzip and deflate of bodies, bounded: what unpacks to more than a body may have is refused."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+
+from stoker.server.errors import BodyTooLargeError
+from stoker.server.protocols.kserve.errors import TritonError
+
+_WBITS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
+
+
+def unpack(body: bytes, encoding: bytes, limit: int) -> bytes:
+    """Raises TritonError for an unknown or damaged encoding, BodyTooLargeError for more than `limit` bytes."""
+    if encoding in (b"", b"identity"):
+        return body
+    if encoding not in _WBITS:
+        raise TritonError(f"Unsupported Content-Encoding: {encoding[:40].decode('latin-1')!r}. Use gzip, deflate or identity.", 415)
+    stream = zlib.decompressobj(_WBITS[encoding])
+    try:
+        data = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise TritonError(f"the request's body is no {encoding.decode()}: {error}") from None
+    if len(data) > limit:
+        raise BodyTooLargeError(None, limit)
+    if not stream.eof:
+        raise TritonError(f"the request's body is cut off in the middle of its {encoding.decode()} data")
+    return data
+
+
+def pack(body: bytes, accepted: bytes) -> tuple[bytes, bytes]:
+    """(the body, its encoding): the first of gzip and deflate that the client takes; b"" for neither."""
+    wanted = [part.split(b";")[0].strip() for part in accepted.split(b",") if b"q=0" not in part.replace(b" ", b"").split(b";", 1)[-1]]
+    if b"gzip" in wanted:
+        return gzip.compress(body, 1, mtime=0), b"gzip"
+    if b"deflate" in wanted:
+        return zlib.compress(body, 1), b"deflate"
+    return body, b""

@@ -1,0 +1,134 @@
+"""KServe's data types: tensors as raw bytes, as JSON, and as numpy arrays (BYTES: arrays of bytes objects)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from stoker.server.protocols.kserve.errors import TritonError
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype("?"), "UINT8": np.dtype("<u1"), "UINT16": np.dtype("<u2"), "UINT32": np.dtype("<u4"), "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("<i1"), "INT16": np.dtype("<i2"), "INT32": np.dtype("<i4"), "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"), "FP32": np.dtype("<f4"), "FP64": np.dtype("<f8"), "BF16": np.dtype("<u2"), "BYTES": np.dtype("O"),
+}  # fmt: skip
+MAX_DIMS = 16
+MAX_ELEMENTS = 1 << 28
+_LENGTH = 4  # bytes of the length before each element of a BYTES tensor
+
+
+def kserve_name(declared: str) -> str:
+    """The wire's name of a declared type: STRING is BYTES there."""
+    return "BYTES" if declared == "STRING" else declared
+
+
+def check_shape(name: str, shape: Any) -> tuple[int, ...]:
+    """Raises TritonError unless it is a short list of whole numbers whose product is a possible size."""
+    if not isinstance(shape, (list, tuple)) or len(shape) > MAX_DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
+        raise TritonError(f"invalid shape for input {name}: it must be a list of at most {MAX_DIMS} whole numbers from 0")
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise TritonError(f"invalid shape for input {name}: {list(shape)} has more than {MAX_ELEMENTS} elements")
+    return tuple(shape)
+
+
+def from_raw(name: str, dtype: str, shape: tuple[int, ...], raw: bytes | memoryview, model: str) -> np.ndarray:
+    """The tensor of a binary payload. Raises TritonError when its size does not fit the shape."""
+    if dtype == "BYTES":
+        return _from_raw_bytes(name, shape, raw)
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if len(raw) != size:
+        raise TritonError(f"input byte size mismatch for input '{name}' for model '{model}'. Expected {size}, got {len(raw)}")
+    return np.frombuffer(raw, DTYPES[dtype]).reshape(shape)
+
+
+def _from_raw_bytes(name: str, shape: tuple[int, ...], raw: bytes | memoryview) -> np.ndarray:
+    items: list[bytes] = []
+    expected, at, end = math.prod(shape), 0, len(raw)
+    while at < end and len(items) <= expected:
+        if end - at < _LENGTH:
+            raise TritonError(
+                f"incomplete string length indicator for inference input '{name}', expecting {_LENGTH} bytes but only {end - at} bytes "
+                "available. Please make sure the string length indicator is in one buffer."
+            )
+        length = int.from_bytes(raw[at : at + _LENGTH], "little")
+        at += _LENGTH
+        if end - at < length:
+            raise TritonError(
+                f"incomplete string data for inference input '{name}', expecting string of length {length} but only {end - at} bytes "
+                "available. Please make sure the string length is in one buffer."
+            )
+        items.append(bytes(raw[at : at + length]))
+        at += length
+    if len(items) != expected:
+        raise TritonError(f"unexpected number of string elements {len(items)} for inference input '{name}', expecting {expected}")
+    return text_array(items, shape)
+
+
+def text_array(items: Iterable[bytes], shape: tuple[int, ...]) -> np.ndarray:
+    array = np.empty(math.prod(shape), object)
+    array[:] = list(items)
+    return array.reshape(shape)
+
+
+def to_raw(array: np.ndarray) -> bytes:
+    if array.dtype != object:
+        return array.tobytes()
+    return b"".join([len(item).to_bytes(_LENGTH, "little") + item for item in array.flat])
+
+
+_ACCESS = "attempt to access JSON"
+_JSON = {  # kind of numpy type → (JSON types, Triton's complaint)
+    "i": ((int,), f"Unable to parse 'data': {_ACCESS} non-signed-integer as signed-integer"),
+    "u": ((int,), f"Unable to parse 'data': {_ACCESS} non-unsigned-integer as unsigned-integer"),
+    "f": ((int, float), f"Unable to parse 'data': {_ACCESS} non-number as double"),
+    "b": ((bool,), f"Unable to parse 'data': {_ACCESS} non-boolean as boolean"),
+    "O": ((str,), f"Unable to parse JSON bytes array: {_ACCESS} non-string as string"),
+}
+
+
+def from_json(dtype: str, shape: tuple[int, ...], data: list[Any]) -> np.ndarray:
+    """The tensor of a flat or nested JSON list. Raises TritonError, with Triton's status 500 for a wrong JSON type."""
+    flat = _flatten(data)
+    kind = DTYPES[dtype]
+    types, complaint = _JSON[kind.kind]
+    if not set(map(type, flat)).issubset(types):
+        raise TritonError(complaint, 500)
+    if len(flat) != math.prod(shape):
+        raise TritonError("Unable to parse 'data': Shape does not match true shape of 'data' field", 500)
+    if kind.kind == "O":
+        return text_array([_utf8(item) for item in flat], shape)
+    if kind.kind in "iu" and flat:
+        bounds = np.iinfo(kind)
+        if min(flat) < bounds.min or max(flat) > bounds.max:
+            wrong = next(item for item in flat if not bounds.min <= item <= bounds.max)
+            raise TritonError(complaint if kind.kind == "u" and wrong < 0 else f"Unable to parse 'data': {wrong} does not fit {dtype}", 500)
+    with np.errstate(over="ignore"):
+        try:
+            return np.array(flat, kind).reshape(shape)
+        except OverflowError:
+            raise TritonError(f"Unable to parse 'data': a number does not fit {dtype}", 500) from None
+
+
+def to_json(array: np.ndarray) -> list[Any]:
+    """A flat list, as Triton writes it. Bytes that are no UTF-8 cannot be JSON: clients ask for binary data then."""
+    if array.dtype != object:
+        return array.ravel().tolist()
+    return [item.decode("utf-8", "replace") for item in array.flat]
+
+
+def _flatten(data: Any) -> list[Any]:
+    flat, nested = data, isinstance(data, list)
+    if not nested:
+        raise TritonError(f"Unable to parse 'data': {_ACCESS} non-array as array", 500)
+    for _ in range(MAX_DIMS):
+        if not any(type(item) is list for item in flat):
+            return flat
+        flat = [inner for item in flat for inner in (item if type(item) is list else [item])]
+    raise TritonError(f"Unable to parse 'data': lists are nested deeper than {MAX_DIMS}", 500)
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,43 @@
+"""Failures in Triton's words, and the status each has on either wire."""
+
+from __future__ import annotations
+
+from stoker.base.errors import QueueFullError, StokerError
+from stoker.server.errors import describe
+
+
+class TritonError(StokerError):
+    """What a Triton server would say, without a cure: clients compare these messages. `status` is HTTP's."""
+
+    code = "triton"
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class UnknownModelError(TritonError):
+    code = "unknown_model"
+
+    def __init__(self, name: str, version: str | None = None) -> None:
+        numbered = f" version {version[:40]}" if version else ""
+        super().__init__(f"Request for unknown model: '{name[:200]}'{numbered} is not found", 404)
+
+
+# HTTP status → the gRPC status that Triton pairs with it.
+GRPC_CODES = {
+    400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND", 409: "ALREADY_EXISTS", 413: "RESOURCE_EXHAUSTED",
+    429: "UNAVAILABLE", 499: "CANCELLED", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE",
+}  # fmt: skip
+
+
+def grpc_code(status: int) -> str:
+    return GRPC_CODES.get(status, "INTERNAL")
+
+
+def words(error: BaseException) -> str:
+    """The message a client is told. Clients look for both spellings of a full queue."""
+    if isinstance(error, TritonError):
+        return error.message
+    told = describe(error).message
+    return f"Exceeds maximum queue size. Maximum queue size of the model is reached: {told}" if isinstance(error, QueueFullError) else told

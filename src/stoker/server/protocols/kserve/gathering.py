@@ -1,0 +1,89 @@
+"""Responses of several rows: side by side as they come, or all in one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import numpy as np
+
+from stoker.server.protocols.kserve.inference import Response, Responses
+
+_PADDED_WITH_ID = ("output_ids",)
+
+
+async def merged(streams: Sequence[Responses]) -> Responses:
+    """The rows' responses as they come; the last of all is final. The first failure ends every row."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for batch in only:
+                yield batch
+        return
+    arrived: asyncio.Queue[list[Response] | Exception] = asyncio.Queue()
+    tasks = [asyncio.create_task(_forward(stream, arrived)) for stream in streams]
+    left = len(tasks)
+    try:
+        while left:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            for response in item:
+                left -= response.final
+                response.final = not left
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(stream: Responses, arrived: asyncio.Queue[list[Response] | Exception]) -> None:
+    try:
+        async with aclosing(stream) as batches:
+            async for batch in batches:
+                arrived.put_nowait(batch)
+    except Exception as error:
+        arrived.put_nowait(error)
+
+
+async def gather(stream: Responses, pad_id: int) -> Responses:
+    """One response of all: rows under one another by batch_index, sequences of a row side by side."""
+    async with aclosing(stream) as batches:
+        found = [response async for batch in batches for response in batch]
+    if len(found) == 1:
+        yield found
+        return
+    rows: dict[int, list[Response]] = {}
+    for response in found:
+        rows.setdefault(int(response.outputs["batch_index"].flat[0]), []).append(response)
+    ordered = [sorted(rows[row], key=_sequence) for row in sorted(rows)]
+    outputs = {name: _together(name, ordered, pad_id) for name in found[0].outputs}
+    yield [Response(outputs=outputs, parameters=found[-1].parameters, final=True)]
+
+
+def _together(name: str, rows: list[list[Response]], pad_id: int) -> np.ndarray:
+    pad = pad_id if name in _PADDED_WITH_ID else 0
+    if name in ("batch_index", "sequence_index"):
+        return _stack([row[0].outputs[name] for row in rows], 0, pad)
+    return _stack([_stack([response.outputs[name] for response in row], 1, pad) for row in rows], 0, pad)
+
+
+def _stack(arrays: list[np.ndarray], axis: int, pad: int) -> np.ndarray:
+    """Joined along `axis`; shorter ones are padded at the end of every other axis."""
+    if len(arrays) == 1:
+        return arrays[0]
+    shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    shape[axis] = sum(array.shape[axis] for array in arrays)
+    joined = np.full(shape, b"" if arrays[0].dtype == object else pad, arrays[0].dtype)
+    at = 0
+    for array in arrays:
+        place = [slice(0, size) for size in array.shape]
+        place[axis] = slice(at, at + array.shape[axis])
+        joined[tuple(place)] = array
+        at += array.shape[axis]
+    return joined
+
+
+def _sequence(response: Response) -> int:
+    return int(response.outputs["sequence_index"].flat[0])

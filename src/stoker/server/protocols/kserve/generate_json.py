@@ -1,0 +1,75 @@
+"""The flat JSON of Triton's generate extension: inputs by name as scalars or lists, outputs likewise with keys in order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stoker.server.protocols.kserve import dtypes
+from stoker.server.protocols.kserve.errors import TritonError
+from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel, Tensors
+from stoker.server.protocols.kserve.signature import check
+from stoker.server.schemas.triton_models import Tensor
+
+_encode = msgspec.json.encode
+
+
+def read(message: dict[str, Any], served: ServedModel) -> Inference:
+    """Raises TritonError in Triton's words."""
+    nested = message.get("parameters")
+    request_id = message.get("id", "")
+    flat = (nested if isinstance(nested, dict) else {}) | {k: v for k, v in message.items() if k not in ("id", "parameters")}
+    declared = {tensor.name: tensor for tensor in served.model.inputs}
+    inference = Inference(model=served.model, request_id=str(request_id), single=served.unary)
+    tensors: Tensors = {}
+    for name, value in flat.items():
+        if name in declared:
+            tensors[name] = _tensor(declared[name], value, batched=served.model.max_batch_size > 0)
+        elif isinstance(value, (bool, int, str)):
+            inference.parameters[name] = value
+        else:
+            raise TritonError(f"parameter '{name[:80]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
+    check(inference, tensors, {name: dtypes.kserve_name(declared[name].dtype) for name in tensors})
+    return inference
+
+
+def _tensor(tensor: Tensor, value: Any, *, batched: bool) -> np.ndarray:
+    """A scalar stands for a list of one. A list must fill the declared dims, of which one may be open."""
+    flat = value if isinstance(value, list) else [value]
+    shape = _shape(tensor, len(flat))
+    array = dtypes.from_json(dtypes.kserve_name(tensor.dtype), shape, flat)
+    return array[None] if batched else array
+
+
+def _shape(tensor: Tensor, count: int) -> tuple[int, ...]:
+    fixed = math.prod(dim for dim in tensor.dims if dim >= 0)
+    num_open = tensor.dims.count(-1)
+    if count != fixed if not num_open else fixed == 0 or count % fixed or (num_open > 1 and count != fixed):
+        raise TritonError(f"The schema can not convert input '{tensor.name}' to tensor with proper shape")
+    return tuple(count // fixed if dim == -1 and num_open == 1 else max(dim, 1) if dim == -1 else dim for dim in tensor.dims)
+
+
+class Writer:
+    """Responses of one request. The bytes before text_output are made once where nothing else changes, as in a stream of text."""
+
+    def __init__(self, served: ServedModel, inference: Inference) -> None:
+        self._frame: dict[str, Any] = {"model_name": served.model.name, "model_version": served.version}
+        if inference.request_id:
+            self._frame["id"] = inference.request_id
+
+    def body(self, response: Response) -> bytes:
+        values = self._frame | response.parameters
+        for name, array in response.outputs.items():
+            flat = dtypes.to_json(array)
+            values[name] = flat[0] if len(flat) == 1 else flat
+        return _encode(dict(sorted(values.items())))
+
+    def event(self, response: Response) -> bytes:
+        return b"data: " + self.body(response) + b"\n\n"
+
+
+def error_event(message: str) -> bytes:
+    return b"data: " + _encode({"error": message}) + b"\n\n"

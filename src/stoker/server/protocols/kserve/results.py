@@ -1,0 +1,58 @@
+"""Outputs that every generating model has: log-probabilities, logits that nobody asked for, and which row a response belongs to."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from stoker.base.types import TokenLogprobs
+from stoker.server.protocols.kserve.inference import Tensors
+
+_CONSTANT: Tensors = {
+    "context_logits": np.zeros((1, 1, 1), np.float32),
+    "generation_logits": np.zeros((1, 1, 1, 1), np.float32),
+}
+_NO_SCORES: Tensors = {"cum_log_probs": np.zeros((1, 1), np.float32), "output_log_probs": np.zeros((1, 1, 1), np.float32)}
+_INDEX = [np.full((1, 1), i, np.int32) for i in range(64)]
+
+
+class Part(msgspec.Struct):
+    """What a response shows of one sequence or beam."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    scores: list[float]
+    cum_score: float
+
+
+class Scores:
+    """The log-probability of one sequence so far; divided by its length when normalized, as TensorRT-LLM's normalize_log_probs does."""
+
+    def __init__(self, *, normalized: bool) -> None:
+        self.length = 0
+        self._normalized = normalized
+        self._sum = 0.0
+
+    def part(self, index: int, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Part:
+        new = [entry.logprob for entry in logprobs]
+        self.length += len(token_ids)
+        self._sum += sum(new)
+        return Part(index, text, token_ids, new, self._sum / self.length if self._normalized and self.length else self._sum)
+
+
+def results(row: int, parts: list[Part], *, scored: bool) -> Tensors:
+    """Shapes: cum_log_probs [1, beams], output_log_probs [1, beams, tokens], unasked logits a single 0 of their rank."""
+    indices = {"batch_index": _index(row), "sequence_index": _index(parts[0].index if len(parts) == 1 else 0)}
+    return _CONSTANT | (_scores(parts) if scored else _NO_SCORES) | indices
+
+
+def _scores(parts: list[Part]) -> Tensors:
+    by_token = np.zeros((1, len(parts), max(len(part.scores) for part in parts)), np.float32)
+    for beam, part in enumerate(parts):
+        by_token[0, beam, : len(part.scores)] = part.scores
+    return {"cum_log_probs": np.array([[part.cum_score for part in parts]], np.float32), "output_log_probs": by_token}
+
+
+def _index(value: int) -> np.ndarray:
+    return _INDEX[value] if value < len(_INDEX) else np.full((1, 1), value, np.int32)

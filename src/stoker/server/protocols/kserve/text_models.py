@@ -1,0 +1,47 @@
+"""The models of text: the ensemble, fused into one step, and tensorrt_llm_bls."""
+
+from __future__ import annotations
+
+from stoker.base.types import Delta, SamplingParams
+from stoker.frontend.service import Service
+from stoker.server.protocols.kserve import sampling
+from stoker.server.protocols.kserve.dtypes import text_array
+from stoker.server.protocols.kserve.generating import Generating, Planned
+from stoker.server.protocols.kserve.inference import Tensors
+from stoker.server.protocols.kserve.results import Part
+from stoker.server.protocols.kserve.row import Row
+
+
+class Ensemble(Generating):
+    """Text in, text out. The service tokenizes and detokenizes, so no tensor passes between stages."""
+
+    own = ("text_output",)
+
+    def plan(self, row: Row, service: Service) -> tuple[str, SamplingParams, list[tuple[int, ...]]]:
+        params = sampling.of_text(row, service, self._options, skip_special_tokens=self._settings.skip_special_tokens)
+        return row.value("text_input", ""), params, []
+
+    def tensors(self, planned: Planned, parts: list[Part], prompt_ids: list[int], service: Service) -> Tensors:
+        texts = [self._text(part, prompt_ids, service) if prompt_ids else part.text for part in parts]
+        return {"text_output": text_array([text.encode() for text in texts], (1, len(texts)))}
+
+    def shows(self, delta: Delta) -> bool:
+        return bool(delta.text) or delta.finish_reason is not None
+
+    def _text(self, part: Part, prompt_ids: list[int], service: Service) -> str:
+        """The prompt's tokens and the new ones decoded as one text, less what a stop word or end id cut off the new ones."""
+        skip = self._settings.skip_special_tokens
+        whole = service.decode([*prompt_ids, *part.token_ids], skip_special_tokens=skip)
+        num_cut = len(service.decode(part.token_ids, skip_special_tokens=skip)) - len(part.text)
+        return whole[: len(whole) - num_cut]
+
+
+class BLS(Ensemble):
+    """With accumulate_tokens each streamed text_output holds all text so far."""
+
+    def tensors(self, planned: Planned, parts: list[Part], prompt_ids: list[int], service: Service) -> Tensors:
+        if planned.streaming and self._options.accumulate_tokens:
+            part = parts[0]
+            texts = planned.texts
+            part.text = texts[part.index] = texts.get(part.index, "") + part.text
+        return super().tensors(planned, parts, prompt_ids, service)

@@ -1,0 +1,45 @@
+"""Lists of token sequences as TensorRT-LLM's tensors have them: ids in row 0, where each sequence ends in row 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stoker.base.errors import RequestError
+
+MAX_WORDS = 4096
+
+
+def read(name: str, array: np.ndarray) -> list[tuple[int, ...]]:
+    """The sequences of a [2, length] array: row 0 flat ids, row 1 cumulative ends, then -1. Raises RequestError for impossible ones."""
+    if array.size == 0:
+        return []
+    if array.ndim != 2 or array.shape[0] != 2:
+        raise RequestError(name, list(array.shape), "its shape must be [2, length]")
+    ids, ends = array.tolist()
+    used = next((at for at, end in enumerate(ends) if end == -1), len(ends))
+    if any(end != -1 for end in ends[used:]):
+        raise RequestError(name, ends, "after the first -1 all offsets must be -1")
+    if used > MAX_WORDS:
+        raise RequestError(name, used, f"at most {MAX_WORDS} words")
+    words, start = [], 0
+    for end in ends[:used]:
+        if not start < end <= len(ids):
+            raise RequestError(name, end, f"offsets must increase and lie in 1 to {len(ids)}", cure="Write cumulative ends, then -1.")
+        words.append(tuple(ids[start:end]))
+        start = end
+    return words
+
+
+def write(rows: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+    """An INT32 array [rows, 2, length]; shorter rows are padded with id 0 and offset -1. Without any word the length is 0."""
+    flat = [[token for word in words for token in word] for words in rows]
+    length = max([0, *map(len, flat)])
+    array = np.zeros((len(rows), 2, length), np.int32)
+    array[:, 1] = -1
+    for row, words in enumerate(rows):
+        array[row, 0, : len(flat[row])] = flat[row]
+        ends = np.cumsum([len(word) for word in words if word])
+        array[row, 1, : len(ends)] = ends
+    return array

@@ -1,0 +1,85 @@
+"""The models of the server that the exchanges were recorded from, as far as their answers tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from stoker.server.errors import GenerationError
+from stoker.server.protocols.kserve.catalogue import Catalogue
+from stoker.server.protocols.kserve.dtypes import text_array
+from stoker.server.protocols.kserve.inference import Inference, Response, Responses, ServedModel
+from stoker.server.schemas.triton_models import Step, Tensor, TritonModel
+
+_INPUTS = (
+    Tensor(name="text_input", dtype="STRING", dims=(1,)),
+    Tensor(name="max_tokens", dtype="INT32", dims=(1,)),
+    Tensor(name="stream", dtype="BOOL", dims=(1,), optional=True),
+    Tensor(name="stop_words", dtype="STRING", dims=(-1,), optional=True),
+    Tensor(name="bad_words", dtype="STRING", dims=(-1,), optional=True),
+    Tensor(name="temperature", dtype="FP32", dims=(1,), optional=True),
+)
+_OUTPUTS = (
+    Tensor(name="text_output", dtype="STRING", dims=(-1,)),
+    Tensor(name="cum_log_probs", dtype="FP32", dims=(-1,)),
+    Tensor(name="output_ids", dtype="INT32", dims=(-1, -1)),
+    Tensor(name="finished", dtype="BOOL", dims=(-1,)),
+)
+_STEPS = (
+    Step(
+        model_name="preprocessing",
+        input_map={"text_input": "text_input", "max_tokens": "max_tokens"},
+        output_map={"request_output_len": "_len", "input_ids": "_ids"},
+    ),
+    Step(model_name="llm_decoupled", input_map={"input_ids": "_ids", "request_output_len": "_len"}, output_map={"output_ids": "_out"}),
+    Step(model_name="postprocessing", input_map={"output_ids": "_out"}, output_map={"text_output": "text_output"}),
+)
+
+
+def _generated(text: str, *, finished: bool, inference: Inference) -> Response:
+    outputs = {
+        "text_output": text_array([text.encode()], (1,)), "cum_log_probs": np.array([-0.5], np.float32),
+        "output_ids": np.array([[1, 2, 3]], np.int32), "finished": np.array([finished]),
+    }  # fmt: skip
+    return Response(outputs={n: v for n, v in outputs.items() if n in (inference.outputs or outputs)}, final=finished)
+
+
+async def gen(inference: Inference) -> Responses:
+    text, count = inference.inputs["text_input"].flat[0].decode(), int(inference.inputs["max_tokens"].flat[0])
+    if text == "ERR":
+        raise GenerationError("boom from model")
+    if not inference.inputs.get("stream", np.array([False])).any() or not inference.model.decoupled:
+        yield [_generated(" ".join([text, *(f"t{i}" for i in range(count))]), finished=True, inference=inference)]
+        return
+    for i in range(count):
+        if text == "MIDERR" and i == 2:
+            raise GenerationError("mid-stream boom")
+        yield [_generated(f' t{i} "q" é\n/', finished=i == count - 1, inference=inference)]
+
+
+async def letters(inference: Inference) -> Responses:
+    """The prompt's letters over and over; one a response when decoupled."""
+    text, count = inference.inputs["text_input"].flat[0].decode(), int(inference.inputs["max_tokens"].flat[0])
+    shown = [text[i % len(text)] for i in range(count)]
+    for i, piece in enumerate(shown if inference.model.decoupled else ["".join(shown)]):
+        yield [Response(outputs={"text_output": text_array([piece.encode()], (1, 1))}, final=inference.model.decoupled and i == count - 1)]
+
+
+def _model(name: str, *, decoupled: bool = False, **more: Any) -> TritonModel:
+    return TritonModel(name=name, kind="tensorrt_llm", **{"backend": "python", "decoupled": decoupled, **more})
+
+
+def catalogue() -> Catalogue:
+    text = {"inputs": _INPUTS[:2], "outputs": (Tensor(name="text_output", dtype="STRING", dims=(1,)),), "max_batch_size": 8}
+    ensemble = {**text, "platform": "ensemble", "backend": "", "steps": _STEPS}
+    models = [
+        (_model("gen", inputs=_INPUTS, outputs=_OUTPUTS), gen),
+        (_model("gen_decoupled", decoupled=True, inputs=_INPUTS, outputs=_OUTPUTS), gen),
+        (_model("ensemble", **ensemble), letters),
+        (_model("ensemble_decoupled", decoupled=True, **ensemble), letters),
+        (_model("bls", **text), letters),
+        (_model("bls_decoupled", decoupled=True, **text), letters),
+        *((_model(name), gen) for name in ("llm", "llm_decoupled", "postprocessing", "preprocessing", "repeat", "simple")),
+    ]
+    return Catalogue([ServedModel(model=model, run=run, ready=lambda: True) for model, run in models])

@@ -1,0 +1,121 @@
+"""Stoker's KServe doors on real sockets, in a thread of their own, over a scripted executor and a small real tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fake_executor import FakeExecutor, Script, info
+from live_http import live_app
+from small_tokenizers import small
+
+from stoker.frontend.generation import GenerationService
+from stoker.frontend.repository import ModelRepository
+from stoker.frontend.tokenizer import Tokenizer
+from stoker.runtime.inprocess import InProcessClient, InProcessMailbox
+from stoker.server.app import make_app
+from stoker.server.metering import MeteredService
+from stoker.server.metrics import FrontendMetrics
+from stoker.server.protocol import Context
+from stoker.server.protocols.kserve.core import Core
+from stoker.server.protocols.kserve_grpc import open_door
+from stoker.server.schemas.settings import ServerSettings
+
+TEXT = "The quick brown fox 你好 🎉 stop here"
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer(small("byte_level"), {"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token_id": [2, 3]})
+
+
+def say(text: str = TEXT) -> Script:
+    """Every sequence says `text`, then the end id; n's later ones say less and less."""
+    ids = tokenizer().encode(text, add_special_tokens=False)
+    return lambda request, index: [*ids[: len(ids) - index], 2]
+
+
+def endless(request: Any, index: int) -> list[int]:
+    return [10 + i % 200 for i in range(100_000)]
+
+
+class Running:
+    """A server that answers. Everything is used from the test's thread; `call` runs something in the server's loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, executor: FakeExecutor, core: Core, http: int, grpc: int) -> None:
+        self.executor = executor
+        self.core = core
+        self.http = f"127.0.0.1:{http}"
+        self.grpc = f"127.0.0.1:{grpc}"
+        self._loop = loop
+
+    def num_tasks(self) -> int:
+        async def count() -> int:
+            return len(asyncio.all_tasks()) - 1
+
+        return asyncio.run_coroutine_threadsafe(count(), self._loop).result(10)
+
+
+@contextmanager
+def running(script: Script | None = None, *, step_s: float = 0.0, options: Any = None, limits: dict[str, int] | None = None,
+            **settings: Any) -> Iterator[Running]:  # fmt: skip
+    started, ended = threading.Event(), []
+    state: dict[str, Any] = {}
+
+    async def main() -> None:
+        made = tokenizer()
+        mailbox = InProcessMailbox(info(512, **{"max_input_len": 64, "max_output_len": 256, **(limits or {})}))
+        executor = FakeExecutor(mailbox, script or say(), step_s=step_s)
+        counts, repository = FrontendMetrics(), ModelRepository()
+        service = GenerationService("tiny", made, InProcessClient(mailbox))
+
+        async def load() -> MeteredService:
+            return MeteredService(service, counts)
+
+        async def unload(_: Any) -> None:
+            await service.close()
+
+        repository.register("tiny", load, unload)
+        await repository.load("tiny")
+        context = Context(repository, ServerSettings(options=options, **settings), counts)
+        door = open_door(context, "127.0.0.1:0")
+        await door.start()
+        stop = state["stop"] = asyncio.Event()
+        async with live_app(make_app(context), context.settings) as port:
+            state["running"] = Running(asyncio.get_running_loop(), executor, Core.of(context), port, door.port)
+            state["loop"] = asyncio.get_running_loop()
+            started.set()
+            await stop.wait()
+            await door.stop(None)
+        await repository.unload("tiny")
+        executor.stop()
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            ended.append(error)
+            started.set()
+            raise
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert started.wait(30) and not ended, ended
+        yield state["running"]
+    finally:
+        if "loop" in state:
+            state["loop"].call_soon_threadsafe(state["stop"].set)
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    waiting = threading.Event()
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        waiting.wait(0.005)
+    raise AssertionError("it never came true")
