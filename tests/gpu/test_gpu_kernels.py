@@ -1,0 +1,100 @@
+"""Kernels on the device against float64, on fresh random ragged inputs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from stoker.kernels import ops
+from stoker.kernels.reference import attention as attention_reference
+from stoker.kernels.reference import linear as linear_reference
+from stoker.kernels.reference import sampling as sampling_reference
+from stoker.kernels.types import AttentionParams, DrawParams, Fusion
+from stoker.layers.batch import ForwardBatch, KVCache
+
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
+    assert not out.isnan().any()
+    return float((out.double().cpu() - want.double().cpu()).norm() / want.double().norm().cpu())
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("parts", ["", "b", "n", "g", "r", "ngr"])
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 65, 300])
+def test_linear(rows: int, parts: str, dtype: torch.dtype) -> None:
+    n, k = random.choice([96, 1000, 4096]), random.choice([72, 576, 4096])
+    x = torch.randn(rows, k).to(dtype)
+    weight = (torch.randn(2 * n if "g" in parts else n, k) * k**-0.5).to(dtype)
+    bias = torch.randn(weight.shape[0]).to(dtype) if "b" in parts else None
+    gain = torch.randn(k).to(dtype) if "n" in parts else None
+    residual = torch.randn(rows, n).to(dtype) if "r" in parts else None
+
+    def around(move: object) -> Fusion:
+        kind, gate = ("rms" if "n" in parts else None), ("silu" if "g" in parts else None)
+        moved = [None if t is None else move(t) for t in (gain, residual)]  # type: ignore[operator]
+        return Fusion(kind, moved[0], None, 1e-5, gate, moved[1])
+
+    want = linear_reference.linear(x.double(), weight.double(), None if bias is None else bias.double(), around(torch.Tensor.double))
+    got = ops.linear(x.cuda(), weight.cuda(), None if bias is None else bias.cuda(), around(torch.Tensor.cuda))
+    assert relative_error(got, want) < BOUND[dtype]
+
+
+def ragged(rows: list[tuple[int, int]], kv_heads: int, size: int, block: int, dtype: torch.dtype) -> tuple[KVCache, ForwardBatch]:
+    """Rows of (queries, keys) over a cache whose unused places are NaN, in shuffled blocks."""
+    needed = [-(-keys // block) for _, keys in rows]
+    order = torch.randperm(sum(needed) + 3)
+    tables = torch.full((len(rows), max(needed)), 10**9, dtype=torch.int32)
+    pages = [torch.full((len(order), kv_heads, block, size), float("nan"), dtype=dtype) for _ in range(2)]
+    at = 0
+    for row, ((_, keys), count) in enumerate(zip(rows, needed, strict=True)):
+        tables[row, :count] = order[at : at + count]
+        for position in range(keys):
+            for page in pages:
+                page[tables[row, position // block], :, position % block] = torch.randn(kv_heads, size).to(dtype)
+        at += count
+    queries = torch.tensor([q for q, _ in rows], dtype=torch.int32)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int32), queries.cumsum(0, dtype=torch.int32)))
+    lens = torch.tensor([keys for _, keys in rows], dtype=torch.int32)
+    total = int(starts[-1])
+    empty = torch.zeros(total, dtype=torch.int32)
+    decodes = sum(q == 1 for q, _ in rows)
+    return KVCache(*pages), ForwardBatch(empty, empty, empty, starts, lens, tables, decodes, int(queries.max()), int(lens.max()))
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (4, 4, 80), (8, 1, 256)])
+@pytest.mark.parametrize("features", [{}, {"window": 40}, {"softcap": 20.0}])
+def test_attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype, features: dict) -> None:
+    rows = [(1, random.randrange(1, 700)) for _ in range(3)] + [(q, q + random.randrange(0, 100)) for q in (2, 70, 190)]
+    cache, batch = ragged(rows, kv_heads, size, random.choice([16, 64]), dtype)
+    q = torch.randn(int(batch.query_starts[-1]), heads, size).to(dtype)
+    params = AttentionParams(size**-0.5, **features)
+    clean = KVCache(*(page.nan_to_num().double() for page in (cache.keys, cache.values)))  # type: ignore[union-attr]
+    want = attention_reference.attention(q.double(), clean, batch, params)
+    on_device = ForwardBatch(
+        *(t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
+        batch.num_decodes, batch.max_query_len, batch.max_seq_len,
+    )  # fmt: skip
+    got = ops.attention(q.cuda(), KVCache(cache.keys.cuda(), cache.values.cuda()), on_device, params)  # type: ignore[union-attr]
+    assert relative_error(got, want) < BOUND[dtype]
+
+
+def test_sample_agrees_with_the_reference() -> None:
+    rows, vocab = 64, 50_000
+    logits = torch.randn(rows, vocab) * 4
+    params = DrawParams(
+        temperature=torch.tensor([0.0, 0.7, 1.0, 1.5] * 16), top_k=torch.tensor([0, 1, 40, vocab + 5] * 16, dtype=torch.int32).roll(3),
+        top_p=torch.tensor([1.0, 0.9, 0.3, 1.0] * 16).roll(1), min_p=torch.tensor([0.0, 0.0, 0.1, 0.02] * 16).roll(2),
+        seeds=torch.randint(-(2**62), 2**62, (rows,)), counters=torch.arange(rows, dtype=torch.int32), all_greedy=False,
+    )  # fmt: skip
+    want = sampling_reference.sample(logits, params)
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
+    moved = DrawParams(**{name: getattr(params, name).cuda() for name in names}, all_greedy=False)
+    got = ops.sample(logits.cuda(), moved).cpu()
+    # float32 and float64 sums may put a draw that falls on an edge to either side of it.
+    assert (got == want).float().mean() > 0.95
+    assert bool((got == want)[params.temperature == 0].all())
