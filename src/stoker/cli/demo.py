@@ -74,7 +74,8 @@ def _serve(engine: Path, port: int) -> None:
     from stoker.server.schemas.settings import ServerSettings
 
     def announce(line: str) -> None:
-        body = json.dumps({"model": default_model.NAME, "messages": [{"role": "user", "content": QUESTION}], "stream": True})
+        messages = [{"role": "user", "content": QUESTION}]
+        body = json.dumps({"model": default_model.NAME, "messages": messages, "temperature": 0, "stream": True})
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
         print(f"{line}\n\n  curl -N {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n\nCtrl-C stops it.", flush=True)
 
