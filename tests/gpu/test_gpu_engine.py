@@ -34,8 +34,8 @@ def test_golden_answers(smol: Path) -> None:
     with LLM(smol) as llm:
         for chat in golden["chats"]:
             prompt = llm.chat_prompt([{"role": "user", "content": chat["message"]}])
-            answer = llm.generate(prompt, SamplingParams(max_tokens=len(chat["ids"])))
-            assert answer.choices[0].token_ids == chat["ids"]
+            answer = llm.generate(prompt, SamplingParams(max_tokens=len(chat["token_ids"])))
+            assert answer.choices[0].token_ids == chat["token_ids"]
 
 
 def test_alone_equals_under_load(smol: Path) -> None:
