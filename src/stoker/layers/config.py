@@ -80,6 +80,7 @@ class MLAConfig(Frozen, frozen=True, kw_only=True, tag="mla"):
     v_size: int
     rope: RopeConfig
     norm: NormConfig  # of the latents
+    window: int | None = None  # a token sees itself and window - 1 before it
     scale: float | None = None  # None: (nope_size + rope_size) ** -0.5
     down_bias: bool = False
     out_bias: bool = False
@@ -172,6 +173,14 @@ class ModelConfig(Frozen, frozen=True, kw_only=True):
     def requires_whole_prompt(self) -> bool:
         """Whether a prompt must be prefilled in one step and shares no prefix: its tokens see ones that follow them."""
         return self.prefix is not None
+
+    def windowed(self, window: int) -> ModelConfig:
+        """The same model with every layer's window narrowed to at most `window`."""
+        layers = []
+        for layer in self.layers:
+            narrow = min(window, layer.attention.window or window)
+            layers.append(msgspec.structs.replace(layer, attention=msgspec.structs.replace(layer.attention, window=narrow)))
+        return msgspec.structs.replace(self, layers=tuple(layers))
 
 
 def encode(config: ModelConfig) -> dict:

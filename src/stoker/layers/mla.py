@@ -31,7 +31,8 @@ class MLA:
         self.q_norm = Norm(config.norm, loader, f"{name}.q_norm", config.q_rank) if config.q_rank is not None else None
         self.kv_norm = Norm(config.norm, loader, f"{name}.kv_norm", config.kv_rank)
         self.num_heads = num_local_kv_heads(config.num_heads, loader.sharding.size)
-        self.params = AttentionParams(scale=config.scale if config.scale is not None else (config.nope_size + config.rope_size) ** -0.5)
+        scale = config.scale if config.scale is not None else (config.nope_size + config.rope_size) ** -0.5
+        self.params = AttentionParams(scale, config.window)
 
     @staticmethod
     def specs(config: MLAConfig, name: str, hidden: int) -> dict[str, Spec]:

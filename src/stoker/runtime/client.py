@@ -24,6 +24,7 @@ class ExecutorInfo(msgspec.Struct, kw_only=True):
     device: str
     kv_cache_tokens: int
     model: str  # architecture name
+    step_timeout_s: float = 120.0  # a loop that is silent for so long hangs
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from typing import Protocol
@@ -10,33 +9,55 @@ from typing import Protocol
 import msgspec
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import QueueFullError, RequestError, StokerError, UnavailableError
+from stoker.base.errors import StokerError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.base.types import FinishReason
+from stoker.runtime.admission import Admission, Beginner
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
 from stoker.runtime.request import ErrorInfo, ExecutorStats, Sequence, SequenceOutput, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.worker.model_runner import StepHandle, StepResult
+from stoker.runtime.watchdog import Watchdog
+from stoker.runtime.worker.model_runner import StepResult
 
 log = get_logger(__name__)
 
 _IDLE_POLL_S = 0.5  # an idle loop wakes so often, to beat its heart and look at deadlines
+_PREPARING_POLL_S = 0.002  # one whose requests wait for their grammars looks so often whether one is ready
 
 
-class Runner(Protocol):
+class Runner(Beginner, Protocol):
     """What the executor asks of the device side; a stub of it measures the executor alone."""
 
-    def add(self, seq: Sequence) -> None: ...
-    def remove(self, seq: Sequence) -> None: ...
-    def launch(self, plan: StepPlan) -> StepHandle: ...
+    def launch(self, plan: StepPlan) -> Handle: ...
     def forget_cache(self, blocks: list[int]) -> None: ...
 
 
-class Executor:
-    """One engine's loop, in one thread. With overlap, a step is planned and launched while the one before it runs."""
+class Handle(Protocol):
+    """A step on its way."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, mailbox: Mailbox, info: ExecutorInfo, config: RuntimeConfig) -> None:
+    def wait(self) -> StepResult: ...
+
+
+class Ranks(Protocol):
+    """The processes that hold the rest of the model: `check` and, after an error, `blame` raise RankError when one failed."""
+
+    num_stages: int
+
+    def check(self) -> None: ...
+    def blame(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Executor:
+    """One engine's loop, in one thread. With overlap, a step is planned and launched while the one before it runs.
+
+    With pipeline stages, as many steps as there are stages are in flight.
+    """
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, mailbox: Mailbox, info: ExecutorInfo, config: RuntimeConfig, ranks: Ranks | None = None
+    ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.mailbox = mailbox
@@ -47,9 +68,14 @@ class Executor:
             tokens_per_block=scheduler.tables.tokens_per_block,
             max_batch_size=config.max_batch_size or info.limits.max_batch_size,
         )
-        self._depth = 2 if config.overlap and info.device != "cpu" else 1
-        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
-        self._seq_ids = itertools.count()
+        self._ranks = ranks
+        self._num_stages = ranks.num_stages if ranks is not None else 1
+        overlapped = 2 if config.overlap and info.device != "cpu" else 1
+        self._depth = self._num_stages if self._num_stages > 1 else overlapped
+        # A sequence is in one stage at a time: the first needs the token that the last one chose.
+        self.admission = Admission(runner, scheduler, config.max_queue_size, waits_for_ids=self._num_stages > 1)
+        self.watchdog = Watchdog(info.step_timeout_s)
+        self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
         self._outputs: list[SequenceOutput] = []
         self._announced: set[int] = set()  # seq_ids whose first output (with cached_tokens) went out
         self._shutdown: Shutdown | None = None
@@ -57,23 +83,36 @@ class Executor:
     def run(self) -> None:
         """Loop until shut down. An error of the loop itself is logged, told to every client, and raised."""
         reason = "the executor stopped"
+        self.watchdog.start()
         try:
-            while self._shutdown is None or (self._shutdown.drain and self.scheduler.has_work):
+            while self._shutdown is None or (self._shutdown.drain and (self.scheduler.has_work or self.admission.num_preparing)):
                 self.turn(_IDLE_POLL_S)
         except BaseException as error:
             reason = f"the executor failed: {error!r}"
             log.exception("the step loop failed")
             raise
         finally:
+            self.watchdog.stop()
             self.mailbox.close(reason)
+            self.close()
+
+    def close(self) -> None:
+        """End the other ranks' processes."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def turn(self, timeout_s: float) -> None:
         """One iteration: messages, then at most one launch and one commit."""
+        if self._ranks is not None:
+            self._ranks.check()
         busy = bool(self._in_flight) or self.scheduler.has_work
-        for message in self.mailbox.poll(0.0 if busy else timeout_s):
+        idle_s = min(timeout_s, _PREPARING_POLL_S) if self.admission.num_preparing else timeout_s
+        for message in self.mailbox.poll(0.0 if busy else idle_s):
             self._receive(message)
         now = time.monotonic()
-        for seq in self.scheduler.expire(now):
+        for seq, error in self.admission.advance():
+            self._finish(seq, _info(error))
+        for seq in self.admission.expire(now):
             self._finish(seq)
         self._launch(now)
         if self._in_flight and (len(self._in_flight) >= self._depth or not self._launched):
@@ -90,7 +129,7 @@ class Executor:
             case Submit(request=request):
                 self._submit(request)
             case Cancel(request_id=request_id, index=index):
-                for seq in self.scheduler.cancel(request_id, index):
+                for seq in self.admission.cancel(request_id, index):
                     self._finish(seq)
             case Pause(paused=paused):
                 self.scheduler.pause(paused)
@@ -103,32 +142,19 @@ class Executor:
 
     def _submit(self, request: TokenRequest) -> None:
         try:
-            self._admit(request)
-        except StokerError as error:
+            if self._shutdown is not None:
+                raise UnavailableError("the server is draining.", cure="Send the request to another replica.")
+            self.admission.admit(request)
+        except Exception as error:
             self.stats.num_failed += 1
-            info = ErrorInfo(error.code, str(error), error.status, getattr(error, "retry_after_s", None))
+            info = _info(error)
             self._outputs += [
                 SequenceOutput(request.request_id, index, [], FinishReason.ERROR, error=info) for index in range(request.params.n)
             ]
 
-    def _admit(self, request: TokenRequest) -> None:
-        if self._shutdown is not None:
-            raise UnavailableError("the server is draining.", cure="Send the request to another replica.")
-        if request.request_id in self.scheduler:
-            raise RequestError("request_id", request.request_id, "a request with this id is in flight", cure="Use a unique id.")
-        waiting = self.scheduler.num_waiting
-        if waiting >= self.config.max_queue_size:
-            raise QueueFullError(waiting, self.config.max_queue_size, self.scheduler.retry_after_s(time.monotonic()))
-        self.scheduler.check(request)
-        now = time.monotonic()
-        for index in range(request.params.n):
-            seq = Sequence(next(self._seq_ids), request, index, now)
-            self.runner.add(seq)
-            self.scheduler.add(seq)
-
     def _cancel_all(self) -> None:
-        for request_id in self.scheduler.request_ids():
-            for seq in self.scheduler.cancel(request_id):
+        for request_id in self.admission.request_ids():
+            for seq in self.admission.cancel(request_id):
                 self._finish(seq)
 
     # Steps.
@@ -141,8 +167,12 @@ class Executor:
         if not plan.sequences:
             return
         try:
-            handle = self.runner.launch(plan)
+            with self.watchdog.step(lambda: self._describe(plan)):
+                handle = self.runner.launch(plan)
         except Exception as error:
+            self._blame()
+            while self._in_flight:  # plans end in order
+                self._commit()
             self._fail(plan, error)
             return
         self._launched = True
@@ -153,7 +183,8 @@ class Executor:
         plan, handle = self._in_flight.popleft()
         started = time.monotonic()
         try:
-            result = handle.wait()
+            with self.watchdog.step(lambda: self._describe(plan)):
+                result = handle.wait()
         except Exception as error:
             self._fail(plan, error)
             return
@@ -163,6 +194,7 @@ class Executor:
         self._emit(outcome.sequences, outcome.token_ids, result)
         for seq in outcome.finished:
             self._forget(seq)
+        self._clean()
 
     def _tokens(self, plan: StepPlan, result: StepResult) -> list[int]:
         """One id a row of the plan. A row whose logits were not numbers ends here, alone."""
@@ -170,9 +202,9 @@ class Executor:
         token_ids = [next(sampled) if samples else -1 for samples in plan.samples]
         for seq, token, samples in zip(plan.sequences, token_ids, plan.samples, strict=True):
             if samples and token < 0 and seq.finish_reason is None:
-                self.runner.forget_cache(seq.blocks)
+                self.scheduler.tables.distrust(seq.blocks)
                 self.scheduler.end(seq, FinishReason.ERROR)
-                self._finish(seq, ErrorInfo("bad_logits", "the model gave logits that are not numbers for this sequence."))
+                self._finish(seq, ErrorInfo("bad_logits", "no token can be chosen: the logits are not numbers, or every token is banned."))
         return token_ids
 
     def _emit(self, sequences: list[Sequence], token_ids: list[int], result: StepResult) -> None:
@@ -190,12 +222,21 @@ class Executor:
             outputs.append(output)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
-        """A step raised: its sequences end with an error; the others go on."""
+        """The oldest step raised: its sequences end with an error; the others go on. Without a rank nothing does."""
+        self._blame()
         log.error("a step of %d rows failed: %r", len(plan), error, exc_info=error)
-        while self._in_flight:  # plans are committed in order: finish the older ones first
-            self._commit()
         for seq in self.scheduler.fail(plan):
             self._finish(seq, ErrorInfo("step_failed", f"the step failed: {error}"))
+        self._clean()
+
+    def _blame(self) -> None:
+        if self._ranks is not None:
+            self._ranks.blame()
+
+    def _clean(self) -> None:
+        """Zero what nobody reads any more and may not be numbers: masked places are still multiplied by zero."""
+        if blocks := self.scheduler.tables.take_distrusted():
+            self.runner.forget_cache(blocks)
 
     # Ends.
 
@@ -230,7 +271,7 @@ class Executor:
     def snapshot(self) -> ExecutorStats:
         """The counters as they are now; a copy, for the loop goes on counting."""
         scheduler, stats = self.scheduler, self.stats
-        stats.num_waiting = scheduler.num_waiting
+        stats.num_waiting = self.admission.num_waiting
         stats.num_running = scheduler.num_running
         stats.num_paused = scheduler.num_preempted
         stats.num_free_blocks = scheduler.tables.pool.num_free
@@ -238,3 +279,24 @@ class Executor:
         stats.num_reused_tokens = scheduler.num_reused_tokens
         stats.num_preemptions = scheduler.num_preemptions
         return msgspec.structs.replace(stats)
+
+    def _describe(self, plan: StepPlan) -> str:
+        """A step and what is around it, for the log."""
+        lines = [
+            f"  row {seq.row}: request {seq.request_id}, sequence {seq.index}, tokens {start} to {start + count}"
+            for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True)
+        ]
+        stats = self.snapshot()
+        counts = (
+            f"{stats.num_waiting} waiting, {stats.num_running} running, {stats.num_paused} preempted, "
+            f"{stats.num_free_blocks} of {stats.num_blocks} blocks free, step {stats.num_steps}, {len(self._in_flight)} in flight"
+        )
+        return "\n".join([f"{len(plan)} rows, {plan.num_tokens} tokens; {counts}:", *lines])
+
+
+def _info(error: Exception) -> ErrorInfo:
+    """What the client is told of an error of its request alone."""
+    if isinstance(error, StokerError):
+        return ErrorInfo(error.code, str(error), error.status, getattr(error, "retry_after_s", None))
+    log.error("a request could not begin: %r", error, exc_info=error)
+    return ErrorInfo("internal_error", f"the request could not begin: {error}")

@@ -62,13 +62,16 @@ class InProcessMailbox(Mailbox):
 
 
 class InProcessClient(StreamingClient):
-    """Bound to the event loop that runs when it is made. `alive` turns false when the loop has not polled for `timeout_s`."""
+    """Bound to the event loop that runs when it is made.
 
-    def __init__(self, mailbox: InProcessMailbox, *, timeout_s: float = 120.0) -> None:
+    `alive` turns false when the executor's loop has not polled for `timeout_s`; None: the executor's step_timeout_s.
+    """
+
+    def __init__(self, mailbox: InProcessMailbox, *, timeout_s: float | None = None) -> None:
         super().__init__(mailbox.info, new_name())
         self._loop = asyncio.get_running_loop()
         self._mailbox = mailbox
-        self._timeout_s = timeout_s
+        self._timeout_s = mailbox.info.step_timeout_s if timeout_s is None else timeout_s
         mailbox.join(self)
         if mailbox.closed_reason is not None:
             self._fail(mailbox.closed_reason)

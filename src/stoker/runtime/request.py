@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
+from stoker.layers.prefix import Prefix
 
 
 class TokenRequest(msgspec.Struct, kw_only=True):
@@ -91,9 +92,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "blocks", "deadline", "end_ids", "finish_reason", "front", "index", "max_computed", "max_tokens", "num_cached",
-        "num_computed", "num_hashed", "num_in_flight", "num_pending", "num_preemptions", "num_prefill", "num_prompt", "params",
-        "prefix", "priority", "request", "request_id", "row", "seed", "seq_id", "status", "stop_id", "tokens", "waits_for_ids",
+        "arrival", "blocks", "deadline", "end_ids", "finish_reason", "front", "grammar", "index", "max_computed", "max_tokens",
+        "min_tokens", "num_cached", "num_computed", "num_hashed", "num_in_flight", "num_pending", "num_preemptions", "num_prefill",
+        "num_prompt", "params", "prefix", "priority", "request", "request_id", "row", "seed", "seq_id", "status", "stop_id", "tokens",
+        "two_way", "waits_for_ids",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: TokenRequest, index: int, arrival: float) -> None:
@@ -105,6 +107,7 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_ids)  # prompt and generated ids known on the host
         self.num_prompt = len(self.tokens)
         self.max_tokens = request.params.max_tokens  # may be lowered to the engine's limit
+        self.min_tokens = request.params.min_tokens  # 0 once its grammar can only end
         self.end_ids = frozenset(request.end_ids) | frozenset(request.params.stop_token_ids)
         self.priority = request.priority
         self.arrival = arrival
@@ -124,6 +127,8 @@ class Sequence:
         # Not planned while an id is pending: the grammar or the list of bad words must see it first.
         self.waits_for_ids = request.params.guide is not None or bool(request.params.bad_words)
         self.prefix: Any = request.cache_salt  # the prefix index's entry of its last hashed block; at first, the salt
+        self.two_way: Prefix | None = None  # a prefix model's prompt: how much of it sees itself in both directions
+        self.grammar: Any = None  # what its guide was compiled to
         self.front: Any = None  # key of the prompt block that it will add to the prefix index next
         self.finish_reason: FinishReason | None = None
         self.stop_id: int | None = None  # the end or stop id that ended it

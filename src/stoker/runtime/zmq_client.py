@@ -28,17 +28,18 @@ from stoker.runtime.transport import (
     configure,
 )
 
-EXECUTOR_TIMEOUT_S = 120.0  # longer than the longest step: a CPU computes a prompt of 8192 tokens in about 35 s
+CONNECT_SILENCE_S = 120.0  # until the executor has told its step_timeout_s
 
 
 class ZmqExecutorClient(StreamingClient):
     """Made by `connect`, in the event loop that will use it. Messages of one loop iteration leave as one."""
 
-    def __init__(self, address: str, *, timeout_s: float = EXECUTOR_TIMEOUT_S, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, address: str, *, timeout_s: float | None = None, heartbeat_s: float = HEARTBEAT_S) -> None:
         check_address(address)
         name = new_name()
         self._loop = asyncio.get_running_loop()
-        self._timeout_s = timeout_s
+        self._told_timeout = timeout_s is not None
+        self._timeout_s = CONNECT_SILENCE_S if timeout_s is None else timeout_s
         self._heartbeat_s = heartbeat_s
         self._heard_s = time.monotonic()
         self._outbox: list[ToExecutor] = []
@@ -48,7 +49,7 @@ class ZmqExecutorClient(StreamingClient):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.ROUTING_ID, name.encode())
-        configure(self._socket, timeout_s)
+        configure(self._socket, self._timeout_s)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._loop.add_reader(self._socket.FD, self._receive)
@@ -59,9 +60,12 @@ class ZmqExecutorClient(StreamingClient):
 
     @classmethod
     async def connect(
-        cls, address: str, *, connect_timeout_s: float = 30.0, timeout_s: float = EXECUTOR_TIMEOUT_S, heartbeat_s: float = HEARTBEAT_S
+        cls, address: str, *, connect_timeout_s: float = 30.0, timeout_s: float | None = None, heartbeat_s: float = HEARTBEAT_S
     ) -> ZmqExecutorClient:
-        """Wait until the executor at `address` answers. Raises UnavailableError after `connect_timeout_s`."""
+        """Wait until the executor at `address` answers. Raises UnavailableError after `connect_timeout_s`.
+
+        An executor that is silent for `timeout_s` (None: its step_timeout_s) counts as dead.
+        """
         client = cls(address, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
         client._post(Hello())
         try:
@@ -126,6 +130,8 @@ class ZmqExecutorClient(StreamingClient):
             case StatsReply(number, stats):
                 self._answer(number, stats)
             case Welcome(info):
+                if not self._told_timeout:
+                    self._timeout_s = max(info.step_timeout_s, 3 * self._heartbeat_s)
                 if not self._welcome.done():
                     self._welcome.set_result(info)
             case Closed(reason):

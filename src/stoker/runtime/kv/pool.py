@@ -57,6 +57,10 @@ class BlockPool:
         """The block's contents are worth keeping once nobody refers to it. It must be in use."""
         self._kept[block] = 1
 
+    def discard(self, block: int) -> None:
+        """The contents of a block in use are not worth keeping after all."""
+        self._kept[block] = 0
+
     def release(self, block: int) -> None:
         """One reference less."""
         refs = self.refs[block] - 1

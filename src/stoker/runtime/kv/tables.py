@@ -35,6 +35,7 @@ class BlockTables:
         self.pool = BlockPool(num_blocks, self.index.forget if self.index is not None else None)
         self.num_reserved = 0
         self._fronts: dict[Key, Sequence] = {}
+        self._distrusted: set[int] = set()
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
@@ -122,6 +123,20 @@ class BlockTables:
         for block in reversed(seq.blocks):
             release(block)
         seq.blocks = []
+
+    def distrust(self, blocks: list[int]) -> None:
+        """These blocks in use may hold what is not numbers: no later sequence shares them, and they are to be zeroed."""
+        for block in blocks:
+            if self.index is not None:
+                self.index.forget(block)
+            self.pool.discard(block)
+            self._distrusted.add(block)
+
+    def take_distrusted(self) -> list[int]:
+        """Distrusted blocks that nobody refers to any more, each once. Zero them before the next allocation."""
+        free = [block for block in self._distrusted if not self.pool.refs[block]]
+        self._distrusted.difference_update(free)
+        return free
 
     def _advance_front(self, seq: Sequence) -> None:
         """Announce the block that `seq` will add to the index next, so that others wait for it instead of computing it too."""

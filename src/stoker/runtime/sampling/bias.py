@@ -20,7 +20,8 @@ class LogitBias(Feature):
 
     def add(self, seq: Sequence) -> None:
         ids = torch.tensor(list(seq.params.logit_bias), dtype=torch.long, device=self.device)
-        values = torch.tensor(list(seq.params.logit_bias.values()), dtype=torch.float32, device=self.device)
+        # Within float32, sums included: an infinite logit would leave no probability to the others.
+        values = torch.tensor(list(seq.params.logit_bias.values()), dtype=torch.float64).clamp(-1e30, 1e30).float().to(self.device)
         self._biases[seq.seq_id] = (ids, values)
 
     def remove(self, seq_id: int) -> None:

@@ -27,5 +27,5 @@ class MinTokens(Feature):
     def apply(self, logits: Tensor, sequences: list[tuple[int, Sequence]]) -> None:
         for row, seq in sequences:
             # The token being chosen is already counted as pending.
-            if seq.num_generated - 1 < seq.params.min_tokens:
+            if seq.num_generated - 1 < seq.min_tokens:
                 logits[row].index_fill_(0, self._ends[seq.seq_id], float("-inf"))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.base.errors import RequestError
 from stoker.kernels import ops
 from stoker.kernels.types import DrawParams
-from stoker.runtime.request import Sequence
+from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.bad_words import BadWords
 from stoker.runtime.sampling.bias import LogitBias
 from stoker.runtime.sampling.feature import Feature
+from stoker.runtime.sampling.grammars import Grammars
+from stoker.runtime.sampling.guide import Guides
 from stoker.runtime.sampling.min_tokens import MinTokens
 from stoker.runtime.sampling.penalties import Penalties
 
@@ -81,10 +86,22 @@ class DrawTable:
 class Sampler:
     """Chooses the tokens of one step after another."""
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
         self.table = DrawTable(num_rows, device)
-        self.features: list[Feature] = [LogitBias(device), Penalties(vocab_size, device), MinTokens(device), BadWords()]
+        self.grammars = grammars
+        # Guides come before MinTokens: a grammar that can only end lifts the minimum.
+        self.features: list[Feature] = [
+            Guides(vocab_size), LogitBias(device), Penalties(vocab_size, device), MinTokens(device), BadWords()
+        ]  # fmt: skip
         self._users: dict[int, list[Feature]] = {}  # seq_id → its features
+
+    def prepare(self, request: TokenRequest) -> Future[Any] | None:
+        """The compilation of a guide; it must be done before the request's sequences are added."""
+        if request.params.guide is None:
+            return None
+        if self.grammars is None:
+            raise RequestError("guide.kind", request.params.guide.kind, "this executor has no vocabulary to guide")
+        return self.grammars.prepare(request)
 
     def add(self, seq: Sequence) -> None:
         """A sequence begins."""

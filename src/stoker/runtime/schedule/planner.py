@@ -15,9 +15,13 @@ class Planner:
 
     def __init__(self, roster: Roster, *, max_rows: int, max_num_tokens: int, chunked_prefill: bool) -> None:
         self._roster = roster
-        self._max_rows = max_rows
+        self._most_rows = self._max_rows = max_rows
         self._max_num_tokens = max_num_tokens
         self._chunked_prefill = chunked_prefill
+
+    def limit_rows(self, count: int) -> None:
+        """At most `count` rows a plan from now on, within max_rows."""
+        self._max_rows = max(min(count, self._most_rows), 1)
 
     def fill(self, plan: StepPlan, now: float, *, paused: bool) -> None:
         """Plan one step, and advance the counters of its sequences. `paused`: admit only those that ran before."""

@@ -26,7 +26,8 @@ class Scheduler:
 
     Each step: decodes, then unfinished prefills, then admissions in the policy's order. `max_batch_size` limits a step's rows,
     `max_num_tokens` its tokens, and `max_num_sequences` the sequences that hold blocks; when more hold blocks than fit
-    in a step they take turns. Without `chunked_prefill` a prompt is computed in a single step.
+    in a step they take turns. With `num_stages` the sequences are spread over as many steps in flight. Without `chunked_prefill` a
+    prompt is computed in a single step.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Scheduler:
         policy: str = "guaranteed_no_evict",
         chunked_prefill: bool = True,
         prefix_reuse: bool = True,
+        num_stages: int = 1,
     ) -> None:
         self.tables = BlockTables(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse)
         self.max_num_tokens = max_num_tokens
@@ -49,6 +51,7 @@ class Scheduler:
         self._roster = Roster(self.tables, POLICIES.get(policy)(), max_num_sequences or max_batch_size)
         max_rows = min(max_batch_size, max_num_tokens)
         self._planner = Planner(self._roster, max_rows=max_rows, max_num_tokens=max_num_tokens, chunked_prefill=chunked_prefill)
+        self._num_stages = num_stages
         self._in_flight: deque[StepPlan] = deque()
         self._requests: dict[str, list[Sequence]] = {}  # those that haven't ended
         self._next_deadline = math.inf
@@ -114,7 +117,9 @@ class Scheduler:
             raise RequestError("prompt_ids", request.prompt_ids, f"a prompt has 1 to {self.max_seq_len - 1} tokens, this one {num_prompt}")
         if not self.chunked_prefill and num_prompt > self.max_num_tokens:
             limit = f"without chunked prefill a prompt has at most max_num_tokens={self.max_num_tokens} tokens, this one {num_prompt}"
-            raise RequestError("prompt_ids", request.prompt_ids, limit, cure="Shorten it, or serve with chunked_prefill.")
+            raise RequestError(
+                "prompt_ids", request.prompt_ids, limit, cure="Shorten it, or serve with chunked_prefill or a larger max_num_tokens."
+            )
         num_tokens = min(num_prompt + max_tokens, self.max_seq_len) - 1
         capacity = self.tables.pool.num_blocks * self.tables.tokens_per_block
         if self.tables.num_blocks_for(num_tokens) > self.tables.pool.num_blocks:
@@ -171,6 +176,9 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """The next step; empty when nothing can be computed before a commit or an arrival. `now` is a monotonic clock's time."""
         plan = StepPlan()
+        if self._num_stages > 1:  # every stage gets its share of the sequences
+            present = self.num_running + self.num_preempted + self.num_waiting
+            self._planner.limit_rows(-(-present // self._num_stages))
         self._planner.fill(plan, now, paused=self._paused)
         if plan.sequences:
             self._in_flight.append(plan)
@@ -198,7 +206,7 @@ class Scheduler:
                     seq.tokens.append(token)
                     gained.append(seq)
                     gained_ids.append(token)
-                    if token in seq.end_ids and len(seq.tokens) - seq.num_prompt > seq.params.min_tokens:
+                    if token in seq.end_ids and len(seq.tokens) - seq.num_prompt > seq.min_tokens:
                         self.end(seq, FinishReason.STOP, token)
                         outcome.finished.append(seq)
                     elif num_computed == seq.max_computed:
@@ -211,6 +219,8 @@ class Scheduler:
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """The step raised: end its sequences with ERROR and return those that hadn't ended. Nothing it wrote is reused."""
         self._take(plan)
+        for seq in plan.sequences:
+            self.tables.distrust(seq.blocks[seq.num_hashed :])
         failed = [seq for seq in plan.sequences if seq.status is not Status.FINISHED]
         for seq, samples in zip(plan.sequences, plan.samples, strict=True):
             seq.num_in_flight -= 1

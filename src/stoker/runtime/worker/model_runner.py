@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from stoker.base.errors import RequestError
 from stoker.base.types import TokenLogprobs
+from stoker.distributed.world import ALONE_WORLD, World
 from stoker.kernels import ops
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.decoder import Decoder
-from stoker.runtime.request import Sequence
+from stoker.layers.prefix import prefix_of
+from stoker.runtime.request import Sequence, TokenRequest
+from stoker.runtime.sampling.grammars import Grammars
 from stoker.runtime.sampling.prompt import PromptScores
 from stoker.runtime.sampling.sampler import Logprobs, Sampler
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.graphs import Graphs
-from stoker.runtime.worker.inputs import InputBuilder
+from stoker.runtime.worker.inputs import InputBuilder, Packed
 
 PromptLogprobs = dict[int, list[TokenLogprobs | None]]  # by seq_id
 
@@ -57,29 +64,65 @@ class StepHandle:
         return StepResult(self._sequences, token_ids, logprobs, self._prompt)
 
 
+class LazyHandle:
+    """A step that runs when it is waited for."""
+
+    __slots__ = ("_start",)
+
+    def __init__(self, start: Callable[[], StepHandle]) -> None:
+        self._start = start
+
+    @torch.inference_mode()
+    def wait(self) -> StepResult:
+        return self._start().wait()
+
+
+class Tell(Protocol):
+    """How the leader's decisions reach the other ranks."""
+
+    def step(self, packed: Packed, all_greedy: bool) -> None: ...
+    def forget(self, blocks: list[int]) -> None: ...
+
+
 class ModelRunner:
-    """One device's model, cache and buffers."""
+    """One device's model, cache and buffers. On several ranks one leads: it alone knows sequences and samples, and tells the others."""
 
     def __init__(
         self, model: Decoder, caches: list[KVCache], *,
         num_rows: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int, block_size: int, device: torch.device, use_graphs: bool,
+        world: World = ALONE_WORLD, tell: Tell | None = None, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.caches = caches
         self.device = device
-        self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device)
-        self.sampler = Sampler(num_rows, model.config.vocab_size, device)
+        self.world, self.tell = world, tell
+        num_stages = world.stage.num_stages
+        self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, max(num_stages, 2))
+        self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars)
         self.prompt_scores = PromptScores()
         # Each row's newest token; padding writes the last place.
         self.last_ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        # Steps are planned before their tokens are known only on a GPU without stages: there each rank needs the leader's choice.
+        self._shares_ids = device.type == "cuda" and num_stages == 1 and world.size > 1
+        # On a CPU a stage computes when its result is asked for, so that the steps after it are on their way through the others.
+        self._is_lazy = device.type == "cpu" and num_stages > 1
         self.graphs: Graphs | None = None
         if use_graphs and device.type == "cuda":
             self.graphs = Graphs(
                 self._forward, self.inputs, max_rows=max_batch_size, max_seq_len=max_seq_len, max_tokens=max_num_tokens, device=device
             )
 
+    def prepare(self, request: TokenRequest) -> Future[Any] | None:
+        """The compilation of the request's guide, in another thread. Raises DependencyError."""
+        return self.sampler.prepare(request)
+
     def add(self, seq: Sequence) -> None:
-        """A sequence begins; called once, before its first step."""
+        """A sequence begins; called once, before its first step. Raises RequestError for what the model cannot do."""
+        if (prefix := self.model.config.prefix) is not None:
+            seq.two_way = prefix_of(prefix, seq.request.prompt_ids)
+            if seq.params.prompt_logprobs is not None:
+                limit = "this model's prompt tokens see those that follow them, so they have no probabilities"
+                raise RequestError("prompt_logprobs", seq.params.prompt_logprobs, limit)
         self.sampler.add(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -94,22 +137,44 @@ class ModelRunner:
             self.graphs.warm_up()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> StepHandle:
+    def launch(self, plan: StepPlan) -> StepHandle | LazyHandle:
         """Start a step. Its rows' tokens go to `last_ids`, so that the next step can start before this one is read."""
-        self.sampler.table.update(plan.sequences)
-        if self.graphs is not None and (shape := self.graphs.shape_for(plan)) is not None and self.sampler.is_plain(plan.sequences):
-            inputs, token_ids = self.graphs.run(plan, shape, self.sampler.table.all_greedy(plan.sequences))
-            return StepHandle(inputs.sampled, token_ids, None, {})
-        inputs = self.inputs.build(plan)
+        table = self.sampler.table
+        table.update(plan.sequences)
+        is_plain = self.graphs is not None and self.sampler.is_plain(plan.sequences)
+        packed = self.inputs.pack(plan, self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None)
+        all_greedy = table.all_greedy(plan.sequences)
+        if self.tell is not None:
+            self.tell.step(packed, all_greedy)
+        return LazyHandle(lambda: self._start(plan, packed, all_greedy)) if self._is_lazy else self._start(plan, packed, all_greedy)
+
+    def _start(self, plan: StepPlan, packed: Packed, all_greedy: bool) -> StepHandle:
+        if packed.is_padded:
+            assert self.graphs is not None
+            return StepHandle(packed.sampled, self.graphs.run(packed, all_greedy)[: len(packed.sampled)], None, {})
+        inputs = self.inputs.unpack(packed)
         logits = self._logits(inputs.batch)
-        num_sampled = len(inputs.sampled)
-        token_ids, scores = self.sampler.sample(logits[:num_sampled], inputs.rows, inputs.counters, inputs.sampled)
+        num_sampled = len(packed.sampled)
+        token_ids, scores = self.sampler.sample(logits[:num_sampled], inputs.rows, inputs.counters, packed.sampled)
         self._remember(inputs.rows, token_ids)
-        prompt = self.prompt_scores.collect(plan, logits[num_sampled:]) if inputs.num_extra else {}
-        return StepHandle(inputs.sampled, token_ids, scores, prompt)
+        prompt = self.prompt_scores.collect(plan, logits[num_sampled:]) if packed.num_extra else {}
+        return StepHandle(packed.sampled, token_ids, scores, prompt)
+
+    @torch.inference_mode()
+    def follow(self, packed: Packed, all_greedy: bool) -> None:
+        """Run a step that the leader planned."""
+        if packed.is_padded:
+            assert self.graphs is not None
+            self.graphs.run(packed, all_greedy)
+            return
+        inputs = self.inputs.unpack(packed)
+        self._logits(inputs.batch)
+        self._remember(inputs.rows, torch.zeros_like(inputs.rows))
 
     def forget_cache(self, blocks: list[int]) -> None:
         """Zero blocks that may hold values that are not numbers, before others reuse them."""
+        if self.tell is not None:
+            self.tell.forget(blocks)
         index = torch.tensor(blocks, device=self.device)
         for cache in self.caches:
             for pages in (cache.keys, cache.values):
@@ -118,7 +183,11 @@ class ModelRunner:
 
     def _forward(self, batch: ForwardBatch, rows: Tensor, counters: Tensor, all_greedy: bool) -> Tensor:
         """A plain step, as a graph captures it."""
-        token_ids = ops.sample(self._logits(batch), self.sampler.table.gather(rows, counters, all_greedy))
+        logits = self._logits(batch)
+        if self.world.is_leader:
+            token_ids = ops.sample(logits, self.sampler.table.gather(rows, counters, all_greedy))
+        else:
+            token_ids = torch.zeros_like(rows)
         self._remember(rows, token_ids)
         return token_ids
 
@@ -128,6 +197,9 @@ class ModelRunner:
         return self.model(batch, self.caches)
 
     def _remember(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Keep the leader's choice for the next step."""
+        if self._shares_ids:
+            token_ids = self.world.tensor.broadcast(token_ids)
         # A row without a number has -1; the step that may already be planned for it reads some token that exists.
         self.last_ids.index_copy_(0, rows.long(), token_ids.clamp(min=0))
 

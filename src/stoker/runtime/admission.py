@@ -1,0 +1,130 @@
+"""Requests on their way to the scheduler: checked, made sequences, and kept aside while something is prepared for them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from stoker.base.errors import QueueFullError, RequestError
+from stoker.base.types import FinishReason
+from stoker.runtime.request import Sequence, Status, TokenRequest
+from stoker.runtime.schedule.scheduler import Scheduler
+
+PREPARE_TIMEOUT_S = 30.0  # a grammar that compiles for longer is refused
+
+
+class Beginner(Protocol):
+    """The part of a runner that is asked when a sequence begins."""
+
+    def prepare(self, request: TokenRequest) -> Future[Any] | None:
+        """What must be made before the request's sequences begin, outside the step loop; its result becomes their `grammar`."""
+
+    def add(self, seq: Sequence) -> None:
+        """A sequence begins; raises RequestError for what the model cannot do."""
+
+    def remove(self, seq: Sequence) -> None: ...
+
+
+class Admission:
+    """The door. What waits here counts as waiting: for the queue's bound, for cancellation and for deadlines."""
+
+    def __init__(self, runner: Beginner, scheduler: Scheduler, max_queue_size: int, *, waits_for_ids: bool = False) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.max_queue_size = max_queue_size
+        self.waits_for_ids = waits_for_ids  # every sequence does
+        self._seq_ids = itertools.count()
+        self._preparing: dict[str, tuple[Future[Any], float, list[Sequence]]] = {}  # by request: since when, and for whom
+
+    @property
+    def num_preparing(self) -> int:
+        return sum(len(sequences) for _, _, sequences in self._preparing.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting + self.num_preparing
+
+    def request_ids(self) -> list[str]:
+        return [*self._preparing, *self.scheduler.request_ids()]
+
+    def admit(self, request: TokenRequest) -> None:
+        """Queue the request's sequences, now or when what they need is ready. Raises StokerError; then nothing is kept of it."""
+        if request.request_id in self.scheduler or request.request_id in self._preparing:
+            raise RequestError("request_id", request.request_id, "a request with this id is in flight", cure="Use a unique id.")
+        waiting, now = self.num_waiting, time.monotonic()
+        if waiting >= self.max_queue_size:
+            raise QueueFullError(waiting, self.max_queue_size, self.scheduler.retry_after_s(now))
+        self.scheduler.check(request)
+        future = self.runner.prepare(request)
+        sequences = [Sequence(next(self._seq_ids), request, index, now) for index in range(request.params.n)]
+        if future is None:
+            self._begin(sequences)
+        else:
+            self._preparing[request.request_id] = (future, now, sequences)
+
+    def advance(self) -> list[tuple[Sequence, Exception]]:
+        """Queue the sequences whose preparation is done. Returns those for which it failed, and why."""
+        failed: list[tuple[Sequence, Exception]] = []
+        for request_id, (future, since, sequences) in list(self._preparing.items()):
+            if not future.done() and time.monotonic() - since <= PREPARE_TIMEOUT_S:
+                continue
+            del self._preparing[request_id]
+            try:
+                self._begin_prepared(sequences, future)
+            except Exception as error:
+                failed += [(_ended(seq, FinishReason.ERROR), error) for seq in sequences]
+        return failed
+
+    def cancel(self, request_id: str, index: int | None = None) -> list[Sequence]:
+        """End sequences wherever they are; returns those that had not ended."""
+        return self._drop(request_id, index) + self.scheduler.cancel(request_id, index)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """End the sequences whose deadline has passed."""
+        ended = self.scheduler.expire(now)
+        for request_id, (_, _, sequences) in list(self._preparing.items()):
+            if (deadline := sequences[0].deadline) is not None and deadline <= now:
+                ended += self._drop(request_id, None, FinishReason.DEADLINE)
+        return ended
+
+    def _begin_prepared(self, sequences: list[Sequence], future: Future[Any]) -> None:
+        if not future.done():
+            future.cancel()
+            limit = f"its grammar is not compiled after {PREPARE_TIMEOUT_S:.0f} s"
+            raise RequestError("guide.text", sequences[0].params.guide, limit, cure="Simplify it.")
+        for seq in sequences:
+            seq.grammar = future.result()
+        self._begin(sequences)
+
+    def _begin(self, sequences: list[Sequence]) -> None:
+        begun: list[Sequence] = []
+        try:
+            for seq in sequences:
+                begun.append(seq)
+                self.runner.add(seq)
+        except BaseException:
+            for seq in begun:
+                self.runner.remove(seq)
+            raise
+        for seq in sequences:
+            seq.waits_for_ids = seq.waits_for_ids or self.waits_for_ids
+            self.scheduler.add(seq)
+
+    def _drop(self, request_id: str, index: int | None, reason: FinishReason = FinishReason.CANCELLED) -> list[Sequence]:
+        if request_id not in self._preparing:
+            return []
+        future, _, sequences = self._preparing[request_id]
+        dropped = [seq for seq in sequences if index is None or seq.index == index]
+        for seq in dropped:
+            sequences.remove(_ended(seq, reason))
+        if not sequences:
+            future.cancel()
+            del self._preparing[request_id]
+        return dropped
+
+
+def _ended(seq: Sequence, reason: FinishReason) -> Sequence:
+    seq.status, seq.finish_reason = Status.FINISHED, reason
+    return seq

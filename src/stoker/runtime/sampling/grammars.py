@@ -1,0 +1,122 @@
+"""Guides become grammars: compiled by xgrammar for an engine's vocabulary, in threads outside the step loop."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from stoker.base.errors import ConfigError, DependencyError, RequestError
+from stoker.base.types import Guide
+from stoker.runtime.request import TokenRequest
+from stoker.runtime.sampling.schemas import check_depth, check_schema
+
+THREADS = 2
+CACHE_BYTES = 256 << 20  # of compiled grammars
+
+# What a decoder of tokenizer.json does with an entry, and how xgrammar calls that.
+KIND_OF_DECODER = {"ByteLevel": "BYTE_LEVEL", "ByteFallback": "BYTE_FALLBACK", "Metaspace": "BYTE_FALLBACK", "Fuse": "RAW"}
+
+
+class Grammars:
+    """One engine's. The vocabulary is read when the first guide asks for it. `vocab_size`: the width of the logits."""
+
+    def __init__(self, engine: Path, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._engine = engine
+        self._threads: ThreadPoolExecutor | None = None
+        self._compiler: Any = None
+        self._lock = threading.Lock()
+
+    def prepare(self, request: TokenRequest) -> Future[Any]:
+        """The compiled grammar of the request's guide, soon. Raises DependencyError, or RequestError when no id could end the answer."""
+        guide = request.params.guide
+        assert guide is not None
+        try:
+            import xgrammar  # noqa: F401
+        except ImportError:
+            raise DependencyError("xgrammar", "guided decoding", "guided") from None
+        if not end_ids(request):
+            raise RequestError("guide.kind", guide.kind, "a guided answer ends with an end id", cure="Unset ignore_eos, or give a stop id.")
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="compile-grammar")
+        return self._threads.submit(self._compile, guide)
+
+    def _compile(self, guide: Guide) -> Any:
+        """Raises RequestError for a grammar that is none."""
+        try:
+            with self._lock:
+                if self._compiler is None:
+                    self._compiler = make_compiler(self._engine, self.vocab_size)
+            return _compile(self._compiler, guide)
+        except (RuntimeError, ValueError, TypeError) as error:  # what the package raises for every mistake
+            raise RequestError("guide.text", guide.text, f"{guide.kind} is not accepted: {_first_line(error)}") from None
+
+
+def end_ids(request: TokenRequest) -> list[int]:
+    """The ids that end a guided answer: the model's own, else the request's."""
+    return list(request.end_ids or request.params.stop_token_ids)
+
+
+def make_compiler(engine: Path, vocab_size: int) -> Any:
+    """A compiler for the engine's tokenizer.json. Raises ConfigError when its texts are not the joined texts of its tokens."""
+    import tokenizers
+    import xgrammar
+
+    core = tokenizers.Tokenizer.from_file(str(engine / "tokenizer.json"))
+    special = {token for token, added in core.get_added_tokens_decoder().items() if added.special}
+    texts = [""] * vocab_size  # an empty entry is never part of an answer
+    for text, token in core.get_vocab(with_added_tokens=True).items():
+        if token < vocab_size and token not in special:
+            texts[token] = text
+    kind = xgrammar.VocabType[_kind_of(json.loads(core.to_str()).get("decoder"))]
+    info = xgrammar.TokenizerInfo(texts, kind, vocab_size=vocab_size, stop_token_ids=[])
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+
+def _kind_of(decoder: dict[str, Any] | None) -> str:
+    steps = (decoder.get("decoders") or [decoder]) if decoder is not None else []
+    names = [step["type"] for step in steps]
+    for name, kind in KIND_OF_DECODER.items():
+        if name in names:
+            return kind
+    found = ", ".join(names) or "no decoder"
+    raise ConfigError(f"answers of this engine cannot be guided: its tokenizer ({found}) does not simply join its tokens.")
+
+
+def _compile(compiler: Any, guide: Guide) -> Any:
+    match guide.kind:
+        case "json":
+            return compiler.compile_builtin_json_grammar()
+        case "json_schema":
+            check_schema(guide.text)
+            return compiler.compile_json_schema(guide.text)
+        case "regex":
+            return compiler.compile_regex(guide.text)
+        case "grammar":
+            return compiler.compile_grammar(guide.text)
+        case "choice":
+            return compiler.compile_grammar(_choices(guide.text))
+        case _:
+            check_depth(json.loads(guide.text))
+            return compiler.compile_structural_tag(guide.text)
+
+
+def _choices(text: str) -> str:
+    """A grammar of literal strings."""
+    choices = json.loads(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise ValueError("it must be a JSON list of strings that are not empty")
+    return "root ::= " + " | ".join(_literal(choice) for choice in choices)
+
+
+def _literal(text: str) -> str:
+    return '"' + "".join(f"\\U{ord(char):08x}" if char in '"\\' or not char.isprintable() else char for char in text) + '"'
+
+
+def _first_line(error: Exception) -> str:
+    """The package's message without its time and source file."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return line.partition("] ")[2].partition(": ")[2].rstrip(".") if line.startswith("[") and "] /" in line else line.rstrip(".")

@@ -1,0 +1,169 @@
+"""JSON schemas, before they become grammars: what a grammar would not enforce is refused by name instead of being ignored.
+
+Found by trying each keyword of draft 2020-12 against xgrammar 0.2. Keywords that only annotate are let through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+MAX_DEPTH = 64  # compiling takes time that grows with the square of the depth, 0.03 s here
+
+NOT_ENFORCED = (
+    "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies", "not", "if", "then", "else",
+    "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+OF_STRINGS = ("minLength", "maxLength", "pattern")
+OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "required", "propertyNames", "minProperties", "maxProperties")
+OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
+WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # each says all there is to say: neighbours would be ignored
+CONSTRAINTS = frozenset(("type", *OF_STRINGS, *OF_NUMBERS, *OF_OBJECTS, *OF_ARRAYS, *WHOLE))
+TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+
+
+def check_schema(text: str) -> None:
+    """Raises ValueError that names the place and the keyword."""
+    schema = json.loads(text)
+    check_depth(schema)
+    if isinstance(schema, dict):
+        _check(schema, "#", schema)
+
+
+def check_depth(value: Any) -> None:
+    """Raises ValueError when objects and lists are nested too deep to compile in time."""
+    level, depth = [value], 0
+    while level := [child for node in level for child in _children(node)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def _children(node: Any) -> Iterator[Any]:
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return (child for child in inner if isinstance(child, (dict, list)))
+
+
+def _check(schema: dict[str, Any], path: str, root: dict[str, Any]) -> None:
+    for key in NOT_ENFORCED:
+        if key in schema:
+            raise ValueError(f"{path}/{key}: {key} is not enforced")
+    if schema.get("uniqueItems"):
+        raise ValueError(f"{path}/uniqueItems: unique items are not enforced")
+    _check_ref(schema, path)
+    _check_whole(schema, path)
+    _check_typed(schema, path)
+    missing = set(schema.get("required") or ()) - set(schema.get("properties") or ())
+    if missing:
+        raise ValueError(f"{path}/required: {sorted(missing)[0]!r} is not among the properties")
+    if isinstance(schema.get("oneOf"), list):
+        _check_exclusive(schema["oneOf"], path, root)
+    for inner_path, inner in _subschemas(schema, path):
+        _check(inner, inner_path, root)
+
+
+def _check_ref(schema: dict[str, Any], path: str) -> None:
+    ref = schema.get("$ref", "#")
+    if not (isinstance(ref, str) and (ref == "#" or ref.startswith("#/"))):
+        raise ValueError(f"{path}/$ref: {ref!r} is not a place in this schema (#/…)")
+
+
+def _check_whole(schema: dict[str, Any], path: str) -> None:
+    for key in WHOLE:
+        if key not in schema:
+            continue
+        beside = (CONSTRAINTS & schema.keys()) - {key}
+        if beside == {"type"} and _says_the_same(schema, key):
+            continue
+        if beside:
+            raise ValueError(f"{path}/{sorted(beside)[0]}: it is not enforced beside {key}")
+    if len(schema.get("allOf", ())) > 1:
+        raise ValueError(f"{path}/allOf: more than one schema is not enforced")
+
+
+def _says_the_same(schema: dict[str, Any], key: str) -> bool:
+    """Whether `type` beside `key` adds nothing."""
+    kinds = _types(schema)
+    if key in ("const", "enum"):
+        return all(_is_of(value, kinds) for value in (schema["enum"] if key == "enum" else [schema["const"]]))
+    branches = schema[key] if isinstance(schema[key], list) else []
+    return bool(branches) and all(isinstance(branch, dict) and "type" in branch and _types(branch) <= kinds for branch in branches)
+
+
+def _check_typed(schema: dict[str, Any], path: str) -> None:
+    for keys, kinds in ((OF_STRINGS, {"string"}), (OF_NUMBERS, {"number", "integer"})):
+        for key in keys:
+            if key in schema and not kinds & _types(schema):
+                raise ValueError(f"{path}/{key}: it needs type {' or '.join(sorted(kinds))}")
+    for key in ("pattern", "format"):
+        if key in schema and ("minLength" in schema or "maxLength" in schema):
+            raise ValueError(f"{path}/{key}: lengths are not enforced beside it")
+
+
+def _check_exclusive(branches: list[Any], path: str, root: dict[str, Any]) -> None:
+    """A grammar takes oneOf for anyOf: no answer may match two branches."""
+    resolved = [_resolve(branch, root) for branch in branches]
+    for (i, one), (j, other) in combinations(enumerate(resolved), 2):
+        if not _disjoint(one, other):
+            raise ValueError(f"{path}/oneOf: branches {i} and {j} may both match; use anyOf")
+
+
+def _disjoint(one: Any, other: Any) -> bool:
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    if not _widened(one) & _widened(other):
+        return True
+    values = [_values(schema) for schema in (one, other)]
+    if values[0] is not None and values[1] is not None:
+        return not values[0] & values[1]
+    shared = set(one.get("required") or ()) & set(other.get("required") or ())
+    return any(_disjoint((one.get("properties") or {}).get(name), (other.get("properties") or {}).get(name)) for name in shared)
+
+
+def _resolve(schema: Any, root: dict[str, Any]) -> Any:
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            return schema
+        found: Any = root
+        for part in schema["$ref"].split("/")[1:]:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        schema = found
+    return None
+
+
+def _values(schema: dict[str, Any]) -> set[str] | None:
+    """The JSON of the values that const or enum allow."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    kind = schema.get("type", [])
+    return {kind} if isinstance(kind, str) else {name for name in kind if isinstance(name, str)} if isinstance(kind, list) else set()
+
+
+def _widened(schema: dict[str, Any]) -> set[str]:
+    """Types a value may have; an integer is a number."""
+    kinds = _types(schema) or {*TYPES, "number"}
+    return {"number" if kind == "integer" else kind for kind in kinds}
+
+
+def _is_of(value: Any, kinds: set[str]) -> bool:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "number" in kinds or ("integer" in kinds and float(value).is_integer())
+    return any(isinstance(value, TYPES[kind]) for kind in kinds if kind in TYPES)
+
+
+def _subschemas(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key in ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties"):
+        if isinstance(schema.get(key), dict):
+            yield f"{path}/{key}", schema[key]
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            yield from ((f"{path}/{key}/{name}", inner) for name, inner in schema[key].items() if isinstance(inner, dict))
+    for key in ("prefixItems", "anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            yield from ((f"{path}/{key}/{i}", inner) for i, inner in enumerate(schema[key]) if isinstance(inner, dict))

@@ -1,0 +1,67 @@
+"""A step that hangs is told of once, with all that helps to say why."""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from stoker.base.logging import get_logger
+
+log = get_logger(__name__)
+
+
+class Watchdog:
+    """A thread that looks at what the step loop is doing. Readiness is not its matter: clients see that the loop went silent."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.num_hangs = 0
+        self._step: tuple[float, Callable[[], str]] | None = None  # since when, and what describes it
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="stoker-watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @contextmanager
+    def step(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Around what may hang. `describe` is called from another thread while it does."""
+        self._step = (time.monotonic(), describe)
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def _watch(self) -> None:
+        told: object = None
+        while not self._stop.wait(min(self.timeout_s / 4, 1.0)):
+            step = self._step
+            if step is not None and step is not told and time.monotonic() - step[0] > self.timeout_s:
+                told = step
+                self.num_hangs += 1
+                log.error("a step has not ended after %.1f s.\n%s\n%s", self.timeout_s, _said(step[1]), stacks())
+
+
+def stacks() -> str:
+    """The Python stack of every thread."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+def _said(describe: Callable[[], str]) -> str:
+    try:
+        return describe()
+    except Exception as error:  # it reads what the hanging loop was changing
+        return f"its state cannot be read: {error!r}"
