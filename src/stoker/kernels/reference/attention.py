@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
@@ -20,7 +21,7 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
     out = q.new_empty(num_tokens, num_heads, value_size)
     n = batch.num_decodes
     if n:
-        plan = _shared(batch, "decode", lambda: _RowPlan(batch, slice(0, n), cache.block_size))
+        plan = _shared(batch, "decode", partial(_RowPlan, batch, slice(0, n), cache.block_size))
         out[:n] = _attend(q[:n].unsqueeze(1), cache, plan, params).squeeze(1)
     if n < batch.num_rows:
         starts = _shared(batch, "starts", lambda: batch.query_starts.tolist())
@@ -28,7 +29,7 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
             tokens = slice(starts[row], starts[row + 1])
             if tokens.start == tokens.stop:
                 continue
-            plan = _shared(batch, f"prefill{row}", lambda row=row: _RowPlan(batch, slice(row, row + 1), cache.block_size))
+            plan = _shared(batch, f"prefill{row}", partial(_RowPlan, batch, slice(row, row + 1), cache.block_size))
             out[tokens] = _attend(q[tokens].unsqueeze(0), cache, plan, params)[0]
     return out.flatten(1)
 
