@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from stoker.base import logging
-from stoker.base.config import Limits, RuntimeConfig
+from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.runtime.bulk import BulkMailbox
@@ -45,15 +45,25 @@ def main() -> None:
     parser.add_argument("--throughput", default="")
     parser.add_argument("--max-batch", type=int, default=1024)
     parser.add_argument("--max-len", type=int, default=4096)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     logging.configure("INFO")
-    results: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "config": args.config}
+    mapping = Mapping(
+        tensor_parallel=args.tensor_parallel, pipeline_parallel=args.pipeline_parallel, expert_parallel=args.expert_parallel
+    )
+    results: dict[str, object] = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "config": args.config,
+        "tensor_parallel": mapping.tensor_parallel, "pipeline_parallel": mapping.pipeline_parallel,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         limits = Limits(max_batch_size=args.max_batch, max_input_len=args.max_len, max_output_len=args.max_len, max_num_tokens=8192)
         started = time.time()
         build(args.config, folder + "/engine", BuildConfig(
-            dtype=args.dtype, dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize), verify="none")  # fmt: skip
+            dtype=args.dtype, dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize,
+            mapping=mapping), verify="none")  # fmt: skip
         print(f"build {time.time() - started:.1f} s", flush=True)
         started = time.time()
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20), BulkMailbox)
@@ -84,6 +94,7 @@ def main() -> None:
             }
             results["throughput"].append(row)  # type: ignore[attr-defined]
             print(row, flush=True)
+        executor.close()
     if args.json:
         results["commit"] = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         Path(args.json).write_text(json.dumps(results, indent=1))

@@ -84,13 +84,15 @@ def test_a_rank_that_hangs_ends_all(engine: Path) -> None:
     assert process.poll() is not None
 
 
-def test_a_rank_that_cannot_load_is_named(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.runtime.worker import ranks
-
-    monkeypatch.setattr(ranks.Ranks, "join", lambda self: self.wait())
-    monkeypatch.setattr(ranks.FollowTask, "__post_init__", lambda self: setattr(self, "engine", "/nowhere"), raising=False)
-    with pytest.raises(RankError, match=r"rank 1 on cpu ended with status 1.*rank1.log.*nowhere is not an engine"):
-        load(engine)
+def test_a_rank_that_cannot_load_is_named(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file goes after the leader saw it."""
+    copy = shutil.copytree(engine, tmp_path / "engine")
+    monkeypatch.setattr("stoker.runtime.load._check", lambda *given: (copy / "rank1.safetensors").unlink())
+    with pytest.raises(
+        RankError, match=r"rank 1 on cpu ended with status 1; its log is (.*)rank1.log.*rank1.safetensors is missing"
+    ) as caught:
+        load(copy)
+    shutil.rmtree(Path(str(caught.value).split("its log is ")[1].split(". ")[0]).parent)
 
 
 def test_followers_end_with_their_leader(engine: Path) -> None:
@@ -114,7 +116,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_missing_rank_file_is_refused(engine: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(engine, tmp_path / "engine")
     (copy / "rank1.safetensors").unlink()
-    with pytest.raises(EngineError, match="rank1.safetensors is missing"):
+    with pytest.raises(EngineError, match=r"rank1.safetensors is missing"):
         load(copy)
 
 
@@ -154,5 +156,5 @@ def test_worlds_that_do_not_match_are_refused_at_once(engine: Path, settings: di
 
 
 def test_one_rank_cannot_run_an_engine_of_two(engine: Path) -> None:
-    with pytest.raises(EngineError, match="built for 2 ranks .* and 1 run"):
+    with pytest.raises(EngineError, match=r"built for 2 ranks .* and 1 run"):
         Engine.open(engine).check_world(1)

@@ -10,9 +10,7 @@ from stoker.quant.format import LinearOp
 
 
 def joined(linear: LinearOp, x: Tensor, group: Group, residual: Tensor | None) -> Tensor:
-    """The sum over the ranks of linear(x), + residual. One rank adds it inside the linear's kernel."""
-    if residual is None:
+    """The sum over the ranks of linear(x), + residual. One of them adds it, inside its linear's kernel, so the sum has it once."""
+    if residual is None or group.rank != 0:
         return group.all_reduce(linear(x))
-    if group.size == 1:
-        return linear(x, Fusion(residual=residual))
-    return group.all_reduce(linear(x)) + residual
+    return group.all_reduce(linear(x, Fusion(residual=residual)))

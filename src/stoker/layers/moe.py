@@ -79,8 +79,9 @@ class MoE:
         if self.shared is not None:
             shared = self.shared.partial(x)
             out = out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
-        out = self.group.all_reduce(out)
-        return out if residual is None else out + residual
+        if residual is not None and self.group.rank == 0:
+            out = out + residual
+        return self.group.all_reduce(out)
 
     def _experts(self, loader: Loader) -> Tensor | None:
         """Where in a routing's offsets this rank's experts begin and end; None: it has a share of each."""
