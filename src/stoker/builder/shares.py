@@ -122,12 +122,4 @@ def _take(name: str, tensor: Tensor, axis: int, pieces: list[Piece], unit: int) 
                 cure="Use a smaller group_size, or another number of ranks.",
             )
         parts.append(tensor.narrow(axis, start // unit, last - first))
-    return (
-        parts[0]
-        if len(parts) == 1
-        else torch.cat([part.view(_BYTES.get(part.dtype, part.dtype)) for part in parts], axis).view(tensor.dtype)
-    )
-
-
-# torch has no concatenation of 8-bit floats; their bytes it has.
-_BYTES = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
