@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= 2
 
-.PHONY: help demo serve test check setup clean
+.PHONY: help demo serve test triton check setup clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -19,6 +19,9 @@ serve: $(VENV)/.installed  ## The same, with the server left running
 
 test: $(VENV)/.installed-dev  ## The whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+triton: $(VENV)/.installed-dev  ## A real Triton server with the repository REPO (stoker export triton ENGINE REPO)
+	$(BIN)/python scripts/real_triton.py $(REPO)
 
 check: $(VENV)/.installed-dev  ## Lint, format and types
 	$(BIN)/ruff check .

@@ -28,10 +28,12 @@ class Child:
         self.process = process
 
     @classmethod
-    async def start(cls, name: str, module: str, task: Any, *, pass_fds: Sequence[int] = (), **environment: str) -> Child:
+    async def start(
+        cls, name: str, module: str, task: Any, *, pass_fds: Sequence[int] = (), python: str = sys.executable, **environment: str
+    ) -> Child:
         """Run `python -m module` in a session of its own, so that a terminal's Ctrl-C reaches the parent alone."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=pass_fds,
+            python, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=pass_fds,
             start_new_session=True, env=env.child_environment(**environment),
         )  # fmt: skip
         assert process.stdin is not None

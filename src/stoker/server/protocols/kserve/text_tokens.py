@@ -57,6 +57,7 @@ class Preprocessing(TokenizerModel):
             "REQUEST_OUTPUT_LEN": _column([row.value("REQUEST_OUTPUT_LEN", 0) for row in given]),
             "OUT_END_ID": end_ids,
             "OUT_PAD_ID": pad_ids,
+            "OUT_PROMPT_TABLE_EXTRA_IDS": np.zeros((len(given), 0), np.uint64),  # there are no prompt tables
         }
 
     def _ids(self, given: list[Row], service: Service) -> tuple[np.ndarray, np.ndarray]:
