@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.reference.activation import ACTIVATIONS
-from stoker.kernels.triton import activation, attention, embedding, norm, rope
+from stoker.kernels.triton import activation, attention, embedding, norm, rope, sampling
 from stoker.kernels.triton.attention_tuning import Tile
 from stoker.kernels.triton.compile import compile_for, compiling, resources
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.types import AttentionParams, DrawParams
 from stoker.layers.batch import ForwardBatch, KVCache
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -59,6 +59,12 @@ def rope_store(tokens: int, cache_dtype: torch.dtype, interleaved: bool = False,
     rope.rope_store(q, k, v, index(tokens), meta(8192, dim, dtype=FP32), interleaved, pages, index(tokens))
 
 
+def sample(rows: int, dtype: torch.dtype, all_greedy: bool) -> None:
+    reals = (meta(rows, dtype=FP32) for _ in range(3))
+    draw = DrawParams(next(reals), index(rows), next(reals), next(reals), meta(rows, dtype=torch.int64), index(rows), all_greedy)
+    sampling.sample(meta(rows, 128256, dtype=dtype), draw)
+
+
 LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
 EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=FP32), "sinks": meta(32, dtype=FP32)}
 
@@ -70,6 +76,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     **{f"gated {name}": lambda name=name: activation.gated(meta(64, 28672), name) for name in ACTIVATIONS},  # type: ignore[misc]
     "activate gelu": lambda: activation.activate(meta(64, 3072), "gelu"),
     "embedding": lambda: embedding.embedding(index(64), meta(128256, 4096)),
+    "sample greedy": lambda: sample(256, BF16, True),
+    "sample drawn": lambda: sample(256, BF16, False),
+    "sample drawn fp32": lambda: sample(1, FP32, False),
     "rope decode": lambda: rope_store(1, BF16),
     "rope prefill": lambda: rope_store(8192, BF16),
     "rope fp8": lambda: rope_store(8192, FP8),

@@ -43,7 +43,7 @@ def compiled(*names: str) -> dict[str, dict]:
 
 
 GROUPS = [
-    ("norm", "add_norm", "gated", "activate", "embedding", "rope"),
+    ("norm", "add_norm", "gated", "activate", "embedding", "rope", "sample"),
     ("decode", "four"),
     ("prefill by", "prefill f", "prefill i", "prefill b", "prefill,"),
     ("prefill 1", "prefill 2", "prefill 6", "prefill 8", "prefill 9", "prefill latent"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.quantized import ExpertWeights, Int4Weight
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import attention as attention_ref
 from stoker.kernels.reference import embedding as embedding_ref
@@ -37,7 +37,11 @@ if torch.cuda.is_available():
     from stoker.kernels.triton import attention as attention_gpu
     from stoker.kernels.triton import embedding as embedding_gpu
     from stoker.kernels.triton import linear as linear_gpu
+    from stoker.kernels.triton import moe as moe_gpu
     from stoker.kernels.triton import norm as norm_gpu
+    from stoker.kernels.triton import quant_fp8 as fp8_gpu
+    from stoker.kernels.triton import quant_int4 as int4_gpu
+    from stoker.kernels.triton import quant_int8 as int8_gpu
     from stoker.kernels.triton import rope as rope_gpu
     from stoker.kernels.triton import sampling as sampling_gpu
 
@@ -46,7 +50,11 @@ if torch.cuda.is_available():
         attention_ref: attention_gpu,
         embedding_ref: embedding_gpu,
         linear_ref: linear_gpu,
+        moe_ref: moe_gpu,
         norm_ref: norm_gpu,
+        fp8_ref: fp8_gpu,
+        int4_ref: int4_gpu,
+        int8_ref: int8_gpu,
         rope_ref: rope_gpu,
         sampling_ref: sampling_gpu,
     }
@@ -197,7 +205,7 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
-    """A token id for each row of logits [L, V]: int32 [L], -1 for a row with a NaN.
+    """A token id for each row of logits [L, V]: int32 [L], -1 for a row whose largest logit is no number (NaN, or everything banned).
 
     Greedy, or drawn after temperature, top-k, top-p and min-p, in that order.
     """
@@ -228,6 +236,16 @@ def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing
     x [T × k, K], in the order of routing.order, goes through weight [num_experts, N, K] (+ bias [num_experts, N]) first.
     """
     return _pick(x, moe_ref).expert_down(x, weight, bias, routing)
+
+
+def quant_expert_up(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
+    """`expert_up` with weights of one byte."""
+    return _pick(x, moe_ref).quant_expert_up(x, weight, bias, routing)
+
+
+def quant_expert_down(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
+    """`expert_down` with weights of one byte."""
+    return _pick(x, moe_ref).quant_expert_down(x, weight, bias, routing)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

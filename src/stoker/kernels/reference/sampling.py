@@ -12,7 +12,7 @@ _HEAD = 256  # top-p usually ends within so many tokens; a full sort of 49,152 t
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
     best = logits.max(dim=-1)
-    greedy = torch.where(best.values.isnan(), -1, best.indices).to(torch.int32)
+    greedy = torch.where(best.values.isfinite(), best.indices, -1).to(torch.int32)
     if params.all_greedy:
         return greedy
     temperature = params.temperature.clamp(min=1e-6).unsqueeze(1)

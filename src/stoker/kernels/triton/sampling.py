@@ -63,7 +63,7 @@ def _partial_argmax(logits, best, where, vocab, stride, chunks, CHUNK: tl.conste
 def _key(x):
     """The order-preserving image of float32 in uint32."""
     bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
@@ -111,6 +111,7 @@ def _draw(
     broken = tl.max((partial != partial).to(tl.int32), 0)
     ids = tl.load(where + row * chunks + lane, mask=lane < chunks, other=0)
     top = tl.max(partial, 0)
+    broken = tl.where(top == float("-inf"), 1, broken)  # every token is banned
     chosen = tl.min(tl.where(partial == top, ids, 2147483647), 0)
     if GREEDY:
         tl.store(out + row, tl.where(broken > 0, -1, chosen))
@@ -128,7 +129,8 @@ def _draw(
 def _draw_row(base, vocab, top, temperature, top_k, top_p, min_p, uniform, fallback, BLOCK: tl.constexpr):
     scale = 1.0 / tl.maximum(temperature, 1e-6)
     peak = top * scale
-    threshold = _key(peak + tl.log(tl.maximum(min_p, 1e-38)))
+    # 1e-38 is no normal float32, so that Triton takes the literal, and all that it touches, for float64.
+    threshold = _key(peak + tl.log(tl.maximum(min_p, 1e-37)))
     if min_p <= 0:
         threshold = tl.zeros_like(threshold)
     if (top_k > 0) & (top_k < vocab):

@@ -146,4 +146,4 @@ class Sampler:
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     """Log-probabilities of `token_ids` [L] and of the best `num_top` under logits [L, V]."""
-    return Logprobs(*ops.logprobs(logits, token_ids.clamp(min=0), num_top))
+    return Logprobs(*ops.logprobs(logits, token_ids.clamp(min=0), min(num_top, logits.shape[1])))
