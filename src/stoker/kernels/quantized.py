@@ -26,3 +26,13 @@ class Int4Weight:
     @property
     def in_features(self) -> int:
         return 2 * self.codes.shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Stacked experts of one byte a weight: float8_e4m3fn or int8 [num_experts, N, K] × scale float32 [num_experts, N]."""
+
+    weight: Tensor
+    scale: Tensor
+    activations: str  # none: as they are; token, static: codes of the weight's dtype by each row's own scale, or by input_scale
+    input_scale: Tensor | None = None  # float32 [1]

@@ -1,4 +1,4 @@
-"""Stacked experts of any format: each expert's rows through its own linear."""
+"""Stacked experts: of any format one after another, of one byte a weight all in one launch on a GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,29 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from stoker.kernels import ops
+from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.routing import Routing
 from stoker.quant.format import LinearOp
 
 
+class ByteExperts:
+    """fp8 or int8 experts, weight [num_experts, out, in]. Nothing of the routing is read back."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: ExpertWeights, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def up(self, x: Tensor, routing: Routing) -> Tensor:
+        return ops.quant_expert_up(x, self.weight, self.bias, routing)
+
+    def down(self, x: Tensor, routing: Routing) -> Tensor:
+        return ops.quant_expert_down(x, self.weight, self.bias, routing)
+
+
 class StackedExperts:
-    """Experts one after another. On a GPU the row counts are read back for every call; fused kernels replace this where speed matters."""
+    """Experts one after another. On a GPU the row counts are read back for every call."""
 
     __slots__ = ("experts", "out_features")
 

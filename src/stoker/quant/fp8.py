@@ -9,9 +9,10 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.kernels import ops
+from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
-from stoker.quant.experts import StackedExperts
+from stoker.quant.experts import ByteExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 
 FP8_MAX = 448.0  # of e4m3fn
@@ -57,6 +58,8 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         weight = ops.prepare_fp8(weight)
         if weight.dim() == 2:
             return Fp8Linear(weight, scale, self.activations, step, bias)
+        if weight.is_cuda:
+            return ByteExperts(ExpertWeights(weight, scale, self.activations, step), bias)
         biases = [None] * len(weight) if bias is None else bias
         experts: list[LinearOp] = [Fp8Linear(w, s, self.activations, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]
         return StackedExperts(experts, weight.shape[1])

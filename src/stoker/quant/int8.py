@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import ops
+from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
-from stoker.quant.experts import StackedExperts
+from stoker.quant.experts import ByteExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 
 
@@ -30,6 +31,8 @@ class Int8(Format, frozen=True, kw_only=True, tag="int8"):
         weight, scale = tensors.pop("weight"), tensors.pop("scale")
         if weight.dim() == 2:
             return Int8Linear(weight, scale, bias)
+        if weight.is_cuda:
+            return ByteExperts(ExpertWeights(weight, scale, "none"), bias)
         biases = [None] * len(weight) if bias is None else bias
         return StackedExperts([Int8Linear(*parts) for parts in zip(weight, scale, biases, strict=True)], weight.shape[1])
 

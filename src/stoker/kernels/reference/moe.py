@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.quantized import ExpertWeights
+from stoker.kernels.reference.quant_fp8 import fp8_linear
+from stoker.kernels.reference.quant_int8 import int8_linear, w8a8_linear
 from stoker.kernels.routing import Routing, RoutingParams
 
 
@@ -53,10 +56,14 @@ def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) 
 
 
 def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    y = _grouped(x, weight, bias, routing)
+    return _combined(_grouped(x, weight, bias, routing), routing)
+
+
+def _combined(y: Tensor, routing: Routing) -> Tensor:
+    """The weighted sum of each token's choices of y [T × k, N], sorted by expert."""
     by_choice = torch.empty_like(y).index_copy_(0, routing.order.long(), y).unflatten(0, routing.weights.shape)
     # Choices are summed in their own order, so that a token's result does not depend on its neighbours.
-    return (by_choice.float() * routing.weights[..., None]).sum(1).to(x.dtype)
+    return (by_choice.float() * routing.weights[..., None]).sum(1).to(y.dtype)
 
 
 def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
@@ -66,6 +73,30 @@ def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -
     for expert, (start, stop) in enumerate(pairwise(bounds)):
         if start < stop:
             out[start:stop] = F.linear(x[start:stop], weight[expert], None if bias is None else bias[expert])
+    return out
+
+
+def quant_expert_up(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
+    tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
+    return _quantized(x.index_select(0, tokens), weight, bias, routing)
+
+
+def quant_expert_down(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
+    return _combined(_quantized(x, weight, bias, routing), routing)
+
+
+def _quantized(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
+    out = x.new_zeros(x.shape[0], weight.weight.shape[1])
+    for expert, (start, stop) in enumerate(pairwise(routing.offsets.tolist())):
+        if start < stop:
+            codes, scale, rows = weight.weight[expert], weight.scale[expert], x[start:stop]
+            own = None if bias is None else bias[expert]
+            if codes.dtype != torch.int8:
+                out[start:stop] = fp8_linear(rows, codes, scale, weight.activations, weight.input_scale, own)
+            elif weight.activations == "none":
+                out[start:stop] = int8_linear(rows, codes, scale, own)
+            else:
+                out[start:stop] = w8a8_linear(rows, codes, scale, weight.input_scale, own)
     return out
 
 

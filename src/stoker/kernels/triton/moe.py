@@ -1,0 +1,157 @@
+"""Mixture of experts on the GPU: which experts run, and over which rows, is decided and kept on the device.
+
+The two projections are launches of the streaming kernel over tiles of the rows sorted by expert. How many tiles there are is known on
+the device only; the grid has as many as there may be, and each program finds its tile's expert from the offsets. So a small step reads the
+weights of the chosen experts once, at the speed of memory, and a large one is a grouped matrix product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+from stoker.kernels.quantized import ExpertWeights
+from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton.chain import chained
+from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.quant_codes import encode_rows
+from stoker.kernels.triton.quant_kernel import quant_linear_kernel
+from stoker.kernels.triton.quant_linear import MAX_TILES, Stored, arrived, flags
+from stoker.kernels.triton.quant_tuning import QuantTile
+from stoker.kernels.triton.route_kernel import choose_kernel, clipped_gate_kernel, combine_kernel, sort_kernel
+
+_BLOCK = 1024
+MOST_EXPERTS = 1024
+
+# (rows of a tile, out_features, in_features, bytes of a weight) → tile.
+TUNED: dict[tuple[int, int, int, int], QuantTile] = {}
+
+
+def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
+    """See `ops.route`. Of experts with equal scores the first is chosen; a token with a NaN has NaN weights."""
+    tokens, experts = logits.shape
+    if experts > MOST_EXPERTS or experts % params.num_groups:
+        raise ValueError(
+            f"routing over {experts} experts in {params.num_groups} groups; takes equal groups of at most {MOST_EXPERTS} in all"
+        )
+    logits = logits.contiguous()
+    weights = torch.empty((tokens, params.top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((tokens, params.top_k), dtype=torch.int32, device=logits.device)
+    order = torch.empty(ids.numel(), dtype=torch.int32, device=logits.device)
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=logits.device)
+    groups = triton.next_power_of_2(params.num_groups)
+    if tokens:
+        choose_kernel[(tokens,)](
+            logits, correction, weights, ids, params.score, params.renormalize, params.scale, NUM_EXPERTS=experts,
+            NUM_GROUPS=params.num_groups, TOP_GROUPS=params.top_groups, TOP2=params.group_score == "top2", TOP_K=params.top_k,
+            BLOCK_GROUPS=groups, BLOCK_SIZE=triton.next_power_of_2(experts // params.num_groups),
+            BLOCK_K=triton.next_power_of_2(params.top_k), num_warps=1, **chained(logits),
+        )  # fmt: skip
+    block = min(_BLOCK, triton.next_power_of_2(max(1, ids.numel())))
+    sort_kernel[(experts + 1,)](ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **chained(logits))
+    return Routing(weights, order, offsets)
+
+
+def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+    """See `ops.expert_up`."""
+    return _project(x, None, _dense(weight), bias, routing, False, x.dtype, tile)
+
+
+def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+    """See `ops.expert_down`."""
+    return _combine(_project(x, None, _dense(weight), bias, routing, True, x.dtype, tile), routing)
+
+
+def quant_expert_up(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+    """See `ops.quant_expert_up`."""
+    return _quantized(x, weight, bias, routing, False, tile)
+
+
+def quant_expert_down(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+    """See `ops.quant_expert_down`."""
+    return _combine(_quantized(x, weight, bias, routing, True, tile), routing)
+
+
+def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """See `ops.clipped_gate`."""
+    gate_up = gate_up.contiguous()
+    size = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        grid = (out.numel() // size, triton.cdiv(size, _BLOCK))
+        clipped_gate_kernel[grid](gate_up, out, size, limit, alpha, BLOCK=_BLOCK, num_warps=4, **chained(gate_up))
+    return out
+
+
+def _dense(weight: Tensor) -> Stored:
+    return Stored("same", weight, None, weight.shape[1], weight.shape[2])
+
+
+def _quantized(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
+    """fp8 or int8 weights; activations as codes, or the weights widened to them."""
+    stored = Stored("wide", weight.weight, weight.scale, weight.weight.shape[1], weight.weight.shape[2])
+    if weight.activations == "none":
+        return _project(x, None, stored, bias, routing, down, x.dtype, tile)
+    step = weight.input_scale if weight.activations == "static" else None
+    made = encode_rows(x, "fp8" if weight.weight.dtype == torch.float8_e4m3fn else "int8", x.shape[1], input_scale=step)
+    stored = Stored("same", weight.weight, weight.scale, stored.n, stored.k)
+    return _project(made.codes, made.scale, stored, bias, routing, down, x.dtype, tile)
+
+
+def _project(
+    x: Tensor, row_scale: Tensor | None, stored: Stored, bias: Tensor | None, routing: Routing, down: bool, dtype: torch.dtype,
+    tile: QuantTile | None,
+) -> Tensor:  # fmt: skip
+    """Sorted rows through their experts: [T × k, n] in the order of routing.order, or by choice when `down`."""
+    if not stored.weight.is_contiguous() or x.stride(-1) != 1:
+        raise ValueError(f"experts take dense weights and rows; strides are {stored.weight.stride()} and {x.stride()}")
+    rows, experts = routing.order.shape[0], stored.weight.shape[0]
+    out = torch.empty((rows, stored.n), dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    tokens = tile_rows(rows, experts)
+    m_tiles = min(experts + 2, rows) + rows // tokens
+    n, k = stored.n, stored.k
+    tile = tile or TUNED.get((tokens, n, k, stored.weight.element_size())) or _tile(rows, tokens, n, k, x, experts)
+    programs = m_tiles * triton.cdiv(n, tile.block_n)
+    splits = tile.splits if programs <= MAX_TILES else 1
+    partial = counters = None
+    if splits > 1:
+        partial = torch.empty((programs, splits, tile.block_n, tokens), dtype=torch.float32, device=x.device)
+        counters = arrived(x.device)
+    quant_linear_kernel[(programs, splits)](
+        x, row_scale, None, stored.weight, stored.scale, None, bias, None, out, partial, counters, None, None, None,
+        routing.order, routing.offsets, rows, m_tiles, n, k, x.stride(0), stored.weight.stride(1), n, x.shape[1], 0.0,
+        GATED=False, ACT="silu", SPLITS=splits, DIGITS=1, EXPERTS=experts, EXPERT_BLOCK=triton.next_power_of_2(experts + 2),
+        TOP_K=0 if down else routing.top_k, SCATTER=down, TOKENS=tokens, ENCODE=False, NORM=False, LIMIT=0.0, CHUNK=128,
+        **flags(x, stored, tile), **chained(x),
+    )  # fmt: skip
+    return out
+
+
+def tile_rows(rows: int, experts: int) -> int:
+    """Rows of a tile: twice an expert's share when choices spread evenly, lest weights be read again for a few rows more."""
+    return min(128, max(8, triton.next_power_of_2(2 * triton.cdiv(rows, experts))))
+
+
+def _tile(rows: int, tokens: int, n: int, k: int, x: Tensor, experts: int) -> QuantTile:
+    item = x.element_size()
+    if item == 4:
+        return QuantTile(32, 32, 1, 4, 2)
+    if tokens > 64:
+        return QuantTile(128, 128 // item, 1, 8, 4)
+    block_k, splits = max(64, 256 // item), 1
+    programs = min(rows, experts) * triton.cdiv(n, 64)
+    while programs * splits < 2 * num_multiprocessors(x.device) and k // (block_k * splits * 2) >= 4:
+        splits *= 2
+    return QuantTile(64, block_k, splits, 4, 4)
+
+
+def _combine(y: Tensor, routing: Routing) -> Tensor:
+    tokens, size = routing.weights.shape[0], y.shape[1]
+    out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
+    if tokens:
+        grid = (tokens, triton.cdiv(size, _BLOCK))
+        combine_kernel[grid](y, routing.weights, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **chained(y))
+    return out

@@ -1,0 +1,173 @@
+"""Activations as the quantized linears read them: a norm applied, then rounded to fp8 or int8 codes, all in one pass over each row.
+
+`digits` stands for weight-only formats: an activation is two int8 digits, coarse × 254 + fine, in units of its row's largest magnitude
+÷ 32258. That is 15 bits and a sign, so the product is nearly that of the activation itself, while the matrix units multiply the stored
+integers as they are: no weight is ever widened, which is what holds small linears of 8-bit weights below the speed of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+import triton
+from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+
+FP8_LIMIT, INT8_LIMIT, COARSE = 448.0, 127.0, 254.0
+LIMITS = {"fp8": FP8_LIMIT, "int8": INT8_LIMIT, "digits": INT8_LIMIT * COARSE}
+_CHUNK = 4096  # features in registers at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """x [M, K] as codes."""
+
+    codes: Tensor  # int8 or float8_e4m3fn [M, padded K]; digits: [2 × M, padded K], the coarse ones first. Zeros past K
+    scale: Tensor  # float32 [M]: the value of a code (of a fine digit), or [groups, M] when each group of features has its own
+    sums: Tensor | None = None  # digits: float32 [groups, 2 × M], the sum of each group's
+
+
+@triton.jit
+def nearest(x):
+    """The nearest integer, to even on a tie, for |x| < 2^22: adding 1.5 × 2^23 leaves no fraction bits."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def row_step(x_row, norm_weight, input_scale, k, eps, NORM: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr):
+    """(what a row's values are multiplied by to make units of a code, the value of a code)."""
+    squares = tl.zeros([CHUNK], tl.float32)
+    most = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, k, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        v = tl.load(x_row + cols, mask=cols < k, other=0.0).to(tl.float32)
+        squares += v * v
+        if NORM:
+            v = v * tl.load(norm_weight + cols, mask=cols < k, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(v))
+    total = tl.sum(squares, 0)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(total / k + eps)
+    if input_scale is not None:
+        step = tl.load(input_scale)
+    else:
+        step = tl.max(most, 0) * factor / LIMIT
+    # A maximum passes over NaN; the sum of squares does not.
+    step = tl.maximum(step, 1e-12 if LIMIT < 1000 else 1e-30) + total * 0.0
+    return factor, step
+
+
+@triton.jit
+def encode(
+    x_row, norm_weight, codes_row, to_fine, sums_row, rows, factor, step, k, begin, end,
+    NORM: tl.constexpr, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Codes of features begin : end (a multiple of GROUP, and past k where the codes are padded) of one row of `rows`.
+
+    Fine digits lie `to_fine` after the coarse ones. sums_row points to the row's sum of group 0.
+    """
+    for start in range(begin, end, CHUNK):
+        cols = start + tl.arange(0, CHUNK)
+        v = tl.load(x_row + cols, mask=cols < k, other=0.0).to(tl.float32)
+        if NORM:
+            v = v * tl.load(norm_weight + cols, mask=cols < k, other=0.0).to(tl.float32) * factor
+        units = tl.div_rn(v, step)
+        place = codes_row + cols
+        if DIGITS == 2:
+            units = nearest(tl.minimum(tl.maximum(units, -32258.0), 32258.0))
+            coarse = nearest(units / 254.0)
+            fine = units - coarse * 254.0
+            tl.store(place, coarse.to(tl.int8), mask=cols < end)
+            tl.store(place + to_fine, fine.to(tl.int8), mask=cols < end)
+            if sums_row is not None:
+                group = start // GROUP + tl.arange(0, CHUNK // GROUP)
+                where = sums_row + group * (2 * rows)
+                tl.store(where, tl.sum(tl.reshape(coarse, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
+                tl.store(where + rows, tl.sum(tl.reshape(fine, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
+        else:
+            tl.store(place, rounded(units, codes_row.dtype.element_ty), mask=cols < end)
+
+
+@triton.jit
+def rounded(units, DTYPE: tl.constexpr):
+    """The nearest codes within the range of DTYPE."""
+    if DTYPE == tl.int8:  # noqa: SIM300
+        return nearest(tl.minimum(tl.maximum(units, -127.0), 127.0)).to(tl.int8)
+    else:
+        return tl.minimum(tl.maximum(units, -448.0), 448.0).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def encode_kernel(
+    x, norm_weight, input_scale, codes, scale, sums, rows, k, padded, stride_x, eps,
+    NORM: tl.constexpr, DIGITS: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: one row, with one scale."""
+    row = tl.program_id(0)
+    wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
+    x_row = x + row.to(tl.int64) * stride_x
+    factor, step = row_step(x_row, norm_weight, input_scale, k, eps, NORM, LIMIT, CHUNK)
+    tl.store(scale + row, step)
+    sums_row = sums
+    if sums is not None:
+        sums_row = sums + row
+    codes_row = codes + row.to(tl.int64) * padded
+    to_fine = tl.cast(rows, tl.int64) * padded
+    encode(x_row, norm_weight, codes_row, to_fine, sums_row, rows, factor, step, k, 0, padded, NORM, DIGITS, GROUP, CHUNK)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def encode_groups_kernel(x, codes, scale, rows, k, padded, stride_x, GROUP: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr):
+    """One program: CHUNK features of one row, e4m3 with a scale for each GROUP of them."""
+    row = tl.program_id(0).to(tl.int64)
+    wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
+    group = tl.program_id(1) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+    cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    v = tl.load(x + row * stride_x + cols, mask=cols < k, other=0.0).to(tl.float32)
+    step = tl.maximum(tl.max(tl.abs(v), 1) / 448.0, 1e-12) + tl.sum(v, 1) * 0.0
+    tl.store(scale + group.to(tl.int64) * rows + row, step, mask=group * GROUP < padded)
+    tl.store(codes + row * padded + cols, rounded(tl.div_rn(v, step[:, None]), codes.dtype.element_ty), mask=cols < padded)
+
+
+def empty_codes(x: Tensor, form: str, padded: int, group: int = 0) -> Codes:
+    """What `encode_rows` fills."""
+    rows = x.shape[0] * (2 if form == "digits" else 1)
+    dtype = torch.float8_e4m3fn if form == "fp8" else torch.int8
+    codes = torch.empty((rows, padded), dtype=dtype, device=x.device)
+    sums = torch.empty((triton.cdiv(padded, group), rows), dtype=torch.float32, device=x.device) if form == "digits" and group else None
+    return Codes(codes, torch.empty(x.shape[0], dtype=torch.float32, device=x.device), sums)
+
+
+def encode_rows(
+    x: Tensor, form: str, padded: int, group: int = 0, norm_weight: Tensor | None = None, eps: float = 0.0, input_scale: Tensor | None = None,
+) -> Codes:  # fmt: skip
+    """Codes of x [M, K], after an RMS norm when there is `norm_weight`. `form` is fp8, int8 or digits; `group` asks for digits' sums."""
+    made = empty_codes(x, form, padded, group)
+    chunk = min(_CHUNK, max(triton.next_power_of_2(padded), 2 * group, 128))
+    if x.shape[0]:
+        encode_kernel[(x.shape[0],)](
+            x, norm_weight, input_scale, made.codes, made.scale, made.sums, x.shape[0], x.shape[1], padded, x.stride(0), eps,
+            NORM=norm_weight is not None, DIGITS=2 if form == "digits" else 1, LIMIT=LIMITS[form], GROUP=max(group, 1), CHUNK=chunk,
+            num_warps=max(1, chunk // 512), **chained(x),
+        )  # fmt: skip
+    return made
+
+
+def encode_groups(x: Tensor, group: int) -> Codes:
+    """e4m3 codes of x [M, K] with a scale for each `group` neighbours (a power of two): scale [groups, M]."""
+    rows, k = x.shape
+    groups = triton.cdiv(k, group)
+    codes = torch.empty((rows, groups * group), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
+    chunk = max(group, min(2048, triton.next_power_of_2(k)))
+    if rows:
+        encode_groups_kernel[(rows, triton.cdiv(k, chunk))](
+            x, codes, scale, rows, k, groups * group, x.stride(0), GROUP=group, CHUNK=chunk, num_warps=4, **chained(x)
+        )
+    return Codes(codes, scale)

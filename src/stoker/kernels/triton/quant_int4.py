@@ -1,0 +1,119 @@
+"""Linears of groupwise int4 weights on the GPU.
+
+Stored codes pair neighbouring features in a byte. Here a byte pairs feature i of a group with feature i of the next group, so that the
+low nibbles of a tile are one group and the high ones the next: a tile unpacks with a mask and a shift, without moving anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor
+
+import triton
+from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows
+from stoker.kernels.triton.quant_tuning import FEW_ROWS, MIDDLE_ROWS
+from stoker.kernels.triton.quant_unpack import nibbles
+from stoker.kernels.types import PLAIN, Fusion
+
+LARGEST_GROUP = 128  # larger ones are cut into some that share a scale
+SMALLEST_GROUP = 16  # the depth of a 16-bit matrix instruction
+SMALLEST_INTEGER_GROUP = 32  # of an 8-bit one
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight for the kernel. Groups count as whole, and as an even number: what pads them is multiplied by zeros."""
+
+    codes: Tensor  # uint8 [N, groups × group / 2]: byte i of a pair of groups holds feature i of the first (low) and of the second
+    scale: Tensor  # as stored, [groups, N]
+    zero: Tensor | None  # uint8 zero points or float offsets, [groups, N]
+    zero_kind: str  # none, int, float
+    group: int
+
+    def stored(self) -> Stored:
+        n, half = self.codes.shape
+        return Stored("int4", self.codes, self.scale, n, 2 * half, self.zero, self.zero_kind, self.group)
+
+
+def pack_int4(weight: Int4Weight) -> Int4Weight:
+    """See `ops.pack_int4`. The packed tensors take the place of the stored ones, so that these can be freed."""
+    packed = pack(weight)
+    kind = packed.zero_kind
+    return Int4Weight(
+        packed.codes, packed.scale, packed.zero if kind == "int" else None, packed.zero if kind == "float" else None, packed.group,
+        packed,
+    )  # fmt: skip
+
+
+def pack(weight: Int4Weight) -> Packed:
+    group = min(weight.group_size, LARGEST_GROUP)
+    if group < SMALLEST_GROUP or weight.group_size % group or group & (group - 1):
+        raise ValueError(f"int4 groups of {weight.group_size} features; the GPU kernel takes powers of two from {SMALLEST_GROUP} on")
+    grid = [weight.scale, weight.zero if weight.offset is None else weight.offset]
+    if weight.group_size > group:
+        grid = [None if t is None else t.repeat_interleave(weight.group_size // group, dim=1) for t in grid]
+    pairs = triton.cdiv(weight.in_features, 2 * group)
+    codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(-2)
+    codes = F.pad(codes, (0, pairs * 2 * group - codes.shape[1])).unflatten(-1, (pairs, 2, group))
+    together = (codes[:, :, 0] | (codes[:, :, 1] << 4)).flatten(1).contiguous()
+    scale, zero = (None if t is None else F.pad(t, (0, 2 * pairs))[:, : 2 * pairs].t().contiguous() for t in grid)
+    assert scale is not None
+    kind = "float" if weight.offset is not None else "none" if weight.zero is None else "int"
+    return Packed(together, scale, zero, kind, group)
+
+
+def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    """See `ops.int4_linear`. Few rows become two int8 digits each, which multiply codes that no one widens."""
+    packed: Packed = weight.packed
+    rows, stored = x.shape[0], packed.stored()
+    if rows <= FEW_ROWS // 2 and packed.group >= SMALLEST_INTEGER_GROUP:
+        return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)
+    if rows <= MIDDLE_ROWS:
+        return plain_rows(x, stored, bias, fusion)
+    return many_rows(x, stored.n, lambda a, b: dequantize_int4(packed, a, b, x.shape[1], x.dtype), bias, fusion)
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def dequantize_kernel(
+    codes, scale, zero, out, first, last, n, size, stride_codes, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: a pair of groups of BLOCK_N rows from `first` on, into out [.., size]."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.program_id(1)
+    wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
+    source = tl.minimum(first + row, last - 1)
+    col = tl.arange(0, GROUP)[None, :]
+    low, high = nibbles(tl.load(codes + source.to(tl.int64)[:, None] * stride_codes + pair * GROUP + col), PACKED)
+    target = out + row.to(tl.int64)[:, None] * size + pair * (2 * GROUP) + col
+    inside = (first + row < last)[:, None]
+    for half in tl.static_range(2):
+        place = (2 * pair + half) * n + source
+        s = tl.load(scale + place).to(tl.float32)
+        value = (low if half == 0 else high).to(tl.float32)
+        if ZERO == "none":
+            value = (value - 8.0) * s[:, None]
+        elif ZERO == "int":
+            value = (value - tl.load(zero + place).to(tl.float32)[:, None]) * s[:, None]
+        else:
+            value = value * s[:, None] + tl.load(zero + place).to(tl.float32)[:, None]
+        keep = inside & (pair * (2 * GROUP) + half * GROUP + col < size)
+        tl.store(target + half * GROUP, value.to(out.dtype.element_ty), mask=keep)
+
+
+def dequantize_int4(packed: Packed, first: int, last: int, in_features: int, dtype: torch.dtype) -> Tensor:
+    """Rows first : last of the real weight."""
+    n, half = packed.codes.shape
+    out = torch.empty((last - first, in_features), dtype=dtype, device=packed.codes.device)
+    dequantize_kernel[(triton.cdiv(last - first, 16), half // packed.group)](
+        packed.codes, packed.scale, packed.zero, out, first, last, n, in_features, half,
+        ZERO=packed.zero_kind, GROUP=packed.group, BLOCK_N=16, PACKED=not out.is_cpu, num_warps=4, **chained(out),
+    )  # fmt: skip
+    return out

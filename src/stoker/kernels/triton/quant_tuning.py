@@ -1,0 +1,76 @@
+"""Which tile a quantized linear uses: measured choices for known shapes, a rule for the rest.
+
+The tables are filled from what benchmarks/kernels_quant.py prints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True, slots=True)
+class QuantTile:
+    """One program's share of the weights, and how Triton compiles it."""
+
+    block_n: int
+    block_k: int  # features; int4: a multiple of two groups
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    columns: int = 8  # at least: 8 run on mma.sync, which has no e4m3 and widens it; from 16 on 64 rows of weights run on wgmma
+    encode: bool = False  # one row: every program makes the codes it reads, instead of a launch before this one
+
+
+FEW_ROWS = 64  # rows up to which weights are streamed once; weights against digits: half of it
+MIDDLE_ROWS = 512  # more rows than this: weight-only formats widen the weight once and use the library's GEMM
+
+# format → (rows padded to a tile, out_features of one part, in_features, gated) → tile. Formats: fp8, int8 (weight only), w8a8, and
+# int4 with its group size.
+TUNED: dict[str, dict[tuple[int, int, int, bool], QuantTile]] = {
+    "fp8": {},
+    "int8": {},
+    "w8a8": {},
+    "int4/32": {},
+    "int4/64": {},
+    "int4/128": {},
+}
+
+
+def padded_tokens(rows: int, digits: int = 1, columns: int = 16) -> int:
+    """Rows of a tile: a power of two, so many that they fill at least `columns` columns, of which a row takes `digits`."""
+    return max(columns // digits, triton.next_power_of_2(rows))
+
+
+def stream_tile(form: str, rows: int, n: int, k: int, gated: bool, multiprocessors: int, group: int = 0) -> QuantTile:
+    """The tile of at most FEW_ROWS rows. `form` is a key of TUNED; `k` counts the features as stored, `group` those that share a scale."""
+    tuned = TUNED.get(form, {}).get((rows, n, k, gated))
+    if tuned is not None:
+        return tuned
+    block_n = 64
+    if group:
+        block_k = largest_block(k, 2 * group, 256 if group < 128 else 2 * group)
+    else:
+        block_k = 256 if k % 256 == 0 else 128
+    splits, programs = 1, triton.cdiv(n, block_n)
+    while programs * splits < 2 * multiprocessors and k // (block_k * splits * 2) >= 3:
+        splits *= 2
+    wide = gated and rows >= 32  # two accumulators of 64 columns need the registers of eight warps
+    return QuantTile(block_n, block_k, splits, 8 if wide else 4, 4, columns=16 if form == "fp8" else 8, encode=rows == 1 and k <= 8192)
+
+
+def middle_tile(tokens: int, item: int, group: int = 0, k: int = 0) -> QuantTile:
+    """The tile where rows fill a matrix instruction's columns too: `tokens` of them. `item`: bytes of an operand."""
+    block_k = largest_block(k, 2 * group, 2 * group) if group else max(32, 128 // item)
+    if item == 4:
+        return QuantTile(32, block_k if group else 32, 1, 4, 2)
+    return QuantTile(128, block_k, 1, 8, 3) if tokens > 64 else QuantTile(64, block_k, 1, 4, 4)
+
+
+def largest_block(k: int, unit: int, most: int) -> int:
+    """The largest multiple unit × 2^i of at most `most` (or one unit) that divides k."""
+    block = unit
+    while block * 2 <= most and k % (block * 2) == 0:
+        block *= 2
+    return block

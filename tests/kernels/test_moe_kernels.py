@@ -1,0 +1,118 @@
+"""Experts in the interpreter: routing against its reference, projections against float64 for each token by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import TOLERANCE, relative_error
+from torch import Tensor
+
+from stoker.kernels.quantized import ExpertWeights
+from stoker.kernels.reference import moe as reference
+from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton import moe
+from stoker.kernels.triton.quant_tuning import QuantTile
+
+ROUTINGS = [
+    (8, RoutingParams(2)),
+    (8, RoutingParams(2, score="softmax_topk")),
+    (60, RoutingParams(4, renormalize=False)),
+    (16, RoutingParams(6, scale=2.5, num_groups=4, top_groups=2)),
+    (40, RoutingParams(3, score="sigmoid", num_groups=4, top_groups=2, group_score="top2")),
+]
+
+
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize(("experts", "params"), ROUTINGS)
+def test_route(experts: int, params: RoutingParams, tokens: int, correction: bool) -> None:
+    logits, sway = torch.randn(tokens, experts), torch.rand(experts) * 0.1 if correction else None
+    got, want = moe.route(logits, sway, params), reference.route(logits, sway, params)
+    assert torch.equal(got.order, want.order)
+    assert torch.equal(got.offsets, want.offsets)
+    assert torch.allclose(got.weights, want.weights, rtol=1e-5)
+
+
+def test_more_choices_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "_BLOCK", 16)
+    logits = torch.randn(21, 8)
+    got, want = moe.route(logits, None, RoutingParams(3)), reference.route(logits, None, RoutingParams(3))
+    assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
+
+
+def test_a_token_with_nan_stays_inside() -> None:
+    logits = torch.randn(3, 8)
+    logits[1, 2] = float("nan")
+    got = moe.route(logits, None, RoutingParams(2))
+    assert got.weights.isnan().any(1).tolist() == [False, True, False]
+    assert sorted(got.order.tolist()) == list(range(6))
+    assert got.offsets[-1] == 6
+
+
+def experts_by_hand(x: Tensor, up: Tensor, up_bias: Tensor | None, routing: Routing, experts: range) -> Tensor:
+    """[T × k, N] float64, by choice; zeros for experts that are elsewhere."""
+    out = torch.zeros(routing.order.numel(), up.shape[1], dtype=torch.float64)
+    bounds = routing.offsets.tolist()
+    for i, _ in enumerate(experts):
+        for choice in routing.order[bounds[i] : bounds[i + 1]].tolist():
+            out[choice] = up[i].double() @ x[choice].double() + (0 if up_bias is None else up_bias[i].double())
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "splits"), [(1, 8, 2, 3), (5, 4, 2, 0), (40, 3, 1, 2)])
+def test_projections(tokens: int, experts: int, top_k: int, splits: int, ranks: bool, dtype: torch.dtype) -> None:
+    n, k = 24, 70
+    x, bias = torch.randn(tokens, k).to(dtype), torch.randn(experts, n).to(dtype)
+    weight = (torch.randn(experts, n, k) * k**-0.5).to(dtype)
+    routing = reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
+    mine = range(experts)
+    if ranks:  # experts 1 : 3 are here
+        mine = range(1, 3)
+        routing = Routing(routing.weights, routing.order, routing.offsets[1:4].contiguous())
+    weight, bias = weight[mine.start : mine.stop], bias[mine.start : mine.stop]
+    tile = QuantTile(16, 32, splits) if splits else None
+    by_choice = experts_by_hand(x.repeat_interleave(top_k, 0), weight, bias, routing, mine)
+    up = moe.expert_up(x, weight, bias, routing, tile)
+    assert relative_error(up, by_choice[routing.order.long()]) < TOLERANCE[dtype]
+    assert relative_error(reference.expert_up(x, weight, bias, routing), by_choice[routing.order.long()]) < TOLERANCE[dtype]
+    down = (torch.randn(len(mine), k, n) * n**-0.5).to(dtype)
+    inner = up.new_empty(up.shape).index_copy_(0, routing.order.long(), up)
+    each = experts_by_hand(inner, down, None, routing, mine).unflatten(0, (tokens, top_k))
+    want = (each * routing.weights.double()[..., None]).sum(1)
+    assert relative_error(moe.expert_down(up, down, None, routing, tile), want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activations"), [(torch.int8, "none"), (torch.int8, "token"), (torch.float8_e4m3fn, "token"), (torch.float8_e4m3fn, "static")]
+)
+@pytest.mark.parametrize("tokens", [6])
+def test_quantized_projections(tokens: int, dtype: torch.dtype, activations: str) -> None:
+    experts, top_k, n, k = 4, 2, 24, 64
+    weight = (torch.randn(experts, n, k) * 40).clamp(-127, 127).to(dtype)
+    stored = ExpertWeights(
+        weight, torch.rand(experts, n) * 0.01 + 0.001, activations, torch.tensor([0.02]) if activations == "static" else None
+    )
+    bias, x = torch.randn(experts, n), torch.randn(tokens, k)
+    routing = reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
+    up = moe.quant_expert_up(x, stored, bias, routing)
+    assert relative_error(up, reference.quant_expert_up(x, stored, bias, routing)) < 3e-4
+    turned = ExpertWeights(weight.transpose(1, 2).contiguous(), torch.rand(experts, k) * 0.01 + 0.001, activations, step)
+    assert relative_error(moe.quant_expert_down(up, turned, None, routing), reference.quant_expert_down(up, turned, None, routing)) < 3e-4
+
+
+def test_clipped_gate() -> None:
+    x = torch.randn(5, 96) * 8
+    assert relative_error(moe.clipped_gate(x, 7.0, 1.702), reference.clipped_gate(x.double(), 7.0, 1.702)) < 1e-6
+
+
+def test_no_tokens() -> None:
+    routing = moe.route(torch.zeros(0, 4), None, RoutingParams(2))
+    assert routing.offsets.tolist() == [0] * 5
+    assert moe.expert_down(torch.zeros(0, 8), torch.zeros(4, 6, 8), None, routing).shape == (0, 6)
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="10 experts in 4 groups"):
+        moe.route(torch.zeros(1, 10), None, RoutingParams(2, num_groups=4))

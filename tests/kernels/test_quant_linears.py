@@ -1,0 +1,223 @@
+"""Quantized linears in the interpreter: against float64 over the values that the codes stand for, and against the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import TOLERANCE, relative_error
+from torch import Tensor
+
+from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.reference import quant_fp8 as fp8_reference
+from stoker.kernels.reference import quant_int4 as int4_reference
+from stoker.kernels.reference import quant_int8 as int8_reference
+from stoker.kernels.triton import quant_codes, quant_fp8, quant_int4, quant_int8, quant_linear
+from stoker.kernels.triton.quant_linear import Stored
+from stoker.kernels.triton.quant_tuning import QuantTile
+from stoker.kernels.types import PLAIN, Fusion
+
+PARTS = ["", "l", "br", "nbgr"]
+
+
+def fusion(m: int, n: int, k: int, dtype: torch.dtype, parts: str) -> Fusion:
+    kind = "rms" if "n" in parts else "layer" if "l" in parts else None
+    return Fusion(
+        norm_kind=kind,
+        norm_weight=torch.randn(k).to(dtype) if kind else None,
+        norm_bias=torch.randn(k).to(dtype) if kind == "layer" else None,
+        norm_eps=1e-5 if kind else 0.0,
+        gate="silu" if "g" in parts else None,
+        residual=torch.randn(m, n).to(dtype) if "r" in parts else None,
+    )
+
+
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None, around: Fusion, rounded: object = lambda h: h) -> Tensor:
+    """float64, `rounded` standing for what becomes of activations."""
+    h = x.double()
+    if around.norm_kind == "layer":
+        h = h - h.mean(-1, keepdim=True)
+    if around.norm_kind:
+        h = h / (h.square().mean(-1, keepdim=True) + around.norm_eps).sqrt() * around.norm_weight.double()
+    if around.norm_bias is not None:
+        h = h + around.norm_bias.double()
+    y = rounded(h) @ weight.double().T + (0 if bias is None else bias.double())  # type: ignore[operator]
+    if around.gate:
+        gate, up = y.chunk(2, -1)
+        y = gate * torch.sigmoid(gate) * up
+    return y if around.residual is None else y + around.residual.double()
+
+
+def problem(m: int, n: int, k: int, dtype: torch.dtype, parts: str) -> tuple[Tensor, Tensor | None, Fusion, int]:
+    rows = 2 * n if "g" in parts else n
+    x = torch.randn(m, k + 8).to(dtype)[:, :k]
+    x[:, 3] *= 20  # an outlier, as real activations have
+    return x, torch.randn(rows).to(dtype) if "b" in parts else None, fusion(m, n, k, dtype, parts), rows
+
+
+def int8_weight(rows: int, k: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(-127, 128, (rows, k), dtype=torch.int8), torch.rand(rows) / (70 * k**0.5) + 1e-4
+
+
+def fp8_weight(rows: int, k: int) -> tuple[Tensor, Tensor]:
+    return (torch.randn(rows, k) * 60).clamp(-448, 448).to(torch.float8_e4m3fn), (torch.rand(rows) + 0.5) / (60 * k**0.5)
+
+
+def to_int8(h: Tensor) -> Tensor:
+    step = h.abs().amax(-1, keepdim=True) / 127
+    return (h / step).round() * step
+
+
+def to_fp8(h: Tensor, step: Tensor | None = None) -> Tensor:
+    step = h.abs().amax(-1, keepdim=True) / 448 if step is None else step
+    return (h / step).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * step
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(
+    ("m", "tile"),
+    [(1, QuantTile(32, 32, encode=True)), (1, QuantTile(32, 64, 3, encode=True)), (2, QuantTile(16, 64, 2)), (5, QuantTile(32, 128))],
+)
+def test_int8_by_digits(m: int, tile: QuantTile, parts: str) -> None:
+    n, k, dtype = 37, 200, torch.float32
+    x, bias, around, rows = problem(m, n, k, dtype, parts)
+    weight, scale = int8_weight(rows, k)
+    want = expected(x, weight.double() * scale.double()[:, None], bias, around)
+    got = quant_linear.few_rows(x, Stored("same", weight, scale, rows, k), "digits", "int8", None, bias, around, tile)
+    assert relative_error(got, want) < 3e-4
+    assert relative_error(int8_reference.int8_linear(x, weight, scale, bias, around), want) < 3e-4
+    assert not quant_linear.arrived(x.device).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 3, 33, 70])
+def test_int8_by_default(m: int, dtype: torch.dtype) -> None:
+    x, bias, around, rows = problem(m, 40, 128, dtype, "nbr")
+    weight, scale = int8_weight(rows, 128)
+    want = expected(x, weight.double() * scale.double()[:, None], bias, around)
+    assert relative_error(quant_int8.int8_linear(x, weight, scale, bias, around), want) < TOLERANCE[dtype]
+
+
+def test_int8_many_rows_and_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_int8, "MIDDLE_ROWS", 40)
+    monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 128 * 48 * 4)
+    x, bias, around, rows = problem(41, 150, 48, torch.float32, "nbgr")
+    weight, scale = int8_weight(rows, 48)
+    want = expected(x, weight.double() * scale.double()[:, None], bias, around)
+    assert relative_error(quant_int8.int8_linear(x, weight, scale, bias, around), want) < 1e-5
+    ids = torch.tensor([3, 0, 149], dtype=torch.int32)
+    assert torch.equal(
+        quant_int8.int8_embedding(ids, weight, scale, torch.bfloat16), int8_reference.int8_embedding(ids, weight, scale, torch.bfloat16)
+    )
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("m", "tile"), [(1, QuantTile(32, 64, 2, encode=True)), (9, QuantTile(32, 64)), (70, None)])
+def test_w8a8(m: int, tile: QuantTile | None, static: bool, parts: str) -> None:
+    n, k = 24, 100
+    x, bias, around, rows = problem(m, n, k, torch.float32, parts)
+    weight, scale = int8_weight(rows, k)
+    step = torch.tensor([0.1]) if static else None
+    got = quant_linear.few_rows(x, Stored("same", weight, scale, rows, k), "int8", "w8a8", step, bias, around, tile)
+    want = int8_reference.w8a8_linear(x, weight, scale, step, bias, around)
+    # Values that a norm's rounding carries over the middle between two codes differ by a step.
+    assert relative_error(got, want) < (2e-3 if around.norm_kind else 1e-5)
+    if not static and not around.norm_kind:
+        assert relative_error(got, expected(x, weight.double() * scale.double()[:, None], bias, around, to_int8)) < 1e-4
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("activations", ["token", "static", "none"])
+@pytest.mark.parametrize("m", [1, 3, 66])
+def test_fp8(m: int, activations: str, parts: str) -> None:
+    n, k = 24, 160
+    x, bias, around, rows = problem(m, n, k, torch.float32, parts)
+    weight, scale = fp8_weight(rows, k)
+    step = torch.tensor([0.05]) if activations == "static" else None
+    got = quant_fp8.fp8_linear(x, weight, scale, activations, step, bias, around)
+    want = fp8_reference.fp8_linear(x, weight, scale, activations, step, bias, around)
+    assert relative_error(got, want) < (3e-3 if around.norm_kind and activations != "none" else 1e-5)
+    if activations == "token" and not around.norm_kind:
+        assert relative_error(got, expected(x, weight.double() * scale.double()[:, None], bias, around, to_fp8)) < 1e-4
+
+
+def test_fp8_encodes_inside() -> None:
+    x, bias, around, rows = problem(1, 40, 300, torch.bfloat16, "nbgr")
+    weight, scale = fp8_weight(rows, 300)
+    stored = Stored("same", weight, scale, rows, 300)
+    inside, outside = (
+        quant_linear.few_rows(x, stored, "fp8", "fp8", None, bias, around, QuantTile(32, 64, 2, encode=encode)) for encode in (True, False)
+    )
+    assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(("m", "block"), [(1, (16, 32)), (5, (128, 64)), (65, (16, 32)), (2, (3, 5))])
+def test_block_fp8(m: int, block: tuple[int, int], parts: str) -> None:
+    n, k = 32, 150
+    x, bias, around, rows = problem(m, n, k, torch.float32, parts)
+    weight, _ = fp8_weight(rows, k)
+    scale = (torch.rand(-(-rows // block[0]), -(-k // block[1])) + 0.5) / (60 * k**0.5)
+    got = quant_fp8.block_fp8_linear(x, weight, scale, block, bias, around)
+    assert relative_error(got, fp8_reference.block_fp8_linear(x, weight, scale, block, bias, around)) < (3e-3 if around.norm_kind else 1e-5)
+
+
+def int4_weight(rows: int, k: int, group: int, zero: str) -> Int4Weight:
+    groups = -(-k // group)
+    codes, scale = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), (torch.rand(rows, groups) + 0.5) / (5 * k**0.5)
+    zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
+    offset = (-torch.rand(rows, groups) / k**0.5).half() if zero == "float" else None
+    return Int4Weight(codes, scale.half(), zeros, offset, group)
+
+
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize(("group", "k"), [(16, 96), (32, 200), (64, 256), (128, 300), (256, 520)])
+@pytest.mark.parametrize(("m", "parts"), [(1, "n"), (3, "bgr"), (34, "ngr")])
+def test_int4(m: int, parts: str, group: int, k: int, zero: str) -> None:
+    x, bias, around, rows = problem(m, 24, k, torch.float32, parts)
+    weight = int4_weight(rows, k, group, zero)
+    want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
+    assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(weight), bias, around), want) < 5e-4
+
+
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+def test_int4_tiles(zero: str) -> None:
+    x, bias, around, rows = problem(1, 40, 512, torch.bfloat16, "nbgr")
+    weight = int4_weight(rows, 512, 32, zero)
+    want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
+    stored = quant_int4.pack(weight).stored()
+    for tile in (QuantTile(32, 128, 2, encode=True), QuantTile(16, 256, 1), QuantTile(64, 64, 4, encode=True)):
+        assert relative_error(quant_linear.few_rows(x, stored, "digits", "int4/32", None, bias, around, tile), want) < 1e-2
+    assert relative_error(quant_linear.plain_rows(x, stored, bias, around, QuantTile(32, 128)), want) < 1e-2
+
+
+def test_int4_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_int4, "MIDDLE_ROWS", 40)
+    monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 1)
+    x, bias, around, rows = problem(41, 150, 90, torch.float32, "nbgr")
+    for zero in ("none", "int", "float"):
+        weight = int4_weight(rows, 90, 32, zero)
+        want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
+        assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(weight), bias, around), want) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "digits"])
+def test_nan_is_not_hidden(form: str) -> None:
+    x = torch.randn(3, 64)
+    x[1, 5] = float("nan")
+    made = quant_codes.encode_rows(x, form, 64)
+    assert made.scale.isnan().tolist() == [False, True, False]
+
+
+def test_nothing_to_do() -> None:
+    weight, scale = int8_weight(8, 32)
+    assert quant_int8.int8_linear(torch.zeros(0, 32), weight, scale).shape == (0, 8)
+    assert quant_fp8.fp8_linear(torch.zeros(0, 32), weight.float().to(torch.float8_e4m3fn), scale, "token", fusion=PLAIN).shape == (0, 8)
+
+
+def test_refused() -> None:
+    weight, scale = int8_weight(8, 32)
+    with pytest.raises(ValueError, match="residual"):
+        quant_int8.int8_linear(torch.zeros(1, 32), weight, scale, fusion=Fusion(residual=torch.zeros(1, 5)))
+    with pytest.raises(ValueError, match="int4 groups of 8"):
+        quant_int4.pack_int4(int4_weight(8, 32, 8, "none"))
