@@ -53,7 +53,7 @@ def test_answers_like_the_reference(case: tuple[str, str], tmp_path: Path, token
     assert main.tokens[len(prompt) :] == expected[len(prompt) - 1 :].argmax(-1).tolist()
     if not harness.config.requires_whole_prompt:
         reused(harness, reference, prompt, main)
-        served(tmp_path / "engine", reference, [prompt, *strangers])
+    served(tmp_path / "engine", reference, [prompt, *strangers], harness.config.requires_whole_prompt)
 
 
 def reused(harness: Harness, reference: Reference, prompt: list[int], main: object) -> None:
@@ -64,14 +64,14 @@ def reused(harness: Harness, reference: Reference, prompt: list[int], main: obje
     close(torch.stack([again.logits[i] for i in range(16, 21)]), reference.logits(again.tokens[:-1], 21)[16:])
 
 
-def served(engine: Path, reference: Reference, asked: list[list[int]]) -> None:
-    """The same through the executor, with steps too small for a prompt and a cache too small for all sequences."""
+def served(engine: Path, reference: Reference, asked: list[list[int]], whole: bool) -> None:
+    """The same through the executor, with a cache too small for all sequences, and steps too small for a prompt unless it must be whole."""
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
-    with LLM(engine, device="cpu", policy="max_utilization", max_num_tokens=16, kv_cache_tokens=14 * 16, num_threads=1) as llm:
+    with LLM(engine, device="cpu", policy="max_utilization", max_num_tokens=40 if whole else 16, kv_cache_tokens=14 * 16, num_threads=1) as llm:
         answers = llm.generate(asked, params)
-        later = llm.generate([*asked[2][:33], 4], params)  # two blocks of a prompt that came before
+        later = llm.generate([*asked[2][:33], *(asked[2][-2:] if whole else [4])], params)  # two blocks of a prompt that came before
         stats = llm.stats()
-    assert stats.num_preemptions > 0 and stats.num_reused_tokens > 0
+    assert stats.num_preemptions > 0 and (stats.num_reused_tokens > 0) == (not whole)
     for answer in [*answers, later]:
         tokens = answer.choices[0].token_ids
         whole = [*answer.prompt_token_ids, *tokens]
