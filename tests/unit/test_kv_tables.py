@@ -170,3 +170,20 @@ def test_an_evicted_parent_does_not_vouch_for_its_children() -> None:
     assert isinstance(again, Prefix) and index.find((again, rest)) is None
     index.forget(1)
     assert len(index) == 1
+
+
+def test_distrusted_blocks_are_shared_with_nobody_and_told_once_free() -> None:
+    tables = BlockTables(8, 4, prefix_reuse=True)
+    first, twin = sequence([*range(9)]), sequence([*range(9)])
+    tables.admit(first, tables.match(first))
+    tables.register(first, 8)
+    tables.admit(twin, tables.match(twin))
+    shared, own = first.blocks[:2], first.blocks[2:]
+    assert twin.blocks[:2] == shared
+    tables.distrust(first.blocks)
+    assert tables.take_distrusted() == [] and not tables.match(sequence([*range(9)])).blocks
+    tables.release(first)
+    assert tables.take_distrusted() == own and tables.take_distrusted() == []
+    tables.release(twin)
+    assert sorted(tables.take_distrusted()) == sorted(shared)
+    assert tables.pool.num_cached == 0 and tables.pool.num_free == 8

@@ -14,6 +14,7 @@ from stoker.runtime.request import TokenRequest
 from stoker.runtime.sampling.schemas import check_depth, check_schema
 
 THREADS = 2
+WHITESPACE = 1  # between the parts of JSON, at most: models that may indent without end do
 CACHE_BYTES = 256 << 20  # of compiled grammars
 
 # What a decoder of tokenizer.json does with an entry, and how xgrammar calls that.
@@ -89,10 +90,10 @@ def _kind_of(decoder: dict[str, Any] | None) -> str:
 def _compile(compiler: Any, guide: Guide) -> Any:
     match guide.kind:
         case "json":
-            return compiler.compile_builtin_json_grammar()
+            return compiler.compile_json_schema("true", max_whitespace_cnt=WHITESPACE)
         case "json_schema":
             check_schema(guide.text)
-            return compiler.compile_json_schema(guide.text)
+            return compiler.compile_json_schema(guide.text, max_whitespace_cnt=WHITESPACE)
         case "regex":
             return compiler.compile_regex(guide.text)
         case "grammar":

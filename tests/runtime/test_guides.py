@@ -1,0 +1,258 @@
+"""Guided answers: whatever a random model would say, what it says matches the grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import tokenizers
+from drive import END, Answer, Driven, request
+
+from stoker import LLM
+from stoker.base.types import FinishReason, Guide, SamplingParams
+from stoker.runtime import admission
+from stoker.runtime.client import Cancel
+from stoker.runtime.sampling.schemas import check_schema
+
+Make = Callable[..., Driven]
+LONG = 64
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+        "who": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/id"}]},
+    },
+    "required": ["name", "age"],
+    "$defs": {"id": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+CHOICES = ["fox", 'a "b"\\\n', "fox jumps", "日本"]
+EBNF = 'root ::= "[" digit ("," digit){0,3} "]"\ndigit ::= [0-9]{1,2}'
+
+
+@pytest.fixture(scope="session")
+def text_of(tiny_engine: Path) -> Callable[[Answer], str]:
+    core = tokenizers.Tokenizer.from_file(str(tiny_engine / "tokenizer.json"))
+    return lambda answer: core.decode(answer.tokens, skip_special_tokens=True)
+
+
+def valid_json(text: str) -> bool:
+    return json.dumps(json.loads(text)) != ""
+
+
+def valid_schema(text: str) -> bool:
+    return jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(text))
+
+
+GUIDES: dict[str, tuple[Guide, Callable[[str], object]]] = {
+    "json_schema": (Guide("json_schema", json.dumps(SCHEMA)), valid_schema),
+    "regex": (Guide("regex", r"(yes|no) [0-9]{3}[a-fé]?\."), re.compile(r"(yes|no) [0-9]{3}[a-fé]?\.").fullmatch),
+    "grammar": (Guide("grammar", EBNF), re.compile(r"\[\d{1,2}(,\d{1,2}){0,3}\]").fullmatch),
+    "choice": (Guide("choice", json.dumps(CHOICES)), CHOICES.__contains__),
+    "structural_tag": (
+        Guide("structural_tag", json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": "ab{1,4}c"}})),
+        re.compile("ab{1,4}c").fullmatch,
+    ),
+}  # fmt: skip
+
+
+def guided(prompt: list[int], guide: Guide, **params: Any) -> Any:
+    return request(prompt, **{"max_tokens": LONG, "end_ids": (END,), "guide": guide} | params)
+
+
+def check(answers: list[Answer], text_of: Callable[[Answer], str], valid: Callable[[str], object]) -> None:
+    for answer in answers:
+        assert answer.error is None
+        assert answer.reason is FinishReason.STOP and answer.stop_id == END == answer.tokens[-1], text_of(answer)
+        assert valid(text_of(answer)), text_of(answer)
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_every_answer_is_valid(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str], name: str) -> None:
+    guide, valid = GUIDES[name]
+    driven = drive()
+    asked = [guided(prompt, guide, temperature=temperature, n=2, seed=7) for prompt in prompts[:3] for temperature in (0.0, 1.0, 5.0)]
+    answers = driven.run(*asked)
+    check(answers, text_of, valid)
+    assert len({text_of(answer) for answer in answers}) > 1
+
+
+def test_any_json(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:
+    """Random answers seldom end by themselves: those that do are JSON, the others its beginning."""
+    answers = drive().run(*(guided(prompt, Guide("json"), temperature=2.0, n=8, seed=3, logit_bias={END: 12.0}) for prompt in prompts[:4]))
+    ended = [answer for answer in answers if answer.reason is FinishReason.STOP]
+    assert len(ended) > 8
+    check(ended, text_of, valid_json)
+
+
+def test_alone_as_in_a_crowd_and_preempted(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:
+    alone = drive()
+    kinds = list(GUIDES.values())
+    expected = [alone.run(guided(prompt, guide, temperature=1.0, seed=5, n=2)) for prompt in prompts[:2] for guide, _ in kinds]
+    crowd = drive(policy="max_utilization", max_num_tokens=16, kv_cache_tokens=10 * 16)
+    strangers = [request(prompt, temperature=1.0, max_tokens=40) for prompt in prompts]
+    asked = [guided(prompt, guide, temperature=1.0, seed=5, n=2) for prompt in prompts[:2] for guide, _ in kinds]
+    crowd.run(*asked, *strangers)
+    found = [[crowd.answers[one.request_id, index].tokens for index in range(2)] for one in asked]
+    assert found == [[answer.tokens for answer in answers] for answers in expected]
+    assert crowd.stats.num_preemptions > 0
+
+
+def test_with_the_other_features(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:
+    guide, valid = GUIDES["json_schema"]
+    answers = drive().run(
+        guided(prompts[0], guide, min_tokens=60, temperature=1.0),  # the grammar ends before: it has the last word
+        guided(prompts[0], guide, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={END: -100.0, 40: 100.0}),
+        guided(prompts[0], guide, logprobs=2, prompt_logprobs=1),
+        guided(prompts[0], guide, end_ids=(), stop_token_ids=(END,)),
+    )
+    check(answers, text_of, valid)
+    assert len(answers[2].logprobs) == len(answers[2].tokens)
+
+
+def test_a_grammar_whose_only_tokens_are_banned_fails_alone(
+    drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]
+) -> None:
+    core = tuple((token,) for token in range(320) if token != END)
+    guide, valid = GUIDES["regex"]
+    dead, good = drive().run(guided(prompts[0], guide, bad_words=core), guided(prompts[0], guide))
+    assert dead.reason is FinishReason.ERROR and dead.error is not None and "banned" in dead.error.message
+    check([good], text_of, valid)
+
+
+BAD = {
+    "json_schema": [
+        "{", "[1]", '{"type": "foo"}', '{"type": "array", "uniqueItems": true}', '{"not": {}}', '{"$ref": "http://a/b"}', "[" * 5000,
+    ],
+    "regex": ["(", "(?=a)b", r"(a)\1"],
+    "grammar": ["root = x", "root ::= y", 'x ::= "a"', ""],
+    "choice": ["[]", "{}", "[1]", "x", '[""]'],
+    "structural_tag": ["{", '{"type": "x"}', json.dumps({"type": "structural_tag", "format": {"type": "what"}})],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_grammar_is_refused_by_field(drive: Make, prompts: list[list[int]], kind: str) -> None:
+    driven = drive()
+    answers = driven.run(*(guided(prompts[0], Guide(kind, text)) for text in BAD[kind]), request(prompts[0], max_tokens=2))
+    for answer in answers[:-1]:
+        assert answer.reason is FinishReason.ERROR and answer.error is not None
+        assert (answer.error.code, answer.error.status) == ("bad_request", 400)
+        assert answer.error.message.startswith("guide.text=") and kind in answer.error.message and "/project/" not in answer.error.message
+    assert answers[-1].reason is FinishReason.LENGTH
+
+
+def test_without_an_end_id_it_is_refused(drive: Make, prompts: list[list[int]]) -> None:
+    (answer,) = drive().run(guided(prompts[0], GUIDES["regex"][0], end_ids=(), ignore_eos=True))
+    assert answer.error is not None and "ignore_eos" in answer.error.message
+
+
+def test_without_the_package_it_is_refused(drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    (answer,) = drive().run(guided(prompts[0], GUIDES["regex"][0]))
+    assert answer.error is not None and answer.error.code == "missing_dependency" and "stoker[guided]" in answer.error.message
+
+
+SLOW = Guide("json_schema", '{"type": "array", "items": ' * 60 + "{}" + "}" * 60)
+
+
+def test_compiling_holds_nobody_up_and_ends_with_its_request(
+    drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = drive(max_queue_size=4)
+    driven.run(guided(prompts[0], GUIDES["regex"][0]))  # the vocabulary is read
+    blocked = guided(prompts[0], SLOW, n=2)
+    timed = guided(prompts[0], SLOW, timeout_s=0.0)
+    again = guided(prompts[0], SLOW, request_id=blocked.request_id)
+    grammars = driven.executor.runner.sampler.grammars  # type: ignore[attr-defined]
+    grammars._lock.acquire()
+    try:
+        driven.submit(blocked, timed)
+        driven.turn()
+        assert driven.stats.num_waiting == 2 and driven.answers[timed.request_id, 0].reason is FinishReason.DEADLINE
+        other = request(prompts[1], max_tokens=5)
+        driven.submit(other)
+        driven.finish(until=lambda: driven.answers[other.request_id, 0].reason is not None)
+        assert driven.answers[other.request_id, 0].reason is FinishReason.LENGTH
+        driven.tell(Cancel(blocked.request_id, 0))
+        driven.turn()
+        assert driven.answers[blocked.request_id, 0].reason is FinishReason.CANCELLED and driven.stats.num_waiting == 1
+        with pytest.raises(Exception, match="in flight"):
+            driven.executor.admission.admit(again)
+        driven.tell(Cancel(blocked.request_id))
+        driven.turn()
+        assert driven.answers[blocked.request_id, 1].reason is FinishReason.CANCELLED and driven.stats.num_waiting == 0
+        late = guided(prompts[0], SLOW)
+        monkeypatch.setattr(admission, "PREPARE_TIMEOUT_S", 0.0)
+        driven.submit(late)
+        driven.finish()
+        error = driven.answers[late.request_id, 0].error
+        assert error is not None and error.status == 400 and "not compiled" in error.message
+    finally:
+        grammars._lock.release()
+
+
+def test_many_distinct_grammars_at_once(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:
+    started = time.monotonic()
+    answers = drive().run(*(guided(prompts[0], Guide("regex", f"a{{{i}}}b")) for i in range(1, 30)))
+    assert [text_of(answer) for answer in answers] == ["a" * i + "b" for i in range(1, 30)]
+    assert time.monotonic() - started < 15
+
+
+async def test_the_stream_is_the_whole_answer(tiny_engine: Path) -> None:
+    params = SamplingParams(max_tokens=LONG, temperature=1.0, seed=3, n=2, guide=GUIDES["json_schema"][0])
+    with LLM(tiny_engine, device="cpu", kv_cache_tokens=1024, num_threads=1) as llm:
+        whole = llm.generate("the quick", params)
+        texts = ["", ""]
+        async for delta in llm.stream("the quick", params):
+            texts[delta.index] += delta.text
+    assert texts == [choice.text for choice in whole.choices]
+    for text in texts:
+        assert valid_schema(text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "object", "required": ["a"]}, "#/required"),
+        ({"properties": {"x": {"type": "string", "pattern": "a", "maxLength": 3}}}, "#/properties/x/pattern"),
+        ({"minLength": 3}, "#/minLength"),
+        ({"items": {"maximum": 3}}, "#/items/maximum"),
+        ({"allOf": [{"type": "integer"}, {"type": "number"}]}, "#/allOf"),
+        ({"type": "integer", "anyOf": [{"minimum": 3}]}, "#/type"),
+        ({"type": "integer", "enum": [1, "a"]}, "#/type"),
+        ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {"type": "integer"}}}, "#/minimum"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf"),
+        ({"oneOf": [{"type": "object"}, {"type": "object"}]}, "#/oneOf"),
+        ({"$defs": {"a": {"if": {}}}}, "#/$defs/a/if"),
+        ({"dependentRequired": {"a": ["b"]}}, "#/dependentRequired"),
+    ],
+)
+def test_what_a_grammar_cannot_enforce_is_named(schema: dict, place: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(place)):
+        check_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True, SCHEMA, {"$ref": "#/$defs/a", "description": "x", "$defs": {"a": {"type": "integer"}}},
+        {"type": "string", "enum": ["a", "b"], "default": "a"}, {"type": "number", "enum": [1, 2.5]},
+        {"allOf": [{"type": "string"}], "title": "t"},
+        {"oneOf": [{"type": "integer"}, {"type": "string"}]}, {"oneOf": [{"const": 1}, {"const": 2}]},
+        {"oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}], "$defs": {
+            name: {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]} for name in "cd"
+        }},
+    ],
+)  # fmt: skip
+def test_what_it_can_is_accepted(schema: Any) -> None:
+    check_schema(json.dumps(schema))

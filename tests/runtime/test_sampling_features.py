@@ -1,0 +1,206 @@
+"""Every field of SamplingParams through the executor, against transformers' logits and the definitions written out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from drive import END, Driven, logits_of, plain_decode, request
+from torch import Tensor
+
+from stoker.base.types import FinishReason
+
+Make = Callable[..., Driven]
+COUNT = 12
+
+
+def check_greedy(
+    drive: Make, model: Any, prompts: list[list[int]], change: Callable[[Tensor, list[int], list[int]], Tensor], **params: Any
+) -> None:
+    """The tokens that `change(logits, prompt, generated)` makes likeliest, for all prompts in one batch."""
+    answers = drive(max_num_tokens=32).run(*(request(prompt, max_tokens=COUNT, **params) for prompt in prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == plain_decode(model, prompt, COUNT, lambda row, ids, prompt=prompt: change(row, prompt, ids))
+        assert answer.reason is FinishReason.LENGTH
+
+
+def test_greedy(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+    check_greedy(drive, model, prompts, lambda row, _, __: row)
+
+
+@pytest.mark.parametrize(
+    ("repetition", "presence", "frequency"), [(1.7, 0.0, 0.0), (0.6, 0.0, 0.0), (1.0, 1.5, 0.0), (1.0, 0.0, -0.8), (1.3, 0.4, 0.7)]
+)
+def test_penalties(drive: Make, model: Any, prompts: list[list[int]], repetition: float, presence: float, frequency: float) -> None:
+    def change(row: Tensor, prompt: list[int], generated: list[int]) -> Tensor:
+        for token in {*prompt, *generated}:
+            row[token] = row[token] / repetition if row[token] > 0 else row[token] * repetition
+        for token in set(generated):
+            row[token] -= presence + frequency * generated.count(token)
+        return row
+
+    values = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
+    check_greedy(drive, model, prompts, change, **values)
+
+
+def test_logit_bias(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+    bias = {5: 3.0, 77: -100.0, 300: 2.5, 8: 0.25}
+
+    def change(row: Tensor, *_: object) -> Tensor:
+        for token, value in bias.items():
+            row[token] += value
+        return row
+
+    check_greedy(drive, model, prompts, change, logit_bias=bias)
+
+
+def test_a_bias_beyond_float32_is_only_very_large(drive: Make, prompts: list[list[int]]) -> None:
+    answers = drive().run(
+        request(prompts[0], max_tokens=3, logit_bias={9: 1e300}),
+        request(prompts[0], max_tokens=3, temperature=1.0, logit_bias={9: 1e300, 10: -1e300}),
+    )
+    assert [answer.tokens for answer in answers] == [[9, 9, 9]] * 2
+
+
+def test_bad_words(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+    usual = drive().run(request(prompts[0], max_tokens=COUNT))[0].tokens
+    words = ((usual[3],), (usual[0], usual[1]), (prompts[0][-1], usual[0]), (*usual[4:7],))
+
+    def change(row: Tensor, _: object, generated: list[int]) -> Tensor:
+        for word in words:
+            if tuple(generated[len(generated) - len(word) + 1 :]) == word[:-1] if len(word) > 1 else True:
+                row[word[-1]] = -math.inf
+        return row
+
+    check_greedy(drive, model, prompts, change, bad_words=words)
+
+
+def test_ends_and_stop_ids(drive: Make, prompts: list[list[int]]) -> None:
+    driven = drive()
+    (usual,) = driven.run(request(prompts[1], max_tokens=COUNT))
+    stop = usual.tokens[4]
+    length = usual.tokens.index(stop) + 1
+    unused = next(token for token in range(320) if token not in usual.tokens)
+    by_id, by_end, ignored = driven.run(
+        request(prompts[1], max_tokens=COUNT, stop_token_ids=(stop, unused)),
+        request(prompts[1], max_tokens=COUNT, end_ids=(stop,)),
+        request(prompts[1], max_tokens=COUNT, ignore_eos=True),
+    )
+    for answer in (by_id, by_end):
+        assert (answer.tokens, answer.reason, answer.stop_id) == (usual.tokens[:length], FinishReason.STOP, stop)
+    assert (ignored.tokens, ignored.reason) == (usual.tokens, FinishReason.LENGTH)
+
+
+def test_min_tokens(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+    driven = drive()
+    stop = driven.run(request(prompts[0], max_tokens=COUNT))[0].tokens[0]
+    (answer,) = driven.run(request(prompts[0], max_tokens=COUNT, min_tokens=5, end_ids=(stop,), logit_bias={stop: 50.0}))
+
+    def change(row: Tensor, generated: list[int]) -> Tensor:
+        row[stop] = -math.inf if len(generated) < 5 else row[stop] + 50.0
+        return row
+
+    assert answer.tokens == plain_decode(model, prompts[0], 6, change) and answer.tokens[-1] == stop
+    assert answer.stop_id == stop
+
+
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": COUNT}
+
+
+def test_a_seed_means_the_same_tokens_alone_in_a_crowd_and_preempted(drive: Make, prompts: list[list[int]]) -> None:
+    alone = drive()
+    expected = [alone.run(request(prompt, n=3, presence_penalty=0.3, **SAMPLED)) for prompt in prompts]
+    tokens = [answer.tokens for answers in expected for answer in answers]
+    assert len({tuple(ids) for ids in tokens}) == len(tokens), "sequences of one request draw differently"
+    crowd = drive(policy="max_utilization", max_num_tokens=16, kv_cache_tokens=8 * 16)
+    strangers = [request(prompt[::-1] * 2, temperature=1.0, max_tokens=20) for prompt in prompts]
+    asked = [request(prompt, n=3, presence_penalty=0.3, **SAMPLED) for prompt in prompts]
+    answers = crowd.run(*(item for pair in zip(strangers, asked, strict=True) for item in pair))
+    found = [crowd.answers[one.request_id, index].tokens for one in asked for index in range(3)]
+    assert found == tokens and crowd.stats.num_preemptions > 0 and len(answers) == 4 * len(prompts)
+
+
+def test_other_seeds_and_none_draw_differently(drive: Make, prompts: list[list[int]]) -> None:
+    asked = [request(prompts[0], **SAMPLED | {"seed": seed}) for seed in (1, 2, -5, 2**64 - 1, None, None)]
+    assert len({tuple(answer.tokens) for answer in drive().run(*asked)}) == 6
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 0.8}, {"temperature": 1.0, "top_k": 6}, {"temperature": 1.3, "top_p": 0.4}, {"temperature": 1.0, "min_p": 0.25},
+    {"temperature": 2.0, "top_k": 30, "top_p": 0.8, "min_p": 0.1},
+]  # fmt: skip
+
+
+def kept(row: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Float64 probabilities after temperature, top-k, top-p and min-p."""
+    probs = torch.softmax(row / temperature, 0)
+    order = probs.sort(descending=True)
+    inside = torch.ones_like(probs, dtype=torch.bool)
+    if top_k:
+        inside &= torch.arange(len(row)) < top_k
+    mass = (order.values * inside).cumsum(0)
+    inside &= mass - order.values < top_p * (order.values * inside).sum()
+    inside &= order.values >= min_p * order.values[0]
+    left = torch.zeros_like(probs).scatter_(0, order.indices, order.values * inside)
+    return left / left.sum()
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_draws_follow_the_distribution(drive: Make, model: Any, prompts: list[list[int]], filters: dict[str, Any]) -> None:
+    """Pearson's test at 4 standard deviations (Wilson and Hilferty's approximation); seeds are fixed, so it never flickers."""
+    prompt = prompts[0]
+    probs = kept(logits_of(model, prompt)[-1], **filters)
+    answers = drive(max_queue_size=4096).run(*(request(prompt, n=64, max_tokens=1, seed=seed, **filters) for seed in range(24)))
+    counts = torch.bincount(torch.tensor([answer.tokens[0] for answer in answers]), minlength=len(probs)).double()
+    assert counts[probs == 0].sum() == 0, "a dropped token was drawn"
+    expected = probs * len(answers)
+    often = expected >= 8
+    cells = torch.cat((counts[often], counts[~often].sum()[None])), torch.cat((expected[often], expected[~often].sum()[None]))
+    statistic = float(((cells[0] - cells[1]) ** 2 / cells[1].clamp(min=1e-9)).sum())
+    freedom = int(often.sum()) - (0 if cells[1][-1] > 0 else 1)
+    assert freedom >= 3
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def test_log_probabilities_are_those_of_a_plain_forward(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+    driven = drive(max_num_tokens=16)
+    driven.run(request(prompts[1], max_tokens=1))  # its blocks are in the index: asking for the prompt's probabilities must not use them
+    asked = [
+        request(prompt, max_tokens=5, logprobs=3, prompt_logprobs=k, temperature=1.0, seed=4, logit_bias={7: 5.0})
+        for k, prompt in enumerate(prompts[:4])
+    ]
+    for k, (one, answer) in enumerate(zip(asked, driven.run(*asked), strict=True)):
+        prompt = one.prompt_ids
+        table = torch.log_softmax(logits_of(model, [*prompt, *answer.tokens]), -1)
+        assert answer.prompt_logprobs is not None and answer.prompt_logprobs[0] is None and len(answer.prompt_logprobs) == len(prompt)
+        entries = [(i, entry, k) for i, entry in enumerate(answer.prompt_logprobs[1:])]
+        entries += [(len(prompt) - 1 + i, entry, 3) for i, entry in enumerate(answer.logprobs)]
+        assert len(answer.logprobs) == len(answer.tokens) == 5
+        for at, entry, num_top in entries:
+            assert entry is not None
+            token = [*prompt, *answer.tokens][at + 1]
+            best = table[at].sort(descending=True)
+            assert entry.token_id == token and abs(entry.logprob - table[at, token]) < 1e-4
+            assert [token for token, _ in entry.top] == best.indices[:num_top].tolist()
+            assert all(abs(value - expected) < 1e-4 for (_, value), expected in zip(entry.top, best.values.tolist(), strict=False))
+
+
+def test_features_leave_neighbours_alone(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+    plain, *_ = drive().run(
+        request(prompts[0], max_tokens=COUNT), request(prompts[0], max_tokens=COUNT, logit_bias={3: 99.0}),
+        request(prompts[0], max_tokens=COUNT, repetition_penalty=3.0), request(prompts[0], max_tokens=COUNT, bad_words=((4,), (5,))),
+        request(prompts[0], max_tokens=COUNT, min_tokens=3, end_ids=(END,)), request(prompts[0], max_tokens=COUNT, temperature=5.0, seed=1),
+    )  # fmt: skip
+    assert plain.tokens == plain_decode(model, prompts[0], COUNT, lambda row, _: row)
+
+
+def test_banning_everything_fails_that_request_alone(drive: Make, prompts: list[list[int]]) -> None:
+    everything = tuple((token,) for token in range(320))
+    driven = drive()
+    banned, other = driven.run(request(prompts[0], max_tokens=4, bad_words=everything), request(prompts[1], max_tokens=4))
+    assert banned.reason is FinishReason.ERROR and banned.error is not None and "banned" in banned.error.message
+    assert other.reason is FinishReason.LENGTH
+    assert driven.run(request(prompts[1], max_tokens=4))[0].tokens == other.tokens
