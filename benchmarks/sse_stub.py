@@ -115,11 +115,10 @@ async def _serve(pipe: multiprocessing.connection.Connection, group: int) -> Non
 
 
 def request_bytes(door: str, tokens: int) -> bytes:
-    fields: dict[str, Any] = {"max_tokens": tokens}
+    fields: dict[str, Any] = {"max_tokens": tokens, "stream": True}
     if door == "kserve":
         fields["text_input"] = "hi"
     else:
-        fields["stream"] = True
         fields |= {"messages": [{"role": "user", "content": "hi"}]} if door == "chat" else {"prompt": "hi"}
     body = json.dumps(fields).encode()
     head = f"POST {PATHS[door]} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -24,7 +24,8 @@ from stoker.base.env import cache_dir
 PACKAGE = "nvidia-pytriton==0.7.0"
 # What Stoker's torch-free part needs there.
 NEEDS = (
-    "numpy<2", "msgspec>=0.19", "pyzmq>=26", "tokenizers>=0.21", "jinja2>=3.1", "starlette", "prometheus-client", "uvicorn", "httptools", "uvloop",
+    "numpy<2", "msgspec>=0.19", "pyzmq>=26", "tokenizers>=0.21", "jinja2>=3.1", "starlette", "prometheus-client", "uvicorn", "httptools",
+    "uvloop",
 )  # fmt: skip
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -313,8 +315,6 @@ def test_duplicate_ids_priority_and_timeout() -> None:
 
 
 def test_grpc_errors_are_the_recorded_ones() -> None:
-    from pathlib import Path
-
     recorded = dict(
         line.split(": ", 1) for line in (Path(__file__).parent / "recorded" / "50_grpc_errors.out").read_text().splitlines() if line
     )
@@ -369,6 +369,11 @@ def test_metrics_under_both_names(server: Running) -> None:
     of = lambda name, model: float(counts[f'{name}{{model="{model}",version="1"}}'])  # noqa: E731
     assert of("nv_inference_request_success", "ensemble") >= 1
     assert of("nv_inference_count", "preprocessing") >= of("nv_inference_count", "ensemble")
+    recorded = (Path(__file__).parent / "recorded" / "40_metrics.txt").read_text()
+    families = set(re.findall(r"(?m)^# TYPE (\S+ \S+)$", recorded))
+    missing = {line.split()[0] for line in families - set(re.findall(r"(?m)^# TYPE (\S+ \S+)$", shown))}
+    assert all(name.startswith(("nv_cpu_", "nv_pinned_memory_")) for name in missing)
+    assert of("nv_inference_exec_count", "ensemble") == of("nv_inference_request_success", "ensemble")
     assert "# TYPE nv_inference_request_success counter" in shown and "nv_inference_request_success_total" not in shown
     assert 'nv_inference_request_failure{model="ensemble",reason="CANCELED",version="1"}' in counts
     gauges = {

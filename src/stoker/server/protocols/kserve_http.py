@@ -35,7 +35,13 @@ class KServeHTTP(Protocol):
         self._core = Core.of(context, core)
 
     def endpoints(self) -> list[Endpoint]:
+        # The router tries one after another: what is asked most stands first.
         found = [
+            Endpoint("POST", f"{base}/{name}", handler)
+            for base in (MODEL, VERSIONED)
+            for name, handler in (("generate_stream", self.generate_stream), ("generate", self.generate), ("infer", self.infer))
+        ]
+        found += [
             Endpoint("GET", "/v2", self.server),
             Endpoint("GET", "/v2/health/live", self.live, open=True),
             Endpoint("GET", "/v2/health/ready", self.ready, open=True),
@@ -52,9 +58,6 @@ class KServeHTTP(Protocol):
                 Endpoint("GET", f"{base}/ready", self.model_ready, open=True),
                 Endpoint("GET", f"{base}/config", self.config),
                 Endpoint("GET", f"{base}/stats", self.stats),
-                Endpoint("POST", f"{base}/infer", self.infer),
-                Endpoint("POST", f"{base}/generate", self.generate),
-                Endpoint("POST", f"{base}/generate_stream", self.generate_stream),
             ]
         for path in ("/v2/trace/setting", f"{MODEL}/trace/setting"):
             found += [Endpoint("GET", path, self.trace), Endpoint("POST", path, self.set_trace)]

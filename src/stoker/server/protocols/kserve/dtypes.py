@@ -100,16 +100,19 @@ def from_json(dtype: str, shape: tuple[int, ...], data: list[Any]) -> np.ndarray
         raise TritonError("Unable to parse 'data': Shape does not match true shape of 'data' field", 500)
     if kind.kind == "O":
         return text_array([_utf8(item) for item in flat], shape)
-    if kind.kind in "iu" and flat:
-        bounds = np.iinfo(kind)
-        if min(flat) < bounds.min or max(flat) > bounds.max:
-            wrong = next(item for item in flat if not bounds.min <= item <= bounds.max)
-            raise TritonError(complaint if kind.kind == "u" and wrong < 0 else f"Unable to parse 'data': {wrong} does not fit {dtype}", 500)
-    with np.errstate(over="ignore"):
-        try:
-            return np.array(flat, kind).reshape(shape)
-        except OverflowError:
-            raise TritonError(f"Unable to parse 'data': a number does not fit {dtype}", 500) from None
+    if kind.kind == "u" and flat and min(flat) < 0:
+        raise TritonError(complaint, 500)
+    try:
+        return _numbers(flat, kind).reshape(shape)
+    except OverflowError:
+        raise TritonError(f"Unable to parse 'data': a number does not fit {dtype}", 500) from None
+
+
+def _numbers(flat: list[Any], kind: np.dtype) -> np.ndarray:
+    if kind.kind != "f":
+        return np.array(flat, kind)
+    with np.errstate(over="ignore"):  # too large becomes infinite, as a float does
+        return np.array(flat, np.float64).astype(kind)
 
 
 def to_json(array: np.ndarray) -> list[Any]:

@@ -15,11 +15,6 @@ _PADDED_WITH_ID = ("output_ids",)
 
 async def merged(streams: Sequence[Responses]) -> Responses:
     """The rows' responses as they come; the last of all is final. The first failure ends every row."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for batch in only:
-                yield batch
-        return
     arrived: asyncio.Queue[list[Response] | Exception] = asyncio.Queue()
     tasks = [asyncio.create_task(_forward(stream, arrived)) for stream in streams]
     left = len(tasks)
@@ -51,9 +46,6 @@ async def gather(stream: Responses, pad_id: int) -> Responses:
     """One response of all: rows under one another by batch_index, sequences of a row side by side."""
     async with aclosing(stream) as batches:
         found = [response async for batch in batches for response in batch]
-    if len(found) == 1:
-        yield found
-        return
     rows: dict[int, list[Response]] = {}
     for response in found:
         rows.setdefault(int(response.outputs["batch_index"].flat[0]), []).append(response)

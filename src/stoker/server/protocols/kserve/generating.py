@@ -73,13 +73,17 @@ class Generating(ABC):
             return
         planned = [self._planned(row, inference, service) for row in rows(inference)]
         with self._in_flight.running(inference.request_id, lambda: [service.cancel(row.request.request_id) for row in planned]):
-            stream = merged([self._row(row, service) for row in planned])
-            one = not planned[0].streaming and (inference.single or not inference.model.decoupled)
-            async with aclosing(gather(stream, self._pad_id(inference)) if one else stream) as responses:
+            async with aclosing(self._side_by_side(planned, inference, service)) as responses:
                 async for batch in responses:
                     for response in batch:
                         response.outputs = {name: response.outputs[name] for name in names}
                     yield batch
+
+    def _side_by_side(self, planned: list[Planned], inference: Inference, service: Service) -> Responses:
+        stream = merged([self._row(row, service) for row in planned]) if len(planned) > 1 else self._row(planned[0], service)
+        whole = not planned[0].streaming and (inference.single or not inference.model.decoupled)
+        several = len(planned) > 1 or planned[0].request.params.n > 1
+        return gather(stream, self._pad_id(inference)) if whole and several else stream
 
     def _names(self, inference: Inference) -> list[str]:
         """Outputs to send, in declared order."""

@@ -1,0 +1,247 @@
+"""Stoker against a real Triton server: same machine, same stub model, same clients, one run. Neither computes anything.
+
+    python benchmarks/triton_compare.py [--streams 32] [--tokens 128] [--rounds 3] [--output benchmarks/results/triton_compare.json]
+
+Measured on each side: streamed responses a second over gRPC with tritonclient and over SSE with a raw client, and the median of a
+unary `generate`. Triton runs its own ensemble of three Python models; Stoker its frontend process and, behind the real transport, an
+executor that emits without a model. Both are asked for text_output alone, in
+bursts of --tokens a request. The client shares the machine's cores with the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import selectors
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import tritonclient.grpc as tgrpc
+from tokenizers import decoders, models, pre_tokenizers
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "scripts"))
+
+from real_triton import RealTriton  # noqa: E402
+
+from stoker.server.child import Child  # noqa: E402
+from stoker.server.process import bind  # noqa: E402
+from stoker.server.schemas.settings import ServerSettings  # noqa: E402
+from stoker.server.tasks import FrontendTask  # noqa: E402
+
+PACE_S = 0.0005  # the stub's step: 32 streams could get 64,000 tokens a second
+UNARY_REQUESTS = 500
+
+
+class Ports:
+    def __init__(self, http: int, grpc: int, streaming: str) -> None:
+        self.http, self.grpc = http, grpc
+        self.streaming = streaming  # the model that streams
+
+
+@contextlib.contextmanager
+def real() -> Iterator[Ports]:
+    server = RealTriton.installed()
+    http, grpc, metrics = (free_port() for _ in range(3))
+    with tempfile.TemporaryDirectory() as folder:
+        repository = shutil.copytree(HERE / "triton_stub", Path(folder) / "repository")
+        command = server.command([repository], (http, grpc, metrics), f"bench{os.getpid()}_")
+        process = subprocess.Popen(command, env=server.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_ready(http)
+            yield Ports(http, grpc, "ensemble_decoupled")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+@contextlib.contextmanager
+def stoker() -> Iterator[Ports]:
+    """One frontend process and the stub executor."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    with tempfile.TemporaryDirectory() as folder, bind("127.0.0.1", 0) as listener:
+        save_tokenizer(Path(folder))
+        address, grpc = f"ipc://{folder}/executor", free_port()
+        executor = subprocess.Popen([sys.executable, str(HERE / "triton_stub_executor.py"), address, str(PACE_S)])
+        task = FrontendTask(folder, "stub", ServerSettings(), address, [listener.fileno()], f"127.0.0.1:{grpc}")
+        start = Child.start("frontend", "stoker.server.frontend_process", task, pass_fds=[listener.fileno()])
+        frontend = asyncio.run_coroutine_threadsafe(start, loop).result(30)
+        try:
+            wait_ready(listener.getsockname()[1])
+            yield Ports(listener.getsockname()[1], grpc, "ensemble")
+        finally:
+            asyncio.run_coroutine_threadsafe(frontend.stop(5), loop).result(30)
+            executor.kill()
+            executor.wait()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Bytes as token ids, as the stub models have them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return held.getsockname()[1]
+
+
+def wait_ready(port: int, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready").status == 200:
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"nothing is ready on port {port}")
+
+
+def grpc_rate(ports: Ports, num_streams: int, tokens: int, stoker_side: bool) -> float:
+    """Responses a second that reach the callbacks of `num_streams` streams, each of its own client."""
+    counts, done = [0] * num_streams, threading.Semaphore(0)
+    inputs = grpc_inputs(tokens, stoker_side)
+
+    def callback(at: int) -> Any:
+        def count(result: Any, error: Any) -> None:
+            assert error is None, error
+            counts[at] += 1
+            if counts[at] == tokens:
+                done.release()
+
+        return count
+
+    clients = [tgrpc.InferenceServerClient(f"127.0.0.1:{ports.grpc}") for _ in range(num_streams)]
+    for at, client in enumerate(clients):
+        client.start_stream(callback(at))
+    started = time.perf_counter()
+    for client in clients:
+        client.async_stream_infer(ports.streaming, inputs, outputs=[tgrpc.InferRequestedOutput("text_output")])
+    for _ in clients:
+        assert done.acquire(timeout=120)
+    elapsed = time.perf_counter() - started
+    for client in clients:
+        client.stop_stream()
+        client.close()
+    return num_streams * tokens / elapsed
+
+
+def grpc_inputs(tokens: int, stoker_side: bool) -> list[Any]:
+    values = {"text_input": np.array([[b"hello"]], object), "max_tokens": np.array([[tokens]], np.int32)}
+    values |= {"stream": np.array([[True]])} if stoker_side else {}
+    kinds = {"O": "BYTES", "i": "INT32", "b": "BOOL"}
+    made = []
+    for name, array in values.items():
+        made.append(tgrpc.InferInput(name, [1, 1], kinds[array.dtype.kind]))
+        made[-1].set_data_from_numpy(array)
+    return made
+
+
+def post(model: str, action: str, fields: dict[str, Any]) -> bytes:
+    body = json.dumps(fields).encode()
+    head = f"POST /v2/models/{model}/{action} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def sse_rate(ports: Ports, num_streams: int, tokens: int, stoker_side: bool) -> float:
+    """Events a second over raw sockets that stay open."""
+    fields = {"text_input": "hello", "max_tokens": tokens} | ({"stream": True} if stoker_side else {})
+    request = post(ports.streaming, "generate_stream", fields)
+    selector = selectors.DefaultSelector()
+    started = time.perf_counter()
+    for _ in range(num_streams):
+        stream = socket.create_connection(("127.0.0.1", ports.http))
+        stream.sendall(request)
+        selector.register(stream, selectors.EVENT_READ, [0])
+    while selector.get_map():
+        for key, _ in selector.select(60):
+            data = key.fileobj.recv(1 << 18)  # type: ignore[union-attr]
+            key.data[0] += data.count(b"data: {")
+            if key.data[0] >= tokens or not data:
+                assert key.data[0] == tokens
+                selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+    return num_streams * tokens / (time.perf_counter() - started)
+
+
+def unary_ms(ports: Ports) -> float:
+    """The median of a `generate` of one token, one after another over one connection."""
+    request = post("ensemble", "generate", {"text_input": "hello", "max_tokens": 1})
+    times = []
+    with socket.create_connection(("127.0.0.1", ports.http)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(UNARY_REQUESTS):
+            started = time.perf_counter()
+            connection.sendall(request)
+            answer = b""
+            while b'"text_output"' not in answer or not answer.endswith((b"}", b"0\r\n\r\n")):
+                answer += connection.recv(1 << 16)
+            times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e3
+
+
+def side(name: str, num_streams: int, tokens: int, rounds: int) -> dict[str, float]:
+    """The best of `rounds`, after a warm-up."""
+    ours = name == "stoker"
+    with (stoker if ours else real)() as ports:
+        grpc_rate(ports, 4, 16, ours)
+        sse_rate(ports, 4, 16, ours)
+        unary_ms(ports)
+        grpcs = [grpc_rate(ports, num_streams, tokens, ours) for _ in range(rounds)]
+        sses = [sse_rate(ports, num_streams, tokens, ours) for _ in range(rounds)]
+        unary = [unary_ms(ports) for _ in range(rounds)]
+    return {"grpc_responses_per_s": round(max(grpcs)), "sse_events_per_s": round(max(sses)), "unary_p50_ms": round(min(unary), 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    asked = parser.parse_args()
+    sides = {name: side(name, asked.streams, asked.tokens, asked.rounds) for name in ("triton", "stoker")}
+    theirs, ours = sides["triton"], sides["stoker"]
+    found = {
+        "machine": {
+            "python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine(),
+            "stoker": importlib.metadata.version("stoker"), "tritonclient": importlib.metadata.version("tritonclient"), "triton": "2.51.0",
+        },
+        "streams": asked.streams, "tokens": asked.tokens, **sides,
+        "ratios": {
+            "grpc": round(ours["grpc_responses_per_s"] / theirs["grpc_responses_per_s"], 2),
+            "sse": round(ours["sse_events_per_s"] / theirs["sse_events_per_s"], 2),
+            "unary": round(ours["unary_p50_ms"] / theirs["unary_p50_ms"], 2),
+        },
+    }  # fmt: skip
+    print(json.dumps(found, indent=1))
+    if asked.output:
+        asked.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
