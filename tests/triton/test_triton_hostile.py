@@ -1,0 +1,254 @@
+"""Requests that lie, clients that vanish: the right error or a clean end, and nothing left behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as tgrpc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_triton_clients import PROMPT, Stream, tensors, text
+from triton_server import TEXT, Running, endless, running, until
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.utils import InferenceServerException
+
+from stoker.base.errors import RequestError
+from stoker.server.protocols.kserve import word_lists
+from stoker.server.protocols.kserve.catalogue import plain_models
+from stoker.server.schemas.triton_models import TritonOptions
+
+MAX_BYTES = 1 << 16
+VANISHING = 1000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(options=TritonOptions(models=plain_models(), unary=True), max_request_bytes=MAX_BYTES) as found:
+        yield found
+
+
+def post(server: Running, body: bytes, model: str = "ensemble", **headers: str) -> tuple[int, str]:
+    answer = httpx.post(f"http://{server.http}/v2/models/{model}/infer", content=body, headers=headers, timeout=20)
+    return answer.status_code, answer.json().get("error", "")
+
+
+def binary(raw: bytes, size: int | None = None, *, header: int | None = None, shape: Any = (1, 1)) -> tuple[bytes, dict[str, str]]:
+    """An infer body whose text_input is `raw`, said to have `size` bytes."""
+    message = {
+        "inputs": [
+            {"name": "max_tokens", "shape": [1, 1], "datatype": "INT32", "data": [3]},
+            {
+                "name": "text_input", "shape": shape, "datatype": "BYTES",
+                "parameters": {"binary_data_size": len(raw) if size is None else size},
+            },
+        ]
+    }  # fmt: skip
+    text = json.dumps(message).encode()
+    return text + raw, {"inference-header-content-length": str(len(text) if header is None else header)}
+
+
+GOOD = struct.pack("<I", 2) + b"hi"
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "error"),
+    [
+        (b"\x02\x00", {}, "incomplete string length indicator for inference input 'text_input', expecting 4 bytes but only 2"),
+        (struct.pack("<I", 1 << 31) + b"hi", {}, "expecting string of length 2147483648 but only 2 bytes available"),
+        (GOOD + GOOD, {}, "unexpected number of string elements 2 for inference input 'text_input', expecting 1"),
+        (b"", {}, "unexpected number of string elements 0"),
+        (GOOD, {"size": 1 << 40}, "expecting 1099511627776 bytes but only 6 bytes are left"),
+        (GOOD, {"size": -1}, "binary_data_size"),
+        (GOOD, {"size": 5}, "expecting string of length 2 but only 1 bytes available"),
+        (GOOD + b"more", {"size": 6}, "4 bytes belong to no input"),
+        (GOOD, {"header": 1 << 30}, "Unable to parse Inference-Header-Content-Length"),
+        (GOOD, {"header": 5}, "failed to parse the request JSON buffer"),
+        (GOOD, {"shape": [1 << 40, 1 << 40]}, "elements"),
+        (GOOD, {"shape": [-1, 1]}, "invalid shape for input text_input"),
+        (GOOD, {"shape": [[1]]}, "invalid shape for input text_input"),
+        (GOOD, {"shape": [1] * 100}, "invalid shape for input text_input"),
+        (struct.pack("<I", 2) + b"\xff\xff", {}, "input 'text_input' is no UTF-8 at byte 0"),
+    ],
+)
+def test_binary_tensors_that_lie(server: Running, raw: bytes, changes: dict[str, Any], error: str) -> None:
+    body, headers = binary(raw, **changes)
+    status, told = post(server, body, **headers)
+    assert status in (400, 500) and error in told
+    assert post(server, *[binary(GOOD)[0]], **binary(GOOD)[1])[0] == 200
+
+
+def test_bodies_too_large_damaged_or_packed_wrongly(server: Running) -> None:
+    host, port = server.http.split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /v2/models/ensemble/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824\r\nExpect: 100-continue\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 413")
+    bomb = gzip.compress(b"[" * (MAX_BYTES * 50))
+    assert len(bomb) < MAX_BYTES and post(server, bomb, **{"content-encoding": "gzip"})[0] == 413
+    assert "is no gzip" in post(server, b"nonsense", **{"content-encoding": "gzip"})[1]
+    assert "cut off" in post(server, gzip.compress(b"{}" * 100)[:-9], **{"content-encoding": "gzip"})[1]
+    assert post(server, b"{}", **{"content-encoding": "br"})[0] == 415
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [
+        ([{"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": [["a", "b"]]}], "Shape does not match"),
+        ([{"name": "text_input", "shape": [1, 1], "datatype": "BYTES"}], "'data'"),
+        ([{"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": "a"}], "non-array as array"),
+        ([{"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}] * 2, "already exists"),
+        ([{"shape": [1, 1], "datatype": "BYTES", "data": ["a"]}], "'name'"),
+        ([1], "'inputs'"),
+        ([{"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": ["a"], "parameters": {"shared_memory_region": "x"}}],
+         "Unable to find shared memory region: 'x'"),
+    ],
+)  # fmt: skip
+def test_json_tensors_that_lie(server: Running, inputs: Any, error: str) -> None:
+    status, told = post(server, json.dumps({"inputs": inputs}).encode())
+    assert status in (400, 500) and error in told
+
+
+def test_deep_and_wide_json(server: Running) -> None:
+    for body in (b"[" * 60_000, b'{"inputs":' * 5_000, json.dumps({"inputs": [], "parameters": {"a": {}}}).encode()):
+        assert post(server, body)[0] in (400, 500)
+    nested: Any = "a"
+    for _ in range(40):
+        nested = [nested]
+    item = {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": nested}
+    assert "nested deeper" in post(server, json.dumps({"inputs": [item]}).encode())[1]
+
+
+def raw_request(**changes: Any) -> Any:
+    request = pb.ModelInferRequest(model_name="ensemble")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1])
+    request.raw_input_contents.extend(changes.get("raw", [GOOD, struct.pack("<i", 3)]))
+    return request
+
+
+@pytest.mark.parametrize(
+    ("raw", "error"),
+    [
+        ([GOOD], "expected raw_input_contents to be 2"),
+        ([GOOD, b"\x01"], "input byte size mismatch for input 'max_tokens' for model 'ensemble'. Expected 4, got 1"),
+        ([b"\x09\0\0\0hi", struct.pack("<i", 3)], "expecting string of length 9 but only 2 bytes available"),
+        ([], "input byte size mismatch for input 'text_input'"),
+    ],
+)
+def test_grpc_messages_that_lie(server: Running, raw: list[bytes], error: str) -> None:
+    import grpc
+    from tritonclient.grpc import service_pb2_grpc
+
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        assert stub.ModelInfer(raw_request()).outputs
+        with pytest.raises(grpc.RpcError) as found:
+            stub.ModelInfer(raw_request(raw=raw))
+        assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT and error in found.value.details()  # type: ignore[attr-defined]
+        with pytest.raises(grpc.RpcError) as found:
+            stub.ModelInfer(raw_request(raw=[b"\0" * (2 * MAX_BYTES), b""]))
+        assert found.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"beam_width": 2}, "beam_width=2 is refused: max_beam_width is 1"),
+        ({"stop_words_list": np.array([[[5, 6], [9, -1]]], np.int32)}, "offsets must increase and lie in 1 to 2"),
+        ({"stop_words_list": np.array([[[5, 6], [2, 1]]], np.int32)}, "offsets must increase"),
+        ({"bad_words_list": np.array([[[5, 6], [0, -1]]], np.int32)}, "offsets must increase"),
+        ({"bad_words_list": np.array([[[5, 6], [-1, 2]]], np.int32)}, "after the first -1"),
+        ({"bad_words_list": np.array([[[9999, 6], [1, -1]]], np.int32)}, "a token id is a whole number from 0 to 511"),
+        ({"embedding_bias": np.zeros((1, 513), np.float32)}, "the vocabulary has 512 tokens"),
+        ({"input_lengths": 9}, "the row has 3 input_ids"),
+        ({"input_lengths": -1}, "the row has 3 input_ids"),
+        ({"request_output_len": 0}, "max_tokens=0 is refused"),
+        ({"input_ids": [5, 6, 999]}, "a token id is a whole number from 0 to 511"),
+        ({"temperature": float("nan"), "runtime_top_k": 5}, "temperature"),
+        ({"runtime_top_p_decay": 0.5}, "only 1 is honoured"),
+        ({"lora_task_id": np.array([[0]], np.uint64)}, "there are no adapters"),
+        ({"draft_input_ids": [1, 2]}, "there is no draft model"),
+    ],
+)
+def test_what_the_engine_must_not_see(server: Running, values: dict[str, Any], error: str) -> None:
+    client = tgrpc.InferenceServerClient(server.grpc)
+    asked = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 5} | values
+    with pytest.raises(InferenceServerException) as found:
+        client.infer("tensorrt_llm", tensors(tgrpc, **asked))
+    assert found.value.status() == "StatusCode.INVALID_ARGUMENT" and error in found.value.message()
+    client.close()
+
+
+def test_streaming_needs_a_decoupled_model() -> None:
+    models = tuple(model if model.kind != "ensemble" else _coupled(model) for model in plain_models())
+    with running(options=TritonOptions(models=models)) as server, Stream(server) as stream:
+        stream.send("ensemble", text_input=PROMPT, max_tokens=5, stream=True)
+        with pytest.raises(InferenceServerException, match="Streaming is only supported if model is deployed using decoupled mode"):
+            stream.next()
+        stream.send("ensemble", text_input=PROMPT, max_tokens=100)
+        assert text(stream.next()) == PROMPT + TEXT  # the stream goes on
+
+
+def _coupled(model: Any) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(model, decoupled=False)
+
+
+def test_clients_that_vanish_leave_nothing() -> None:
+    """1,000 streams over HTTP and 20 over gRPC, all left in the middle: no sequence runs on, no task, id or descriptor stays."""
+    body = json.dumps({"text_input": PROMPT, "max_tokens": 200, "stream": True}).encode()
+    request = b"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with running(endless, step_s=0.005) as server:
+        host, port = server.http.split(":")
+        with socket.create_connection((host, int(port))) as warm:
+            warm.sendall(request)
+            assert warm.recv(100)
+        until(lambda: not server.executor.running)
+        tasks, descriptors = server.num_tasks(), len(os.listdir("/proc/self/fd"))
+        for _ in range(10):
+            clients = []
+            for _ in range(VANISHING // 10):
+                clients.append(socket.create_connection((host, int(port))))
+                clients[-1].sendall(request)
+            clients[0].recv(1)
+            for client in clients:
+                client.close()
+        streams = [Stream(server) for _ in range(20)]
+        for i, stream in enumerate(streams):
+            stream.send("tensorrt_llm", f"v{i}", input_ids=[5], input_lengths=1, request_output_len=200, streaming=True)
+        streams[0].next()
+        for stream in streams:
+            stream.__exit__()
+        until(lambda: not server.executor.running and not len(server.core.in_flight), 20)
+        until(lambda: server.num_tasks() <= tasks and len(os.listdir("/proc/self/fd")) <= descriptors + 2, 20)
+
+
+words_of_ids = st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=5).map(tuple), max_size=6)
+
+
+@given(st.lists(words_of_ids, min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_word_lists_survive_the_tensor(rows: list[list[tuple[int, ...]]]) -> None:
+    array = word_lists.write(rows)
+    assert array.shape[:2] == (len(rows), 2)
+    assert [word_lists.read("w", row) for row in array] == rows
+
+
+@given(st.lists(st.tuples(st.integers(-3, 12), st.integers(-3, 12)), max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_any_word_list_is_read_or_refused(pairs: list[tuple[int, int]]) -> None:
+    array = np.array(pairs, np.int32).reshape(-1, 2).T
+    try:
+        words = word_lists.read("w", array)
+    except RequestError:
+        return
+    assert [token for word in words for token in word] == [pair[0] for pair in pairs][: sum(map(len, words))] and all(words)
