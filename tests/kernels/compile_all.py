@@ -13,11 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from stoker.kernels.quantized import ExpertWeights, Int4Weight
 from stoker.kernels.reference.activation import ACTIVATIONS
-from stoker.kernels.triton import activation, attention, embedding, norm, rope, sampling
+from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton import activation, attention, embedding, moe, norm, quant_fp8, quant_int4, quant_int8, rope, sampling
 from stoker.kernels.triton.attention_tuning import Tile
 from stoker.kernels.triton.compile import compile_for, compiling, resources
-from stoker.kernels.types import AttentionParams, DrawParams
+from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion
 from stoker.layers.batch import ForwardBatch, KVCache
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -65,6 +67,35 @@ def sample(rows: int, dtype: torch.dtype, all_greedy: bool) -> None:
     sampling.sample(meta(rows, 128256, dtype=dtype), draw)
 
 
+def quantized(kind: str, rows: int, gated: bool = False, n: int = 4096, k: int = 4096, group: int = 128) -> None:
+    """The launches of one linear: n rows of weights, or twice as many gated ones after a norm."""
+    fusion = Fusion("rms", meta(k), None, 1e-5, "silu") if gated else PLAIN
+    x, n = meta(rows, k), n * (2 if gated else 1)
+    scale = meta(n, dtype=FP32)
+    if kind == "fp8":
+        quant_fp8.fp8_linear(x, meta(n, k, dtype=FP8), scale, "token", None, None, fusion)
+    elif kind == "block":
+        quant_fp8.block_fp8_linear(x, meta(n, k, dtype=FP8), meta(n // 128, k // 128, dtype=FP32), (128, 128), None, fusion)
+    elif kind == "int8":
+        quant_int8.int8_linear(x, meta(n, k, dtype=torch.int8), scale, None, fusion)
+    elif kind == "w8a8":
+        quant_int8.w8a8_linear(x, meta(n, k, dtype=torch.int8), scale, None, None, fusion)
+    else:
+        grid = meta(n, k // group, dtype=torch.float16)
+        codes = Int4Weight(meta(n, k // 2, dtype=torch.uint8), grid, meta(*grid.shape, dtype=torch.uint8), None, group)
+        quant_int4.int4_linear(x, quant_int4.pack_int4(codes), None, fusion)
+
+
+def experts(rows: int, dtype: torch.dtype, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
+    routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
+    if dtype == BF16:
+        moe.expert_down(meta(rows * top_k, k), meta(count, n, k), None, routing)
+    else:
+        weight = ExpertWeights(meta(count, n, k, dtype=dtype), meta(count, n, dtype=FP32), "token" if dtype == FP8 else "none")
+        moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
+
+
+DEEPSEEK_ROUTING = RoutingParams(8, "sigmoid", num_groups=8, top_groups=4, group_score="top2")
 LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
 EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=FP32), "sinks": meta(32, dtype=FP32)}
 
@@ -110,6 +141,21 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "prefill latent": lambda: attend(4, 512, **LATENT),  # type: ignore[arg-type]
     "prefill, every feature": lambda: attend(4, 2048, prefix=True, **EVERY_FEATURE),  # type: ignore[arg-type]
     "four drafted tokens": lambda: attend(8, 4),
+    **{
+        f"quant {kind}, {rows} rows{', gated' if gated else ''}": lambda kind=kind, rows=rows, gated=gated: quantized(kind, rows, gated)  # type: ignore[misc]
+        for kind in ("fp8", "block", "int8", "w8a8", "int4")
+        for rows in (1, 32, 64, 256)
+        for gated in (False, True)
+    },
+    "quant int4 in groups of 32, 1 row": lambda: quantized("int4", 1, True, group=32),
+    "quant int4 in groups of 32, 256 rows": lambda: quantized("int4", 256, True, group=32),
+    **{
+        f"experts {dtype}, {rows} rows": lambda rows=rows, dtype=dtype: experts(rows, dtype)  # type: ignore[misc]
+        for dtype in (BF16, FP8, torch.int8)
+        for rows in (1, 64, 2048)
+    },
+    "route": lambda: moe.route(meta(64, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
+    "clipped gate": lambda: moe.clipped_gate(meta(64, 5760), 7.0, 1.702),
 }
 
 

@@ -47,6 +47,9 @@ GROUPS = [
     ("decode", "four"),
     ("prefill by", "prefill f", "prefill i", "prefill b", "prefill,"),
     ("prefill 1", "prefill 2", "prefill 6", "prefill 8", "prefill 9", "prefill latent"),
+    ("quant fp8", "quant block", "route", "clipped"),
+    ("quant int8", "quant w8a8", "experts torch.b"),
+    ("quant int4", "experts torch.f", "experts torch.i"),
 ]
 
 

@@ -91,9 +91,8 @@ def test_projections(tokens: int, experts: int, top_k: int, splits: int, ranks: 
 def test_quantized_projections(tokens: int, dtype: torch.dtype, activations: str) -> None:
     experts, top_k, n, k = 4, 2, 24, 64
     weight = (torch.randn(experts, n, k) * 40).clamp(-127, 127).to(dtype)
-    stored = ExpertWeights(
-        weight, torch.rand(experts, n) * 0.01 + 0.001, activations, torch.tensor([0.02]) if activations == "static" else None
-    )
+    step = torch.tensor([0.02]) if activations == "static" else None
+    stored = ExpertWeights(weight, torch.rand(experts, n) * 0.01 + 0.001, activations, step)
     bias, x = torch.randn(experts, n), torch.randn(tokens, k)
     routing = reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
     up = moe.quant_expert_up(x, stored, bias, routing)

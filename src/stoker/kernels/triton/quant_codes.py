@@ -145,7 +145,8 @@ def empty_codes(x: Tensor, form: str, padded: int, group: int = 0) -> Codes:
 
 
 def encode_rows(
-    x: Tensor, form: str, padded: int, group: int = 0, norm_weight: Tensor | None = None, eps: float = 0.0, input_scale: Tensor | None = None,
+    x: Tensor, form: str, padded: int, group: int = 0,
+    norm_weight: Tensor | None = None, eps: float = 0.0, input_scale: Tensor | None = None,
 ) -> Codes:  # fmt: skip
     """Codes of x [M, K], after an RMS norm when there is `norm_weight`. `form` is fp8, int8 or digits; `group` asks for digits' sums."""
     made = empty_codes(x, form, padded, group)

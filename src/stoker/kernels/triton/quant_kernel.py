@@ -60,7 +60,7 @@ def add_product(
     acc, w_rows, v, cols, k, scale_rows, FORM: tl.constexpr, EVEN_K: tl.constexpr, PACKED: tl.constexpr, row_scale,
     IMPRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + W[rows, cols] × v for weights of one byte or more. FORM block: scale_rows [BLOCK_N] and row_scale [COLS] are these columns'."""
+    """acc + W[rows, cols] × v, weights of one byte or more. FORM block: scale_rows [BLOCK_N] and row_scale [COLS] are these columns'."""
     w = take(w_rows[:, None] + cols[None, :], (cols < k)[None, :], not EVEN_K)
     if FORM == "wide":
         w = wide_bytes(w, v.dtype, PACKED)
@@ -102,7 +102,7 @@ def scaled_nibbles(codes, base: tl.constexpr, scale, low, PACKED: tl.constexpr):
 
 @triton.jit
 def group_grid(scale, zero, place, ZERO: tl.constexpr):
-    """float32 (scale, low) of a group: a value is code × scale + low. ZERO: none (codes around 8), int (a whole zero point), float (low)."""
+    """float32 (scale, low) of a group: a value is code × scale + low. ZERO: none (codes around 8), int (whole zero points), float (low)."""
     s = tl.load(scale + place).to(tl.float32)
     if ZERO == "none":
         return s, s * -8.0
@@ -158,19 +158,20 @@ def quant_linear_kernel(
     x, row_scale, x_sums, weight, scale, zero, bias, residual, out, partial, arrived, raw, norm_weight, input_scale, order, offsets,
     m, m_tiles, n, k, stride_x, stride_w, stride_out, raw_k, eps,
     FORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BY_ROW: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    UNITS: tl.constexpr, ZERO: tl.constexpr, DIGITS: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, TOP_K: tl.constexpr, SCATTER: tl.constexpr,
+    UNITS: tl.constexpr, ZERO: tl.constexpr, DIGITS: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, TOP_K: tl.constexpr, SCATTER: tl.constexpr,
     ENCODE: tl.constexpr, NORM: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
     PACKED: tl.constexpr, IMPRECISE: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (m_tiles × ceil(n / BLOCK_N), SPLITS).
 
-    x [DIGITS × m, k] (with experts: one row a token, or one a choice); row_scale float32 [m], or for FORM block [ceil(k / GROUP), m]; x_sums float32
-    [groups, DIGITS × m]. weight [(EXPERTS,) n (twice when GATED), stride_w], scale by FORM: [(EXPERTS,) n] (BY_ROW),
+    x [DIGITS × m, k] (with experts: one row a token, or one a choice); row_scale float32 [m], or for FORM block [ceil(k / GROUP), m];
+    x_sums float32 [groups, DIGITS × m]. weight [(EXPERTS,) n (twice when GATED), stride_w], scale by FORM: [(EXPERTS,) n] (BY_ROW),
     [ceil(n / BLOCK_ROWS), ceil(k / GROUP)] (block), [groups, n] (int4, with `zero` alike).
     With EXPERTS, row r of the m sorted choices is order[r]; its x is row order[r] // TOP_K, or r itself when TOP_K is 0; its result
     is row r of out, or row order[r] with SCATTER.
-    ENCODE (m is 1): x, row_scale and x_sums are written here first, from `raw` [raw_k]: every program writes what it reads, and all the same.
+    ENCODE (m is 1): x, row_scale and x_sums are written here first, from `raw` [raw_k]: every program writes what it reads, all alike.
     partial float32 [tiles, SPLITS, (1 or 2) × BLOCK_N, COLS]; arrived [tiles] counts finished splits and is left at zero.
     """
     COLS: tl.constexpr = DIGITS * TOKENS

@@ -1,6 +1,7 @@
 """Stored integers made into operands of a matrix instruction, four a register.
 
-Triton lowers arithmetic on 8-bit elements one at a time; PACKED, for a GPU, takes four in one register. The plain branch states what it means.
+Triton lowers arithmetic on 8-bit elements one at a time; PACKED, for a GPU, takes four in one register. The plain branch says what it
+means.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def nibble_base(dtype):
 def wide_bytes(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """int8 or float8_e4m3fn as DTYPE, exactly.
 
-    bfloat16 has no room for a byte beside 128, so the low seven bits are or-ed into 128 and the sign decides whether 128 or 256 is taken off.
+    bfloat16 has no room for a byte beside 128: the low seven bits are or-ed into 128, and the sign decides whether 128 or 256 is taken off.
     """
     if PACKED and codes.dtype == tl.int8 and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(

@@ -1,0 +1,392 @@
+"""Quantized linears and experts on one CUDA device: checked against float64, timed for a choice of tiles, beside the memory's ceiling.
+
+    PYTHONPATH=src python benchmarks/kernels_quant.py [--formats fp8,int8,w8a8,int4/128,int4/32,block,moe] [--rows 1,16,32,64] [--json FILE]
+
+Shapes are Llama-3.1-8B's and those of three mixtures of experts. Times are medians of CUDA-graph replays over rotating weights. A line
+gives the best tile, ready for a row of `quant_tuning.TUNED`, and what the default would have taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.quantized import ExpertWeights, Int4Weight
+from stoker.kernels.reference import moe as moe_reference
+from stoker.kernels.reference import quant_fp8 as fp8_reference
+from stoker.kernels.reference.linear import around
+from stoker.kernels.reference.quant_int4 import dequantize_int4
+from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton import moe, quant_fp8, quant_int4, quant_int8, quant_linear
+from stoker.kernels.triton.compile import compiling
+from stoker.kernels.triton.quant_linear import Stored
+from stoker.kernels.triton.quant_tuning import QuantTile, padded_tokens, stream_tile
+from stoker.kernels.triton.tune import time_graph
+from stoker.kernels.types import Fusion
+
+READ_TB_S = 4.42  # measured read-only stream of one H200
+ROTATED_BYTES = 256 << 20
+FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
+CODES = {"fp8": "fp8", "int8": "digits", "w8a8": "int8", "int4/128": "digits", "int4/64": "digits", "int4/32": "digits"}
+LINEARS = {
+    "qkv": (6144, 4096, "n"), "out": (4096, 4096, "r"), "up": (14336, 4096, "ng"), "down": (4096, 14336, "r"), "head": (128256, 4096, "n"),
+}  # fmt: skip
+LAYERS = 32
+EXPERTS = {  # experts, chosen, hidden, size of an expert
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+    "deepseek-64": (64, 6, 2048, 1408),
+    "deepseek-256": (256, 8, 7168, 2048),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear of a model, quantized."""
+
+    form: str  # a key of CODES, or block
+    linear: str
+    rows: int
+
+    @property
+    def n(self) -> int:
+        return LINEARS[self.linear][0]
+
+    @property
+    def k(self) -> int:
+        return LINEARS[self.linear][1]
+
+    @property
+    def gated(self) -> bool:
+        return "g" in LINEARS[self.linear][2]
+
+    @property
+    def group(self) -> int:
+        return int(self.form.split("/")[1]) if "/" in self.form else 0
+
+    @property
+    def num_bytes(self) -> int:
+        weights = self.n * self.k * (2 if self.gated else 1)
+        return weights // 2 + weights // self.group * 2 if self.group else weights
+
+    def fusion(self, device: str) -> Fusion:
+        parts = LINEARS[self.linear][2]
+        return Fusion(
+            "rms" if "n" in parts else None, make(device, self.k) if "n" in parts else None, None, 1e-5, "silu" if "g" in parts else None,
+            make(device, self.rows, self.n) if "r" in parts else None,
+        )  # fmt: skip
+
+    def stored(self, device: str) -> tuple[Stored, object]:
+        """(the weight for the kernel, what its reference needs)."""
+        n, k = self.n * (2 if self.gated else 1), self.k
+        if self.group:
+            scale = make(device, n, k // self.group, dtype=torch.float16).abs() / (5 * k**0.5)
+            weight = Int4Weight(integers(device, torch.uint8, 256, n, k // 2), scale, None, None, self.group)
+            return quant_int4.pack(weight).stored(), weight
+        if self.form == "block":
+            scale = (make(device, n // 128, k // 128, dtype=torch.float32).abs() + 0.5) / (60 * k**0.5)
+            weight = fp8_values(device, n, k)
+            return Stored("block", weight, scale, n, k, group=128, block_rows=128), (weight, scale)
+        scale = (make(device, n, dtype=torch.float32).abs() + 0.5) / (60 * k**0.5)
+        weight = fp8_values(device, n, k) if self.form == "fp8" else integers(device, INT8, 127, n, k)
+        return Stored("same", weight, scale, n, k), (weight, scale)
+
+    def run(self, x: Tensor, stored: Stored, fusion: Fusion, tile: QuantTile | None) -> Tensor:
+        if self.form == "block":
+            return quant_linear.block_rows(x, stored, None, fusion, tile)
+        return quant_linear.few_rows(x, stored, CODES[self.form], self.form, None, None, fusion, tile)
+
+
+def make(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device) if device == "meta" else torch.randn(shape, dtype=dtype, device=device)
+
+
+def integers(device: str, dtype: torch.dtype, below: int, *shape: int) -> Tensor:
+    if device == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.randint(0 if dtype == torch.uint8 else -below, below, shape, dtype=dtype, device=device)
+
+
+def fp8_values(device: str, *shape: int) -> Tensor:
+    wide = make(device, *shape)
+    return torch.empty(shape, dtype=FP8, device=device) if device == "meta" else (wide * 60).clamp_(-448, 448).to(FP8)
+
+
+def candidates(case: Case) -> Iterator[QuantTile]:
+    """Tiles worth trying for a case of few rows."""
+    if case.form == "block":
+        for block_n, splits, stages in itertools.product((64, 128), (1, 2, 4), (4, 6)):
+            if case.k // 128 % splits == 0 and 100 <= case.n // block_n * splits <= 1200:
+                yield QuantTile(block_n, 128, splits, 4, stages, columns=16)
+        return
+    columns = case.rows * (2 if CODES[case.form] == "digits" else 1)
+    one = case.rows == 1
+    depths = (256,) if case.group else (256, 512) if one else (128, 256)
+    for block_n, block_k, splits in itertools.product((32, 64) if one else (64, 128), depths, (1, 2, 4)):
+        stored = (block_n * (2 if case.gated else 1)) * (block_k // 2 if case.group else block_k) + block_k * max(columns, 8)
+        programs, most = -(-case.n // block_n) * splits, 4100 if case.n > 100000 else 1000
+        fits = case.k % (block_k * splits) == 0 and case.k // (block_k * splits) >= 4 and 100 <= programs <= most
+        if not fits or stored * 4 > 200_000 or (block_n == 128 and case.gated and columns >= 64):
+            continue
+        warps = 8 if block_n == 128 or (case.gated and columns >= 64) else 2 if block_n == 32 else 4
+        widths = (8, 16) if one and case.form == "fp8" and block_n == 64 else (8,)
+        for encode, wide in itertools.product((True, False) if one else (False,), widths):
+            yield QuantTile(block_n, block_k, splits, warps, 4 if stored * 6 > 160_000 else 6, wide, encode)
+
+
+def compile_one(job: tuple[Case, QuantTile]) -> str | None:
+    case, tile = job
+    try:
+        with compiling(90):
+            case.run(make("meta", case.rows, case.k), case.stored("meta")[0], case.fusion("meta"), tile)
+    except Exception as problem:
+        return f"{case} {tile}: {problem!r:.300}"
+    return None
+
+
+def signature(case: Case, tile: QuantTile) -> tuple[object, ...]:
+    """What decides the compiled kernel: shapes count only by what they divide."""
+    return case.form, LINEARS[case.linear][2], tile, case.rows
+
+
+def precompile(work: list[tuple[Case, QuantTile]]) -> None:
+    chosen = {signature(*job): job for job in work}
+    with ProcessPoolExecutor(max(1, multiprocessing.cpu_count()), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for problem in filter(None, pool.map(compile_one, chosen.values(), chunksize=2)):
+            print("does not compile:", problem, flush=True)
+
+
+def reference_linear(case: Case, x: Tensor, raw: object, fusion: Fusion) -> Tensor:
+    """float64 over the values that the codes stand for; activations rounded where the format rounds them."""
+    wide = Fusion(
+        fusion.norm_kind, None if fusion.norm_weight is None else fusion.norm_weight.double(), None, fusion.norm_eps, fusion.gate,
+        None if fusion.residual is None else fusion.residual.double(),
+    )  # fmt: skip
+
+    def product(rows: Tensor) -> Tensor:
+        if case.form == "block":
+            weight, scale = raw  # type: ignore[misc]
+            return fp8_reference.round_groups(rows.float(), 128).double() @ fp8_reference.widen_blocks(weight, scale, (128, 128)).double().T
+        if isinstance(raw, Int4Weight):
+            return rows @ dequantize_int4(raw, torch.float64).T
+        weight, scale = raw  # type: ignore[misc]
+        if case.form == "fp8":
+            step = rows.abs().amax(-1, keepdim=True) / 448
+            rows = (rows / step).float().to(FP8).double() * step
+        if case.form == "w8a8":
+            step = rows.abs().amax(-1, keepdim=True) / 127
+            rows = (rows / step).round() * step
+        return torch.cat([(rows @ part.double().T) for part in weight.split(16384)], -1) * scale.double()
+
+    return around(x.double(), wide, product)
+
+
+def error_of(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def report(line: dict[str, object]) -> dict[str, object]:
+    speed = f"{line['us']:8.1f} us {line['tb_s']:5.2f} TB/s {line['share']:6.1%}"
+    print(f"{line['form']:9} {line['what']:22} M={line['rows']:<5} {speed}  err {line['error']:.1e}  {line['note']}", flush=True)
+    return line
+
+
+def line(form: str, what: str, rows: int, us: float, num_bytes: float, error: float, note: str) -> dict[str, object]:
+    rate = num_bytes / us / 1e6
+    wrong = "" if error < 2e-2 else "  WRONG"
+    share = rate / READ_TB_S
+    return report({"form": form, "what": what, "rows": rows, "us": us, "tb_s": rate, "share": share, "error": error, "note": note + wrong})
+
+
+def measure(case: Case) -> dict[str, object]:
+    copies = max(2, ROTATED_BYTES // case.num_bytes + 1)
+    x, fusion = make("cuda", case.rows, case.k), case.fusion("cuda")
+    first, raw = case.stored("cuda")
+    weights = [first, *(replace(first, weight=first.weight.clone(), scale=first.scale.clone()) for _ in range(copies - 1))]  # type: ignore[union-attr]
+
+    def timed(tile: QuantTile | None) -> float:
+        return time_graph(lambda: [case.run(x, stored, fusion, tile) for stored in weights]) / copies
+
+    times = {tile: timed(tile) for tile in candidates(case)}
+    default = timed(None)
+    best = min(times, key=lambda tile: times[tile]) if times else None
+    us = times[best] if best else default
+    error = error_of(case.run(x, first, fusion, best), reference_linear(case, x, raw, fusion))
+    key = (1 if case.rows == 1 else padded_tokens(case.rows), case.n, case.k, case.gated)
+    made = line(case.form, case.linear, case.rows, us, case.num_bytes, error, f"default {default:.1f}  {key}: {best}")
+    return made | {"tiles": {str(tile): t for tile, t in sorted(times.items(), key=lambda item: item[1])[:5]}}
+
+
+def middle_and_many(form: str) -> Iterator[dict[str, object]]:
+    """Where many rows change from one way to another: microseconds of each way on the gated projection's weight."""
+    for rows in (64, 128, 256, 512, 2048):
+        case = Case(form, "up", rows)
+        x, fusion = make("cuda", rows, case.k), case.fusion("cuda")
+        stored, raw = case.stored("cuda")
+        want = reference_linear(case, x, raw, fusion) if rows <= 256 else None
+        for name, way in ways_of(form, x, stored, fusion).items():
+            out = way()
+            error = error_of(out, want) if want is not None and out.shape == want.shape else 0.0
+            us = time_graph(way)
+            yield line(form, f"up, {name}", rows, us, case.num_bytes, error, f"{4 * rows * case.n * case.k / us / 1e6:.0f} TOP/s")
+
+
+def ways_of(form: str, x: Tensor, stored: Stored, fusion: Fusion) -> dict[str, Callable[[], Tensor]]:
+    if form == "block":
+        return {"tiles": lambda: quant_linear.block_rows(x, stored, None, fusion)}
+    ways: dict[str, Callable[[], Tensor]] = {}
+    if form in ("fp8", "w8a8") or x.shape[0] <= 64:
+        ways["codes"] = lambda: quant_linear.few_rows(x, stored, CODES[form], form, None, None, fusion)
+    if form == "fp8":
+        assert stored.scale is not None
+        scale = stored.scale
+        ways["library"] = lambda: quant_fp8.scaled_rows(x, stored.weight, scale, None, None, fusion)
+    elif form == "w8a8":
+        codes = integers("cuda", INT8, 127, *x.shape)
+        ways["library, product alone"] = lambda: torch._int_mm(codes, stored.weight.t())
+    else:
+        wide = replace(stored, form="wide") if form == "int8" else stored
+        ways["widened in tiles"] = lambda: quant_linear.plain_rows(x, wide, None, fusion)
+        ways["widened once"] = lambda: quant_linear.many_rows(x, stored.n, widener(form, stored, x), None, fusion)
+    return ways
+
+
+def widener(form: str, stored: Stored, x: Tensor) -> Callable[[int, int], Tensor]:
+    if form == "int8":
+        return lambda a, b: quant_int8.dequantize_int8(stored.weight[a:b], stored.scale[a:b], x.dtype)  # type: ignore[index]
+    assert stored.scale is not None
+    packed = quant_int4.Packed(stored.weight, stored.scale, stored.zero, stored.zero_kind, stored.group)
+    return lambda a, b: quant_int4.dequantize_int4(packed, a, b, x.shape[1], x.dtype)
+
+
+def expert_cases() -> Iterator[tuple[str, str, int]]:
+    for rows in (1, 8, 64, 2048):
+        yield "mixtral-8x7b", "dense", rows
+        yield "mixtral-8x7b", "fp8", rows
+    for rows in (1, 64):
+        yield "mixtral-8x7b", "int8", rows
+        yield "deepseek-64", "dense", rows
+        yield "deepseek-64", "fp8", rows
+        yield "deepseek-256", "fp8", rows
+    yield "deepseek-64", "dense", 4096
+
+
+def expert_tiles(rows: int, tokens: int, down: bool) -> list[QuantTile | None]:
+    if tokens > 64:
+        return [None, QuantTile(128, 64, 1, 8, 4), QuantTile(128, 64, 1, 8, 3), QuantTile(128, 128, 1, 8, 3)]
+    splits = (1, 2, 4) if rows <= 16 or down else (1, 2)
+    return [None, *(QuantTile(n, k, s, 4, st) for n, k, st in ((64, 128, 4), (64, 256, 4), (32, 256, 4)) for s in splits)]
+
+
+def expert_weights(form: str, experts: int, n: int, k: int, device: str) -> Tensor | ExpertWeights:
+    if form == "dense":
+        return torch.empty(experts, n, k, dtype=BF16, device=device) if device == "meta" else make(device, experts, n, k) * k**-0.5
+    scale = torch.empty(experts, n, device=device) if device == "meta" else (torch.rand(experts, n, device=device) + 0.5) / (60 * k**0.5)
+    if form == "int8":
+        return ExpertWeights(integers(device, INT8, 127, experts, n, k), scale, "none")
+    weight = torch.stack([fp8_values(device, n, k) for _ in range(experts)]) if device != "meta" else fp8_values(device, experts, n, k)
+    return ExpertWeights(weight, scale, "token")
+
+
+def project(x: Tensor, weight: Tensor | ExpertWeights, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return (moe.expert_down if down else moe.expert_up)(x, weight, None, routing, tile)
+    return (moe.quant_expert_down if down else moe.quant_expert_up)(x, weight, None, routing, tile)
+
+
+def compile_experts(job: tuple[str, str, int]) -> str | None:
+    name, form, rows = job
+    experts, top_k, hidden, size = EXPERTS[name]
+    order, offsets = (make("meta", count, dtype=torch.int32) for count in (rows * top_k, experts + 1))
+    routing = Routing(make("meta", rows, top_k, dtype=torch.float32), order, offsets)
+    tokens = moe.tile_rows(rows * top_k, experts)
+    try:
+        with compiling(90):
+            moe.route(make("meta", rows, experts, dtype=torch.float32), None, RoutingParams(top_k))
+            for down, n, k in ((False, 2 * size, hidden), (True, hidden, size)):
+                weight = expert_weights(form, experts, n, k, "meta")
+                for tile in expert_tiles(rows, tokens, down):
+                    project(make("meta", rows * (top_k if down else 1), k), weight, routing, down, tile)
+    except Exception as problem:
+        return f"{job}: {problem!r:.300}"
+    return None
+
+
+def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, object]]:
+    experts, top_k, hidden, size = EXPERTS[name]
+    logits = torch.randn(rows, experts, device="cuda")
+    routing = moe.route(logits, None, RoutingParams(top_k))
+    wanted = moe_reference.route(logits.cpu(), None, RoutingParams(top_k))
+    assert torch.equal(routing.order.cpu(), wanted.order) and torch.equal(routing.offsets.cpu(), wanted.offsets), "routing differs"
+    used = int((routing.offsets.diff() > 0).sum())
+    tokens = moe.tile_rows(rows * top_k, experts)
+    for down, n, k in ((False, 2 * size, hidden), (True, hidden, size)):
+        weight = expert_weights(form, experts, n, k, "cuda")
+        x = make("cuda", rows * (top_k if down else 1), k)
+        tiles = expert_tiles(rows, tokens, down)
+        times = {tile: time_graph(partial(project, x, weight, routing, down, tile)) for tile in tiles}
+        default = times.pop(None)
+        best = min(times, key=lambda tile: times[tile])
+        got = project(x, weight, routing, down, best)
+        exact = moe_reference.expert_down if down else moe_reference.expert_up
+        rounded = moe_reference.quant_expert_down if down else moe_reference.quant_expert_up
+        want = exact(x, weight, None, routing) if isinstance(weight, Tensor) else rounded(x, weight, None, routing)
+        bytes_read = used * n * k * (2 if form == "dense" else 1)
+        tflops = 2 * rows * top_k * n * k / times[best] / 1e6
+        note = f"default {default:.1f}  {used} experts, {tflops:.0f} TFLOP/s  {(tokens, n, k, 2 if form == 'dense' else 1)}: {best}"
+        yield line(form, f"{name} {'down' if down else 'up'}", rows, times[best], bytes_read, error_of(got, want.double()), note)
+    us = time_graph(lambda: moe.route(logits, None, RoutingParams(top_k)))
+    print(f"          {name} routing of {rows}: {us:.1f} us", flush=True)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--formats", default="fp8,int8,w8a8,int4/128,int4/32,block,moe")
+    options.add_argument("--rows", default="1,16,32,64")
+    options.add_argument("--json", help="write the results there")
+    chosen = options.parse_args()
+    forms, counts = chosen.formats.split(","), [int(n) for n in chosen.rows.split(",")]
+    torch.manual_seed(0)
+    began = time.monotonic()
+    cases = [
+        Case(form, linear, rows)
+        for form in forms if form != "moe"
+        for linear in LINEARS for rows in counts
+        if not (CODES.get(form) == "digits" and rows > 32) and not (form == "block" and rows not in (1, 64))
+    ]  # fmt: skip
+    precompile([(case, tile) for case in cases for tile in candidates(case)])
+    if "moe" in forms:
+        with ProcessPoolExecutor(max(1, multiprocessing.cpu_count()), mp_context=multiprocessing.get_context("spawn")) as pool:
+            for problem in filter(None, pool.map(compile_experts, expert_cases())):
+                print("does not compile:", problem, flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: compiled in {time.monotonic() - began:.0f} s", flush=True)
+    results = [measure(case) for case in cases]
+    for form in forms:
+        if form != "moe":
+            results += middle_and_many(form)
+    if "moe" in forms:
+        for job in expert_cases():
+            results += measure_experts(*job)
+    for form, rows in itertools.product(forms, counts):
+        step = {str(r["what"]): float(r["us"]) for r in results if r["form"] == form and r["rows"] == rows and r["what"] in LINEARS}  # type: ignore[arg-type]
+        if len(step) == len(LINEARS):
+            total = LAYERS * sum(us for what, us in step.items() if what != "head") + step["head"]
+            floor = sum(Case(form, what, rows).num_bytes * (1 if what == "head" else LAYERS) for what in LINEARS) / READ_TB_S / 1e9
+            print(f"{form:9} all linears of a step, M={rows}: {total / 1e3:.3f} ms, floor {floor / 1e3:.3f}", flush=True)
+    print(f"total {time.monotonic() - began:.0f} s; {stream_tile.__name__} gives the defaults")
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}, file, indent=1, default=str)
+
+
+if __name__ == "__main__":
+    main()
