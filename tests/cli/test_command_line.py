@@ -26,7 +26,7 @@ from stoker.server.schemas.settings import ServerSettings
 NOT_OFFERED = {
     RuntimeConfig: {
         "kv_cache_dtype": "chosen when the engine is built",
-        "attention_window": "the model's own",
+        "devices": "set by deployment formats; a command line has CUDA_VISIBLE_DEVICES",
     },
     SamplingParams: dict.fromkeys(
         ("logit_bias", "stop_token_ids", "bad_words", "include_stop", "skip_special_tokens", "logprobs", "prompt_logprobs", "beam_width",

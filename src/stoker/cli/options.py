@@ -29,6 +29,8 @@ RUNTIME = {
     "max_queue_size": "Waiting requests; more are refused with 429.",
     "overlap": "Plan a step while the one before it runs. GPU only.",
     "cuda_graphs": "Replay captured steps. GPU only.",
+    "attention_window": "Keep at most so many tokens of a sequence visible.",
+    "step_timeout_s": "A step that takes longer hangs: not ready. Default: 30 on a GPU, 120 on a CPU.",
     "num_threads": "CPU threads for arithmetic. Default: all cores.",
 }
 SAMPLING = {
