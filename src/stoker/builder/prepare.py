@@ -17,7 +17,7 @@ from stoker.builder.fetch import fetch
 from stoker.builder.fingerprint import fingerprint
 from stoker.builder.logical import LogicalWeights
 from stoker.builder.names import Making, plan
-from stoker.builder.shares import check_shares
+from stoker.builder.shares import check_shares, fit_recipe
 from stoker.engine.config import EngineConfig, Origin, Target
 from stoker.layers.config import ModelConfig, MoEConfig
 from stoker.layers.decoder import layer_specs
@@ -70,6 +70,7 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
         checkpoint=Origin(name=name, fingerprint=""),
     )
     config = msgspec.structs.replace(config, recipe=_measured_on(build, config))
+    config = msgspec.structs.replace(config, recipe=fit_recipe(config))
     check_shares(config)
     makings = {} if build.dummy_weights else plan(architecture, model, checkpoint.weights)
     return Prepared(checkpoint=checkpoint, build=build, config=config, makings=makings)

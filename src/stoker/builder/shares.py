@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,7 +27,8 @@ from stoker.layers.shard import (
     tensor_pieces,
 )
 from stoker.layers.specs import LinearSpec, Spec
-from stoker.quant.format import Layout
+from stoker.quant.format import Format, Layout
+from stoker.quant.recipe import Recipe
 
 
 class RankShare:
@@ -77,6 +82,29 @@ def file_order(config: EngineConfig) -> list[Spec]:
         return any(num_bytes(shape, layout.dtype) % ALIGNMENT for shape, layout in zip(shapes, layouts, strict=True))
 
     return sorted(declare(config.model, config.recipe.kv_cache).values(), key=odd)
+
+
+def fit_recipe(config: EngineConfig) -> Recipe:
+    """The recipe with groups that end where ranks are cut: heads of attention decide that, everything else is cut at whole groups."""
+    recipe = config.recipe
+    finer: dict[str, Format] = {}
+    for spec in declare(config.model).values() if config.mapping.tensor_parallel > 1 else ():
+        if isinstance(spec, LinearSpec) and spec.split in ("heads", "row_heads"):
+            pattern = re.sub(r"^layers\.\d+\.", "layers.*.", spec.name)
+            chosen = finer.get(pattern, recipe.format_for(spec))
+            fitted = chosen.fitted(*_units(spec, config.sharding))
+            if fitted != recipe.format_for(spec):
+                finer[pattern] = fitted
+    return msgspec.structs.replace(recipe, overrides=finer | recipe.overrides) if finer else recipe
+
+
+def _units(spec: LinearSpec, sharding: Sharding) -> tuple[int, int]:
+    """(rows, columns) at whose multiples every rank's share begins and ends."""
+    units = []
+    for of in (row_pieces, column_pieces):
+        cuts = [piece for rank in range(sharding.size) for piece in of(spec, sharding, rank)]
+        units.append(math.gcd(*(piece.length for piece in cuts), *(max(piece.start, 0) for piece in cuts)))
+    return units[0], units[1]
 
 
 def check_shares(config: EngineConfig) -> None:

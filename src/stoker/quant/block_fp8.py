@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +31,9 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
         for name in ("rows", "columns"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name}={value} is refused.", cure="Use 128.")
+
+    def fitted(self, rows: int, columns: int) -> BlockFp8:
+        return msgspec.structs.replace(self, rows=math.gcd(self.rows, rows), columns=math.gcd(self.columns, columns))
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
         *lead, rows, size = spec.weight_shape

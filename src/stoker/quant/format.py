@@ -71,6 +71,10 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
         """Whether `quantize` and `smooth` want the linear's calibration statistics."""
         return False
 
+    def fitted(self, rows: int, columns: int) -> Format:
+        """The same format with units that ranks can be cut between: at every multiple of `rows` and `columns`, where it has a choice."""
+        return self
+
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
         """The stored tensors by suffix, for a model of arithmetic dtype `dtype`; shapes as if on one rank."""
         raise TypeError(f"{type(self).__name__} declares no layout")

@@ -13,6 +13,11 @@ Zero = Literal["none", "int", "float"]
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
+def largest(sizes: tuple[int, ...], at_most: int, columns: int) -> int:
+    """The largest group size that divides `columns`, up to `at_most`; that itself when none does."""
+    return max((size for size in sizes if size <= at_most and columns % size == 0), default=at_most)
+
+
 def split(weight: Tensor, group_size: int) -> Tensor:
     """float32 [..., out, groups, group_size]; a ragged last group is filled with its own last value, which changes no extreme."""
     wide, ragged = weight.float(), -weight.shape[-1] % group_size

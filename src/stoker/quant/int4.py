@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -40,6 +41,9 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
     def __post_init__(self) -> None:
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+
+    def fitted(self, rows: int, columns: int) -> Int4:
+        return msgspec.structs.replace(self, group_size=groups.largest(GROUP_SIZES, self.group_size, columns))
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
         *lead, rows, size = spec.weight_shape

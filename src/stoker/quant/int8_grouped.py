@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from stoker.quant import groups
 from stoker.quant.dense import DenseExperts, DenseLinear
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.groups import SCALE_DTYPES
+
+GROUP_SIZES = (16, 32, 64, 128, 256)
 
 
 class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
@@ -26,8 +29,11 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
     dtype: str = "float32"  # of arithmetic
 
     def __post_init__(self) -> None:
-        check_choice("group_size", self.group_size, (16, 32, 64, 128, 256))
+        check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+
+    def fitted(self, rows: int, columns: int) -> GroupedInt8:
+        return msgspec.structs.replace(self, group_size=groups.largest(GROUP_SIZES, self.group_size, columns))
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
         *lead, rows, size = spec.weight_shape
