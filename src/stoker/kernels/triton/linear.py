@@ -52,7 +52,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion, til
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     _check(x, weight, fusion, n)
     rows = padded_rows(m)
-    tile = tile or linear_tile(rows, n, k, gated, num_multiprocessors(x.device))
+    tile = tile or linear_tile(rows, n, k, gated, weight.element_size(), num_multiprocessors(x.device))
     if fusion.norm_kind is not None and not tile.fuse_norm:
         x = norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
         fusion = Fusion(gate=fusion.gate, residual=fusion.residual)

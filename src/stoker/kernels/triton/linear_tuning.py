@@ -55,10 +55,10 @@ def padded_rows(rows: int) -> int:
     return 1 if rows == 1 else max(16, triton.next_power_of_2(rows))
 
 
-def linear_tile(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> LinearTile:
-    """The tile for `rows` (as `padded_rows` gives it) of x and a weight [n (twice when gated), k]."""
+def linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, multiprocessors: int) -> LinearTile:
+    """The tile for `rows` (as `padded_rows` gives it) of x and a weight [n (twice when gated), k] of `itemsize` bytes an element."""
     key = (rows, n, k, gated)
-    if key in TUNED:
+    if key in TUNED and itemsize == 2:
         return TUNED[key]
     if rows == 1:
         # Enough programs for two a multiprocessor, each with long contiguous reads.
@@ -67,7 +67,7 @@ def linear_tile(rows: int, n: int, k: int, gated: bool, multiprocessors: int) ->
             block_n //= 2
         return LinearTile(block_n // 2 if gated and block_n > 1 else block_n, min(1024, triton.next_power_of_2(k)), 1, 4, 2)
     block_n = 64 if n >= 64 * multiprocessors else 32
-    block_k = 128 if k % 128 == 0 else 64
+    block_k = 32 if itemsize > 2 else 128 if k % 128 == 0 else 64
     programs = triton.cdiv(n, block_n)
     splits = 1
     while programs * splits < 2 * multiprocessors and k // (block_k * splits * 2) >= 4:
