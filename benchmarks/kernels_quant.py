@@ -130,7 +130,7 @@ def candidates(case: Case) -> Iterator[QuantTile]:
         return
     columns = case.rows * (2 if CODES[case.form] == "digits" else 1)
     one = case.rows == 1
-    depths = (256,) if case.group else (256, 512) if one else (128, 256)
+    depths = (256,) if case.group else (128, 256) if one else (128, 256, 512)
     for block_n, block_k, splits in itertools.product((32, 64) if one else (64, 128), depths, (1, 2, 4)):
         stored = (block_n * (2 if case.gated else 1)) * (block_k // 2 if case.group else block_k) + block_k * max(columns, 8)
         programs, most = -(-case.n // block_n) * splits, 4100 if case.n > 100000 else 1000

@@ -128,7 +128,7 @@ def test_w8a8(m: int, tile: QuantTile | None, static: bool, parts: str) -> None:
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("activations", ["token", "static", "none"])
-@pytest.mark.parametrize("m", [1, 3, 66])
+@pytest.mark.parametrize("m", [3, 66])
 def test_fp8(m: int, activations: str, parts: str) -> None:
     n, k = 24, 160
     x, bias, around, rows = problem(m, n, k, torch.float32, parts)
@@ -152,7 +152,7 @@ def test_fp8_encodes_inside() -> None:
 
 
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize(("m", "block"), [(1, (16, 32)), (5, (128, 64)), (65, (16, 32)), (2, (3, 5))])
+@pytest.mark.parametrize(("m", "block"), [(1, (16, 32)), (65, (128, 64)), (2, (3, 5))])
 def test_block_fp8(m: int, block: tuple[int, int], parts: str) -> None:
     n, k = 32, 150
     x, bias, around, rows = problem(m, n, k, torch.float32, parts)
@@ -170,8 +170,10 @@ def int4_weight(rows: int, k: int, group: int, zero: str) -> Int4Weight:
     return Int4Weight(codes, scale.half(), zeros, offset, group)
 
 
-@pytest.mark.parametrize("zero", ["none", "int", "float"])
-@pytest.mark.parametrize(("group", "k"), [(16, 96), (32, 200), (64, 256), (128, 300), (256, 520)])
+@pytest.mark.parametrize(
+    ("zero", "group", "k"),
+    [("none", 16, 96), ("int", 32, 200), ("none", 32, 128), ("float", 64, 256), ("int", 128, 300), ("float", 256, 520)],
+)
 @pytest.mark.parametrize(("m", "parts"), [(1, "n"), (3, "bgr"), (34, "ngr")])
 def test_int4(m: int, parts: str, group: int, k: int, zero: str) -> None:
     x, bias, around, rows = problem(m, 24, k, torch.float32, parts)
