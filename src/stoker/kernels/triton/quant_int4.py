@@ -15,6 +15,7 @@ from torch import Tensor
 
 import triton
 from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows
 from stoker.kernels.triton.quant_tuning import FEW_ROWS, MIDDLE_ROWS
@@ -42,7 +43,13 @@ class Packed:
 
 
 def pack_int4(weight: Int4Weight) -> Int4Weight:
-    """See `ops.pack_int4`. The packed tensors take the place of the stored ones, so that these can be freed."""
+    """See `ops.pack_int4`. The packed tensors take the place of the stored ones, so that these can be freed.
+
+    Groups that no tile has (smaller than 16, or no power of two: those that ranks cut) stay as stored.
+    """
+    size = weight.group_size
+    if size < SMALLEST_GROUP or size & (size - 1):
+        return weight
     packed = pack(weight)
     kind = packed.zero_kind
     return Int4Weight(
@@ -53,8 +60,6 @@ def pack_int4(weight: Int4Weight) -> Int4Weight:
 
 def pack(weight: Int4Weight) -> Packed:
     group = min(weight.group_size, LARGEST_GROUP)
-    if group < SMALLEST_GROUP or weight.group_size % group or group & (group - 1):
-        raise ValueError(f"int4 groups of {weight.group_size} features; the GPU kernel takes powers of two from {SMALLEST_GROUP} on")
     grid = [weight.scale, weight.zero if weight.offset is None else weight.offset]
     if weight.group_size > group:
         grid = [None if t is None else t.repeat_interleave(weight.group_size // group, dim=1) for t in grid]
@@ -69,8 +74,13 @@ def pack(weight: Int4Weight) -> Packed:
 
 
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.int4_linear`. Few rows become two int8 digits each, which multiply codes that no one widens."""
-    packed: Packed = weight.packed
+    """See `ops.int4_linear`. Few rows become two int8 digits each, which multiply codes that no one widens.
+
+    A weight that `pack_int4` left as stored is widened in plain torch, every time.
+    """
+    packed: Packed | None = weight.packed
+    if packed is None:
+        return reference.int4_linear(x, weight, bias, fusion)
     rows, stored = x.shape[0], packed.stored()
     if rows <= FEW_ROWS // 2 and packed.group >= SMALLEST_INTEGER_GROUP:
         return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)
