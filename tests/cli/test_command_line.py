@@ -34,8 +34,6 @@ NOT_OFFERED = {
     ),
     ServerSettings: {
         "api_keys": "read from a file, --api-keys: arguments are seen by other users of the machine",
-        "grpc_port": "no gRPC port is served",
-        "metrics_port": "metrics are served on the same port",
         "options": "set by deployment formats",
     },
 }  # fmt: skip

@@ -16,6 +16,8 @@ from stoker.server.schemas.settings import ServerSettings
 SERVER = {
     "host": "Address to listen on; 0.0.0.0 to be reachable from other machines.",
     "http_port": "0: any free port.",
+    "grpc_port": "KServe over gRPC, Triton's is 8001; 0: any free port. Default: closed.",
+    "metrics_port": "Metrics on a port of their own too, Triton's is 8002. Default: on the HTTP port only.",
     "model_name": "The name that clients use. Default: the folder's.",
     "protocols": "Open this protocol only: openai, kserve. May be repeated. Default: all.",
     "add_special_tokens": "The tokenizer's own prefix before prompts that are text.",
@@ -37,7 +39,7 @@ SERVER = {
 @runtime_options
 @fields(ServerSettings, "settings", SERVER)
 def serve(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    engine: Annotated[Path, typer.Argument(help="An engine directory, or a folder that deploys one, such as a Triton repository.")],
     api_keys: Annotated[Path | None, typer.Option(help="A file of keys, one a line; clients must send one as a bearer token.")] = None,
     *,
     settings: ServerSettings,
@@ -53,12 +55,13 @@ def serve(
 
       stoker serve engine --host 0.0.0.0 --port 8080 --api-keys keys.txt --kv-cache-fraction 0.8
     """
-    from stoker.engine.reader import Engine
+    from stoker.cli.deployed import deployed
     from stoker.server.process import serve as run
 
     if not env.text("STOKER_LOG"):
         logging.configure("INFO")
-    Engine.open(engine)  # a bad engine is told here, in one line, before any process starts
+    found = deployed(engine, settings, runtime)  # a bad engine is told here, in one line, before any process starts
+    settings = found.settings
     if api_keys is not None:
         settings = msgspec.structs.replace(settings, api_keys=tuple(lines_of(api_keys, "key")))
-    raise typer.Exit(run(engine, runtime, settings, lambda line: typer.echo(line)))
+    raise typer.Exit(run(found.engine, found.runtime, settings, typer.echo, tokenizer=found.tokenizer, devices=found.devices))

@@ -29,12 +29,19 @@ class Child:
 
     @classmethod
     async def start(
-        cls, name: str, module: str, task: Any, *, pass_fds: Sequence[int] = (), python: str = sys.executable, **environment: str
+        cls,
+        name: str,
+        module: str,
+        task: Any,
+        *,
+        pass_fds: Sequence[int] = (),
+        python: str = sys.executable,
+        environment: dict[str, str] | None = None,
     ) -> Child:
         """Run `python -m module` in a session of its own, so that a terminal's Ctrl-C reaches the parent alone."""
         process = await asyncio.create_subprocess_exec(
             python, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=pass_fds,
-            start_new_session=True, env=env.child_environment(**environment),
+            start_new_session=True, env=env.child_environment(**(environment or {})),
         )  # fmt: skip
         assert process.stdin is not None
         data = pickle.dumps(task)

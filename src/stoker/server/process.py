@@ -26,10 +26,14 @@ FAILING_S = 1.0  # after the executor died, frontends answer 503 for so long bef
 BACKLOG = 2048
 
 
-def serve(engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, announce: Callable[[str], None] = print) -> int:
+def serve(
+    engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, announce: Callable[[str], None] = print,
+    *, tokenizer: Path | str | None = None, devices: tuple[int, ...] | None = None,
+) -> int:  # fmt: skip
     """Serve the engine directory until SIGINT or SIGTERM; returns the exit status: 0 when told to stop, 1 when a process died.
 
     The first signal stops accepting, lets requests in flight end within drain_timeout_s, then stops; the second stops at once.
+    `tokenizer` is a directory to read instead of the engine's own; `devices` are the GPUs of the ranks, by index.
     `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address cannot be used.
     """
     with contextlib.ExitStack() as stack:
@@ -37,7 +41,10 @@ def serve(engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, 
         listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]
         grpc = stack.enter_context(reserve(settings.host, settings.grpc_port)) if settings.grpc_port is not None else None
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
-        return asyncio.run(Supervisor(Path(engine), runtime, settings, listeners, grpc, Path(run_dir), announce).run())
+        supervisor = Supervisor(Path(engine), runtime, settings, listeners, grpc, Path(run_dir), announce)
+        supervisor.tokenizer = Path(tokenizer or engine)
+        supervisor.visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+        return asyncio.run(supervisor.run())
 
 
 def reserve(host: str, port: int) -> socket.socket:
@@ -86,6 +93,8 @@ class Supervisor:
         run_dir: Path,
         announce: Callable[[str], None],
     ) -> None:
+        self.tokenizer = engine  # the directory that frontends read theirs from
+        self.visible: dict[str, str] = {}  # variables of the executor's environment
         self._engine = engine
         self._runtime = runtime
         self._settings = settings
@@ -143,12 +152,14 @@ class Supervisor:
         self._port = self._listeners[0].getsockname()[1]
         self._doors = [_address(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
-        task = FrontendTask(str(self._engine), self._name, self._settings, self._address, fds, self._grpc_address)
+        task = FrontendTask(str(self.tokenizer), self._name, self._settings, self._address, fds, self._grpc_address)
         count = self._settings.num_frontends
         # Several frontends add their counts up through files, which prometheus-client keeps in this directory.
         shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
-        executor = Child.start("executor", "stoker.server.executor_process", ExecutorTask(str(self._engine), self._runtime, self._address))
-        return [executor, *(Child.start("frontend", "stoker.server.frontend_process", task, pass_fds=fds, **shared) for _ in range(count))]
+        work = ExecutorTask(str(self._engine), self._runtime, self._address)
+        executor = Child.start("executor", "stoker.server.executor_process", work, environment=self.visible)
+        frontend = "stoker.server.frontend_process"
+        return [executor, *(Child.start("frontend", frontend, task, pass_fds=fds, environment=shared) for _ in range(count))]
 
     async def _end(self, executor: Child, frontends: list[Child], *, failing: bool) -> None:
         if failing:

@@ -16,6 +16,7 @@ from stoker.server.protocols.kserve.text_tokens import Postprocessing, Preproces
 from stoker.server.schemas.triton_models import KINDS, TritonModel, TritonOptions, tensors
 
 PLAIN_BATCH_SIZE = 256  # rows of one request, of models that no file describes
+MAX_BEAM_WIDTH = 64  # where only the engine's own limit counts
 _MEMBERS = ("preprocessing", "tensorrt_llm", "postprocessing")
 
 
@@ -59,7 +60,7 @@ class Catalogue:
 def over(context: Context, in_flight: InFlight) -> Catalogue:
     """The catalogue of a server: what its settings describe, or the five models and the served name as one more ensemble."""
     options = context.settings.options if isinstance(context.settings.options, TritonOptions) else None
-    chosen = options or TritonOptions(models=plain_models(), unary=True)
+    chosen = options or TritonOptions(models=plain_models(), unary=True, max_beam_width=MAX_BEAM_WIDTH)
     models = [_served(model, context, chosen, in_flight) for model in chosen.models]
     if chosen.unary:
         taken = {served.model.name for served in models}
