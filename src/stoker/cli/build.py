@@ -41,6 +41,9 @@ def build(
     tokens_per_block: Annotated[int, typer.Option(help="KV cache block size: 16, 32, 64 or 128.")] = _DEFAULT.tokens_per_block,
     tensor_parallel: Annotated[int, typer.Option(help="Devices that share each layer.")] = 1,
     pipeline_parallel: Annotated[int, typer.Option(help="Devices that share the layers.")] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Devices have some experts whole, not a share of each.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
     compute_capability: Annotated[str | None, typer.Option(help="Of the target GPU, as 9.0. Default: this machine's.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A directory to take the tokenizer from.")] = None,
@@ -71,7 +74,7 @@ def build(
         kv_cache_dtype=kv_cache_dtype, calibration_data=calibration_data, calibration_size=calibration_size,
         calibration_seq_len=calibration_seq_len,
         max_perplexity_increase=None if max_perplexity_increase is None else max_perplexity_increase / 100,
-        mapping=Mapping(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
+        mapping=Mapping(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, expert_parallel=expert_parallel),
         device=device, compute_capability=compute_capability, dummy_weights=dummy_weights, trust_remote_code=trust_remote_code,
         tokenizer=tokenizer,
     )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Every weight format on several ranks: the stored numbers are one rank's, cut; so are the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import GROUPED, MOE
+from oracles import hf_model
+from ranked import Job, run_jobs
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from stoker.base.config import Limits, Mapping
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.engine.reader import Engine
+from stoker.quant.names import RECIPES
+
+# Heads of 16 in groups of three: ranks are cut at every 16 or 32 columns.
+DENSE = GROUPED | {"hidden_size": 96, "head_dim": 16, "intermediate_size": 160}
+EXPERTS = MOE | {"hidden_size": 96, "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 6, "norm_topk_prob": True}
+WORLDS = (
+    ("one", Mapping(), 0),
+    ("tp2", Mapping(tensor_parallel=2), 0),
+    ("tp4", Mapping(tensor_parallel=4), 0),
+    ("tp2pp2", Mapping(tensor_parallel=2, pipeline_parallel=2), 0),
+)
+GROUPS = {"WEIGHTS_ONLY_INT4": 16, "WEIGHTS_KV_INT4": 16, "AWQ": 16, "GPTQ": 16}
+CHOSEN = {**{name: ("Llama", DENSE, name) for name in RECIPES if name != "NO_QUANT"}}
+CHOSEN |= {f"experts {name}": ("Qwen3Moe", EXPERTS, name) for name in ("WEIGHTS_ONLY_INT4", "FP8")}
+# Formats that round activations by a token's largest magnitude: a rank knows its own part of the token, so its steps are finer than one
+# rank's. How far logits may then be apart, root mean square in standard deviations; int8 weights round activations to 16 bits on a CPU.
+ROUNDED = {"WEIGHTS_ONLY_INT8": 1e-3, "WEIGHTS_KV_INT8": 1e-2, "SMOOTH_QUANT": 0.08, "FP8": 0.15, "FP8_KV": 0.15, "experts FP8": 0.2}
+EXACT = 3e-5  # sums are in another order
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of single characters, so that calibration has text to read."""
+    path = tmp_path_factory.mktemp("letters")
+    vocab = {"<unk>": 0} | {chr(32 + i): i + 1 for i in range(95)}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+def settings(name: str, recipe: str, mapping: Mapping) -> dict[str, Any]:
+    chosen: dict[str, Any] = {"group_size": GROUPS[recipe]} if recipe in GROUPS else {}
+    if recipe == "FP8_BLOCK":
+        chosen = {"rows": 16, "columns": 16}
+    return {"quantization": recipe, "quantization_settings": chosen, "calibration_size": 4, "calibration_seq_len": 64, "mapping": mapping}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, letters: Path) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("formats")
+    limits = Limits(max_input_len=128, max_output_len=128, max_num_tokens=512, max_batch_size=8)
+    generator = torch.Generator().manual_seed(1)
+    prompt, *strangers = (torch.randint(3, 90, (n,), generator=generator).tolist() for n in (21, 5, 38))
+    jobs = []
+    for number, (name, (family, sizes, recipe)) in enumerate(CHOSEN.items()):
+        source = folder / family
+        if not source.exists():
+            hf_model(family, **sizes).save_pretrained(source)
+        for world, mapping, first in WORLDS:
+            out = folder / f"{number}{world}"
+            config = BuildConfig(tokenizer=str(letters), device="cpu", dtype="float32", limits=limits, **settings(name, recipe, mapping))
+            build(source, out, config, verify="none")
+            jobs.append(Job(f"{name}/{world}", str(out), mapping, first, 256, prompt, strangers, 6))
+    yield run_jobs(jobs, 4, folder)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_ranks_say_what_one_says(results: dict[str, Any], name: str) -> None:
+    wanted = {world: result for world, result in results.items() if world.startswith(f"{name}/")}
+    errors = [result["error"] for result in wanted.values() if "error" in result]
+    assert not errors, errors[0]
+    assert len(wanted) == len(WORLDS)
+    one = wanted.pop(f"{name}/one")
+    for world, result in wanted.items():
+        agree(one, result, ROUNDED.get(name, EXACT), world)
+
+
+def agree(one: dict[str, Any], other: dict[str, Any], tolerance: float, world: str) -> None:
+    """Equal tokens and close logits; where logits may differ visibly, tokens may part at a choice that is closer than that."""
+    pairs = zip(one["tokens"], other["tokens"], strict=True)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(one["tokens"]))
+    wanted, found = (result["logits"][:same] for result in (one, other))
+    error = float((wanted - found).square().mean().sqrt() / wanted.std())
+    assert error < tolerance, world
+    if same < len(one["tokens"]):
+        best = one["logits"][same - 1].topk(2).values / wanted.std()
+        assert tolerance > 0.05 and float(best[0] - best[1]) < 4 * tolerance, world
+
+
+@pytest.mark.parametrize("recipe", ["WEIGHTS_ONLY_INT4", "AWQ", "FP8_BLOCK"])
+def test_groups_end_where_heads_are_cut(recipe: str, tmp_path: Path, letters: Path) -> None:
+    """SmolLM2's heads: 9 of 64 in groups of three do not fill groups of 128 on two ranks."""
+    sizes = DENSE | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "num_hidden_layers": 1, "hidden_size": 144}
+    hf_model("Llama", **sizes).save_pretrained(tmp_path / "hf")
+    settings = {"FP8_BLOCK": {"rows": 32, "columns": 128}}.get(recipe, {"group_size": 128})
+    config = BuildConfig(
+        tokenizer=str(letters), device="cpu", dtype="float32", quantization=recipe, quantization_settings=settings,
+        calibration_size=2, calibration_seq_len=32, mapping=Mapping(tensor_parallel=2),
+    )  # fmt: skip
+    build(tmp_path / "hf", tmp_path / "engine", config, verify="files")
+    out = Engine.open(tmp_path / "engine").config.recipe.overrides["layers.*.attention.out"]
+    assert getattr(out, "group_size", getattr(out, "columns", None)) == 64

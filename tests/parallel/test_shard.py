@@ -1,0 +1,127 @@
+"""How weights and steps are shared, as arithmetic."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.base.config import Mapping
+from stoker.builder.shares import cut
+from stoker.deploy.lmi_ranks import rank_names
+from stoker.distributed.pipeline import stage_layers
+from stoker.distributed.symmetric import method
+from stoker.layers.shard import Sharding, kv_copies, kv_heads, local_spec, query_heads
+from stoker.layers.specs import LinearSpec
+from stoker.quant.format import Layout
+from stoker.runtime.worker.inputs import Packed, Shape
+from stoker.runtime.worker.ring import END, FORGET, STEP, Ring, decode, encode_step, step_size
+
+SIZES = st.integers(1, 9)
+
+
+@given(kv=st.integers(1, 12), group=st.integers(1, 9), size=SIZES)
+def test_every_query_head_is_on_one_rank_beside_its_kv_head(kv: int, group: int, size: int) -> None:
+    seen: list[int] = []
+    for rank in range(size):
+        queries, keys = query_heads(kv * group, kv, size, rank), kv_heads(kv, size, rank)
+        assert len(queries) % len(keys) == 0
+        share = len(queries) // len(keys)
+        for i, head in enumerate(queries):
+            if head is not None:
+                seen.append(head)
+                assert keys[i // share] == head // group
+    assert sorted(seen) == list(range(kv * group))
+    held = [head for rank in range(size) for head in kv_heads(kv, size, rank) if head is not None]
+    assert sorted(held) == sorted(list(range(kv)) * kv_copies(kv, size))
+
+
+def test_heads_of_smollm2_on_two_and_four_ranks() -> None:
+    assert [query_heads(9, 3, 2, rank) for rank in range(2)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, None, None, None]]
+    assert [kv_heads(3, 4, rank) for rank in range(4)] == [[0], [1], [2], [None]]
+    assert query_heads(32, 2, 4, 1) == list(range(8, 16)) and kv_heads(2, 4, 1) == [0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 40), columns=st.integers(1, 70), size=SIZES, unit=st.sampled_from([1, 2, 4, 8]))
+def test_the_sum_over_ranks_of_their_columns_is_the_whole(rows: int, columns: int, size: int, unit: int) -> None:
+    """Also when groups are ragged, and some ranks get nothing but zeros."""
+    spec = LinearSpec(name="down", in_features=columns, parts=(rows,), split="row")
+    sharding = Sharding(size=size, grain=unit)
+    weight, x = torch.randn(rows, columns, dtype=torch.float64), torch.randn(columns, dtype=torch.float64)
+    scale = torch.arange(-(-columns // unit) * rows).view(rows, -1)
+    width = local_spec(spec, sharding).in_features
+    total, scales = torch.zeros(rows, dtype=torch.float64), []
+    for rank in range(size):
+        part = cut(spec, Layout(weight.shape, weight.dtype, 0, 1), weight, sharding, rank)
+        scales.append(cut(spec, Layout(scale.shape, scale.dtype, 0, 1, 1, unit), scale, sharding, rank))
+        assert part.shape == (rows, width) and scales[-1].shape == (rows, -(-width // unit))
+        mine = torch.nn.functional.pad(x, (0, size * width))[rank * width : (rank + 1) * width]
+        total += part @ mine
+    assert torch.allclose(total, weight @ x)
+    assert torch.equal(torch.cat(scales, 1)[:, : scale.shape[1]], scale)
+
+
+@given(layers=st.integers(1, 100), stages=st.integers(1, 16))
+def test_stages_have_neighbouring_layers_as_many_each(layers: int, stages: int) -> None:
+    split = [stage_layers(layers, stages, i) for i in range(stages)]
+    assert [layer for part in split for layer in part] == list(range(layers))
+    assert max(map(len, split)) - min(map(len, split)) <= 1 and len(split[-1]) <= len(split[0])
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "dtype", "size", "wanted"),
+    [
+        (16 << 10, torch.bfloat16, 4, "one-shot"), (512 << 10, torch.bfloat16, 4, "two-shot"), (8 << 20, torch.bfloat16, 4, "nccl"),
+        (16 << 10, torch.float16, 4, "nccl"), (24, torch.bfloat16, 2, "nccl"), ((256 << 10) + 16, torch.bfloat16, 4, "nccl"),
+        (0, torch.float32, 2, "nccl"),
+    ],
+)  # fmt: skip
+def test_messages_go_the_way_their_size_allows(num_bytes: int, dtype: torch.dtype, size: int, wanted: str) -> None:
+    assert method(num_bytes, dtype, size, 128 << 10) == wanted
+
+
+def test_what_goes_into_the_ring_comes_out_for_every_reader() -> None:
+    """More steps than slots, two readers of different speed, nothing lost, nothing torn."""
+    shape = Shape(tokens=6, rows=2, is_decode=False)
+    packed = Packed(torch.empty(0), shape, 3, 2, 2, 0, 5, 40, False, [], is_two_way=True)
+    size = sum(packed.sizes)
+    assert size <= step_size(6, 2, 3)
+    ring = Ring.create(2, step_size(6, 2, 3))
+    found: list[list[object]] = [[], []]
+
+    def read(reader: int) -> None:
+        while True:
+            record = decode(ring.take(reader, 0.0), lambda n: torch.empty(n, dtype=torch.int32))
+            if record.kind == STEP:
+                assert record.packed is not None and record.packed.sizes == packed.sizes and record.all_greedy
+                values = set(record.packed.host.tolist())
+                assert len(values) == 1
+                found[reader].append(values.pop())
+            elif record.kind == FORGET:
+                found[reader].append(record.blocks)
+            ring.release(reader)
+            if record.kind == END:
+                return
+
+    readers = [threading.Thread(target=read, args=(i,)) for i in range(2)]
+    for reader in readers:
+        reader.start()
+    for number in range(50):
+        ring.publish(encode_step(packed, True), np.full(size, number, dtype=np.int32), lambda: None)
+    ring.publish((FORGET, 2), np.array([4, 9], dtype=np.int32), lambda: None)
+    ring.publish((END,), np.empty(0, dtype=np.int32), lambda: None)
+    for reader in readers:
+        reader.join(10)
+    assert found[0] == found[1] == [*range(50), [4, 9]]
+    ring.close()
+
+
+def test_names_of_rank_engines_in_lmi_repositories() -> None:
+    assert rank_names("float16", Mapping(tensor_parallel=2)) == ["trt_llm_model_float16_tp2_rank0", "trt_llm_model_float16_tp2_rank1"]
+    both = Mapping(tensor_parallel=2, pipeline_parallel=2)
+    assert rank_names("bfloat16", both)[3] == "trt_llm_model_bfloat16_tp2_pp2_rank3"
