@@ -67,7 +67,9 @@ def reused(harness: Harness, reference: Reference, prompt: list[int], main: obje
 def served(engine: Path, reference: Reference, asked: list[list[int]], whole: bool) -> None:
     """The same through the executor, with a cache too small for all sequences, and steps too small for a prompt unless it must be whole."""
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
-    with LLM(engine, device="cpu", policy="max_utilization", max_num_tokens=40 if whole else 16, kv_cache_tokens=14 * 16, num_threads=1) as llm:
+    with LLM(
+        engine, device="cpu", policy="max_utilization", max_num_tokens=40 if whole else 16, kv_cache_tokens=14 * 16, num_threads=1
+    ) as llm:
         answers = llm.generate(asked, params)
         later = llm.generate([*asked[2][:33], *(asked[2][-2:] if whole else [4])], params)  # two blocks of a prompt that came before
         stats = llm.stats()
