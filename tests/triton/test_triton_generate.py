@@ -198,7 +198,7 @@ async def test_log_probs_are_told_when_asked() -> None:
     assert scores == [-0.25, -0.5, -0.75]
 
 
-@pytest.mark.parametrize("name", ["lora_task_id", "return_context_logits", "decoder_text_input", "beam_width"])
+@pytest.mark.parametrize("name", ["lora_task_id", "return_context_logits", "decoder_text_input", "prompt_vocab_size"])
 async def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     value: Any = {"return_context_logits": True, "decoder_text_input": "x"}.get(name, 2)
     status, _, text = await call("POST", GENERATE, {**OK, name: value})

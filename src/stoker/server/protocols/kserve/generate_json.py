@@ -10,11 +10,12 @@ import numpy as np
 
 from stoker.server.protocols.kserve import dtypes
 from stoker.server.protocols.kserve.errors import TritonError
-from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel, Tensors
+from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel, Tensors, Unchanging
 from stoker.server.protocols.kserve.signature import check
 from stoker.server.schemas.triton_models import Tensor
 
 _encode = msgspec.json.encode
+TEXT = "text_output"
 
 
 def read(message: dict[str, Any], served: ServedModel) -> Inference:
@@ -53,19 +54,33 @@ def _shape(tensor: Tensor, count: int) -> tuple[int, ...]:
 
 
 class Writer:
-    """Responses of one request. The bytes before text_output are made once where nothing else changes, as in a stream of text."""
+    """Responses of one request."""
 
     def __init__(self, served: ServedModel, inference: Inference) -> None:
         self._frame: dict[str, Any] = {"model_name": served.model.name, "model_version": served.version}
         if inference.request_id:
             self._frame["id"] = inference.request_id
+        self._unchanging = Unchanging()
 
     def body(self, response: Response) -> bytes:
+        before = self._unchanging.get(response, lambda names: self._before_text(response, names), last=TEXT)
+        if before is None:
+            return self._whole(response, list(response.outputs))
+        flat = dtypes.to_json(response.outputs[TEXT])
+        return before + _encode(flat[0] if len(flat) == 1 else flat) + b"}"
+
+    def _whole(self, response: Response, names: list[str]) -> bytes:
         values = self._frame | response.parameters
-        for name, array in response.outputs.items():
-            flat = dtypes.to_json(array)
+        for name in names:
+            flat = dtypes.to_json(response.outputs[name])
             values[name] = flat[0] if len(flat) == 1 else flat
         return _encode(dict(sorted(values.items())))
+
+    def _before_text(self, response: Response, names: list[str]) -> bytes | None:
+        """Up to the value of text_output, if that is the last key; it is in every stream of text."""
+        if max([*self._frame, *response.parameters, *names]) > TEXT:
+            return None
+        return self._whole(response, names)[:-1] + b',"text_output":'
 
     def event(self, response: Response) -> bytes:
         return b"data: " + self.body(response) + b"\n\n"

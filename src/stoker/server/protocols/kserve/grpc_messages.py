@@ -1,7 +1,7 @@
 """ModelInferRequest to tensors, and responses to bytes of ModelInferResponse.
 
 A response is joined from pieces, for protobuf allows it: what does not change over a request is encoded once. Building each message
-with protobuf's Python classes took 25 µs a response with eight outputs; joining takes 9.
+with protobuf's Python classes takes several times as long.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from tritonclient.grpc import service_pb2 as pb
 from stoker.server.protocols.kserve import dtypes
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.infer_json import refuse_extensions
-from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, ServedModel, Tensors
+from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, ServedModel, Tensors, Unchanging
 from stoker.server.protocols.kserve.signature import check
 
 FINAL = "triton_final_response"
+TEXT = "text_output"
 _CONTENTS = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents", "INT64": "int64_contents",
     "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents", "UINT64": "uint64_contents", "FP32": "fp32_contents",
@@ -96,14 +97,22 @@ class Encoder:
         self._types = {tensor.name: dtypes.kserve_name(tensor.dtype) for tensor in served.model.outputs}
         self._declared: dict[tuple[str, tuple[int, ...]], bytes] = {}
         self._encoded: dict[tuple[tuple[str, Any], ...], bytes] = {}
+        self._unchanging = Unchanging()
 
     def whole(self, response: Response, extra: Parameters | None = None) -> bytes:
+        before = self._unchanging.get(response, lambda names: self._joined(response, extra, names), last=TEXT)
+        if before is None:
+            return self._joined(response, extra, list(response.outputs))
+        raw = dtypes.to_raw(response.outputs[TEXT])
+        return b"".join((before, _RAW_OUTPUT, varint(len(raw)), raw))
+
+    def _joined(self, response: Response, extra: Parameters | None, names: list[str]) -> bytes:
+        """All but the raw contents of outputs that `names` leaves out at the end."""
         named = response.parameters | (extra or {})
         pieces = [self._head, self._parameters(tuple(named.items()))]
-        arrays = response.outputs.items()
-        pieces += [self._output(name, array.shape) for name, array in arrays]
-        for _, array in arrays:
-            raw = dtypes.to_raw(array)
+        pieces += [self._output(name, array.shape) for name, array in response.outputs.items()]
+        for name in names:
+            raw = dtypes.to_raw(response.outputs[name])
             pieces += (_RAW_OUTPUT, varint(len(raw)), raw)
         return b"".join(pieces)
 

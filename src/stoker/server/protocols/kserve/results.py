@@ -14,6 +14,8 @@ _CONSTANT: Tensors = {
 }
 _NO_SCORES: Tensors = {"cum_log_probs": np.zeros((1, 1), np.float32), "output_log_probs": np.zeros((1, 1, 1), np.float32)}
 _INDEX = [np.full((1, 1), i, np.int32) for i in range(64)]
+for _array in (*_CONSTANT.values(), *_NO_SCORES.values(), *_INDEX):
+    _array.setflags(write=False)  # every response shares them; encoders may keep what they made of such arrays
 
 
 class Part(msgspec.Struct):
