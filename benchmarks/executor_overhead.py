@@ -17,7 +17,7 @@ from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.executor import Executor
 from stoker.runtime.measure import random_requests
-from stoker.runtime.request import Sequence
+from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.inputs import InputBuilder
@@ -30,13 +30,15 @@ class StubRunner:
     def __init__(self, num_rows: int, max_blocks: int, block_size: int) -> None:
         self.inputs = InputBuilder(num_rows, max_blocks, block_size, torch.device("cpu"))
 
+    def prepare(self, request: TokenRequest) -> None: ...
     def add(self, seq: Sequence) -> None: ...
     def remove(self, seq: Sequence) -> None: ...
     def forget_cache(self, blocks: list[int]) -> None: ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        inputs = self.inputs.build(plan)
-        return StepHandle(inputs.sampled, torch.full((len(inputs.sampled),), 7, dtype=torch.int32), None, {})
+        packed = self.inputs.pack(plan)
+        self.inputs.unpack(packed)
+        return StepHandle(packed.sampled, torch.full((len(packed.sampled),), 7, dtype=torch.int32), None, {})
 
 
 def measure(rows: int, steps: int = 300, input_len: int = 200) -> dict[str, float]:

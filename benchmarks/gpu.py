@@ -51,9 +51,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     logging.configure("INFO")
-    mapping = Mapping(
-        tensor_parallel=args.tensor_parallel, pipeline_parallel=args.pipeline_parallel, expert_parallel=args.expert_parallel
-    )
+    mapping = Mapping(tensor_parallel=args.tensor_parallel, pipeline_parallel=args.pipeline_parallel, expert_parallel=args.expert_parallel)
     results: dict[str, object] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "config": args.config,
         "tensor_parallel": mapping.tensor_parallel, "pipeline_parallel": mapping.pipeline_parallel,
