@@ -44,6 +44,8 @@ def main() -> None:
             if left == 1:
                 del running[request_id]
         mailbox.send(outputs)
+        if not running:
+            next_step = 0.0
 
 
 if __name__ == "__main__":

@@ -383,3 +383,19 @@ def test_metrics_under_both_names(server: Running) -> None:
     }  # fmt: skip
     for name, label in gauges.items():
         assert any(f"nv_trt_llm_{name}" in key and label in key and 'model="tensorrt_llm"' in key for key in counts)
+
+
+def test_keys_are_asked_for_over_grpc_too() -> None:
+    key = "a-key-of-this-server"
+    with running(api_keys=(key,)) as server:
+        client = tgrpc.InferenceServerClient(server.grpc)
+        asked = tensors(tgrpc, text_input=PROMPT, max_tokens=100)
+        assert client.is_server_live() and client.is_server_ready()
+        for headers in (None, {"authorization": "Bearer wrong"}):
+            with pytest.raises(InferenceServerException) as found:
+                client.infer("ensemble", asked, headers=headers)
+            assert found.value.status() == "StatusCode.UNAUTHENTICATED"
+        assert text(client.infer("ensemble", asked, headers={"authorization": f"Bearer {key}"})) == PROMPT + TEXT
+        client.close()
+        with Stream(server) as stream, pytest.raises(InferenceServerException, match="API key"):
+            stream.next()  # the stream is refused when it opens

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
@@ -38,7 +38,7 @@ def deployed(path: Path, settings: ServerSettings, runtime: RuntimeConfig) -> De
         info = engine_info(path)
         options = TritonOptions(models=five_models(info, {"decoupled_mode": "true"}), unary=True, max_beam_width=info.limits.max_beam_width)
         return Deployed(engine=path, settings=msgspec.structs.replace(settings, options=options), runtime=runtime)
-    deployment = recognise(path).load(path, os.environ)
+    deployment = recognise(path).load(path, env.child_environment())
     for note in deployment.notes:
         log.log(30 if note.severity == "warning" else 20, "%s", note)
     engine = _engine(deployment)
