@@ -107,6 +107,8 @@ def server(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                for region in Path("/dev/shm").glob(f"stoker{os.getpid()}_*"):  # left by a model that took too long to end
+                    region.unlink()
 
 
 def only_model(repository: Path, kept: str, name: str) -> None:
