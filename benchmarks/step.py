@@ -87,7 +87,8 @@ def fill(graphs: Graphs, shape: Shape, context: int, block_size: int, num_tokens
     tables = np.random.default_rng(0).permutation(num_tokens // block_size)[: rows * width].reshape(rows, width).astype(np.int32)
     where = np.full(rows, context, dtype=np.int32)
     slots = tables[:, context // block_size] * block_size + context % block_size
-    parts = [np.zeros(rows, np.int32) + 17, where, slots, np.arange(rows + 1), where + 1, np.arange(rows), np.arange(rows), where + 1]
+    ids = np.random.default_rng(1).integers(10, 30_000, rows)  # equal tokens would all choose the same experts
+    parts = [ids, where, slots, np.arange(rows + 1), where + 1, np.arange(rows), np.arange(rows), where + 1]
     packed = torch.from_numpy(np.concatenate([p.astype(np.int32) for p in parts])).cuda()
     graphs._static[: packed.numel()].copy_(packed)
     graphs._tables[:rows, :width].copy_(torch.from_numpy(tables))
