@@ -24,7 +24,6 @@ DENSE = GROUPED | {"hidden_size": 96, "head_dim": 16, "intermediate_size": 160}
 EXPERTS = MOE | {"hidden_size": 96, "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 6, "norm_topk_prob": True}
 WORLDS = (
     ("one", Mapping(), 0),
-    ("tp2", Mapping(tensor_parallel=2), 0),
     ("tp4", Mapping(tensor_parallel=4), 0),
     ("tp2pp2", Mapping(tensor_parallel=2, pipeline_parallel=2), 0),
 )

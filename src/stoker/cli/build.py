@@ -42,7 +42,7 @@ def build(
     tensor_parallel: Annotated[int, typer.Option(help="Devices that share each layer.")] = 1,
     pipeline_parallel: Annotated[int, typer.Option(help="Devices that share the layers.")] = 1,
     expert_parallel: Annotated[
-        bool, typer.Option("--expert-parallel", help="Devices have some experts whole, not a share of each.")
+        bool, typer.Option("--expert-parallel", help="Each device has some experts whole.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
     compute_capability: Annotated[str | None, typer.Option(help="Of the target GPU, as 9.0. Default: this machine's.")] = None,
