@@ -6,10 +6,10 @@ from functools import cache as cached
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-import triton
 from stoker.kernels.triton.attention_kernel import attention_kernel
 from stoker.kernels.triton.attention_tuning import Splits, Tile, choose_splits, decode_tile, prefill_tile
 from stoker.kernels.triton.chain import chained

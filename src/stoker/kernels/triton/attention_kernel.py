@@ -8,9 +8,9 @@ the host would have to read from the device.
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-import triton
 from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, first_key, load_part, load_splits, store_part
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 

@@ -7,9 +7,9 @@ Scores are kept in units of log2 e, so that the softmax uses exp2 (FlashAttentio
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-import triton
 from stoker.kernels.triton.activation import tanh
 
 LOG2E = tl.constexpr(1.4426950408889634)

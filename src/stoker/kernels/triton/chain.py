@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-import triton
 
 
 def chained(x: Tensor) -> dict[str, Any]:

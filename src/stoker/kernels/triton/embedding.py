@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 
 

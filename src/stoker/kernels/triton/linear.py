@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 
-import triton
 from stoker.kernels.triton import activation, norm
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors

@@ -8,9 +8,9 @@ A gated weight holds the gate's rows, then the up projection's: a program reads 
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-import triton
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 

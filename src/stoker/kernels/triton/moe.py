@@ -8,9 +8,9 @@ weights of the chosen experts once, at the speed of memory, and a large one is a
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
-import triton
 from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.chain import chained

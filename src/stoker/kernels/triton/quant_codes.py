@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 
 FP8_LIMIT, INT8_LIMIT, COARSE = 448.0, 127.0, 254.0

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous

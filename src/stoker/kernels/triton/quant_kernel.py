@@ -10,9 +10,9 @@ weights goes through:
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-import triton
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 from stoker.kernels.triton.quant_codes import encode, row_step

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 
-import triton
 from stoker.kernels.triton import activation, norm
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors

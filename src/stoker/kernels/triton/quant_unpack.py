@@ -6,9 +6,8 @@ means.
 
 from __future__ import annotations
 
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 
 @triton.jit

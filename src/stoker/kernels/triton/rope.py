@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-import triton
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 
 

@@ -7,10 +7,10 @@ a row that stays in L2, exact, with no scratch memory. The draw inverts the cumu
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 from stoker.kernels.types import DrawParams
 
