@@ -41,9 +41,7 @@ def build(
     tokens_per_block: Annotated[int, typer.Option(help="KV cache block size: 16, 32, 64 or 128.")] = _DEFAULT.tokens_per_block,
     tensor_parallel: Annotated[int, typer.Option(help="Devices that share each layer.")] = 1,
     pipeline_parallel: Annotated[int, typer.Option(help="Devices that share the layers.")] = 1,
-    expert_parallel: Annotated[
-        bool, typer.Option("--expert-parallel", help="Each device has some experts whole.")
-    ] = False,
+    expert_parallel: Annotated[bool, typer.Option("--expert-parallel", help="Each device has some experts whole.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
     compute_capability: Annotated[str | None, typer.Option(help="Of the target GPU, as 9.0. Default: this machine's.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A directory to take the tokenizer from.")] = None,
