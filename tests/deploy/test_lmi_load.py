@@ -99,11 +99,9 @@ def test_model_folder_is_the_checkpoint_without_model_id(tmp_path: Path) -> None
 HONOURED = {
     "job_queue_size": ("7", "runtime.max_queue_size", 7),
     "batch_size": ("4", "options.batch_size", 4),
-    "max_batch_delay": ("50", "options.max_batch_delay_ms", 50),
     "load_on_devices": ("3", "devices", (3,)),
-    "max_request_size": ("1000", "options.max_request_size", 1000),
+    "max_request_size": ("2000", "server.max_request_bytes", 2000),
     "http_port": ("9000", "server.http_port", 9000),
-    "default_invocations_accept": ("application/jsonlines", "options.default_accept", "application/jsonlines"),
     "option.model_id": ("org/other", "build.checkpoint", "org/other"),
     "option.s3url": ("s3://bucket/prefix", "build.checkpoint", "s3://bucket/prefix"),
     "option.revision": ("abc", "build.revision", "abc"),
@@ -286,7 +284,7 @@ def test_precedence(tmp_path: Path) -> None:
     source = build(deployment)
     assert (source.limits.max_input_len, source.limits.max_output_len, source.limits.max_batch_size) == (100, 300, 9)
     assert (source.revision, source.trust_remote_code, deployment.runtime.max_queue_size) == ("r1", True, 77)
-    assert (deployment.server.request_timeout_s, deployment.server.options.max_request_size) == (33, 6 << 20)
+    assert (deployment.server.request_timeout_s, deployment.server.max_request_bytes) == (33, 6 << 20)
     assert setting(deployment, "max_output_len") == (300, "environment")
     beaten = next(n for n in deployment.notes if n.key == "OPTION_MAX_INPUT_LEN")
     assert "serving.properties:2) takes precedence" in beaten.text

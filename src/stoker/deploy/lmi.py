@@ -22,12 +22,14 @@ from stoker.server.schemas.lmi import LMIOptions
 from stoker.server.schemas.settings import ServerSettings
 
 FILE = "serving.properties"
+CONTAINER = Path("/opt/ml/model")  # where SageMaker unpacks a model for a container
 _ENVIRONMENT = Origin("environment")
 _PREBUILT = Path("tensorrt_llm") / "1"
 _LENGTHS = {"llama": (512, 512), "falcon": (1024, 1024)}  # model type → (max_input_len, max_output_len) where nothing is set
 _OTHER_LENGTHS = (1024, 512)
 _BATCH_SIZE = 32
 _KV_FRACTION = 0.95
+_MAX_REQUEST_BYTES = 6553500  # the DJL server's
 
 
 def model_folder(path: Path) -> Path | None:
@@ -178,6 +180,9 @@ def _settle(asked: Collected, folder: Path, environment: Environment[str, str]) 
     asked.default("server.load_timeout_s", 1800)
     asked.default("server.request_timeout_s", 120)
     asked.default("server.http_port", 8080)
+    if folder.is_relative_to(CONTAINER) or environment.get("SAGEMAKER_BIND_TO_PORT"):
+        asked.set("server.host", "0.0.0.0", Origin("SageMaker's container contract"))
+    asked.default("server.max_request_bytes", _MAX_REQUEST_BYTES)
     asked.default("options.rolling_batch", asked.get("options.batch_size", 1) == 1)
     streaming = asked.drop("streaming")
     if streaming and streaming.value:

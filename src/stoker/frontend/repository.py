@@ -14,6 +14,8 @@ from stoker.frontend.service import Service
 
 log = get_logger(__name__)
 
+NOT_LOADED = "not loaded"  # the reason of a model whose load was never asked for
+
 Load = Callable[[], Awaitable[Service]]
 Unload = Callable[[Service], Awaitable[None]]
 
@@ -33,7 +35,7 @@ class Model(msgspec.Struct, kw_only=True):
     load: Load
     unload: Unload
     state: ModelState = ModelState.UNAVAILABLE
-    reason: str = "not loaded"  # empty when ready
+    reason: str = NOT_LOADED  # empty when ready
     service: Service | None = None
 
     @property

@@ -17,6 +17,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 JSON = b"application/json"
 PLAIN = b"text/plain"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
+STREAMED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # proxies keep nothing back
 MAX_ID_CHARS = 128
 DISCARD_BYTES = 256 << 20
 DISCARD_S = 2.0
@@ -32,6 +33,7 @@ class Exchange:
         self._max_body_bytes = max_body_bytes
         self.method: str = scope["method"]
         self.path: dict[str, Any] = scope.get("path_params", {})
+        self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = _request_id(self.headers.get(REQUEST_ID))
         self.status = 0  # of the answer, once it has begun
@@ -86,8 +88,8 @@ class Exchange:
         await self._start(status, [(b"content-type", content_type), length, *headers])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def open_stream(self, content_type: bytes = EVENT_STREAM, status: int = 200) -> None:
-        await self._start(status, [(b"content-type", content_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+    async def open_stream(self, content_type: bytes = EVENT_STREAM, status: int = 200, headers: Headers = STREAMED) -> None:
+        await self._start(status, [(b"content-type", content_type), *headers])
 
     async def send(self, chunk: bytes) -> None:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -7,8 +7,10 @@ from stoker.server.protocol import Protocol
 from stoker.server.protocols.health import Health
 from stoker.server.protocols.kserve_http import KServeHTTP
 from stoker.server.protocols.openai.api import OpenAI
+from stoker.server.protocols.sagemaker.api import SageMaker
 
 PROTOCOLS: Registry[type[Protocol]] = Registry("protocol")
 PROTOCOLS.add("health", Health)
 PROTOCOLS.add("kserve", KServeHTTP)
 PROTOCOLS.add("openai", OpenAI)
+PROTOCOLS.add("sagemaker", SageMaker)

@@ -17,7 +17,4 @@ class LMIOptions(msgspec.Struct, frozen=True, kw_only=True):
     output_formatter: Literal["json", "jsonlines", "sse", "json_chat", "jsonlines_chat"] | None = None  # None: by the request
     tgi_compat: bool = False  # JSON array reply, SSE stream, logprob and special as names, details always
     rolling_batch: bool = True  # False: the dynamic-batch shapes, lists of inputs and of outputs
-    batch_size: int = 1  # dynamic batch: inputs gathered at most
-    max_batch_delay_ms: int = 0  # dynamic batch: how long to gather
-    max_request_size: int = 6553500  # bytes of a request's body, as the DJL server's default
-    default_accept: str | None = None  # for requests without an Accept header
+    batch_size: int = 1  # dynamic batch: inputs of a request at most

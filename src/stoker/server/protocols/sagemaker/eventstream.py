@@ -1,0 +1,48 @@
+"""application/vnd.amazon.eventstream: the frames of invoke_endpoint_with_response_stream.
+
+total length u32 | headers length u32 | CRC-32 of those | headers | payload | CRC-32 of all before; big-endian. A header is its name's
+length u8, name, type u8 (7 is text), value's length u16, value.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+
+CONTENT_TYPE = b"application/vnd.amazon.eventstream"
+_TEXT = 7
+
+
+def message(headers: dict[str, str], payload: bytes) -> bytes:
+    """One frame."""
+    return _framed(_headers(headers), payload)
+
+
+def part(payload: bytes) -> bytes:
+    """A PayloadPart event: the next bytes of the answer."""
+    return _framed(_PART, payload)
+
+
+def exception(kind: str, text: str, code: str | None = None) -> bytes:
+    """An exception message: ModelStreamError (with its ErrorCode) or InternalStreamFailure."""
+    headers = {":exception-type": kind, ":content-type": "application/json", ":message-type": "exception"}
+    fields = {"Message": text} | ({"ErrorCode": code} if code else {})
+    return message(headers, json.dumps(fields, ensure_ascii=False).encode())
+
+
+def _headers(headers: dict[str, str]) -> bytes:
+    packed = b""
+    for name, value in headers.items():
+        encoded = value.encode()
+        packed += bytes([len(name)]) + name.encode() + bytes([_TEXT]) + struct.pack(">H", len(encoded)) + encoded
+    return packed
+
+
+def _framed(headers: bytes, payload: bytes) -> bytes:
+    prelude = struct.pack(">II", len(headers) + len(payload) + 16, len(headers))
+    body = prelude + struct.pack(">I", zlib.crc32(prelude)) + headers + payload
+    return body + struct.pack(">I", zlib.crc32(body))
+
+
+_PART = _headers({":event-type": "PayloadPart", ":content-type": "application/octet-stream", ":message-type": "event"})

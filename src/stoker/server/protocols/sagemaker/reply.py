@@ -1,0 +1,111 @@
+"""Where an answer goes: to a client of the container, to one that believes it talks to SageMaker, or through OpenAI's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.base.errors import StokerError
+from stoker.server.errors import GenerationError, describe
+from stoker.server.exchange import JSON, Exchange
+from stoker.server.protocols.openai.chunks import DONE
+from stoker.server.protocols.sagemaker import eventstream
+from stoker.server.protocols.sagemaker.errors import inference_body, model_error_body
+
+JSON_LINES = b"application/jsonlines"
+SSE = b"text/event-stream"
+HANDLER_FAILED = 424  # the DJL server's status of a model that fails
+FIXED_HEADERS = (
+    (b"pragma", b"no-cache"),
+    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
+    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+)
+
+
+class Reply:
+    """The container's own answers."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    @property
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        return ((b"requestid", self.exchange.request_id.encode()), *FIXED_HEADERS)
+
+    async def whole(self, body: bytes, content_type: bytes = JSON) -> None:
+        await self.exchange.respond(200, body, content_type, self.headers)
+
+    async def open(self, content_type: bytes) -> None:
+        await self.exchange.open_stream(content_type, headers=self.headers)
+
+    async def send(self, data: bytes) -> None:
+        await self.exchange.send(data)
+
+    async def close(self) -> None:
+        await self.exchange.close_stream()
+
+    async def refuse(self, error: BaseException) -> None:
+        """A failure before the first byte."""
+        failure = describe(error)
+        status = HANDLER_FAILED if isinstance(error, GenerationError) else failure.status
+        await self.exchange.respond(status, inference_body(status, failure.message), headers=(*self.headers, *failure.headers))
+
+    async def fail(self, error: StokerError, content_type: bytes) -> None:
+        """A failure in the middle of a stream: a last record that tells it, and the end."""
+        record = inference_body(HANDLER_FAILED, error.message)
+        await self.send(b"data: " + record + b"\n\n" if content_type == SSE else record + b"\n")
+        await self.close()
+
+
+class PlatformReply(Reply):
+    """/endpoints/NAME/invocations: failures are SageMaker's ModelError."""
+
+    async def refuse(self, error: BaseException) -> None:
+        failure = describe(error)
+        body = model_error_body(failure.status, failure.message)
+        await self.exchange.respond(424, body, headers=((b"x-amzn-errortype", b"ModelError"), *failure.headers))
+
+
+class PlatformStream(PlatformReply):
+    """/endpoints/NAME/invocations-response-stream: event-stream frames, whole answers too."""
+
+    async def whole(self, body: bytes, content_type: bytes = JSON) -> None:
+        await self.open(content_type)
+        await self.send(body)
+        await self.close()
+
+    async def open(self, content_type: bytes) -> None:
+        headers = ((b"x-amzn-sagemaker-content-type", content_type), *self.headers)
+        await self.exchange.open_stream(eventstream.CONTENT_TYPE, headers=headers)
+
+    async def send(self, data: bytes) -> None:
+        await self.exchange.send(eventstream.part(data))
+
+    async def fail(self, error: StokerError, content_type: bytes) -> None:
+        await self.exchange.send(eventstream.exception("ModelStreamError", error.message, "StreamBroken"))
+        await self.close()
+
+
+class Lines:
+    """Stands for the Exchange that OpenAI's code writes to: its events become JSON lines, as LMI's async handler makes of vLLM's."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reply.exchange, name)
+
+    async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON) -> None:
+        await self._reply.whole(body + b"\n", content_type)
+
+    async def open_stream(self, content_type: bytes = SSE) -> None:
+        await self._reply.open(JSON_LINES)
+
+    async def send(self, chunk: bytes) -> None:
+        await self._reply.send(b"".join(_line(event) for event in chunk.split(b"\n\n") if event))
+
+    async def close_stream(self) -> None:
+        await self._reply.close()
+
+
+def _line(event: bytes) -> bytes:
+    return b"\n" if event == DONE.rstrip() else event.removeprefix(b"data: ") + b"\n"

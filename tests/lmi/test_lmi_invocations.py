@@ -1,0 +1,269 @@
+"""/invocations where the real server misbehaves, every parameter, bad input, and the states of /ping."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from typing import Any
+
+import httpx
+import pytest
+from live_http import asgi_client
+from lmi_recordings import FAILED, StandIn
+from scripted_service import ScriptedService
+
+from stoker.base.errors import CheckpointError, UnavailableError
+from stoker.frontend.repository import ModelRepository
+from stoker.server.app import make_app
+from stoker.server.metrics import FrontendMetrics
+from stoker.server.protocol import Context
+from stoker.server.protocols.sagemaker.parameters import TABLE
+from stoker.server.schemas.lmi import LMIOptions
+from stoker.server.schemas.settings import ServerSettings
+
+
+async def ask(body: Any, service: ScriptedService | None = None, path: str = "/invocations", **options: Any) -> httpx.Response:
+    lmi = LMIOptions(**options)
+    async with asgi_client(service or StandIn(), protocols=("sagemaker",), options=lmi) as client:
+        content = body if isinstance(body, (str, bytes)) else json.dumps(body)
+        return await client.post(path, content=content)
+
+
+async def asked(**parameters: Any) -> Any:
+    """The SamplingParams that parameters become."""
+    service = ScriptedService("abc", max_beam_width=4)
+    answer = await ask({"inputs": "hi", "parameters": parameters}, service)
+    assert answer.status_code == 200, answer.text
+    return service.requests[0].params
+
+
+async def test_any_content_type_is_json() -> None:
+    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+        answer = await client.post("/invocations", content=b'{"inputs":"hi there"}', headers={"content-type": "text/plain"})
+    assert answer.json() == {"generated_text": "Hello, wörld"}
+
+
+async def test_3p_without_details() -> None:
+    answer = await ask({"inputs": "hi", "parameters": {"output_formatter": "3p"}})
+    assert answer.json()["body"] == {
+        "generation": "Hello, wörld", "prompt_token_count": 2, "generation_token_count": 4, "stop_reason": "eos_token",
+    }  # fmt: skip
+
+
+async def test_a_failure_is_told_by_the_status_and_leaves_the_next_request_alone() -> None:
+    service = StandIn()
+    async with asgi_client(service, protocols=("sagemaker",)) as client:
+        for text, stream in (("BOOM", False), ("BOOM", True), ("BOOM LATE", False)):
+            failed = await client.post("/invocations", json={"inputs": text, "stream": stream})
+            assert (failed.status_code, failed.json()) == (424, {"error": FAILED, "code": 424})
+        good = await client.post("/invocations", json={"inputs": "hi there"})
+    assert good.json() == {"generated_text": "Hello, wörld"}
+
+
+@pytest.mark.parametrize("tgi", [False, True])
+async def test_a_failure_in_mid_stream_is_a_last_record_of_the_stream(tgi: bool) -> None:
+    answer = await ask({"inputs": "BOOM LATE", "stream": True}, tgi_compat=tgi)
+    begin, end = ("data: ", "\n\n") if tgi else ("", "\n")
+    records = answer.text.removesuffix(end).split(end)
+    assert all(record.startswith(begin) for record in records)
+    assert json.loads(records[-1].removeprefix(begin)) == {"error": FAILED, "code": 424}
+    assert len(records) == 3
+
+
+async def test_what_the_service_refuses_is_400_before_the_first_byte() -> None:
+    long = {"inputs": "x" * 300}
+    for body in (long, {**long, "stream": True}):
+        answer = await ask(body, ScriptedService("abc"))
+        assert answer.status_code == 400
+        assert answer.json()["code"] == 400
+        assert "300" in answer.json()["error"] or "301" in answer.json()["error"]
+
+
+async def test_chat_logprobs_of_a_stream_have_openai_s_shape() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True, "top_logprobs": 1, "max_tokens": 1}
+    first = json.loads((await ask(body)).content.splitlines()[0])["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["top_logprobs"][0]["token"], first["top_logprobs"][0]["logprob"]) == ("Hello", "Hello", -0.5)
+
+
+async def test_chat_without_messages_is_refused() -> None:
+    answer = await ask({"messages": []})
+    assert answer.status_code == 400
+    assert "messages" in answer.json()["error"]
+
+
+REFUSED = {
+    '{"inputs":"a","parameters":{"output_formatter":"zzz"}}': "output_formatter='zzz'",
+    '{"inputs":"a","parameters":{"max_new_token":3}}': "Did you mean max_new_tokens",
+    '{"inputs":"a","parameters":{"max_new_tokens":0}}': "parameters.max_new_tokens=0",
+    '{"inputs":"a","parameters":{"max_new_tokens":"3"}}': "parameters.max_new_tokens='3'",
+    '{"inputs":"a","parameters":{"temperature":-1}}': "parameters.temperature=-1",
+    '{"inputs":"a","parameters":{"details":1}}': "parameters.details=1",
+    '{"inputs":"a","parameters":{"watermark":true}}': "not watermarked",
+    '{"inputs":"a","parameters":{"typical_p":0.5}}': "typical sampling",
+    '{"inputs":"a","parameters":{"n":2},"stream":true}': "not streamed",
+    '{"inputs":"a","parameters":{"n":3,"best_of":2}}': "at least n=3",
+    '{"inputs":"a","adapters":"x"}': "no adapters",
+    '{"inputs":"a","streem":true}': "streem",
+    '{"inputs":"a","stream":"yes"}': "stream='yes'",
+}
+
+
+@pytest.mark.parametrize("body", REFUSED)
+async def test_bad_values_are_refused_by_name(body: str) -> None:
+    answer = await ask(body)
+    assert answer.status_code == 400
+    assert REFUSED[body] in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 5000, b'{"inputs":NaN}', b'{"inputs":"\xff"}', b"", b"\x00", b'{"inputs":["a"]}', b'{"inputs":{}}']
+)
+async def test_hostile_bodies_get_424_and_a_reason(body: bytes) -> None:
+    answer = await ask(body)
+    assert answer.status_code == 424
+    assert answer.json()["error"].startswith("Input Parsing failed.")
+    assert len(answer.content) < 1000
+
+
+async def test_long_payloads_are_not_echoed() -> None:
+    answer = await ask({"x": "y" * 100_000})
+    assert answer.status_code == 424
+    assert len(answer.content) < 1000
+
+
+async def test_answers_in_pages_are_refused() -> None:
+    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+        answer = await client.post("/invocations", json={"inputs": "a"}, headers={"x-synchronous": "false"})
+    assert (answer.status_code, "x-synchronous" in answer.text) == (400, True)
+
+
+SET = {
+    "max_new_tokens": (7, "max_tokens", 7), "min_length": (3, "min_tokens", 3), "min_new_tokens": (3, "min_tokens", 3),
+    "temperature": (0.5, "temperature", 0.5), "top_k": (9, "top_k", 9), "top_p": (0.25, "top_p", 0.25), "min_p": (0.1, "min_p", 0.1),
+    "do_sample": (True, "temperature", 0.8), "repetition_penalty": (1.5, "repetition_penalty", 1.5),
+    "presence_penalty": (0.5, "presence_penalty", 0.5), "frequency_penalty": (0.5, "frequency_penalty", 0.5),
+    "num_beams": (2, "beam_width", 2), "length_penalty": (2, "length_penalty", 2.0), "early_stopping": (True, "early_stopping", True),
+    "seed": (5, "seed", 5), "stop": ("x", "stop", ("x",)), "stop_sequences": (["x", "y"], "stop", ("x", "y")),
+    "stop_token_ids": ([1], "stop_token_ids", (1,)), "bad_sequences": (["z"], "bad_words", ((122,), (32, 122))),
+    "ignore_eos_token": (True, "ignore_eos", True), "ignore_eos": (True, "ignore_eos", True),
+    "skip_special_tokens": (False, "skip_special_tokens", False), "n": (2, "n", 2), "best_of": (2, "n", 2),
+    "guided_regex": ("a+", "guide.text", "a+"), "guided_grammar": ("root ::= \"a\"", "guide.kind", "grammar"),
+    "guided_choice": (["a", "b"], "guide.kind", "choice"), "guided_json": ({"type": "object"}, "guide.kind", "json_schema"),
+}  # fmt: skip
+ELSEWHERE = {  # tested by what is answered
+    "add_special_tokens", "truncate", "return_full_text", "details", "decoder_input_details", "top_n_tokens", "output_formatter",
+    "request_timeout",
+}  # fmt: skip
+
+
+def test_every_honoured_parameter_has_a_case() -> None:
+    assert {row.name for row in TABLE if row.fate == "honoured"} == SET.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", SET)
+async def test_parameters_reach_the_service(name: str) -> None:
+    value, field, expected = SET[name]
+    found = await asked(**{name: value})
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == expected
+
+
+async def test_defaults_and_do_sample() -> None:
+    plain = await asked()
+    assert (plain.max_tokens, plain.temperature, plain.logprobs) == (30, 0.0, None)
+    sampled = await asked(do_sample=True, top_k=3)
+    assert (sampled.temperature, sampled.top_k, sampled.top_p) == (0.8, 3, 0.85)
+    inferred = await asked(top_p=0.5)
+    assert (inferred.temperature, inferred.top_k, inferred.top_p) == (1.0, 0, 0.5)
+    greedy = await asked(do_sample=False, temperature=0.7)
+    assert greedy.temperature == 0.0
+
+
+async def test_prompts_and_deadlines() -> None:
+    service = ScriptedService("abc")
+    await ask({"inputs": "hello", "parameters": {"truncate": 2, "add_special_tokens": False, "request_timeout": 3}}, service)
+    assert (service.requests[0].prompt, service.requests[0].timeout_s) == ([108, 111], 3.0)
+    await ask({"inputs": "hi"}, service)
+    assert service.requests[1].prompt == [2, 104, 105]
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.fate == "no effect"], ids=lambda row: row.name)
+async def test_parameters_without_effect_are_accepted(row: Any) -> None:
+    value = True if "bool" in str(inspect.unwrap(row.kind)) else "x"
+    assert (await asked(**{row.name: value})) == (await asked())
+
+
+async def test_several_answers() -> None:
+    answer = (await ask({"inputs": "hi", "parameters": {"n": 2, "best_of": 3}}, ScriptedService("abc", "de", "f"))).json()
+    assert answer["generated_text"] == "abc"
+    assert [other["generated_text"] for other in answer["details"]["best_of_sequences"]] == ["de"]
+
+
+async def test_stream_joined_is_the_whole_answer() -> None:
+    service = ScriptedService("Grüße 🎉 und 日本", group=3)
+    whole = (await ask({"inputs": "hi", "parameters": {"max_new_tokens": 100}}, service)).json()["generated_text"]
+    lines = [
+        json.loads(line)
+        for line in (await ask({"inputs": "hi", "stream": True, "parameters": {"max_new_tokens": 100}}, service)).text.splitlines()
+    ]
+    assert "".join(line["token"]["text"] for line in lines) == lines[-1]["generated_text"] == whole == service.answers[0]
+    assert [line["token"]["id"] for line in lines] == list(whole.encode())
+
+
+async def test_dynamic_batch() -> None:
+    options: dict[str, Any] = {"rolling_batch": False, "batch_size": 2}
+    answer = await ask({"inputs": ["a", "b"]}, ScriptedService("abc"), **options)
+    assert answer.json() == [{"generated_text": "abc"}, {"generated_text": "abc"}]
+    streamed = await ask({"inputs": ["a", "b"], "stream": True}, ScriptedService("abc"), **options)
+    pieces = [json.loads(line)["outputs"] for line in streamed.text.splitlines()]
+    assert ["".join(column) for column in zip(*pieces, strict=True)] == ["abc", "abc"]
+    assert (await ask({"inputs": ["a", "b", "c"]}, **options)).status_code == 424
+
+
+async def test_ping_tells_loading_from_failed() -> None:
+    repository, gate = ModelRepository(), asyncio.Event()
+
+    async def load() -> Any:
+        await gate.wait()
+        raise CheckpointError("the weights are cut short.")
+
+    async def unload(service: Any) -> None: ...
+
+    repository.register("llm", load, unload)
+    app = make_app(Context(repository, ServerSettings(protocols=("sagemaker",)), FrontendMetrics()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://stoker") as client:
+        assert ((await client.get("/ping")).status_code) == 503
+        loading = asyncio.create_task(repository.load("llm"))
+        await asyncio.sleep(0)
+        answer = await client.get("/ping")
+        assert (answer.status_code, answer.json()["llm"]["status"]) == (503, "Loading")
+        refused = await client.post("/invocations", json={"inputs": "hi"})
+        assert (refused.status_code, refused.json()["code"]) == (503, 503)
+        gate.set()
+        with pytest.raises(CheckpointError):
+            await loading
+        answer = await client.get("/ping")
+        assert answer.status_code == 500
+        assert answer.json()["llm"] == {"status": "Failed", "reason": "CheckpointError: the weights are cut short."}
+
+
+async def test_a_full_queue_and_a_lost_executor() -> None:
+    service = StandIn()
+    service.error = UnavailableError("the executor is gone.")
+    answer = await ask({"inputs": "hi"}, service)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    service.is_ready = False
+    async with asgi_client(service, protocols=("sagemaker",)) as client:
+        assert (await client.get("/ping")).status_code == 500
+
+
+async def test_models() -> None:
+    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+        listed = (await client.get("/models")).json()["models"]
+        described = (await client.get("/models/llm")).json()[0]["models"][0]
+        wrong = await client.delete("/models/llm")
+    assert [(m["modelName"], m["status"]) for m in listed] == [("llm", "READY")]
+    assert (described["status"], described["workerGroups"][0]["workers"][0]["status"]) == ("Healthy", "READY")
+    assert (wrong.status_code, wrong.json()["type"]) == (405, "MethodNotAllowedException")

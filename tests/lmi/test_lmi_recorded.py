@@ -1,0 +1,161 @@
+"""/invocations against what the DJL server and its formatters said, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from live_http import asgi_client
+from lmi_recordings import Recorded, StandIn, read, read_formatted
+
+from stoker.server.schemas.lmi import LMIOptions
+
+# Exchanges in which the real server misbehaves; docs/sagemaker.md says what happens instead, tests/lmi/test_lmi_invocations.py tests it.
+OTHERWISE = {
+    "Content-Type text/plain",
+    "3p formatter without details: the formatter itself fails (KeyError generated_tokens), the whole batch gets 424",
+    "the very next request fails too (the engine still holds the old request)",
+    "stream true",
+    "output_formatter unknown name",
+    "one request refused by the engine (error token, finish_reason error), not streaming",
+    "the same with details",
+    "one request refused by the engine, streaming",
+    "refused, with an error code set on the request (424)",
+    "refused with a code, streaming",
+    "chat: refused",
+    "stream, logprobs",
+    "stream with output_formatter sse_chat asked for",
+    "empty messages",
+    "message without role",
+    "engine exception after two tokens, streaming",
+    "chat stream with logprobs",
+}
+
+
+def cases(*names: str) -> list[Any]:
+    return [
+        pytest.param(case, id=f"{name[:2]} {case.title}")
+        for name in names
+        for case in read(name)
+        if case.title not in OTHERWISE and "/v1/" not in case.path
+    ]
+
+
+async def replay(case: Recorded, client: httpx.AsyncClient) -> httpx.Response:
+    kept = {name: value for name, value in case.headers.items() if name not in ("host", "content-length", "connection")}
+    return await client.request(case.method, case.path, content=case.sent, headers=kept)
+
+
+def settled(body: bytes) -> bytes:
+    """Without what differs from one time to the next, and with texts for the stand-in's own x."""
+    body = re.sub(rb'"id": "chatcmpl-[^"]*"', b'"id": "chatcmpl-0"', body)
+    body = re.sub(rb'"created": \d+', b'"created": 0', body)
+    return body.replace(b'102, "text": "x"', b'102, "text": ","').replace(b'103, "text": "x"', '103, "text": " wörld"'.encode())
+
+
+@pytest.mark.parametrize("case", cases("01-*", "02-*", "04-*", "03-*"))
+async def test_rolling_batch(case: Recorded) -> None:
+    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+        answer = await replay(case, client)
+    assert (answer.status_code, settled(answer.content)) == (case.status, settled(case.body))
+    if case.status == 200:
+        assert answer.headers["content-type"] == case.content_type
+    if "x-request-id" in case.headers:
+        assert answer.headers["requestid"] == answer.headers["x-request-id"] == case.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("case", cases("09-*"))
+async def test_tgi_compat(case: Recorded) -> None:
+    async with asgi_client(StandIn(), protocols=("sagemaker",), options=LMIOptions(tgi_compat=True)) as client:
+        answer = await replay(case, client)
+    assert (answer.status_code, settled(answer.content)) == (case.status, settled(case.body))
+    assert answer.headers["content-type"] == case.content_type
+
+
+ROUTES = (
+    "GET /ping", "POST /ping", "GET /models/none", "GET /predictions", "POST /predictions/llm", "POST /predictions/none",
+    "POST /predictions/", "POST /models/llm/invoke", "POST /models/none/invoke", "POST /invocations?model_name=llm",
+    "POST /invocations?model_name=none", "POST /predictions/llm/v9",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.title) for c in read("05-*") if c.title in ROUTES])
+async def test_routes(case: Recorded) -> None:
+    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+        answer = await replay(case, client)
+    assert (answer.status_code, answer.content) == (case.status, case.body)
+    assert answer.headers["content-type"] == case.content_type.lower()
+
+
+def test_all_routes_were_found() -> None:
+    assert {case.title for case in read("05-*")} >= set(ROUTES)
+
+
+@pytest.mark.parametrize("dialect", ["0.26", "0.27"])
+async def test_formatters_of_earlier_releases(dialect: Any) -> None:
+    found = [case for case in read_formatted(f"0*-formatters-{dialect}.txt") if "chat" not in case.formatter]
+    assert len(found) == {"0.26": 8, "0.27": 10}[dialect]
+    for case in found:
+        parameters = {**case.parameters, "max_new_tokens": case.steps}
+        stream = parameters.pop("stream", False)
+        body = {"inputs": "hi there", "stream": stream or case.formatter == "jsonlines", "parameters": parameters}
+        async with asgi_client(StandIn(), protocols=("sagemaker",), options=LMIOptions(dialect=dialect)) as client:
+            answer = await client.post("/invocations", json=body)
+        assert answer.content == case.body, case.title
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in read_formatted("08-*") if "chat" in c.formatter and c.title not in OTHERWISE], ids=lambda case: case.title
+)
+async def test_chat_formatters(case: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": case.steps, "stream": case.formatter == "jsonlines_chat"}
+    body |= {"logprobs": True, "top_logprobs": 1} if case.parameters.get("logprobs") else {}
+    async with asgi_client(StandIn(), protocols=("sagemaker",), options=LMIOptions(dialect="0.27")) as client:
+        answer = await client.post("/invocations", json=body)
+    assert settled(answer.content) == settled(case.body)
+
+
+ASYNC = {
+    "inputs only",
+    "return_full_text",
+    "stream",
+    "stream, return_full_text",
+    "not JSON",
+    "neither inputs, prompt nor messages",
+    "empty body",
+    "inputs a list",
+    "GET /ping",
+    "details",
+    "details, cut at 2, seed",
+    "stream, details",
+    "stream, details, cut at 2, seed",
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.title) for c in read("06-*") if c.title in ASYNC])
+async def test_async_door(case: Recorded) -> None:
+    """But for the reason of the end, which is null there without stream, and the stand-in's own count of tokens."""
+    async with asgi_client(StandIn(3), protocols=("sagemaker",), options=LMIOptions(dialect="async")) as client:
+        answer = await replay(case, client)
+    expected = case.body
+    if "details" in case.title:
+        expected = expected.replace(b'"finish_reason": null', b'"finish_reason": "length"').replace(b'"stop"', b'"length"')
+        expected = expected.replace(b'"generated_tokens": 4', b'"generated_tokens": 3') if b"w\xc3" in expected else expected
+        expected = expected.replace(b'"generated_tokens": 3', b'"generated_tokens": 2') if b"w\xc3" not in expected else expected
+    assert (answer.status_code, answer.content) == (case.status, expected)
+    assert answer.headers["content-type"] == case.content_type.lower()
+
+
+async def test_async_door_passes_openai_bodies_on() -> None:
+    async with asgi_client(StandIn(3), protocols=("sagemaker",), options=LMIOptions(dialect="async")) as client:
+        chat = await client.post("/invocations", json={"messages": [{"role": "user", "content": "hi"}], "model": "any"})
+        lines = await client.post("/invocations", json={"prompt": "hi", "stream": True, "max_tokens": 3})
+    assert chat.content.endswith(b"}\n")
+    assert json.loads(chat.content)["choices"][0]["message"]["content"] == "Hello, wörld"
+    assert lines.headers["content-type"] == "application/jsonlines"
+    assert lines.content.endswith(b"}\n\n")
+    chunks = [json.loads(line) for line in lines.content.splitlines() if line]
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "Hello, wörld"
