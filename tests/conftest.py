@@ -43,7 +43,7 @@ def smollm2_engine(smollm2_gguf: Path) -> Path:
                 shutil.rmtree(old)
             command = [
                 sys.executable, "-m", "stoker", "build", str(smollm2_gguf), "-o", str(engine), "--device", "cpu", "--verify", "files",
-                "--tokens-per-block", "16", "--max-batch-size", "32", "--max-num-tokens", "2048",
+                "--quantize", "NO_QUANT", "--tokens-per-block", "16", "--max-batch-size", "32", "--max-num-tokens", "2048",
             ]  # fmt: skip
             subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
     return engine

@@ -138,7 +138,7 @@ def test_ignored_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
         ({"architectures": [], "model_type": None}, "names no architectures"),
         ({"hidden_size": None}, "config.json"),
         ({"hidden_act": "tanhshrink"}, "hidden_act='tanhshrink'"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized already \(awq\)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"quantized already \(bitsandbytes\)"),
     ],
 )
 def test_configs_that_cannot_be_read(tmp_path: Path, llama: Path, changes: dict, message: str) -> None:

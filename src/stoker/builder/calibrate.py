@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stoker.base import env
-from stoker.builder.convert import make
+from stoker.builder.convert import convert, make
 from stoker.builder.prepare import Prepared, measures
 from stoker.distributed.group import SINGLE
 from stoker.engine.stream import LayerStream
@@ -27,7 +27,7 @@ from stoker.layers.loader import Loader
 from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant.calibration import KVRange, TensorTable, check_counts, quantize_layer, record
 from stoker.quant.format import TensorSource
-from stoker.quant.recipe import Recipe, encode
+from stoker.quant.recipe import AS_STORED, Recipe, encode
 from stoker.quant.stats import InputStats
 
 
@@ -104,12 +104,22 @@ def _layer(prepared: Prepared, stream: LayerStream, dense: Loader) -> dict[str, 
     """The stored tensors of the stream's next layer, which it then passes as quantized."""
     config, recipe, index = prepared.config.model, prepared.config.recipe, stream.layer
     specs = layer_specs(config, index)
-    weights = {name: tensor for spec in specs.values() for name, tensor in _dense(spec, dense).items()}
+    if recipe.name == AS_STORED:
+        checkpoint, makings = prepared.checkpoint.weights, prepared.makings
+        taken = (convert(spec, makings, checkpoint, config, recipe, dense.dtype) for spec in specs.values())
+        return _passed(prepared, stream, dense, {name: tensor.to(dense.device) for found in taken for name, tensor in found})
+    weights = {name: tensor for spec in specs.values() for name, tensor in dense_tensors(spec, dense).items()}
     recorder = RecordingLoader(TensorTable(weights), recipe, dense.dtype, dense.device)
     if any(recipe.format_for(spec).needs_calibration for spec in specs.values() if isinstance(spec, LinearSpec)):
         stream.advance(recorder, keep=True)
         check_counts(recorder.stats)
     stored = quantize_layer(config.layers[index], f"layers.{index}", specs, recipe, weights, recorder.stats)
+    return _passed(prepared, stream, dense, stored)
+
+
+def _passed(prepared: Prepared, stream: LayerStream, dense: Loader, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The stored tensors of a layer which the stream has passed, with the scales of its cache if that is quantized."""
+    config, recipe, index = prepared.config.model, prepared.config.recipe, stream.layer
     quantized = Loader(TensorTable(stored), msgspec.structs.replace(recipe, kv_cache=None), dense.dtype, dense.device, SINGLE)
     if recipe.kv_cache is None:
         stream.advance(quantized)
@@ -120,7 +130,7 @@ def _layer(prepared: Prepared, stream: LayerStream, dense: Loader) -> dict[str, 
     return stored | {spec.name: scales[key] for key, spec in kv_scale_specs(config, index).items()}
 
 
-def _dense(spec: Spec, loader: Loader) -> dict[str, Tensor]:
+def dense_tensors(spec: Spec, loader: Loader) -> dict[str, Tensor]:
     """A spec's tensors before quantization, by full name."""
     if not isinstance(spec, LinearSpec):
         return {spec.name: loader.tensor(spec)}

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
+from stoker.builder.kept import keepable, take
 from stoker.builder.names import Making, combine
 from stoker.builder.weights import Weights
 from stoker.layers.config import ModelConfig
 from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant.format import Layout
-from stoker.quant.recipe import Recipe
+from stoker.quant.recipe import AS_STORED, Recipe
 
 # (shape, dtype) of stored tensors by engine name, in file order.
 Layouts = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -58,7 +59,10 @@ def _linear(
     spec: LinearSpec, makings: Mapping[str, Making], weights: Weights, config: ModelConfig, recipe: Recipe, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     chosen = recipe.format_for(spec)
-    stored = chosen.quantize(make(makings[f"{spec.name}.weight"], weights, config, dtype), spec)
+    if recipe.name == AS_STORED and keepable(spec, makings, weights) is not None:
+        stored = take(spec, chosen, makings, weights)
+    else:
+        stored = chosen.quantize(make(makings[f"{spec.name}.weight"], weights, config, dtype), spec)
     for suffix in chosen.layout(spec, dtype):
         yield f"{spec.name}.{suffix}", stored.pop(suffix)
     if spec.bias:

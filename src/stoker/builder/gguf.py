@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.base.registry import nearest
+from stoker.builder.gguf_kept import KEPT
 from stoker.builder.weights import CHUNK_BYTES, FETCH, Stored, Weights
 from stoker.engine.tensor_file import as_bytes, read_into
 
@@ -76,6 +77,8 @@ class GGUFWeights(Weights):
         self._file = path.open("rb")
         self.config = self._make_config()
         self.stored.pop("rope_freqs.weight", None)
+        matrices = {name: t.kind for name, t in self._tensors.items() if t.kind in KEPT and len(self.stored[name].shape) == 2}
+        self.kept = {name: KEPT[kind].format for name, kind in matrices.items()}
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value, or `default`."""
@@ -93,6 +96,13 @@ class GGUFWeights(Weights):
             read_into(self._file.fileno(), as_bytes(torch.from_numpy(raw)), tensor.offset + start * row_bytes)
             values = self._values(raw, tensor.kind)
             yield _unpermute(values, block).reshape(-1) if block > 1 else values.reshape(-1)
+
+    def take(self, name: str) -> dict[str, Tensor]:
+        tensor, rows = self._tensors[name], self.stored[name].shape[0]
+        raw = torch.empty((rows, tensor.num_bytes // rows), dtype=torch.uint8)
+        read_into(self._file.fileno(), as_bytes(raw), tensor.offset)
+        block = self._head_rows(name)  # rows are permuted whole, so packed ones as well
+        return KEPT[tensor.kind].take(raw if block is None else _unpermute(raw, block))
 
     def _values(self, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:
         """[rows, width] of packed rows."""

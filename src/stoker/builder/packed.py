@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
+from stoker.builder.kept import READERS
 from stoker.builder.weights import Stored
 
 # The values of FP4 e2m1 by their four bits (OCP Microscaling Formats 1.0, table 5).
@@ -35,34 +35,9 @@ def find_packed(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> d
     if method not in METHODS:
         raise CheckpointError(
             f"The checkpoint is quantized already ({method}).",
-            cure=f"Build from the checkpoint it was made of. Read are: {', '.join(METHODS)}.",
+            cure=f"Build from the checkpoint it was made of. Read are: {', '.join((*READERS, *METHODS))}.",
         )
     return METHODS[method](stored, quantization)
-
-
-def _block_fp8(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str, Packed]:
-    """DeepSeek V3: `x.weight` in float8_e4m3fn and `x.weight_scale_inv`, a factor a block of weight_block_size."""
-    block = quantization.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(side, int) and side > 0 for side in block):
-        raise CheckpointError(f"quantization_config: fp8 with weight_block_size={block!r} is not read.", cure="It must be [rows, columns].")
-    found: dict[str, Packed] = {}
-    for name, entry in stored.items():
-        if entry.dtype != torch.float8_e4m3fn:
-            continue
-        scale = f"{name}_scale_inv"
-        wanted = tuple(math.ceil(size / side) for size, side in zip(entry.shape, block, strict=False))
-        if len(entry.shape) != 2 or scale not in stored or stored[scale].shape != wanted:
-            have = list(stored[scale].shape) if scale in stored else "missing"
-            raise CheckpointError(f"{scale} is {have}, and {name} {list(entry.shape)} needs {list(wanted)}.", cure="Download it again.")
-        found[name] = Packed((name, scale), Stored(entry.shape, torch.float32), lambda parts: unblock(parts[0], parts[1], block))
-    return found
-
-
-def unblock(weight: Tensor, scale: Tensor, block: list[int]) -> Tensor:
-    """float32 of weight [N, K] × scale [⌈N / rows⌉, ⌈K / columns⌉], each scale over its block of (rows, columns)."""
-    rows, columns = block
-    wide = scale.float().repeat_interleave(rows, 0)[: weight.shape[0]].repeat_interleave(columns, 1)[:, : weight.shape[1]]
-    return weight.float() * wide
 
 
 def _mxfp4(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str, Packed]:
@@ -89,5 +64,5 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return values.flatten(-2).transpose(1, 2)
 
 
-# One row per quant_method that is read.
-METHODS: dict[str, Callable[[Mapping[str, Stored], dict[str, Any]], dict[str, Packed]]] = {"fp8": _block_fp8, "mxfp4": _mxfp4}
+# One row per quant_method whose tensors are restored; those of kept.READERS stay as they are.
+METHODS: dict[str, Callable[[Mapping[str, Stored], dict[str, Any]], dict[str, Packed]]] = {"mxfp4": _mxfp4}

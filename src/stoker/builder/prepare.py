@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -15,16 +16,22 @@ from stoker.builder.checkpoint import Checkpoint, open_checkpoint
 from stoker.builder.config import BuildConfig, fit_limits
 from stoker.builder.fetch import fetch
 from stoker.builder.fingerprint import fingerprint
+from stoker.builder.kept import keepable
 from stoker.builder.logical import LogicalWeights
 from stoker.builder.names import Making, plan
 from stoker.builder.shares import check_shares, fit_recipe
 from stoker.engine.config import EngineConfig, Origin, Target
 from stoker.layers.config import ModelConfig, MoEConfig
-from stoker.layers.decoder import layer_specs
+from stoker.layers.decoder import declare, layer_specs
 from stoker.layers.specs import LinearSpec
 from stoker.models import Architecture, resolve
-from stoker.quant.names import find_recipe
-from stoker.quant.recipe import Recipe
+from stoker.models.read import with_rotary
+from stoker.models.resolve import check_version
+from stoker.quant.dense import Dense
+from stoker.quant.format import Format
+from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.names import canonical, find_recipe
+from stoker.quant.recipe import AS_STORED, Recipe
 
 PLAIN = ("float32", "float16", "bfloat16")
 
@@ -54,6 +61,7 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
     path, name = fetch(source)
     checkpoint = open_checkpoint(path, name, weights=not build.dummy_weights)
     architecture, model = read_model(checkpoint)
+    model = adapted(architecture, model, checkpoint, build)
     stored = checkpoint.config.get("quantization_config")
     checkpoint = dataclasses.replace(checkpoint, weights=LogicalWeights(checkpoint.weights, architecture, stored))
     target = find_target(build)
@@ -61,19 +69,47 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
     config = EngineConfig(
         stoker_version=__version__,
         model=model,
-        limits=fit_limits(build.limits, model.max_positions),
+        limits=fit_limits(build.limits, model.max_positions, build.shrinking),
         dtype=build.dtype or ("float32" if target.device == "cpu" else own_dtype(checkpoint)),
         mapping=build.mapping,
-        recipe=find_recipe(build.quantization, build.quantization_settings, build.kv_cache_dtype, target.device),
         target=target,
         weights="dummy" if build.dummy_weights else "files",
         checkpoint=Origin(name=name, fingerprint=""),
     )
+    makings = {} if build.dummy_weights else plan(architecture, model, checkpoint.weights)
+    config = msgspec.structs.replace(config, recipe=_find_recipe(build, config, makings, checkpoint))
     config = msgspec.structs.replace(config, recipe=_measured_on(build, config))
     config = msgspec.structs.replace(config, recipe=fit_recipe(config))
     check_shares(config)
-    makings = {} if build.dummy_weights else plan(architecture, model, checkpoint.weights)
     return Prepared(checkpoint=checkpoint, build=build, config=config, makings=makings)
+
+
+def _find_recipe(build: BuildConfig, config: EngineConfig, makings: dict[str, Making], checkpoint: Checkpoint) -> Recipe:
+    """The one asked for; else that of weights which are quantized already."""
+    asked = build.quantization and canonical(build.quantization)
+    if asked not in (None, AS_STORED):
+        return find_recipe(asked, build.quantization_settings, build.kv_cache_dtype, config.target.device)
+    plain = find_recipe(None, build.quantization_settings, build.kv_cache_dtype)
+    found = stored_recipe(config, makings, checkpoint) if makings else None
+    if found is None and asked is not None:
+        raise ConfigError(f"{checkpoint.name} holds no weights in few bits that can stay as they are.", cure="Name a quantization.")
+    return plain if found is None else msgspec.structs.replace(found, kv_cache=plain.kv_cache)
+
+
+def stored_recipe(config: EngineConfig, makings: dict[str, Making], checkpoint: Checkpoint) -> Recipe | None:
+    """The formats that hold a quantized checkpoint's weights without change; None when it has none."""
+    specs = [spec for spec in declare(config.model).values() if isinstance(spec, LinearSpec)]
+    formats = {spec.name: _arithmetic(keepable(spec, makings, checkpoint.weights) or Dense(), config.dtype) for spec in specs}
+    kept = Counter(formats[spec.name] for spec in specs if spec.quantize and formats[spec.name] != Dense())
+    default = kept.most_common(1)[0][0] if kept else Dense()
+    recipe = Recipe(default=default, name=AS_STORED)
+    others = {spec.name: formats[spec.name] for spec in specs if recipe.format_for(spec) != formats[spec.name]}
+    found = msgspec.structs.replace(recipe, overrides=others)
+    return None if set(formats.values()) == {Dense()} else found
+
+
+def _arithmetic(chosen: Format, dtype: str) -> Format:
+    return msgspec.structs.replace(chosen, dtype=dtype) if isinstance(chosen, GroupedInt8) else chosen
 
 
 def _measured_on(build: BuildConfig, config: EngineConfig) -> Recipe:
@@ -86,6 +122,8 @@ def _measured_on(build: BuildConfig, config: EngineConfig) -> Recipe:
 
 def measures(model: ModelConfig, recipe: Recipe) -> bool:
     """Whether something of the recipe is measured by calibration."""
+    if recipe.name == AS_STORED:  # scales of activations are stored too
+        return recipe.kv_cache is not None
     linears = [spec for i in range(model.num_layers) for spec in layer_specs(model, i).values() if isinstance(spec, LinearSpec)]
     return recipe.kv_cache is not None or any(recipe.format_for(spec).needs_calibration for spec in linears)
 
@@ -108,6 +146,19 @@ def read_model(checkpoint: Checkpoint) -> tuple[Architecture, ModelConfig]:
         raise CheckpointError(f"{checkpoint.name}: config.json has no {problem}.", cure="Download it again.") from None
     except (TypeError, ValueError, ZeroDivisionError) as problem:
         raise CheckpointError(f"{checkpoint.name}: config.json has a wrong value ({problem}).", cure="Download it again.") from None
+
+
+def adapted(architecture: Architecture, model: ModelConfig, checkpoint: Checkpoint, build: BuildConfig) -> ModelConfig:
+    """`model` with the build's own rotary settings. Raises ConfigError for a version or rotary_dim that is not the checkpoint's."""
+    for option, value in build.versions.items():
+        check_version(architecture, checkpoint.config, option, value)
+    dims = {layer.attention.rope.dim for layer in model.layers if layer.attention.rope is not None}
+    if build.rotary_dim is not None and dims != {build.rotary_dim}:
+        found = " or ".join(map(str, sorted(dims))) or "no rotary positions"
+        raise ConfigError(f"rotary_dim={build.rotary_dim}: the checkpoint has {found}.", cure="Leave it out.")
+    if build.rotary_base is None and build.rotary_scaling_type is None:
+        return model
+    return with_rotary(model, base=build.rotary_base, scaling=build.rotary_scaling_type, factor=build.rotary_scaling_factor)
 
 
 def own_dtype(checkpoint: Checkpoint) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.base.errors import CheckpointError
 from stoker.engine.tensor_file import Entry, as_bytes, num_bytes, read_header, read_into
+from stoker.quant.format import Format
 
 CHUNK_BYTES = 16 << 20
 FETCH = "Download the checkpoint again."
@@ -38,6 +39,7 @@ class Weights(ABC):
 
     stored: dict[str, Stored]
     files: list[Path]
+    kept: Mapping[str, Format] = {}  # weights stored in few bits, and the format of quant/ that holds them without change
 
     @abstractmethod
     def chunks(self, name: str) -> Iterator[Tensor]:
@@ -52,6 +54,10 @@ class Weights(ABC):
             flat[done : done + piece.numel()] = piece
             done += piece.numel()
         return out
+
+    def take(self, name: str) -> dict[str, Tensor]:
+        """A weight of `kept` as its format stores it: tensors by suffix."""
+        raise KeyError(name)
 
     def locate(self, name: str) -> str:
         """Where a tensor is, for messages."""

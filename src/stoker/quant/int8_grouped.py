@@ -50,7 +50,7 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         most = (split - offset.float()).abs().amax(-1, keepdim=True)
         scale = (most / 127).clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
         codes = ((split - offset.float()) / scale.float()).round().clamp(-127, 127).to(torch.int8)
-        stored = {"weight": groups.join(codes, weight.shape[-1]), "scale": scale.squeeze(-1)}
+        stored = {"weight": groups.join(codes, weight.shape[-1]).contiguous(), "scale": scale.squeeze(-1)}
         return stored | {"offset": offset.squeeze(-1)} if self.shifted else stored
 
     def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:

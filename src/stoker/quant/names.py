@@ -17,7 +17,7 @@ from stoker.quant.fp8 import Fp8
 from stoker.quant.gptq import GPTQ
 from stoker.quant.int4 import Int4
 from stoker.quant.int8 import Int8
-from stoker.quant.recipe import KV_DTYPES, Recipe
+from stoker.quant.recipe import AS_STORED, KV_DTYPES, Recipe
 from stoker.quant.smoothquant import SmoothQuant
 
 
@@ -48,8 +48,9 @@ for _name, _row in {
 
 # Other spellings, in lower case.
 ALIASES = {
-    "none": "NO_QUANT", "weights_int8": "WEIGHTS_ONLY_INT8", "int8": "WEIGHTS_ONLY_INT8", "weights_int4": "WEIGHTS_ONLY_INT4",
-    "int4": "WEIGHTS_ONLY_INT4", "weights_int4_kv_int8": "WEIGHTS_KV_INT4", "int4_awq": "AWQ", "smoothquant": "SMOOTH_QUANT",
+    "none": "NO_QUANT", "as_stored": AS_STORED, "weights_int8": "WEIGHTS_ONLY_INT8", "int8": "WEIGHTS_ONLY_INT8",
+    "weights_int4": "WEIGHTS_ONLY_INT4", "int4": "WEIGHTS_ONLY_INT4", "weights_int4_kv_int8": "WEIGHTS_KV_INT4",
+    "int4_awq": "AWQ", "smoothquant": "SMOOTH_QUANT",
 }  # fmt: skip
 
 

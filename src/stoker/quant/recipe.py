@@ -16,6 +16,7 @@ from stoker.quant.dense import Dense
 from stoker.quant.format import FORMATS, Format
 
 TILE = 16  # of the matrix units: operands of other widths are slower, or refused by the FP8 ones
+AS_STORED = "AS_STORED"  # the recipe of weights that a checkpoint holds in few bits already
 KV_DTYPES = ("int8", "float8_e4m3fn")
 
 

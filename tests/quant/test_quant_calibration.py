@@ -1,0 +1,288 @@
+"""Calibration: statistics, scales that are free, ranges of the cache, and the formats that use them, against plain rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError, EngineError
+from stoker.builder.accuracy import check_accuracy
+from stoker.builder.build import build
+from stoker.builder.calibrate import CheckpointSource, State, dense_tensors
+from stoker.builder.calibration_text import read_text
+from stoker.builder.config import BuildConfig
+from stoker.builder.prepare import Prepared, prepare
+from stoker.distributed.group import SINGLE
+from stoker.engine.reader import Engine
+from stoker.engine.stream import LayerStream, windows
+from stoker.layers.decoder import layer_specs
+from stoker.layers.loader import Loader
+from stoker.layers.specs import LinearSpec
+from stoker.quant import fold as folding
+from stoker.quant.awq import AWQ
+from stoker.quant.calibration import KVRange, TensorTable, default_text, held_out_text
+from stoker.quant.format import Format
+from stoker.quant.gptq import GPTQ
+from stoker.quant.int4 import Int4
+from stoker.quant.recipe import Recipe
+from stoker.quant.smoothquant import SmoothQuant
+from stoker.quant.stats import InputStats
+
+CPU = torch.device("cpu")
+QUICK: dict[str, Any] = {"calibration_size": 4, "calibration_seq_len": 64, "device": "cpu"}
+
+
+def inputs(columns: int = 128, count: int = 600) -> Tensor:
+    """Correlated inputs, a few of them far larger than the rest, as layers of language models see."""
+    torch.manual_seed(1)
+    x = torch.randn(count, columns // 4) @ torch.randn(columns // 4, columns) * 0.3 + torch.randn(count, columns) * 0.3
+    x[:, ::29] *= 20
+    return x
+
+
+def measured(x: Tensor) -> InputStats:
+    stats = InputStats.zeros(x.shape[1], CPU)
+    for piece in x.split(100):
+        stats.add(piece)
+    return stats
+
+
+def output_error(chosen: Format, weight: Tensor, x: Tensor, stats: InputStats | None) -> float:
+    """Relative error of the outputs, with the format's own scaling of the inputs if it asks for one."""
+    spec = LinearSpec(name="x", in_features=weight.shape[1], parts=(weight.shape[0],))
+    factors = None if stats is None else chosen.smooth(weight, spec, stats)
+    if factors is None:
+        factors = torch.ones(weight.shape[1])
+    scaled = None if stats is None else stats.divided(factors)
+    op = chosen.load(chosen.quantize(weight * factors, spec, scaled), None)
+    exact = x @ weight.t()
+    return float((op(x / factors) - exact).norm() / exact.norm())  # type: ignore[operator]
+
+
+def test_statistics_are_sums_over_all_rows() -> None:
+    x = inputs()
+    stats = measured(x)
+    assert torch.allclose(stats.gram, x.t() @ x, rtol=1e-4, atol=1e-2)
+    assert torch.allclose(stats.mean_abs, x.abs().mean(0), rtol=1e-4)
+    assert torch.equal(stats.amax, x.abs().amax(0)) and stats.count == 600
+    factors = torch.rand(128) + 0.5
+    divided, again = stats.divided(factors), measured(x / factors)
+    assert torch.allclose(divided.gram, again.gram, rtol=1e-3, atol=1e-1) and torch.allclose(divided.amax, again.amax)
+
+
+@pytest.mark.parametrize("columns", [128, 144])
+def test_blocks_are_the_grams_of_groups(columns: int) -> None:
+    stats = measured(inputs(columns))
+    blocks = stats.blocks(64)
+    assert blocks.shape == (-(-columns // 64), 64, 64)
+    for group in range(blocks.shape[0]):
+        part = stats.gram[group * 64 : group * 64 + 64, group * 64 : group * 64 + 64] / stats.count
+        assert torch.allclose(blocks[group, : part.shape[0], : part.shape[1]], part)
+        assert not blocks[group, part.shape[0] :].any()
+
+
+@pytest.mark.parametrize("zero", ["none", "int"])
+def test_awq_and_gptq_undo_most_of_the_error_of_rounding(zero: Any) -> None:
+    x, weight = inputs(), torch.randn(64, 128)
+    stats = measured(x)
+    plain = output_error(Int4(group_size=128, zero=zero, clip=False), weight, x, None)
+    assert output_error(AWQ(group_size=128, zero=zero), weight, x, stats) < 0.6 * plain
+    assert output_error(GPTQ(group_size=128, zero=zero), weight, x, stats) < 0.5 * plain
+    assert output_error(GPTQ(group_size=128, zero=zero, act_order=False), weight, x, stats) < 0.6 * plain
+
+
+def test_gptq_of_independent_inputs_is_rounding() -> None:
+    weight = torch.randn(8, 64)
+    spec, stats = LinearSpec(name="x", in_features=64, parts=(8,)), InputStats(torch.eye(64) * 9, torch.ones(64), torch.ones(64), 9)
+    ours, plain = GPTQ(group_size=32, clip=False).quantize(weight, spec, stats), Int4(group_size=32, clip=False).quantize(weight, spec)
+    assert all(torch.equal(ours[suffix], plain[suffix]) for suffix in plain)
+
+
+def test_gptq_takes_inputs_that_never_occur() -> None:
+    x = inputs()
+    x[:, 5:9] = 0
+    assert output_error(GPTQ(group_size=32), torch.randn(16, 128), x, measured(x)) < 0.2
+
+
+def test_smoothing_saves_activations_with_one_scale() -> None:
+    x, weight = inputs(), torch.randn(64, 128)
+    stats = measured(x)
+    smooth = output_error(SmoothQuant(per_token=False), weight, x, stats)
+    plain = output_error(SmoothQuant(per_token=False, alpha=0.0), weight / weight.abs().amax(0), x, stats)
+    assert smooth < 0.5 * plain
+
+
+def test_calibrated_formats_without_measurements_are_refused() -> None:
+    spec = LinearSpec(name="layers.0.mlp.up", in_features=64, parts=(8,))
+    for chosen in (GPTQ(), SmoothQuant(per_token=False)):
+        with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up"):
+            chosen.quantize(torch.randn(8, 64), spec, None)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},  # biases
+    "gemma2": {"head_dim": 8},  # norms on both sides
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "cohere": {},  # one norm for attention and MLP
+    "gpt_neox": {"num_key_value_heads": 6},  # two norms, side by side
+    "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48},  # relu
+    "olmo2": {},  # norms after
+}
+
+
+def _dense_layer(prepared: Prepared, dense: Loader) -> dict[str, Tensor]:
+    """The first layer's tensors, unquantized, by engine name."""
+    return {name: tensor for spec in layer_specs(prepared.config.model, 0).values() for name, tensor in dense_tensors(spec, dense).items()}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_folds_leave_a_layer_as_it_was(model_type: str, tmp_path: Path) -> None:
+    """Arbitrary factors, undone in norms and rows: the same stream comes out. A wrong fold changes it grossly."""
+    made = tiny.model(model_type, **MODELS[model_type])
+    made.save_pretrained(tmp_path)  # experts in the hub's spelling
+    prepared = prepare(tmp_path, BuildConfig(device="cpu"))
+    model = prepared.config.model
+    dense = Loader(CheckpointSource(prepared, CPU), Recipe(), torch.float32, CPU, SINGLE)
+    torch.manual_seed(3)
+    stream = LayerStream(model, windows(torch.randint(0, 320, (60,)).tolist(), 30))
+    stream.begin(dense)
+    weights = _dense_layer(prepared, dense)
+    found = folding.folds(model.layers[0], "layers.0")
+    assert found or model_type == "olmo2"
+    consumers = {consumer for fold in found for consumer in fold.consumers}
+    for fold in found:
+        size = weights[f"{fold.consumers[0]}.weight"].shape[-1]
+        factors = folding.apply(fold, torch.rand(size) * 2 + 0.5, weights)
+        assert factors.shape == (size,)
+    before = stream.hidden
+    stream.advance(dense)
+    expected = stream.hidden
+    stream.layer, stream.hidden = 0, before
+    stream.advance(Loader(TensorTable(weights), Recipe(), torch.float32, CPU, SINGLE))
+    for ours, theirs in zip(stream.hidden, expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+    if model_type in ("llama", "qwen2", "mixtral"):
+        assert consumers >= {"layers.0.attention.qkv", "layers.0.attention.out"}
+
+
+def test_kv_ranges_are_the_largest_of_each_head() -> None:
+    keys = torch.randn(2, 3, 5, 8)
+    found = KVRange("int8")
+    found.add(keys[:1], keys[:1] * 2)
+    found.add(keys[1:], keys[1:] * 2)
+    scales = found.scales()
+    assert torch.allclose(scales["key_scale"], keys.abs().amax(dim=(0, 2, 3)) / 127)
+    assert torch.allclose(scales["value_scale"], scales["key_scale"] * 2)
+    latent = KVRange("float8_e4m3fn")
+    latent.add(keys, None)
+    assert set(latent.scales()) == {"key_scale"}
+
+
+def test_shipped_text_is_cut_in_two_that_share_nothing() -> None:
+    assert len(default_text()) > 200_000 and len(held_out_text()) == 24_000
+    assert held_out_text()[:200] not in default_text()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.model(), tmp_path_factory.mktemp("quant") / "hf")
+
+
+def test_an_interrupted_calibration_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BuildConfig(quantization="AWQ", kv_cache_dtype="int8", max_perplexity_increase=9.0, **QUICK)
+    whole = build(checkpoint, tmp_path / "whole", config)
+    real, saved = State.save, []
+
+    def failing(self: State, index: int, *rest: Any) -> None:
+        saved.append(index)
+        if index == 1 and len(saved) == 2:
+            raise KeyboardInterrupt
+        real(self, index, *rest)
+
+    monkeypatch.setattr(State, "save", failing)
+    with pytest.raises(KeyboardInterrupt):
+        build(checkpoint, tmp_path / "again", config)
+    again = build(checkpoint, tmp_path / "again", config)
+    assert saved == [0, 1, 1, 2]
+    assert again.config.files["rank0.safetensors"] == whole.config.files["rank0.safetensors"]
+    assert not list((tmp_path / "cache").glob("calibration/*")), "what was kept for resuming is gone with the finished build"
+    assert again.config.recipe.calibration == {"data": "default", "size": 4, "seq_len": 64}
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", "float8_e4m3fn"])
+def test_cache_scales_are_measured_and_used(checkpoint: Path, tmp_path: Path, kv_cache: str) -> None:
+    engine = build(
+        checkpoint, tmp_path / "engine", BuildConfig(kv_cache_dtype=kv_cache, max_perplexity_increase=1.0, **QUICK), verify="files"
+    )
+    tokens = windows(list(range(1, 200)), 64)
+    exact = build(checkpoint, tmp_path / "exact", BuildConfig(device="cpu"), verify="files")
+    scores = [LayerStream(e.config.model, tokens).run(e.loader()) for e in (engine, exact)]
+    assert engine.kv_dtype == getattr(torch, kv_cache)
+    assert scores[0].nll != scores[1].nll
+    assert scores[0].perplexity == pytest.approx(scores[1].perplexity, rel=0.02)
+    ones = Loader(_Ones(engine), engine.config.recipe, torch.float32, CPU, SINGLE)
+    assumed = LayerStream(engine.config.model, tokens).run(ones)
+    assert abs(assumed.nll - scores[1].nll) > 3 * abs(scores[0].nll - scores[1].nll), "scales of one would be worse"
+
+
+class _Ones(TensorTable):
+    """The engine's tensors, with a scale of one for every head."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.source = engine.source()
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        found = self.source.get(name, shape, dtype)
+        return torch.ones_like(found) if name.endswith(("key_scale", "value_scale")) else found
+
+
+def test_the_accuracy_check_reports_and_refuses(checkpoint: Path, tmp_path: Path) -> None:
+    config = BuildConfig(quantization="WEIGHTS_ONLY_INT4", quantization_settings={"group_size": 128, "zero": "none"}, **QUICK)
+    engine = build(checkpoint, tmp_path / "engine", msgspec.structs.replace(config, max_perplexity_increase=9.0))
+    found = engine.config.checks["accuracy"]
+    assert found["tokens"] > 100 and found["skipped"] == ""
+    assert found["increase"] == pytest.approx(found["perplexity_after"] / found["perplexity_before"] - 1)
+    assert 0 < found["greedy_agreement"] < 1
+    strict = msgspec.structs.replace(config, max_perplexity_increase=found["increase"] - 0.01)
+    with pytest.raises(EngineError, match=r"WEIGHTS_ONLY_INT4 raises perplexity by .*% is allowed.*--max-perplexity-increase"):
+        build(checkpoint, tmp_path / "refused", strict)
+    assert not (tmp_path / "refused").exists()
+
+
+def test_perplexity_before_is_that_of_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    engine = build(checkpoint, tmp_path / "engine", BuildConfig(device="cpu"), verify="files")
+    ids = torch.randint(0, 320, (100,), generator=torch.Generator().manual_seed(5)).tolist()
+    ours = LayerStream(engine.config.model, windows(ids, 40)).run(engine.loader())
+    model = tiny.model()
+    with torch.inference_mode():
+        losses = [
+            (model(torch.tensor([part]), labels=torch.tensor([part])).loss, len(part) - 1) for part in (ids[:40], ids[40:80], ids[80:])
+        ]
+    assert ours.count == 97
+    assert ours.nll == pytest.approx(float(sum(loss * count for loss, count in losses)), rel=1e-4)
+
+
+def test_without_a_tokenizer_nothing_is_calibrated(checkpoint: Path, tmp_path: Path) -> None:
+    prepared = prepare(checkpoint, BuildConfig(quantization="WEIGHTS_ONLY_INT8", **QUICK))
+    assert check_accuracy(prepared, tmp_path, ask=True, progress=lambda *_: None).skipped == "there is no tokenizer"
+
+
+def test_calibration_data_comes_from_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.jsonl").write_text('{"text": "second"}\n{"article": "third"}\n')
+    (tmp_path / "c.json").write_text('["fourth"]')
+    assert read_text(str(tmp_path)) == "first\n\nsecond\n\nthird\n\nfourth"
+    (tmp_path / "c.json").write_text('[{"label": 1}]')
+    with pytest.raises(ConfigError, match=r"c\.json: a row has no text, content or article"):
+        read_text(str(tmp_path))
+    (tmp_path / "d.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"d\.bin is no text"):
+        read_text(str(tmp_path / "d.bin"))
