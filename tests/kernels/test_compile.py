@@ -20,7 +20,7 @@ FOUR_PROGRAMS = 128  # registers: four decode programs of four warps a multiproc
 BOUNDS = {
     "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "add_norm": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0), "rope fp8": (SMALL, 0), "rope int8": (SMALL, 0),
-    "decode 1": (FOUR_PROGRAMS, 0), "decode 64": (FOUR_PROGRAMS, 0), "decode 256": (FOUR_PROGRAMS, 0), "decode fp8": (FOUR_PROGRAMS, 0),
+    "decode 1": (144, 0), "decode 64": (FOUR_PROGRAMS, 0), "decode 256": (FOUR_PROGRAMS, 0), "decode fp8": (FOUR_PROGRAMS, 0),
     "decode int8": (144, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
     "decode latent": (192, 32),
     "prefill 256 wide": (255, 32), "prefill latent": (255, 128),
