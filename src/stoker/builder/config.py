@@ -31,6 +31,12 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     dummy_weights: bool = False  # write no weights; random ones are made at load
     trust_remote_code: bool = False  # let the checkpoint's own Python run, for its tokenizer and for verification
     tokenizer: str | None = None  # a directory to take the tokenizer from; None: the checkpoint
+    shrinking: tuple[str, ...] = ()  # lengths of `limits` that shrink too, since nobody chose them
+    versions: dict[str, str] = {}  # foreign options that name a model's version, such as gpt_model_version: checked, nothing else
+    rotary_base: float | None = None  # in place of the checkpoint's rope_theta
+    rotary_dim: int | None = None  # checked: it must be the checkpoint's
+    rotary_scaling_type: str | None = None  # linear or dynamic; with rotary_scaling_factor
+    rotary_scaling_factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -47,17 +53,17 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {**own, "quantization_settings": {name: value for name, value in settings.items() if name not in own}}
 
 
-def fit_limits(asked: Limits, max_positions: int) -> Limits:
+def fit_limits(asked: Limits, max_positions: int, shrinking: tuple[str, ...] = ()) -> Limits:
     """Limits that the model's positions allow.
 
-    Lengths left at their default shrink, and prompt and output together stay within the positions. Raises ConfigError for lengths that
-    were chosen and don't fit.
+    Lengths left at their default and those in `shrinking` shrink, and prompt and output together stay within the positions.
+    Raises ConfigError for lengths that were chosen and don't fit.
     """
     if asked.max_seq_len <= max_positions:
         return asked
     default = Limits()
     names = ("max_input_len", "max_output_len", "max_total_len")
-    chosen = {name: getattr(asked, name) for name in names if getattr(asked, name) != getattr(default, name)}
+    chosen = {name: getattr(asked, name) for name in names if getattr(asked, name) != getattr(default, name) and name not in shrinking}
     lengths = [value for name, value in chosen.items() if name != "max_total_len"]
     if "max_total_len" in chosen or len(lengths) == 2 or any(value >= max_positions for value in lengths):
         what = ", ".join(f"{name}={value}" for name, value in chosen.items())

@@ -24,9 +24,8 @@ from stoker.engine.config import EngineConfig, Origin, Target
 from stoker.layers.config import ModelConfig, MoEConfig
 from stoker.layers.decoder import declare, layer_specs
 from stoker.layers.specs import LinearSpec
-from stoker.models import Architecture, resolve
+from stoker.models import Architecture, check_version, resolve
 from stoker.models.read import with_rotary
-from stoker.models.resolve import check_version
 from stoker.quant.dense import Dense
 from stoker.quant.format import Format
 from stoker.quant.int8_grouped import GroupedInt8

@@ -9,11 +9,11 @@ import msgspec
 
 from stoker.base import env
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
-from stoker.deploy.deployment import Deployment, EngineInfo, EngineSource, recognise
+from stoker.deploy import resolve
+from stoker.deploy.deployment import Deployment, EngineInfo
 from stoker.deploy.triton.export import five_models
-from stoker.engine.reader import Engine, is_engine
+from stoker.engine.reader import Engine
 from stoker.server.schemas.settings import ServerSettings
 from stoker.server.schemas.triton_models import TritonOptions
 
@@ -27,30 +27,52 @@ class Deployed(msgspec.Struct, kw_only=True):
     engine: Path
     settings: ServerSettings
     runtime: RuntimeConfig
+    deployment: Deployment
     tokenizer: Path | None = None
     devices: tuple[int, ...] | None = None
-    deployment: Deployment | None = None  # None: the path is an engine
 
 
-def deployed(path: Path, settings: ServerSettings, runtime: RuntimeConfig) -> Deployed:
-    """What is asked on the command line wins over the folder's own settings. Raises ConfigError and EngineError."""
-    if is_engine(path) or not path.is_dir():
-        info = engine_info(path)
-        options = TritonOptions(models=five_models(info, {"decoupled_mode": "true"}), unary=True, max_beam_width=info.limits.max_beam_width)
-        return Deployed(engine=path, settings=msgspec.structs.replace(settings, options=options), runtime=runtime)
-    deployment = recognise(path).load(path, env.child_environment())
+def deployed(
+    path: str | Path | None,
+    settings: ServerSettings,
+    runtime: RuntimeConfig,
+    given: frozenset[str] | None = None,
+    progress: resolve.Progress | None = None,
+) -> Deployed:
+    """The engine of a path or address, fetched or built where it must be.
+
+    Fields in `given` were set on the command line and win over the folder's own settings; without it, those that are not at their
+    default. Raises ConfigError, CheckpointError and EngineError.
+    """
+    deployment = overridden(resolve.read(path, env.child_environment(), progress), settings, runtime, given)
     for note in deployment.notes:
         log.log(30 if note.severity == "warning" else 20, "%s", note)
-    engine = _engine(deployment)
-    engine_info(engine)
+    found = resolve.ready(deployment, env.child_environment(), progress)
     return Deployed(
-        engine=engine,
-        settings=over(deployment.server, settings),
-        runtime=over(deployment.runtime, runtime),
-        tokenizer=_tokenizer(deployment, engine),
+        engine=found.engine,
+        settings=_with_models(deployment.server, found.engine),
+        runtime=deployment.runtime,
+        deployment=found.deployment,
+        tokenizer=found.tokenizer,
         devices=deployment.devices,
-        deployment=deployment,
     )
+
+
+def overridden(
+    deployment: Deployment, settings: ServerSettings, runtime: RuntimeConfig, given: frozenset[str] | None = None
+) -> Deployment:  # fmt: skip
+    """`deployment` with what the command line says."""
+    server, run = over(deployment.server, settings, given), over(deployment.runtime, runtime, given)
+    return msgspec.structs.replace(deployment, server=server, runtime=run)
+
+
+def _with_models(settings: ServerSettings, engine: Path) -> ServerSettings:
+    """Triton's five models where the format has no options of its own."""
+    info = engine_info(engine)
+    if settings.options is not None:
+        return settings
+    options = TritonOptions(models=five_models(info, {"decoupled_mode": "true"}), unary=True, max_beam_width=info.limits.max_beam_width)
+    return msgspec.structs.replace(settings, options=options)
 
 
 def engine_info(path: Path) -> EngineInfo:
@@ -61,30 +83,9 @@ def engine_info(path: Path) -> EngineInfo:
     )  # fmt: skip
 
 
-def over(base: S, asked: S) -> S:
-    """`base` with every field of `asked` that is not its default."""
+def over(base: S, asked: S, given: frozenset[str] | None = None) -> S:
+    """`base` with the fields of `asked` that are `given`; without that, with those that are not at their default."""
     default = type(asked)()
-    changed = {name: value for name in asked.__struct_fields__ if (value := getattr(asked, name)) != getattr(default, name)}
+    names = [name for name in asked.__struct_fields__ if given is None or name in given]
+    changed = {name: value for name in names if (value := getattr(asked, name)) != getattr(default, name) or given is not None}
     return msgspec.structs.replace(base, **changed)
-
-
-def _engine(deployment: Deployment) -> Path:
-    if not isinstance(deployment.source, EngineSource):
-        raise ConfigError(
-            f"{deployment.path} names a checkpoint, {deployment.source.checkpoint}.",
-            cure="Build an engine of it with stoker build, and name that.",
-        )
-    path = Path(deployment.source.location)
-    if not path.is_dir():
-        raise ConfigError(f"{deployment.path} names the engine {path}, which is no directory here.", cure="Correct the path.")
-    return path
-
-
-def _tokenizer(deployment: Deployment, engine: Path) -> Path | None:
-    """A directory with a tokenizer.json; the engine carries its own for everything else."""
-    if deployment.tokenizer is None or Path(deployment.tokenizer) == engine:
-        return None
-    if (Path(deployment.tokenizer) / "tokenizer.json").is_file():
-        return Path(deployment.tokenizer)
-    log.warning("%s: tokenizer_dir %s has no tokenizer.json here; the engine's own is used.", deployment.path, deployment.tokenizer)
-    return None

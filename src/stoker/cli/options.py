@@ -99,6 +99,12 @@ def _value(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def given(context: typer.Context) -> frozenset[str]:
+    """Names of the parameters that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
 def lines_of(path: Path, what: str) -> list[str]:
     """The non-empty lines of a text file. Raises ConfigError that names the file and what it was to hold."""
     try:

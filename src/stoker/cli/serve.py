@@ -1,4 +1,4 @@
-"""`stoker serve`: an engine behind HTTP."""
+"""`stoker serve`: a model behind HTTP, whatever its folder is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import typer
 
 from stoker.base import env, logging
 from stoker.base.config import RuntimeConfig
-from stoker.cli.options import fields, lines_of, runtime_options
+from stoker.cli.options import fields, given, lines_of, runtime_options
 from stoker.server.schemas.settings import ServerSettings
+
+log = logging.get_logger(__name__)
 
 SERVER = {
     "host": "Address to listen on; 0.0.0.0 to be reachable from other machines.",
@@ -19,7 +21,7 @@ SERVER = {
     "grpc_port": "KServe over gRPC, Triton's is 8001; 0: any free port. Default: closed.",
     "metrics_port": "Metrics on a port of their own too, Triton's is 8002. Default: on the HTTP port only.",
     "model_name": "The name that clients use. Default: the folder's.",
-    "protocols": "Open this protocol only: openai, kserve. May be repeated. Default: all.",
+    "protocols": "Open this protocol only: openai, kserve, sagemaker, truss. May be repeated. Default: what the folder says.",
     "add_special_tokens": "The tokenizer's own prefix before prompts that are text.",
     "skip_special_tokens": "Special tokens make no text.",
     "default_max_tokens": "For requests that name none. Default: the protocol's own.",
@@ -39,13 +41,25 @@ SERVER = {
 @runtime_options
 @fields(ServerSettings, "settings", SERVER)
 def serve(
-    engine: Annotated[Path, typer.Argument(help="An engine directory, or a folder that deploys one, such as a Triton repository.")],
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="An engine, a checkpoint, a .gguf file, or a folder that deploys one: Triton, LMI, Truss; or an address of one. "
+            "Default: /opt/ml/model, as SageMaker starts a container."
+        ),
+    ] = None,
     api_keys: Annotated[Path | None, typer.Option(help="A file of keys, one a line; clients must send one as a bearer token.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what was understood, and where each setting is from; serve nothing.")
+    ] = False,
     *,
     settings: ServerSettings,
     runtime: RuntimeConfig,
 ) -> None:
-    """Serve an engine over HTTP: OpenAI and Triton (KServe v2) on one port, Prometheus metrics at /metrics.
+    """Serve a model over HTTP: OpenAI, Triton (KServe v2) and SageMaker on one port, Prometheus metrics at /metrics.
+
+    A checkpoint is built first, once for this machine. Options win over what a folder says.
 
     Ctrl-C or SIGTERM lets requests in flight end, then stops; a second one stops at once.
 
@@ -54,14 +68,38 @@ def serve(
       stoker serve engine
 
       stoker serve engine --host 0.0.0.0 --port 8080 --api-keys keys.txt --kv-cache-fraction 0.8
-    """
-    from stoker.cli.deployed import deployed
-    from stoker.server.process import serve as run
 
+      stoker serve my-truss --dry-run
+    """
     if not env.text("STOKER_LOG"):
-        logging.configure("INFO")
-    found = deployed(engine, settings, runtime)  # a bad engine is told here, in one line, before any process starts
-    settings = found.settings
+        logging.configure("WARNING" if dry_run else "INFO")
+    if dry_run:
+        return _dry_run(model, settings, runtime, given(context))
     if api_keys is not None:
         settings = msgspec.structs.replace(settings, api_keys=tuple(lines_of(api_keys, "key")))
-    raise typer.Exit(run(found.engine, found.runtime, settings, typer.echo, tokenizer=found.tokenizer, devices=found.devices))
+    raise typer.Exit(_serve(model, settings, runtime, given(context)))
+
+
+def _dry_run(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, named: frozenset[str]) -> None:
+    from stoker.cli.deployed import overridden
+    from stoker.cli.understood import understood
+    from stoker.deploy import resolve
+
+    deployment = overridden(resolve.read(model, env.child_environment()), settings, runtime, named)
+    typer.echo("\n".join(understood(deployment, named)))
+
+
+def _serve(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, named: frozenset[str]) -> int:
+    from rich.console import Console
+
+    from stoker.cli.deployed import deployed
+    from stoker.cli.progress import Bars, Lines
+    from stoker.server.process import serve as run
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with Bars(console) as bars:
+            found = deployed(model, settings, runtime, named, bars)
+    else:
+        found = deployed(model, settings, runtime, named, Lines(log.info))
+    return run(found.engine, found.runtime, found.settings, typer.echo, tokenizer=found.tokenizer, devices=found.devices)
