@@ -105,7 +105,7 @@ def _exact_activations(chosen: Format) -> Format:
     return msgspec.structs.replace(chosen, per_token=True) if isinstance(chosen, SmoothQuant) else chosen
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 5, 200])
 @pytest.mark.parametrize("case", [name for name, (chosen, _) in CASES.items() if not isinstance(chosen, (SmoothQuant, Fp8, BlockFp8))])
 @pytest.mark.parametrize("size", ["even", "ragged"])
 def test_weight_only_linears_multiply_by_what_is_stored(case: str, size: str, rows: int) -> None:
@@ -115,7 +115,7 @@ def test_weight_only_linears_multiply_by_what_is_stored(case: str, size: str, ro
     expected = x.double() @ real_weight(chosen, spec, stored).double().t() + bias
     found = multiplied(chosen, spec, stored, x, bias)
     # The packed int4 kernel computes in bfloat16: inputs, scales and results are rounded to 8 bits.
-    tolerance = 0.02 if isinstance(chosen, Int4) and rows <= 16 else 2e-4
+    tolerance = 0.02 if isinstance(chosen, Int4) and rows < 200 else 2e-4
     assert float((found - expected).abs().max() / expected.abs().max()) < tolerance
 
 
