@@ -107,7 +107,7 @@ WRONG = [
     (["generate", "ENGINE", "--file", "NOWHERE"], 2, "cannot be read"),
     (["generate", "ENGINE", "hi", "--max-batch-size", "9"], 2, "Build the engine with --max-batch-size 9."),
     (["generate", "NOWHERE", "hi"], 1, "is not an engine: it does not exist."),
-    (["serve", "NOWHERE"], 1, "is not an engine: it does not exist."),
+    (["serve", "NOWHERE"], 1, "does not exist."),
     (["serve", "ENGINE", "--port", "65536"], 2, "http_port=65536 is refused. Use a whole number from 0 to 65535."),
     (["serve", "ENGINE", "--host", "no-such-host.invalid", "--port", "0"], 2, "cannot be used"),
     (["inspect", "NOWHERE"], 1, "is not an engine"),
