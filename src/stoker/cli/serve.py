@@ -50,9 +50,7 @@ def serve(
         ),
     ] = None,
     api_keys: Annotated[Path | None, typer.Option(help="A file of keys, one a line; clients must send one as a bearer token.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what was understood, and where each setting is from; serve nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what was understood, and where from; serve nothing.")] = False,
     *,
     settings: ServerSettings,
     runtime: RuntimeConfig,

@@ -61,7 +61,10 @@ def ready(deployment: Deployment, environment: Environment[str, str], progress: 
     Raises CheckpointError, ConfigError or EngineError; no message holds a secret's value.
     """
     source = deployment.source
-    local = fetch(source.location if isinstance(source, EngineSource) else source.checkpoint, source, environment, progress)
+    location = source.location if isinstance(source, EngineSource) else source.checkpoint
+    if isinstance(source, EngineSource) and Path(location).is_absolute() and not Path(location).exists():
+        raise ConfigError(f"{deployment.path} names the engine {location}, which is no directory here.", cure="Correct the path.")
+    local = fetch(location, source, environment, progress)
     complete = FORMATS.get(deployment.format).complete
     if complete is not None:
         deployment = complete(deployment, local)

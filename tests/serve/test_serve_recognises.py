@@ -1,0 +1,237 @@
+"""`stoker serve DIR`: what a folder is taken for, what is built of it, and what --dry-run says."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.base.errors import CheckpointError, ConfigError, EngineError, StokerError
+from stoker.cli.main import main
+from stoker.deploy import lmi, resolve, truss
+from stoker.deploy.deployment import BuildOptions
+from stoker.engine.reader import Engine
+
+PROPERTIES = "option.model_id={}\noption.max_rolling_batch_size=4\noption.tensor_parallel_degree=1\n"
+TRUSS = "model_name: tiny\ntrt_llm:\n  build:\n    base_model: llama\n    checkpoint_repository:\n      source: LOCAL\n      repo: {}\n"
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (lmi, truss):
+        monkeypatch.setattr(module, "visible_gpus", lambda environment: 0)
+
+
+def folder(path: Path, name: str, text: str) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / name).write_text(text)
+    return path
+
+
+def ready(path: Path, progress: Any = None, **environment: str) -> resolve.Ready:
+    return resolve.ready(resolve.read(path, environment), environment, progress)
+
+
+def stoker(*args: object) -> int:
+    before, sys.argv = sys.argv, ["stoker", *map(str, args)]
+    try:
+        return main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    finally:
+        sys.argv = before
+
+
+def test_each_format_is_recognised_and_built_once(checkpoint: Path, tmp_path: Path) -> None:
+    """Checkpoint, LMI, Truss; then the engine that came of them."""
+    served = folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint))
+    found = ready(served)
+    config = Engine.open(found.engine).config
+    assert (found.deployment.format, config.limits.max_batch_size) == ("lmi", 4)
+    assert config.limits.max_seq_len == 256, "lengths that nobody chose shrink to the model's positions"
+    stages: list[str] = []
+    assert ready(served, lambda stage, done, total: stages.append(stage)).engine == found.engine
+    assert stages == []
+    assert ready(found.engine).deployment.format == "engine"
+    assert ready(found.engine).engine == found.engine
+    assert resolve.read(checkpoint, {}).format == "checkpoint"
+    assert resolve.read(folder(tmp_path / "truss", "config.yaml", TRUSS.format(checkpoint)), {}).format == "truss"
+
+
+def test_ten_replicas_build_once(checkpoint: Path, tmp_path: Path) -> None:
+    served = folder(tmp_path / "truss", "config.yaml", TRUSS.format(checkpoint) + "    max_seq_len: 128\n")
+    builders: set[int] = set()
+
+    def progress(stage: str, done: int, total: int | None) -> None:
+        if stage == "weights":
+            builders.add(threading.get_ident())
+
+    with ThreadPoolExecutor(10) as replicas:
+        engines = {found.engine for found in replicas.map(lambda _: ready(served, progress), range(10))}
+    assert (len(engines), len(builders)) == (1, 1)
+    assert len(list((tmp_path / "cache" / "engines").glob("*/config.json"))) == 1
+
+
+def test_model_data_as_a_tar(checkpoint: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "model.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint)), arcname="model")
+    assert resolve.read(archive, {}).format == "lmi"
+
+
+def test_settings_of_the_build_reach_the_builder(checkpoint: Path, tmp_path: Path) -> None:
+    text = PROPERTIES.format(checkpoint) + (
+        "option.rotary_base=20000\noption.rotary_dim=8\noption.rotary_scaling_type=linear\noption.rotary_scaling_factor=2\n"
+        "option.quantize=smoothquant\noption.smoothquant_alpha=0.7\noption.calib_size=3\noption.max_input_len=100\noption.max_output_len=50\n"
+    )
+    deployment = resolve.read(folder(tmp_path / "lmi", "serving.properties", text), {})
+    config = resolve.build_config(deployment)
+    assert (config.rotary_base, config.rotary_scaling_type, config.rotary_scaling_factor, config.rotary_dim) == (20000, "linear", 2, 8)
+    assert (config.quantization, config.calibration_size, config.quantization_settings["alpha"]) == ("SMOOTH_QUANT", 3, 0.7)
+    assert (config.limits.max_input_len, config.limits.max_output_len) == (100, 50)
+
+
+def test_rotary_settings_are_in_the_engine(checkpoint: Path, tmp_path: Path) -> None:
+    text = PROPERTIES.format(checkpoint) + "option.rotary_base=20000\noption.rotary_scaling_type=linear\noption.rotary_scaling_factor=2\n"
+    rope = Engine.open(ready(folder(tmp_path / "lmi", "serving.properties", text)).engine).config.model.layers[0].attention.rope
+    assert rope is not None
+    assert (rope.theta, rope.scaling, rope.factor) == (20000.0, "linear", 2.0)
+
+
+def test_the_environment_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(lmi, "CONTAINER", tmp_path / "none")
+    deployment = resolve.read(None, {"HF_MODEL_ID": str(checkpoint), "OPTION_MAX_ROLLING_BATCH_SIZE": "2"})
+    assert isinstance(deployment.source, BuildOptions)
+    assert (deployment.source.checkpoint, deployment.source.limits.max_batch_size) == (str(checkpoint), 2)
+    assert (deployment.server.host, deployment.server.http_port) == ("0.0.0.0", 8080)
+    with pytest.raises(ConfigError, match="no HF_MODEL_ID"):
+        resolve.read(None, {})
+
+
+def test_other_folders_listen_on_the_loopback(checkpoint: Path, tmp_path: Path) -> None:
+    served = folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint))
+    assert resolve.read(served, {}).server.host == "127.0.0.1"
+    assert resolve.read(served, {"SAGEMAKER_BIND_TO_PORT": "9001"}).server.host == "0.0.0.0"
+
+
+def test_dry_run_tells_settings_and_origins(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    served = folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint) + "option.use_fused_mlp=true\n")
+    assert stoker("serve", served, "--dry-run", "--port", "8000", "--policy", "static") == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert f"{served / 'serving.properties'}:2" in rows["max_batch_size"]
+    assert "8000" in rows["http_port"] and "command line" in rows["http_port"], "a default that is written out wins too"
+    assert "static" in rows["policy"] and "command line" in rows["policy"]
+    assert "default" in rows["max_queue_size"]
+    assert "option.use_fused_mlp" in out
+    assert not (tmp_path / "cache").exists()
+
+
+SECRET = "hf_abcdefghijklmnop"
+
+
+def test_secrets_are_never_shown(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("TRUSS_SECRET_hf_access_token", SECRET)
+    text = TRUSS.format(checkpoint) + f"secrets:\n  hf_access_token: {SECRET}\n"
+    served = folder(tmp_path / "truss", "config.yaml", text)
+    assert stoker("serve", served, "--dry-run") == 0
+    keys = tmp_path / "keys"
+    keys.write_text("key-that-is-secret\n")
+    lmi_folder = folder(tmp_path / "lmi", "serving.properties", f"option.model_id=https://user:{SECRET}@host/x.tar.gz\n")
+    assert stoker("serve", lmi_folder, "--dry-run", "--api-keys", keys) == 2
+    shown = capsys.readouterr()
+    assert SECRET not in shown.out + shown.err + caplog.text
+    assert "key-that-is-secret" not in shown.out + shown.err
+    assert "opened by the secret" in shown.out
+
+
+def test_a_private_repository_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def refuse(location: str, **given: Any) -> Path:
+        asked.append((location, given["token"]))
+        raise CheckpointError(f"{location} does not exist, or is private.", cure="Set HF_TOKEN.")
+
+    monkeypatch.setattr("stoker.deploy.sources.resolve", refuse)
+    served = folder(tmp_path / "lmi", "serving.properties", "option.model_id=org/private\n")
+    with pytest.raises(CheckpointError, match="Set HF_TOKEN"):
+        ready(served)
+    with pytest.raises(CheckpointError) as caught:
+        ready(served, HF_TOKEN=SECRET)
+    assert [location for location, _ in asked] == ["org/private"] * 2
+    assert asked[0][1] is None and asked[1][1].reveal() == SECRET
+    assert SECRET not in str(caught.value)
+
+
+BOTH = "trt_llm:\n  build: {checkpoint_repository: {source: HF, repo: a/b}}\n  serve: {engine_repository: c/d}\n"
+BAD: dict[str, tuple[str, str, str]] = {
+    "both": ("config.yaml", BOTH, "exclude each other"),
+    "neither": ("config.yaml", "trt_llm: {runtime: {}}\n", "neither build nor serve"),
+    "quantization": ("config.yaml", TRUSS.format("a/b") + "    quantization_type: int3\n", "quantization_type"),
+    "unknown key": ("serving.properties", "option.model_id=a/b\noption.dtyp=fp16\n", "option.dtype"),
+    "unknown quantize": ("serving.properties", "option.model_id=a/b\noption.quantize=int3\n", "option.quantize=int3"),
+    "duplicate": ("serving.properties", "option.model_id=a/b\noption.model_id=c/d\n", "option.model_id"),
+    "no checkpoint": ("serving.properties", "option.model_id=/no/such/folder\n", "/no/such/folder does not exist"),
+    "no engine": ("config.yaml", "trt_llm:\n  serve: {engine_repository: /no/such, tokenizer_repository: a/b}\n", "/no/such"),
+    "ranks": ("config.yaml", TRUSS.format("a/b") + "resources: {accelerator: 'A100:3', use_gpu: true}\n", "A100:3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folders_are_refused_with_the_place(name: str, tmp_path: Path) -> None:
+    file, text, told = BAD[name]
+    with pytest.raises(StokerError) as caught:
+        ready(folder(tmp_path / "bad", file, text))
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("begin, end", [("", "\r\n"), ("\ufeff", "\n"), ("\ufeff", "\r\n")])
+def test_windows_line_ends_and_byte_order_marks(begin: str, end: str, checkpoint: Path, tmp_path: Path) -> None:
+    served = tmp_path / "lmi"
+    served.mkdir()
+    (served / "serving.properties").write_bytes((begin + PROPERTIES.format(checkpoint).replace("\n", end)).encode())
+    deployment = resolve.read(served, {})
+    assert isinstance(deployment.source, BuildOptions)
+    assert (deployment.source.checkpoint, deployment.source.limits.max_batch_size) == (str(checkpoint), 4)
+
+
+def test_a_tar_that_leaves_its_folder_is_refused(tmp_path: Path) -> None:
+    archive = tmp_path / "model.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        member = tarfile.TarInfo("../escaped")
+        member.size = 1
+        tar.addfile(member, io.BytesIO(b"x"))
+    with pytest.raises(StokerError, match="escaped"):
+        resolve.read(archive, {})
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_a_name_that_does_not_exist_asks_no_hub(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="engin does not exist"):
+        resolve.read("engin", {})
+
+
+def test_a_version_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="baichuan_model_version"):
+        resolve.read(
+            folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint) + "option.baichuan_model_version=v2_7b\n"), {}
+        )
+
+
+def test_a_damaged_engine_is_told_as_one(tmp_path: Path) -> None:
+    with pytest.raises(EngineError):
+        ready(folder(tmp_path / "engine", "config.json", '{"format_version": 1}'))
+
+
+def test_a_folder_that_is_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is none of: engine, checkpoint, lmi, triton, truss"):
+        resolve.read(tmp_path, {})
