@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cases import GROUPED, POSITIONS
-from drive import generate, load
+from loaded import generate, load
 from oracles import hf_model
 
 from stoker.base.config import Limits, Mapping
@@ -98,7 +98,7 @@ def test_a_rank_that_cannot_load_is_named(engine: Path, tmp_path: Path, monkeypa
 def test_followers_end_with_their_leader(engine: Path) -> None:
     code = f"""
 import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}
-from drive import load
+from loaded import load
 from pathlib import Path
 executor = load(Path({str(engine)!r}))
 print(executor._ranks._followers[0].process.pid, flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import GROUPED, POSITIONS
-from drive import generate, load
+from loaded import generate, load
 from oracles import hf_model
 
 from stoker.base.config import Limits, Mapping
