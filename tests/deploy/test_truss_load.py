@@ -16,6 +16,7 @@ from stoker.base.errors import ConfigError
 from stoker.deploy import truss, yaml_tree
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
 from stoker.deploy.truss_table import TABLE, V2_ONLY
+from stoker.server.schemas.truss import TrussOptions
 
 SEED_BUILD = """\
 trt_llm:
@@ -214,6 +215,17 @@ def test_both_spellings_of_every_quantization(tmp_path: Path, name: str, weights
     assert (source.quantization, source.kv_cache_dtype) == (weights, cache)
 
 
+def test_how_predict_reads_bodies(tmp_path: Path) -> None:
+    """The tag openai-compatible means OpenAI's bodies to today's generation, and the chat template to the oldest."""
+    tag = "model_metadata: {tags: [openai-compatible]}\n"
+    assert load(tmp_path, MINIMAL).server.options == TrussOptions()
+    assert load(tmp_path, MINIMAL + tag).server.options == TrussOptions(openai=True)
+    assert load(tmp_path, MINIMAL + tag.replace("openai", "force-legacy-api-non-openai")).server.options == TrussOptions(legacy=True)
+    assert load(tmp_path, OLDEST).server.options == TrussOptions(max_tokens_counts_prompt=True)
+    tagged = OLDEST.replace("model_metadata:", "model_metadata:\n  tags: [openai-compatible]\n  max_tokens_counts_prompt: false")
+    assert load(tmp_path, tagged).server.options == TrussOptions()
+
+
 MODEL = {"trt_llm": {"build": {"checkpoint_repository": {"source": "HF", "repo": "org/model"}}}}
 ENGINE = {"trt_llm": {"serve": {"engine_repository": "org/engine"}}}
 B, R = "trt_llm.build.", "trt_llm.runtime."
@@ -253,6 +265,7 @@ HONOURED: dict[str, tuple[dict, Any, str, Any]] = {
     "trt_llm.inference_stack": (MODEL, "v1", "build.checkpoint", "org/model"),
     "model_name": (MODEL, "mine", "server.model_name", "mine"),
     "model_metadata.tags": (MODEL, ["force-legacy-api-non-openai-compatible"], "options.legacy", True),
+    "model_metadata.max_tokens_counts_prompt": (MODEL, True, "options.max_tokens_counts_prompt", True),
     "resources.use_gpu": (MODEL, False, "runtime.device", "cpu"),
 }
 TOGETHER = {
@@ -340,6 +353,7 @@ def test_calibration(tmp_path: Path) -> None:
     (MINIMAL + "resources: {accelerator: 'H100:0'}\n", "NAME or NAME:COUNT"),
     (MINIMAL + "runtime: {transport: {kind: websocket}}\n", "transport.kind=websocket"),
     (MINIMAL + "model_metadata: {tags: text}\n", "list of texts"),
+    (MINIMAL + "model_metadata: {tags: [openai-compatible, force-legacy-api-non-openai-compatible]}\n", "exclude each other"),
     (MINIMAL + "model_metadata: {engine_repository: org/e}\n", "names an engine already"),
     (MINIMAL.replace("HF", "GCS"), "Google Cloud Storage"),
     (MINIMAL.replace("HF", "S3"), "begins with s3://"),

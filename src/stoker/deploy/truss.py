@@ -22,6 +22,7 @@ from stoker.server.schemas.settings import ServerSettings
 from stoker.server.schemas.truss import TrussOptions
 
 FILE = "config.yaml"
+OPENAI = "openai-compatible"
 LEGACY = "force-legacy-api-non-openai-compatible"
 _MARK = re.compile(rb"^(trt_llm|model_metadata|model_name|python_version|resources|external_package_dirs)\s*:", re.MULTILINE)
 _SECTIONS = {key.rpartition(".")[0] for key in TABLE} | {key.split(".")[0] for key in TABLE if "." in key}
@@ -43,7 +44,7 @@ def load(path: Path, environment: Environment[str, str]) -> Deployment:
     _check_shape(root, str(file))
     for found in _walk(root, "", str(file), asked):
         asked.put(found.key, found.value, found.origin)
-    if asked.get("engine.location") and asked.where("engine.location").key.startswith("model_metadata."):
+    if _oldest(asked):
         truss_packages.read(file.parent, asked)
     _settle(asked, environment)
     return _deployment(asked, file.parent)
@@ -209,8 +210,19 @@ def _settle_tags(asked: Collected) -> None:
     tags = setting.value if setting else []
     if setting and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
         raise refusal(setting.origin, setting.key, tags, "it must be a list of texts", "Write - openai-compatible under it.")
+    if setting and LEGACY in tags and OPENAI in tags:
+        raise refusal(setting.origin, setting.key, ", ".join(tags), f"{OPENAI} and {LEGACY} exclude each other", "Keep one of the two.")
     if setting and LEGACY in tags:
         asked.set("options.legacy", True, setting.origin, setting.key)
+    if setting and OPENAI in tags and not _oldest(asked):  # the oldest reads messages, and answers as ever
+        asked.set("options.openai", True, setting.origin, setting.key)
+    if _oldest(asked):
+        asked.default("options.max_tokens_counts_prompt", True)
+
+
+def _oldest(asked: Collected) -> bool:
+    """model_metadata names the engine."""
+    return bool(asked.get("engine.location")) and asked.where("engine.location").key.startswith("model_metadata.")
 
 
 def _settle_transport(asked: Collected) -> None:

@@ -6,7 +6,9 @@ import msgspec
 
 
 class TrussOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How /v1/models/model:predict answers."""
+    """How /v1/models/model:predict reads a body: as the first Trusses did (prompt, bad_words_list), or as OpenAI's routes do."""
 
-    legacy: bool = False  # the seed-era body (prompt, max_tokens, bad_words_list) even where the body would read as OpenAI's
-    default_route: str | None = None  # an OpenAI route that :predict stands for: /v1/chat/completions or /v1/completions
+    legacy: bool = False  # the first Trusses' body always, even where it names a model as OpenAI's do
+    openai: bool = False  # OpenAI's body always: chat for messages, completions otherwise
+    default_route: str | None = None  # OpenAI's body always, by this route: /v1/chat/completions or /v1/completions
+    max_tokens_counts_prompt: bool = False  # max_tokens is of the prompt and the answer together, as the first document has it

@@ -1,0 +1,59 @@
+"""Bodies of requests as the Truss server reads them: JSON as Python has it, or msgpack. Refusals are in its words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from stoker.server.errors import BodyError
+from stoker.server.exchange import Exchange
+
+BINARY = b"application/octet-stream"
+
+
+def is_binary(exchange: Exchange) -> bool:
+    """Whether the body is msgpack, and the answer is to be. The path does not matter, as there."""
+    return exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == BINARY
+
+
+async def read_object(exchange: Exchange) -> dict[str, Any]:
+    """The body as an object with text keys. Raises BodyError."""
+    data = await exchange.body()
+    value = _unpacked(data) if is_binary(exchange) else _parsed(data)
+    if not isinstance(value, dict):
+        raise BodyError(f"the body is a {type(value).__name__}, not an object.", cure='Send {"prompt": …}.')
+    if not all(isinstance(key, str) for key in value):  # an array of numpy, as truss packs it
+        raise BodyError("unsupported payload")
+    return value
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    try:
+        return json.loads(data)  # takes UTF-16, a byte order mark and NaN; fields are checked where they are used
+    except json.JSONDecodeError as error:
+        raise BodyError(f"Invalid JSON payload: {error}") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise BodyError(f"Invalid JSON payload: {_reason(error)}") from None
+
+
+def _reason(error: UnicodeDecodeError | RecursionError) -> str:
+    return f"byte {error.start} is not UTF-8" if isinstance(error, UnicodeDecodeError) else "it is nested too deeply"
+
+
+def _unpacked(data: bytes) -> Any:
+    try:
+        return msgspec.msgpack.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BodyError(_msgpack_says(str(error))) from None
+
+
+def _msgpack_says(detail: str) -> str:
+    if "truncated" in detail:
+        return "Unpack failed: incomplete input"
+    return "unpack(b) received extra data." if "trailing" in detail else f"Unpack failed: {detail}"
