@@ -25,7 +25,7 @@ from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.worker.graphs import Graphs
-from stoker.runtime.worker.inputs import Shape
+from stoker.runtime.worker.inputs import Shape, cut
 
 
 def main() -> None:
@@ -89,8 +89,8 @@ def fill(graphs: Graphs, shape: Shape, context: int, block_size: int, num_tokens
     slots = tables[:, context // block_size] * block_size + context % block_size
     ids = np.random.default_rng(1).integers(10, 30_000, rows)  # equal tokens would all choose the same experts
     parts = [ids, where, slots, np.arange(rows + 1), where + 1, np.arange(rows), np.arange(rows), where + 1]
-    packed = torch.from_numpy(np.concatenate([p.astype(np.int32) for p in parts])).cuda()
-    graphs._static[: packed.numel()].copy_(packed)
+    for place, part in zip(cut(graphs._static, tuple(map(len, parts))), parts, strict=True):
+        place.copy_(torch.from_numpy(part.astype(np.int32)))
     graphs._tables[:rows, :width].copy_(torch.from_numpy(tables))
 
 

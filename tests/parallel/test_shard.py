@@ -89,7 +89,7 @@ def test_what_goes_into_the_ring_comes_out_for_every_reader() -> None:
     """More steps than slots, two readers of different speed, nothing lost, nothing torn."""
     shape = Shape(tokens=6, rows=2, is_decode=False)
     packed = Packed(torch.empty(0), shape, 3, 2, 2, 0, 5, 40, False, [], is_two_way=True)
-    size = sum(packed.sizes)
+    size = packed.num_places
     assert size <= step_size(6, 2, 3)
     ring = Ring.create(2, step_size(6, 2, 3))
     found: list[list[object]] = [[], []]

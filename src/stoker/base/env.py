@@ -24,6 +24,11 @@ def cache_dir() -> Path:
     return Path(text("XDG_CACHE_HOME") or Path.home() / ".cache") / "stoker"
 
 
+def kernel_cache() -> Path:
+    """Where Triton keeps compiled kernels: TRITON_CACHE_DIR, else `kernels` of Stoker's cache."""
+    return Path(text("TRITON_CACHE_DIR") or cache_dir() / "kernels")
+
+
 def log_level() -> str:
     """STOKER_LOG: debug, info, warning or error."""
     return text("STOKER_LOG", "info").upper()

@@ -24,11 +24,13 @@ from stoker.builder.verify import verify_files, verify_tokens
 from stoker.engine.cache import cached_engine
 from stoker.engine.config import EngineConfig, rank_metadata
 from stoker.engine.directory import check_free, publish, record, workspace, write_config
-from stoker.engine.reader import Engine, rank_file
+from stoker.engine.reader import CONFIG, Engine, rank_file
 from stoker.engine.tensor_file import FileRecord, TensorFileWriter, num_bytes
 
 # (what is being done, how much is done, of how much): bytes for weights, else steps.
 Progress = Callable[[str, int, int], None]
+# Compiles the kernels of an engine directory that is otherwise whole, and adds a file with them.
+CompileKernels = Callable[[Path, Progress], None]
 
 
 def build(
@@ -39,31 +41,41 @@ def build(
     force: bool = False,
     verify: str = "auto",
     progress: Progress | None = None,
+    kernels: CompileKernels | None = None,
 ) -> Engine:
     """Build the engine of checkpoint `source` in directory `out`, which appears whole or not at all.
 
     `force` replaces an engine that is there. `verify`: files (re-read what was written), auto (and compare greedy tokens with the
-    checkpoint's where that is quick), full (compare always), none. Raises CheckpointError, ConfigError or EngineError; `out` is
+    checkpoint's where that is quick), full (compare always), none. `kernels`: `runtime.ahead.compile_ahead`, where the engine is to
+    bring compiled kernels along. Raises CheckpointError, ConfigError or EngineError; `out` is
     untouched then.
     """
     check_choice("verify", verify, VERIFY)
     out = Path(out)
     check_free(out, force)
-    return _carry_out(prepare(source, config).with_fingerprint(), out, verify, progress or _silent)
+    return _carry_out(prepare(source, config).with_fingerprint(), out, verify, progress or _silent, kernels)
 
 
 def build_cached(
-    source: str | Path, config: BuildConfig = BuildConfig(), *, verify: str = "auto", progress: Progress | None = None
+    source: str | Path,
+    config: BuildConfig = BuildConfig(),
+    *,
+    verify: str = "auto",
+    progress: Progress | None = None,
+    kernels: CompileKernels | None = None,
 ) -> Engine:
     """The engine of `source` from the cache, built there first when it is not. Raises as `build` does."""
     check_choice("verify", verify, VERIFY)
     prepared = prepare(source, config).with_fingerprint()
-    return cached_engine(prepared.config, lambda path: _carry_out(prepared, path, verify, progress or _silent))
+    return cached_engine(prepared.config, lambda path: _carry_out(prepared, path, verify, progress or _silent, kernels))
 
 
-def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress) -> Engine:
+def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress, kernels: CompileKernels | None) -> Engine:
     with workspace(out) as work:
         written = _write(prepared, work, progress)
+        if kernels is not None:
+            kernels(work, progress)
+            written = _with_new_files(written, work)
         if verify != "none":
             write_config(work, msgspec.structs.replace(written, checks=_check(prepared, work, verify, progress)))
         publish(work, out)
@@ -83,6 +95,14 @@ def _write(prepared: Prepared, work: Path, progress: Progress) -> EngineConfig:
     if not asked.dummy_weights:
         files |= _write_weights(prepared, work, progress)
     done = msgspec.structs.replace(prepared.config, files=files)
+    write_config(work, done)
+    return done
+
+
+def _with_new_files(config: EngineConfig, work: Path) -> EngineConfig:
+    """The config with the files that were added to `work` since it was written."""
+    new = {file.name: record(file) for file in sorted(work.iterdir()) if file.name not in config.files and file.name != CONFIG}
+    done = msgspec.structs.replace(config, files=config.files | new)
     write_config(work, done)
     return done
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -43,6 +44,8 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
             check_choice("dtype", self.dtype, DTYPES)
         if self.device is not None:
             check_choice("device", self.device, DEVICES)
+        if self.compute_capability is not None and not re.fullmatch(r"[1-9]\d?\.\d", self.compute_capability):
+            raise ConfigError(f"compute_capability={self.compute_capability!r} is refused.", cure="Use a number such as 9.0.")
         check_range("calibration_size", self.calibration_size, 1, 1 << 20)
         check_range("calibration_seq_len", self.calibration_seq_len, 2, 1 << 20)
 

@@ -49,6 +49,9 @@ def build(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and the largest batch that fits; write nothing.")] = False,
     dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="From config.json alone: random weights made at load.")] = False,
     verify: Annotated[str, typer.Option(help="files, auto, full or none: what is checked after writing.")] = "auto",
+    no_kernels: Annotated[
+        bool, typer.Option("--no-kernels", help="Compile no GPU kernels now; the first start does, one after another.")
+    ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="The same as --verify none.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the engine that is there.")] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let the checkpoint's own Python code run.")] = False,
@@ -81,18 +84,19 @@ def build(
     elif output is None:
         raise typer.BadParameter("name the engine directory, or use --dry-run", param_hint="--output")
     else:
-        _build(checkpoint, output, config, force=force, verify="none" if no_verify else verify)
+        _build(checkpoint, output, config, force=force, verify="none" if no_verify else verify, kernels=not no_kernels)
 
 
-def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, verify: str) -> None:
+def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, verify: str, kernels: bool) -> None:
     from rich.console import Console
 
     from stoker.builder.build import build as run
     from stoker.cli.progress import Bars
+    from stoker.runtime.ahead import compile_ahead
 
     console = Console(stderr=True)
     with Bars(console) as bars:
-        engine = run(checkpoint, output, config, force=force, verify=verify, progress=bars)
+        engine = run(checkpoint, output, config, force=force, verify=verify, progress=bars, kernels=compile_ahead if kernels else None)
     console.print(_summary(engine))
 
 

@@ -121,6 +121,7 @@ def build_config(deployment: Deployment, tokenizer: Path | None = None) -> Build
 
 def _build(deployment: Deployment, local: Path, environment: Environment[str, str], progress: Progress | None) -> Path:
     from stoker.builder.build import build_cached
+    from stoker.runtime.ahead import compile_ahead
 
     options = deployment.source
     assert isinstance(options, BuildOptions)
@@ -128,7 +129,7 @@ def _build(deployment: Deployment, local: Path, environment: Environment[str, st
     config = build_config(deployment, own)
     changed = config.rotary_base is not None or config.rotary_scaling_type is not None
     # Greedy tokens are not the checkpoint's once its positions turn otherwise.
-    return build_cached(local, config, verify="files" if changed else "auto", progress=progress).path
+    return build_cached(local, config, verify="files" if changed else "auto", progress=progress, kernels=compile_ahead).path
 
 
 def _check_engine(deployment: Deployment, engine: Path) -> None:

@@ -32,36 +32,24 @@ if TYPE_CHECKING:
     from stoker.layers.batch import ForwardBatch, KVCache
 
 _GPU: dict[ModuleType, ModuleType] = {}
-if torch.cuda.is_available():
-    from stoker.kernels.triton import activation as activation_gpu
-    from stoker.kernels.triton import attention as attention_gpu
-    from stoker.kernels.triton import embedding as embedding_gpu
-    from stoker.kernels.triton import linear as linear_gpu
-    from stoker.kernels.triton import moe as moe_gpu
-    from stoker.kernels.triton import norm as norm_gpu
-    from stoker.kernels.triton import quant_fp8 as fp8_gpu
-    from stoker.kernels.triton import quant_int4 as int4_gpu
-    from stoker.kernels.triton import quant_int8 as int8_gpu
-    from stoker.kernels.triton import rope as rope_gpu
-    from stoker.kernels.triton import sampling as sampling_gpu
 
-    _GPU = {
-        activation_ref: activation_gpu,
-        attention_ref: attention_gpu,
-        embedding_ref: embedding_gpu,
-        linear_ref: linear_gpu,
-        moe_ref: moe_gpu,
-        norm_ref: norm_gpu,
-        fp8_ref: fp8_gpu,
-        int4_ref: int4_gpu,
-        int8_ref: int8_gpu,
-        rope_ref: rope_gpu,
-        sampling_ref: sampling_gpu,
-    }
+
+def use_launchers() -> None:
+    """Bind the Triton launchers. Without a device they take meta tensors, to be compiled ahead (`kernels.triton.ahead`)."""
+    from stoker.kernels.triton import activation, attention, embedding, linear, moe, norm, quant_fp8, quant_int4, quant_int8, rope, sampling
+
+    _GPU.update({
+        activation_ref: activation, attention_ref: attention, embedding_ref: embedding, linear_ref: linear, moe_ref: moe, norm_ref: norm,
+        fp8_ref: quant_fp8, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope, sampling_ref: sampling,
+    })  # fmt: skip
+
+
+if torch.cuda.is_available():
+    use_launchers()
 
 
 def _pick(x: Tensor, reference: ModuleType) -> ModuleType:
-    return _GPU.get(reference, reference) if x.is_cuda else reference
+    return reference if x.is_cpu else _GPU.get(reference, reference)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:

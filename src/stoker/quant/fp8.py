@@ -58,7 +58,7 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         weight = ops.prepare_fp8(weight)
         if weight.dim() == 2:
             return Fp8Linear(weight, scale, self.activations, step, bias)
-        if weight.is_cuda:
+        if not weight.is_cpu:
             return ByteExperts(ExpertWeights(weight, scale, self.activations, step), bias)
         biases = [None] * len(weight) if bias is None else bias
         experts: list[LinearOp] = [Fp8Linear(w, s, self.activations, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]

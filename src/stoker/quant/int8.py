@@ -31,7 +31,7 @@ class Int8(Format, frozen=True, kw_only=True, tag="int8"):
         weight, scale = tensors.pop("weight"), tensors.pop("scale")
         if weight.dim() == 2:
             return Int8Linear(weight, scale, bias)
-        if weight.is_cuda:
+        if not weight.is_cpu:
             return ByteExperts(ExpertWeights(weight, scale, "none"), bias)
         biases = [None] * len(weight) if bias is None else bias
         return StackedExperts([Int8Linear(*parts) for parts in zip(weight, scale, biases, strict=True)], weight.shape[1])

@@ -67,7 +67,7 @@ class SmoothQuant(Format, frozen=True, kw_only=True, tag="smoothquant"):
         weight, scale, step = tensors["weight"], tensors["scale"], tensors.get("input_scale")
         if weight.dim() == 2:
             return W8A8Linear(weight, scale, step, bias)
-        if weight.is_cuda:
+        if not weight.is_cpu:
             return ByteExperts(ExpertWeights(weight, scale, "token" if step is None else "static", step), bias)
         biases = [None] * len(weight) if bias is None else bias
         experts: list[LinearOp] = [W8A8Linear(w, s, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]

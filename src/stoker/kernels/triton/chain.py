@@ -18,13 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 
 def chained(x: Tensor) -> dict[str, Any]:
     """Launch options for a kernel with a CHAINED parameter, for tensors on x's device."""
-    if x.is_cpu or (x.is_cuda and torch.cuda.get_device_capability(x.device)[0] < 9):
-        return {"CHAINED": False}
-    return {"CHAINED": True, "launch_pdl": True}
+    return {"CHAINED": True, "launch_pdl": True} if not x.is_cpu and _knows_chains(x) else {"CHAINED": False}
+
+
+def _knows_chains(x: Tensor) -> bool:
+    if x.is_cuda:
+        return torch.cuda.get_device_capability(x.device)[0] >= 9
+    return driver.active.get_current_target().arch >= 90  # compiled ahead
 
 
 @triton.jit

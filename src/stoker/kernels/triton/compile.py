@@ -61,17 +61,23 @@ def compiling(capability: int = 90) -> Iterator[list[CompiledKernel]]:
     compiled: list[CompiledKernel] = []
     run = JITFunction.run
 
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> CompiledKernel:
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> CompiledKernel | None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if all(kernel is not other for other in compiled):
+        if kernel is not None and all(kernel is not other for other in compiled):
             compiled.append(kernel)
         return kernel
 
-    active = driver._active
-    driver.set_active(_Driver(GPUTarget("cuda", capability, 32)))
+    with target(capability), mock.patch.object(JITFunction, "run", compile_only):
+        yield compiled
+
+
+@contextmanager
+def target(capability: int) -> Iterator[GPUTarget]:
+    """Let Triton take the device for one of `capability`, whatever is here."""
+    active, chosen = driver._active, GPUTarget("cuda", capability, 32)
+    driver.set_active(_Driver(chosen))
     try:
-        with mock.patch.object(JITFunction, "run", compile_only):
-            yield compiled
+        yield chosen
     finally:
         driver._active = active
 

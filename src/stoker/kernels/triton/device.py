@@ -11,7 +11,9 @@ H200_MULTIPROCESSORS = 132
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; an H200's count where there is no device (interpreter, ahead-of-time compilation)."""
-    if device.type != "cuda":
+    """Multiprocessors of a CUDA device; what is compiled ahead is for the device at hand, or for an H200, and so is the interpreter."""
+    if device.type == "cpu" or not torch.cuda.is_available():
         return H200_MULTIPROCESSORS
+    if device.type != "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,7 +18,8 @@ from torch import Tensor
 from stoker.base.logging import get_logger
 from stoker.layers.batch import ForwardBatch
 from stoker.runtime.schedule.plan import StepPlan
-from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape
+from stoker.runtime.worker.blank import Bounds, blank_step, static_places
+from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape, StepInputs
 
 log = get_logger(__name__)
 
@@ -61,7 +62,7 @@ class Graphs:
         self.mixed_rows = sorted({min(r, max_rows) for r in _MIXED_ROWS})
         blocks = inputs.tables.table.shape[1]
         most_tokens = max([*self.token_buckets, max_rows])
-        self._static = torch.zeros(3 * most_tokens + 6 * max_rows + 8 + max_rows * blocks, dtype=torch.int32, device=device)
+        self._static = torch.zeros(static_places(most_tokens, max_rows, blocks), dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_rows, blocks, dtype=torch.int32, device=device)
         self._captured: dict[tuple[Shape, bool], Captured] = {}
         self._pool: Any = None
@@ -88,19 +89,25 @@ class Graphs:
 
     def capture(self, shape: Shape, all_greedy: bool) -> Captured:
         """Record the step of a shape. The first run outside the graph compiles kernels and sizes the libraries' workspaces."""
-        batch, rows, counters = self._blank(shape)
+        step = self._blank(shape)
+        batch = step.batch
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.forward(batch, rows, counters, all_greedy)
+            self.forward(batch, step.rows, step.counters, all_greedy)
             batch.shared.clear()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                token_ids = self.forward(batch, rows, counters, all_greedy)
+                token_ids = self.forward(batch, step.rows, step.counters, all_greedy)
         torch.cuda.current_stream().wait_stream(stream)
         self._pool = self._pool or graph.pool()
         self._captured[shape, all_greedy] = Captured(graph, token_ids, shape.rows)
         return self._captured[shape, all_greedy]
+
+    def rehearse(self, shape: Shape, all_greedy: bool) -> None:
+        """Launch what `capture` would record: on meta tensors, for the list of kernels."""
+        step = self._blank(shape)
+        self.forward(step.batch, step.rows, step.counters, all_greedy)
 
     def warm_up(self) -> None:
         """Capture the decode buckets and the short prefills; rarer shapes follow when a step asks for them."""
@@ -112,22 +119,6 @@ class Graphs:
             self.capture(Shape(tokens, self.mixed_rows[0], is_decode=False), True)
         log.info("captured %d graphs in %.1f s", len(self._captured), time.monotonic() - started)
 
-    def _blank(self, shape: Shape) -> tuple[ForwardBatch, Tensor, Tensor]:
-        """A batch of padding in the fixed buffers, laid out as InputBuilder fills them."""
-        sizes = [shape.tokens] * 3 + [shape.rows + 1] + [shape.rows] * 4
-        parts = torch.split(self._static[: sum(sizes)], sizes)
-        for part, value in zip(parts, (0, 0, -1, 0, 0, 0, self.inputs.num_rows, 0), strict=True):
-            part.fill_(value)
-        batch = ForwardBatch(
-            token_ids=parts[0],
-            positions=parts[1],
-            slots=parts[2],
-            query_starts=parts[3],
-            seq_lens=parts[4],
-            block_tables=self._tables[: shape.rows],
-            num_decodes=shape.rows if shape.is_decode else 0,
-            max_query_len=1 if shape.is_decode else shape.tokens,
-            max_seq_len=self.max_seq_len,
-            logits_idx=parts[5],
-        )
-        return batch, parts[6], parts[7]
+    def _blank(self, shape: Shape) -> StepInputs:
+        """A step of padding in the fixed buffers."""
+        return blank_step(self._static, self._tables, shape, Bounds.of_graph(shape, self.max_seq_len), self.inputs.num_rows)

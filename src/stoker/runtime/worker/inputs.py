@@ -14,6 +14,7 @@ from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.two_way import place_two_ways
 
 _NOTHING = torch.empty(0, dtype=torch.int32)
+_ALIGN = 4  # int32 of 16 bytes: every part of the buffer begins on such a boundary, or Triton would compile a kernel for each mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Packed:
         tokens, rows = self.shape.tokens, self.shape.rows
         sizes = (tokens, tokens, tokens, rows + 1, rows, self.num_logits, self.num_sampled, self.num_sampled, rows * self.width)
         return (*sizes, tokens, rows) if self.is_two_way else sizes
+
+    @property
+    def num_places(self) -> int:
+        """int32 of the buffer, the gaps between its parts included."""
+        return num_places(self.sizes)
 
 
 @dataclass(slots=True)
@@ -120,8 +126,8 @@ class InputBuilder:
             num_extra=len(extra),
             is_two_way=sequences[0].two_way is not None,
         )
-        packed.host = self.buffer(sum(packed.sizes))
-        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables, *two_way = _cut(
+        packed.host = self.buffer(packed.num_places)
+        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables, *two_way = cut(
             packed.host.numpy(), packed.sizes
         )
 
@@ -206,10 +212,10 @@ class InputBuilder:
         host, sizes = packed.host, packed.sizes
         if static is None or tables is None:
             device = host if self.device.type != "cuda" else host.to(self.device, non_blocking=True)
-            return _cut(device, sizes)
+            return cut(device, sizes)
         buffer = static[: host.numel()]
         buffer.copy_(host, non_blocking=True)
-        views = _cut(buffer, sizes)
+        views = cut(buffer, sizes)
         rows = tables.shape[0]
         tables[:, : packed.width].copy_(views[8].view(rows, packed.width))
         views[8] = tables.view(-1)
@@ -242,9 +248,15 @@ def _prompt_logit_tokens(plan: StepPlan) -> list[int]:
     return wanted
 
 
-def _cut(buffer: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list:
+def num_places(sizes: tuple[int, ...]) -> int:
+    """int32 of a buffer of so many parts, each on a boundary of 16 bytes."""
+    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+
+
+def cut(buffer: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list:
+    """Views of a buffer's parts."""
     views, at = [], 0
     for size in sizes:
         views.append(buffer[at : at + size])
-        at += size
+        at += num_places((size,))
     return views

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,8 +24,9 @@ from stoker.runtime.sampling.grammars import Grammars
 from stoker.runtime.sampling.prompt import PromptScores
 from stoker.runtime.sampling.sampler import Logprobs, Sampler
 from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.worker.blank import Bounds, new_step
 from stoker.runtime.worker.graphs import Graphs
-from stoker.runtime.worker.inputs import InputBuilder, Packed
+from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape
 
 PromptLogprobs = dict[int, list[TokenLogprobs | None]]  # by seq_id
 
@@ -95,6 +97,7 @@ class ModelRunner:
         self.model = model
         self.caches = caches
         self.device = device
+        self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
         self.world, self.tell = world, tell
         num_stages = world.stage.num_stages
         self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, max(num_stages, 2))
@@ -103,11 +106,11 @@ class ModelRunner:
         # Each row's newest token; padding writes the last place.
         self.last_ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         # Steps are planned before their tokens are known only on a GPU without stages: there each rank needs the leader's choice.
-        self._shares_ids = device.type == "cuda" and num_stages == 1 and world.size > 1
+        self._shares_ids = device.type != "cpu" and num_stages == 1 and world.size > 1
         # On a CPU a stage computes when its result is asked for, so that the steps after it are on their way through the others.
         self._is_lazy = device.type == "cpu" and num_stages > 1
         self.graphs: Graphs | None = None
-        if use_graphs and device.type == "cuda":
+        if use_graphs and device.type != "cpu":
             self.graphs = Graphs(
                 self._forward, self.inputs, max_rows=max_batch_size, max_seq_len=max_seq_len, max_tokens=max_num_tokens, device=device
             )
@@ -171,6 +174,20 @@ class ModelRunner:
         self._logits(inputs.batch)
         self._remember(inputs.rows, torch.zeros_like(inputs.rows))
 
+    @torch.inference_mode()
+    def rehearse(self, shape: Shape, bounds: Bounds) -> None:
+        """A step of padding without a graph, with all that its rows may ask of the sampler: for what it launches and allocates."""
+        width = -(-self.max_seq_len // self.inputs.block_size)
+        step = new_step(shape, bounds, width, self.device, is_two_way=self.model.config.prefix is not None)
+        logits = self._logits(step.batch)
+        if not self.world.is_leader:
+            self._remember(step.rows, torch.zeros_like(step.rows))
+            return
+        for seen, all_greedy in itertools.product((logits, logits.float()), (True, False)):
+            token_ids = ops.sample(seen, self.sampler.table.gather(step.rows, step.counters, all_greedy))
+        ops.logprobs(logits, token_ids, 1)
+        self._remember(step.rows, token_ids)
+
     def forget_cache(self, blocks: list[int]) -> None:
         """Zero blocks that may hold values that are not numbers, before others reuse them."""
         if self.tell is not None:
@@ -192,7 +209,7 @@ class ModelRunner:
         return token_ids
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             batch = dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
         return self.model(batch, self.caches)
 

@@ -105,6 +105,8 @@ class LoadedRank:
 def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world: World) -> LoadedRank:
     """Load this rank's weights. Raises EngineError or ConfigError."""
     use_device(device, config, world.size)
+    if device.type == "cuda":
+        _use_kernels(engine)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
     before = free_memory(device)[0]
     with torch.inference_mode():
@@ -126,6 +128,15 @@ def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> 
     """The model under `attention_window`; a window that holds every sequence changes nothing."""
     window = config.attention_window
     return model if window is None or window >= capacity.max_seq_len else model.windowed(window)
+
+
+def _use_kernels(engine: Engine) -> None:
+    """Let Triton find the kernels that the engine brings, and those of earlier starts."""
+    from stoker.kernels.triton import cache
+
+    folder, file = cache.use(), engine.path / cache.FILE
+    if cache.FILE in engine.config.files:
+        log.info("%d kernels of the engine are new here", cache.unpack(file, folder))
 
 
 def use_device(device: torch.device, config: RuntimeConfig, num_ranks: int) -> None:

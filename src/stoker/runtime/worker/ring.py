@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from stoker.runtime.worker.inputs import Packed, Shape
+from stoker.runtime.worker.inputs import Packed, Shape, num_places
 
 NUM_SLOTS = 8
 HEADER = 16  # int32 of a slot before its numbers
@@ -112,7 +112,7 @@ class Ring:
 
 def step_size(max_num_tokens: int, max_rows: int, max_blocks: int) -> int:
     """The most numbers that a step has: four of each token, six of each row, and the rows' block tables."""
-    return 4 * max_num_tokens + 6 * max_rows + 1 + max_rows * max_blocks
+    return num_places((*[max_num_tokens] * 4, max_rows + 1, *[max_rows] * 5, max_rows * max_blocks))
 
 
 def encode_step(packed: Packed, all_greedy: bool) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def decode(slot: np.ndarray, buffer: Callable[[int], torch.Tensor]) -> Record:
         torch.empty(0), Shape(tokens, rows, bool(is_decode)), width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len,
         bool(is_padded), [], is_two_way=bool(is_two_way),
     )  # fmt: skip
-    size = sum(packed.sizes)
+    size = packed.num_places
     packed.host = buffer(size)
     packed.host.numpy()[:] = slot[HEADER : HEADER + size]
     return Record(kind, packed, bool(all_greedy), [])

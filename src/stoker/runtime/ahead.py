@@ -1,0 +1,74 @@
+"""The kernels of an engine, compiled in its build: the first start finds them, wherever it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stoker.base import env
+from stoker.base.errors import EngineError
+from stoker.base.logging import get_logger
+from stoker.engine.reader import Engine
+
+log = get_logger(__name__)
+
+Progress = Callable[[str, int, int], None]
+
+
+def compile_ahead(path: Path, progress: Progress) -> None:
+    """Compile what the engine at `path` launches on its target, in parallel, and write it to the engine's kernels.zip.
+
+    Needs Triton, and no GPU. Without a known compute capability, or for a CPU, there is nothing to do. Raises EngineError when a
+    kernel can't be compiled.
+    """
+    engine = Engine.open(path)
+    capability = target_capability(engine)
+    if capability is None or importlib.util.find_spec("triton") is None:
+        return
+    from stoker.kernels.triton import cache
+    from stoker.kernels.triton.ahead import compile_jobs
+
+    progress("kernels", 0, 1)
+    jobs = launches(path, capability)
+    folder = cache.use()
+    missing = [job for job in jobs if not job.is_cached(folder)]
+    try:
+        compile_jobs(missing, folder, capability, len(os.sched_getaffinity(0)), lambda done, total: progress("kernels", done, total))
+    except RuntimeError as problem:
+        raise EngineError(str(problem), cure="Build with --no-kernels, and report this.") from problem
+    cache.pack([job.folder for job in jobs], folder, path / cache.FILE, capability)
+    log.info("kernels: %d for sm_%d, %d of them compiled now", len(jobs), capability, len(missing))
+
+
+def target_capability(engine: Engine) -> int | None:
+    """90 for sm_90; None for a CPU, or where the engine is for any GPU and none is here."""
+    target = engine.config.target
+    if target.device != "cuda":
+        return None
+    if target.compute_capability is not None:
+        return int(target.compute_capability.replace(".", ""))
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def launches(path: Path, capability: int) -> list:
+    """The kernels that the engine at `path` launches: list[Job]. Found in a process of its own, since Triton is told of another device."""
+    from stoker.kernels.triton.ahead import Job
+
+    variables = {name: value for name, value in env.child_environment().items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "stoker.runtime.worker.rehearse", str(path), str(capability)]
+    found = subprocess.run(command, env=variables, capture_output=True)
+    if found.returncode:
+        what = found.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise EngineError(f"the launches of {path} can't be listed: {''.join(what)}", cure="Build with --no-kernels, and report this.")
+    return msgspec.json.decode(found.stdout, type=list[Job])

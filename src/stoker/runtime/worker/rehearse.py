@@ -1,0 +1,135 @@
+"""What an engine launches, without a device: its steps on meta tensors, with the code that runs them.
+
+The shapes are those that are captured, and a choice of the others: sizes differ in whether they are 1 or a multiple of 16, in the tile
+that they fill and in the number of splits, which is what kernels are compiled for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stoker.base.config import RuntimeConfig
+from stoker.distributed.group import Group
+from stoker.distributed.pipeline import Stage
+from stoker.distributed.world import World, leader
+from stoker.engine.reader import Engine
+from stoker.kernels import ops
+from stoker.kernels.triton.ahead import Job, collecting
+from stoker.layers.decoder import Decoder
+from stoker.layers.loader import Loader
+from stoker.quant.format import TensorSource
+from stoker.runtime.worker.blank import Bounds
+from stoker.runtime.worker.graphs import Graphs
+from stoker.runtime.worker.inputs import Shape
+from stoker.runtime.worker.memory import make_caches
+from stoker.runtime.worker.model_runner import ModelRunner
+from stoker.runtime.worker.rank import Capacity
+
+META = torch.device("meta")
+EAGER_ROWS = (1, 3, 16, 20, 32, 40, 64, 100)
+
+
+class ShapesOnly(TensorSource):
+    """Tensors without memory."""
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+
+class Absent(Group):
+    """A group whose other ranks are not there: collectives give the shape of their result."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.size, dim=-1)
+
+
+class AbsentStage(Stage):
+    def __init__(self, index: int, num_stages: int) -> None:
+        self.index, self.num_stages = index, num_stages
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def send(self, x: Tensor) -> None:
+        return
+
+
+def kernels_of(engine: Engine, capability: int, config: RuntimeConfig = RuntimeConfig()) -> dict[str, Job]:
+    """The kernels that `engine` launches on a device of `capability` (90: sm_90), by their folder in Triton's cache.
+
+    Not for a process that launches kernels meanwhile, nor one that interprets them.
+    """
+    ops.use_launchers()
+    mapping = engine.config.mapping
+    with torch.inference_mode(), collecting(capability) as jobs:
+        # A stage's first rank has whatever its others have; of experts, each has as many.
+        for stage in range(mapping.pipeline_parallel):
+            _rehearse(_runner(engine, config, stage * mapping.tensor_parallel))
+    return jobs
+
+
+def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
+    settings = engine.config
+    mapping, limits = settings.mapping, settings.limits
+    capacity = Capacity.of(limits, settings.model.max_positions, config)
+    stage = AbsentStage(rank // mapping.tensor_parallel, mapping.pipeline_parallel)
+    group = Absent(rank % mapping.tensor_parallel, mapping.tensor_parallel)
+    model = Decoder(
+        settings.model, Loader(ShapesOnly(), settings.recipe, engine.dtype, META, group, settings.sharding), capacity.max_seq_len, stage
+    )
+    size = limits.tokens_per_block
+    layers = stage.layers(settings.model.num_layers)
+    caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel)
+    model.scale_caches(caches)
+    return ModelRunner(
+        model, caches, num_rows=capacity.max_num_sequences, max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
+        max_seq_len=capacity.max_seq_len, block_size=size, device=META,
+        use_graphs=config.cuda_graphs and not settings.model.requires_whole_prompt,
+        world=World(rank, mapping.world_size, group, stage, Absent(rank, mapping.world_size), leader(mapping)),
+    )  # fmt: skip
+
+
+def _rehearse(runner: ModelRunner) -> None:
+    if runner.graphs is not None:
+        for shape, all_greedy in itertools.product(_captured(runner.graphs), (True, False)):
+            runner.graphs.rehearse(shape, all_greedy)
+    for shape, bounds in _eager(runner):
+        runner.rehearse(shape, bounds)
+
+
+def _captured(graphs: Graphs) -> Iterator[Shape]:
+    for rows in graphs.row_buckets:
+        yield Shape(rows, rows, is_decode=True)
+    for tokens, rows in itertools.product(graphs.token_buckets, graphs.mixed_rows):
+        yield Shape(tokens, rows, is_decode=False)
+
+
+def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
+    """Decodes that ask for more than a captured step does, and prompts longer than captured ones."""
+    most_rows, most_tokens, longest = runner.max_batch_size, runner.max_num_tokens, runner.max_seq_len
+    lengths = sorted({min(1 << i, longest) for i in range(7, longest.bit_length() + 1)})
+    for rows, length in itertools.product(sorted({min(r, most_rows) for r in (*EAGER_ROWS, most_rows)}), lengths):
+        yield Shape(rows, rows, is_decode=True), Bounds(rows, 1, length)
+    for tokens, rows in itertools.product({most_tokens, max(1, most_tokens - 1)}, {1, min(3, most_rows), min(16, most_rows)}):
+        if tokens > rows:
+            decodes = rows // 2
+            yield Shape(tokens, rows, is_decode=False), Bounds(decodes, tokens - decodes, longest)
+
+
+def main(path: str, capability: int) -> None:
+    """Write the jobs of the engine at `path` to standard output, as JSON."""
+    jobs = kernels_of(Engine.open(path), capability)
+    sys.stdout.buffer.write(msgspec.json.encode(list(jobs.values())))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

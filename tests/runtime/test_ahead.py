@@ -1,0 +1,128 @@
+"""Kernels compiled in the build for a GPU that is not here, and found again by the launches that need them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from stoker.base.config import Limits
+from stoker.base.errors import ConfigError, EngineError
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.engine.reader import Engine
+from stoker.kernels.triton import cache
+from stoker.runtime.ahead import compile_ahead
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 128, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
+LIMITS = Limits(max_batch_size=1, max_input_len=48, max_output_len=16, max_num_tokens=48)
+
+# Compiles every launch of an engine by Triton's own path, and tells what was found and what was not.
+LAUNCH = """
+import sys
+from stoker.engine.reader import Engine
+from stoker.kernels import ops
+from stoker.kernels.triton import cache
+from stoker.kernels.triton.compile import compiling
+from stoker.runtime.worker import rehearse
+import torch
+cache.use()
+ops.use_launchers()
+engine = Engine.open(sys.argv[1])
+with torch.inference_mode(), compiling(90):
+    rehearse._rehearse(rehearse._runner(engine, rehearse.RuntimeConfig(), 0))
+print(cache.counts.cached, cache.counts.compiled)
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("ahead")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    told: list[tuple[str, int, int]] = []
+    config = BuildConfig(device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "built"))
+        made = build(folder, folder / "engine", config, verify="none", kernels=compile_ahead, progress=lambda *seen: told.append(seen))
+    stages = [seen for seen in told if seen[0] == "kernels"]
+    assert stages[-1][1] == stages[-1][2] > 8
+    return made
+
+
+def launch(engine: Path, cache_dir: Path) -> tuple[int, int]:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables |= {"TRITON_CACHE_DIR": str(cache_dir), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", LAUNCH, str(engine)], env=variables, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found, compiled = run.stdout.split()
+    return int(found), int(compiled)
+
+
+def test_launches_elsewhere_find_every_kernel_that_the_engine_brings(engine: Engine, tmp_path: Path) -> None:
+    assert engine.config.files[cache.FILE].size > 1000
+    engine.verify()
+    fresh = cache.unpack(engine.path / cache.FILE, tmp_path)
+    assert fresh > 8
+    assert cache.unpack(engine.path / cache.FILE, tmp_path) == 0
+    assert launch(engine.path, tmp_path) == (fresh, 0)
+
+
+def test_an_engine_brings_code_for_the_gpu_only(engine: Engine) -> None:
+    with zipfile.ZipFile(engine.path / cache.FILE) as archive:
+        kinds = {Path(name).suffix for name in archive.namelist()}
+        assert json.loads(archive.read("index.json"))["capability"] == 90
+    assert kinds == {".cubin", ".json"}
+
+
+def archive(path: Path, **files: bytes) -> Path:
+    index = json.dumps({"triton": cache.triton.__version__, "capability": 90, "kernels": 1}).encode()
+    with zipfile.ZipFile(path, "w") as made:
+        for name, data in {"index.json": index, **files}.items():
+            made.writestr(name, data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["../x.json", "A" * 52 + "/../../x.json", "A" * 52 + "/x.so", "A" * 51 + "/x.json", "/etc/x.json"])
+def test_a_place_outside_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(EngineError, match="no place of a kernel"):
+        cache.unpack(archive(tmp_path / "kernels.zip", **{name: b"{}"}), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_damaged_file_is_refused_with_its_cure(tmp_path: Path) -> None:
+    file = archive(tmp_path / "kernels.zip", **{"A" * 52 + "/k.json": b"{}" * 200})
+    data = bytearray(file.read_bytes())
+    data[data.find(b"{}{}") + 7] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(EngineError, match="Copy the engine again"):
+        cache.unpack(file, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*/__grp__*"))
+
+
+def test_kernels_of_another_triton_are_left_alone(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as made:
+        made.writestr("index.json", json.dumps({"triton": "0.0.1", "capability": 90, "kernels": 1}))
+        made.writestr("A" * 52 + "/k.json", b"{}")
+    assert cache.unpack(tmp_path / "kernels.zip", tmp_path / "cache") == 0
+
+
+def test_an_engine_for_a_cpu_brings_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    made = build(
+        tmp_path, tmp_path / "engine", BuildConfig(device="cpu", dummy_weights=True, limits=LIMITS), verify="none", kernels=compile_ahead
+    )
+    assert cache.FILE not in made.config.files
+
+
+def test_a_capability_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compute_capability='sm_90'"):
+        BuildConfig(compute_capability="sm_90")
