@@ -24,10 +24,7 @@ from stoker.server.schemas.settings import ServerSettings
 
 # Fields that no option sets, and why.
 NOT_OFFERED = {
-    RuntimeConfig: {
-        "kv_cache_dtype": "chosen when the engine is built",
-        "devices": "set by deployment formats; a command line has CUDA_VISIBLE_DEVICES",
-    },
+    RuntimeConfig: {"kv_cache_dtype": "chosen when the engine is built"},
     SamplingParams: dict.fromkeys(
         ("logit_bias", "stop_token_ids", "bad_words", "include_stop", "skip_special_tokens", "logprobs", "prompt_logprobs", "beam_width",
          "length_penalty", "early_stopping", "guide"), "asked for through the API",
@@ -107,6 +104,8 @@ WRONG = [
     (["generate", "ENGINE", "--file", "NOWHERE"], 2, "cannot be read"),
     (["generate", "ENGINE", "hi", "--max-batch-size", "9"], 2, "Build the engine with --max-batch-size 9."),
     (["generate", "NOWHERE", "hi"], 1, "is not an engine: it does not exist."),
+    (["generate", "ENGINE", "hi", "--devices", "0"], 2, "devices=[0] name GPUs, and"),
+    (["generate", "ENGINE", "hi", "--devices", "0;1"], 2, "devices='0;1' is refused. Write indices with commas between them: 0,1."),
     (["serve", "NOWHERE"], 1, "does not exist."),
     (["serve", "ENGINE", "--port", "65536"], 2, "http_port=65536 is refused. Use a whole number from 0 to 65535."),
     (["serve", "ENGINE", "--host", "no-such-host.invalid", "--port", "0"], 2, "cannot be used"),

@@ -99,7 +99,7 @@ def test_model_folder_is_the_checkpoint_without_model_id(tmp_path: Path) -> None
 HONOURED = {
     "job_queue_size": ("7", "runtime.max_queue_size", 7),
     "batch_size": ("4", "options.batch_size", 4),
-    "load_on_devices": ("3", "devices", (3,)),
+    "load_on_devices": ("3", "runtime.devices", (3,)),
     "max_request_size": ("2000", "server.max_request_bytes", 2000),
     "http_port": ("9000", "server.http_port", 9000),
     "option.model_id": ("org/other", "build.checkpoint", "org/other"),
@@ -157,8 +157,6 @@ TOGETHER = {  # honoured only with others; tested below
 def place(deployment: Deployment, path: str) -> Any:
     source = deployment.source
     head, _, name = path.partition(".")
-    if head == "devices":
-        return deployment.devices
     owner = {
         "build": source, "limits": source.limits, "mapping": source.mapping, "runtime": deployment.runtime,
         "server": deployment.server, "options": deployment.server.options, "extra": source.extra,
@@ -171,8 +169,10 @@ def test_every_honoured_row_is_tested() -> None:
 
 
 @pytest.mark.parametrize("key", HONOURED)
-def test_honoured(tmp_path: Path, key: str) -> None:
+def test_honoured(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, path, value = HONOURED[key]
+    if key == "load_on_devices":
+        monkeypatch.setattr(lmi, "visible_gpus", lambda environment: 1)
     prefix = "" if key in ("option.model_id", "option.s3url") else MODEL
     deployment = load(tmp_path, f"{prefix}{key}={text}\n")
     assert place(deployment, path) == value
@@ -216,6 +216,12 @@ def _reads(row: Any, text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def test_devices_without_a_gpu_are_noted(tmp_path: Path) -> None:
+    deployment = load(tmp_path, MODEL + "load_on_devices=0\n")
+    assert deployment.runtime.devices is None
+    assert next(n for n in deployment.notes if n.key == "load_on_devices").text == "no GPU is visible; every rank runs on the CPU"
 
 
 def test_quantization_settings(tmp_path: Path) -> None:

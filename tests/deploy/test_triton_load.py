@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import triton_templates as templates
@@ -31,6 +32,12 @@ def filled(era, more=""):
 
 def repo(tmp_path, **files):
     return templates.write(tmp_path, files)
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch):
+    """Eight are visible."""
+    monkeypatch.setattr(sys.modules[load.__module__], "visible_gpus", lambda environment: 8)
 
 
 def llm(tmp_path, **parameters):
@@ -110,7 +117,7 @@ HONOURED = [  # key, text, section, field, value
     ("normalize_log_probs", "false", "options", "normalize_log_probs", False),
     ("decoding_mode", "top_k", "options", "decoding_mode", "top_k"),
     ("decoding_mode", "top_p", "options", "decoding_mode", "top_p"),
-    ("gpu_device_ids", "2, 0", "deployment", "devices", (2, 0)),
+    ("gpu_device_ids", "2, 0", "runtime", "devices", (2, 0)),
     ("tokenizer_dir", "/t", "deployment", "tokenizer", "/t"),
 ]
 
@@ -123,6 +130,13 @@ def test_honoured(tmp_path, key, text, section, field, value):
     setting = next(s for s in deployment.settings if s.key == key)
     line = (tmp_path / "tensorrt_llm" / "config.pbtxt").read_text().splitlines()[setting.origin.line - 1]
     assert f'"{text}"' in line
+
+
+def test_devices_without_a_gpu_are_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[load.__module__], "visible_gpus", lambda environment: 0)
+    deployment = llm(tmp_path, gpu_device_ids="2, 0")
+    assert deployment.runtime.devices is None
+    assert "no GPU is visible" in next(note for note in deployment.notes if note.key == "gpu_device_ids").text
 
 
 IGNORED = {

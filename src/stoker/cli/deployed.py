@@ -10,7 +10,7 @@ import msgspec
 from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.logging import get_logger
-from stoker.deploy import resolve
+from stoker.deploy import model_name, resolve
 from stoker.deploy.deployment import Deployment, EngineInfo
 from stoker.deploy.triton.export import five_models
 from stoker.engine.reader import Engine
@@ -29,7 +29,6 @@ class Deployed(msgspec.Struct, kw_only=True):
     runtime: RuntimeConfig
     deployment: Deployment
     tokenizer: Path | None = None
-    devices: tuple[int, ...] | None = None
 
 
 def deployed(
@@ -44,7 +43,7 @@ def deployed(
     Fields in `given` were set on the command line and win over the folder's own settings; without it, those that are not at their
     default. Raises ConfigError, CheckpointError and EngineError.
     """
-    deployment = overridden(resolve.read(path, env.child_environment(), progress), settings, runtime, given)
+    deployment = named(overridden(resolve.read(path, env.child_environment(), progress), settings, runtime, given), path)
     for note in deployment.notes:
         log.log(30 if note.severity == "warning" else 20, "%s", note)
     found = resolve.ready(deployment, env.child_environment(), progress)
@@ -54,7 +53,6 @@ def deployed(
         runtime=deployment.runtime,
         deployment=found.deployment,
         tokenizer=found.tokenizer,
-        devices=deployment.devices,
     )
 
 
@@ -64,6 +62,17 @@ def overridden(
     """`deployment` with what the command line says."""
     server, run = over(deployment.server, settings, given), over(deployment.runtime, runtime, given)
     return msgspec.structs.replace(deployment, server=server, runtime=run)
+
+
+def named(deployment: Deployment, path: str | Path | None) -> Deployment:
+    """`deployment` under the name of what a person asked for, not of the folder in the cache that it was unpacked to or built in.
+
+    Triton's models are named in their files.
+    """
+    server = deployment.server
+    if path is None or deployment.format == "triton" or server.model_name not in (None, Path(deployment.path).name):
+        return deployment
+    return msgspec.structs.replace(deployment, server=msgspec.structs.replace(server, model_name=model_name.of(path)))
 
 
 def _with_models(settings: ServerSettings, engine: Path) -> ServerSettings:

@@ -57,7 +57,7 @@ def launch(
         _run_triton(tritonserver, model_repo, asked, log_file if log else None)
     settings = msgspec.structs.replace(settings, options=msgspec.structs.replace(settings.options, model_control=model_control))
     with _logged(log_file if log else None):
-        raise typer.Exit(serve(found.engine, found.runtime, settings, typer.echo, tokenizer=found.tokenizer, devices=found.devices))
+        raise typer.Exit(serve(found.engine, found.runtime, settings, typer.echo, tokenizer=found.tokenizer))
 
 
 def _check_world(asked: int | None, ranks: int) -> None:

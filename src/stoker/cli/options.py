@@ -18,6 +18,7 @@ from stoker.base.types import SamplingParams
 
 RUNTIME = {
     "device": "cpu or cuda. Default: what the engine was built for.",
+    "devices": "The GPU of each rank, by index among the visible ones: 0,1. Default: the first ones.",
     "policy": "Who is admitted: guaranteed_no_evict, max_utilization or static.",
     "max_batch_size": "Sequences that compute in one step; at most the engine's.",
     "max_num_sequences": "Sequences that hold KV blocks at once. Default: max_batch_size.",
@@ -50,6 +51,7 @@ SAMPLING = {
 }
 
 Function = Callable[..., Any]
+_INDICES = tuple[int, ...] | None  # one option, with commas
 
 
 def fields(struct: type[msgspec.Struct], name: str, helps: dict[str, str], **defaults: Any) -> Callable[[Function], Function]:
@@ -62,8 +64,8 @@ def fields(struct: type[msgspec.Struct], name: str, helps: dict[str, str], **def
     def decorate(command: Function) -> Function:
         @functools.wraps(command)
         def run(**given: Any) -> Any:
-            values = {option.name: given.pop(option.name) for option in options}
-            return command(**given, **{name: struct(**{key: _value(value) for key, value in values.items()})})
+            values = {option.name: _value(struct, option.name, given.pop(option.name)) for option in options}
+            return command(**given, **{name: struct(**values)})
 
         own = [parameter for parameter in _signature(command) if parameter.name != name]
         run.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
@@ -86,6 +88,8 @@ def _option(struct: type[msgspec.Struct], name: str, text: str, defaults: dict[s
     kind: Any = typing.get_type_hints(struct)[name]
     if typing.get_origin(kind) is tuple:
         kind, default = list[str], list(default)
+    if kind == _INDICES:
+        kind = str | None
     option = typer.Option(f"--{_flag(name, kind)}", help=text, show_default=default not in (None, []))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
@@ -95,8 +99,17 @@ def _flag(name: str, kind: Any) -> str:
     return f"{flag}/--no-{flag}" if kind is bool else flag
 
 
-def _value(value: Any) -> Any:
+def _value(struct: type[msgspec.Struct], name: str, value: Any) -> Any:
+    if isinstance(value, str) and typing.get_type_hints(struct)[name] == _INDICES:
+        return _indices(name, value)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _indices(name: str, text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
+        raise ConfigError(f"{name}={text!r} is refused.", cure="Write indices with commas between them: 0,1.")
+    return tuple(map(int, parts))
 
 
 def given(context: typer.Context) -> frozenset[str]:

@@ -100,4 +100,4 @@ def _serve(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, 
             found = deployed(model, settings, runtime, named, bars)
     else:
         found = deployed(model, settings, runtime, named, Lines(log.info))
-    return run(found.engine, found.runtime, found.settings, typer.echo, tokenizer=found.tokenizer, devices=found.devices)
+    return run(found.engine, found.runtime, found.settings, typer.echo, tokenizer=found.tokenizer)

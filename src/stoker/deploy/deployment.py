@@ -112,7 +112,6 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     path: str  # the folder or file that was read
     source: EngineSource | BuildOptions
     tokenizer: str | None = None  # directory or hub id; None: the engine's own
-    devices: tuple[int, ...] | None = None  # device indices, one a rank; None: the first world_size
     runtime: RuntimeConfig = RuntimeConfig()
     server: ServerSettings = ServerSettings()
     settings: tuple[Setting, ...] = ()  # every key that was understood, in reading order

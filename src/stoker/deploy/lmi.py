@@ -250,7 +250,7 @@ def _settle_spread(asked: Collected, environment: Environment[str, str]) -> None
 
 
 def _deployment(asked: Collected, folder: Path, environment: Environment[str, str]) -> Deployment:
-    devices = _devices(asked)
+    _settle_devices(asked, environment)
     named = environment.get("HF_MODEL_ID", "")
     options = asked.build(LMIOptions, "options")
     checkpoint = asked.get("build.checkpoint")
@@ -267,7 +267,6 @@ def _deployment(asked: Collected, folder: Path, environment: Environment[str, st
         path=str(folder),
         source=build,
         tokenizer=build.tokenizer,
-        devices=devices,
         runtime=asked.build(RuntimeConfig, "runtime"),
         server=asked.build(
             ServerSettings,
@@ -283,11 +282,11 @@ def _deployment(asked: Collected, folder: Path, environment: Environment[str, st
     return complete(deployment, local) if local.is_dir() else deployment
 
 
-def _devices(asked: Collected) -> tuple[int, ...] | None:
+def _settle_devices(asked: Collected, environment: Environment[str, str]) -> None:
     """load_on_devices: indices separated by ; or ,; * is all."""
-    setting = asked.drop("devices")
+    setting = asked.drop("runtime.devices")
     if setting is None or setting.value in ("", "*"):
-        return None
+        return
     parts = [part.strip().removeprefix("gpu") for part in re.split("[;,]", setting.value)]
     if not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
         raise refusal(setting.origin, setting.key, setting.value, "it must be device indices separated by ;, or *", "Write 0;1, or *.")
@@ -295,7 +294,10 @@ def _devices(asked: Collected) -> tuple[int, ...] | None:
     if len(parts) != world_size:
         limit = f"{world_size} ranks need as many devices, and it names {len(parts)}"
         raise refusal(setting.origin, setting.key, setting.value, limit, "Name one device a rank, or set option.tensor_parallel_degree.")
-    return tuple(int(part) for part in parts)
+    if visible_gpus(environment):
+        asked.set("runtime.devices", tuple(map(int, parts)), setting.origin, setting.key)
+    else:
+        asked.note(setting.key, "no GPU is visible; every rank runs on the CPU", setting.origin, "warning")
 
 
 def _as_engine(deployment: Deployment, engine: Path) -> Deployment:

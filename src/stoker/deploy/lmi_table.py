@@ -58,7 +58,7 @@ _MODEL_SERVER = (
     no_effect("maxWorkers", _UNSIGNED, _ONE_COPY),
     no_effect("min_workers", _UNSIGNED, _ONE_COPY),
     no_effect("max_workers", _UNSIGNED, _ONE_COPY),
-    honoured("load_on_devices", _TEXT, "devices", "indices separated by ; or *, one for each rank"),
+    honoured("load_on_devices", _TEXT, "runtime.devices", "indices separated by ; or *, one for each rank"),
     honoured("max_request_size", Whole(1 << 10, 1 << 32), "server.max_request_bytes", "bytes; default 6553500"),
     honoured("http_port", Whole(0, 65535), "server.http_port", "Stoker's own key; default 8080"),
     no_effect("default_invocations_accept", Text(), "the request's body says how it is answered, whatever Accept says, as there"),

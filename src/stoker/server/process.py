@@ -28,12 +28,12 @@ BACKLOG = 2048
 
 def serve(
     engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, announce: Callable[[str], None] = print,
-    *, tokenizer: Path | str | None = None, devices: tuple[int, ...] | None = None,
+    *, tokenizer: Path | str | None = None,
 ) -> int:  # fmt: skip
     """Serve the engine directory until SIGINT or SIGTERM; returns the exit status: 0 when told to stop, 1 when a process died.
 
     The first signal stops accepting, lets requests in flight end within drain_timeout_s, then stops; the second stops at once.
-    `tokenizer` is a directory to read instead of the engine's own; `devices` are the GPUs of the ranks, by index.
+    `tokenizer` is a directory to read instead of the engine's own.
     `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address cannot be used.
     """
     with contextlib.ExitStack() as stack:
@@ -43,7 +43,6 @@ def serve(
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
         supervisor = Supervisor(Path(engine), runtime, settings, listeners, grpc, Path(run_dir), announce)
         supervisor.tokenizer = Path(tokenizer or engine)
-        supervisor.visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
         return asyncio.run(supervisor.run())
 
 
@@ -94,7 +93,6 @@ class Supervisor:
         announce: Callable[[str], None],
     ) -> None:
         self.tokenizer = engine  # the directory that frontends read theirs from
-        self.visible: dict[str, str] = {}  # variables of the executor's environment
         self._engine = engine
         self._runtime = runtime
         self._settings = settings
@@ -157,7 +155,7 @@ class Supervisor:
         # Several frontends add their counts up through files, which prometheus-client keeps in this directory.
         shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
         work = ExecutorTask(str(self._engine), self._runtime, self._address)
-        executor = Child.start("executor", "stoker.server.executor_process", work, environment=self.visible)
+        executor = Child.start("executor", "stoker.server.executor_process", work)
         frontend = "stoker.server.frontend_process"
         return [executor, *(Child.start("frontend", frontend, task, pass_fds=fds, environment=shared) for _ in range(count))]
 

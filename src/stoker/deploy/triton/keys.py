@@ -117,7 +117,7 @@ _ROWS = (
     _to(LLM, "enable_kv_cache_reuse", values.boolean, "runtime.prefix_reuse", "0.7"),
     _to(LLM, "normalize_log_probs", values.boolean, "options.normalize_log_probs", "0.8", default="true"),
     _to(LLM, "enable_chunked_context", values.boolean, "runtime.chunked_prefill", "0.8"),
-    _to(LLM, "gpu_device_ids", values.devices, "devices", "0.8"),
+    _to(LLM, "gpu_device_ids", values.devices, "runtime.devices", "0.8"),
     _refuse(LLM, "participant_ids", values.text, _ONE_HOST, "0.13"),
     _refuse(LLM, "num_nodes", values.whole, _ONE_HOST, "0.19", allowed=(1,)),
     _ignore(LLM, "lora_cache_optimal_adapter_size", values.whole, _NO_ADAPTERS, "0.9"),

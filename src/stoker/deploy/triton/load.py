@@ -9,6 +9,7 @@ from typing import Any, Literal
 from stoker.base.errors import ConfigError
 from stoker.base.registry import nearest
 from stoker.deploy.deployment import Deployment, EngineSource, Note, Setting
+from stoker.deploy.devices import visible_gpus
 from stoker.deploy.pbtxt import Scalar
 from stoker.deploy.triton import fields, repository, resolve
 from stoker.deploy.triton.keys import KEYS, LLM, Key, names
@@ -70,7 +71,7 @@ class Reading:
         if self.values.setdefault(key.to, value) != value:
             raise file.error(scalar.line, f"{key.name}={value!r}, but {self.values[key.to]!r} elsewhere.", "Make the two equal.")
         section, _, field = key.to.partition(".")
-        table: Literal["runtime", "server"] = "runtime" if section in ("runtime", "engine", "devices", "batching") else "server"
+        table: Literal["runtime", "server"] = "runtime" if section in ("runtime", "engine", "batching") else "server"
         self.settings.append(Setting(section=table, name=field or section, value=value, origin=file.origin(scalar.line), key=key.name))
 
     def unset(self, file: ModelFile, key: Key, scalar: Scalar | None) -> None:
@@ -93,7 +94,7 @@ class Reading:
 
 
 def load(path: Path, env: Mapping[str, str]) -> Deployment:
-    """Read a repository; `env` is not consulted. Raises ConfigError naming file, line, key and cure."""
+    """Read a repository; of `env`, which GPUs are visible. Raises ConfigError naming file, line, key and cure."""
     reading = Reading()
     files = _one_of_a_kind(repository.read(path), reading.notes)
     if LLM not in files:
@@ -104,14 +105,13 @@ def load(path: Path, env: Mapping[str, str]) -> Deployment:
         reading.parameters(file)
         reading.shown(file)
     found = resolve.Found(files=files, models=models, values=reading.values, notes=reading.notes)
-    options, runtime = resolve.options(found), resolve.runtime(found)
+    options, runtime = resolve.options(found), resolve.runtime(found, visible_gpus(env))
     server = ServerSettings(grpc_port=8001, metrics_port=8002, protocols=("kserve",), options=options, **found.section("server"))
     return Deployment(
         format="triton",
         path=str(path),
         source=EngineSource(location=_engine(path, found.values["engine"])),
         tokenizer=found.values.get("tokenizer"),
-        devices=found.values.get("devices"),
         runtime=runtime,
         server=server,
         settings=tuple(reading.settings),

@@ -34,9 +34,12 @@ def options(found: Found) -> TritonOptions:
     return msgspec.structs.replace(chosen, decoding_mode=_decoding_mode(found, chosen.max_beam_width))
 
 
-def runtime(found: Found) -> RuntimeConfig:
-    """Policy static for V1, whose batches are the ones Triton makes; the queue's limit is the engine model's."""
+def runtime(found: Found, gpus: int) -> RuntimeConfig:
+    """Policy static for V1, whose batches are the ones Triton makes; the queue's limit is the engine model's. `gpus` are visible."""
     chosen = found.section("runtime")
+    if "devices" in chosen and not gpus:
+        _note(found, "gpu_device_ids", "no GPU is visible; every rank runs on the CPU")
+        del chosen["devices"]
     llm = next(model for model in found.models if model.kind == LLM)
     if found.values["batching"] in ("V1", "v1"):
         if "policy" in chosen:

@@ -1,0 +1,32 @@
+"""Names of what is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stoker.deploy import model_name
+
+NAMES = {
+    "s3://bucket/models/Llama-3-8B.tar.gz": "Llama-3-8B",
+    "s3://bucket/models/gpt2/": "gpt2",
+    "https://host/a/model.tgz#sha256=00": "model",
+    "https://host/model.tar?x=/y": "model",
+    "hf://org/name@main": "name",
+    "org/name-v1.5": "name-v1.5",
+    "nowhere/model.Q4_1.gguf": "model.Q4_1",
+}
+
+
+@pytest.mark.parametrize("location, name", NAMES.items())
+def test_addresses(location: str, name: str) -> None:
+    assert model_name.of(location) == name
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "lmi"
+    folder.mkdir()
+    (folder / "serving.properties").touch()
+    monkeypatch.chdir(folder)
+    assert model_name.of(".") == model_name.of(folder) == model_name.of("serving.properties") == "lmi"
