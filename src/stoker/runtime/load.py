@@ -67,8 +67,6 @@ def _load(
         ranks.wait()
     capacity, size = loaded.capacity, limits.tokens_per_block
     num_blocks = world.everyone.smallest(loaded.num_blocks())
-    budget = loaded.budget(num_blocks)
-    log.info("%s", budget.table())
     max_seq_len = min(capacity.max_seq_len, num_blocks * size)
     whole = model_config.requires_whole_prompt
     if whole:
@@ -86,7 +84,9 @@ def _load(
         num_stages=world.stage.num_stages,
     )
     runner = loaded.runner(num_blocks, ranks)
-    runner.warm_up()
+    budget = loaded.budget(num_blocks, runner.warm_up())
+    log.info("%s", budget.table())
+    _log_kernels(device)
     world.everyone.smallest(0)  # all are ready
     info = ExecutorInfo(
         limits=limits,
@@ -100,3 +100,10 @@ def _load(
     executor = Executor(runner, scheduler, make_mailbox(info), info, config, ranks)
     executor.stats.weight_bytes, executor.stats.kv_bytes = loaded.weights, budget.kv
     return executor
+
+
+def _log_kernels(device: torch.device) -> None:
+    if device.type == "cuda":
+        from stoker.kernels.triton.cache import counts
+
+        log.info("kernels: %s", counts)

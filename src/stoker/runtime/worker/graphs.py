@@ -109,15 +109,16 @@ class Graphs:
         step = self._blank(shape)
         self.forward(step.batch, step.rows, step.counters, all_greedy)
 
-    def warm_up(self) -> None:
-        """Capture the decode buckets and the short prefills; rarer shapes follow when a step asks for them."""
-        started = time.monotonic()
+    def warm_up(self) -> int:
+        """Capture the decode buckets and the short prefills; rarer shapes follow when a step asks for them. Returns bytes taken."""
+        started, before = time.monotonic(), torch.cuda.mem_get_info()[0]
         # The largest first: later graphs live in the memory it took.
         for rows in reversed(self.row_buckets):
             self.capture(Shape(rows, rows, is_decode=True), True)
         for tokens in reversed(self.token_buckets):
             self.capture(Shape(tokens, self.mixed_rows[0], is_decode=False), True)
         log.info("captured %d graphs in %.1f s", len(self._captured), time.monotonic() - started)
+        return max(before - torch.cuda.mem_get_info()[0], 0)
 
     def _blank(self, shape: Shape) -> StepInputs:
         """A step of padding in the fixed buffers."""

@@ -20,26 +20,33 @@ _DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes on one device. `free` is what was free once the weights and the warm-up's peak were known."""
+    """Bytes on one device. `free` is what was free once the weights were loaded."""
 
     device: str
     total: int
     weights: int
-    activations: int
     free: int
+    activations: int | None  # the most that a step at the limits holds at once; None: not measured
+    graphs: int
     kv: int
     num_blocks: int
     tokens_per_block: int
+
+    @property
+    def left_over(self) -> int:
+        return self.free - (self.activations or 0) - self.graphs - self.kv
 
     def table(self) -> str:
         """The budget as lines of text, for the log at start."""
         tokens = self.num_blocks * self.tokens_per_block
         rows = (
             ("total", self.total, ""),
+            ("others", max(self.total - self.free - self.weights, 0), "libraries, other processes"),
             ("weights", self.weights, ""),
-            ("activations", self.activations, "largest step"),
+            ("activations", self.activations or 0, "not measured on this device" if self.activations is None else "largest step"),
+            ("graphs", self.graphs, ""),
             ("KV cache", self.kv, f"{self.num_blocks} blocks of {self.tokens_per_block} = {tokens} tokens"),
-            ("left over", self.free - self.kv, ""),
+            ("left over", self.left_over, ""),
         )
         lines = [f"  {name:<12} {size / 2**30:9.3f} GiB  {note}".rstrip() for name, size, note in rows]
         return "\n".join([f"memory of {self.device}:", *lines])

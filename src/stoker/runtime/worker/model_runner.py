@@ -22,7 +22,7 @@ from stoker.layers.prefix import prefix_of
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.grammars import Grammars
 from stoker.runtime.sampling.prompt import PromptScores
-from stoker.runtime.sampling.sampler import Logprobs, Sampler
+from stoker.runtime.sampling.sampler import Logprobs, Sampler, score
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.blank import Bounds, new_step
 from stoker.runtime.worker.graphs import Graphs
@@ -134,10 +134,9 @@ class ModelRunner:
         self.prompt_scores.remove(seq.seq_id)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Capture the usual steps, so that no request waits for it."""
-        if self.graphs is not None:
-            self.graphs.warm_up()
+    def warm_up(self) -> int:
+        """Capture the usual steps, so that no request waits for it. Returns the bytes that the graphs take."""
+        return 0 if self.graphs is None else self.graphs.warm_up()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle | LazyHandle:
@@ -185,7 +184,7 @@ class ModelRunner:
             return
         for seen, all_greedy in itertools.product((logits, logits.float()), (True, False)):
             token_ids = ops.sample(seen, self.sampler.table.gather(step.rows, step.counters, all_greedy))
-        ops.logprobs(logits, token_ids, 1)
+        score(logits, token_ids, 1)
         self._remember(step.rows, token_ids)
 
     def forget_cache(self, blocks: list[int]) -> None:

@@ -15,6 +15,8 @@ from stoker.engine.reader import Engine
 from stoker.layers.config import ModelConfig
 from stoker.layers.decoder import Decoder
 from stoker.runtime.sampling.grammars import Grammars
+from stoker.runtime.worker.blank import Bounds
+from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import MemoryBudget, block_bytes, free_memory, make_caches, num_kv_blocks
 from stoker.runtime.worker.model_runner import ModelRunner, Tell
 
@@ -58,28 +60,55 @@ class LoadedRank:
     world: World
     model: Decoder
     weights: int
+    free: int = 0  # bytes, once the weights and the libraries were there; known after `num_blocks`
+    activations: int | None = None
 
     def num_blocks(self) -> int:
-        """KV blocks for which this rank has room."""
-        free = self.free()
-        return num_kv_blocks(free, self._block_bytes(), self.engine.config.limits, self.config, self.device.type)
+        """KV blocks for which this rank has room, beside the largest step. On several ranks all must ask: a step is theirs together."""
+        if self.device.type == "cuda":
+            self.activations = self._largest_step()
+        self.free = self._free()
+        room = self.free - (self.activations or 0)
+        return num_kv_blocks(room, self._block_bytes(), self.engine.config.limits, self.config, self.device.type)
 
-    def free(self) -> int:
+    def _free(self) -> int:
         """Bytes for its cache: ranks on a CPU share the machine's memory."""
         free = free_memory(self.device)[0]
         return free // self.world.size if self.device.type == "cpu" else free
+
+    def _largest_step(self) -> int:
+        """Bytes that steps at the limits hold at once, weights and cache aside. They also load the kernels and libraries' workspaces."""
+        runner = self._runner(1, self.capacity.max_seq_len, use_graphs=False)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        for shape, bounds in largest_steps(self.capacity):
+            runner.rehearse(shape, bounds)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
 
     def _block_bytes(self) -> int:
         config = self.engine.config
         layers = self.world.stage.layers(config.model.num_layers)
         return block_bytes(config.model, config.limits.tokens_per_block, self.engine.kv_dtype, layers, config.mapping.tensor_parallel)
 
-    def budget(self, num_blocks: int) -> MemoryBudget:
+    def budget(self, num_blocks: int, graphs: int) -> MemoryBudget:
+        """What the memory is used for; `graphs` in bytes."""
         size, total = self.engine.config.limits.tokens_per_block, free_memory(self.device)[1]
-        return MemoryBudget(str(self.device), total, self.weights, 0, self.free(), num_blocks * self._block_bytes(), num_blocks, size)
+        kv = num_blocks * self._block_bytes()
+        return MemoryBudget(str(self.device), total, self.weights, self.free, self.activations, graphs, kv, num_blocks, size)
 
     def runner(self, num_blocks: int, tell: Tell | None = None) -> ModelRunner:
         """Allocate the cache, and make the runner."""
+        max_seq_len = min(self.capacity.max_seq_len, num_blocks * self.engine.config.limits.tokens_per_block)
+        grammars = Grammars(self.engine.path, self.engine.config.model.vocab_size) if self.world.is_leader else None
+        # A captured step has no second positions; models that need them are small and old.
+        use_graphs = self.config.cuda_graphs and not self.engine.config.model.requires_whole_prompt
+        return self._runner(num_blocks, max_seq_len, use_graphs=use_graphs, tell=tell, grammars=grammars)
+
+    def _runner(
+        self, num_blocks: int, max_seq_len: int, *, use_graphs: bool, tell: Tell | None = None, grammars: Grammars | None = None
+    ) -> ModelRunner:
         config, capacity = self.engine.config, self.capacity
         size, tensor = config.limits.tokens_per_block, config.mapping.tensor_parallel
         layers = self.world.stage.layers(config.model.num_layers)
@@ -91,15 +120,24 @@ class LoadedRank:
             num_rows=capacity.max_num_sequences,
             max_batch_size=capacity.max_batch_size,
             max_num_tokens=capacity.max_num_tokens,
-            max_seq_len=min(capacity.max_seq_len, num_blocks * size),
+            max_seq_len=max_seq_len,
             block_size=size,
             device=self.device,
-            # A captured step has no second positions; models that need them are small and old.
-            use_graphs=self.config.cuda_graphs and not config.model.requires_whole_prompt,
+            use_graphs=use_graphs,
             world=self.world,
             tell=tell,
-            grammars=Grammars(self.engine.path, config.model.vocab_size) if self.world.is_leader else None,
+            grammars=grammars,
         )
+
+
+def largest_steps(capacity: Capacity) -> list[tuple[Shape, Bounds]]:
+    """A full step of one prompt beside decodes, one of many prompts, and one of decodes alone."""
+    rows, tokens, longest = capacity.max_batch_size, max(capacity.max_num_tokens, capacity.max_batch_size), capacity.max_seq_len
+    steps = [(Shape(rows, rows, is_decode=True), Bounds(rows, 1, longest))]
+    if tokens > rows:
+        steps += [(Shape(tokens, rows, False), Bounds(rows - 1, tokens - rows + 1, longest))]
+        steps += [(Shape(tokens, rows, False), Bounds(0, tokens, longest))]
+    return steps
 
 
 def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world: World) -> LoadedRank:

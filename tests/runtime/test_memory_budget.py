@@ -1,0 +1,72 @@
+"""The budget of a device's memory, and the steps that it is measured by."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoker.base.config import Limits, RuntimeConfig
+from stoker.distributed.world import ALONE_WORLD
+from stoker.engine.reader import Engine
+from stoker.runtime.bulk import BulkMailbox
+from stoker.runtime.load import load_executor
+from stoker.runtime.measure import random_requests, run
+from stoker.runtime.worker.memory import MemoryBudget, num_kv_blocks
+from stoker.runtime.worker.rank import Capacity, largest_steps, load_rank
+
+GIB = 1 << 30
+
+
+def test_the_table_adds_up() -> None:
+    budget = MemoryBudget(
+        "cuda:0", total=140 * GIB, weights=15 * GIB, free=120 * GIB, activations=2 * GIB, graphs=GIB, kv=100 * GIB, num_blocks=100,
+        tokens_per_block=64,
+    )  # fmt: skip
+    lines = {line[2:14].strip(): float(line.split("GiB")[0].split()[-1]) for line in budget.table().splitlines()[1:]}
+    assert lines == {
+        "total": 140, "others": 5, "weights": 15, "activations": 2, "graphs": 1, "KV cache": 100, "left over": 17,
+    }  # fmt: skip
+    assert sum(size for name, size in lines.items() if name != "total") == lines["total"]
+
+
+def test_a_device_that_is_not_measured_says_so() -> None:
+    budget = MemoryBudget("cpu", 8 * GIB, GIB, 6 * GIB, None, 0, 3 * GIB, 10, 16)
+    assert "not measured" in budget.table() and budget.left_over == 3 * GIB
+
+
+def test_the_largest_steps_are_at_the_limits() -> None:
+    steps = largest_steps(Capacity(max_batch_size=8, max_num_sequences=8, max_num_tokens=100, max_seq_len=64))
+    assert {(shape.tokens, shape.rows, bounds.num_decodes) for shape, bounds in steps} == {(8, 8, 8), (100, 8, 7), (100, 8, 0)}
+    assert largest_steps(Capacity(8, 8, 4, 64))[-1][0].tokens == 8  # fewer tokens than rows: decodes alone
+
+
+@torch.inference_mode()
+def test_steps_at_the_limits_run_and_leave_the_cache_as_it_is(tiny_engine: Path) -> None:
+    engine = Engine.open(tiny_engine)
+    loaded = load_rank(engine, RuntimeConfig(max_batch_size=4, max_num_tokens=64), torch.device("cpu"), ALONE_WORLD)
+    runner = loaded.runner(8)
+    for cache in runner.caches:
+        cache.keys.fill_(3.0)
+    for shape, bounds in largest_steps(loaded.capacity):
+        runner.rehearse(shape, bounds)
+    assert all(bool((cache.keys == 3.0).all()) for cache in runner.caches)
+
+
+def test_room_for_the_cache_is_what_steps_leave() -> None:
+    """A fraction of what is left after the largest step, not of what is free before it."""
+    limits = Limits(max_batch_size=64, max_input_len=4096, max_output_len=4096)
+    blocks = [num_kv_blocks(free, GIB // 64, limits, RuntimeConfig(), "cuda") for free in (10 * GIB, 8 * GIB)]
+    assert blocks == [576, 460]
+
+
+def test_the_budget_is_told_at_start(tiny_engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), BulkMailbox)
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    for name in ("weights", "activations", "graphs", "KV cache", "left over"):
+        assert name in told
+    result = run(executor, random_requests(2, 4, 4, executor.info.vocab_size), 4)
+    assert result.num_requests == 2
