@@ -350,6 +350,12 @@ def test_prebuilt_that_model_id_names(tmp_path: Path) -> None:
     assert fetched.source == EngineSource(location=str(engine))
 
 
+def test_relative_paths_are_of_the_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    assert build(load(tmp_path, "option.model_id=weights\n")).checkpoint == str(tmp_path / "weights")
+    assert build(load(tmp_path, "option.model_id=org/weights\n")).checkpoint == "org/weights"
+
+
 def test_engines_of_tensorrt_are_refused(tmp_path: Path) -> None:
     engine = engine_at(tmp_path)
     (engine / "trt_llm_model_float16_tp2_rank0.engine").write_bytes(b"ftrt")

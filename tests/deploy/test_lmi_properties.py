@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
-from stoker.deploy.properties import MAX_BYTES, parse
+from stoker.deploy.properties import MAX_BYTES, line, parse
 
 JAVA = json.loads(Path(__file__).with_name("lmi_java_properties.json").read_text())
 
@@ -79,6 +79,13 @@ def escape(text: str) -> str:
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), st.text(st.characters(exclude_categories=["Cs"]))))
 def test_escaped_text_comes_back(wanted: dict[str, str]) -> None:
     assert values("\n".join(f"{escape(k)}={escape(v)}" for k, v in wanted.items()).encode()) == wanted
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_written_lines_come_back_and_are_ascii(text: str) -> None:
+    written = line("option.key", text)
+    assert written.isascii() and written.count("\n") == 1
+    assert values(written.encode()) == {"option.key": text}
 
 
 @given(st.binary(max_size=200))

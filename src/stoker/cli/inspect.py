@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from stoker.engine.config import EngineConfig
+    from stoker.engine.reader import Engine
 
 
 def inspect(
@@ -39,7 +40,7 @@ def inspect(
     console.print(rows(str(engine), _rows(opened.config)))
     console.print(rows("files", [(name, f"{r.size:,} bytes  sha256 {r.sha256[:16]}…") for name, r in opened.config.files.items()]))
     if tensors:
-        console.print(rows("tensors", _tensors(opened.path, opened.config)))
+        console.print(rows("tensors", _tensors(opened)))
     if verify:
         console.print("Every file has the digest that was written.")
 
@@ -66,10 +67,10 @@ def _rows(config: EngineConfig) -> list[tuple[str, str]]:
     ]
 
 
-def _tensors(path: Path, config: EngineConfig) -> list[tuple[str, str]]:
+def _tensors(engine: Engine) -> list[tuple[str, str]]:
     from stoker.base.errors import EngineError
     from stoker.engine.tensor_file import read_header
 
-    files = [path / name for name in config.files if name.endswith(".safetensors")]
+    files = [engine.file(name) for name in engine.config.files if name.endswith(".safetensors")]
     entries = {name: entry for file in files for name, entry in read_header(file, EngineError, "Build the engine again.").items()}
     return [(name, f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}") for name, entry in entries.items()]

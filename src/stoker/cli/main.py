@@ -21,6 +21,7 @@ COMMANDS = (
     Command("inspect", "stoker.cli.inspect:inspect", "Show what an engine is, and check its files.", "stoker inspect engine --verify"),
     Command("eval", "stoker.cli.eval:COMMANDS", "Measure how good an engine is.", "stoker eval perplexity engine --text book.txt"),
     Command("export", "stoker.cli.export:COMMANDS", "Write an engine in another server's format.", "stoker export triton engine repo"),
+    Command("package", "stoker.cli.package:COMMANDS", "Write an engine as one file for another service.", "stoker package lmi engine"),
     Command("triton", "stoker.cli.triton:COMMANDS", "Check, fill and measure Triton repositories.", "stoker triton lint repo"),
     Command("launch", "stoker.cli.launch:launch", "Serve a Triton repository on Triton's ports.", "stoker launch --model_repo repo"),
     Command("client", "stoker.cli.client:client", "Ask a Triton server, over gRPC or HTTP.", 'stoker client "Once upon a time" -S'),

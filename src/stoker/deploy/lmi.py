@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from collections.abc import Mapping as Environment
@@ -16,7 +15,9 @@ from stoker.base.errors import ConfigError, EngineError
 from stoker.deploy import properties
 from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, EngineSource, Format, Note, Origin
 from stoker.deploy.devices import check_world, visible_gpus
+from stoker.deploy.engine import read_config
 from stoker.deploy.fields import Collected, Found, refusal
+from stoker.deploy.lmi_package import export
 from stoker.deploy.lmi_table import ENVIRONMENT, OVERRIDES, TABLE
 from stoker.server.schemas.lmi import LMIOptions
 from stoker.server.schemas.settings import ServerSettings
@@ -24,7 +25,7 @@ from stoker.server.schemas.settings import ServerSettings
 FILE = "serving.properties"
 CONTAINER = Path("/opt/ml/model")  # where SageMaker unpacks a model for a container
 _ENVIRONMENT = Origin("environment")
-_PREBUILT = Path("tensorrt_llm") / "1"
+_PREBUILT = ("tensorrt_llm/1", "trt_llm_model_repo/tensorrt_llm/1")
 _LENGTHS = {"llama": (512, 512), "falcon": (1024, 1024)}  # model type → (max_input_len, max_output_len) where nothing is set
 _OTHER_LENGTHS = (1024, 512)
 _BATCH_SIZE = 32
@@ -85,12 +86,12 @@ def complete(deployment: Deployment, local: Path) -> Deployment:
 
 def prebuilt(folder: Path) -> Path | None:
     """The engine directory of the prebuilt layout (tensorrt_llm/1), or None. Raises EngineError for an engine of TensorRT itself."""
-    for root in (folder, folder / "trt_llm_model_repo"):
-        engine = root / _PREBUILT
+    inner = ("1",) if (folder / "config.pbtxt").is_file() else ()  # the folder is tensorrt_llm itself
+    for engine in (folder / name for name in (*_PREBUILT, *inner)):
         if not engine.is_dir():
             continue
         foreign = sorted(engine.glob("*.engine"))
-        if foreign:
+        if foreign and "format_version" not in read_config(engine):
             raise EngineError(
                 f"{foreign[0]} is an engine of TensorRT itself, which runs on nothing else.",
                 cure="Set option.model_id to the Hugging Face checkpoint; Stoker builds its own engine from it.",
@@ -103,11 +104,7 @@ def prebuilt(folder: Path) -> Path | None:
 
 def model_type(checkpoint: Path) -> str:
     """model_type of the checkpoint's config.json; empty when there is none to read."""
-    try:
-        config = json.loads((checkpoint / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return ""
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = read_config(checkpoint).get("model_type")
     return kind if isinstance(kind, str) else ""
 
 
@@ -255,7 +252,7 @@ def _deployment(asked: Collected, folder: Path, environment: Environment[str, st
     options = asked.build(LMIOptions, "options")
     checkpoint = asked.get("build.checkpoint")
     build = BuildOptions(
-        **asked.under("build"),
+        **asked.under("build") | {"checkpoint": _inside(folder, checkpoint)},
         quantization_settings=asked.under("quantization"),
         limits=asked.build(Limits, "limits"),
         mapping=asked.build(Mapping, "mapping"),
@@ -278,8 +275,14 @@ def _deployment(asked: Collected, folder: Path, environment: Environment[str, st
         settings=asked.rows(),
         notes=tuple(asked.notes),
     )
-    local = Path(checkpoint).expanduser()
+    local = Path(build.checkpoint).expanduser()
     return complete(deployment, local) if local.is_dir() else deployment
+
+
+def _inside(folder: Path, location: str) -> str:
+    """A relative path is looked for in the model folder first, where LMI's Python process runs."""
+    inside = folder / location
+    return str(inside) if "://" not in location and not Path(location).is_absolute() and inside.exists() else location
 
 
 def _settle_devices(asked: Collected, environment: Environment[str, str]) -> None:
@@ -308,9 +311,12 @@ def _as_engine(deployment: Deployment, engine: Path) -> Deployment:
     text = "the engine is built already; what it was built with stays"
     baked = [s for s in given if s not in ranks and s.name not in ("checkpoint", "revision", "tokenizer")]
     source = EngineSource(location=str(engine), mapping=deployment.source.mapping if ranks else None)
+    beside = engine.parent  # where the layout has its tokenizer files
+    own = str(beside) if (beside / "tokenizer.json").is_file() else None
     return msgspec.structs.replace(
         deployment,
         source=source,
+        tokenizer=deployment.tokenizer or own,
         settings=tuple(s for s in deployment.settings if s.section != "build" or s in ranks),
         notes=deployment.notes + tuple(Note(severity="warning", key=s.key, text=text, origin=s.origin) for s in baked),
     )
@@ -333,4 +339,4 @@ def _check_version(deployment: Deployment, kind: str) -> None:
             raise refusal(setting.origin, setting.key, setting.value, limit, "Remove it.")
 
 
-FORMATS.add("lmi", Format(name="lmi", recognise=recognise, load=load, complete=complete))
+FORMATS.add("lmi", Format(name="lmi", recognise=recognise, load=load, complete=complete, export=export))

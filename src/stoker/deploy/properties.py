@@ -1,6 +1,6 @@
-"""Reads Java properties files: what java.util.Properties.load does with text, and line numbers with every value.
+"""Java properties files: read as java.util.Properties.load does, with line numbers; and written so that it reads them.
 
-Differs from Java on purpose in three places: the text is UTF-8 (Java reads ISO-8859-1 and garbles it; bytes that are
+Reading differs from Java on purpose in three places: the text is UTF-8 (Java reads ISO-8859-1 and garbles it; bytes that are
 not UTF-8 are still read that way), a byte-order mark is dropped, and a key given twice is an error.
 """
 
@@ -15,6 +15,7 @@ from stoker.base.errors import ConfigError
 MAX_BYTES = 1 << 20
 _BLANKS = " \t\f"
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
+_WRITTEN = {"\\": "\\\\"} | {plain: f"\\{letter}" for letter, plain in _ESCAPES.items()}
 
 
 class Property(msgspec.Struct, frozen=True):
@@ -38,6 +39,15 @@ def parse(data: bytes, name: str) -> dict[str, Property]:
             )
         found[key] = Property(value, number)
     return found
+
+
+def line(key: str, value: str) -> str:
+    """The line that sets `key`, a plain name, to `value`. It is ASCII: Java takes other bytes for ISO-8859-1."""
+    packed = value.encode("utf-16-be")
+    units = [chr(int.from_bytes(packed[i : i + 2], "big")) for i in range(0, len(packed), 2)]
+    written = "".join(_WRITTEN.get(unit) or (unit if " " <= unit <= "~" else f"\\u{ord(unit):04x}") for unit in units)
+    begin = "\\" if written.startswith(" ") else ""
+    return f"{key}={begin}{written}\n"
 
 
 def _decode(data: bytes, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,20 @@ class Engine:
         """What the KV cache stores."""
         return getattr(torch, self.config.recipe.kv_cache or self.config.dtype)
 
+    def file(self, name: str) -> Path:
+        """Where a file that config.json lists is. A rank's weights may have the name that LMI's model repositories give them."""
+        path = self.path / name
+        if (rank := re.fullmatch(r"rank(\d+)\.safetensors", name)) and not path.exists():
+            return next(self.path.glob(f"trt_llm_model_*_rank{rank[1]}.engine"), path)
+        return path
+
     def verify(self) -> None:
         """Re-read every file. Raises EngineError naming the first whose digest is not the one that was written."""
         for name, record in self.config.files.items():
-            found = _sha256(self.path / name)
+            found = _sha256(self.file(name))
             if found != record.sha256:
                 sides = f"sha256 {found[:12]}…, {record.sha256[:12]}… was written"
-                raise EngineError(f"{self.path / name} is corrupt: {sides}.", cure="Copy the engine again, or build it again.")
+                raise EngineError(f"{self.file(name)} is corrupt: {sides}.", cure="Copy the engine again, or build it again.")
 
     def check_world(self, size: int) -> None:
         """Raise EngineError unless `size` ranks are what the engine was built for."""
@@ -96,7 +104,7 @@ class Engine:
         if self.config.weights == "dummy":
             return DummySource(device)
         self.check_rank(rank)
-        return FileSource(self.path / rank_file(rank), device)
+        return FileSource(self.file(rank_file(rank)), device)
 
     def loader(self, rank: int = 0, device: torch.device | str = "cpu", group: Group = SINGLE) -> Loader:
         """What `layers.decoder.Decoder` is made with on a rank. `group`: the tensor-parallel ranks."""
@@ -107,7 +115,7 @@ class Engine:
         """Raise EngineError when a rank's file is of another build, or of another rank."""
         if self.config.weights == "dummy":
             return
-        file, again = self.path / rank_file(rank), "Copy the engine again, or build it again."
+        file, again = self.file(rank_file(rank)), "Copy the engine again, or build it again."
         found, wanted = read_metadata(file, EngineError, again), rank_metadata(self.config, rank)
         if found != wanted:
             says, belongs = (f"rank {of.get('rank')} of engine {of.get('engine', '')[:12]}" for of in (found, wanted))
@@ -115,7 +123,7 @@ class Engine:
 
     def _check_sizes(self) -> None:
         for name, record in self.config.files.items():
-            file = self.path / name
+            file = self.file(name)
             if Path(name).name != name:
                 raise EngineError(f"{self.path}: config.json lists {name!r}, which is not a file in it.", cure="Build the engine again.")
             if not file.is_file():

@@ -1,0 +1,137 @@
+"""Writes an engine as SageMaker model data: a tar with serving.properties and LMI's prebuilt layout, tensorrt_llm/1 and its neighbours."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import re
+import tarfile
+import tempfile
+from collections.abc import Callable
+from collections.abc import Mapping as Environment
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from stoker.base.errors import ConfigError, EngineError
+from stoker.deploy import pbtxt, properties
+from stoker.deploy.deployment import EngineInfo, Origin
+from stoker.deploy.engine import CONFIG, read_config
+from stoker.deploy.fields import Collected, refusal
+from stoker.deploy.lmi_ranks import rank_names
+from stoker.deploy.lmi_table import TABLE
+from stoker.deploy.triton.export import config, five_models
+
+Progress = Callable[[str, int, int | None], None]  # what is done, bytes, bytes in all
+Member = Path | bytes
+
+_MODEL = "tensorrt_llm"
+_ENGINE = f"{_MODEL}/1"
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+_LEVEL = 1  # weights hardly shrink; gzip's higher levels cost minutes for nothing
+_BLOCK = 1 << 20
+_BAKED = ("build", "limits", "mapping", "quantization", "extra", "AWQ", "SMOOTH_QUANT", "any")
+_SET = Origin("--set")
+
+
+def package(engine: EngineInfo, out: Path, options: Environment[str, str], *, force: bool = False, progress: Progress | None = None) -> str:
+    """Write the tar `out`, whole or not at all, and return its sha256. `options` are further keys of serving.properties.
+
+    The same engine and options make the same bytes. Raises ConfigError for an option that LMI does not have or that is decided in the
+    build, EngineError for what is no whole engine.
+    """
+    if not out.name.endswith(_SUFFIXES):
+        raise ConfigError(f"{out} is no name of a tar.", cure=f"Let it end in one of: {', '.join(_SUFFIXES)}.")
+    if out.exists() and not force:
+        raise ConfigError(f"{out} exists.", cure="Name another file, or replace it with --force.")
+    members = _members(engine, _properties(engine, options))
+    handle, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            _write(file, members, compress=not out.name.endswith(".tar"), progress=progress)
+        os.chmod(name, 0o644)
+        os.replace(name, out)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    with out.open("rb") as done:
+        return hashlib.file_digest(done, "sha256").hexdigest()
+
+
+def export(engine: EngineInfo, path: Path, options: Environment[str, str]) -> list[Path]:
+    """`package`, as a row of FORMATS has it."""
+    package(engine, path, options)
+    return [path]
+
+
+def _properties(engine: EngineInfo, options: Environment[str, str]) -> bytes:
+    mapping = engine.mapping
+    given = {"engine": "Python", "option.rolling_batch": "auto", "option.tensor_parallel_degree": str(mapping.tensor_parallel)}
+    if mapping.pipeline_parallel > 1:
+        given["option.pipeline_parallel_degree"] = str(mapping.pipeline_parallel)
+    asked = Collected(TABLE)
+    for key, value in options.items():
+        asked.put(key, value, _SET)
+        if TABLE[key].to.partition(".")[0] in _BAKED:
+            raise refusal(_SET, key, value, "it is decided in the build", "Build the engine with it.")
+        if re.search(r"\s#(\s|$)", value):
+            raise refusal(_SET, key, value, "what follows # reads as a comment", "Leave the # out.")
+    return "".join(properties.line(key, value) for key, value in (given | dict(options)).items()).encode()
+
+
+def _members(engine: EngineInfo, text: bytes) -> dict[str, Member]:
+    """Name in the tar → a file or its content."""
+    folder = Path(engine.path)
+    listed = read_config(folder).get("files")
+    if not isinstance(listed, dict):
+        raise EngineError(f"{folder / CONFIG} is not an engine's.", cure="Name a directory that stoker build made.")
+    llm = next(m for m in five_models(msgspec.structs.replace(engine, path=_ENGINE), {}) if m.kind == _MODEL)
+    members: dict[str, Member] = {"serving.properties": text, f"{_MODEL}/config.pbtxt": pbtxt.write(config(llm)).encode()}
+    members |= {f"{_MODEL}/{name}": folder / name for name in _TOKENIZER if name in listed}
+    ranks = {f"rank{i}.safetensors": f"{name}.engine" for i, name in enumerate(rank_names(engine.dtype, engine.mapping))}
+    return members | {f"{_ENGINE}/{ranks.get(name, name)}": _found(folder, name, ranks) for name in sorted([CONFIG, *listed])}
+
+
+def _found(folder: Path, name: str, ranks: dict[str, str]) -> Path:
+    """A listed file, which in an engine that was unpacked from such a tar has the rank's name."""
+    candidates = [folder / name, *([folder / ranks[name]] if name in ranks else [])]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None or Path(name).name != name:
+        raise EngineError(f"{folder / name} is missing.", cure="Copy the engine again, or build it again.")
+    return found
+
+
+def _write(file: IO[bytes], members: dict[str, Member], *, compress: bool, progress: Progress | None) -> None:
+    counted = _Counted(sum(len(m) if isinstance(m, bytes) else m.stat().st_size for m in members.values()), progress)
+    target: Any = gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) if compress else file
+    with tarfile.open(fileobj=target, mode="w|", bufsize=_BLOCK, format=tarfile.PAX_FORMAT) as tar:
+        for name, member in members.items():
+            info = tarfile.TarInfo(name)  # no owner, no time: equal engines make equal bytes
+            info.size, info.mode = len(member) if isinstance(member, bytes) else member.stat().st_size, 0o644
+            with closing(io.BytesIO(member) if isinstance(member, bytes) else member.open("rb")) as source:
+                tar.addfile(info, counted.reading(source))
+    if compress:
+        target.close()
+
+
+class _Counted:
+    """Reports how much was read of all members."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress, self._done = total, progress, 0
+        self._source: IO[bytes] = io.BytesIO()
+
+    def reading(self, source: IO[bytes]) -> Any:
+        self._source = source
+        return self
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._source.read(size)
+        self._done += len(data)
+        if self._progress is not None:
+            self._progress("packing", self._done, self._total)
+        return data
