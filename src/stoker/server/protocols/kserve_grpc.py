@@ -176,7 +176,7 @@ class KServeGRPC:
                 async for batch in responses:
                     for response in batch:
                         ended = response.final
-                        if response.outputs or not response.final or empty_final:
+                        if response.shows or not response.final or empty_final:
                             await write(encoder.streamed(response))
         except StokerError as error:
             await write(grpc_messages.stream_error(words(error), request.id))

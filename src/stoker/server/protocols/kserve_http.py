@@ -203,7 +203,7 @@ class KServeHTTP(Protocol):
                 async for batch in responses:
                     if not exchange.started:
                         await exchange.open_stream()
-                    if events := [writer.event(response) for response in batch if response.outputs]:
+                    if events := [writer.event(response) for response in batch if response.shows]:
                         await exchange.send(b"".join(events))
             if not exchange.started:
                 await exchange.open_stream()

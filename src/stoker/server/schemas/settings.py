@@ -31,7 +31,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] = ()  # web pages of these origins may call; "*" for all
     tls_certificate: str | None = None  # path of a PEM file; with tls_key, HTTPS instead of HTTP
     tls_key: str | None = None
-    tool_parser: str | None = None  # how the model writes tool calls: llama3, hermes, mistral; None: tools are refused
+    tool_parser: str | None = None  # how the model writes tool calls: llama3, hermes, qwen, mistral; None: tools are refused
     reasoning_parser: str | None = None  # how the model marks its reasoning: qwen3, deepseek_r1; None: it stays in the text
     options: msgspec.Struct | None = None  # TritonOptions, and their like of other protocols
 

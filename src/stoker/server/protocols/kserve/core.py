@@ -44,7 +44,7 @@ class Core:
                     timer.responded()
                     if shared:
                         for response in batch:
-                            response.parameters = shared | response.parameters
+                            response.parameters = shared | response.parameters if response.parameters else shared
                     yield batch
 
     async def one(self, served: ServedModel, inference: Inference) -> Response:

@@ -46,6 +46,8 @@ async def gather(stream: Responses, pad_id: int) -> Responses:
     """One response of all: rows under one another by batch_index, sequences of a row side by side."""
     async with aclosing(stream) as batches:
         found = [response async for batch in batches for response in batch]
+    for response in found:
+        response.outputs, response.text = response.tensors(), None
     rows: dict[int, list[Response]] = {}
     for response in found:
         rows.setdefault(int(response.outputs["batch_index"].flat[0]), []).append(response)

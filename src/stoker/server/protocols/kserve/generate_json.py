@@ -10,12 +10,11 @@ import numpy as np
 
 from stoker.server.protocols.kserve import dtypes
 from stoker.server.protocols.kserve.errors import TritonError
-from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel, Tensors, Unchanging
+from stoker.server.protocols.kserve.inference import TEXT, Inference, Response, ServedModel, Tensors, unchanging
 from stoker.server.protocols.kserve.signature import check
 from stoker.server.schemas.triton_models import Tensor
 
-_encode = msgspec.json.encode
-TEXT = "text_output"
+_encode = msgspec.json.Encoder().encode
 
 
 def read(message: dict[str, Any], served: ServedModel) -> Inference:
@@ -60,30 +59,30 @@ class Writer:
         self._frame: dict[str, Any] = {"model_name": served.model.name, "model_version": served.version}
         if inference.request_id:
             self._frame["id"] = inference.request_id
-        self._unchanging = Unchanging()
+        self._unchanging = unchanging(served, inference, "generate")
 
     def body(self, response: Response) -> bytes:
-        before = self._unchanging.get(response, lambda names: self._before_text(response, names), last=TEXT)
-        if before is None:
-            return self._whole(response, list(response.outputs))
-        flat = dtypes.to_json(response.outputs[TEXT])
-        return before + _encode(flat[0] if len(flat) == 1 else flat) + b"}"
-
-    def _whole(self, response: Response, names: list[str]) -> bytes:
-        values = self._frame | response.parameters
-        for name in names:
-            flat = dtypes.to_json(response.outputs[name])
-            values[name] = flat[0] if len(flat) == 1 else flat
-        return _encode(dict(sorted(values.items())))
-
-    def _before_text(self, response: Response, names: list[str]) -> bytes | None:
-        """Up to the value of text_output, if that is the last key; it is in every stream of text."""
-        if max([*self._frame, *response.parameters, *names]) > TEXT:
-            return None
-        return self._whole(response, names)[:-1] + b',"text_output":'
+        if response.text is None:
+            return _encode(dict(sorted(self._values(response).items())))
+        before, after = self._unchanging.get(response, self._around_text)
+        return b"%b%b%b" % (before, _encode(response.text), after)
 
     def event(self, response: Response) -> bytes:
-        return b"data: " + self.body(response) + b"\n\n"
+        return b"data: %b\n\n" % self.body(response)
+
+    def _values(self, response: Response) -> dict[str, Any]:
+        values = self._frame | response.parameters
+        for name, array in response.outputs.items():
+            flat = dtypes.to_json(array)
+            values[name] = flat[0] if len(flat) == 1 else flat
+        return values
+
+    def _around_text(self, response: Response) -> tuple[bytes, bytes]:
+        """What stands before and after the text, with the keys in order."""
+        ordered = sorted(self._values(response).items())
+        before = _encode(dict(item for item in ordered if item[0] < TEXT))[:-1]
+        after = _encode(dict(item for item in ordered if item[0] > TEXT))[1:]
+        return before + b',"text_output":'[before == b"{" :], (b"," if len(after) > 1 else b"") + after
 
 
 def error_event(message: str) -> bytes:

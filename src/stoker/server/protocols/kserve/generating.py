@@ -18,11 +18,13 @@ from stoker.server.protocols.kserve import stop_ids
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.gathering import gather, merged
 from stoker.server.protocols.kserve.in_flight import InFlight
-from stoker.server.protocols.kserve.inference import Inference, Response, Responses, Tensors
+from stoker.server.protocols.kserve.inference import MAX_KEPT, TEXT, Inference, Parameters, Response, Responses, Tensors
 from stoker.server.protocols.kserve.results import Part, Scores, results
 from stoker.server.protocols.kserve.row import Row, rows
 from stoker.server.schemas.settings import ServerSettings
 from stoker.server.schemas.triton_models import QueuePolicy, TritonOptions
+
+NO_PARAMETERS: Parameters = {}  # of nearly every streamed response
 
 _numbers = itertools.count()
 _RESULTS = frozenset({
@@ -38,6 +40,7 @@ class Planned(msgspec.Struct, kw_only=True):
     stop_words: list[tuple[int, ...]]  # of several tokens
     streaming: bool
     excludes_input: bool  # a whole answer leaves the prompt out
+    names: tuple[str, ...]  # of the outputs that are sent
     texts: dict[int, str] = {}  # of streamed sequences so far, where responses accumulate
 
     @property
@@ -55,6 +58,7 @@ class Generating(ABC):
         self._options = options
         self._settings = settings
         self._in_flight = in_flight
+        self._kept: dict[tuple[tuple[str, ...], int, int], Tensors] = {}
 
     @abstractmethod
     def plan(self, row: Row, service: Service) -> tuple[str | list[int], SamplingParams, list[tuple[int, ...]]]:
@@ -64,6 +68,10 @@ class Generating(ABC):
     def tensors(self, planned: Planned, parts: list[Part], prompt_ids: list[int], service: Service) -> Tensors:
         """The model's own outputs for the sequences or beams of one row, with `prompt_ids` in front of each; none for a delta."""
 
+    def text(self, planned: Planned, part: Part, prompt_ids: list[int], service: Service) -> str:
+        """The text of one sequence, for models whose last output it is."""
+        raise NotImplementedError
+
     async def run(self, inference: Inference) -> Responses:
         """Streaming: a response a delta. Otherwise one a row and sequence; or one in all, for a caller that takes only one."""
         service, names = self._service(), self._names(inference)
@@ -71,12 +79,10 @@ class Generating(ABC):
             self._in_flight.cancel(inference.request_id)
             yield [Response(final=True)]
             return
-        planned = [self._planned(row, inference, service) for row in rows(inference)]
+        planned = [self._planned(row, inference, service, names) for row in rows(inference)]
         with self._in_flight.running(inference.request_id, lambda: [service.cancel(row.request.request_id) for row in planned]):
             async with aclosing(self._side_by_side(planned, inference, service)) as responses:
                 async for batch in responses:
-                    for response in batch:
-                        response.outputs = {name: response.outputs[name] for name in names}
                     yield batch
 
     def _side_by_side(self, planned: list[Planned], inference: Inference, service: Service) -> Responses:
@@ -85,15 +91,15 @@ class Generating(ABC):
         several = len(planned) > 1 or planned[0].request.params.n > 1
         return gather(stream, self._pad_id(inference)) if whole and several else stream
 
-    def _names(self, inference: Inference) -> list[str]:
+    def _names(self, inference: Inference) -> tuple[str, ...]:
         """Outputs to send, in declared order."""
         produced = _RESULTS.union(self.own)
         if missing := next((name for name in inference.outputs if name not in produced), None):
             raise RequestError("outputs", missing, f"the served outputs are {', '.join(sorted(produced))}", cure="Leave it out.")
         wanted = inference.outputs or produced
-        return [tensor.name for tensor in inference.model.outputs if tensor.name in produced and tensor.name in wanted]
+        return tuple([tensor.name for tensor in inference.model.outputs if tensor.name in produced and tensor.name in wanted])
 
-    def _planned(self, row: Row, inference: Inference, service: Service) -> Planned:
+    def _planned(self, row: Row, inference: Inference, service: Service, names: tuple[str, ...]) -> Planned:
         prompt, params, stop_words = self.plan(row, service)
         streaming = row.value("streaming", row.value("stream", False))
         if streaming and not inference.model.decoupled:
@@ -106,7 +112,9 @@ class Generating(ABC):
             )
         excludes = row.value("exclude_input_in_output", self._options.exclude_input_in_output)
         request = self._request(prompt, params, inference)
-        return Planned(row=row.index, request=request, stop_words=stop_words, streaming=streaming, excludes_input=excludes)
+        return Planned(
+            row=row.index, request=request, stop_words=stop_words, streaming=streaming, excludes_input=excludes, names=names
+        )  # fmt: skip
 
     def _request(self, prompt: str | list[int], params: SamplingParams, inference: Inference) -> GenerationRequest:
         queue = inference.model.queue or QueuePolicy()
@@ -155,8 +163,22 @@ class Generating(ABC):
 
     def _response(self, planned: Planned, parts: list[Part], prompt_ids: list[int], service: Service, reason: FinishReason | None, *,
                   final: bool) -> Response:  # fmt: skip
-        outputs = results(planned.row, parts, scored=planned.scored) | self.tensors(planned, parts, prompt_ids, service)
-        return Response(outputs=outputs, parameters={} if reason is None else {"finish_reason": str(reason)}, final=final)
+        parameters = NO_PARAMETERS if reason is None else {"finish_reason": str(reason)}
+        if planned.names[-1:] == (TEXT,) and len(parts) == 1 and not planned.scored:
+            text = self.text(planned, parts[0], prompt_ids, service)
+            return Response(outputs=self._around(planned, parts), text=text, parameters=parameters, final=final)
+        made = results(planned.row, parts, scored=planned.scored) | self.tensors(planned, parts, prompt_ids, service)
+        return Response(outputs={name: made[name] for name in planned.names}, parameters=parameters, final=final)
+
+    def _around(self, planned: Planned, parts: list[Part]) -> Tensors:
+        """The tensors beside the text of one sequence without scores: the same objects each time, so that encoders know them again."""
+        key = (planned.names, planned.row, parts[0].index)
+        if (kept := self._kept.get(key)) is None:
+            if len(self._kept) >= MAX_KEPT:
+                self._kept.clear()
+            made = results(planned.row, parts, scored=False)
+            kept = self._kept[key] = {name: made[name] for name in planned.names[:-1]}
+        return kept
 
     def shows(self, delta: Delta) -> bool:
         """Whether a delta is worth a response: it has something new, or is a sequence's last."""

@@ -15,11 +15,10 @@ from tritonclient.grpc import service_pb2 as pb
 from stoker.server.protocols.kserve import dtypes
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.infer_json import refuse_extensions
-from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, ServedModel, Tensors, Unchanging
+from stoker.server.protocols.kserve.inference import TEXT, Inference, Parameters, Response, ServedModel, Tensors, unchanging
 from stoker.server.protocols.kserve.signature import check
 
 FINAL = "triton_final_response"
-TEXT = "text_output"
 _CONTENTS = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents", "INT64": "int64_contents",
     "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents", "UINT64": "uint64_contents", "FP32": "fp32_contents",
@@ -29,6 +28,7 @@ _CONTENTS = {
 _RAW_OUTPUT = b"\x32"  # ModelInferResponse.raw_output_contents = 6
 _OUTPUT = b"\x2a"  # ModelInferResponse.outputs = 5
 _INFER_RESPONSE = b"\x12"  # ModelStreamInferResponse.infer_response = 2
+_SMALL = [bytes([length]) for length in range(0x80)]
 
 
 def read(request: Any, served: ServedModel) -> Inference:
@@ -97,29 +97,38 @@ class Encoder:
         self._types = {tensor.name: dtypes.kserve_name(tensor.dtype) for tensor in served.model.outputs}
         self._declared: dict[tuple[str, tuple[int, ...]], bytes] = {}
         self._encoded: dict[tuple[tuple[str, Any], ...], bytes] = {}
-        self._unchanging = Unchanging()
+        self._unchanging = unchanging(served, inference, "grpc")
+        self._streamed = unchanging(served, inference, "grpc stream")
 
-    def whole(self, response: Response, extra: Parameters | None = None) -> bytes:
-        before = self._unchanging.get(response, lambda names: self._joined(response, extra, names), last=TEXT)
-        if before is None:
-            return self._joined(response, extra, list(response.outputs))
-        raw = dtypes.to_raw(response.outputs[TEXT])
-        return b"".join((before, _RAW_OUTPUT, varint(len(raw)), raw))
-
-    def _joined(self, response: Response, extra: Parameters | None, names: list[str]) -> bytes:
-        """All but the raw contents of outputs that `names` leaves out at the end."""
-        named = response.parameters | (extra or {})
-        pieces = [self._head, self._parameters(tuple(named.items()))]
-        pieces += [self._output(name, array.shape) for name, array in response.outputs.items()]
-        for name in names:
-            raw = dtypes.to_raw(response.outputs[name])
-            pieces += (_RAW_OUTPUT, varint(len(raw)), raw)
-        return b"".join(pieces)
+    def whole(self, response: Response) -> bytes:
+        if response.text is None:
+            return self._joined(response, response.parameters)
+        return self._unchanging.get(response, self._before_text) + _raw_text(response.text)
 
     def streamed(self, response: Response) -> bytes:
         """As ModelStreamInferResponse."""
-        inner = self.whole(response, {FINAL: response.final})
-        return b"".join((_INFER_RESPONSE, varint(len(inner)), inner))
+        if response.text is None:
+            inner = self._joined(response, response.parameters | {FINAL: response.final})
+            return b"".join((_INFER_RESPONSE, varint(len(inner)), inner))
+        before, text = self._streamed.get(response, self._before_streamed_text), _raw_text(response.text)
+        return b"".join((_INFER_RESPONSE, varint(len(before) + len(text)), before, text))
+
+    def _before_text(self, response: Response) -> bytes:
+        return self._joined(response, response.parameters)
+
+    def _before_streamed_text(self, response: Response) -> bytes:
+        return self._joined(response, response.parameters | {FINAL: response.final})
+
+    def _joined(self, response: Response, parameters: Parameters) -> bytes:
+        """All but the raw contents of the text, the last tensor, where the response has one."""
+        pieces = [self._head, self._parameters(tuple(parameters.items()))]
+        pieces += [self._output(name, array.shape) for name, array in response.outputs.items()]
+        if response.text is not None:
+            pieces.append(self._output(TEXT, (1, 1)))
+        for array in response.outputs.values():
+            raw = dtypes.to_raw(array)
+            pieces += (_RAW_OUTPUT, varint(len(raw)), raw)
+        return b"".join(pieces)
 
     def _output(self, name: str, shape: tuple[int, ...]) -> bytes:
         key = (name, shape)
@@ -153,8 +162,16 @@ def stream_error(message: str, request_id: str) -> bytes:
     return pb.ModelStreamInferResponse(error_message=message, infer_response=inner).SerializeToString()
 
 
+def _raw_text(text: str) -> bytes:
+    """One BYTES tensor of one element in raw_output_contents: protobuf's length, then the tensor's own."""
+    raw = text.encode()
+    return b"".join((_RAW_OUTPUT, varint(len(raw) + 4), len(raw).to_bytes(4, "little"), raw))
+
+
 def varint(value: int) -> bytes:
     """Protobuf's encoding of a length."""
+    if value <= 0x7F:
+        return _SMALL[value]
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

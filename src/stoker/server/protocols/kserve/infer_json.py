@@ -146,7 +146,7 @@ def _name(item: dict[str, Any], where: str) -> str:
 def write(served: ServedModel, asked: Asked, response: Response) -> tuple[bytes, int | None]:
     """The body, and its JSON's length when bytes follow."""
     inference, raws, outputs = asked.inference, [], []
-    for name, array in response.outputs.items():
+    for name, array in response.tensors().items():
         output: dict[str, Any] = {"name": name, "datatype": _datatype(served, name), "shape": list(array.shape)}
         if asked.wants_bytes(name):
             raws.append(dtypes.to_raw(array))

@@ -37,10 +37,15 @@ class Scores:
         self._sum = 0.0
 
     def part(self, index: int, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Part:
-        new = [entry.logprob for entry in logprobs]
         self.length += len(token_ids)
+        if not logprobs:
+            return Part(index, text, token_ids, [], self._shown())
+        new = [entry.logprob for entry in logprobs]
         self._sum += sum(new)
-        return Part(index, text, token_ids, new, self._sum / self.length if self._normalized and self.length else self._sum)
+        return Part(index, text, token_ids, new, self._shown())
+
+    def _shown(self) -> float:
+        return self._sum / self.length if self._normalized and self.length else self._sum
 
 
 def results(row: int, parts: list[Part], *, scored: bool) -> Tensors:

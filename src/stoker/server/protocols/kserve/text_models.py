@@ -22,14 +22,16 @@ class Ensemble(Generating):
         return row.value("text_input", ""), params, []
 
     def tensors(self, planned: Planned, parts: list[Part], prompt_ids: list[int], service: Service) -> Tensors:
-        texts = [self._text(part, prompt_ids, service) if prompt_ids else part.text for part in parts]
+        texts = [self.text(planned, part, prompt_ids, service) for part in parts]
         return {"text_output": text_array([text.encode() for text in texts], (1, len(texts)))}
 
     def shows(self, delta: Delta) -> bool:
         return bool(delta.text) or delta.finish_reason is not None
 
-    def _text(self, part: Part, prompt_ids: list[int], service: Service) -> str:
-        """The prompt's tokens and the new ones decoded as one text, less what a stop word or end id cut off the new ones."""
+    def text(self, planned: Planned, part: Part, prompt_ids: list[int], service: Service) -> str:
+        """The prompt's tokens, if any are to be shown, and the new ones decoded as one text, less what a stop word or end id cut off."""
+        if not prompt_ids:
+            return part.text
         skip = self._settings.skip_special_tokens
         whole = service.decode([*prompt_ids, *part.token_ids], skip_special_tokens=skip)
         num_cut = len(service.decode(part.token_ids, skip_special_tokens=skip)) - len(part.text)
@@ -39,9 +41,8 @@ class Ensemble(Generating):
 class BLS(Ensemble):
     """With accumulate_tokens each streamed text_output holds all text so far."""
 
-    def tensors(self, planned: Planned, parts: list[Part], prompt_ids: list[int], service: Service) -> Tensors:
+    def text(self, planned: Planned, part: Part, prompt_ids: list[int], service: Service) -> str:
+        text = super().text(planned, part, prompt_ids, service)
         if planned.streaming and self._options.accumulate_tokens:
-            part = parts[0]
-            texts = planned.texts
-            part.text = texts[part.index] = texts.get(part.index, "") + part.text
-        return super().tensors(planned, parts, prompt_ids, service)
+            text = planned.texts[part.index] = planned.texts.get(part.index, "") + text
+        return text

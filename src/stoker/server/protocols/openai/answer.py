@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from stoker.server.protocols.openai.reasoning import ReasoningParser
@@ -15,6 +17,32 @@ class Parts(msgspec.Struct):
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
+
+
+def message_object(parts: Parts, *, reasoning: bool) -> dict[str, Any]:
+    """The whole answer as OpenAI's message; with `reasoning`, the member is there even when it is null."""
+    shown: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls or parts.reasoning else "")}
+    if reasoning:
+        shown["reasoning_content"] = parts.reasoning or None
+    if parts.calls:
+        shown["tool_calls"] = [_tool_call(call) for call in parts.calls]
+    return shown
+
+
+def delta_object(parts: Parts, num_calls: int) -> dict[str, Any]:
+    """A piece of the answer as OpenAI's delta; `num_calls` came before it."""
+    shown: dict[str, Any] = {}
+    if parts.reasoning:
+        shown["reasoning_content"] = parts.reasoning
+    if parts.content:
+        shown["content"] = parts.content
+    if parts.calls:
+        shown["tool_calls"] = [{"index": num_calls + i, **_tool_call(call)} for i, call in enumerate(parts.calls)]
+    return shown
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class AnswerParser:

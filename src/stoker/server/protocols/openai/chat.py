@@ -11,7 +11,7 @@ from stoker.server.errors import describe, sequence_error
 from stoker.server.exchange import Exchange
 from stoker.server.protocol import Context
 from stoker.server.protocols.openai import wire
-from stoker.server.protocols.openai.answer import AnswerParser, Parts
+from stoker.server.protocols.openai.answer import AnswerParser, Parts, delta_object, message_object
 from stoker.server.protocols.openai.chat_request import Call, read_call
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
 
@@ -38,22 +38,13 @@ def _choice(call: Call, choice: Choice) -> dict[str, Any]:
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=call.service.ready)
     parts = call.parser().push(choice.text, last=True) if call.parsed else Parts(choice.text)
-    message: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls or parts.reasoning else "")}
-    if call.settings.reasoning_parser is not None:
-        message["reasoning_content"] = parts.reasoning or None
-    if parts.calls:
-        message["tool_calls"] = [_tool_call(tool) for tool in parts.calls]
     return {
         "index": choice.index,
-        "message": message,
+        "message": message_object(parts, reasoning=call.settings.reasoning_parser is not None),
         "logprobs": None if call.num_top is None else wire.chat_logprobs(call.service, choice.logprobs, call.num_top),
         "finish_reason": call.finish(choice.finish_reason, len(parts.calls)),
         "stop_reason": wire.stop_reason(choice.finish_reason, choice.stop_reason),
     }
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class _Stream:
@@ -105,7 +96,7 @@ class _Stream:
         if self._call.num_top is not None and (parts or delta.finish_reason is not None):
             logprobs = wire.chat_logprobs(self._call.service, scores, self._call.num_top)
             scores.clear()
-        return self._choice(delta, _delta(parts, num_calls), logprobs)
+        return self._choice(delta, delta_object(parts, num_calls), logprobs)
 
     def _choice(self, delta: Delta, shown: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
         reason = delta.finish_reason
@@ -119,13 +110,3 @@ class _Stream:
         role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._chunks.choice(role, Usage(self._usage.prompt_tokens) if self._options.continuous_usage_stats else None)
 
-
-def _delta(parts: Parts, num_calls: int) -> dict[str, Any]:
-    shown: dict[str, Any] = {}
-    if parts.reasoning:
-        shown["reasoning_content"] = parts.reasoning
-    if parts.content:
-        shown["content"] = parts.content
-    if parts.calls:
-        shown["tool_calls"] = [{"index": num_calls + i, **_tool_call(call)} for i, call in enumerate(parts.calls)]
-    return shown

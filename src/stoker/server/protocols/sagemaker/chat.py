@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any
 
-from stoker.base.errors import RequestError
 from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Service
 from stoker.server.errors import sequence_error
 from stoker.server.protocols.openai import wire
+from stoker.server.protocols.openai.answer import AnswerParser, delta_object, message_object
 from stoker.server.protocols.openai.chat_request import Call, read_call
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, Reply
 from stoker.server.protocols.sagemaker.shapes import encode
@@ -20,10 +20,8 @@ from stoker.server.schemas.settings import ServerSettings
 async def chat(reply: Reply, service: Service, body: dict[str, Any], settings: ServerSettings) -> None:
     """Answer one conversation. `model` is not looked at, as there: the path chose it. Raises RequestError."""
     call = await read_call({name: value for name, value in body.items() if name != "model"}, service, settings)
-    if call.parsed:
-        raise RequestError("tools", "…", "tool calls and reasoning are parted on /v1/chat/completions only", cure="Ask there.")
     if call.asked.stream:
-        await _stream(reply, call)
+        await _Stream(reply, call).run()
     else:
         await reply.whole(await _whole(call))
 
@@ -39,12 +37,19 @@ async def _whole(call: Call) -> bytes:
 def _choice(call: Call, choice: Choice) -> dict[str, Any]:
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=call.service.ready)
-    return {
-        "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text},
-        "logprobs": _logprobs(call, choice.logprobs),
-        "finish_reason": finish_name(choice.finish_reason, choice.stop_reason),
-    }
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    num_calls = 0
+    if call.parsed:
+        parts = call.parser().push(choice.text, last=True)
+        message, num_calls = message_object(parts, reasoning=call.settings.reasoning_parser is not None), len(parts.calls)
+    end = _end(call, choice, num_calls)
+    return {"index": choice.index, "message": message, "logprobs": _logprobs(call, choice.logprobs), "finish_reason": end}
+
+
+def _end(call: Call, ended: Delta | Choice, num_calls: int) -> str:
+    assert ended.finish_reason is not None
+    named = call.finish(ended.finish_reason, num_calls)
+    return named if named == "tool_calls" else finish_name(ended.finish_reason, ended.stop_reason)
 
 
 def _logprobs(call: Call, entries: list[TokenLogprobs]) -> dict[str, Any] | None:
@@ -53,26 +58,46 @@ def _logprobs(call: Call, entries: list[TokenLogprobs]) -> dict[str, Any] | None
     return {"content": wire.chat_logprobs(call.service, entries, call.num_top)["content"]}
 
 
-async def _stream(reply: Reply, call: Call) -> None:
-    head = {"id": call.head["id"], "object": "chat.completion.chunk", "created": call.head["created"]}
-    begun: set[int] = set()
-    async with aclosing(call.service.stream(call.request)) as batches:
-        async for deltas in batches:
-            failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)
-            if failed is not None:
-                error = sequence_error(failed.error, ready=call.service.ready)
-                if not reply.exchange.started:
-                    raise error
-                await reply.fail(error, JSON_LINES)
-                return
-            if not reply.exchange.started:
-                await reply.open(JSON_LINES)
-            await reply.send("".join([encode({**head, "choices": [_chunk(call, d, begun)]}) + "\n" for d in deltas]).encode())
-    await reply.close()
+class _Stream:
+    """One streamed answer: a line a token; where tools or reasoning are told apart, a line whenever something is certain."""
 
+    def __init__(self, reply: Reply, call: Call) -> None:
+        self._reply, self._call = reply, call
+        self._head = {"id": call.head["id"], "object": "chat.completion.chunk", "created": call.head["created"]}
+        self._parsers: dict[int, AnswerParser] = {}
+        self._scores: dict[int, list[TokenLogprobs]] = {}  # of tokens whose text is held back
 
-def _chunk(call: Call, delta: Delta, begun: set[int]) -> dict[str, Any]:
-    shown = {"content": delta.text} | ({} if delta.index in begun else {"role": "assistant"})
-    begun.add(delta.index)
-    end = None if delta.finish_reason is None else finish_name(delta.finish_reason, delta.stop_reason)
-    return {"index": delta.index, "delta": shown, "logprobs": _logprobs(call, delta.logprobs), "finish_reason": end}
+    async def run(self) -> None:
+        async with aclosing(self._call.service.stream(self._call.request)) as batches:
+            async for deltas in batches:
+                failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)
+                if failed is not None:
+                    error = sequence_error(failed.error, ready=self._call.service.ready)
+                    if not self._reply.exchange.started:
+                        raise error
+                    await self._reply.fail(error, JSON_LINES)
+                    return
+                if not self._reply.exchange.started:
+                    await self._reply.open(JSON_LINES)
+                if lines := "".join([self._line(delta) for delta in deltas]):
+                    await self._reply.send(lines.encode())
+        await self._reply.close()
+
+    def _line(self, delta: Delta) -> str:
+        begun = delta.index in self._parsers
+        parser = self._parsers.setdefault(delta.index, self._call.parser() if self._call.parsed else AnswerParser(None, None, one_call=False))
+        scores = self._scores.setdefault(delta.index, [])
+        scores += delta.logprobs
+        num_calls = parser.num_calls
+        shown: dict[str, Any] = {"content": delta.text}
+        if self._call.parsed:
+            parts = parser.push(delta.text, last=delta.finish_reason is not None)
+            if begun and not parts and delta.finish_reason is None:
+                return ""
+            shown = delta_object(parts, num_calls)
+        shown |= {} if begun else {"role": "assistant"}
+        logprobs = _logprobs(self._call, scores)
+        scores.clear()
+        end = None if delta.finish_reason is None else _end(self._call, delta, parser.num_calls)
+        choice = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": end}
+        return encode({**self._head, "choices": [choice]}) + "\n"
