@@ -50,8 +50,10 @@ def test_steps_at_the_limits_run_and_leave_the_cache_as_it_is(tiny_engine: Path)
     runner = loaded.runner(8)
     for cache in runner.caches:
         cache.keys.fill_(3.0)
+    runner.last_ids.fill_(7)
     for shape, bounds in largest_steps(loaded.capacity):
         runner.rehearse(shape, bounds)
+    assert set(runner.last_ids[:-1].tolist()) == {7}
     assert all(bool((cache.keys == 3.0).all()) for cache in runner.caches)
 
 

@@ -17,6 +17,7 @@ from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause,
 from stoker.runtime.request import ErrorInfo, ExecutorStats, Sequence, SequenceOutput, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.runtime.step_times import StepTimes
 from stoker.runtime.watchdog import Watchdog
 from stoker.runtime.worker.model_runner import StepResult
 
@@ -75,7 +76,8 @@ class Executor:
         # A sequence is in one stage at a time: the first needs the token that the last one chose.
         self.admission = Admission(runner, scheduler, config.max_queue_size, waits_for_ids=self._num_stages > 1)
         self.watchdog = Watchdog(info.step_timeout_s)
-        self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
+        self.step_times = StepTimes()
+        self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()
         self._outputs: list[SequenceOutput] = []
         self._announced: set[int] = set()  # seq_ids whose first output (with cached_tokens) went out
         self._shutdown: Shutdown | None = None
@@ -100,6 +102,11 @@ class Executor:
         """End the other ranks' processes."""
         if self._ranks is not None:
             self._ranks.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether some sequence waits, runs or is on its way."""
+        return bool(self._in_flight) or self.scheduler.has_work or bool(self.admission.num_preparing)
 
     def turn(self, timeout_s: float) -> None:
         """One iteration: messages, then at most one launch and one commit."""
@@ -166,6 +173,7 @@ class Executor:
         plan = self.scheduler.plan(now)
         if not plan.sequences:
             return
+        started = time.monotonic()
         try:
             with self.watchdog.step(lambda: self._describe(plan)):
                 handle = self.runner.launch(plan)
@@ -176,19 +184,18 @@ class Executor:
             self._fail(plan, error)
             return
         self._launched = True
-        self._in_flight.append((plan, handle))
+        self._in_flight.append((plan, handle, started))
         self._count(plan)
 
     def _commit(self) -> None:
-        plan, handle = self._in_flight.popleft()
-        started = time.monotonic()
+        plan, handle, launched = self._in_flight.popleft()
         try:
             with self.watchdog.step(lambda: self._describe(plan)):
                 result = handle.wait()
         except Exception as error:
             self._fail(plan, error)
             return
-        self.stats.last_step_time_s = time.monotonic() - started
+        self.stats.last_step_time_s = self.step_times.record(launched, len(plan), plan.num_tokens)
         token_ids = self._tokens(plan, result)
         outcome = self.scheduler.commit(plan, token_ids)
         self._emit(outcome.sequences, outcome.token_ids, result)
@@ -279,6 +286,7 @@ class Executor:
         stats.num_free_blocks = scheduler.tables.pool.num_free
         stats.num_cached_blocks = scheduler.tables.pool.num_cached
         stats.num_reused_tokens = scheduler.num_reused_tokens
+        stats.busy_time_s = self.step_times.total_s
         stats.num_preemptions = scheduler.num_preemptions
         return msgspec.structs.replace(stats)
 

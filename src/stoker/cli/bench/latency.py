@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from stoker.base.config import RuntimeConfig, check_range
+from stoker.cli.bench.breakdown import check_device, of_decodes
 from stoker.cli.bench.load import Bench, with_bar
 from stoker.cli.bench.report import origin, percentile, show
 from stoker.cli.options import runtime_options
@@ -24,6 +25,9 @@ def latency(
     batch: Annotated[list[int], typer.Option(help="Sequences at once. May be repeated.")] = [1, 8],  # noqa: B006
     context: Annotated[list[int], typer.Option(help="Prompt tokens of each. May be repeated.")] = [128],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 32,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Also each kernel's share of a step, and the device's idle time. GPU.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results here.")] = None,
     *,
     runtime: RuntimeConfig,
@@ -38,9 +42,14 @@ def latency(
     """
     check_range("steps", steps, 4, 1 << 20)
     bench = Bench(engine, runtime)
+    if breakdown:
+        check_device(bench)
     rows = with_bar("latency", [partial(_row, bench, b, c, steps) for b, c in itertools.product(batch, context)])
-    about = origin(engine, bench.executor.info.device)
-    show(f"latency, {steps} decode steps", rows, {**about, "steps": steps}, json)
+    about = {**origin(engine, bench.executor.info.device), "steps": steps}
+    if breakdown:
+        found = [{"batch": b, "context": c, **of_decodes(bench, b, c)} for b, c in itertools.product(batch, context)]
+        about["breakdown"] = found
+    show(f"latency, {steps} decode steps", rows, {**about, **bench.kernels}, json)
 
 
 def _row(bench: Bench, batch: int, context: int, steps: int) -> dict[str, Any]:

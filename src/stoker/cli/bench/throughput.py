@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from stoker.base.config import RuntimeConfig
+from stoker.cli.bench.breakdown import check_device, of_load
 from stoker.cli.bench.load import Bench, with_bar
 from stoker.cli.bench.report import origin, percentile, show
 from stoker.cli.options import runtime_options
@@ -20,6 +21,9 @@ def throughput(
     requests: Annotated[list[int], typer.Option(help="Requests, all at once. May be repeated.")] = [16],  # noqa: B006
     input_len: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 128,
     output_len: Annotated[int, typer.Option(help="New tokens of each; none ends earlier.")] = 128,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Also each kernel's share of a step, and the device's idle time. GPU.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results here.")] = None,
     *,
     runtime: RuntimeConfig,
@@ -31,9 +35,13 @@ def throughput(
       stoker bench throughput engine --requests 64 --input-len 128 --output-len 128 --json throughput.json
     """
     bench = Bench(engine, runtime)
+    if breakdown:
+        check_device(bench)
     rows = with_bar("throughput", [partial(_row, bench, count, input_len, output_len) for count in requests])
-    about = origin(engine, bench.executor.info.device)
-    show(f"throughput, {input_len} tokens in, {output_len} out", rows, {**about, "input_len": input_len, "output_len": output_len}, json)
+    about = {**origin(engine, bench.executor.info.device), "input_len": input_len, "output_len": output_len}
+    if breakdown:
+        about["breakdown"] = [{"requests": count, **of_load(bench, count, input_len, output_len)} for count in requests]
+    show(f"throughput, {input_len} tokens in, {output_len} out", rows, {**about, **bench.kernels}, json)
 
 
 def _row(bench: Bench, count: int, input_len: int, output_len: int) -> dict[str, Any]:

@@ -50,11 +50,11 @@ def blank_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, pad
     return StepInputs(batch, parts[6], parts[7])
 
 
-def new_step(shape: Shape, bounds: Bounds, width: int, device: torch.device, *, is_two_way: bool = False) -> StepInputs:
+def new_step(shape: Shape, bounds: Bounds, width: int, padding_row: int, device: torch.device, *, is_two_way: bool = False) -> StepInputs:
     """A blank step in memory of its own, with block tables of `width` zeros."""
     static = torch.zeros(num_places(_sizes(shape)), dtype=torch.int32, device=device)
     tables = torch.zeros(shape.rows, width, dtype=torch.int32, device=device)
-    step = blank_step(static, tables, shape, bounds, padding_row=0)
+    step = blank_step(static, tables, shape, bounds, padding_row)
     if is_two_way:
         step.batch.block_positions = torch.zeros_like(step.batch.positions)
         step.batch.prefix_lens = torch.zeros_like(step.batch.seq_lens)

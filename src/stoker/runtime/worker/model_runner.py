@@ -177,7 +177,7 @@ class ModelRunner:
     def rehearse(self, shape: Shape, bounds: Bounds) -> None:
         """A step of padding without a graph, with all that its rows may ask of the sampler: for what it launches and allocates."""
         width = -(-self.max_seq_len // self.inputs.block_size)
-        step = new_step(shape, bounds, width, self.device, is_two_way=self.model.config.prefix is not None)
+        step = new_step(shape, bounds, width, self.inputs.num_rows, self.device, is_two_way=self.model.config.prefix is not None)
         logits = self._logits(step.batch)
         if not self.world.is_leader:
             self._remember(step.rows, torch.zeros_like(step.rows))

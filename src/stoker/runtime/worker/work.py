@@ -1,0 +1,151 @@
+"""What the products of a step must read and compute: the roofline that kernels are measured against."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from stoker.kernels import ops
+from stoker.kernels.quantized import ExpertWeights, Int4Weight
+from stoker.layers.config import AttentionConfig, ModelConfig
+from stoker.layers.decoder import kv_width
+from stoker.runtime.worker.blank import Bounds
+from stoker.runtime.worker.inputs import Shape
+from stoker.runtime.worker.model_runner import ModelRunner
+
+LINEARS = ("linear", "int8_linear", "w8a8_linear", "int4_linear", "fp8_linear", "block_fp8_linear")
+EXPERTS = ("expert_up", "expert_down", "quant_expert_up", "quant_expert_down")
+_TOKENS, _ROWS = 5, 2  # of the step that is listened to: sizes tell which products are of all tokens and which of sampled rows
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What a chip does at most: bytes a second of a read-only stream, operations a second of the library's GEMM."""
+
+    bytes_s: float
+    flops_s: dict[int, float]  # by bytes of an operand
+
+
+# By how the device's name begins. Measured.
+CEILINGS = {"NVIDIA H200": Ceiling(4.42e12, {2: 669e12, 1: 1233e12})}
+
+
+def ceiling(device: str) -> Ceiling | None:
+    """None for a chip that nobody measured."""
+    return next((found for name, found in CEILINGS.items() if device.startswith(name)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes over the memory bus and operations, at least."""
+
+    bytes: float = 0.0
+    flops: float = 0.0
+    operand: int = 2  # bytes of what is multiplied
+
+    def seconds(self, limit: Ceiling) -> float:
+        """The shortest time: memory and arithmetic overlap."""
+        return max(self.bytes / limit.bytes_s, self.flops / limit.flops_s.get(self.operand, limit.flops_s[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What of a step decides its work."""
+
+    tokens: int
+    rows: int  # with logits
+    keys: int  # that rows attend to, summed
+    pairs: int  # of a query and a key that it sees, summed
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One linear of a step, or one projection of all experts."""
+
+    label: str
+    weight_bytes: int  # of all experts
+    params: int  # of one expert
+    row_bytes: int  # in and out
+    of_rows: bool  # those with logits, else all tokens
+    operand: int
+    num_experts: int = 1
+    top_k: int = 1
+
+    def work(self, step: StepSize) -> Work:
+        rows = (step.rows if self.of_rows else step.tokens) * self.top_k
+        read = 1.0 if self.num_experts == 1 else 1.0 - (1.0 - 1.0 / self.num_experts) ** rows  # of the experts, when spread evenly
+        return Work(self.weight_bytes * read + rows * self.row_bytes, 2.0 * rows * self.params, self.operand)
+
+
+@torch.inference_mode()
+def products_of(runner: ModelRunner) -> list[Product]:
+    """The products of a step of `runner`'s model, in their order."""
+    with _listening() as heard:
+        runner.rehearse(Shape(_TOKENS, _ROWS, is_decode=False), Bounds(0, _TOKENS, runner.max_seq_len))
+    return heard
+
+
+def attention_work(model: ModelConfig, layers: range, tensor_parallel: int, itemsize: int, step: StepSize) -> Work:
+    """Reading each row's keys and values once in every layer, and two products for each pair. Windows are not taken off."""
+    size = sum(kv_width(model, layer, tensor_parallel) for layer in layers) * itemsize
+    return Work(step.keys * size, sum(_pair_flops(model, layer) for layer in layers) / tensor_parallel * step.pairs)
+
+
+def _pair_flops(model: ModelConfig, layer: int) -> float:
+    attention = model.layers[layer].attention
+    if isinstance(attention, AttentionConfig):
+        return 4.0 * attention.num_heads * attention.head_size
+    return 2.0 * attention.num_heads * (2 * attention.kv_rank + attention.rope_size)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[Product]]:
+    heard: list[Product] = []
+
+    def wrap(name: str, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def outer(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            result = inner(x, *args, **kwargs)
+            heard.append(_product(name, x, args, result))
+            return result
+
+        return outer
+
+    with contextlib.ExitStack() as stack:
+        for name in (*LINEARS, *EXPERTS):
+            stack.enter_context(mock.patch.object(ops, name, wrap(name, getattr(ops, name))))
+        yield heard
+
+
+def _product(name: str, x: Tensor, args: tuple[Any, ...], result: Tensor) -> Product:
+    weight = args[0]
+    matrix = weight.codes if isinstance(weight, Int4Weight) else weight.weight if isinstance(weight, ExpertWeights) else weight
+    features = weight.in_features if isinstance(weight, Int4Weight) else matrix.shape[-1]
+    scales = args[1:2] if name not in ("linear", *EXPERTS) and args[1:] and isinstance(args[1], Tensor) else ()
+    num_bytes = _bytes(weight) + sum(map(_bytes, scales))
+    outs = matrix.shape[-2]
+    row_bytes = (x.shape[-1] * x.element_size()) + result.shape[-1] * result.element_size()
+    operand = 1 if name in ("w8a8_linear", "block_fp8_linear") or (name == "fp8_linear" and "none" not in args) else x.element_size()
+    if name not in EXPERTS:
+        rows = x.shape[0]
+        return Product(f"{name} {outs} × {features}", num_bytes, outs * features, row_bytes, rows == _ROWS, operand)
+    routing = next(arg for arg in args if hasattr(arg, "order"))
+    if isinstance(weight, ExpertWeights) and weight.activations != "none":
+        operand = 1
+    label = f"{name} {matrix.shape[0]} of {outs} × {features}"
+    return Product(label, num_bytes, outs * features, row_bytes, False, operand, matrix.shape[0], routing.top_k)
+
+
+def _bytes(value: Any) -> int:
+    """Of a tensor, or of all tensors in a value."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return sum(_bytes(getattr(value, field.name)) for field in dataclasses.fields(value) if field.name != "packed")
+    return 0
