@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
 from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
-from stoker.kernels.triton import quant_codes, quant_fp8, quant_int4, quant_int8, quant_linear
+from stoker.kernels.triton import activation, linear, quant_codes, quant_fp8, quant_int4, quant_int8, quant_linear
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.triton.quant_tuning import QuantTile
 from stoker.kernels.types import PLAIN, Fusion
@@ -149,6 +152,37 @@ def test_fp8_encodes_inside() -> None:
         quant_linear.few_rows(x, stored, "fp8", "fp8", None, bias, around, QuantTile(32, 64, 2, encode=encode)) for encode in (True, False)
     )
     assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("m", [1, 3, 66])
+def test_a_gate_on_the_input_is_one_on_the_output_before(m: int) -> None:
+    gates, bias, around, rows = problem(m, 24, 320, torch.bfloat16, "br")
+    x = activation.gated(gates, "silu")
+    late = replace(around, input_gate="silu")
+    weight, scale = fp8_weight(rows, 160)
+    for kind in ("token", "none"):
+        given = (weight, scale, kind, None, bias)
+        assert torch.equal(quant_fp8.fp8_linear(gates, *given, late), quant_fp8.fp8_linear(x, *given, around))
+    codes, steps = int8_weight(rows, 160)
+    assert torch.equal(quant_int8.int8_linear(gates, codes, steps, bias, late), quant_int8.int8_linear(x, codes, steps, bias, around))
+    plain = activation_reference.gated(gates, "silu")
+    given = (codes, steps, bias)
+    assert torch.equal(int8_reference.int8_linear(gates, *given, late), int8_reference.int8_linear(plain, *given, around))
+    wide = torch.randn(rows, 160).to(x.dtype)
+    assert torch.equal(linear.linear(gates, wide, bias, late), linear.linear(x, wide, bias, around))
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "digits"])
+def test_a_row_in_chunks_is_a_row_at_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(3, 2 * 500).bfloat16(), torch.rand(500).bfloat16()
+    given = (x, form, 512, 32, weight, 1e-5, None, "gelu")
+    whole = quant_codes.encode_rows(*given)
+    monkeypatch.setattr(quant_codes, "_WHOLE", 0)
+    monkeypatch.setattr(quant_codes, "_CHUNK", 128)
+    pieces = quant_codes.encode_rows(*given)
+    assert torch.allclose(whole.scale, pieces.scale, rtol=1e-6)
+    assert (whole.codes.float() - pieces.codes.float()).abs().max() <= (32 if form == "fp8" else 1)  # a step of the largest codes
+    assert (whole.codes.view(torch.int8) != pieces.codes.view(torch.int8)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("parts", PARTS)

@@ -42,6 +42,7 @@ class Fusion:
     norm_eps: float = 0.0
     gate: str | None = None  # the weight's first half makes gates, the second what they gate: act(gate) × up
     residual: Tensor | None = None  # [T, out_features], dense; added last
+    input_gate: str | None = None  # x holds gates, then what they gate: the input is act(gates) × it
 
 
 PLAIN = Fusion()

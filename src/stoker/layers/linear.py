@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from stoker.distributed.group import Group
-from stoker.kernels.types import Fusion
+from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant.format import LinearOp
 
 
-def joined(linear: LinearOp, x: Tensor, group: Group, residual: Tensor | None) -> Tensor:
+def joined(linear: LinearOp, x: Tensor, group: Group, residual: Tensor | None, fusion: Fusion = PLAIN) -> Tensor:
     """The sum over the ranks of linear(x), + residual. One of them adds it, inside its linear's kernel, so the sum has it once."""
-    if residual is None or group.rank != 0:
-        return group.all_reduce(linear(x))
-    return group.all_reduce(linear(x, Fusion(residual=residual)))
+    if residual is not None and group.rank == 0:
+        fusion = replace(fusion, residual=residual)
+    return group.all_reduce(linear(x, fusion))

@@ -11,6 +11,7 @@ from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.specs import LinearSpec, Spec
+from stoker.quant.format import gates_input_from
 
 
 class MLP:
@@ -23,6 +24,7 @@ class MLP:
         self.activation = config.activation
         self.gated = config.gated
         self._gate = Fusion(gate=config.activation)
+        self._gated_input, self._late = Fusion(input_gate=config.activation), gates_input_from(self.down)
         self.group = loader.group
 
     @staticmethod
@@ -36,13 +38,18 @@ class MLP:
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """mlp(norm(x)) + residual."""
-        return joined(self.down, self._inner(x, norm), self.group, residual)
+        inner, fusion = self._inner(x, norm)
+        return joined(self.down, inner, self.group, residual, fusion)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's summand of the output."""
-        return self.down(self._inner(x, None))
+        return self.down(*self._inner(x, None))
 
-    def _inner(self, x: Tensor, norm: Norm | None) -> Tensor:
-        if self.gated:
-            return self.up(x, self._gate if norm is None else norm.gate(self.activation))
-        return ops.activate(self.up(x, PLAIN if norm is None else norm.fusion), self.activation)
+    def _inner(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Fusion]:
+        """What `down` takes, and what it still is to do to that."""
+        normed = PLAIN if norm is None else norm.fusion
+        if not self.gated:
+            return ops.activate(self.up(x, normed), self.activation), PLAIN
+        if x.shape[0] >= self._late:
+            return self.up(x, normed), self._gated_input
+        return self.up(x, self._gate if norm is None else norm.gate(self.activation)), PLAIN

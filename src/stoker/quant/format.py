@@ -6,6 +6,7 @@ asks for a linear and never sees a scale. One file per format in this package, o
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
@@ -26,6 +27,11 @@ class LinearOp(Protocol):
     """
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor: ...
+
+
+def gates_input_from(linear: LinearOp) -> float:
+    """Rows from which a linear would rather gate its input (`Fusion.input_gate`) than have the one before it gate its output."""
+    return getattr(linear, "gates_input_from", math.inf)
 
 
 class EmbeddingOp(LinearOp, Protocol):

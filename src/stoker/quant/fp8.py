@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from stoker.quant.experts import ByteExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 
 FP8_MAX = 448.0  # of e4m3fn
+_LIBRARY_ROWS = 65  # on a GPU, codes of so many rows are made in a pass of their own, which takes a gate along
 
 
 class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
@@ -68,10 +70,11 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
 class Fp8Linear:
     """e4m3(x) × weightᵀ × scale + bias."""
 
-    __slots__ = ("activations", "bias", "scale", "step", "weight")
+    __slots__ = ("activations", "bias", "gates_input_from", "scale", "step", "weight")
 
     def __init__(self, weight: Tensor, scale: Tensor, activations: str, step: Tensor | None, bias: Tensor | None) -> None:
         self.weight, self.scale, self.activations, self.step, self.bias = weight, scale, activations, step, bias
+        self.gates_input_from = math.inf if weight.is_cpu or activations == "none" else _LIBRARY_ROWS
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
         return ops.fp8_linear(x, self.weight, self.scale, self.activations, self.step, self.bias, fusion)

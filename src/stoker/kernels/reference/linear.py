@@ -21,6 +21,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
 
 def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
     """`product` of x with the fusion's norm before it, and its gate and residual after it."""
+    if fusion.input_gate is not None:
+        x = gated(x, fusion.input_gate)
     y = product(_normed(x, fusion))
     if fusion.gate is not None:
         y = gated(y, fusion.gate)

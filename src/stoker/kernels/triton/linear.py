@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -20,6 +21,8 @@ MAX_TILES = 1 << 16
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
     """See `ops.linear`."""
+    if fusion.input_gate is not None:
+        x, fusion = activation.gated(x, fusion.input_gate), replace(fusion, input_gate=None)
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0] // (2 if fusion.gate else 1))
     if x.shape[0] > MAX_ROWS:

@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 
 FP8_LIMIT, INT8_LIMIT, COARSE = 448.0, 127.0, 254.0
 LIMITS = {"fp8": FP8_LIMIT, "int8": INT8_LIMIT, "digits": INT8_LIMIT * COARSE}
 _CHUNK = 4096  # features in registers at a time
+_WHOLE = 32768  # a row of up to so many stays in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,59 +39,81 @@ def nearest(x):
 
 
 @triton.jit
-def row_step(x_row, norm_weight, input_scale, k, eps, NORM: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr):
-    """(what a row's values are multiplied by to make units of a code, the value of a code)."""
-    squares = tl.zeros([CHUNK], tl.float32)
-    most = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, k, CHUNK):
-        cols = start + tl.arange(0, CHUNK)
-        v = tl.load(x_row + cols, mask=cols < k, other=0.0).to(tl.float32)
-        squares += v * v
-        if NORM:
-            v = v * tl.load(norm_weight + cols, mask=cols < k, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.abs(v))
-    total = tl.sum(squares, 0)
+def row_values(x_row, norm_weight, cols, k, NORM: tl.constexpr, GATE: tl.constexpr):
+    """float32 (values of a row, the same times the norm's weight). With GATE, a row holds k gates, then the k that they gate."""
+    v = tl.load(x_row + cols, mask=cols < k, other=0.0).to(tl.float32)
+    if GATE is not None:
+        v = activated(v, GATE) * tl.load(x_row + k + cols, mask=cols < k, other=0.0).to(tl.float32)
+        v = v.to(x_row.dtype.element_ty).to(tl.float32)  # as it would have been stored
+    weighted = v
+    if NORM:
+        weighted = v * tl.load(norm_weight + cols, mask=cols < k, other=0.0).to(tl.float32)
+    return v, weighted
+
+
+@triton.jit
+def step_of(squares, most, input_scale, k, eps, NORM: tl.constexpr, LIMIT: tl.constexpr):
+    """(the norm's factor, the value of a code) from a row's sum of squares and its largest magnitude before that factor."""
     factor = 1.0
     if NORM:
-        factor = tl.rsqrt(total / k + eps)
+        factor = tl.rsqrt(squares / k + eps)
     if input_scale is not None:
         step = tl.load(input_scale)
     else:
-        step = tl.max(most, 0) * factor / LIMIT
+        step = most * factor / LIMIT
     # A maximum passes over NaN; the sum of squares does not.
-    step = tl.maximum(step, 1e-12 if LIMIT < 1000 else 1e-30) + total * 0.0
-    return factor, step
+    return factor, tl.maximum(step, 1e-12 if LIMIT < 1000 else 1e-30) + squares * 0.0
+
+
+@triton.jit
+def row_step(
+    x_row, norm_weight, input_scale, k, eps, NORM: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr, GATE: tl.constexpr = None
+):
+    """`step_of` a row read in chunks."""
+    squares = tl.zeros([CHUNK], tl.float32)
+    most = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, k, CHUNK):
+        v, weighted = row_values(x_row, norm_weight, start + tl.arange(0, CHUNK), k, NORM, GATE)
+        squares += v * v
+        most = tl.maximum(most, tl.abs(weighted))
+    return step_of(tl.sum(squares, 0), tl.max(most, 0), input_scale, k, eps, NORM, LIMIT)
 
 
 @triton.jit
 def encode(
     x_row, norm_weight, codes_row, to_fine, sums_row, rows, factor, step, k, begin, end,
-    NORM: tl.constexpr, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    NORM: tl.constexpr, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, GATE: tl.constexpr = None,
 ):  # fmt: skip
     """Codes of features begin : end (a multiple of GROUP, and past k where the codes are padded) of one row of `rows`.
 
     Fine digits lie `to_fine` after the coarse ones. sums_row points to the row's sum of group 0.
     """
     for start in range(begin, end, CHUNK):
-        cols = start + tl.arange(0, CHUNK)
-        v = tl.load(x_row + cols, mask=cols < k, other=0.0).to(tl.float32)
-        if NORM:
-            v = v * tl.load(norm_weight + cols, mask=cols < k, other=0.0).to(tl.float32) * factor
-        units = tl.div_rn(v, step)
-        place = codes_row + cols
-        if DIGITS == 2:
-            units = nearest(tl.minimum(tl.maximum(units, -32258.0), 32258.0))
-            coarse = nearest(units / 254.0)
-            fine = units - coarse * 254.0
-            tl.store(place, coarse.to(tl.int8), mask=cols < end)
-            tl.store(place + to_fine, fine.to(tl.int8), mask=cols < end)
-            if sums_row is not None:
-                group = start // GROUP + tl.arange(0, CHUNK // GROUP)
-                where = sums_row + group * (2 * rows)
-                tl.store(where, tl.sum(tl.reshape(coarse, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
-                tl.store(where + rows, tl.sum(tl.reshape(fine, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
-        else:
-            tl.store(place, rounded(units, codes_row.dtype.element_ty), mask=cols < end)
+        _, weighted = row_values(x_row, norm_weight, start + tl.arange(0, CHUNK), k, NORM, GATE)
+        store_codes(weighted * factor, codes_row, to_fine, sums_row, rows, step, start, end, DIGITS, GROUP, CHUNK)
+
+
+@triton.jit
+def store_codes(
+    v, codes_row, to_fine, sums_row, rows, step, start, end, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Codes of v, which are the CHUNK features from `start` on; those from `end` on belong to others."""
+    cols = start + tl.arange(0, CHUNK)
+    units = tl.div_rn(v, step)
+    place = codes_row + cols
+    if DIGITS == 2:
+        units = nearest(tl.minimum(tl.maximum(units, -32258.0), 32258.0))
+        coarse = nearest(units / 254.0)
+        fine = units - coarse * 254.0
+        tl.store(place, coarse.to(tl.int8), mask=cols < end)
+        tl.store(place + to_fine, fine.to(tl.int8), mask=cols < end)
+        if sums_row is not None:
+            group = start // GROUP + tl.arange(0, CHUNK // GROUP)
+            where = sums_row + group * (2 * rows)
+            tl.store(where, tl.sum(tl.reshape(coarse, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
+            tl.store(where + rows, tl.sum(tl.reshape(fine, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
+    else:
+        tl.store(place, rounded(units, codes_row.dtype.element_ty), mask=cols < end)
 
 
 @triton.jit
@@ -104,21 +128,27 @@ def rounded(units, DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def encode_kernel(
     x, norm_weight, input_scale, codes, scale, sums, rows, k, padded, stride_x, eps,
-    NORM: tl.constexpr, DIGITS: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+    NORM: tl.constexpr, DIGITS: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr,
+    CHUNK: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, with one scale."""
+    """One program: one row, with one scale. WHOLE: a chunk holds the row, which then is read once."""
     row = tl.program_id(0)
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
     x_row = x + row.to(tl.int64) * stride_x
-    factor, step = row_step(x_row, norm_weight, input_scale, k, eps, NORM, LIMIT, CHUNK)
-    tl.store(scale + row, step)
     sums_row = sums
     if sums is not None:
         sums_row = sums + row
     codes_row = codes + row.to(tl.int64) * padded
     to_fine = tl.cast(rows, tl.int64) * padded
-    encode(x_row, norm_weight, codes_row, to_fine, sums_row, rows, factor, step, k, 0, padded, NORM, DIGITS, GROUP, CHUNK)
+    if WHOLE:
+        v, weighted = row_values(x_row, norm_weight, tl.arange(0, CHUNK), k, NORM, GATE)
+        factor, step = step_of(tl.sum(v * v, 0), tl.max(tl.abs(weighted), 0), input_scale, k, eps, NORM, LIMIT)
+        store_codes(weighted * factor, codes_row, to_fine, sums_row, rows, step, 0, padded, DIGITS, GROUP, CHUNK)
+    else:
+        factor, step = row_step(x_row, norm_weight, input_scale, k, eps, NORM, LIMIT, CHUNK, GATE)
+        encode(x_row, norm_weight, codes_row, to_fine, sums_row, rows, factor, step, k, 0, padded, NORM, DIGITS, GROUP, CHUNK, GATE)
+    tl.store(scale + row, step)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -146,16 +176,21 @@ def empty_codes(x: Tensor, form: str, padded: int, group: int = 0) -> Codes:
 
 def encode_rows(
     x: Tensor, form: str, padded: int, group: int = 0,
-    norm_weight: Tensor | None = None, eps: float = 0.0, input_scale: Tensor | None = None,
+    norm_weight: Tensor | None = None, eps: float = 0.0, input_scale: Tensor | None = None, gate: str | None = None,
 ) -> Codes:  # fmt: skip
-    """Codes of x [M, K], after an RMS norm when there is `norm_weight`. `form` is fp8, int8 or digits; `group` asks for digits' sums."""
+    """Codes of x [M, K], after an RMS norm when there is `norm_weight`. `form` is fp8, int8 or digits; `group` asks for digits' sums.
+
+    With `gate`, x is [M, 2 × K], gates and what they gate: the codes are those of act(gate) × it.
+    """
     made = empty_codes(x, form, padded, group)
-    chunk = min(_CHUNK, max(triton.next_power_of_2(padded), 2 * group, 128))
+    whole = max(triton.next_power_of_2(padded), 2 * group, 128)
+    chunk = whole if whole <= _WHOLE else _CHUNK
     if x.shape[0]:
         encode_kernel[(x.shape[0],)](
-            x, norm_weight, input_scale, made.codes, made.scale, made.sums, x.shape[0], x.shape[1], padded, x.stride(0), eps,
-            NORM=norm_weight is not None, DIGITS=2 if form == "digits" else 1, LIMIT=LIMITS[form], GROUP=max(group, 1), CHUNK=chunk,
-            num_warps=max(1, chunk // 512), **chained(x),
+            x, norm_weight, input_scale, made.codes, made.scale, made.sums,
+            x.shape[0], x.shape[1] // (2 if gate else 1), padded, x.stride(0), eps,
+            NORM=norm_weight is not None, DIGITS=2 if form == "digits" else 1, LIMIT=LIMITS[form], GROUP=max(group, 1), GATE=gate,
+            CHUNK=chunk, WHOLE=chunk == whole, num_warps=min(16, max(1, chunk // 512)), **chained(x),
         )  # fmt: skip
     return made
 

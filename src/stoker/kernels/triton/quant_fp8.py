@@ -48,7 +48,9 @@ def fp8_linear(
 def scaled_rows(x: Tensor, weight: Tensor, scale: Tensor, step: Tensor | None, bias: Tensor | None, fusion: Fusion) -> Tensor:
     """Many rows: the library's GEMM with a scale for each row of both operands."""
     x, fusion = without_layer_norm(x, fusion)
-    made = encode_rows(x, "fp8", x.shape[1], norm_weight=fusion.norm_weight, eps=fusion.norm_eps, input_scale=step)
+    made = encode_rows(
+        x, "fp8", weight.shape[1], norm_weight=fusion.norm_weight, eps=fusion.norm_eps, input_scale=step, gate=fusion.input_gate
+    )
     y = torch._scaled_mm(made.codes, weight.t(), made.scale[:, None], scale[None, :], bias=bias, out_dtype=x.dtype, use_fast_accum=True)
     return after(y, fusion)
 

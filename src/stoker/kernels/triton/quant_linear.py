@@ -58,9 +58,10 @@ def few_rows(
     made: Codes
     raw = None
     if tile.encode and x.shape[0] == 1:
+        x, fusion = ungated(x, fusion)
         made, raw = empty_codes(x, codes, stored.k, stored.group), x
     else:
-        made = encode_rows(x, codes, stored.k, stored.group, fusion.norm_weight, fusion.norm_eps, input_scale)
+        made = encode_rows(x, codes, stored.k, stored.group, fusion.norm_weight, fusion.norm_eps, input_scale, fusion.input_gate)
     return launch(made.codes, stored, tile, bias, fusion, x, tokens, row_scale=made.scale, sums=made.sums, digits=digits,
                   raw=raw, limit=LIMITS[codes], input_scale=input_scale)  # fmt: skip
 
@@ -162,7 +163,14 @@ def without_layer_norm(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
     return (x, fusion) if fusion.norm_kind != "layer" else (normed(x, fusion), replace(fusion, norm_kind=None, norm_weight=None))
 
 
+def ungated(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
+    """The input's gate applied."""
+    return (x, fusion) if fusion.input_gate is None else (activation.gated(x, fusion.input_gate), replace(fusion, input_gate=None))
+
+
 def normed(x: Tensor, fusion: Fusion) -> Tensor:
+    """x as the product takes it: the input's gate and the norm applied."""
+    x, fusion = ungated(x, fusion)
     if fusion.norm_kind is None:
         return x
     return norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
