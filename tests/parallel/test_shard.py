@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from stoker.base.config import Mapping
 from stoker.builder.shares import cut
 from stoker.deploy.lmi_ranks import rank_names
+from stoker.distributed.group import Group
+from stoker.distributed.inbox import MEMORY_BYTES, Inboxes
 from stoker.distributed.pipeline import stage_layers
-from stoker.distributed.symmetric import method
 from stoker.layers.shard import Sharding, kv_copies, kv_heads, local_spec, query_heads
 from stoker.layers.specs import LinearSpec
 from stoker.quant.format import Layout
@@ -74,15 +75,15 @@ def test_stages_have_neighbouring_layers_as_many_each(layers: int, stages: int) 
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "dtype", "size", "wanted"),
-    [
-        (16 << 10, torch.bfloat16, 4, "one-shot"), (512 << 10, torch.bfloat16, 4, "two-shot"), (8 << 20, torch.bfloat16, 4, "nccl"),
-        (16 << 10, torch.float16, 4, "nccl"), (24, torch.bfloat16, 2, "nccl"), ((256 << 10) + 16, torch.bfloat16, 4, "nccl"),
-        (0, torch.float32, 2, "nccl"),
-    ],
-)  # fmt: skip
-def test_messages_go_the_way_their_size_allows(num_bytes: int, dtype: torch.dtype, size: int, wanted: str) -> None:
-    assert method(num_bytes, dtype, size, 128 << 10) == wanted
+    ("kib", "ranks", "is_two_shot"),
+    [(16, 4, False), (512, 4, True), (1024, 2, False), (32, 8, False), (256, 8, True), (1025, 4, None), (0, 2, None)],
+)
+def test_messages_go_the_way_their_size_allows(kib: int, ranks: int, is_two_shot: bool | None) -> None:
+    group = Group()
+    assert group.inbox(kib << 10) is None
+    group.inboxes = Inboxes([0] * ranks, MEMORY_BYTES, 0, torch.device("cpu"))
+    inbox = group.inbox(kib << 10)
+    assert (inbox and inbox.is_two_shot) is is_two_shot
 
 
 def test_what_goes_into_the_ring_comes_out_for_every_reader() -> None:

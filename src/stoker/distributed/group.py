@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from stoker.distributed.inbox import UNIT_BYTES, Inbox, Inboxes
 
 
 class Group:
@@ -10,10 +13,16 @@ class Group:
 
     rank = 0
     size = 1
+    device = torch.device("cpu")
+    inboxes: Inboxes | None = None  # where ranks write into each other's memory; None: they cannot
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks, on every rank, bit for bit the same. May overwrite x."""
         return x
+
+    def inbox(self, num_bytes: int, unit_bytes: int = UNIT_BYTES) -> Inbox | None:
+        """Through which a kernel sums a message of `num_bytes` in units of `unit_bytes` by itself; None: `all_reduce` does."""
+        return None if self.inboxes is None else self.inboxes.suited(num_bytes, unit_bytes)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' x joined along the last axis, on every rank."""

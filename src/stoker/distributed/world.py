@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from stoker.base.config import Mapping
+from stoker.base.logging import get_logger
 from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.group import SINGLE, Group
 from stoker.distributed.pipeline import ALONE, LinkedStage, Stage
+
+log = get_logger(__name__)
 
 # A collective waits so long for a rank. Ranks that die or hang are noticed in seconds, by those who watch them.
 TIMEOUT = timedelta(minutes=30)
@@ -78,7 +81,11 @@ def _group(inner: dist.ProcessGroup, device: torch.device) -> Group:
         return ProcessGroup(inner, device)
     from stoker.distributed.symmetric import SymmetricGroup
 
-    return SymmetricGroup(inner, device)
+    try:
+        return SymmetricGroup(inner, device)
+    except RuntimeError as error:
+        log.warning("peers' memory is not used, and all-reduces go through NCCL: %s", error)
+        return ProcessGroup(inner, device)
 
 
 class _Gloo:

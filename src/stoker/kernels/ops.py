@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stoker.distributed.group import Group
 from stoker.kernels.quantized import ExpertWeights, Int4Weight
 from stoker.kernels.reference import activation as activation_ref
+from stoker.kernels.reference import all_reduce as all_reduce_ref
 from stoker.kernels.reference import attention as attention_ref
 from stoker.kernels.reference import embedding as embedding_ref
 from stoker.kernels.reference import linear as linear_ref
@@ -36,11 +38,25 @@ _GPU: dict[ModuleType, ModuleType] = {}
 
 def use_launchers() -> None:
     """Bind the Triton launchers. Without a device they take meta tensors, to be compiled ahead (`kernels.triton.ahead`)."""
-    from stoker.kernels.triton import activation, attention, embedding, linear, moe, norm, quant_fp8, quant_int4, quant_int8, rope, sampling
+    from stoker.kernels.triton import (
+        activation,
+        all_reduce,
+        attention,
+        embedding,
+        linear,
+        moe,
+        norm,
+        quant_fp8,
+        quant_int4,
+        quant_int8,
+        rope,
+        sampling,
+    )
 
     _GPU.update({
-        activation_ref: activation, attention_ref: attention, embedding_ref: embedding, linear_ref: linear, moe_ref: moe, norm_ref: norm,
-        fp8_ref: quant_fp8, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope, sampling_ref: sampling,
+        activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
+        moe_ref: moe, norm_ref: norm, fp8_ref: quant_fp8, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope,
+        sampling_ref: sampling,
     })  # fmt: skip
 
 
@@ -60,6 +76,26 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual). `residual` may be overwritten and returned."""
     return _pick(x, norm_ref).add_norm(x, residual, weight, bias, eps, kind)
+
+
+def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
+    """The sum of x over the group's ranks, + `residual`, on every rank, bit for bit the same. May overwrite x."""
+    return _pick(x, all_reduce_ref).all_reduce(x, group, residual)
+
+
+def all_reduce_norm(
+    x: Tensor, group: Group, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    """`add_norm` of the sum of x over the group's ranks. A GPU kernel does all three, for messages of a decode step."""
+    return _pick(x, all_reduce_ref).all_reduce_norm(x, group, residual, weight, bias, eps, kind)
+
+
+def check_inboxes(group: Group) -> None:
+    """Before the first sum: let a group whose devices cannot write into each other's memory do without. Every rank calls it."""
+    if group.inboxes is not None:
+        from stoker.kernels.triton import all_reduce
+
+        all_reduce.check_inboxes(group)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

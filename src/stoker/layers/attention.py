@@ -79,6 +79,14 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """attention(norm(x)) + residual."""
+        return joined(self.out, self._mixed(x, batch, cache, norm), self.group, residual)
+
+    def partial(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None) -> Tensor:
+        """This rank's summand of attention(norm(x))."""
+        return self.out(self._mixed(x, batch, cache, norm))
+
+    def _mixed(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None) -> Tensor:
+        """What this rank's heads see, [T, heads × head_size]."""
         config = self.config
         size = self.head_size
         qkv = self.qkv(x, PLAIN if norm is None else norm.fusion)
@@ -96,8 +104,7 @@ class Attention:
         q = ops.rope_store(q, k, v, positions, cos_sin, self.interleaved, cache, batch.slots)
         if config.logn_length is not None:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
-        mixed = ops.attention(q, cache, batch, self.params)
-        return joined(self.out, mixed, self.group, residual)
+        return ops.attention(q, cache, batch, self.params)
 
 
 def _logn(positions: Tensor, length: int) -> Tensor:

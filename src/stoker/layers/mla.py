@@ -66,6 +66,14 @@ class MLA:
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """attention(norm(x)) + residual."""
+        return joined(self.out, self._mixed(x, batch, cache, norm), self.group, residual)
+
+    def partial(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None) -> Tensor:
+        """This rank's summand of attention(norm(x))."""
+        return self.out(self._mixed(x, batch, cache, norm))
+
+    def _mixed(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None) -> Tensor:
+        """What this rank's heads see, [T, heads × v_size]."""
         config = self.config
         x = x if norm is None else norm(x)
         *q_latent, latent, k_rope = self.down(x).split([part for part in (config.q_rank, config.kv_rank, config.rope_size) if part], dim=-1)
@@ -77,4 +85,4 @@ class MLA:
         q = ops.rope_store(q, k, k, batch.positions, self.cos_sin, config.rope.interleaved, cache, batch.slots)
         # The cache has no values: attention mixes whole keys, of which the latent is wanted.
         mixed = ops.attention(q, cache, batch, self.params).unflatten(-1, (self.num_heads, -1))[..., config.rope_size :]
-        return joined(self.out, torch.einsum("thr,hvr->thv", mixed, self.v_up).flatten(1), self.group, residual)
+        return torch.einsum("thr,hvr->thv", mixed, self.v_up).flatten(1)

@@ -70,6 +70,10 @@ class MoE:
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """moe(norm(x)) + residual."""
+        return ops.all_reduce(self.partial(x, norm), self.group, residual)
+
+    def partial(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """This rank's summand of moe(norm(x))."""
         x = x if norm is None else norm(x)
         routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
         if self._mine is not None:
@@ -79,9 +83,7 @@ class MoE:
         if self.shared is not None:
             shared = self.shared.partial(x)
             out = out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
-        if residual is not None and self.group.rank == 0:
-            out = out + residual
-        return self.group.all_reduce(out)
+        return out
 
     def _experts(self, loader: Loader) -> Tensor | None:
         """Where in a routing's offsets this rank's experts begin and end; None: it has a share of each."""

@@ -81,7 +81,7 @@ class SpreadNorm:
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q, k [T, this rank's heads × head_size]."""
         wide = [x.float() for x in (q, k)]
-        sums = self.group.all_reduce(torch.stack([x.square().sum(-1) for x in wide], dim=-1))
+        sums = ops.all_reduce(torch.stack([x.square().sum(-1) for x in wide], dim=-1), self.group)
         factors = (sums / self.counts + self.eps).rsqrt().split(1, dim=-1)
         out = [(x * factor * weight.float()).to(q.dtype) for x, factor, weight in zip(wide, factors, self.weights, strict=True)]
         return out[0], out[1]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.group import Group
+from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.loader import Loader
 from stoker.layers.shard import local_spec
@@ -28,7 +29,7 @@ class Embedding:
         local = token_ids - self.group.rank * self.num_rows
         mine = (local >= 0) & (local < self.num_rows)
         rows = self.table.embed(local.clamp(0, self.num_rows - 1), dtype)
-        return self.group.all_reduce(rows.masked_fill_(~mine[:, None], 0))
+        return ops.all_reduce(rows.masked_fill_(~mine[:, None], 0), self.group)
 
 
 class Head:

@@ -12,6 +12,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.distributed.world import World
 from stoker.engine.reader import Engine
+from stoker.kernels import ops
 from stoker.layers.config import ModelConfig
 from stoker.layers.decoder import Decoder
 from stoker.runtime.sampling.grammars import Grammars
@@ -145,6 +146,7 @@ def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world
     use_device(device, config, world.size)
     if device.type == "cuda":
         _use_kernels(engine)
+    ops.check_inboxes(world.tensor)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
     before = free_memory(device)[0]
     with torch.inference_mode():
