@@ -142,6 +142,8 @@ HONOURED = {
     "option.quantize": ("fp8", "build.quantization", "FP8"),
     "option.output_formatter": ("sse", "options.output_formatter", "sse"),
     "option.enable_streaming": ("true", "options.output_formatter", "jsonlines"),
+    "option.tool_call_parser": ("llama3_json", "server.tool_parser", "llama3"),
+    "option.reasoning_parser": ("qwen3", "server.reasoning_parser", "qwen3"),
     "option.tgi_compat": ("true", "options.tgi_compat", True),
     "option.async_mode": ("true", "options.dialect", "async"),
     "option.lmi_dialect": ("0.27", "options.dialect", "0.27"),

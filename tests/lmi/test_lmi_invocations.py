@@ -86,6 +86,38 @@ async def test_chat_logprobs_of_a_stream_have_openai_s_shape() -> None:
     assert (first["token"], first["top_logprobs"][0]["token"], first["top_logprobs"][0]["logprob"]) == ("Hello", "Hello", -0.5)
 
 
+@pytest.mark.parametrize("group", [1, 3, 1000])
+async def test_tool_calls_and_reasoning_of_invocations(group: int) -> None:
+    """In DJL's envelope, with OpenAI's members; the joined stream is the whole answer."""
+    said = '<think>hm</think>Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "logprobs": True, "top_logprobs": 1}
+    settings = {"protocols": ("sagemaker",), "tool_parser": "hermes", "reasoning_parser": "qwen3"}
+    async with asgi_client(ScriptedService(said, group=group, max_output_len=256), **settings) as client:
+        whole = (await client.post("/invocations", json=body)).json()["choices"][0]
+        lines = [
+            json.loads(line)["choices"][0] for line in (await client.post("/invocations", json=body | {"stream": True})).text.splitlines()
+        ]
+    calls = whole["message"].pop("tool_calls")
+    assert whole["message"] == {"role": "assistant", "content": "Let me look.", "reasoning_content": "hm"}
+    assert [call["function"] for call in calls] == [{"name": "weather", "arguments": '{"city": "Oslo"}'}]
+    assert whole["finish_reason"] == lines[-1]["finish_reason"] == "tool_calls"
+    deltas = [line["delta"] for line in lines]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Let me look."
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
+    assert [call["function"] for delta in deltas for call in delta.get("tool_calls", [])] == [call["function"] for call in calls]
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert sum(len(line["logprobs"]["content"]) for line in lines) == len(whole["logprobs"]["content"]) == len(said)
+
+
+async def test_with_a_reasoning_parser_plain_answers_stay_plain() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    async with asgi_client(ScriptedService("Yes."), protocols=("sagemaker",), reasoning_parser="qwen3") as client:
+        choice = (await client.post("/invocations", json=body)).json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "Yes.", "reasoning_content": None}
+    assert choice["finish_reason"] == "eos_token"
+
+
 async def test_chat_without_messages_is_refused() -> None:
     answer = await ask({"messages": []})
     assert answer.status_code == 400

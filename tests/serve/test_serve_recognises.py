@@ -233,5 +233,5 @@ def test_a_damaged_engine_is_told_as_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is none of: engine, checkpoint, .*lmi"):
+    with pytest.raises(ConfigError, match=r"is none of: engine, checkpoint, .*lmi"):
         resolve.read(tmp_path, {})

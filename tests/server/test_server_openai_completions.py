@@ -187,7 +187,7 @@ async def test_beam_search_asks_for_beams_and_does_not_sample() -> None:
 @pytest.mark.parametrize(
     ("asked", "kind", "text"),
     [
-        ({"response_format": {"type": "json_object"}}, "json", ""),
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
             "json_schema",

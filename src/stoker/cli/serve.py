@@ -33,7 +33,7 @@ SERVER = {
     "cors_origins": "Web pages of this origin may call; * for all. May be repeated.",
     "tls_certificate": "A PEM file; with --tls-key, HTTPS instead of HTTP.",
     "tls_key": "A PEM file.",
-    "tool_parser": "How the model writes tool calls: llama3, hermes, mistral. Default: tools are refused.",
+    "tool_parser": "How the model writes tool calls: llama3, hermes, qwen, mistral. Default: tools are refused.",
     "reasoning_parser": "How the model marks its reasoning: qwen3, deepseek_r1. Default: it stays in the text.",
 }
 

@@ -224,6 +224,15 @@ _SERVER = (
         "streaming",
         "deprecated: jsonlines when true",
     ),
+    honoured(
+        "option.tool_call_parser",
+        Choice({"llama3": "llama3", "llama3_json": "llama3", "hermes": "hermes", "qwen": "qwen", "mistral": "mistral"}),
+        "server.tool_parser",
+        "how the model writes tool calls; default: tools are refused",
+    ),
+    honoured("option.reasoning_parser", names("qwen3", "deepseek_r1"), "server.reasoning_parser", "default: reasoning stays in the text"),
+    no_effect("option.enable_auto_tool_choice", _FLAG, "option.tool_call_parser says it already"),
+    no_effect("option.enable_reasoning", _FLAG, "option.reasoning_parser says it already"),
     honoured("option.tgi_compat", _FLAG, "options.tgi_compat"),
     honoured("option.async_mode", Choice({"true": "async", "false": None}), "options.dialect", "true: the shapes of LMI's async handler"),
     honoured(

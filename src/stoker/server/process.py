@@ -18,6 +18,7 @@ from stoker.base.logging import get_logger
 from stoker.server.child import Child
 from stoker.server.schemas.settings import ServerSettings
 from stoker.server.tasks import ExecutorTask, FrontendTask
+from stoker.server.tls import check_tls
 
 log = get_logger(__name__)
 
@@ -34,8 +35,10 @@ def serve(
 
     The first signal stops accepting, lets requests in flight end within drain_timeout_s, then stops; the second stops at once.
     `tokenizer` is a directory to read instead of the engine's own.
-    `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address cannot be used.
+    `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address, or the certificate, cannot
+    be used.
     """
+    check_tls(settings)
     with contextlib.ExitStack() as stack:
         ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
         listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]

@@ -109,4 +109,3 @@ class _Stream:
     def _role(self, index: int) -> bytes:
         role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._chunks.choice(role, Usage(self._usage.prompt_tokens) if self._options.continuous_usage_stats else None)
-

@@ -15,6 +15,7 @@ KIND_OF_FIELD = {
     "guided_json": "json_schema", "json_schema": "json_schema", "guided_regex": "regex", "regex": "regex", "guided_choice": "choice",
     "guided_grammar": "grammar", "ebnf": "grammar",
 }  # fmt: skip
+OBJECT = Guide("json_schema", '{"type": "object"}')  # JSON mode: an object, not just any value
 KIND_OF_OUTPUT = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "structural_tag": "structural_tag"}
 
 
@@ -48,7 +49,7 @@ def _response_format(value: dict[str, Any]) -> Guide | None:
         case "text":
             return None
         case "json_object":
-            return Guide("json")
+            return OBJECT
         case "json_schema":
             inner = value.get("json_schema")
             if not isinstance(inner, dict) or not isinstance(inner.get("schema", inner.get("json_schema")), (dict, bool)):
@@ -70,4 +71,4 @@ def _structured_outputs(value: dict[str, Any]) -> Guide:
     if len(given) != 1:
         raise RequestError("structured_outputs", value, f"it must hold one of {', '.join(KIND_OF_OUTPUT)}, json_object")
     name, item = next(iter(given.items()))
-    return Guide("json") if name == "json_object" else _guide(KIND_OF_OUTPUT[name], f"structured_outputs.{name}", item)
+    return OBJECT if name == "json_object" else _guide(KIND_OF_OUTPUT[name], f"structured_outputs.{name}", item)

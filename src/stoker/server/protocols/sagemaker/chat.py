@@ -85,7 +85,9 @@ class _Stream:
 
     def _line(self, delta: Delta) -> str:
         begun = delta.index in self._parsers
-        parser = self._parsers.setdefault(delta.index, self._call.parser() if self._call.parsed else AnswerParser(None, None, one_call=False))
+        if not begun:
+            self._parsers[delta.index] = self._call.parser()
+        parser = self._parsers[delta.index]
         scores = self._scores.setdefault(delta.index, [])
         scores += delta.logprobs
         num_calls = parser.num_calls

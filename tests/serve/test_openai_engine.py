@@ -1,0 +1,227 @@
+"""OpenAI's API over a real engine, with the real client: HTTPS, keys, pages of other origins, grammars, tools, log-probabilities."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import re
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.cli.served import served
+from stoker.server.process import serve
+from stoker.server.schemas.settings import ServerSettings
+
+KEY = "a-key-of-this-test"
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["S", "M"]}}, "required": ["ok", "size"]}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}},
+     "required": ["unit"], "additionalProperties": False}}}
+    for name in ("weather", "heating")
+]  # fmt: skip
+USER = [{"role": "user", "content": "hello"}]
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A self-signed one for 127.0.0.1."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+    pem, secret = folder / "cert.pem", folder / "key.pem"
+    pem.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    kind = serialization.PrivateFormat.PKCS8
+    secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption()))
+    return pem, secret
+
+
+@pytest.fixture(scope="module")
+def web(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ssl.SSLContext]]:
+    folder = tmp_path_factory.mktemp("tls")
+    pem, secret = certificate(folder)
+    (folder / "keys").write_text(f"{KEY}\n")
+    options = [
+        "--tls-certificate", str(pem), "--tls-key", str(secret), "--api-keys", str(folder / "keys"), "--cors-origin", "https://a.example",
+        "--max-request-bytes", "5000", "--tool-parser", "hermes", "--model-name", "tiny", "--kv-cache-tokens", "4096",
+    ]  # fmt: skip
+    with served(tiny_engine, options) as url:
+        yield url, ssl.create_default_context(cafile=str(pem))
+
+
+@pytest.fixture
+def client(web: tuple[str, ssl.SSLContext]) -> Iterator[openai.OpenAI]:
+    url, trust = web
+    assert url.startswith("https://")
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, http_client=httpx.Client(verify=trust)) as made:
+        yield made
+
+
+@pytest.fixture
+def http(web: tuple[str, ssl.SSLContext]) -> Iterator[httpx.Client]:
+    url, trust = web
+    with httpx.Client(base_url=url, verify=trust, headers={"authorization": f"Bearer {KEY}"}) as made:
+        yield made
+
+
+def complete(client: openai.OpenAI, **asked: Any) -> Any:
+    return client.completions.create(**{"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0} | asked)
+
+
+def chat(client: openai.OpenAI, **asked: Any) -> Any:
+    return client.chat.completions.create(**{"model": "tiny", "messages": USER, "max_tokens": 60, "temperature": 1, "seed": 3} | asked)
+
+
+GUIDES: dict[str, tuple[dict[str, Any], str]] = {
+    "guided_regex": ({"guided_regex": "[ab]{3}-[0-9]{2}"}, r"[ab]{3}-[0-9]{2}"),
+    "regex": ({"regex": "(yes|no)"}, r"yes|no"),
+    "guided_choice": ({"guided_choice": ["red", "green"]}, r"red|green"),
+    "guided_grammar": ({"guided_grammar": 'root ::= "x=" [0-9] [0-9]'}, r"x=\d\d"),
+    "ebnf": ({"ebnf": 'root ::= "y" | "z"'}, r"y|z"),
+    "structured_outputs": ({"structured_outputs": {"regex": "q{4}"}}, r"qqqq"),
+}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_grammars_hold(name: str, client: openai.OpenAI) -> None:
+    extra, pattern = GUIDES[name]
+    answer = complete(client, extra_body=extra, max_tokens=40, temperature=1, seed=1).choices[0]
+    assert re.fullmatch(pattern, answer.text), answer.text
+    assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_schema(stream: bool, client: openai.OpenAI) -> None:
+    format = {"type": "json_schema", "json_schema": {"name": "size", "strict": True, "schema": SCHEMA}}
+    asked: dict[str, Any] = {"response_format": format, "temperature": 0.2, "max_tokens": 60}
+    if stream:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chat(client, stream=True, **asked))
+    else:
+        text = chat(client, **asked).choices[0].message.content
+    found = json.loads(text)
+    assert type(found["ok"]) is bool and found["size"] in ("S", "M")
+
+
+def test_json_object(client: openai.OpenAI) -> None:
+    """Any JSON: so far as it came, the text begins an object."""
+    text = chat(client, response_format={"type": "json_object"}, max_tokens=20).choices[0].message.content
+    assert text.lstrip().startswith("{")
+
+
+def test_a_schema_that_cannot_be_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"regex|guide") as caught:
+        complete(client, extra_body={"guided_regex": "(unclosed"})
+    assert caught.value.status_code == 400
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "heating"}}])
+def test_forced_tools(choice: Any, client: openai.OpenAI) -> None:
+    message = chat(client, tools=TOOLS, tool_choice=choice, max_tokens=64, temperature=0.5).choices[0].message
+    assert message.tool_calls, message
+    call = message.tool_calls[0].function
+    assert call.name in (("weather", "heating") if choice == "required" else ("heating",))
+    assert json.loads(call.arguments) in ({"unit": "C"}, {"unit": "F"})
+
+
+def test_n_and_best_of(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"temperature": 1, "seed": 5, "logprobs": 0}
+    several = complete(client, n=3, **asked).choices
+    assert [choice.index for choice in several] == [0, 1, 2]
+    assert len({choice.text for choice in several}) == 3
+    (best,) = complete(client, best_of=3, n=1, **asked).choices
+    assert mean_score(best) == pytest.approx(max(map(mean_score, several)), abs=1e-4)
+
+
+def mean_score(choice: Any) -> float:
+    scores = choice.logprobs.token_logprobs
+    return sum(scores) / len(scores)
+
+
+def test_seeds_repeat(client: openai.OpenAI) -> None:
+    one, two, other = (complete(client, temperature=1, seed=seed).choices[0].text for seed in (7, 7, 8))
+    assert one == two != other
+
+
+def test_echo_logprobs_and_scoring(client: openai.OpenAI) -> None:
+    echoed = complete(client, echo=True, logprobs=2, max_tokens=2).choices[0]
+    assert echoed.text.startswith("the quick brown fox")
+    assert echoed.logprobs.token_logprobs[0] is None and all(score <= 0 for score in echoed.logprobs.token_logprobs[1:])
+    assert len(echoed.logprobs.tokens) == len(echoed.logprobs.text_offset) == len(echoed.logprobs.top_logprobs)
+    scored = complete(client, echo=True, logprobs=0, max_tokens=0).choices[0]
+    assert scored.text == "the quick brown fox"
+    assert scored.logprobs.token_logprobs[1:] == pytest.approx(echoed.logprobs.token_logprobs[1 : len(scored.logprobs.tokens)], abs=1e-4)
+
+
+def test_logit_bias_and_stop(client: openai.OpenAI, http: httpx.Client) -> None:
+    (token,) = http.post("/tokenize", json={"prompt": "z", "add_special_tokens": False}).json()["tokens"]
+    assert complete(client, logit_bias={str(token): 100}).choices[0].text == "z" * 8
+    stopped = complete(client, logit_bias={str(token): 100}, stop=["zzz"]).choices[0]
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", "zzz")
+
+
+def test_usage_of_streams_and_of_the_cache(client: openai.OpenAI) -> None:
+    prompt = "a prompt of some length that fills whole blocks: " * 2
+    first, second = (complete(client, prompt=prompt).usage for _ in range(2))
+    assert second.prompt_tokens_details.cached_tokens >= 64 > first.prompt_tokens_details.cached_tokens
+    *chunks, last = list(complete(client, prompt=prompt, stream=True, stream_options={"include_usage": True}))
+    assert all(chunk.usage is None for chunk in chunks)
+    assert (last.choices, last.usage.completion_tokens, last.usage.prompt_tokens) == ([], 8, first.prompt_tokens)
+
+
+def test_token_ids_there_and_back(http: httpx.Client) -> None:
+    told = http.post("/tokenize", json={"prompt": "grüße 🎉", "return_token_strs": True}).json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    plain = http.post("/tokenize", json={"prompt": "grüße 🎉", "add_special_tokens": False}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": plain}).json() == {"prompt": "grüße 🎉"}
+
+
+def test_what_is_refused(client: openai.OpenAI, http: httpx.Client, web: tuple[str, ssl.SSLContext]) -> None:
+    with pytest.raises(openai.BadRequestError, match="suffix") as caught:
+        complete(client, suffix="end")
+    assert caught.value.param == "suffix"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="another-key").models.list()
+    large = http.post("/v1/completions", json={"prompt": "x" * 6000})
+    assert large.status_code == 413 and "5000" in large.json()["error"]["message"]
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(web[0].replace("https", "http") + "/health/live")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_certificates_that_cannot_be_used(tiny_engine: Path, tmp_path: Path) -> None:
+    """Told before anything starts."""
+    pem, secret = certificate(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = certificate(tmp_path / "other")[1]
+    loaded = serialization.load_pem_private_key(secret.read_bytes(), None)
+    locked = tmp_path / "locked.pem"
+    kind = serialization.BestAvailableEncryption(b"password")
+    locked.write_bytes(loaded.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, kind))
+    for key, told in ((tmp_path / "none", "No such file"), (other, "MISMATCH"), (locked, "has a password"), (pem, "refused")):
+        settings = ServerSettings(http_port=0, tls_certificate=str(pem), tls_key=str(key))
+        with pytest.raises(ConfigError, match=told):
+            serve(tiny_engine, RuntimeConfig(), settings)
+
+
+def test_pages_of_other_origins(http: httpx.Client) -> None:
+    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert http.options("/v1/completions", headers=asks).headers["access-control-allow-origin"] == "https://a.example"
+    stranger = http.get("/v1/models", headers={"Origin": "https://b.example"})
+    assert "access-control-allow-origin" not in stranger.headers
