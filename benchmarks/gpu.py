@@ -13,12 +13,16 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 
 from stoker.base import logging
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.kernels.triton.cache import counts
+from stoker.runtime.ahead import compile_ahead
+from stoker.runtime.breakdown import break_down
 from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
@@ -36,6 +40,42 @@ def latency(executor: Executor, batch: int, context: int, steps: int = 128) -> d
             "median_turn_ms": statistics.median(turns) * 1e3, "max_turn_ms": turns[-1] * 1e3}  # fmt: skip
 
 
+def ratio_to_median(durations: list[float]) -> dict[str, float]:
+    """Milliseconds of some steps, and how far the longest is above the median."""
+    median = statistics.median(durations)
+    return {"steps": len(durations), "median_ms": median * 1e3, "max_ms": max(durations) * 1e3, "max_by_median": max(durations) / median}
+
+
+def burst(executor: Executor, count: int, isl: int, osl: int) -> dict[str, object]:
+    """Requests that come at once to an idle executor: each step against the median of its kind, by the executor's own clock."""
+    vocab = executor.info.vocab_size
+    run(executor, random_requests(count, isl, osl, vocab, seed=60), osl)  # shapes seen once
+    executor.step_times.recent.clear()
+    run(executor, random_requests(count, isl, osl, vocab, seed=61), osl)
+    steps = list(executor.step_times.recent)
+    row: dict[str, object] = {"requests": count, "isl": isl, "osl": osl, "all": ratio_to_median([s.duration_s for s in steps])}
+    for kind, is_decode in (("decode", True), ("prefill", False)):
+        row[kind] = ratio_to_median([s.duration_s for s in steps if s.is_decode is is_decode])
+    return row
+
+
+def gap(executor: Executor, batch: int, context: int, num_steps: int = 32) -> dict[str, object]:
+    """Where the device's time goes in decode steps, and how long it has nothing to do between them."""
+    mailbox = executor.mailbox
+    assert isinstance(mailbox, BulkMailbox)
+    mailbox.submit(random_requests(batch, context, 2 * num_steps + 16, executor.info.vocab_size, seed=70))
+    executor.turn(0.0)
+    while executor.stats.last_step_tokens != batch or executor.stats.last_step_rows != batch:
+        executor.turn(0.0)
+    for _ in range(6):
+        executor.turn(0.0)
+    found = break_down(executor, num_steps)
+    while executor.is_busy:
+        executor.turn(0.0)
+    mailbox.take()
+    return {"batch": batch, "context": context, **msgspec.to_builtins(found)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
@@ -43,6 +83,8 @@ def main() -> None:
     parser.add_argument("--quantize")
     parser.add_argument("--latency", default="1x1000,8x1000,64x1000")
     parser.add_argument("--throughput", default="")
+    parser.add_argument("--burst", default="", help="128/64:200 (prompt/output tokens : requests)")
+    parser.add_argument("--gap", default="", help="256x1000: idle time between steps, and each kernel's share")
     parser.add_argument("--max-batch", type=int, default=1024)
     parser.add_argument("--max-len", type=int, default=4096)
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -61,12 +103,13 @@ def main() -> None:
         started = time.time()
         build(args.config, folder + "/engine", BuildConfig(
             dtype=args.dtype, dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize,
-            mapping=mapping), verify="none")  # fmt: skip
-        print(f"build {time.time() - started:.1f} s", flush=True)
+            mapping=mapping), verify="none", kernels=compile_ahead)  # fmt: skip
+        print(f"build {time.time() - started:.1f} s, kernels included", flush=True)
         started = time.time()
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20), BulkMailbox)
         results["ready_s"] = time.time() - started
-        print(f"ready after {results['ready_s']:.1f} s", flush=True)
+        print(f"ready after {results['ready_s']:.1f} s; kernels: {counts}", flush=True)
+        results["kernels_at_start"] = {"cached": counts.cached, "compiled": counts.compiled}
         vocab = executor.info.vocab_size
         run(executor, random_requests(8, 128, 16, vocab, seed=9), 16)
         results["latency"] = []
@@ -78,6 +121,19 @@ def main() -> None:
         firsts = [run(executor, random_requests(1, 128, 1, vocab, seed=20 + i), 1).total_s for i in range(7)]
         results["first_token_128_ms"] = statistics.median(firsts) * 1e3
         print(f"first token of 128: {results['first_token_128_ms']:.2f} ms", flush=True)
+        results["gap"], results["burst"] = [], []
+        for item in filter(None, args.gap.split(",")):
+            batch, context = map(int, item.split("x"))
+            found = gap(executor, batch, context)
+            results["gap"].append(found)  # type: ignore[attr-defined]
+            print({name: value for name, value in found.items() if name != "kernels"}, flush=True)
+            for kernel in found["kernels"][:14]:  # type: ignore[index]
+                print("   ", kernel, flush=True)
+        for item in filter(None, args.burst.split(",")):
+            lengths, count = item.split(":")
+            row = burst(executor, int(count), *map(int, lengths.split("/")))
+            results["burst"].append(row)  # type: ignore[attr-defined]
+            print(row, flush=True)
         results["throughput"] = []
         for item in filter(None, args.throughput.split(",")):
             lengths, count = item.split(":")
@@ -92,6 +148,8 @@ def main() -> None:
             }
             results["throughput"].append(row)  # type: ignore[attr-defined]
             print(row, flush=True)
+        print(f"kernels since the start: {counts}", flush=True)
+        results["kernels_at_end"] = {"cached": counts.cached, "compiled": counts.compiled}
         executor.close()
     if args.json:
         results["commit"] = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()

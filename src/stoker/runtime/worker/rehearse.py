@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import torch
@@ -22,8 +23,9 @@ from stoker.distributed.world import World, leader
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton.ahead import Job, collecting
-from stoker.layers.decoder import Decoder
+from stoker.layers.decoder import Decoder, layer_specs
 from stoker.layers.loader import Loader
+from stoker.layers.specs import LinearSpec
 from stoker.quant.format import TensorSource
 from stoker.runtime.worker.blank import Bounds
 from stoker.runtime.worker.graphs import Graphs
@@ -34,6 +36,8 @@ from stoker.runtime.worker.rank import Capacity
 
 META = torch.device("meta")
 EAGER_ROWS = (1, 3, 16, 20, 32, 40, 64, 100)
+EAGER_TOKENS = (5, 16, 40, 64, 100, 200, 500, 1000, 1500)
+SHORTEST = 32  # keys of the longest row
 
 
 class ShapesOnly(TensorSource):
@@ -93,12 +97,22 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     layers = stage.layers(settings.model.num_layers)
     caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel)
     model.scale_caches(caches)
+    kinds = [_kind(engine, layer) for layer in layers]
+    first = [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]
+    model.layers, caches = [model.layers[i] for i in first], [caches[i] for i in first]
     return ModelRunner(
         model, caches, num_rows=capacity.max_num_sequences, max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
         max_seq_len=capacity.max_seq_len, block_size=size, device=META,
         use_graphs=config.cuda_graphs and not settings.model.requires_whole_prompt,
         world=World(rank, mapping.world_size, group, stage, Absent(rank, mapping.world_size), leader(mapping)),
     )  # fmt: skip
+
+
+def _kind(engine: Engine, layer: int) -> tuple[Any, ...]:
+    """What decides a layer's launches: layers of a kind are rehearsed once."""
+    model, recipe = engine.config.model, engine.config.recipe
+    formats = [recipe.format_for(spec) for spec in layer_specs(model, layer).values() if isinstance(spec, LinearSpec)]
+    return model.layers[layer], formats
 
 
 def _rehearse(runner: ModelRunner) -> None:
@@ -117,15 +131,16 @@ def _captured(graphs: Graphs) -> Iterator[Shape]:
 
 
 def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
-    """Decodes that ask for more than a captured step does, and prompts longer than captured ones."""
+    """Decodes that ask for more than a captured step does, prompts of such requests, and prompts longer than captured ones."""
     most_rows, most_tokens, longest = runner.max_batch_size, runner.max_num_tokens, runner.max_seq_len
-    lengths = sorted({min(1 << i, longest) for i in range(7, longest.bit_length() + 1)})
+    lengths = sorted({min(1 << i, longest) for i in range(SHORTEST.bit_length() - 1, longest.bit_length() + 1)})
     for rows, length in itertools.product(sorted({min(r, most_rows) for r in (*EAGER_ROWS, most_rows)}), lengths):
         yield Shape(rows, rows, is_decode=True), Bounds(rows, 1, length)
-    for tokens, rows in itertools.product({most_tokens, max(1, most_tokens - 1)}, {1, min(3, most_rows), min(16, most_rows)}):
-        if tokens > rows:
+    sizes = sorted({min(t, most_tokens) for t in (*EAGER_TOKENS, most_tokens - 1, most_tokens)})
+    for tokens, rows, length in itertools.product(sizes, sorted({1, min(3, most_rows), min(16, most_rows)}), lengths):
+        if rows < tokens and length >= min(tokens // rows, longest):
             decodes = rows // 2
-            yield Shape(tokens, rows, is_decode=False), Bounds(decodes, tokens - decodes, longest)
+            yield Shape(tokens, rows, is_decode=False), Bounds(decodes, tokens - rows + 1, length)
 
 
 def main(path: str, capability: int) -> None:
