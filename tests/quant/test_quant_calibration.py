@@ -11,6 +11,7 @@ import tiny
 import torch
 from torch import Tensor
 
+from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError, EngineError
 from stoker.builder.accuracy import check_accuracy
 from stoker.builder.build import build
@@ -99,7 +100,8 @@ def test_awq_and_gptq_undo_most_of_the_error_of_rounding(zero: Any) -> None:
 
 def test_gptq_of_independent_inputs_is_rounding() -> None:
     weight = torch.randn(8, 64)
-    spec, stats = LinearSpec(name="x", in_features=64, parts=(8,)), InputStats(torch.eye(64) * 9, torch.ones(64), torch.ones(64), 9)
+    spec, ones = LinearSpec(name="x", in_features=64, parts=(8,)), torch.ones(64)
+    stats = InputStats(torch.eye(64) * 9, ones, ones, torch.eye(64), 9)
     ours, plain = GPTQ(group_size=32, clip=False).quantize(weight, spec, stats), Int4(group_size=32, clip=False).quantize(weight, spec)
     assert all(torch.equal(ours[suffix], plain[suffix]) for suffix in plain)
 
@@ -255,6 +257,22 @@ def test_the_accuracy_check_reports_and_refuses(checkpoint: Path, tmp_path: Path
     with pytest.raises(EngineError, match=r"WEIGHTS_ONLY_INT4 raises perplexity by .*% is allowed.*--max-perplexity-increase"):
         build(checkpoint, tmp_path / "refused", strict)
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("recipe", ["FP8", "WEIGHTS_KV_INT8"])
+def test_engines_of_several_ranks_are_measured_whole(recipe: str, checkpoint: Path, tmp_path: Path) -> None:
+    config = BuildConfig(quantization=recipe, max_perplexity_increase=9.0, **QUICK)
+    split = msgspec.structs.replace(config, mapping=Mapping(tensor_parallel=2))
+    one, two = (build(checkpoint, tmp_path / str(i), each).config.checks["accuracy"] for i, each in enumerate((config, split)))
+    assert one["tokens"] == two["tokens"] > 100
+    assert two["perplexity_after"] == pytest.approx(one["perplexity_after"], rel=1e-6)
+    assert two["perplexity_after"] != two["perplexity_before"]
+
+
+def test_a_quantized_cache_alone_is_measured_too(checkpoint: Path, tmp_path: Path) -> None:
+    engine = build(checkpoint, tmp_path / "engine", BuildConfig(kv_cache_dtype="int8", **QUICK))
+    found = engine.config.checks["accuracy"]
+    assert 0 < abs(found["increase"]) < 0.01
 
 
 def test_perplexity_before_is_that_of_transformers(checkpoint: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Format, float]] = {
     "awq": (AWQ(group_size=64, clip=False), 2.2 / 15),
     "gptq": (GPTQ(group_size=64, act_order=False, clip=False), 2.0),  # a column makes up for others
     "smoothquant": (SmoothQuant(per_channel=True), 0.5 / 127),
-    "smoothquant one scale": (SmoothQuant(per_channel=False, per_token=False), 0.5 / 127),
+    "smoothquant one scale": (SmoothQuant(per_channel=False, per_token=False), 0.1),
     "fp8": (Fp8(activations="none"), E4M3),
     "fp8 one scale": (Fp8(weights="tensor", activations="static"), E4M3),
     "block_fp8": (BlockFp8(rows=16, columns=32), E4M3),

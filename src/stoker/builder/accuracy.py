@@ -12,13 +12,16 @@ from torch import Tensor
 from stoker.base.errors import ConfigError, EngineError
 from stoker.builder.calibrate import CheckpointSource, work_device
 from stoker.builder.calibration_text import token_windows
+from stoker.builder.convert import Ready, convert, stored_tensors
 from stoker.builder.prepare import Prepared
 from stoker.distributed.group import SINGLE
-from stoker.engine.reader import Engine, rank_file
+from stoker.engine.reader import rank_file
 from stoker.engine.source import FileSource
 from stoker.engine.stream import LayerStream, Scores
+from stoker.layers.decoder import declare
 from stoker.layers.loader import Loader
-from stoker.quant.calibration import held_out_text
+from stoker.quant.calibration import TensorTable, held_out_text
+from stoker.quant.format import TensorSource
 from stoker.quant.names import limit
 from stoker.quant.recipe import Recipe
 
@@ -38,20 +41,43 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     skipped: str = ""  # why nothing was measured
 
 
-def check_accuracy(prepared: Prepared, work: Path, *, ask: bool, progress: Callable[[str, int, int], None]) -> Accuracy:
-    """Compare the engine in `work` with its checkpoint. `ask`: even when that takes long.
+class WholeSource(TensorSource):
+    """The stored tensors of an engine of several ranks before they are cut: made again, one linear in memory at a time."""
+
+    def __init__(self, prepared: Prepared, calibrated: Ready | None, device: torch.device) -> None:
+        self.prepared, self.calibrated, self.device = prepared, calibrated, device
+        config, self._dtype = prepared.config, getattr(torch, prepared.config.dtype)
+        specs = declare(config.model, config.recipe.kv_cache).values()
+        self._specs = {name: spec for spec in specs for name in stored_tensors(spec, config.recipe, self._dtype)}
+        self._made: dict[str, Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if name not in self._made:
+            prepared, config = self.prepared, self.prepared.config
+            weights, recipe = prepared.checkpoint.weights, config.recipe
+            spec = self._specs[name]
+            self._made = dict(convert(spec, prepared.makings, weights, config.model, recipe, self._dtype, self.calibrated))
+        return TensorTable(self._made).get(name, shape, dtype).to(self.device)
+
+
+def check_accuracy(
+    prepared: Prepared, work: Path, *, ask: bool, progress: Callable[[str, int, int], None], calibrated: Ready | None = None
+) -> Accuracy:
+    """Compare the engine in `work` with its checkpoint. `ask`: even when that takes long. `calibrated`: the layers that were measured.
 
     Raises EngineError when perplexity grew by more than the build allows.
     """
     if reason := _skip_reason(prepared, work, ask):
         return Accuracy(skipped=reason)
-    length = min(WINDOW, prepared.config.model.max_positions)
+    length, device = min(WINDOW, prepared.config.model.max_positions), work_device(prepared)
     try:
         tokens = token_windows(work, held_out_text(), NUM_WINDOWS, length)
-        before = _run(prepared, tokens, lambda done, total: progress("accuracy", done, 2 * total))
+        before = _run(prepared, Recipe(), CheckpointSource(prepared, device), tokens, lambda n, of: progress("accuracy", n, 2 * of))
     except ConfigError as problem:
         return Accuracy(skipped=problem.message)
-    after = _run(prepared, tokens, lambda done, total: progress("accuracy", total + done, 2 * total), work)
+    alone = prepared.config.mapping.world_size == 1
+    stored = FileSource(work / rank_file(0), device) if alone else WholeSource(prepared, calibrated, device)
+    after = _run(prepared, prepared.config.recipe, stored, tokens, lambda n, of: progress("accuracy", of + n, 2 * of))
     found = Accuracy(
         perplexity_before=before.perplexity,
         perplexity_after=after.perplexity,
@@ -67,8 +93,6 @@ def _skip_reason(prepared: Prepared, work: Path, ask: bool) -> str:
     config = prepared.config
     if config.weights == "dummy":
         return "the weights are random"
-    if config.mapping.world_size > 1:
-        return f"the engine is spread over {config.mapping.world_size} ranks"
     if not (work / "tokenizer.json").is_file():
         return "there is no tokenizer"
     values = sum(stored.num_bytes // stored.dtype.itemsize for stored in prepared.checkpoint.weights.stored.values())
@@ -77,13 +101,9 @@ def _skip_reason(prepared: Prepared, work: Path, ask: bool) -> str:
     return ""
 
 
-def _run(prepared: Prepared, tokens: list[Tensor], progress: Callable[[int, int], None], work: Path | None = None) -> Scores:
-    """Of the checkpoint, or of the engine in `work`."""
-    config, device = prepared.config, work_device(prepared)
-    dtype = getattr(torch, config.dtype)
-    source = CheckpointSource(prepared, device) if work is None else FileSource(work / rank_file(0), device)
-    recipe = Recipe() if work is None else Engine.open(work).config.recipe
-    return LayerStream(config.model, tokens).run(Loader(source, recipe, dtype, device, SINGLE), progress)
+def _run(prepared: Prepared, recipe: Recipe, source: TensorSource, tokens: list[Tensor], progress: Callable[[int, int], None]) -> Scores:
+    loader = Loader(source, recipe, getattr(torch, prepared.config.dtype), work_device(prepared), SINGLE)
+    return LayerStream(prepared.config.model, tokens).run(loader, progress)
 
 
 def _refuse(prepared: Prepared, found: Accuracy) -> None:

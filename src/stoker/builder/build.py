@@ -152,8 +152,11 @@ def _check(prepared: Prepared, work: Path, verify: str, progress: Progress) -> d
         trust = prepared.build.trust_remote_code
         found["greedy"] = msgspec.to_builtins(verify_tokens(work, prepared.checkpoint, ask=verify == "full", trust_remote_code=trust))
     progress("verify", 2, 2)
-    if verify != "files" and config.recipe.name != "NO_QUANT":
-        found["accuracy"] = msgspec.to_builtins(check_accuracy(prepared, work, ask=verify == "full", progress=progress))
+    if verify != "files" and (config.recipe.name != "NO_QUANT" or config.recipe.kv_cache is not None):
+        # The files of several ranks hold parts: what calibration finished is read again.
+        whole = _calibrated(prepared, work, progress) if config.mapping.world_size > 1 else None
+        accuracy = check_accuracy(prepared, work, ask=verify == "full", progress=progress, calibrated=whole)
+        found["accuracy"] = msgspec.to_builtins(accuracy)
     return found
 
 

@@ -147,14 +147,18 @@ def _stems(stored: Mapping[str, Stored], suffix: str, needed: tuple[str, ...]) -
 
 
 def _check(stored: Mapping[str, Stored], name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """Raise CheckpointError unless tensor `name` has the shape, and the dtype if one is given, that quantization_config implies."""
     found = stored[name]
-    if found.shape != shape or (dtype is not None and found.dtype != dtype):
+    if found.shape != shape:
         raise CheckpointError(
-            f"{name} is {found.dtype} {list(found.shape)}, and {dtype or 'a number'} {list(shape)} is expected.", cure=FETCH
+            f"{name} has shape {list(found.shape)}, and quantization_config asks for {list(shape)}.",
+            cure="Correct the group or block size in config.json, or download the checkpoint again.",
         )
+    if dtype is not None and found.dtype != dtype:
+        raise CheckpointError(f"{name} is {_dtype_name(found.dtype)}, and {_dtype_name(dtype)} is expected.", cure=FETCH)
 
 
-def _scale_name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -177,7 +181,7 @@ def _awq(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str
         _check(stored, f"{stem}.qweight", (rows, width), torch.int32)
         _check(stored, f"{stem}.qzeros", (count, width), torch.int32)
         _check(stored, f"{stem}.scales", (count, out))
-        chosen = Int4(group_size=_fit(group), zero="int", scale_dtype=_scale_name(stored[f"{stem}.scales"].dtype), clip=False)
+        chosen = Int4(group_size=_fit(group), zero="int", scale_dtype=_dtype_name(stored[f"{stem}.scales"].dtype), clip=False)
         sources = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
         found[f"{stem}.weight"] = Kept(sources, (out, rows), chosen, _awq_taker(group, rows))
     return found
@@ -240,7 +244,7 @@ def _gptq_format(bits: int, group: int, ordered: bool, dtype: torch.dtype) -> Fo
         if ordered:
             raise CheckpointError("GPTQ of 8 bits with desc_act is not read.", cure="Build from the checkpoint it was made of.")
         return GroupedInt8(group_size=_fit(group), scale_dtype="float32", shifted=True)
-    return Int4(group_size=_fit(group), zero="int", scale_dtype=_scale_name(dtype), clip=False, reorder=ordered)
+    return Int4(group_size=_fit(group), zero="int", scale_dtype=_dtype_name(dtype), clip=False, reorder=ordered)
 
 
 def _gptq_taker(bits: int, bias: int, group: int, rows: int, ordered: bool) -> Callable[[list[Tensor]], dict[str, Tensor]]:
@@ -344,7 +348,7 @@ def _compressed_int4(stored: Mapping[str, Stored], weights: dict[str, Any]) -> d
         asymmetric = not weights.get("symmetric", True) and zero in stored
         _check(stored, f"{stem}.weight_packed", (out, packed), torch.int32)
         _check(stored, f"{stem}.weight_scale", (out, -(-rows // group)))
-        dtype = _scale_name(stored[f"{stem}.weight_scale"].dtype)
+        dtype = _dtype_name(stored[f"{stem}.weight_scale"].dtype)
         chosen = Int4(group_size=fit, zero="int" if asymmetric else "none", scale_dtype=dtype, clip=False)
 
         def take(

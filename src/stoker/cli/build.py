@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -100,25 +100,14 @@ def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, v
     console.print(_summary(engine))
 
 
-def _accuracy(found: dict[str, Any]) -> str:
-    if found["skipped"]:
-        return f"Perplexity was not measured: {found['skipped']}."
-    before, after, increase = found["perplexity_before"], found["perplexity_after"], found["increase"]
-    agreement = f"{found['greedy_agreement']:.1%} of the likeliest tokens are the same"
-    return f"Perplexity on {found['tokens']} tokens: {before:.3f} before, {after:.3f} after quantization ({increase:+.2%}); {agreement}."
-
-
 def _summary(engine: Engine) -> str:
-    config, greedy = engine.config, engine.config.checks.get("greedy", {})
+    from stoker.cli.checks import sentences
+
+    config = engine.config
     size = sum(record.size for record in config.files.values())
     what = f"{config.model.architecture}, {config.dtype}, {config.recipe.name}, {size / 2**20:,.0f} MiB for {config.target.device}"
     lines = [f"{engine.path}: {what}"]
-    if greedy.get("skipped"):
-        lines.append(f"Greedy tokens were not compared: {greedy['skipped']}.")
-    elif greedy:
-        lines.append(f"Greedy tokens equal to the checkpoint's: {greedy['equal']} of {greedy['tokens']}.")
-    if accuracy := config.checks.get("accuracy"):
-        lines.append(_accuracy(accuracy))
+    lines += [f"{sentence}." for name, sentence in sentences(config.checks).items() if name != "files"]
     lines.append(f"Serve it: stoker serve {engine.path}")
     return "\n".join(lines)
 

@@ -48,6 +48,8 @@ def inspect(
 def _rows(config: EngineConfig) -> list[tuple[str, str]]:
     import msgspec
 
+    from stoker.cli.checks import sentences
+
     model, target = config.model, config.target
     limits = msgspec.to_builtins(config.limits)
     return [
@@ -63,7 +65,7 @@ def _rows(config: EngineConfig) -> list[tuple[str, str]]:
         ("target", f"{target.device} {target.compute_capability or ''}".strip()),
         ("checkpoint", f"{config.checkpoint.name} ({config.checkpoint.fingerprint[:16]}…)"),
         ("built by", f"Stoker {config.stoker_version}"),
-        *((f"check: {name}", str(value)) for name, value in config.checks.items()),
+        *((f"check: {name}", sentence) for name, sentence in sentences(config.checks).items()),
     ]
 
 

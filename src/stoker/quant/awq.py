@@ -14,8 +14,8 @@ from stoker.quant.format import FORMATS
 from stoker.quant.int4 import Int4
 from stoker.quant.stats import InputStats
 
-ALPHAS = 10  # exponents tried, from 0 to 1
-MOST_ROWS = 512  # of the weight that the search looks at
+STEPS = 20  # exponents tried, from 0 to 1
+MOST_ROWS = 128  # of the weight that the search looks at
 
 
 class AWQ(Int4, frozen=True, kw_only=True, tag="awq"):
@@ -26,28 +26,36 @@ class AWQ(Int4, frozen=True, kw_only=True, tag="awq"):
         return True
 
     def smooth(self, weight: Tensor, spec: LinearSpec, stats: InputStats) -> Tensor | None:
-        """Mean magnitude of the inputs to the power that leaves the least squared error of the output."""
-        rows = weight.flatten(0, -2)
-        rows = rows[:: -(-len(rows) // MOST_ROWS)].float()
-        best, chosen = torch.inf, None
-        for step in range(ALPHAS):
-            factors = _factors(stats.mean_abs, step / ALPHAS)
-            error = self._round(rows * factors).div_(factors).sub_(rows)
-            found = float(((error @ stats.gram) * error).sum())
-            if found < best:
-                best, chosen = found, factors
-        return chosen
-
-    def _round(self, weight: Tensor) -> Tensor:
-        split = groups.split(weight, self.group_size)
-        scale, base = self.grid(split)
-        return groups.join(groups.decode(groups.encode(split, scale, base, self.zero), scale, base, self.zero), weight.shape[-1])
+        return search(self, weight, stats)
 
 
-def _factors(mean_abs: Tensor, alpha: float) -> Tensor:
-    """mean_abs ** alpha around a middle of 1."""
-    factors = mean_abs.clamp(min=1e-4).pow(alpha)
-    return (factors / (factors.amax() * factors.amin()).sqrt()).clamp(1e-3, 1e3)
+def search(chosen: Int4, weight: Tensor, stats: InputStats) -> Tensor:
+    """The factors [in] that leave the least squared error: powers of the inputs' size, over powers of the weights' or not."""
+    rows = weight.flatten(0, -2)
+    rows = rows[:: -(-len(rows) // MOST_ROWS)].float()
+    inputs, columns = stats.mean_square.sqrt(), rows.abs().mean(0)
+    best, found = torch.inf, torch.ones_like(inputs)
+    for step in range(STEPS):
+        alpha = step / STEPS
+        for beta in (0.0, 1 - alpha):
+            factors = _middled(inputs, alpha) / _middled(columns, beta)
+            error = _rounded(chosen, rows * factors).div_(factors).sub_(rows)
+            loss = float(((error @ stats.gram) * error).sum())
+            if loss < best:
+                best, found = loss, factors
+    return found
+
+
+def _rounded(chosen: Int4, weight: Tensor) -> Tensor:
+    split = groups.split(weight, chosen.group_size)
+    scale, base = chosen.grid(split)
+    return groups.join(groups.decode(groups.encode(split, scale, base, chosen.zero), scale, base, chosen.zero), weight.shape[-1])
+
+
+def _middled(sizes: Tensor, power: float) -> Tensor:
+    """sizes ** power around a middle of 1."""
+    powers = sizes.clamp(min=1e-4).pow(power)
+    return (powers / (powers.amax() * powers.amin()).sqrt()).clamp(1e-3, 1e3)
 
 
 FORMATS.add("awq", AWQ)

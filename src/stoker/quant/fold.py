@@ -79,7 +79,7 @@ def tied(stats: InputStats, fold: Fold) -> InputStats:
     """The statistics with those of features that share a factor made equal."""
     if fold.repeats == 1:
         return stats
-    return InputStats(stats.gram, _each(stats.sum_abs, fold, "mean"), _each(stats.amax, fold, "max"), stats.count)
+    return InputStats(stats.gram, _each(stats.sum_abs, fold, "mean"), _each(stats.amax, fold, "max"), stats.sample, stats.count)
 
 
 def _each(values: Tensor, fold: Fold, how: str) -> Tensor:

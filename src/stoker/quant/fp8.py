@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +13,14 @@ from stoker.kernels import ops
 from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
+from stoker.quant.compensate import Compensation
 from stoker.quant.experts import ByteExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.stats import InputStats
 
 FP8_MAX = 448.0  # of e4m3fn
+DAMP = 0.01  # of compensation
+TOGETHER = 16  # columns that are rounded at once: on SmolLM2 as good as one at a time, and a sixteenth of the steps
 _LIBRARY_ROWS = 65  # on a GPU, codes of so many rows are made in a pass of their own, which takes a gate along
 
 
@@ -29,10 +33,11 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
 
     weights: Literal["channel", "tensor"] = "channel"
     activations: Literal["token", "static", "none"] = "token"
+    compensate: bool = False  # each columns' rounding errors are made up for by later ones, as GPTQ does; wants calibration
 
     @property
     def needs_calibration(self) -> bool:
-        return self.activations == "static"
+        return self.compensate or self.activations == "static"
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
         lead = len(spec.weight_shape) - 2
@@ -42,18 +47,23 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         }
         return stored | {"input_scale": Layout((1,), torch.float32)} if self.activations == "static" else stored
 
-    def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
-        wide = weight.float()
-        most = wide.abs().amax(dim=-1, keepdim=True)
+    def quantize(self, weight: Tensor, spec: LinearSpec, stats: InputStats | None = None) -> dict[str, Tensor]:
+        if stats is None and self.needs_calibration:
+            what = "static activations need" if self.activations == "static" else "compensation needs"
+            raise ConfigError(f"{spec.name}: {what} measured inputs.", cure="Calibrate, or use activations=token and compensate=false.")
+        scale = self._scale(weight, spec)
+        wide = weight.float() if stats is None or not self.compensate else _compensated(weight, scale, stats)
+        stored = {"weight": _codes(wide, scale), "scale": scale.squeeze(-1).contiguous()}
+        if stats is None or self.activations != "static":
+            return stored
+        return stored | {"input_scale": (stats.amax.amax() / FP8_MAX).clamp(min=1e-12).reshape(1)}
+
+    def _scale(self, weight: Tensor, spec: LinearSpec) -> Tensor:
+        """float32 [..., out, 1]."""
+        most = weight.abs().amax(dim=-1, keepdim=True).float()
         if self.weights == "tensor":
             most = torch.cat([part.amax(dim=-2, keepdim=True).expand_as(part) for part in most.split(spec.parts, dim=-2)], dim=-2)
-        scale = (most / FP8_MAX).clamp(min=1e-12)
-        stored = {"weight": (wide / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), "scale": scale.squeeze(-1).contiguous()}
-        if self.activations != "static":
-            return stored
-        if stats is None:
-            raise ConfigError(f"{spec.name}: static activations need a measured scale.", cure="Calibrate, or use activations=token.")
-        return stored | {"input_scale": (stats.amax.amax() / FP8_MAX).clamp(min=1e-12).reshape(1)}
+        return (most / FP8_MAX).clamp(min=1e-12)
 
     def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
         weight, scale, step = tensors.pop("weight"), tensors["scale"], tensors.get("input_scale")
@@ -65,6 +75,22 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         biases = [None] * len(weight) if bias is None else bias
         experts: list[LinearOp] = [Fp8Linear(w, s, self.activations, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]
         return StackedExperts(experts, weight.shape[1])
+
+
+def _codes(values: Tensor, scale: Tensor) -> Tensor:
+    return (values / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _compensated(weight: Tensor, scale: Tensor, stats: InputStats) -> Tensor:
+    """float32 [(experts,) out, in] of values that FP8 holds."""
+    by = Compensation(stats, DAMP, act_order=True)
+
+    def matrix(values: Tensor, steps: Tensor) -> Tensor:
+        return by.round(values, lambda columns, _: _codes(columns, steps).float() * steps, TOGETHER)
+
+    if weight.dim() == 2:
+        return matrix(weight, scale)
+    return torch.stack([matrix(*expert) for expert in zip(weight, scale, strict=True)])
 
 
 class Fp8Linear:

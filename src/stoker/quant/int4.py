@@ -16,12 +16,12 @@ from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.experts import StackedExperts
+from stoker.quant.fit import fit
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.groups import SCALE_DTYPES, Zero
+from stoker.quant.stats import InputStats
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-CLIPS = 10  # steps of the clip search
-MOST_CLIP = 0.5  # of a group's extremes is the most that the search gives up
 
 
 class Int4(Format, frozen=True, kw_only=True, tag="int4"):
@@ -63,25 +63,19 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
         split = groups.split(weight, self.group_size)
-        scale, base = self._clipped(split, stats) if self.clip else self.grid(split)
+        scale, base = self.fit(split, stats)
         return self.store(groups.encode(split, scale, base, self.zero), scale, base, weight.shape[-1])
 
-    def grid(self, split: Tensor, shrink: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-        """(scale, base) of groups [..., out, groups, group_size], with their extremes clipped to `shrink`."""
-        return groups.grid(*groups.bounds(split, self.zero, shrink), self.zero, getattr(torch, self.scale_dtype))
+    def grid(self, split: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, base) of groups [..., out, groups, group_size] that span their extremes."""
+        return groups.grid(*groups.bounds(split, self.zero), self.zero, getattr(torch, self.scale_dtype))
 
-    def _clipped(self, split: Tensor, stats: Any) -> tuple[Tensor, Tensor]:
-        """The clip of each group with the least squared error: of its output where inputs were measured, else of its weights."""
+    def fit(self, split: Tensor, stats: InputStats | None) -> tuple[Tensor, Tensor]:
+        """(scale, base) of groups: those with the least error with `clip`, else those that span the extremes."""
+        if not self.clip:
+            return self.grid(split)
         blocks = None if stats is None else stats.blocks(self.group_size)
-        best, shrinks = torch.full(split.shape[:-1], torch.inf), torch.ones(split.shape[:-1])
-        for step in range(CLIPS):
-            shrink = 1 - MOST_CLIP * step / CLIPS
-            scale, base = self.grid(split, shrink)
-            error = groups.decode(groups.encode(split, scale, base, self.zero), scale, base, self.zero).sub_(split)
-            found = (error if blocks is None else (error.unsqueeze(-2) @ blocks).squeeze(-2)).mul(error).sum(-1)
-            shrinks[found < best] = shrink
-            best = torch.minimum(best, found)
-        return self.grid(split, shrinks[..., None])
+        return fit(split, self.zero, getattr(torch, self.scale_dtype), blocks)
 
     def store(self, codes: Tensor, scale: Tensor, base: Tensor, in_features: int) -> dict[str, Tensor]:
         """The tensors of codes [..., out, groups, group_size] and their grid [..., out, groups, 1]."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,21 +15,25 @@ from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.int8 import round_rows
 from stoker.quant.stats import InputStats
 
+ALPHAS = tuple(step / 20 for step in range(19))  # tried where none is given
+MOST_ROWS = 512  # of the weight that the search looks at
+CLIPS = tuple(1 - step / 20 for step in range(15))  # of one scale for many rows
+
 
 class SmoothQuant(Format, frozen=True, kw_only=True, tag="smoothquant"):
     """`weight` int8 [(experts,) out, in], `scale` float32 [(experts,) out]; activations int8.
 
     Activations have each token's own scale, or without `per_token` the measured `input_scale` float32 [1]. Without `per_channel` all
-    rows of a weight have one scale.
+    rows of a part of the weight (q, k, v; gate, up) have one scale.
     """
 
-    alpha: float = 0.8  # how much of the outliers' size goes into the weights: 0 none, 1 all
+    alpha: float | None = None  # how much of the outliers' size goes into the weights, 0 none, 1 all; None: what is best for each linear
     per_token: bool = True
     per_channel: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha={self.alpha} is refused.", cure="Use a number from 0 to 1.")
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha={self.alpha} is refused.", cure="Use a number from 0 to 1, or leave it out.")
 
     @property
     def needs_calibration(self) -> bool:
@@ -46,16 +48,37 @@ class SmoothQuant(Format, frozen=True, kw_only=True, tag="smoothquant"):
         return stored if self.per_token else stored | {"input_scale": Layout((1,), torch.float32)}
 
     def smooth(self, weight: Tensor, spec: LinearSpec, stats: InputStats) -> Tensor | None:
-        inputs = stats.amax.clamp(min=1e-5)
-        largest = weight.flatten(0, -2).abs().amax(dim=0).float().clamp(min=1e-5)
-        return (inputs**self.alpha / largest ** (1 - self.alpha)).clamp(1e-3, 1e5)
+        """Of the exponents tried, the one with the least squared error of the sampled inputs' outputs."""
+        if self.alpha is not None:
+            return _factors(weight, stats, self.alpha)
+        rows = weight.flatten(0, -2)
+        rows = rows[:: -(-len(rows) // MOST_ROWS)].float()
+        best, chosen = torch.inf, None
+        for alpha in ALPHAS:
+            factors = _factors(weight, stats, alpha)
+            found = self._error(rows * factors, stats.divided(factors))
+            if found < best:
+                best, chosen = found, factors
+        return chosen
 
-    def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
+    def _error(self, rows: Tensor, stats: InputStats) -> float:
+        """Of the outputs of `rows` [n, in] for the sampled inputs, both rounded."""
+        sample = stats.sample
+        step = sample.abs().amax(-1, keepdim=True) / 127 if self.per_token else (stats.amax.amax() / 127)
+        step = step.clamp(min=1e-12)
+        rounded = (sample / step).round_().clamp_(-127, 127).mul_(step)
+        codes, scale = self._round(rows, (len(rows),))
+        return float((rounded @ (codes.float() * scale[:, None]).t()).sub_(sample @ rows.t()).square_().sum())
+
+    def _round(self, weight: Tensor, parts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """(int8 codes, float32 scale [..., out])."""
         if self.per_channel:
-            codes, scale = round_rows(weight)
-        else:
-            codes, one = round_rows(weight.reshape(1, -1))
-            codes, scale = codes.view(weight.shape), one.expand(weight.shape[:-1].numel()).reshape(weight.shape[:-1])
+            return round_rows(weight)
+        found = [_round_all(part) for part in weight.float().split(parts, dim=-2)]
+        return torch.cat([codes for codes, _ in found], dim=-2), torch.cat([scale for _, scale in found], dim=-1)
+
+    def quantize(self, weight: Tensor, spec: LinearSpec, stats: InputStats | None = None) -> dict[str, Tensor]:
+        codes, scale = self._round(weight, spec.parts)
         stored = {"weight": codes, "scale": scale.contiguous()}
         if self.per_token:
             return stored
@@ -72,6 +95,24 @@ class SmoothQuant(Format, frozen=True, kw_only=True, tag="smoothquant"):
         biases = [None] * len(weight) if bias is None else bias
         experts: list[LinearOp] = [W8A8Linear(w, s, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]
         return StackedExperts(experts, weight.shape[1])
+
+
+def _factors(weight: Tensor, stats: InputStats, alpha: float) -> Tensor:
+    inputs = stats.amax.clamp(min=1e-5)
+    largest = weight.flatten(0, -2).abs().amax(dim=0).float().clamp(min=1e-5)
+    return (inputs**alpha / largest ** (1 - alpha)).clamp(1e-3, 1e5)
+
+
+def _round_all(part: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 codes, float32 scale [..., out]): one scale, whose clip leaves the least squared error."""
+    most = part.abs().amax().clamp(min=1e-30)
+    errors = [float((_on_grid(part, most * clip / 127) - part).square().sum()) for clip in CLIPS]
+    scale = most * CLIPS[errors.index(min(errors))] / 127
+    return (part / scale).round_().clamp_(-127, 127).to(torch.int8), scale.expand(part.shape[:-1])
+
+
+def _on_grid(values: Tensor, scale: Tensor) -> Tensor:
+    return (values / scale).round_().clamp_(-127, 127).mul_(scale)
 
 
 class W8A8Linear:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SAMPLES = 256  # rows that are kept
+EACH = 8  # of a call
+
 
 @dataclass(slots=True)
 class InputStats:
@@ -15,6 +18,7 @@ class InputStats:
     gram: Tensor  # float32 [in, in]: the sum of x xᵀ
     sum_abs: Tensor  # float32 [in]
     amax: Tensor  # float32 [in]: the largest magnitude
+    sample: Tensor  # float32 [n, in]: some of the rows
     count: int = 0
 
     @staticmethod
@@ -22,7 +26,7 @@ class InputStats:
         def make(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
-        return InputStats(make(in_features, in_features), make(in_features), make(in_features))
+        return InputStats(make(in_features, in_features), make(in_features), make(in_features), make(0, in_features))
 
     def add(self, x: Tensor) -> None:
         """Count the rows of x [T, in]."""
@@ -33,6 +37,9 @@ class InputStats:
         if len(wide):
             self.amax = torch.maximum(self.amax, magnitude.amax(0))
         self.count += len(wide)
+        step = -(-len(wide) // EACH)
+        if (room := SAMPLES - len(self.sample)) > 0 and step:
+            self.sample = torch.cat((self.sample, wide[step // 2 :: step][:room]))
 
     @property
     def mean_abs(self) -> Tensor:
@@ -45,7 +52,7 @@ class InputStats:
     def divided(self, factors: Tensor) -> InputStats:
         """Of x ÷ factors [in]."""
         gram = self.gram / factors[:, None] / factors
-        return InputStats(gram, self.sum_abs / factors, self.amax / factors, self.count)
+        return InputStats(gram, self.sum_abs / factors, self.amax / factors, self.sample / factors, self.count)
 
     def blocks(self, group_size: int) -> Tensor:
         """[groups, group_size, group_size]: the mean of x xᵀ within each group; a ragged last one is filled with zeros."""

@@ -1,0 +1,121 @@
+"""What each quantization costs SmolLM2-135M-Instruct: bytes and perplexity, built as `stoker build` builds and read as `stoker eval` reads.
+
+The text is any file; the committed figures are of the first 100,000 bytes of Debian's package anarchism 15.3-3 (apt-get download anarchism;
+dpkg-deb -x; zcat usr/share/doc/anarchism/markdown/secA[12].md.gz > book.md), in windows of 1,024 tokens without BOS. Calibration reads
+the text that Stoker ships.
+
+PYTHONPATH=src python benchmarks/accuracy.py --text book.md --json benchmarks/results/accuracy.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.cli.default_model import default_checkpoint
+from stoker.engine.reader import Engine
+from stoker.engine.stream import LayerStream, Scores, windows
+
+WINDOW = 1024
+
+
+def int4(name: str, size: int, **settings: Any) -> dict[str, Any]:
+    return {"quantization": name, "quantization_settings": {"group_size": size, **settings}}
+
+
+def smooth(**settings: Any) -> dict[str, Any]:
+    return {"quantization": "SMOOTH_QUANT", "quantization_settings": settings}
+
+
+# name: (what is built, the most that perplexity may grow; None where nothing is asked, a name where it is that row's increase, halved)
+ROWS: dict[str, tuple[dict[str, Any], float | str | None]] = {
+    "NO_QUANT": ({"quantization": "NO_QUANT"}, None),
+    "AS_STORED": ({"quantization": "AS_STORED"}, None),
+    "WEIGHTS_ONLY_INT8": ({"quantization": "WEIGHTS_ONLY_INT8"}, 0.005),
+    "NO_QUANT, int8 KV": ({"quantization": "NO_QUANT", "kv_cache_dtype": "int8"}, 0.005),
+    "NO_QUANT, FP8 KV": ({"quantization": "NO_QUANT", "kv_cache_dtype": "float8_e4m3fn"}, 0.005),
+    "FP8": ({"quantization": "FP8"}, 0.02),
+    "FP8 static": ({"quantization": "FP8", "quantization_settings": {"weights": "tensor", "activations": "static"}}, 0.02),
+    "FP8_BLOCK": ({"quantization": "FP8_BLOCK"}, 0.02),
+    "SMOOTH_QUANT": ({"quantization": "SMOOTH_QUANT"}, 0.02),
+    "SMOOTH_QUANT per tensor": (smooth(per_token=False), 0.08),
+    "SMOOTH_QUANT per tensor, weights too": (smooth(per_token=False, per_channel=False), 0.08),
+    "SMOOTH_QUANT LMI": (smooth(per_token=False, per_channel=False, alpha=0.8), None),
+    "RTN g128 symmetric": (int4("WEIGHTS_ONLY_INT4", 128, zero="none", clip=False), None),
+    "RTN g128": (int4("WEIGHTS_ONLY_INT4", 128, clip=False), None),
+    "RTN g64": (int4("WEIGHTS_ONLY_INT4", 64, clip=False), None),
+    "RTN g32": (int4("WEIGHTS_ONLY_INT4", 32, clip=False), None),
+    "WEIGHTS_ONLY_INT4 g128": (int4("WEIGHTS_ONLY_INT4", 128), None),
+    "WEIGHTS_ONLY_INT4": ({"quantization": "WEIGHTS_ONLY_INT4"}, None),
+    "AWQ g128": (int4("AWQ", 128), "RTN g128"),
+    "AWQ g128 symmetric": (int4("AWQ", 128, zero="none"), "RTN g128 symmetric"),
+    "AWQ g64": (int4("AWQ", 64), "RTN g64"),
+    "AWQ g32": (int4("AWQ", 32), 0.12),
+    "GPTQ g128": (int4("GPTQ", 128), "RTN g128"),
+    "GPTQ g128 symmetric": (int4("GPTQ", 128, zero="none"), "RTN g128 symmetric"),
+    "GPTQ g64": (int4("GPTQ", 64), "RTN g64"),
+    "GPTQ g32": (int4("GPTQ", 32), 0.12),
+}
+
+
+def built(asked: dict[str, Any], out: Path) -> tuple[Engine, float]:
+    """The engine, and the seconds that it took."""
+    started = time.perf_counter()
+    engine = build(default_checkpoint(), out, BuildConfig(device="cpu", max_perplexity_increase=9.0, **asked), verify="files")
+    return engine, time.perf_counter() - started
+
+
+def measured(engine: Engine, text: str) -> Scores:
+    ids = Tokenizer.from_file(str(engine.path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return LayerStream(engine.config.model, windows(ids, WINDOW)).run(engine.loader())
+
+
+def bound(asked: float | str | None, rows: dict[str, Any]) -> float | None:
+    return rows[asked]["increase"] / 2 if isinstance(asked, str) else asked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--max-bytes", type=int, default=100_000)
+    parser.add_argument("--only", nargs="*", help="rows to measure, after NO_QUANT")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    raw = args.text.read_bytes()[: args.max_bytes]
+    rows: dict[str, Any] = {}
+    plain: Scores | None = None
+    for name, (asked, most) in ROWS.items():
+        if args.only is not None and name not in ("NO_QUANT", *args.only):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            engine, seconds = built(asked, Path(folder) / "engine")
+            scores = measured(engine, raw.decode(errors="ignore"))
+            plain = plain or scores
+            rows[name] = {
+                "bytes": (engine.path / "rank0.safetensors").stat().st_size, "perplexity": scores.perplexity,
+                "increase": scores.perplexity / plain.perplexity - 1, "greedy_agreement": plain.agreement(scores), "build_s": seconds,
+            }  # fmt: skip
+            rows[name]["asked"] = bound(most, rows) if not isinstance(most, str) or most in rows else None
+        print(f"{name:36}", json.dumps(rows[name]), flush=True)
+    results = {
+        "model": "SmolLM2-135M-Instruct", "text_sha256": hashlib.sha256(raw).hexdigest(), "text_bytes": len(raw),
+        "tokens": plain.count if plain else 0, "window": WINDOW, "torch": torch.__version__,
+        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(), "rows": rows,
+    }  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
