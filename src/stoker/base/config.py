@@ -73,6 +73,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_size: int = 1024  # waiting requests; more are refused with 429
     overlap: bool = True  # plan and launch step N + 1 while step N runs; GPU only
     cuda_graphs: bool = True
+    custom_all_reduce: bool = True  # GPUs sum short messages in each other's memory; else NCCL sums all
     attention_window: int | None = None  # keep at most so many tokens of a sequence visible
     num_threads: int | None = None  # CPU threads for arithmetic; None: all
     step_timeout_s: float | None = None  # a step that takes longer hangs: not ready, state in the log; None: 30 on a GPU, 120 on a CPU

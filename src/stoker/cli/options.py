@@ -30,6 +30,7 @@ RUNTIME = {
     "max_queue_size": "Waiting requests; more are refused with 429.",
     "overlap": "Plan a step while the one before it runs. GPU only.",
     "cuda_graphs": "Replay captured steps. GPU only.",
+    "custom_all_reduce": "Sum short messages of several GPUs in each other's memory; else all go through NCCL.",
     "attention_window": "Keep at most so many tokens of a sequence visible.",
     "step_timeout_s": "A step that takes longer hangs: not ready. Default: 30 on a GPU, 120 on a CPU.",
     "num_threads": "CPU threads for arithmetic. Default: all cores.",

@@ -125,7 +125,7 @@ _SPREAD = (
     honoured("option.pipeline_parallel_size", Whole(1, 1024), "mapping.pipeline_parallel"),
     no_effect("option.mpi_mode", _FLAG, "ranks are started without MPI"),
     no_effect("option.parallel_loading", _FLAG, _ALWAYS),
-    no_effect("option.use_custom_all_reduce", _FLAG, _OWN),
+    honoured("option.use_custom_all_reduce", _FLAG, "runtime.custom_all_reduce", "default on; GPUs only"),
     no_effect("option.embedding_parallel_mode", _TEXT, _OWN),
     refused("option.cluster_size", _COUNT, "LMI's own clustering is not spoken", 1, hint="Use --pipeline-parallel over several hosts."),
     refused("option.context_parallel_size", _COUNT, "a sequence is not split over devices", 1),

@@ -56,8 +56,11 @@ def leader(mapping: Mapping) -> int:
     return (mapping.pipeline_parallel - 1) * mapping.tensor_parallel
 
 
-def join(store: dist.Store, rank: int, mapping: Mapping, device: torch.device) -> World:
-    """Meet the other ranks through `store`, and make the groups. Every rank of `mapping` must call it."""
+def join(store: dist.Store, rank: int, mapping: Mapping, device: torch.device, *, custom_all_reduce: bool = True) -> World:
+    """Meet the other ranks through `store`, and make the groups. Every rank of `mapping` must call it.
+
+    Without `custom_all_reduce`, GPUs sum through NCCL alone.
+    """
     if mapping.world_size == 1:
         return ALONE_WORLD
     tp, size = mapping.tensor_parallel, mapping.world_size
@@ -71,13 +74,13 @@ def join(store: dist.Store, rank: int, mapping: Mapping, device: torch.device) -
         made = make(f"stage{stage}", ranks) if tp > 1 else None
         if made is not None and rank in ranks:
             inner.append(made)
-            tensor = _group(made, device)
+            tensor = _group(made, device, custom_all_reduce)
     linked = LinkedStage(everyone, index, mapping.pipeline_parallel, tp) if mapping.pipeline_parallel > 1 else ALONE
     return World(rank, size, tensor, linked, ProcessGroup(everyone, device), leader(mapping), inner, device.type != "cpu")
 
 
-def _group(inner: dist.ProcessGroup, device: torch.device) -> Group:
-    if device.type == "cpu":
+def _group(inner: dist.ProcessGroup, device: torch.device, custom_all_reduce: bool) -> Group:
+    if device.type == "cpu" or not custom_all_reduce:
         return ProcessGroup(inner, device)
     from stoker.distributed.symmetric import SymmetricGroup
 

@@ -61,7 +61,8 @@ def follow(task: FollowTask) -> None:
     engine, device = Engine.open(task.engine), torch.device(task.device)
     use_device(device, task.config, engine.world_size)
     os.write(task.status_fd, JOINING)
-    world = join(dist.TCPStore("127.0.0.1", task.port, is_master=False), task.rank, engine.config.mapping, device)
+    world = join(dist.TCPStore("127.0.0.1", task.port, is_master=False), task.rank, engine.config.mapping, device,
+                 custom_all_reduce=task.config.custom_all_reduce)  # fmt: skip
     loaded = load_rank(engine, task.config, device, world)
     os.write(task.status_fd, LOADED)
     runner = loaded.runner(world.everyone.smallest(loaded.num_blocks()))

@@ -103,7 +103,7 @@ class Ranks:
     def __init__(self, engine: Engine, config: RuntimeConfig, capacity: Capacity, devices: list[torch.device]) -> None:
         mapping, limits = engine.config.mapping, engine.config.limits
         self.num_stages = mapping.pipeline_parallel
-        self._engine, self._leader = engine, leader(mapping)
+        self._engine, self._config, self._leader = engine, config, leader(mapping)
         self._device = devices[self._leader]
         others = [rank for rank in range(mapping.world_size) if rank != self._leader]
         size = step_size(capacity.max_num_tokens, capacity.max_num_sequences, -(-capacity.max_seq_len // limits.tokens_per_block))
@@ -127,7 +127,8 @@ class Ranks:
     def join(self) -> World:
         """Meet the other ranks, once they are all there."""
         self.wait()
-        return join(self._store, self._leader, self._engine.config.mapping, self._device)
+        custom = self._config.custom_all_reduce
+        return join(self._store, self._leader, self._engine.config.mapping, self._device, custom_all_reduce=custom)
 
     def wait(self) -> None:
         """Until every follower told its next state. Raises RankError when one ends before."""
