@@ -56,6 +56,78 @@ def test_example_of_the_seed(tmp_path: Path) -> None:
     assert sum("taken for a comment" in note.text for note in deployment.notes) == 3
 
 
+# Each row of the document's tables with its example values; beside it what the row says it goes with.
+SEED_ROWS: dict[str, tuple[str, str]] = {
+    "max_input_len": ("512 1024", ""),
+    "max_output_len": ("512 1024", ""),
+    "use_custom_all_reduce": ("true false", ""),
+    "tokens_per_block": ("64", ""),
+    "batch_scheduler_policy": ("max_utilization guaranteed_no_evict", ""),
+    "kv_cache_free_gpu_mem_fraction": ("0.95", ""),
+    "max_num_sequences": ("16", ""),
+    "enable_trt_overlap": ("true false", ""),
+    "enable_kv_cache_reuse": ("true false", ""),
+    "baichuan_model_version": ("v1_7b v1_13b v2_7b v2_13b", ""),
+    "chatglm_model_version": ("chatglm_6b chatglm2_6b chatglm2_6b_32k chatglm3_6b chatglm3_6b_base chatglm3_6b_32k glm_10b", ""),
+    "gpt_model_version": ("gpt2 santacoder starcoder", ""),
+    "multi_block_mode": ("true false", ""),
+    "use_fused_mlp": ("true false", ""),
+    "rotary_base": ("10000.0", ""),
+    "rotary_dim": ("64", ""),
+    "rotary_scaling_type": ("linear dynamic", "option.rotary_scaling_factor=2.0"),
+    "rotary_scaling_factor": ("1.5 8", "option.rotary_scaling_type=linear"),
+    "quantize": ("smoothquant awq", ""),
+    "smoothquant_alpha": ("0.8", "option.quantize=smoothquant"),
+    "smoothquant_per_token": ("true false", "option.quantize=smoothquant"),
+    "smoothquant_per_channel": ("true false", "option.quantize=smoothquant"),
+    "multi_query_mode": ("true false", "option.quantize=smoothquant"),
+    "awq_format": ("int4_awq", "option.quantize=awq"),
+    "awq_calib_size": ("32", "option.quantize=awq"),
+}
+
+
+@pytest.mark.parametrize("row", SEED_ROWS)
+def test_rows_of_the_seed_with_its_values(row: str, tmp_path: Path) -> None:
+    values, along = SEED_ROWS[row]
+    for value in values.split():
+        deployment = load(tmp_path, f"{MODEL}option.{row}={value}\n{along}\n")
+        shown = {s.key for s in deployment.settings} | {n.key for n in deployment.notes}
+        assert f"option.{row}" in shown
+        assert not [note for note in deployment.notes if note.severity == "warning"]
+
+
+# The document's list of what is built just in time: architecture, model_type, and the key that names its version.
+BUILT: dict[str, tuple[str, str, str]] = {
+    "LLaMA": ("LlamaForCausalLM", "llama", ""),
+    "Falcon": ("FalconForCausalLM", "falcon", ""),
+    "InternLM": ("InternLMForCausalLM", "internlm", ""),
+    "Baichuan": ("BaichuanForCausalLM", "baichuan", "option.baichuan_model_version=v2_7b"),
+    "ChatGLM": ("ChatGLMModel", "chatglm", "option.chatglm_model_version=chatglm3_6b"),
+    "GLM": ("GLMForConditionalGeneration", "glm", "option.chatglm_model_version=glm_10b"),
+    "GPT-J": ("GPTJForCausalLM", "gptj", "option.rotary_dim=64"),
+    "Mistral": ("MistralForCausalLM", "mistral", ""),
+    "Mixtral": ("MixtralForCausalLM", "mixtral", ""),
+    "Qwen": ("QWenLMHeadModel", "qwen", "option.rotary_base=10000.0"),
+    "GPT2": ("GPT2LMHeadModel", "gpt2", "option.gpt_model_version=gpt2"),
+    "SantaCoder": ("GPT2LMHeadCustomModel", "gpt2", "option.gpt_model_version=santacoder"),
+    "StarCoder": ("GPTBigCodeForCausalLM", "gpt_bigcode", "option.gpt_model_version=starcoder"),
+}
+
+
+@pytest.mark.parametrize("family", BUILT)
+def test_what_is_built_just_in_time(family: str, tmp_path: Path) -> None:
+    """Each is a row of the models' table, whose parity is tested there; and its version is taken."""
+    from stoker.models import rows
+
+    architecture, kind, version = BUILT[family]
+    assert [row for row in rows() if architecture in (row.name, *row.aliases)]
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": kind}))
+    source = build(load(tmp_path, version + "\n"))
+    assert source.checkpoint == str(tmp_path)
+    lengths = {"llama": (512, 512), "falcon": (1024, 1024)}.get(kind, (1024, 512))
+    assert (source.limits.max_input_len, source.limits.max_output_len) == lengths
+
+
 def test_placeholder_of_the_seed_is_refused(tmp_path: Path) -> None:
     refuse(tmp_path, "option.model_id=<your model>\n", "placeholder")
 
@@ -114,6 +186,7 @@ HONOURED = {
     "option.rolling_batch": ("disable", "options.rolling_batch", False),
     "option.max_rolling_batch_size": ("64", "limits.max_batch_size", 64),
     "option.max_batch_size": ("64", "limits.max_batch_size", 64),
+    "option.use_custom_all_reduce": ("false", "runtime.custom_all_reduce", False),
     "option.max_num_sequences": ("5", "runtime.max_num_sequences", 5),
     "option.max_input_len": ("99", "limits.max_input_len", 99),
     "option.max_output_len": ("98", "limits.max_output_len", 98),
@@ -127,6 +200,7 @@ HONOURED = {
     "option.enable_overlap_scheduler": ("false", "runtime.overlap", False),
     "option.enable_chunked_prefill": ("false", "runtime.chunked_prefill", False),
     "option.use_cuda_graph": ("false", "runtime.cuda_graphs", False),
+    "option.use_custom_all_reduce": ("false", "runtime.custom_all_reduce", False),
     "option.kv_cache_free_gpu_mem_fraction": ("0.5", "runtime.kv_cache_fraction", 0.5),
     "option.free_gpu_memory_fraction": ("0.5", "runtime.kv_cache_fraction", 0.5),
     "option.enable_kv_cache_reuse": ("false", "runtime.prefix_reuse", False),
