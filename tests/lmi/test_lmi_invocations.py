@@ -202,6 +202,15 @@ async def test_parameters_reach_the_service(name: str) -> None:
     assert found == expected
 
 
+async def test_the_request_of_the_document() -> None:
+    body = {"inputs": "tell me a story of the little red riding hood", "parameters": {"max_new_tokens": 128, "do_sample": True}}
+    service = ScriptedService("Once.")
+    answer = await ask(body, service)
+    assert answer.json() == {"generated_text": "Once."}
+    params = service.requests[0].params
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (128, 0.8, 5, 0.85)
+
+
 async def test_defaults_and_do_sample() -> None:
     plain = await asked()
     assert (plain.max_tokens, plain.temperature, plain.logprobs) == (30, 0.0, None)
