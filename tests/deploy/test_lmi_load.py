@@ -200,7 +200,6 @@ HONOURED = {
     "option.enable_overlap_scheduler": ("false", "runtime.overlap", False),
     "option.enable_chunked_prefill": ("false", "runtime.chunked_prefill", False),
     "option.use_cuda_graph": ("false", "runtime.cuda_graphs", False),
-    "option.use_custom_all_reduce": ("false", "runtime.custom_all_reduce", False),
     "option.kv_cache_free_gpu_mem_fraction": ("0.5", "runtime.kv_cache_fraction", 0.5),
     "option.free_gpu_memory_fraction": ("0.5", "runtime.kv_cache_fraction", 0.5),
     "option.enable_kv_cache_reuse": ("false", "runtime.prefix_reuse", False),
