@@ -83,7 +83,9 @@ _METADATA_ROWS = (
     refused(_METADATA + "pipeline_parallelism", Whole(1, 1024), "that generation has none", 1, hint="Use trt_llm.serve."),
     honoured(_METADATA + "tags", _ANY, "tags", "openai-compatible, force-legacy-api-non-openai-compatible"),
     honoured(
-        _METADATA + "max_tokens_counts_prompt", _FLAG, "options.max_tokens_counts_prompt",
+        _METADATA + "max_tokens_counts_prompt",
+        _FLAG,
+        "options.max_tokens_counts_prompt",
         "max_tokens is of prompt and answer together; true where model_metadata names the engine, as its document says",
     ),
 )

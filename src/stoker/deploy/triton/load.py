@@ -110,8 +110,8 @@ def load(path: Path, env: Mapping[str, str]) -> Deployment:
     return Deployment(
         format="triton",
         path=str(path),
-        source=EngineSource(location=_engine(path, found.values["engine"])),
-        tokenizer=found.values.get("tokenizer"),
+        source=EngineSource(location=_inside(path, found.values["engine"])),
+        tokenizer=_inside(path, found.values["tokenizer"]) if "tokenizer" in found.values else None,
         runtime=runtime,
         server=server,
         settings=tuple(reading.settings),
@@ -149,7 +149,7 @@ def _refuse_other_backends(file: ModelFile) -> None:
         raise file.error(1, "this is the Python gpt model (engine_dir).", _EXPORT)
 
 
-def _engine(repo: Path, location: str) -> str:
+def _inside(repo: Path, location: str) -> str:
     """A relative path is looked for in the repository first, then where the server starts, as Triton does."""
     inside = repo / location
     return str(inside.resolve()) if not Path(location).is_absolute() and inside.is_dir() else location

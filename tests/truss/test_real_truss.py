@@ -1,0 +1,218 @@
+"""An exported Truss, loaded and run by the real truss package, beside `stoker serve` of the same folder.
+
+The oracle is the same engine in this process. The package is installed once, in a venv of its own in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from stoker import LLM
+from stoker.base.types import SamplingParams
+from stoker.cli.main import main
+from stoker.cli.served import served
+
+pytestmark = [pytest.mark.truss, pytest.mark.timeout(300)]
+
+PROMPT = "the quick brown"
+PREDICT = "/v1/models/model:predict"
+START_S = 60.0
+
+
+def real_truss() -> ModuleType:
+    path = Path(__file__).parents[2] / "scripts" / "real_truss.py"
+    spec = importlib.util.spec_from_file_location("real_truss", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny
+
+    from stoker.base.config import Limits
+    from stoker.builder.build import build
+    from stoker.builder.config import BuildConfig
+
+    folder = tmp_path_factory.mktemp("engine")
+    checkpoint = tiny.save(tiny.model(), folder / "checkpoint")
+    limits = Limits(max_batch_size=8, max_input_len=64, max_output_len=128, max_num_tokens=128, tokens_per_block=16, max_beam_width=2)
+    return build(checkpoint, folder / "tiny", BuildConfig(device="cpu", limits=limits), verify="files").path
+
+
+@pytest.fixture(scope="module")
+def folder(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `stoker export truss` writes."""
+    out = tmp_path_factory.mktemp("truss") / "tiny"
+    words = ["stoker", "export", "truss", str(engine), str(out), "--accelerator", "none", "--set", "max_tokens_in_paged_kv_cache:4096"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit, match="0"):
+            main()
+    return out
+
+
+class Real:
+    """The real server and the Stoker that its model.py started."""
+
+    def __init__(self, url: str, log: Path) -> None:
+        self.client = httpx.Client(base_url=url, timeout=30)
+        self.log = log
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    scripts = real_truss()
+    try:
+        installed = scripts.RealTruss.installed()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"{scripts.PACKAGE} cannot be installed (a package registry is needed): {error}")
+    work = tmp_path_factory.mktemp("real")
+    installed.lay_out(folder, work / "app")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = work / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [installed.python, "main.py"], cwd=work / "app", env=installed.environment(port), stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
+        found = Real(f"http://127.0.0.1:{port}", log)
+        try:
+            wait_ready(process, found)
+            yield found
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                found.client.close()
+
+
+def wait_ready(process: subprocess.Popen[bytes], real: Real) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if real.client.get("/v1/models/model").status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(real.log.read_text(errors="replace")[-4000:])
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path) -> Iterator[httpx.Client]:
+    """`stoker serve` of the same folder."""
+    with served(folder) as url, httpx.Client(base_url=url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def said(engine: Path) -> str:
+    with LLM(engine, device="cpu", kv_cache_tokens=4096) as llm:
+        return llm.generate(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True)).choices[0].text
+
+
+BODIES: list[dict[str, Any]] = [
+    {"max_tokens": 24, "ignore_eos": True},
+    {"max_tokens": 24, "ignore_eos": True, "stream": False},
+    {},
+    {"max_tokens": 20, "beam_width": 2},
+    {"max_tokens": 20, "beam_width": 2, "stream": False},
+    {"max_tokens": 30, "repetition_penalty": 1.8},
+    {"max_tokens": 30, "temperature": 0.9, "random_seed": 7},
+    {"max_tokens": 30, "bad_words_list": ["a", "e"], "stop_words_list": ["t"]},
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=str)
+def test_both_servers_answer_alike(real: Real, own: httpx.Client, said: str, body: dict[str, Any]) -> None:
+    answers = [client.post(PREDICT, json={"prompt": PROMPT, **body}) for client in (real.client, own)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].content == answers[1].content and answers[0].content
+    assert answers[0].headers["content-type"] == answers[1].headers["content-type"]
+    if body == BODIES[0]:
+        assert answers[0].text.rstrip("\ufffd") == said.rstrip("\ufffd")
+    if body == BODIES[1]:
+        assert answers[0].json()["text"].rstrip("\ufffd") == said.rstrip("\ufffd")
+
+
+@pytest.mark.parametrize("accept", [{}, {"accept": "application/json"}])
+def test_conversations(real: Real, own: httpx.Client, accept: dict[str, str]) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+    answers = [client.post(PREDICT, json=body, headers={"accept": "*/*", **accept}) for client in (real.client, own)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[1].content and (accept or answers[0].content == answers[1].content)
+
+
+def test_a_stream_comes_in_pieces(real: Real) -> None:
+    with real.client.stream("POST", PREDICT, json={"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}) as answer:
+        pieces = list(answer.iter_raw())
+    assert len(pieces) > 3
+
+
+def test_openai_through_model_py(real: Real, own: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    choices = [client.post("/v1/completions", json=body).json()["choices"] for client in (real.client, own)]
+    assert choices[0] == choices[1]
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True}
+    streamed = real.client.post("/v1/chat/completions", json=chat, headers={"accept": "text/event-stream"})
+    assert streamed.text.startswith("data: ") and streamed.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("body, told", [
+    ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens=0 is refused"), ({"prompt": PROMPT, "max_tokens": 5000}, "max_output_len"),
+    ({"prompt": PROMPT, "beam_width": 3}, "beam_width=3 is refused"), ({"prompt": PROMPT, "speed": 1}, "speed=1 is refused"),
+    ({"prompt": "a" * 400}, "prompt"), ({"temperature": 1}, "prompt"), ([], "object"),
+])  # fmt: skip
+def test_refusals_are_400_in_both(real: Real, own: httpx.Client, body: Any, told: str) -> None:
+    for client in (real.client, own):
+        answer = client.post(PREDICT, json=body)
+        assert answer.status_code == 400 and told in answer.json()["error"], answer.text
+
+
+def test_a_client_that_leaves_gives_its_place_back(real: Real) -> None:
+    """Sixteen long streams are left; a short one is not behind them."""
+    asked = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True}
+    for _ in range(16):
+        with real.client.stream("POST", PREDICT, json=asked) as answer:
+            next(answer.iter_raw())
+    assert real.client.post(PREDICT, json={"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}).status_code == 200
+
+
+def test_many_at_once(real: Real, said: str) -> None:
+    texts: list[str] = []
+
+    def ask() -> None:
+        texts.append(real.client.post(PREDICT, json={"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}).text)
+
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(texts) == 16 and set(texts) == {texts[0]} and texts[0].rstrip("\ufffd") == said.rstrip("\ufffd")
+
+
+def test_routes_of_a_truss(real: Real, own: httpx.Client) -> None:
+    for path in ("/", "/ping", "/v1/models/model", "/v1/models/model/loaded", "/v1/models/model/schema", "/nothing"):
+        answers = [client.get(path) for client in (real.client, own)]
+        assert answers[0].status_code == answers[1].status_code and answers[0].content == answers[1].content
