@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route, Router
 
+from stoker.base.errors import StokerError
 from stoker.base.logging import get_logger
-from stoker.server.errors import MethodError, RouteError, describe
+from stoker.server.errors import RouteError, describe
 from stoker.server.exchange import Exchange
 from stoker.server.guard import check_key
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols import PROTOCOLS
+from stoker.server.routing import Routes
 
 log = get_logger(__name__)
 
@@ -36,32 +36,28 @@ class Application:
     def __init__(self, context: Context, protocols: list[Protocol]) -> None:
         self._context = context
         self._protocols = protocols
-        self._router = Router(
-            [self._route(protocol, endpoint) for protocol in protocols for endpoint in protocol.endpoints()], redirect_slashes=False
-        )
+        self._routes = Routes([
+            (endpoint.method, endpoint.path, (protocol, endpoint)) for protocol in protocols for endpoint in protocol.endpoints()
+        ])  # fmt: skip
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1003})
-        scope["app"] = self  # tells Starlette to raise for an unknown path or method
+        exchange = Exchange(scope, receive, send, max_body_bytes=self._context.settings.max_request_bytes)
         try:
             self._check_port(scope)
-            await self._router(scope, receive, send)
-        except HTTPException as error:
-            exchange = self._exchange(scope, receive, send)
-            allowed = (error.headers or {}).get("Allow", "").split(", ")
-            reason = MethodError(scope["method"], allowed) if error.status_code == 405 else RouteError(scope["path"])
-            await self._refuse(exchange, self._owner(scope["path"]), reason)
-            self._context.metrics.answered("other", error.status_code)
+            (protocol, endpoint), exchange.path = self._routes.find(scope["method"], scope["path"])
+        except StokerError as error:
+            await self._refuse(exchange, self._owner(scope["path"]), error)
+            self._context.metrics.answered("other", exchange.status)
+        else:
+            await self.handle(protocol, endpoint, exchange)
 
     def _check_port(self, scope: dict[str, Any]) -> None:
         """The port of the metrics, when they have their own, shows nothing but metrics and health."""
         port = self._context.settings.metrics_port
         if port and (scope.get("server") or ("", 0))[1] == port and not scope["path"].startswith(("/metrics", "/health")):
-            raise HTTPException(404)
-
-    def _route(self, protocol: Protocol, endpoint: Endpoint) -> Route:
-        return Route(endpoint.path, _Handling(self, protocol, endpoint), methods=[endpoint.method])
+            raise RouteError(scope["path"])
 
     async def handle(self, protocol: Protocol, endpoint: Endpoint, exchange: Exchange) -> None:
         try:
@@ -83,16 +79,3 @@ class Application:
 
     def _owner(self, path: str) -> Protocol:
         return next((protocol for protocol in self._protocols if path.startswith(protocol.prefixes)), self._protocols[0])
-
-    def _exchange(self, scope: dict[str, Any], receive: Any, send: Any) -> Exchange:
-        return Exchange(scope, receive, send, max_body_bytes=self._context.settings.max_request_bytes)
-
-
-class _Handling:
-    """An endpoint as the ASGI application that Starlette's Route wants."""
-
-    def __init__(self, app: Application, protocol: Protocol, endpoint: Endpoint) -> None:
-        self._app, self._protocol, self._endpoint = app, protocol, endpoint
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        await self._app.handle(self._protocol, self._endpoint, self._app._exchange(scope, receive, send))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
-from collections.abc import AsyncIterator, Iterable
+import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from stoker.server.errors import BodyError, BodyTooLargeError
+from stoker.server.http_protocol import CYCLE, Cycle
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -32,7 +33,8 @@ class Exchange:
         self._send = send
         self._max_body_bytes = max_body_bytes
         self.method: str = scope["method"]
-        self.path: dict[str, Any] = scope.get("path_params", {})
+        self.path: dict[str, Any] = {}
+        self._cycle: Cycle | None = scope.get("extensions", {}).get(CYCLE)
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = _request_id(self.headers.get(REQUEST_ID))
@@ -49,6 +51,10 @@ class Exchange:
         if length.isdigit() and int(length) > self._max_body_bytes:
             await self._discard()
             raise BodyTooLargeError(int(length), self._max_body_bytes)
+        if self._cycle is not None and (whole := self._cycle.whole_body()) is not None:
+            if len(whole) > self._max_body_bytes:
+                raise BodyTooLargeError(None, self._max_body_bytes)
+            return whole
         chunks, size, more = [], 0, True
         while more:
             message = await self._receive()
@@ -92,36 +98,56 @@ class Exchange:
         await self._start(status, [(b"content-type", content_type), *headers])
 
     async def send(self, chunk: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if self._cycle is None or not self._cycle.write(chunk):
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def close_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
 
-    @contextlib.asynccontextmanager
-    async def attended(self) -> AsyncIterator[None]:
+    def attended(self) -> Attended:
         """Cancel what runs inside when the client leaves; then leave quietly, with `disconnected` set."""
-        task = asyncio.current_task()
-        assert task is not None
-        watcher = asyncio.create_task(self._watch(task))
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self.disconnected:
-                raise
-            task.uncancel()
-        finally:
-            watcher.cancel()
+        return Attended(self)
 
-    async def _watch(self, task: asyncio.Task[Any]) -> None:
+    def attend(self, leave: Callable[[], object]) -> Callable[[], object]:
+        """`leave` is called when the client leaves, until what this returns is called."""
+        if self._cycle is not None:
+            self._cycle.on_leave(leave)
+            return lambda: None if self._cycle is None else self._cycle.on_leave(None)
+        return asyncio.create_task(self._watch(leave)).cancel
+
+    async def _watch(self, leave: Callable[[], object]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.disconnected = True
-        task.cancel()
+        leave()
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         headers.append((REQUEST_ID, self.request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+class Attended:
+    """A block that is cancelled when the client leaves."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._stop = self._exchange.attend(self._leave)
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._stop()
+        if not isinstance(error, asyncio.CancelledError) or not self._exchange.disconnected:
+            return False
+        self._task.uncancel()
+        return True
+
+    def _leave(self) -> None:
+        self._exchange.disconnected = True
+        self._task.cancel()
 
 
 def decode_json(body: bytes) -> Any:
@@ -139,7 +165,7 @@ def decode_json(body: bytes) -> Any:
 
 def _request_id(given: bytes | None) -> str:
     text = given.decode("latin-1") if given is not None else ""
-    return text if 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else uuid.uuid4().hex
+    return text if 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else f"{random.getrandbits(128):032x}"
 
 
 def _json_name(value: Any) -> str:

@@ -100,7 +100,7 @@ async def end_grpc(http: HttpServer, grpc: Any, settings: ServerSettings) -> Non
 
 def http_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
-        app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
+        app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False, proxy_headers=False,
         server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, backlog=2048,
     )  # fmt: skip

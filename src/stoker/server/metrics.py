@@ -29,11 +29,14 @@ class FrontendMetrics:
         disable_created_metrics()  # a gauge beside every counter that nobody reads
         self.registry = CollectorRegistry()
         self._made = {metric.name: self._make(metric) for metric in FRONTEND_METRICS}
+        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}  # as many as prometheus-client keeps itself
         self.triton = TritonMetrics(self.registry)
 
     def of(self, metric: Metric, *labels: str) -> Any:
-        """The child with these label values; keep it where it is used often."""
-        return self._made[metric.name].labels(*labels)
+        """The child with these label values."""
+        if (child := self._children.get((metric.name, labels))) is None:
+            child = self._children[metric.name, labels] = self._made[metric.name].labels(*labels)
+        return child
 
     def answered(self, route: str, status: int) -> None:
         self.of(metrics.RESPONSES, route, str(status)).inc()

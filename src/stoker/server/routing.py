@@ -1,0 +1,52 @@
+"""Which endpoint a path and method belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+from starlette.routing import compile_path
+
+from stoker.server.errors import MethodError, RouteError
+
+MAX_KNOWN = 256  # paths that were found before; those of models and routes are few
+
+T = TypeVar("T")
+
+
+class Routes(Generic[T]):
+    """Targets by method and path, written as Starlette has it: /v2/models/{model}, {name:path}. The first match counts."""
+
+    def __init__(self, targets: Iterable[tuple[str, str, T]]) -> None:
+        self._patterns: list[tuple[Any, Any, dict[str, T]]] = []
+        methods_of: dict[str, dict[str, T]] = {}
+        for method, path, target in targets:
+            if path not in methods_of:
+                pattern, _, convertors = compile_path(path)
+                methods_of[path] = {}
+                self._patterns.append((pattern, convertors, methods_of[path]))
+            for served in (method, "HEAD") if method == "GET" else (method,):
+                methods_of[path].setdefault(served, target)
+        self._known: dict[tuple[str, str], tuple[T, dict[str, Any]]] = {}
+
+    def find(self, method: str, path: str) -> tuple[T, dict[str, Any]]:
+        """A target and the path's parameters. Raises RouteError, or MethodError with the methods that there are."""
+        known = self._known.get((method, path))
+        if known is None:
+            known = self._search(method, path)
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[method, path] = known
+        return known
+
+    def _search(self, method: str, path: str) -> tuple[T, dict[str, Any]]:
+        allowed: list[str] = []
+        for pattern, convertors, methods in self._patterns:
+            if (match := pattern.match(path)) is None:
+                continue
+            if method in methods:
+                return methods[method], {name: convertors[name].convert(value) for name, value in match.groupdict().items()}
+            allowed += methods
+        if allowed:
+            raise MethodError(method, list(dict.fromkeys(allowed)))
+        raise RouteError(path)
