@@ -11,7 +11,7 @@ from oracles import hf_model
 from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from stoker.base.errors import CheckpointError
+from stoker.base.errors import CheckpointError, ConfigError
 from stoker.layers.config import RopeConfig
 from stoker.layers.rope import rope_table
 from stoker.models import ARCHITECTURES
@@ -77,12 +77,27 @@ def test_settings_of_the_build_replace_the_checkpoints() -> None:
     rope = changed.layers[-1].attention.rope
     assert rope == RopeConfig(dim=HEAD, theta=5e5, scaling="linear", factor=4.0, original_max_positions=4096)
     assert changed.max_positions == 4 * 4096
-    with pytest.raises(CheckpointError, match="rotary_scaling_type='yarn'"):
-        with_rotary(config, scaling="yarn", factor=2.0)
-    with pytest.raises(CheckpointError, match="belong together"):
-        with_rotary(config, scaling="linear")
-    with pytest.raises(CheckpointError, match="no rotary positions"):
-        with_rotary(ARCHITECTURES.get("GPT2LMHeadModel").config({}), base=2.0)
+    stretched = ARCHITECTURES.get("LlamaForCausalLM").config(SIZES | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert with_rotary(stretched, base=5e5).layers[0].attention.rope.factor == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("LlamaForCausalLM", {"scaling": "yarn", "factor": 2.0}, "rotary_scaling_type='yarn' is not supported"),
+        ("LlamaForCausalLM", {"scaling": "linear"}, "belong together"),
+        ("LlamaForCausalLM", {"factor": 2.0}, "belong together"),
+        ("LlamaForCausalLM", {"scaling": "linear", "factor": 1.0}, "rotary_scaling_factor=1.0 is refused"),
+        ("LlamaForCausalLM", {"base": 0.0}, "rotary_base=0.0 is refused"),
+        ("LlamaForCausalLM", {"base": math.nan}, "rotary_base=nan is refused"),
+        ("GPT2LMHeadModel", {"base": 2.0}, "has no rotary positions"),
+        ("GptOssForCausalLM", {"scaling": "linear", "factor": 2.0}, "stretches its positions itself .yarn"),
+    ],
+)
+def test_settings_of_the_build_that_cannot_be_right(name: str, given: dict[str, Any], says: str) -> None:
+    own = {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}} if "Oss" in name else {}
+    with pytest.raises(ConfigError, match=says):
+        with_rotary(ARCHITECTURES.get(name).config(own), **given)
 
 
 def test_an_unknown_scaling_is_refused() -> None:

@@ -67,6 +67,8 @@ BAICHUAN = {"architectures": ["BaichuanForCausalLM"]}
         ({"model_type": "chatglm", "inner_hidden_size": 9}, "chatglm_model_version", "chatglm_6b", "chatglm2_6b"),
         ({"model_type": "chatglm", "rope_ratio": 50}, "chatglm_model_version", "chatglm3_6b_32k", "chatglm3_6b"),
         ({"model_type": "chatglm"}, "chatglm_model_version", "chatglm2_6b", "glm_10b"),
+        ({"model_type": "chatglm", "_name_or_path": "THUDM/chatglm3-6b"}, "chatglm_model_version", "chatglm3_6b_base", "chatglm2_6b"),
+        ({"model_type": "chatglm", "padded_vocab_size": 151552}, "chatglm_model_version", "glm4", "chatglm3_6b"),
         ({"architectures": ["GLMModel"]}, "chatglm_model_version", "glm_10b", "chatglm_6b"),
         ({"model_type": "gpt2"}, "gpt_model_version", "gpt2", "starcoder"),
         ({"model_type": "gpt_bigcode"}, "gpt_model_version", "starcoder", "gpt2"),
@@ -91,6 +93,11 @@ def test_prefix_models_say_what_a_prompt_must_hold() -> None:
     assert found == (3, 1)
     assert [found.position(i) for i in range(6)] == [0, 1, 2, 1, 1, 1]
     assert [found.block_position(i) for i in range(6)] == [0, 0, 0, 1, 2, 3]
+    assert prefix_of(config.prefix, [5, 50260, 50263, 50257]) == (3, 1), "GLM: the first mask, of whatever kind"
+    chatglm = resolve({"model_type": "chatglm", "inner_hidden_size": 9}).config({}).prefix
+    assert chatglm is not None
+    assert prefix_of(chatglm, [5, 150000, 150001, 150004]) == (3, 2), "ChatGLM: [gMASK] wherever it is"
+    assert prefix_of(chatglm, [5, 150000, 6, 150004]) == (3, 1)
     for prompt in ([5, 50263], [5, 50257]):
         with pytest.raises(Exception, match="prompt"):
             prefix_of(config.prefix, prompt)

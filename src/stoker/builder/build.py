@@ -20,7 +20,7 @@ from stoker.builder.generation import write_generation
 from stoker.builder.prepare import Prepared, prepare
 from stoker.builder.shares import RankShare, file_order
 from stoker.builder.tokenizer import write_tokenizer
-from stoker.builder.verify import verify_files, verify_tokens
+from stoker.builder.verify import Greedy, verify_files, verify_tokens
 from stoker.engine.cache import cached_engine
 from stoker.engine.config import EngineConfig, rank_metadata
 from stoker.engine.directory import check_free, publish, record, workspace, write_config
@@ -136,9 +136,8 @@ def _calibrated(prepared: Prepared, work: Path, progress: Progress) -> Calibrate
     if not needs_calibration(prepared):
         return None
     asked = prepared.build
-    return calibrate(
-        prepared, calibration_windows(work, asked.calibration_data, asked.calibration_size, asked.calibration_seq_len), progress
-    )
+    length = min(asked.calibration_seq_len, prepared.config.model.max_positions)
+    return calibrate(prepared, calibration_windows(work, asked.calibration_data, asked.calibration_size, length), progress)
 
 
 def _check(prepared: Prepared, work: Path, verify: str, progress: Progress) -> dict[str, Any]:
@@ -149,8 +148,7 @@ def _check(prepared: Prepared, work: Path, verify: str, progress: Progress) -> d
     progress("verify", 1, 2)
     found: dict[str, Any] = {"files": "digests and tensors as planned"}
     if verify != "files":
-        trust = prepared.build.trust_remote_code
-        found["greedy"] = msgspec.to_builtins(verify_tokens(work, prepared.checkpoint, ask=verify == "full", trust_remote_code=trust))
+        found["greedy"] = msgspec.to_builtins(_compare(prepared, work, ask=verify == "full"))
     progress("verify", 2, 2)
     if verify != "files" and (config.recipe.name != "NO_QUANT" or config.recipe.kv_cache is not None):
         # The files of several ranks hold parts: what calibration finished is read again.
@@ -158,6 +156,12 @@ def _check(prepared: Prepared, work: Path, verify: str, progress: Progress) -> d
         accuracy = check_accuracy(prepared, work, ask=verify == "full", progress=progress, calibrated=whole)
         found["accuracy"] = msgspec.to_builtins(accuracy)
     return found
+
+
+def _compare(prepared: Prepared, work: Path, *, ask: bool) -> Greedy:
+    if prepared.build.changes_positions:
+        return Greedy(skipped="the rotary settings are not the checkpoint's")
+    return verify_tokens(work, prepared.checkpoint, ask=ask, trust_remote_code=prepared.build.trust_remote_code)
 
 
 def _silent(stage: str, done: int, total: int) -> None:

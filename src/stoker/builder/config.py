@@ -33,11 +33,16 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False  # let the checkpoint's own Python run, for its tokenizer and for verification
     tokenizer: str | None = None  # a directory to take the tokenizer from; None: the checkpoint
     shrinking: tuple[str, ...] = ()  # lengths of `limits` that shrink too, since nobody chose them
-    versions: dict[str, str] = {}  # foreign options that name a model's version, such as gpt_model_version: checked, nothing else
+    versions: dict[str, str] = {}  # foreign options that name a model's version, such as gpt_model_version: checked against config.json
     rotary_base: float | None = None  # in place of the checkpoint's rope_theta
     rotary_dim: int | None = None  # checked: it must be the checkpoint's
     rotary_scaling_type: str | None = None  # linear or dynamic; with rotary_scaling_factor
     rotary_scaling_factor: float | None = None
+
+    @property
+    def changes_positions(self) -> bool:
+        """Whether the engine's positions turn otherwise than the checkpoint's, so that their tokens cannot be compared."""
+        return any(value is not None for value in (self.rotary_base, self.rotary_scaling_type, self.rotary_scaling_factor))
 
     def __post_init__(self) -> None:
         if self.dtype is not None:

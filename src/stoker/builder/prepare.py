@@ -29,7 +29,7 @@ from stoker.models.read import with_rotary
 from stoker.quant.dense import Dense
 from stoker.quant.format import Format
 from stoker.quant.int8_grouped import GroupedInt8
-from stoker.quant.names import canonical, find_recipe
+from stoker.quant.names import NARROW, canonical, find_recipe
 from stoker.quant.recipe import AS_STORED, Recipe
 
 PLAIN = ("float32", "float16", "bfloat16")
@@ -59,8 +59,8 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
     """
     path, name = fetch(source)
     checkpoint = open_checkpoint(path, name, weights=not build.dummy_weights)
-    architecture, model = read_model(checkpoint)
-    model = adapted(architecture, model, checkpoint, build)
+    architecture, model = read_model(checkpoint, build.versions)
+    model = adapted(model, build)
     stored = checkpoint.config.get("quantization_config")
     checkpoint = dataclasses.replace(checkpoint, weights=LogicalWeights(checkpoint.weights, architecture, stored))
     target = find_target(build)
@@ -87,7 +87,8 @@ def _find_recipe(build: BuildConfig, config: EngineConfig, makings: dict[str, Ma
     """The one asked for; else that of weights which are quantized already."""
     asked = build.quantization and canonical(build.quantization)
     if asked not in (None, AS_STORED):
-        return find_recipe(asked, build.quantization_settings, build.kv_cache_dtype, config.target.device)
+        narrow = config.model.hidden_size <= NARROW and not config.model.requires_whole_prompt and not build.dummy_weights
+        return find_recipe(asked, build.quantization_settings, build.kv_cache_dtype, config.target.device, narrow)
     plain = find_recipe(None, build.quantization_settings, build.kv_cache_dtype)
     found = stored_recipe(config, makings, checkpoint) if makings else None
     if found is None and asked is not None:
@@ -136,26 +137,30 @@ def check_mapping(mapping: Mapping, model: ModelConfig) -> None:
         raise ConfigError("expert_parallel is refused: the model has no experts.", cure="Leave it out.")
 
 
-def read_model(checkpoint: Checkpoint) -> tuple[Architecture, ModelConfig]:
-    """The architecture that config.json names, and the model it describes."""
+def read_model(checkpoint: Checkpoint, versions: dict[str, str] | None = None) -> tuple[Architecture, ModelConfig]:
+    """The architecture that config.json names, and the model it describes.
+
+    `versions` decide where config.json leaves them open. Raises ConfigError for a version that it contradicts.
+    """
+    versions = versions or {}
     architecture = resolve(checkpoint.config)
+    for option, value in versions.items():
+        check_version(architecture, checkpoint.config, option, value)
     try:
-        return architecture, architecture.config(checkpoint.config)
+        return architecture, architecture.config(checkpoint.config | versions)
     except KeyError as problem:
         raise CheckpointError(f"{checkpoint.name}: config.json has no {problem}.", cure="Download it again.") from None
     except (TypeError, ValueError, ZeroDivisionError) as problem:
         raise CheckpointError(f"{checkpoint.name}: config.json has a wrong value ({problem}).", cure="Download it again.") from None
 
 
-def adapted(architecture: Architecture, model: ModelConfig, checkpoint: Checkpoint, build: BuildConfig) -> ModelConfig:
-    """`model` with the build's own rotary settings. Raises ConfigError for a version or rotary_dim that is not the checkpoint's."""
-    for option, value in build.versions.items():
-        check_version(architecture, checkpoint.config, option, value)
+def adapted(model: ModelConfig, build: BuildConfig) -> ModelConfig:
+    """`model` with the build's own rotary settings. Raises ConfigError for a rotary_dim that is not the checkpoint's."""
     dims = {layer.attention.rope.dim for layer in model.layers if layer.attention.rope is not None}
     if build.rotary_dim is not None and dims != {build.rotary_dim}:
         found = " or ".join(map(str, sorted(dims))) or "no rotary positions"
         raise ConfigError(f"rotary_dim={build.rotary_dim}: the checkpoint has {found}.", cure="Leave it out.")
-    if build.rotary_base is None and build.rotary_scaling_type is None:
+    if not build.changes_positions:
         return model
     return with_rotary(model, base=build.rotary_base, scaling=build.rotary_scaling_type, factor=build.rotary_scaling_factor)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -45,6 +45,13 @@ def build(
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
     compute_capability: Annotated[str | None, typer.Option(help="Of the target GPU, as 9.0. Default: this machine's.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A directory to take the tokenizer from.")] = None,
+    rotary_base: Annotated[float | None, typer.Option(help="In place of the checkpoint's rope_theta.")] = None,
+    rotary_dim: Annotated[int | None, typer.Option(help="Rotated features of a head: checked against the checkpoint.")] = None,
+    rotary_scaling_type: Annotated[str | None, typer.Option(help="linear or dynamic; with --rotary-scaling-factor.")] = None,
+    rotary_scaling_factor: Annotated[float | None, typer.Option(help="How far positions are stretched; above 1.")] = None,
+    model_version: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, as chatglm_model_version=chatglm2_6b_32k: checked against config.json.")
+    ] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Memory of a device that is not here, for --dry-run.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and the largest batch that fits; write nothing.")] = False,
     dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="From config.json alone: random weights made at load.")] = False,
@@ -71,13 +78,14 @@ def build(
         max_beam_width=max_beam_width, max_num_tokens=max_num_tokens, tokens_per_block=tokens_per_block,
     )  # fmt: skip
     config = BuildConfig(
-        dtype=dtype, quantization=quantize, limits=limits, quantization_settings=_settings(quantize_setting or []),
+        dtype=dtype, quantization=quantize, limits=limits, quantization_settings=_pairs(quantize_setting, "--quantize-setting"),
         kv_cache_dtype=kv_cache_dtype, calibration_data=calibration_data, calibration_size=calibration_size,
         calibration_seq_len=calibration_seq_len,
         max_perplexity_increase=None if max_perplexity_increase is None else max_perplexity_increase / 100,
         mapping=Mapping(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, expert_parallel=expert_parallel),
         device=device, compute_capability=compute_capability, dummy_weights=dummy_weights, trust_remote_code=trust_remote_code,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer, versions=_pairs(model_version, "--model-version"), rotary_base=rotary_base, rotary_dim=rotary_dim,
+        rotary_scaling_type=rotary_scaling_type, rotary_scaling_factor=rotary_scaling_factor,
     )  # fmt: skip
     if dry_run:
         _dry_run(checkpoint, config, memory_gib)
@@ -112,12 +120,12 @@ def _summary(engine: Engine) -> str:
     return "\n".join(lines)
 
 
-def _settings(pairs: list[str]) -> dict[str, str]:
-    """NAME=VALUE pairs; the format that takes them reads the values."""
-    for pair in pairs:
+def _pairs(pairs: list[str] | None, option: str) -> dict[str, Any]:
+    """NAME=VALUE pairs; what takes them reads the values."""
+    for pair in pairs or []:
         if "=" not in pair:
-            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint="--quantize-setting")
-    return dict(pair.split("=", 1) for pair in pairs)  # type: ignore[arg-type]
+            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint=option)
+    return dict(pair.split("=", 1) for pair in pairs or [])
 
 
 def _dry_run(checkpoint: str, config: BuildConfig, memory_gib: float | None) -> None:

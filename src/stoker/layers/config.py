@@ -141,7 +141,8 @@ class PrefixConfig(Frozen, frozen=True, kw_only=True):
     """
 
     start_id: int  # begins the answer: the last token of a well-formed prompt
-    mask_ids: tuple[int, ...]  # tokens that stand for the answer's place
+    mask_ids: tuple[int, ...]  # tokens that stand for the answer's place: the first one in the prompt does
+    ranked: bool = False  # the first of `mask_ids` that the prompt holds does (ChatGLM: [gMASK] before [MASK])
 
 
 class ModelConfig(Frozen, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ def prefix_of(config: PrefixConfig, prompt: Sequence[int]) -> Prefix:
     length = next((i for i, token in enumerate(prompt) if token == config.start_id), None)
     if length is None:
         raise RequestError("prompt", list(prompt), f"this model's prompts hold the token {config.start_id} that starts the answer")
-    mask = next((i for i in range(length) if prompt[i] in config.mask_ids), None)
-    if mask is None:
+    places = [(config.mask_ids.index(prompt[i]) if config.ranked else 0, i) for i in range(length) if prompt[i] in config.mask_ids]
+    if not places:
         raise RequestError("prompt", list(prompt), f"this model's prompts hold a mask token {config.mask_ids} before {config.start_id}")
-    return Prefix(length, mask)
+    return Prefix(length, min(places)[1])

@@ -78,9 +78,10 @@ def chatglm_names(config: ModelConfig) -> Names:
 def version(hf: dict[str, Any]) -> tuple[str, ...]:
     if hf.get("padded_vocab_size", 65024) > 100000:
         return ("glm4", "glm_4_9b", "glm_4_9b_chat")
-    if hf.get("rope_ratio", 1) != 1:
-        return ("chatglm3_6b_32k", "chatglm2_6b_32k")
-    return ("chatglm3_6b", "chatglm3_6b_base", "chatglm2_6b", "chatglm3", "chatglm2")
+    longer = hf.get("rope_ratio", 1) != 1
+    names = ("chatglm3_6b_32k", "chatglm2_6b_32k") if longer else ("chatglm3_6b", "chatglm3_6b_base", "chatglm2_6b")
+    named = next((name for name in ("chatglm2", "chatglm3") if name in str(hf.get("_name_or_path", ""))), "")
+    return tuple(name for name in (*names, "chatglm3", "chatglm2") if name.startswith(named))
 
 
 @defaults(

@@ -28,7 +28,7 @@ def chatglm1_config(hf: dict[str, Any]) -> ModelConfig:
     refuse(hf, position_encoding_2d=True)
     rope = RopeConfig(dim=hf["hidden_size"] // hf["num_attention_heads"], two_axes=True)
     layer = _layer(hf, hf["inner_hidden_size"], rope=rope)
-    prefix = PrefixConfig(start_id=hf["bos_token_id"], mask_ids=(hf["gmask_token_id"], hf["mask_token_id"]))
+    prefix = PrefixConfig(start_id=hf["bos_token_id"], mask_ids=(hf["gmask_token_id"], hf["mask_token_id"]), ranked=True)
     return ModelConfig(
         architecture="ChatGLM1Model",
         vocab_size=hf["vocab_size"],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from stoker.base.errors import CheckpointError
+from stoker.base.errors import CheckpointError, ConfigError
 from stoker.layers.config import ModelConfig, RopeConfig
 from stoker.layers.rope import METHODS
 
@@ -127,17 +128,29 @@ def positions(hf: dict[str, Any], scaled: RopeConfig | None, key: str = "max_pos
     return longest
 
 
+def _check_rotary(base: float | None, scaling: str | None, factor: float | None) -> None:
+    if base is not None and not (math.isfinite(base) and base > 1):
+        raise ConfigError(f"rotary_base={base!r} is refused.", cure="Use a number above 1, such as 10000.")
+    if scaling not in (None, "linear", "dynamic"):
+        raise ConfigError(f"rotary_scaling_type={scaling!r} is not supported.", cure="Supported: linear, dynamic.")
+    if (scaling is None) != (factor is None):
+        raise ConfigError("rotary_scaling_type and rotary_scaling_factor belong together.", cure="Set both or neither.")
+    if factor is not None and not (math.isfinite(factor) and factor > 1):
+        raise ConfigError(f"rotary_scaling_factor={factor!r} is refused.", cure="Use a number above 1.")
+
+
 def with_rotary(config: ModelConfig, *, base: float | None = None, scaling: str | None = None, factor: float | None = None) -> ModelConfig:
     """`config` with rotary settings of the build's own (`rotary_base`, `rotary_scaling_type`, `rotary_scaling_factor`).
 
-    Raises CheckpointError when the model has no rotary positions, or the scaling is neither linear nor dynamic.
+    Raises ConfigError for a value out of range, for a model without rotary positions, and for a scaling on top of the model's own.
     """
-    if scaling not in (None, "linear", "dynamic"):
-        raise CheckpointError(f"rotary_scaling_type={scaling!r} is not supported.", cure="Supported: linear, dynamic.")
-    if (scaling is None) != (factor is None):
-        raise CheckpointError("rotary_scaling_type and rotary_scaling_factor belong together.", cure="Set both or neither.")
-    if all(layer.attention.rope is None for layer in config.layers):
-        raise CheckpointError(f"{config.architecture} has no rotary positions.", cure="Leave the rotary settings out.")
+    _check_rotary(base, scaling, factor)
+    ropes = {layer.attention.rope for layer in config.layers} - {None}
+    if not ropes:
+        raise ConfigError(f"{config.architecture} has no rotary positions.", cure="Leave the rotary settings out.")
+    own = next((rope.scaling for rope in ropes if rope is not None and rope.scaling != "default"), None)
+    if scaling is not None and own is not None:
+        raise ConfigError(f"rotary_scaling_type={scaling!r}: the checkpoint stretches its positions itself ({own}).", cure="Leave it out.")
     fields: dict[str, Any] = {} if base is None else {"theta": float(base)}
     if scaling is not None:
         fields |= {"scaling": scaling, "factor": float(factor or 1.0), "original_max_positions": config.max_positions}
