@@ -33,21 +33,36 @@ class Logprobs:
 
 
 class DrawTable:
-    """The draw parameters of every row of the device buffers, kept on the host and on the device."""
+    """The draw parameters of every row of the device buffers, kept on the host and on the device.
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.device = device
+    On a GPU they go over in one copy from pinned memory, behind the steps in flight, and nothing waits for it; a buffer is used again
+    when the step that it was for has ended.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device, num_in_flight: int = 2) -> None:
         self._owners = [-1] * num_rows
-        places = num_rows + 1  # padding reads the last one, which stays greedy
-        self.temperature = np.zeros(places, dtype=np.float32)
-        self.top_k = np.zeros(places, dtype=np.int32)
-        self.top_p = np.ones(places, dtype=np.float32)
-        self.min_p = np.zeros(places, dtype=np.float32)
-        self.seeds = np.zeros(places, dtype=np.int64)
         self._random_rows: set[int] = set()
-        self._device = {name: torch.from_numpy(getattr(self, name)).to(device, copy=True) for name in self.NAMES}
+        places = num_rows + 1  # padding reads the last one, which stays greedy
+        size = sum(_padded(places * np.dtype(dtype).itemsize) for dtype in self.TYPES.values())
+        self._host = np.zeros(size, dtype=np.uint8)
+        self._flat = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._device: dict[str, Tensor] = {}
+        self._arrays: dict[str, np.ndarray] = {}
+        at = 0
+        for name, dtype in self.TYPES.items():
+            end = at + places * np.dtype(dtype).itemsize
+            self._arrays[name] = self._host[at:end].view(dtype)
+            self._device[name] = self._flat[at:end].view(torch.from_numpy(self._arrays[name]).dtype)
+            at += _padded(end - at)
+        self.temperature, self.top_k, self.top_p, self.min_p, self.seeds = self._arrays.values()
+        self.top_p[:] = 1.0
+        self._ring = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(num_in_flight + 2 if device.type == "cuda" else 0)
+        ]
+        self._turn = 0
+        self._copy()
 
-    NAMES = ("temperature", "top_k", "top_p", "min_p", "seeds")
+    TYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seeds": np.int64}
 
     def update(self, sequences: list[Sequence]) -> None:
         """Write the parameters of rows that changed hands."""
@@ -57,8 +72,15 @@ class DrawTable:
                 self._write(seq)
                 stale = stale or not seq.params.greedy
         if stale:
-            for name in self.NAMES:  # in place: captured graphs read these tensors
-                self._device[name].copy_(torch.from_numpy(getattr(self, name)))
+            self._copy()
+
+    def _copy(self) -> None:
+        """In place: captured graphs read these tensors."""
+        host = torch.from_numpy(self._host)
+        if self._ring:
+            self._turn = (self._turn + 1) % len(self._ring)
+            host = self._ring[self._turn].copy_(host)
+        self._flat.copy_(host, non_blocking=True)
 
     def _write(self, seq: Sequence) -> None:
         row, params = seq.row, seq.params
@@ -83,11 +105,18 @@ class DrawTable:
         return DrawParams(**picked, counters=counters, all_greedy=all_greedy)
 
 
+def _padded(num_bytes: int) -> int:
+    """To 16: kernels are compiled for aligned arguments."""
+    return -(-num_bytes // 16) * 16
+
+
 class Sampler:
     """Chooses the tokens of one step after another."""
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
-        self.table = DrawTable(num_rows, device)
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None, num_in_flight: int = 2
+    ) -> None:
+        self.table = DrawTable(num_rows, device, num_in_flight)
         self.grammars = grammars
         # Guides come before MinTokens: a grammar that can only end lifts the minimum.
         self.features: list[Feature] = [

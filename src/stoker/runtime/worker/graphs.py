@@ -110,13 +110,17 @@ class Graphs:
         self.forward(step.batch, step.rows, step.counters, all_greedy)
 
     def warm_up(self) -> int:
-        """Capture the decode buckets and the short prefills; rarer shapes follow when a step asks for them. Returns bytes taken."""
+        """Capture the decode buckets and the short prefills, greedy and sampled; rarer shapes follow when a step asks for them.
+
+        Returns bytes taken.
+        """
         started, before = time.monotonic(), torch.cuda.mem_get_info()[0]
         # The largest first: later graphs live in the memory it took.
-        for rows in reversed(self.row_buckets):
-            self.capture(Shape(rows, rows, is_decode=True), True)
-        for tokens in reversed(self.token_buckets):
-            self.capture(Shape(tokens, self.mixed_rows[0], is_decode=False), True)
+        shapes = [Shape(rows, rows, is_decode=True) for rows in reversed(self.row_buckets)]
+        shapes += [Shape(tokens, self.mixed_rows[0], is_decode=False) for tokens in reversed(self.token_buckets)]
+        for shape in shapes:
+            for all_greedy in (True, False):
+                self.capture(shape, all_greedy)
         log.info("captured %d graphs in %.1f s", len(self._captured), time.monotonic() - started)
         return max(before - torch.cuda.mem_get_info()[0], 0)
 

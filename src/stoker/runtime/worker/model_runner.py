@@ -101,7 +101,7 @@ class ModelRunner:
         self.world, self.tell = world, tell
         num_stages = world.stage.num_stages
         self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, max(num_stages, 2))
-        self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars)
+        self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars, max(num_stages, 2))
         self.prompt_scores = PromptScores()
         # Each row's newest token; padding writes the last place.
         self.last_ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)

@@ -1,0 +1,84 @@
+"""Time to first token over HTTP: an engine of random weights with a made-up tokenizer of the model's size, served, asked one at a time.
+
+PYTHONPATH=src python benchmarks/first_token.py --config benchmarks/models/llama-3.1-8b --json first_token.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from stoker.base.config import Limits
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.cli.bench.report import origin, percentile
+from stoker.cli.bench.serving import ask
+from stoker.cli.http import get
+from stoker.cli.served import served
+from stoker.runtime.ahead import compile_ahead
+
+
+def save_tokenizer(folder: Path, size: int) -> None:
+    """`size` tokens that are all text, so that every id a random model chooses makes a piece of the answer."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *(f"w{i}" for i in range(size - len(letters)))]
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    folder.mkdir(parents=True)
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+async def measure(url: str, count: int, input_len: int, output_len: int) -> list[float]:
+    """Milliseconds from sending a request to the first piece of text, one request after another."""
+    model = json.loads(await get(url, "/v1/models"))["data"][0]["id"]
+    draw, found = random.Random(0), []
+    for _ in range(count):
+        prompt = draw.choices(range(300, 30_000), k=input_len)
+        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True}
+        found.append((await ask(url, body)).first_s * 1e3)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=4)
+    parser.add_argument("--options", default="", help="further options of stoker serve")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        engine, size = Path(folder) / "engine", json.loads((Path(args.config) / "config.json").read_text())["vocab_size"]
+        save_tokenizer(Path(folder) / "tokenizer", size)
+        limits = Limits(max_batch_size=16, max_input_len=512, max_output_len=128, max_num_tokens=2048)
+        config = BuildConfig(dtype=args.dtype, dummy_weights=True, limits=limits, device=args.device, tokenizer=folder + "/tokenizer")
+        build(args.config, engine, config, verify="none", kernels=compile_ahead)
+        started = time.time()
+        with served(engine, args.options.split()) as url:
+            ready_s = time.time() - started
+            asyncio.run(measure(url, 5, args.input_len, args.output_len))  # shapes seen once
+            times = asyncio.run(measure(url, args.requests, args.input_len, args.output_len))
+        about = origin(engine, args.device)
+    row = {"input_len": args.input_len, "first_token_ms": {"median": statistics.median(times), "p90": percentile(times, 90),
+           "max": max(times)}, "server_ready_s": ready_s}  # fmt: skip
+    print(row, flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps({**about, "results": [row]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
