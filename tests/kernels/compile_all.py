@@ -13,10 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from stoker.distributed.inbox import MEMORY_BYTES, UNIT_BYTES, Inboxes
 from stoker.kernels.quantized import ExpertWeights, Int4Weight
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton import activation, attention, embedding, moe, norm, quant_fp8, quant_int4, quant_int8, rope, sampling
+from stoker.kernels.triton import activation, all_reduce, attention, embedding, moe, norm, quant_fp8, quant_int4, quant_int8, rope, sampling
 from stoker.kernels.triton.attention_tuning import Tile
 from stoker.kernels.triton.compile import compile_for, compiling, resources
 from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion
@@ -95,6 +96,14 @@ def experts(rows: int, dtype: torch.dtype, count: int = 8, top_k: int = 2, n: in
         moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
 
 
+def summed(ranks: int, rows: int, is_two_shot: bool, kind: str | None) -> None:
+    """A message of Llama-70B's rows: normed by row, or in pieces."""
+    inbox = Inboxes([1 << 40] * ranks, MEMORY_BYTES, 1, torch.device("meta")).get(UNIT_BYTES if kind is None else 16384, is_two_shot)
+    assert inbox is not None
+    x = meta(rows, 8192)
+    all_reduce.exchange(x, meta(rows, 8192), inbox, meta(8192) if kind else None, None, 1e-5, kind)
+
+
 DEEPSEEK_ROUTING = RoutingParams(8, "sigmoid", num_groups=8, top_groups=4, group_score="top2")
 LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
 EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=FP32), "sinks": meta(32, dtype=FP32)}
@@ -153,6 +162,14 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         f"experts {dtype}, {rows} rows": lambda rows=rows, dtype=dtype: experts(rows, dtype)  # type: ignore[misc]
         for dtype in (BF16, FP8, torch.int8)
         for rows in (1, 64, 2048)
+    },
+    **{
+        f"sum of {ranks} ranks {'in two shots' if two else 'in one shot'}, {kind or 'no norm'}": (
+            lambda ranks=ranks, two=two, kind=kind: summed(ranks, 32, two, kind)  # type: ignore[misc]
+        )
+        for ranks in (2, 4, 8)
+        for two in (False, True)
+        for kind in (None, "rms")
     },
     "route": lambda: moe.route(meta(64, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
     "clipped gate": lambda: moe.clipped_gate(meta(64, 5760), 7.0, 1.702),

@@ -107,7 +107,7 @@ def exchange_kernel(
         scale = tl.load(weight + cols, mask=cols < UNIT, other=0.0)  # no kernel writes it: before the wait
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
-    turn = tl.load(turns + unit)
+    turn = tl.load(turns + unit, volatile=True)
     now = (turn * UNITS + unit) * (SLOTS * UNIT)
     before = ((turn + TURNS - 1) % TURNS * UNITS + unit) * (SLOTS * UNIT)
     bits = tl.load(x + places, mask=inside, other=0.0).to(BITS, bitcast=True)
