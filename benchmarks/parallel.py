@@ -59,13 +59,13 @@ def plan(gpus: int) -> list[list[Step]]:
         [
             engine("70b fp8 tp4", 4, 60, 25, "llama-3.1-70b", *fp8, "--latency", "1x1000,64x1000", "--max-batch", "64"),
         ],
+        [engine("8b bf16 tp4", 4, 40, 15, "llama-3.1-8b", "--latency", "1x1000,64x1000", "--max-batch", "64")],
+        [engine("70b fp8 tp8", 8, 60, 25, "llama-3.1-70b", *fp8, "--latency", "1x1000,64x1000", "--max-batch", "64")],
+        [engine("70b fp8 load", gpus, 300, 70, "llama-3.1-70b", *fp8, "--throughput", "1000/1000:768", "--max-batch", "768")],
         [
             engine("8b bf16 tp2", 2, 45, 20, "llama-3.1-8b", "--latency", "1x1000,64x1000", "--max-batch", "64"),
             engine("8b bf16 tp2, nccl alone", 2, 45, 20, "llama-3.1-8b", "--latency", "1x1000,64x1000", "--max-batch", "64", "--nccl"),
         ],
-        [engine("8b bf16 tp4", 4, 40, 20, "llama-3.1-8b", "--latency", "1x1000,64x1000", "--max-batch", "64")],
-        [engine("70b fp8 tp8", 8, 60, 25, "llama-3.1-70b", *fp8, "--latency", "1x1000,64x1000", "--max-batch", "64")],
-        [engine("70b fp8 load", gpus, 300, 60, "llama-3.1-70b", *fp8, "--throughput", "1000/1000:768", "--max-batch", "768")],
     ]
     return [[step for step in steps if step.gpus <= gpus] for steps in rounds]
 
