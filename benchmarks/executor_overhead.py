@@ -1,6 +1,9 @@
 """The executor's own Python a step, with a model that costs nothing: plan, inputs, commit, outputs.
 
-PYTHONPATH=src python benchmarks/executor_overhead.py
+    PYTHONPATH=src python benchmarks/executor_overhead.py [--followers 7]
+
+With followers, as a leader of so many other ranks: each step goes into the ring too, and a follower's side of it, from the ring to the
+tensors of its step, is timed by itself.
 """
 
 from __future__ import annotations
@@ -20,15 +23,18 @@ from stoker.runtime.measure import random_requests
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.worker.inputs import InputBuilder
+from stoker.runtime.worker.inputs import InputBuilder, Packed
 from stoker.runtime.worker.model_runner import StepHandle
+from stoker.runtime.worker.ring import Ring, decode, encode_step, step_size
 
 
 class StubRunner:
-    """Builds the inputs as for a model, and answers token 7."""
+    """Builds the inputs as for a model, tells followers, and answers token 7."""
 
-    def __init__(self, num_rows: int, max_blocks: int, block_size: int) -> None:
-        self.inputs = InputBuilder(num_rows, max_blocks, block_size, torch.device("cpu"))
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int, max_tokens: int, followers: int) -> None:
+        self.inputs, self.theirs = (InputBuilder(num_rows, max_blocks, block_size, torch.device("cpu")) for _ in range(2))
+        self.ring = Ring.create(followers, step_size(max_tokens, num_rows, max_blocks)) if followers else None
+        self.publish_s = self.follow_s = self.others_s = 0.0  # of the last step: the leader's, a follower's, all followers'
 
     def prepare(self, request: TokenRequest) -> None: ...
     def add(self, seq: Sequence) -> None: ...
@@ -37,40 +43,68 @@ class StubRunner:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         packed = self.inputs.pack(plan)
+        if self.ring is not None:
+            self.tell(self.ring, packed)
         self.inputs.unpack(packed)
         return StepHandle(packed.sampled, torch.full((len(packed.sampled),), 7, dtype=torch.int32), None, {})
 
+    def tell(self, ring: Ring, packed: Packed) -> None:
+        """Publish, and follow as one reader does; the others only turn the page."""
+        started = time.thread_time()
+        ring.publish(encode_step(packed, True), packed.host.numpy(), lambda: None)
+        published = time.thread_time()
+        record = decode(ring.take(0, 0.0), self.theirs.buffer)
+        assert record.packed is not None
+        self.theirs.unpack(record.packed)
+        ring.release(0)
+        self.publish_s, self.follow_s = published - started, time.thread_time() - published
+        for reader in range(1, ring.num_readers):
+            ring.release(reader)
+        self.others_s = time.thread_time() - published
 
-def measure(rows: int, steps: int = 300, input_len: int = 200) -> dict[str, float]:
+
+def measure(rows: int, followers: int = 0, steps: int = 300, input_len: int = 200) -> dict[str, float]:
     limits = Limits(max_batch_size=rows, max_input_len=512, max_output_len=512, max_num_tokens=1 << 16)
     blocks = rows * 16
     info = ExecutorInfo(limits=limits, max_seq_len=1024, vocab_size=1000, device="cpu", kv_cache_tokens=blocks * 64, model="stub")
     scheduler = Scheduler(num_blocks=blocks, tokens_per_block=64, max_batch_size=rows, max_num_tokens=1 << 16, max_seq_len=1024)
-    executor = Executor(StubRunner(rows, 16, 64), scheduler, BulkMailbox(info), info, RuntimeConfig(max_queue_size=1 << 16))
+    runner = StubRunner(rows, 16, 64, 1 << 16, followers)
+    executor = Executor(runner, scheduler, BulkMailbox(info), info, RuntimeConfig(max_queue_size=1 << 16))
     mailbox = executor.mailbox
     assert isinstance(mailbox, BulkMailbox)
     mailbox.submit(random_requests(rows, input_len, steps + 20, 1000))
     for _ in range(10):
         executor.turn(0.0)
         mailbox.take()
-    times = []
+    times, told, followed = [], [], []
     for _ in range(steps):
         started = time.thread_time()  # this thread's own time: other processes don't count
         executor.turn(0.0)
-        times.append(time.thread_time() - started)
+        times.append(time.thread_time() - started - runner.others_s)
+        told.append(runner.publish_s)
+        followed.append(runner.follow_s)
         mailbox.take()
     times.sort()
-    return {"rows": rows, "median_ms": statistics.median(times) * 1e3, "p95_ms": times[int(0.95 * steps)] * 1e3}
+    row = {"rows": rows, "median_ms": statistics.median(times) * 1e3, "p95_ms": times[int(0.95 * steps)] * 1e3}
+    if followers:
+        row |= {"followers": followers, "publish_us": statistics.median(told) * 1e6, "follow_us": statistics.median(followed) * 1e6}
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--followers", type=int, default=0, help="of the leader: 7 on eight ranks")
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = [measure(rows) for rows in (1, 16, 64, 256, 1024)]
-    for row in results:
-        print(f"{row['rows']:5} rows: {row['median_ms']:.3f} ms a step (p95 {row['p95_ms']:.3f})")
+    results = []
+    for rows in (1, 16, 64, 256, 1024):
+        row = measure(rows, args.followers)
+        if args.followers:
+            row["alone_median_ms"] = measure(rows)["median_ms"]
+        results.append(row)
+        ranks = f", of it {row['publish_us']:.0f} µs to publish; a follower {row['follow_us']:.0f} µs" if args.followers else ""
+        print(f"{row['rows']:5} rows: {row['median_ms']:.3f} ms a step (p95 {row['p95_ms']:.3f}){ranks}")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)
