@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import CheckpointError, ConfigError
 from stoker.deploy import lmi, secrets, sources
 from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, EngineSource, recognise
 from stoker.deploy.engine import read_config
+from stoker.deploy.sources.hub import ClosedError
 
 if TYPE_CHECKING:
     from stoker.builder.config import BuildConfig
@@ -88,7 +89,15 @@ def fetch(location: str, source: EngineSource | BuildOptions, environment: Envir
     token = secrets.find(source.token_secret, environment) if source.token_secret else None
     if Path(location).expanduser().exists():
         return Path(location).expanduser()
-    return sources.resolve(location, revision=source.revision, digest=source.digest, token=token, progress=progress)
+    try:
+        return sources.resolve(location, revision=source.revision, digest=source.digest, token=token, progress=progress)
+    except ClosedError as error:
+        if token is not None or not source.token_secret:
+            raise
+        told = f"{error.message.rstrip('.')}, and the secret {source.token_secret} is not set."
+        raise CheckpointError(
+            told, cure=f"Correct the name, or put a token that may read it into {secrets.places(source.token_secret)}."
+        ) from None
 
 
 def build_config(deployment: Deployment, tokenizer: Path | None = None) -> BuildConfig:

@@ -118,7 +118,8 @@ def _check_build(root: Node, build: Node, file: str) -> None:
             file, build, "trt_llm.build", "checkpoint_repository.repo is missing", "Add checkpoint_repository with source and repo."
         )
     missing = [key for key in REQUIRED_BY_THE_FIRST if _at(root, key) is None]
-    if repository is None and missing:
+    misspelt = [name for name, _ in _entries(build) if f"trt_llm.build.{name}" not in _SECTIONS | set(TABLE)]  # told with the nearest name
+    if repository is None and missing and not misspelt:
         raise _refuse(file, build, "trt_llm.build", f"{', '.join(key.rpartition('.')[2] for key in missing)} missing", "Add them.")
 
 

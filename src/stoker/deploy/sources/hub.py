@@ -17,6 +17,10 @@ _NEVER = (
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
+class ClosedError(CheckpointError):
+    """The hub shows the repository to nobody, or not to this token."""
+
+
 def fetch(repository: str, revision: str | None, token: Secret | None, store: Store) -> Path:
     """The local snapshot of a model repository, without files that no build reads (other frameworks; pickles where safetensors exist).
 
@@ -48,14 +52,14 @@ def _ignored(files: list[str]) -> list[str]:
     return [*_NEVER, *(_PICKLES if any(name.endswith((".safetensors", ".gguf")) for name in files) else ())]
 
 
-def _closed(repository: str, gated: bool, token: Secret | None) -> CheckpointError:
+def _closed(repository: str, gated: bool, token: Secret | None) -> ClosedError:
     if gated:
         what, cure = "is gated, and access is not granted", "Accept its terms on the hub, and set HF_TOKEN."
     else:
         what, cure = "does not exist, or is private", "Correct the name, or set HF_TOKEN to a token that may read it."
     if token is not None:
         cure = "The token that was given may not read it." if not gated else "Accept its terms on the hub with the token's account."
-    return CheckpointError(f"{repository} {what}.", cure=cure)
+    return ClosedError(f"{repository} {what}.", cure=cure)
 
 
 def _cached(repository: str, revision: str | None, error: Exception) -> Path:

@@ -1,0 +1,235 @@
+"""Every configuration that Truss's own documents show, taken as it stands; and what the truss package itself says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stoker.base.errors import CheckpointError, ConfigError, StokerError
+from stoker.cli.main import main
+from stoker.deploy import resolve, truss
+from stoker.deploy.deployment import BuildOptions, EngineSource
+from stoker.deploy.secrets import Secret
+from stoker.deploy.sources import hub
+
+DOCUMENTS = Path(__file__).parent / "documents"
+SECRET = "hf_abcdefghijklmnop"
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(truss, "visible_gpus", lambda environment: 0)
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def folder(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "truss"
+    path.mkdir(exist_ok=True)
+    (path / "config.yaml").write_text(text)
+    return path
+
+
+def document(name: str) -> str:
+    return (DOCUMENTS / name).read_text()
+
+
+def dry_run(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The status and all that is printed."""
+    monkeypatch.setattr(sys, "argv", ["stoker", "serve", str(path), "--dry-run"])
+    try:
+        status: Any = main()
+    except SystemExit as ended:
+        status = ended.code or 0
+    shown = capsys.readouterr()
+    return status, shown.out + shown.err
+
+
+BOTH = "build_and_serve.yaml"
+BUILD, SERVE = document(BOTH).split("  serve:")[0], "trt_llm:\n  serve:" + document(BOTH).split("  serve:")[1]
+OLDEST = "model_metadata:\n  tensor_parallelism: 1\n  engine_repository: org/engine\n  tokenizer_repository: org/tok\n"
+
+
+def test_the_build_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown = dry_run(folder(tmp_path, BUILD), monkeypatch, capsys)
+    assert status == 0
+    rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
+    for name, value, line in (("max_input_len", 2048, 4), ("max_batch_size", 8, 6), ("max_beam_width", 4, 7), ("quantization", "INT8", 9)):
+        assert str(value) in rows[name] and f"config.yaml:{line}" in rows[name]
+    assert "decaplusplus/llama-7b-hf" in rows["checkpoint"] and "built, or taken from the cache" in rows["then"]
+    assert all(f"plugin_configuration.{name}" in shown for name in ("multi_block_mode", "paged_kv_cache", "use_fused_mlp"))
+
+
+def test_the_serve_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown = dry_run(folder(tmp_path, SERVE), monkeypatch, capsys)
+    assert status == 0 and "/path/to/engine" in shown and "/path/to/tokenizer" in shown and "served as it is" in shown
+    with pytest.raises(ConfigError, match="/path/to/engine, which is no directory here"):
+        resolve.ready(resolve.read(folder(tmp_path, SERVE), {}), {})
+
+
+def test_both_sections_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown = dry_run(folder(tmp_path, document(BOTH)), monkeypatch, capsys)
+    assert status == 2 and "exclude each other" in shown and "line 2" in shown and "line 17" in shown
+
+
+@pytest.mark.parametrize("name", [
+    "NO_QUANT", "WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT8", "WEIGHTS_ONLY_INT4", "WEIGHTS_KV_INT4", "SMOOTH_QUANT", "FP8", "FP8_KV",
+])  # fmt: skip
+def test_every_quantization_that_it_lists_reaches_the_builder(tmp_path: Path, name: str) -> None:
+    deployment = resolve.read(folder(tmp_path, BUILD.replace("WEIGHTS_KV_INT8", name)), {})
+    config = resolve.build_config(deployment)
+    assert config.quantization == {"WEIGHTS_KV_INT8": "WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT4": "WEIGHTS_ONLY_INT4", "FP8_KV": "FP8",
+                                   "NO_QUANT": None}.get(name, name)  # fmt: skip
+    assert config.kv_cache_dtype == {"WEIGHTS_KV_INT8": "int8", "WEIGHTS_KV_INT4": "int8", "FP8_KV": "float8_e4m3fn"}.get(name)
+
+
+def test_the_oldest_with_its_secrets_and_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    path = folder(tmp_path, OLDEST + document("secrets.yaml"))
+    packages = path / "packages" / "inflight_batcher_llm" / "tensorrt_llm"
+    packages.mkdir(parents=True)
+    (packages / "config.pbtxt").write_text('name: "tensorrt_llm"\nbackend: "tensorrtllm"\n' + document("parameters.pbtxt"))
+    runtime = resolve.read(path, {}).runtime
+    assert (runtime.kv_cache_tokens, runtime.kv_cache_fraction, runtime.max_num_sequences) == (10_000, 0.1, 64)
+    status, shown = dry_run(path, monkeypatch, capsys)
+    assert status == 0 and "org/engine" in shown and "my_hf_api_key" not in shown
+    assert "warning: " in shown and "/secrets/hf_access_token, TRUSS_SECRET_hf_access_token or HF_TOKEN" in shown
+
+
+SHAPES = [
+    (title, re.search(r"^config.yaml:\n((?:  .*\n|\n)+?)->", block, re.M), "TrussConfig.from_yaml(config.yaml): ACCEPTED" in block)
+    for title, block in re.findall(
+        r"^== \d+\. (.*)\n((?:(?!== ).*\n)+)", next((DOCUMENTS.parent / "recorded").glob("16-*")).read_text(), re.M
+    )
+]
+# Where Stoker's verdict differs from the package's: why.
+TAKEN = ("only its build section", "only its serve section", "its build + a", "the same with base_model: llama", "base_model: LLAMA")
+REFUSED = {"lookahead decoding": "speculative decoding is not served", "encoder": "base_model=encoder"}
+
+
+@pytest.mark.parametrize("title, shape, accepted", [s for s in SHAPES if s[1]], ids=[s[0] for s in SHAPES if s[1]])
+def test_shapes_that_the_package_was_given(tmp_path: Path, title: str, shape: re.Match[str], accepted: bool) -> None:
+    path = folder(tmp_path, re.sub(r"^  ", "", shape[1], flags=re.M))
+    told = next((text for name, text in REFUSED.items() if title.startswith(name)), None)
+    if told is None and (accepted or title.startswith(TAKEN)):
+        assert resolve.read(path, {}).format == "truss"
+        return
+    with pytest.raises(ConfigError, match=told or r"config\.yaml:\d+") as caught:
+        resolve.read(path, {})
+    assert "config.yaml" in str(caught.value)
+
+
+def test_all_shapes_were_found() -> None:
+    assert len([s for s in SHAPES if s[1]]) >= 17
+
+
+def test_the_package_s_own_dump_of_every_default(tmp_path: Path) -> None:
+    text = next((DOCUMENTS.parent / "recorded").glob("16-*")).read_text()
+    dumps = [json.loads(found) for found in re.findall(r"dump, with defaults: (\{.*\})$", text, re.M)]
+    kinds = {resolve.read(folder(tmp_path, yaml.safe_dump({"trt_llm": dump})), {}).format for dump in dumps if _served(dump)}
+    assert kinds == {"truss"} and len(dumps) > 4
+
+
+def _served(dump: dict[str, Any]) -> bool:
+    """Of the second stack the package refuses its own dump too: the build's defaults are the first stack's."""
+    return (
+        dump["inference_stack"] == "v1"
+        and not dump["build"].get("speculator")
+        and dump["build"].get("base_model") not in ("encoder", "encoder_bert")
+    )
+
+
+PRIVATE = BUILD.replace("decaplusplus/llama-7b-hf", "org/private")
+
+
+@pytest.mark.parametrize("name", ["hf_access_token", "my_token"])
+def test_a_private_repository_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    given: list[Secret | None] = []
+
+    def closed(repository: str, revision: str | None, token: Secret | None, store: Any) -> Path:
+        given.append(token)
+        raise hub._closed(repository, False, token)
+
+    monkeypatch.setattr(hub, "fetch", closed)
+    checkpoint = f"    checkpoint_repository: {{source: HF, repo: org/private, runtime_secret_name: {name}}}\n"
+    path = folder(tmp_path, "trt_llm:\n  build:\n" + checkpoint)
+    with pytest.raises(CheckpointError, match=f"org/private .*the secret {name} is not set. .*/secrets/{name}, TRUSS_SECRET_{name}"):
+        resolve.ready(resolve.read(path, {}), {})
+    environment = {f"TRUSS_SECRET_{name}": SECRET}
+    with pytest.raises(CheckpointError, match="The token that was given may not read it") as caught:
+        resolve.ready(resolve.read(path, environment), environment)
+    assert given[0] is None and given[1] is not None and given[1].reveal() == SECRET
+    assert SECRET not in str(caught.value)
+
+
+def test_secrets_never_reach_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    """In the file, in the environment, as the secret's name, inside an address: none of it is shown."""
+    monkeypatch.setenv("TRUSS_SECRET_hf_access_token", SECRET)
+    texts = {
+        0: [BUILD + f"secrets: {{hf_access_token: {SECRET}}}\n", OLDEST + f"secrets:\n hf_access_token: {SECRET}\n"],
+        2: [
+            f"trt_llm: {{build: {{checkpoint_repository: {{source: HF, repo: a/b, runtime_secret_name: '{SECRET * 5}'}}}}}}\n",
+            f"trt_llm: {{build: {{checkpoint_repository: {{source: REMOTE_URL, repo: 'https://u:{SECRET}@host/x.tar'}}}}}}\n",
+        ],
+    }
+    for wanted, found in texts.items():
+        for text in found:
+            status, shown = dry_run(folder(tmp_path, text), monkeypatch, capsys)
+            assert (status, SECRET in shown + caplog.text) == (wanted, False), shown
+
+
+BAD = {
+    "neither": ("trt_llm: {runtime: {}}\n", "it has neither build nor serve"),
+    "unknown quantization": (BUILD.replace("WEIGHTS_KV_INT8", "WEIGHTS_KV_INT7"), r"config.yaml:9: .*quantization_type=WEIGHTS_KV_INT7"),
+    "ranks and accelerators": (BUILD + "resources: {accelerator: 'A100:2'}\n", "make 1 ranks"),
+    "oldest: ranks and accelerators": (OLDEST.replace(": 1", ": 4") + "resources: {accelerator: 'A100:2'}\n", "make 4 ranks"),
+    "misspelt": (BUILD.replace("max_beam_width", "max_beam_widht"), "Did you mean trt_llm.build.max_beam_width"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folders(tmp_path: Path, name: str) -> None:
+    text, told = BAD[name]
+    with pytest.raises(ConfigError, match=told):
+        resolve.read(folder(tmp_path, text), {})
+
+
+@pytest.mark.parametrize("count", ["tensor_parallel_count: 1 ", "pipeline_parallel_count: 1 "])
+def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str) -> None:
+    monkeypatch.setattr(truss, "visible_gpus", lambda environment: 1)
+    with pytest.raises(ConfigError, match=r"config.yaml:1\d: .*2 ranks in all, and 1 GPU is visible"):
+        resolve.read(folder(tmp_path, BUILD.replace(count, count.replace("1", "2"))), {})
+
+
+def test_ranks_of_an_engine_that_is_there(tiny_engine: Path, tmp_path: Path) -> None:
+    text = SERVE.replace("/path/to/engine", str(tiny_engine)).replace("/path/to/tokenizer", str(tiny_engine))
+    assert resolve.ready(resolve.read(folder(tmp_path, text), {}), {}).engine == tiny_engine
+    two = text.replace("tensor_parallel_count: 1", "tensor_parallel_count: 2")
+    with pytest.raises(ConfigError, match=r"asks for tensor 2 × pipeline 1, and the engine .* was built for tensor 1"):
+        resolve.ready(resolve.read(folder(tmp_path, two), {}), {})
+
+
+def test_what_is_asked_of_the_hub_is_what_the_document_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fetch(location: str, **given: Any) -> Path:
+        asked.append(location)
+        raise CheckpointError("not here")
+
+    monkeypatch.setattr("stoker.deploy.sources.resolve", fetch)
+    for text in (BUILD, OLDEST):
+        with pytest.raises(StokerError, match="not here"):
+            resolve.ready(resolve.read(folder(tmp_path, text), {}), {})
+    assert asked == ["decaplusplus/llama-7b-hf", "org/engine"]
+    assert isinstance(resolve.read(folder(tmp_path, BUILD), {}).source, BuildOptions)
+    assert isinstance(resolve.read(folder(tmp_path, OLDEST), {}).source, EngineSource)
