@@ -61,10 +61,10 @@ async def test_a_failure_is_told_by_the_status_and_leaves_the_next_request_alone
     assert good.json() == {"generated_text": "Hello, wörld"}
 
 
-@pytest.mark.parametrize("tgi", [False, True])
-async def test_a_failure_in_mid_stream_is_a_last_record_of_the_stream(tgi: bool) -> None:
-    answer = await ask({"inputs": "BOOM LATE", "stream": True}, tgi_compat=tgi)
-    begin, end = ("data: ", "\n\n") if tgi else ("", "\n")
+@pytest.mark.parametrize("options", [{}, {"tgi_compat": True}, {"dialect": "async"}, {"dialect": "0.26"}], ids=str)
+async def test_a_failure_in_mid_stream_is_a_last_record_of_the_stream(options: dict[str, Any]) -> None:
+    answer = await ask({"inputs": "BOOM LATE", "stream": True}, **options)
+    begin, end = ("data: ", "\n\n") if "tgi_compat" in options else ("", "\n")
     records = answer.text.removesuffix(end).split(end)
     assert all(record.startswith(begin) for record in records)
     assert json.loads(records[-1].removeprefix(begin)) == {"error": FAILED, "code": 424}
@@ -118,10 +118,25 @@ async def test_with_a_reasoning_parser_plain_answers_stay_plain() -> None:
     assert choice["finish_reason"] == "eos_token"
 
 
-async def test_chat_without_messages_is_refused() -> None:
-    answer = await ask({"messages": []})
-    assert answer.status_code == 400
-    assert "messages" in answer.json()["error"]
+async def test_chat_without_messages_or_role_is_refused() -> None:
+    for messages in ([], [{"content": "x"}]):
+        answer = await ask({"messages": messages})
+        assert answer.status_code == 400
+        assert "messages" in answer.json()["error"]
+
+
+async def test_output_formatter_beside_inputs() -> None:
+    streamed = await ask({"inputs": "hi", "output_formatter": "sse"})
+    assert streamed.headers["content-type"] == "text/event-stream"
+    assert (await ask({"inputs": "hi", "output_formatter": "zzz"})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "method, path, status", [("GET", "/invocations", 405), ("PUT", "/invocations", 405), ("POST", "/invocations/x", 404)]
+)
+async def test_only_post_runs_an_inference(method: str, path: str, status: int) -> None:
+    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+        assert (await client.request(method, path, content=b'{"inputs":"hi"}')).status_code == status
 
 
 REFUSED = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,26 +14,35 @@ from lmi_recordings import Recorded, StandIn, read, read_formatted
 
 from stoker.server.schemas.lmi import LMIOptions
 
-# Exchanges in which the real server misbehaves; docs/sagemaker.md says what happens instead, tests/lmi/test_lmi_invocations.py tests it.
+_REFUSED = "a request that the engine refuses gets 200"
+_MESSAGES = "empty `messages` are answered"
+# Exchanges in which the real server misbehaves, each with the row of docs/sagemaker.md that says what happens instead;
+# tests/lmi/test_lmi_invocations.py tests it.
 OTHERWISE = {
-    "Content-Type text/plain",
-    "3p formatter without details: the formatter itself fails (KeyError generated_tokens), the whole batch gets 424",
-    "the very next request fails too (the engine still holds the old request)",
-    "stream true",
-    "output_formatter unknown name",
-    "one request refused by the engine (error token, finish_reason error), not streaming",
-    "the same with details",
-    "one request refused by the engine, streaming",
-    "refused, with an error code set on the request (424)",
-    "refused with a code, streaming",
-    "chat: refused",
-    "stream, logprobs",
-    "stream with output_formatter sse_chat asked for",
-    "empty messages",
-    "message without role",
-    "engine exception after two tokens, streaming",
-    "chat stream with logprobs",
+    "Content-Type text/plain": "a Content-Type other than JSON",
+    "3p formatter without details: the formatter itself fails (KeyError generated_tokens), the whole batch gets 424": "the `3p` formatter",
+    "the very next request fails too (the engine still holds the old request)": "the next one fails too",
+    "stream true": "the next one fails too",
+    "output_formatter unknown name": "an unknown `output_formatter`",
+    "one request refused by the engine (error token, finish_reason error), not streaming": _REFUSED,
+    "the same with details": _REFUSED,
+    "one request refused by the engine, streaming": _REFUSED,
+    "refused, with an error code set on the request (424)": _REFUSED,
+    "refused with a code, streaming": _REFUSED,
+    "chat: refused": _REFUSED,
+    "stream, logprobs": "chat streams spell `top_logprobs`",
+    "chat stream with logprobs": "chat streams spell `top_logprobs`",
+    "stream with output_formatter sse_chat asked for": "`/v1/chat/completions` streams JSON lines",
+    "empty messages": _MESSAGES,
+    "message without role": "a message without `role`",
+    "engine exception after two tokens, streaming": "in an SSE stream",
 }
+
+
+def test_where_the_real_server_misbehaves_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sagemaker.md").read_text()
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
+    assert [said for said in OTHERWISE.values() if not any(said in row for row in rows)] == []
 
 
 def cases(*names: str) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from stoker.base.config import Limits
 from stoker.base.errors import RequestError, StokerError
 from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from stoker.frontend.messages import check_messages
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.runtime.client import ExecutorInfo
@@ -102,11 +103,8 @@ class ScriptedService(Service):
 
     def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
         self.rendered.append((messages, template_values))
-        if not isinstance(messages, list) or not messages:
-            raise RequestError("messages", messages, "it must be a list of at least one message")
-        return "".join(f"<{message['role']}>{message.get('content')}" for message in messages) + template_values.get(
-            "ending", "<assistant>"
-        )
+        checked = check_messages(messages, max_chars=self.info.limits.max_input_len * 8)
+        return "".join(f"<{message['role']}>{message['content']}" for message in checked) + template_values.get("ending", "<assistant>")
 
     async def stats(self) -> ExecutorStats:
         return ExecutorStats(num_running=self.num_streaming, num_blocks=10, num_free_blocks=7, max_batch_size=4, num_steps=5, row_steps=10)

@@ -24,6 +24,7 @@ KV_CACHE_TOKENS = 16384
 def demo(
     serve: Annotated[bool, typer.Option("--serve", help="Leave the server running, until Ctrl-C.")] = False,
     port: Annotated[int, typer.Option(help="The server's port. Default: 8000 with --serve, else any free one.")] = 0,
+    engine: Annotated[bool, typer.Option("--engine", help="Only build the engine, and print where it is.")] = False,
 ) -> None:
     """Fetch a small model, build its engine, serve it, ask it, print the answers and what it took, stop.
 
@@ -34,13 +35,17 @@ def demo(
       stoker demo
 
       stoker demo --serve --port 8080
+
+      stoker package lmi "$(stoker demo --engine)"
     """
-    console = Console()
-    engine = _engine(console)
-    if serve:
-        _serve(engine, port or 8000)
+    console = Console(stderr=engine)
+    built = _engine(console)
+    if engine:
+        typer.echo(built)
+    elif serve:
+        _serve(built, port or 8000)
     else:
-        _show(console, engine, port)
+        _show(console, built, port)
 
 
 def _engine(console: Console) -> Path:

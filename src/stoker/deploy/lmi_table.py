@@ -127,7 +127,7 @@ _SPREAD = (
     no_effect("option.parallel_loading", _FLAG, _ALWAYS),
     honoured("option.use_custom_all_reduce", _FLAG, "runtime.custom_all_reduce", "default on; GPUs only"),
     no_effect("option.embedding_parallel_mode", _TEXT, _OWN),
-    refused("option.cluster_size", _COUNT, "LMI's own clustering is not spoken", 1, hint="Use --pipeline-parallel over several hosts."),
+    refused("option.cluster_size", _COUNT, "LMI's own clustering is not spoken", 1, hint="Use the devices of one host."),
     refused("option.context_parallel_size", _COUNT, "a sequence is not split over devices", 1),
     refused("option.moe_tensor_parallel_size", Whole(-1, 1024), "experts are spread as the other weights", -1, 1),
     refused("option.moe_expert_parallel_size", Whole(-1, 1024), "experts are spread as the other weights", -1, 1),

@@ -94,7 +94,8 @@ async def read(body: dict[str, Any], service: Service, settings: ServerSettings,
             raise RequestError(name[:80], value, f"beside inputs there are {', '.join(_BODY[1:])} only", cure="Leave it out.")
     if body.get("adapters"):
         raise RequestError("adapters", body["adapters"], "there are no adapters", cure="Leave it out.")
-    values = parameters.check(given or {})
+    beside = {name: body[name] for name in ("output_formatter",) if name in body}
+    values = parameters.check({**beside, **(given or {})})
     stream = boolean("stream", body["stream"]) if body.get("stream") is not None else False
     asked = _asked(inputs, values, stream, options)
     params = sampling(values, service, settings, tokens=asked.stream or asked.details or asked.several)
