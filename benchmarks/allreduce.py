@@ -23,8 +23,8 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from stoker.base.config import Mapping
+from stoker.distributed import inbox, symmetric
 from stoker.distributed.collectives import ProcessGroup
-from stoker.distributed.inbox import UNIT_BYTES
 from stoker.distributed.symmetric import SymmetricGroup
 from stoker.distributed.world import join
 from stoker.kernels import ops
@@ -54,7 +54,7 @@ class Message:
 Way = Callable[[Message], tuple[Tensor, Tensor]]  # → (normed, stream)
 
 
-def ways(group: SymmetricGroup) -> dict[str, Way]:
+def ways(group: SymmetricGroup, num_bytes: int) -> dict[str, Way]:
     """What is timed, by name. "stoker" is what a layer calls."""
     plain = ProcessGroup(group.inner, group.device)
     made: dict[str, Way] = {
@@ -65,6 +65,8 @@ def ways(group: SymmetricGroup) -> dict[str, Way]:
         "stoker, norm left to the linear": lambda m: (m.x, ops.all_reduce(m.x, group, m.residual)),
         "stoker": lambda m: ops.all_reduce_norm(m.x, group, m.residual, m.weight, None, EPS, "rms"),
     }
+    if num_bytes > inbox.MAX_BYTES:
+        return {name: way for name, way in made.items() if "stoker" not in name}
     for name, is_two_shot in (("one-shot", False), ("two-shot", True)):
         made[f"{name} rows"] = partial(by_rows, group, is_two_shot)
         made[f"{name} pieces"] = partial(by_pieces, group, is_two_shot)
@@ -74,16 +76,16 @@ def ways(group: SymmetricGroup) -> dict[str, Way]:
 
 def by_rows(group: SymmetricGroup, is_two_shot: bool, message: Message) -> tuple[Tensor, Tensor]:
     assert group.inboxes is not None
-    inbox = group.inboxes.get(ROW_BYTES, is_two_shot)
-    assert inbox is not None
-    return exchange(message.x, message.residual, inbox, message.weight, None, EPS, "rms")
+    places = group.inboxes.get(ROW_BYTES, is_two_shot)
+    assert places is not None
+    return exchange(message.x, message.residual, places, message.weight, None, EPS, "rms")
 
 
 def by_pieces(group: SymmetricGroup, is_two_shot: bool, message: Message) -> tuple[Tensor, Tensor]:
     assert group.inboxes is not None
-    inbox = group.inboxes.get(UNIT_BYTES, is_two_shot)
-    assert inbox is not None
-    return message.x, exchange(message.x, message.residual, inbox)[1]
+    places = group.inboxes.get(inbox.UNIT_BYTES, is_two_shot)
+    assert places is not None
+    return message.x, exchange(message.x, message.residual, places)[1]
 
 
 def captured(run: Callable[[], object], times: int = 1) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
@@ -142,7 +144,7 @@ def measure(group: SymmetricGroup, kibs: list[int], tell: Callable[[dict[str, An
     if group.inboxes is None:
         tell({"ranks": group.size, "wrong": "inboxes do not work here; see the log"})
         return
-    every = ways(group)
+    every, usual = ways(group, ROW_BYTES), group.max_bytes
     for name in [name for name in every if "rows" in name or name.endswith("pieces") or name.startswith("stoker")]:
         for rows in (1, 13, 32):
             wrong = check(every[name], group, rows)
@@ -150,11 +152,15 @@ def measure(group: SymmetricGroup, kibs: list[int], tell: Callable[[dict[str, An
                 tell({"ranks": group.size, "way": name, "rows": rows, "wrong": wrong or "on another rank"})
     for kib in kibs:
         message = Message(kib * 1024 // ROW_BYTES, group)
+        group.max_bytes = symmetric.BUFFER_BYTES
+        every = ways(group, kib * 1024)
         row: dict[str, Any] = {"ranks": group.size, "kib": kib}
         for name, way in every.items():
             row[name] = round(timed(partial(way, message), group), 2)
-        row["ratio"] = round(row["stoker"] / row["nccl + add_norm"], 3)
+        if "stoker" in row:
+            row["ratio"] = round(row["stoker"] / row["nccl + add_norm"], 3)
         tell(row)
+    group.max_bytes = usual
 
 
 def rank_main(rank: int, sizes: list[int], port: int, args: argparse.Namespace) -> None:
@@ -191,7 +197,7 @@ def rank_main(rank: int, sizes: list[int], port: int, args: argparse.Namespace) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default=str(torch.cuda.device_count()), help="numbers of GPUs, the largest first: 4,2")
-    parser.add_argument("--kib", default="16,32,64,128,256,512", help="message sizes; a row of 8192 bfloat16 is 16")
+    parser.add_argument("--kib", default="16,32,64,128,256,512,1024,4096,16384", help="message sizes; a row of 8192 bfloat16 is 16")
     parser.add_argument("--json", help="a line for each size is added to this file")
     args = parser.parse_args()
     sizes = [int(size) for size in args.ranks.split(",")]

@@ -16,6 +16,7 @@ from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.inbox import EMPTY, MEMORY_BYTES, ONE_SHOT_BYTES, Inboxes
 
 MAX_BYTES = 4 << 20  # larger messages, of long prefills, are NCCL's
+BUFFER_BYTES = 32 << 20  # so that measurements can ask for more
 _DTYPES = (torch.bfloat16, torch.float32)  # that PyTorch's kernels sum
 
 
@@ -28,18 +29,18 @@ class SymmetricGroup(ProcessGroup):
         if not self._reaches_all():
             raise RuntimeError("not every device can reach the others' memory")
         self._name = inner.group_name
-        self._buffer, _ = self._shared(MAX_BYTES)
+        self._buffer, _ = self._shared(BUFFER_BYTES)
         memory, bases = self._shared(MEMORY_BYTES)
         memory.fill_(EMPTY)
         torch.cuda.synchronize(device)
         self.smallest(0)  # all inboxes are empty: the first message may come
-        self._memory = memory
+        self._memory, self.max_bytes = memory, MAX_BYTES
         self.inboxes = Inboxes(bases, MEMORY_BYTES, self.rank, device) if self.size in ONE_SHOT_BYTES else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         num_bytes = x.numel() * x.element_size()
         # Its kernel reads 16 bytes at a time, of each rank's share.
-        if x.dtype not in _DTYPES or not 0 < num_bytes <= MAX_BYTES or num_bytes % (16 * self.size):
+        if x.dtype not in _DTYPES or not 0 < num_bytes <= self.max_bytes or num_bytes % (16 * self.size):
             return super().all_reduce(x)
         x = x.contiguous()
         shared = self._buffer.view(x.dtype)[: x.numel()].view(x.shape)
