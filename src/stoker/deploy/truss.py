@@ -16,7 +16,7 @@ from stoker.deploy.devices import check_world, visible_gpus
 from stoker.deploy.fields import Collected, Found, refusal
 from stoker.deploy.sources.store import inside
 from stoker.deploy.truss_export import export
-from stoker.deploy.truss_table import REQUIRED_BY_THE_FIRST, TABLE, V1_ONLY, V2_BUILD, V2_ONLY
+from stoker.deploy.truss_table import REQUIRED_BY_THE_FIRST, TABLE, V1_ONLY, V2_BUILD, V2_BUILD_DEFAULTS, V2_ONLY
 from stoker.deploy.yaml_tree import Node
 from stoker.server.schemas.settings import ServerSettings
 from stoker.server.schemas.truss import TrussOptions
@@ -133,11 +133,20 @@ def _check_stack(root: Node, file: str) -> None:
             raise _refuse(
                 file, child, f"trt_llm.runtime.{name}", limit, f"Remove it, or set trt_llm.inference_stack: {'v1' if second else 'v2'}."
             )
-    for name, child in _entries(build) if second else ():
-        if f"trt_llm.build.{name}" in TABLE and name not in V2_BUILD:
-            raise _refuse(
-                file, child, f"trt_llm.build.{name}", "inference_stack v2 sets this under trt_llm.runtime", "Move it to trt_llm.runtime."
-            )
+    if second and build is not None:
+        _check_second_build(build, file)
+
+
+def _check_second_build(build: Node, file: str) -> None:
+    """Take out what asks for nothing; refuse what the second stack sets elsewhere."""
+    for name, child in _entries(build):
+        key = f"trt_llm.build.{name}"
+        if key not in TABLE and key not in _SECTIONS:
+            continue
+        if child.value is None or (name in V2_BUILD_DEFAULTS and child.plain() == V2_BUILD_DEFAULTS[name]):
+            del build.value[name]
+        elif name not in V2_BUILD:
+            raise _refuse(file, child, key, "inference_stack v2 sets this under trt_llm.runtime", "Move it to trt_llm.runtime.")
 
 
 def _entries(node: Node | None) -> list[tuple[str, Node]]:

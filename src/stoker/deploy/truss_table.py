@@ -6,6 +6,8 @@ TrussConfig and TRTLLMConfiguration of truss 0.18.
 
 from __future__ import annotations
 
+from typing import Any
+
 from stoker.deploy import quantization
 from stoker.deploy.fields import Field, honoured, no_effect, refused, table
 from stoker.deploy.kinds import Anything, Choice, Flag, Location, Real, Text, Whole, names
@@ -182,6 +184,13 @@ TABLE: dict[str, Field] = table(
 
 V2_ONLY = frozenset(row.key for row in _RUN_V2_ROWS)
 V1_ONLY = frozenset(row.key for row in _RUN_ROWS) - {_RUN + "served_model_name"}
+# Of the second stack's build, what truss writes out though nobody set it; it asks for nothing.
+V2_BUILD_DEFAULTS: dict[str, Any] = {
+    "max_batch_size": 256, "max_num_tokens": 8192, "max_beam_width": 1, "max_prompt_embedding_table_size": 0,
+    "gather_all_token_logits": False, "strongly_typed": False, "tensor_parallel_count": 1, "pipeline_parallel_count": 1,
+    "sequence_parallel_count": 1, "moe_expert_parallel_option": -1,
+    "plugin_configuration": {"paged_kv_cache": True, "use_paged_context_fmha": True, "use_fp8_context_fmha": False},
+}  # fmt: skip
 V2_BUILD = ("checkpoint_repository", "quantization_type", "quantization_config", "num_builder_gpus", "skip_build_result", "base_model")
 REQUIRED_BY_THE_FIRST = tuple(
     _BUILD + name
