@@ -78,6 +78,7 @@ async def serve(task: FrontendTask, tell_ready: Callable[[], Any]) -> None:
     await asyncio.gather(serving, *([end_grpc(server, grpc, task.settings)] if grpc is not None else []))
     loading.cancel()
     await repository.unload(task.model_name)
+    metrics.tallies.write()
 
 
 async def open_grpc(context: Context, address: str) -> Any:

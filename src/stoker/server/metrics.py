@@ -14,6 +14,7 @@ from stoker.base.logging import get_logger
 from stoker.base.metrics import EXECUTOR_METRICS, FRONTEND_METRICS, Metric
 from stoker.frontend.repository import ModelRepository
 from stoker.runtime.request import ExecutorStats
+from stoker.server.tallies import CounterTally, HistogramTally, Tallies
 from stoker.server.triton_metrics import TritonMetrics, executor_families, triton_names
 
 log = get_logger(__name__)
@@ -29,13 +30,16 @@ class FrontendMetrics:
         disable_created_metrics()  # a gauge beside every counter that nobody reads
         self.registry = CollectorRegistry()
         self._made = {metric.name: self._make(metric) for metric in FRONTEND_METRICS}
-        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}  # as many as prometheus-client keeps itself
-        self.triton = TritonMetrics(self.registry)
+        self._children: dict[tuple[str, tuple[str, ...]], CounterTally | HistogramTally] = {}  # as many as prometheus-client keeps itself
+        self.tallies = Tallies(shared=bool(env.text(MULTIPROCESS_DIR)))
+        self.triton = TritonMetrics(self.registry, self.tallies)
 
     def of(self, metric: Metric, *labels: str) -> Any:
         """The child with these label values."""
         if (child := self._children.get((metric.name, labels))) is None:
-            child = self._children[metric.name, labels] = self._made[metric.name].labels(*labels)
+            made = self._made[metric.name].labels(*labels)
+            tally = self.tallies.histogram if metric.kind == "histogram" else self.tallies.counter
+            child = self._children[metric.name, labels] = tally(made)
         return child
 
     def answered(self, route: str, status: int) -> None:
@@ -43,6 +47,7 @@ class FrontendMetrics:
 
     async def exposition(self, repository: ModelRepository) -> bytes:
         """Everything in Prometheus' text format. An executor that does not answer has no numbers; the rest is shown."""
+        self.tallies.write()
         scrape = CollectorRegistry()
         scrape.register(_Executors(await _stats(repository)))
         return triton_names(self._own()) + generate_latest(scrape)

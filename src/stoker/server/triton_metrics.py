@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from stoker.runtime.request import ExecutorStats
+from stoker.server.tallies import Tallies
 
 VERSION = "1"
 LABELS = ("model", "version")
@@ -49,7 +49,8 @@ _ZEROS = {
 class TritonMetrics:
     """What this process counts of Triton's models."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, tallies: Tallies) -> None:
+        self.tallies = tallies
         self._counters = {name: Counter(name, text, LABELS, registry=registry) for name, text in _COUNTERS.items()}
         self._failures = Counter(
             "nv_inference_request_failure",
@@ -75,13 +76,14 @@ class ModelCounts:
     """The counts of one model. `pending` requests have no response yet."""
 
     def __init__(self, counts: TritonMetrics, model: str) -> None:
-        of = {name: counter.labels(model, VERSION) for name, counter in counts._counters.items()}
+        tallies = counts.tallies
+        of = {name: tallies.counter(counter.labels(model, VERSION)) for name, counter in counts._counters.items()}
         self._success = of["nv_inference_request_success"]
         self._inferences = of["nv_inference_count"]
         self._duration = of["nv_inference_request_duration_us"]
-        self._failures = {reason: counts._failures.labels(model, reason, VERSION) for reason in FAILURES}
-        self._failed_us = counts._failed_us.labels(model, VERSION)
-        self._first = counts._first.labels(model, VERSION)
+        self._failures = {reason: tallies.counter(counts._failures.labels(model, reason, VERSION)) for reason in FAILURES}
+        self._failed_us = tallies.counter(counts._failed_us.labels(model, VERSION))
+        self._first = tallies.histogram(counts._first.labels(model, VERSION))
         self.last_ms = 0  # Unix time of the last inference
 
     def succeeded(self, rows: int, duration_us: int) -> None:
@@ -99,14 +101,14 @@ class ModelCounts:
 
     def statistics(self) -> dict[str, Any]:
         """This process's share, in the fields and order of Triton's statistics."""
-        count, ns = _whole(self._success), _whole(self._duration) * 1000
-        failed = sum(_whole(counter) for counter in self._failures.values())
+        count, ns = self._success.value, self._duration.value * 1000
+        failed = sum(counter.value for counter in self._failures.values())
         none = {"count": 0, "ns": 0}
         infer = {"count": count, "ns": ns}
         return {
-            "last_inference": self.last_ms, "inference_count": _whole(self._inferences), "execution_count": count,
+            "last_inference": self.last_ms, "inference_count": self._inferences.value, "execution_count": count,
             "inference_stats": {
-                "success": infer, "fail": {"count": failed, "ns": _whole(self._failed_us) * 1000}, "queue": {"count": count, "ns": 0},
+                "success": infer, "fail": {"count": failed, "ns": self._failed_us.value * 1000}, "queue": {"count": count, "ns": 0},
                 "compute_input": {"count": count, "ns": 0}, "compute_infer": infer, "compute_output": {"count": count, "ns": 0},
                 "cache_hit": none, "cache_miss": none,
             },
@@ -114,32 +116,24 @@ class ModelCounts:
         }  # fmt: skip
 
 
-@contextmanager
-def timed(counts: list[ModelCounts], rows: int) -> Iterator[Timer]:
-    """Counts one request for every model concerned, by how the block ends."""
-    timer = Timer(counts)
-    try:
-        yield timer
-    except Exception as error:
-        reason = (
-            "REJECTED" if getattr(error, "status", 500) in (429, 503) else "BACKEND" if getattr(error, "status", 500) >= 500 else "OTHER"
-        )
-        timer.failed(reason)
-        raise
-    except BaseException:
-        timer.failed("CANCELED")
-        raise
-    else:
-        duration = timer.elapsed_us()
-        for count in counts:
-            count.succeeded(rows, duration)
-
-
 class Timer:
-    def __init__(self, counts: list[ModelCounts]) -> None:
-        self._counts = counts
+    """Counts one request for every model concerned, by how the block ends."""
+
+    def __init__(self, counts: list[ModelCounts], rows: int) -> None:
+        self._counts, self._rows = counts, rows
         self._started = time.perf_counter()
         self._responded = False
+
+    def __enter__(self) -> Timer:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        duration = self.elapsed_us()
+        for count in self._counts:
+            if error is None:
+                count.succeeded(self._rows, duration)
+            else:
+                count.failed(_reason(error), duration)
 
     def elapsed_us(self) -> int:
         return int((time.perf_counter() - self._started) * 1e6)
@@ -149,9 +143,12 @@ class Timer:
             self._responded = True
             self._counts[0].responded_first(self.elapsed_us())
 
-    def failed(self, reason: str) -> None:
-        for count in self._counts:
-            count.failed(reason, self.elapsed_us())
+
+def _reason(error: BaseException) -> str:
+    if not isinstance(error, Exception):
+        return "CANCELED"
+    status = getattr(error, "status", 500)
+    return "REJECTED" if status in (429, 503) else "BACKEND" if status >= 500 else "OTHER"
 
 
 def executor_families(stats: dict[str, ExecutorStats]) -> Iterable[Metric]:
@@ -238,7 +235,3 @@ def _samples(text: str, name: str) -> list[str]:
 
 def _family(name: str, what: str, samples: list[str]) -> str:
     return "\n".join([f"# HELP {name} {what}", f"# TYPE {name} counter", *samples, ""])
-
-
-def _whole(counter: Any) -> int:
-    return int(counter._value.get())

@@ -11,7 +11,7 @@ from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, Responses, ServedModel
 from stoker.server.protocols.kserve.settings import LogSettings
-from stoker.server.triton_metrics import timed
+from stoker.server.triton_metrics import Timer
 
 ENSEMBLE_PARAMETERS = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 NOT_ONE = "generate expects model to produce exactly 1 response, use generate stream for model that generates various number of responses"
@@ -38,7 +38,7 @@ class Core:
         """The model's responses, counted; an ensemble's carry the sequence parameters that Triton's do."""
         shared = ENSEMBLE_PARAMETERS if served.model.platform == "ensemble" else {}
         counts = [self.counts.of(name) for name in (served.model.name, *served.members)]
-        with timed(counts, _rows(inference)) as timer:
+        with Timer(counts, _rows(inference)) as timer:
             async with aclosing(served.run(inference)) as stream:
                 async for batch in stream:
                     timer.responded()

@@ -11,9 +11,10 @@ import numpy as np
 from stoker.server.protocols.kserve import dtypes
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.inference import TEXT, Inference, Response, ServedModel, Tensors, unchanging
-from stoker.server.protocols.kserve.signature import check
+from stoker.server.protocols.kserve.signature import check_present
 from stoker.server.schemas.triton_models import Tensor
 
+_PLAIN = {"STRING": str, "BOOL": bool, "INT32": int}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -22,7 +23,7 @@ def read(message: dict[str, Any], served: ServedModel) -> Inference:
     nested = message.get("parameters")
     request_id = message.get("id", "")
     flat = (nested if isinstance(nested, dict) else {}) | {k: v for k, v in message.items() if k not in ("id", "parameters")}
-    declared = {tensor.name: tensor for tensor in served.model.inputs}
+    declared = served.inputs
     inference = Inference(model=served.model, request_id=str(request_id), single=served.unary)
     tensors: Tensors = {}
     for name, value in flat.items():
@@ -32,16 +33,29 @@ def read(message: dict[str, Any], served: ServedModel) -> Inference:
             inference.parameters[name] = value
         else:
             raise TritonError(f"parameter '{name[:80]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
-    check(inference, tensors, {name: dtypes.kserve_name(declared[name].dtype) for name in tensors})
+    check_present(inference, tensors)  # types, shapes and the one row are as declared, or would not have become tensors
+    inference.inputs = {declared[name].role or name: array for name, array in tensors.items()}
     return inference
 
 
 def _tensor(tensor: Tensor, value: Any, *, batched: bool) -> np.ndarray:
     """A scalar stands for a list of one. A list must fill the declared dims, of which one may be open."""
+    if tensor.dims == (1,) and type(value) is _PLAIN.get(tensor.dtype) and (type(value) is not int or -(1 << 31) <= value < 1 << 31):
+        plain = _plain(tensor.dtype, value)
+        return plain[None] if batched else plain
     flat = value if isinstance(value, list) else [value]
     shape = _shape(tensor, len(flat))
     array = dtypes.from_json(dtypes.kserve_name(tensor.dtype), shape, flat)
     return array[None] if batched else array
+
+
+def _plain(dtype: str, value: Any) -> np.ndarray:
+    """A list of one value that needs no more checks."""
+    if dtype == "STRING":
+        value = value.encode("utf-8", "surrogatepass")
+    array = np.empty(1, dtypes.DTYPES[dtypes.kserve_name(dtype)])
+    array[0] = value
+    return array
 
 
 def _shape(tensor: Tensor, count: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from stoker.server.protocols.kserve.dtypes import text_array
-from stoker.server.schemas.triton_models import TritonModel
+from stoker.server.schemas.triton_models import Tensor, TritonModel
 
 TEXT = "text_output"
 MAX_KEPT = 256
@@ -86,7 +86,11 @@ class ServedModel(msgspec.Struct, kw_only=True):
     unary: bool = False  # a decoupled model that may be asked for its one response
     version: str = "1"
     unloaded: bool = False
+    inputs: dict[str, Tensor] = {}  # the model's, by name
     kept: dict[str, Unchanging] = {}  # of requests without an id of their own, by wire
+
+    def __post_init__(self) -> None:
+        self.inputs = {tensor.name: tensor for tensor in self.model.inputs}
 
     @property
     def state(self) -> str:

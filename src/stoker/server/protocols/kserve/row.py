@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,11 @@ class Row:
         self.index = index
         batched = inference.model.max_batch_size > 0
         self._arrays = {role: array[index] if batched else array for role, array in inference.inputs.items()}
+
+    @property
+    def roles(self) -> Iterable[str]:
+        """What was given."""
+        return self._arrays.keys()
 
     def refuse_what_cannot_be(self) -> None:
         """Raises RequestError for an input that asks for something that Stoker does not do."""

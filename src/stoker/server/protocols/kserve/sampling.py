@@ -28,7 +28,7 @@ GUIDES = {
 def common(row: Row, options: TritonOptions) -> dict[str, Any]:
     """Fields that text and token requests share. Raises RequestError."""
     row.refuse_what_cannot_be()
-    fields = {field: value for role, field in SAME.items() if (value := row.value(role)) is not None}
+    fields = {SAME[role]: value for role in row.roles if role in SAME and (value := row.value(role)) is not None}
     beams = fields.get("beam_width", 1)
     if beams > options.max_beam_width:
         cure = "Ask for fewer beams, or raise max_beam_width."

@@ -24,7 +24,7 @@ def check(inference: Inference, given: Tensors, dtypes: dict[str, str]) -> None:
         if name not in declared:
             raise TritonError(f"unexpected inference input '{name[:200]}' for model '{model.name}'")
     check_outputs(inference)
-    _check_present(inference, given)
+    check_present(inference, given)
     for name, array in given.items():
         _check_tensor(inference, declared[name], array, dtypes[name])
     _check_rows(inference, given)
@@ -42,7 +42,8 @@ def expected_shape(model: TritonModel, tensor: Tensor) -> list[int]:
     return [*([-1] if model.max_batch_size else []), *tensor.dims]
 
 
-def _check_present(inference: Inference, given: Tensors) -> None:
+def check_present(inference: Inference, given: Tensors) -> None:
+    """Raises TritonError that names the required inputs which are missing."""
     model = inference.model
     required = [tensor.name for tensor in model.inputs if not tensor.optional]
     missing = [name for name in required if name not in given]
