@@ -67,11 +67,16 @@ def launch(engine: Path, cache_dir: Path) -> tuple[int, int]:
     return int(found), int(compiled)
 
 
-def test_launches_elsewhere_find_every_kernel_that_the_engine_brings(engine: Engine, tmp_path: Path) -> None:
+def test_launches_elsewhere_find_every_kernel_that_the_engine_brings(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache.triton.knobs.cache, "dir", str(tmp_path))
     assert engine.config.files[cache.FILE].size > 1000
     engine.verify()
     fresh = cache.unpack(engine.path / cache.FILE, tmp_path)
     assert fresh > 8
+    libraries = {path.parent.name for path in tmp_path.glob("*/__triton_launcher*.so")}
+    assert libraries == {path.parent.name for path in (engine.path.parent / "built").glob("*/__triton_launcher*.so")} != set()
     assert cache.unpack(engine.path / cache.FILE, tmp_path) == 0
     assert launch(engine.path, tmp_path) == (fresh, 0)
 
@@ -84,7 +89,7 @@ def test_an_engine_brings_code_for_the_gpu_only(engine: Engine) -> None:
 
 
 def archive(path: Path, **files: bytes) -> Path:
-    index = json.dumps({"triton": cache.triton.__version__, "capability": 90, "kernels": 1}).encode()
+    index = json.dumps({"triton": cache.triton.__version__, "capability": 90, "kernels": 1, "launches": []}).encode()
     with zipfile.ZipFile(path, "w") as made:
         for name, data in {"index.json": index, **files}.items():
             made.writestr(name, data)
@@ -108,9 +113,20 @@ def test_a_damaged_file_is_refused_with_its_cure(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*/__grp__*"))
 
 
+def test_types_that_are_none_are_refused(tmp_path: Path) -> None:
+    """Argument types become C code: one that Triton does not know never gets there."""
+    launch = {"types": ["*bf16", "i32; } int evil() {"], "descriptors": "null"}
+    index = {"triton": cache.triton.__version__, "capability": 90, "kernels": 1, "launches": [launch]}
+    with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as made:
+        made.writestr("index.json", json.dumps(index))
+        made.writestr("A" * 52 + "/k.json", b"{}")
+    with pytest.raises(EngineError, match="evil"):
+        cache.unpack(tmp_path / "kernels.zip", tmp_path / "cache")
+
+
 def test_kernels_of_another_triton_are_left_alone(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as made:
-        made.writestr("index.json", json.dumps({"triton": "0.0.1", "capability": 90, "kernels": 1}))
+        made.writestr("index.json", json.dumps({"triton": "0.0.1", "capability": 90, "kernels": 1, "launches": []}))
         made.writestr("A" * 52 + "/k.json", b"{}")
     assert cache.unpack(tmp_path / "kernels.zip", tmp_path / "cache") == 0
 

@@ -42,7 +42,7 @@ def compile_ahead(path: Path, progress: Progress) -> None:
         compile_jobs(missing, folder, capability, len(os.sched_getaffinity(0)), lambda done, total: progress("kernels", done, total))
     except RuntimeError as problem:
         raise EngineError(str(problem), cure="Build with --no-kernels, and report this.") from problem
-    cache.pack([job.folder for job in jobs], folder, path / cache.FILE, capability)
+    cache.pack(jobs, folder, path / cache.FILE, capability)
     log.info("kernels: %d for sm_%d, %d of them compiled now", len(jobs), capability, len(missing))
 
 

@@ -2,8 +2,7 @@
 
 `collecting` lists what launchers called on meta tensors would compile, with the signatures, constants and argument attributes that
 Triton's own binder finds, so a kernel that is compiled from the list has the cache key that the real launch asks for. `compile_jobs`
-works the list off in processes of its own. A launch also needs a small host library that Triton builds with the C compiler: it is
-made along with its kernel.
+works the list off in processes of its own, and makes the host libraries of the launches with it (`launchers`).
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import contextlib
 import hashlib
 import importlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,12 +23,14 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
 
 from stoker.base import env
 from stoker.kernels.triton import compile as compiler
+from stoker.kernels.triton import launchers
+from stoker.kernels.triton.launchers import Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,35 +148,9 @@ def main(cache: Path, capability: int) -> None:
         for line in sys.stdin:
             module, name, data = json.loads(line)
             function: JITFunction = getattr(importlib.import_module(module), name)
-            _build_launcher(function.preload(data), cache)
+            kernel = function.preload(data)
+            launchers.build(Launch.of(json.loads(data)["signature"], kernel.metadata._asdict()), cache)
             print("compiled", file=answers, flush=True)
-
-
-def _build_launcher(kernel: CompiledKernel, cache: Path) -> None:
-    """Build the host library of a kernel's launches. Without a driver here it is linked against an empty one, and is not loaded."""
-    from triton.backends.nvidia import driver
-
-    if shutil.which(env.text("CC", "gcc")) is None:
-        return  # where kernels run there must be one
-    try:
-        driver.libcuda_dirs()
-    except (AssertionError, OSError, subprocess.CalledProcessError):
-        triton.knobs.nvidia.libcuda_path = str(_empty_driver(cache))
-    with contextlib.suppress(ImportError):
-        driver.CudaLauncher(kernel.src, kernel.metadata)
-
-
-def _empty_driver(cache: Path) -> Path:
-    """A folder with a libcuda.so.1 that has its name and nothing in it."""
-    folder = cache / "without-driver"
-    library = folder / "libcuda.so.1"
-    if not library.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        fresh = library.with_suffix(f".{os.getpid()}")
-        command = [env.text("CC", "gcc"), "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o", str(fresh)]
-        subprocess.run(command, check=True, capture_output=True)
-        fresh.replace(library)
-    return folder
 
 
 if __name__ == "__main__":

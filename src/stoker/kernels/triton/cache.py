@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import triton
 
 from stoker.base import env
 from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
+from stoker.kernels.triton import launchers
+from stoker.kernels.triton.ahead import Job
+from stoker.kernels.triton.launchers import Launch
 
 log = get_logger(__name__)
 
@@ -81,16 +85,30 @@ def _count(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str]
     log.debug("compiled %s", metadata["name"])
 
 
-def pack(folders: Iterable[str], cache: Path, file: Path, capability: int) -> None:
-    """Write the kernels of `folders` of Triton's cache to `file`."""
-    kept = sorted(folders)
+class Index(msgspec.Struct):
+    """What an engine's file says of itself."""
+
+    triton: str
+    capability: int
+    kernels: int
+    launches: list[Launch]
+
+
+def pack(jobs: Iterable[Job], cache: Path, file: Path, capability: int) -> None:
+    """Write the kernels of `jobs`, which are in Triton's cache, to `file`."""
+    kept = sorted(jobs, key=lambda job: job.folder)
+    launches = {Launch.of(json.loads(job.data)["signature"], _description(cache / job.folder)): None for job in kept}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        index = {"triton": triton.__version__, "capability": capability, "kernels": len(kept)}
-        _add(archive, _INDEX, json.dumps(index).encode())
-        for folder in kept:
-            for path in sorted((cache / folder).iterdir()):
-                if _PLACE.fullmatch(place := f"{folder}/{path.name}") and not path.name.startswith("__grp__"):
+        _add(archive, _INDEX, msgspec.json.encode(Index(triton.__version__, capability, len(kept), list(launches))))
+        for job in kept:
+            for path in sorted((cache / job.folder).iterdir()):
+                if _PLACE.fullmatch(place := f"{job.folder}/{path.name}") and not path.name.startswith("__grp__"):
                     _add(archive, place, path.read_bytes())
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    """What Triton says of a compiled kernel."""
+    return json.loads(next(path for path in folder.glob("*.json") if not path.name.startswith("__grp__")).read_bytes())
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
@@ -99,18 +117,21 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 
 def unpack(file: Path, cache: Path) -> int:
-    """Put an engine's kernels into Triton's cache, where they are not there. Returns how many were new.
+    """Put an engine's kernels into Triton's cache, where they are not there, and build what launches them. Returns how many were new.
 
     Raises EngineError for a file that is damaged or names places outside.
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            index = json.loads(_read(archive, _INDEX))
-            if index["triton"] != triton.__version__:
-                log.info("the engine's kernels were compiled by Triton %s, and this is %s", index["triton"], triton.__version__)
+            index = msgspec.json.decode(_read(archive, _INDEX), type=Index)
+            if index.triton != triton.__version__:
+                log.info("the engine's kernels were compiled by Triton %s, and this is %s", index.triton, triton.__version__)
                 return 0
-            return _unpack(archive, cache)
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, EOFError) as problem:
+            fresh = _unpack(archive, cache)
+        if fresh:
+            launchers.build_all(index.launches, cache)
+        return fresh
+    except (zipfile.BadZipFile, msgspec.MsgspecError, ValueError, KeyError, TypeError, EOFError) as problem:
         raise EngineError(f"{file} is damaged ({problem}).", cure="Copy the engine again, or build it again.") from None
 
 
