@@ -13,7 +13,10 @@ from stoker.builder.probes import PROBES
 UNIGRAM, BPE = 1, 2  # TrainerSpec.model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.type
 # Classes whose tokenizer puts the begin token first unless tokenizer_config.json says otherwise.
-BEGIN_BY_DEFAULT = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+BEGIN_BY_DEFAULT = (
+    "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "BaiChuanTokenizer", "BaichuanTokenizer", "InternLMTokenizer",
+    "InternLM2Tokenizer", "InternLM3Tokenizer",
+)  # fmt: skip
 
 
 def from_sentencepiece(file: Path, config: dict[str, Any]) -> Tokenizer | None:
@@ -21,22 +24,27 @@ def from_sentencepiece(file: Path, config: dict[str, Any]) -> Tokenizer | None:
 
     Raises CheckpointError when the result splits the probes otherwise than the sentencepiece library.
     """
-    proto = _parse(file)
+    proto = parse(file)
     if proto is None or not proto.pieces:
         return None
-    tokens, scores = [piece.piece for piece in proto.pieces], [piece.score for piece in proto.pieces]
-    model = {UNIGRAM: _unigram, BPE: _bpe}.get(proto.trainer_spec.model_type)
-    if model is None:
+    if proto.trainer_spec.model_type not in _MODELS:
         raise CheckpointError(f"{file} is a word or character model.", cure="Name another tokenizer with --tokenizer.")
-    tokenizer = Tokenizer(model(tokens, scores, proto.trainer_spec))
-    prefix = proto.normalizer_spec.add_dummy_prefix
-    spaces(tokenizer, prefix=prefix)
-    tokenizer.normalizer = normalizers.Sequence([*_normalizers(proto.normalizer_spec), tokenizer.normalizer])
-    add_tokens(tokenizer, [(piece.piece, piece.type) for piece in proto.pieces])
+    _rename(proto, config)
+    tokenizer = convert(proto)
     _check(tokenizer, file)
     _add_later_tokens(tokenizer, config, file)
     if config.get("add_bos_token", str(config.get("tokenizer_class")).removesuffix("Fast") in BEGIN_BY_DEFAULT):
-        begin(tokenizer, tokens[proto.trainer_spec.bos_id], proto.trainer_spec.bos_id)
+        begin(tokenizer, proto.pieces[proto.trainer_spec.bos_id].piece, proto.trainer_spec.bos_id)
+    return tokenizer
+
+
+def convert(proto: Any) -> Tokenizer:
+    """The tokenizer of a ModelProto of kind UNIGRAM or BPE, unchecked."""
+    tokens, scores = [piece.piece for piece in proto.pieces], [piece.score for piece in proto.pieces]
+    tokenizer = Tokenizer(_MODELS[proto.trainer_spec.model_type](tokens, scores, proto.trainer_spec))
+    spaces(tokenizer, prefix=proto.normalizer_spec.add_dummy_prefix)
+    tokenizer.normalizer = normalizers.Sequence([*_normalizers(proto.normalizer_spec), tokenizer.normalizer])
+    add_tokens(tokenizer, [(piece.piece, piece.type) for piece in proto.pieces])
     return tokenizer
 
 
@@ -79,8 +87,8 @@ def begin(tokenizer: Tokenizer, token: str, token_id: int) -> None:
     tokenizer.post_processor = template
 
 
-def _parse(file: Path) -> Any:
-    """The ModelProto of a file, or None."""
+def parse(file: Path) -> Any:
+    """The ModelProto of a file, or None when it is of another kind."""
     from google.protobuf.message import DecodeError
     from transformers.utils import sentencepiece_model_pb2_new as schema
 
@@ -96,6 +104,16 @@ def _bpe(tokens: list[str], scores: list[float], trainer: Any) -> models.BPE:
 
 def _unigram(tokens: list[str], scores: list[float], trainer: Any) -> models.Unigram:
     return models.Unigram(list(zip(tokens, scores, strict=True)), unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
+
+
+_MODELS = {UNIGRAM: _unigram, BPE: _bpe}
+
+
+def _rename(proto: Any, config: dict[str, Any]) -> None:
+    """Reserved pieces that tokenizer_config.json gives a name (InternLM 2: [UNUSED_TOKEN_145] is <|im_end|>)."""
+    for i, token in config.get("added_tokens_decoder", {}).items():
+        if 0 <= int(i) < len(proto.pieces):
+            proto.pieces[int(i)].piece = token["content"]
 
 
 def _normalizers(spec: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint import Checkpoint, read_json
 from stoker.builder.gguf_tokenizer import gguf_tokenizer
 from stoker.builder.probes import PROBES
+from stoker.builder.published_tokenizers import published_tokenizer
 from stoker.builder.sentencepiece import from_sentencepiece
 from stoker.builder.weights import reason
 
@@ -46,11 +47,15 @@ def check_round_trip(tokenizer: Tokenizer, name: str) -> None:
 
 def _has_every_byte(tokenizer: Tokenizer) -> bool:
     """Byte-level BPE with its whole alphabet, or <0x00> to <0xFF> behind a decoder that joins them."""
-    kind = json.loads(tokenizer.to_str()).get("decoder") or {}
-    kinds = {part["type"] for part in kind.get("decoders", [kind]) if "type" in part}
+    kinds = _decoders(json.loads(tokenizer.to_str()).get("decoder") or {})
     if "ByteLevel" in kinds:
         return all(tokenizer.token_to_id(symbol) is not None for symbol in pre_tokenizers.ByteLevel.alphabet())
     return "ByteFallback" in kinds and all(tokenizer.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+
+
+def _decoders(decoder: dict[str, Any]) -> set[str]:
+    """The kinds of decoder that a decoder is made of."""
+    return {str(decoder.get("type"))}.union(*map(_decoders, decoder.get("decoders", [])))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
@@ -65,12 +70,13 @@ def _check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
 def _from_directory(path: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str, Any]]:
     config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
     file = path / "tokenizer.json"
-    tokenizer = _load(file) if file.is_file() else _convert(path, config, trust_remote_code)
+    tokenizer, defaults = (_load(file), {}) if file.is_file() else _convert(path, config, trust_remote_code)
     if (path / "special_tokens_map.json").is_file():
         config = read_json(path / "special_tokens_map.json") | config
     for name in SPECIAL:
         if isinstance(config.get(name), dict):
             config[name] = config[name].get("content")
+    config = defaults | {key: value for key, value in config.items() if value is not None}
     template = _chat_template(path, config)
     return tokenizer, config | ({"chat_template": template} if template else {})
 
@@ -82,7 +88,13 @@ def _load(file: Path) -> Tokenizer:
         raise CheckpointError(f"{file} is not a tokenizer ({problem}).", cure="Download it again.") from None
 
 
-def _convert(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Tokenizer:
+def _convert(path: Path, config: dict[str, Any], trust_remote_code: bool) -> tuple[Tokenizer, dict[str, Any]]:
+    """(tokenizer, what its configuration says by default): publishers' own classes and sentencepiece here, others by transformers."""
+    made = published_tokenizer(path, config)
+    return made or (_converted(path, config, trust_remote_code), {})
+
+
+def _converted(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Tokenizer:
     """Sentencepiece here; tiktoken, and vocabulary with merges, through transformers' converters."""
     kinds = ("tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "spiece.model", "vocab.txt")
     if not any((path / name).is_file() for name in kinds) and "auto_map" not in config:
@@ -90,6 +102,9 @@ def _convert(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Tok
     model = path / "tokenizer.model"
     if model.is_file() and (found := from_sentencepiece(model, config)) is not None:
         return found
+    if "auto_map" in config and not trust_remote_code:
+        what = f"{path}: the tokenizer {config.get('tokenizer_class')} is code of the checkpoint's own"
+        raise CheckpointError(f"{what}.", cure="Add tokenizer.json, name another with --tokenizer, or let it run: --trust-remote-code.")
     from transformers import AutoTokenizer
 
     try:
