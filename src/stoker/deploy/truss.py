@@ -16,7 +16,8 @@ from stoker.deploy.devices import check_world, visible_gpus
 from stoker.deploy.fields import Collected, Found, refusal
 from stoker.deploy.sources.store import inside
 from stoker.deploy.truss_export import export
-from stoker.deploy.truss_table import REQUIRED_BY_THE_FIRST, TABLE, V1_ONLY, V2_BUILD, V2_BUILD_DEFAULTS, V2_ONLY
+from stoker.deploy.truss_shape import SECTIONS, check_shape
+from stoker.deploy.truss_table import TABLE
 from stoker.deploy.yaml_tree import Node
 from stoker.server.schemas.settings import ServerSettings
 from stoker.server.schemas.truss import TrussOptions
@@ -25,7 +26,6 @@ FILE = "config.yaml"
 OPENAI = "openai-compatible"
 LEGACY = "force-legacy-api-non-openai-compatible"
 _MARK = re.compile(rb"^(trt_llm|model_metadata|model_name|python_version|resources|external_package_dirs)\s*:", re.MULTILINE)
-_SECTIONS = {key.rpartition(".")[0] for key in TABLE} | {key.split(".")[0] for key in TABLE if "." in key}
 _UNREADABLE = {"GCS": "Google Cloud Storage", "AZURE": "Azure", "BASETEN_TRAINING": "Baseten's training store"}
 
 
@@ -41,7 +41,7 @@ def load(path: Path, environment: Environment[str, str]) -> Deployment:
     if not isinstance(root.value, dict):
         raise ConfigError(f"{file} is not a mapping of keys.", cure="Write key: value lines.")
     asked = Collected(TABLE, typed=True)
-    _check_shape(root, str(file))
+    check_shape(root, str(file))
     for found in _walk(root, "", str(file), asked):
         asked.put(found.key, found.value, found.origin)
     if _oldest(asked):
@@ -63,11 +63,11 @@ def _walk(node: Node, path: str, file: str, asked: Collected) -> Iterator[Found]
     """Every key that has a row, by its dotted path. A section that is null is empty, and a null value is unset, as in Truss."""
     for name, child in node.value.items():
         key, origin = f"{path}{name}", Origin(file, child.line)
-        if child.value is None and (key in TABLE or key in _SECTIONS):
+        if child.value is None and (key in TABLE or key in SECTIONS):
             continue
         if key in TABLE:
             yield Found(key, child.plain(), origin)
-        elif key in _SECTIONS:
+        elif key in SECTIONS:
             if not isinstance(child.value, dict):
                 raise refusal(origin, key, child.plain(), "it must be a mapping of keys", "Indent its keys under it.")
             yield from _walk(child, key + ".", file, asked)
@@ -75,86 +75,6 @@ def _walk(node: Node, path: str, file: str, asked: Collected) -> Iterator[Found]
             asked.note(key, "it is shown to people only", origin)
         else:
             yield Found(key, None, origin)  # put() names the nearest
-
-
-def _at(root: Node, path: str) -> Node | None:
-    """The node at a dotted path, or None."""
-    node: Node | None = root
-    for name in path.split("."):
-        node = node.value.get(name) if node is not None and isinstance(node.value, dict) else None
-    return node if node is not None and node.value is not None else None
-
-
-def _check_shape(root: Node, file: str) -> None:
-    """build xor serve; what each generation requires; what the inference stack allows."""
-    section = _at(root, "trt_llm")
-    if section is None:
-        if _at(root, "model_metadata.engine_repository") is None:
-            raise ConfigError(
-                f"{file} has neither trt_llm nor model_metadata.engine_repository.",
-                cure="Add trt_llm.build or trt_llm.serve; a Truss with a model.py of your own runs with truss itself.",
-            )
-        return
-    if _at(root, "model_metadata.engine_repository") is not None:
-        raise _refuse(file, section, "trt_llm", "model_metadata.engine_repository names an engine already", "Keep one of the two.")
-    build, serve = _at(root, "trt_llm.build"), _at(root, "trt_llm.serve")
-    if build is not None and serve is not None:
-        text = f"trt_llm.build (line {build.line}) and trt_llm.serve (line {serve.line}) exclude each other"
-        raise _refuse(file, section, "trt_llm", text, "Keep build to make an engine, or serve to use one.")
-    if build is None and serve is None:
-        raise _refuse(file, section, "trt_llm", "it has neither build nor serve", "Add trt_llm.build or trt_llm.serve.")
-    if serve is not None and _at(root, "trt_llm.serve.engine_repository") is None:
-        raise _refuse(file, serve, "trt_llm.serve", "engine_repository is missing", "Name the engine.")
-    if build is not None:
-        _check_build(root, build, file)
-    _check_stack(root, file)
-
-
-def _check_build(root: Node, build: Node, file: str) -> None:
-    first = _at(root, "trt_llm.build.base_model_architecture") or _at(root, "trt_llm.build.huggingface_ckpt_repository")
-    repository = _at(root, "trt_llm.build.checkpoint_repository.repo")
-    if repository is None and first is None:
-        raise _refuse(
-            file, build, "trt_llm.build", "checkpoint_repository.repo is missing", "Add checkpoint_repository with source and repo."
-        )
-    missing = [key for key in REQUIRED_BY_THE_FIRST if _at(root, key) is None]
-    misspelt = [name for name, _ in _entries(build) if f"trt_llm.build.{name}" not in _SECTIONS | set(TABLE)]  # told with the nearest name
-    if repository is None and missing and not misspelt:
-        raise _refuse(file, build, "trt_llm.build", f"{', '.join(key.rpartition('.')[2] for key in missing)} missing", "Add them.")
-
-
-def _check_stack(root: Node, file: str) -> None:
-    stack = _at(root, "trt_llm.inference_stack")
-    second = stack is not None and stack.value == "v2"
-    runtime, build = _at(root, "trt_llm.runtime"), _at(root, "trt_llm.build")
-    for name, child in _entries(runtime):
-        if f"trt_llm.runtime.{name}" in (V1_ONLY if second else V2_ONLY):
-            limit = f"inference_stack {'v2' if second else 'v1'} has no such key"
-            raise _refuse(
-                file, child, f"trt_llm.runtime.{name}", limit, f"Remove it, or set trt_llm.inference_stack: {'v1' if second else 'v2'}."
-            )
-    if second and build is not None:
-        _check_second_build(build, file)
-
-
-def _check_second_build(build: Node, file: str) -> None:
-    """Take out what asks for nothing; refuse what the second stack sets elsewhere."""
-    for name, child in _entries(build):
-        key = f"trt_llm.build.{name}"
-        if key not in TABLE and key not in _SECTIONS:
-            continue
-        if child.value is None or (name in V2_BUILD_DEFAULTS and child.plain() == V2_BUILD_DEFAULTS[name]):
-            del build.value[name]
-        elif name not in V2_BUILD:
-            raise _refuse(file, child, key, "inference_stack v2 sets this under trt_llm.runtime", "Move it to trt_llm.runtime.")
-
-
-def _entries(node: Node | None) -> list[tuple[str, Node]]:
-    return list(node.value.items()) if node is not None and isinstance(node.value, dict) else []
-
-
-def _refuse(file: str, node: Node, key: str, limit: str, cure: str) -> ConfigError:
-    return ConfigError(f"{Origin(file, node.line)}: {key} is refused: {limit}.", cure=cure)
 
 
 def _settle(asked: Collected, environment: Environment[str, str]) -> None:
