@@ -127,6 +127,7 @@ def test_dry_run_tells_settings_and_origins(checkpoint: Path, tmp_path: Path, ca
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert f"{served / 'serving.properties'}:2" in rows["max_batch_size"]
     assert "8000" in rows["http_port"] and "command line" in rows["http_port"], "a default that is written out wins too"
+    assert "lmi" in rows["model_name"]
     assert "static" in rows["policy"] and "command line" in rows["policy"]
     assert "default" in rows["max_queue_size"]
     assert "option.use_fused_mlp" in out

@@ -78,16 +78,16 @@ def serve(
     raise typer.Exit(_serve(model, settings, runtime, given(context)))
 
 
-def _dry_run(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, named: frozenset[str]) -> None:
-    from stoker.cli.deployed import overridden
+def _dry_run(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, asked: frozenset[str]) -> None:
+    from stoker.cli.deployed import named, overridden
     from stoker.cli.understood import understood
     from stoker.deploy import resolve
 
-    deployment = overridden(resolve.read(model, env.child_environment()), settings, runtime, named)
-    typer.echo("\n".join(understood(deployment, named)))
+    deployment = named(overridden(resolve.read(model, env.child_environment()), settings, runtime, asked), model)
+    typer.echo("\n".join(understood(deployment, asked)))
 
 
-def _serve(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, named: frozenset[str]) -> int:
+def _serve(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, asked: frozenset[str]) -> int:
     from rich.console import Console
 
     from stoker.cli.deployed import deployed
@@ -97,7 +97,7 @@ def _serve(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, 
     console = Console(stderr=True)
     if console.is_terminal:
         with Bars(console) as bars:
-            found = deployed(model, settings, runtime, named, bars)
+            found = deployed(model, settings, runtime, asked, bars)
     else:
-        found = deployed(model, settings, runtime, named, Lines(log.info))
+        found = deployed(model, settings, runtime, asked, Lines(log.info))
     return run(found.engine, found.runtime, found.settings, typer.echo, tokenizer=found.tokenizer)

@@ -49,10 +49,10 @@ def _rows(deployment: Deployment, section: str, held: ServerSettings | RuntimeCo
 
 
 def _address(held: ServerSettings | RuntimeConfig | None, own: list[str], rows: list[str]) -> list[Row]:
-    """Where it will listen, whoever said so."""
+    """Its name, and where it will listen, whoever said so."""
     if not isinstance(held, ServerSettings):
         return []
-    names = [name for name in ("host", "http_port", "protocols") if name not in own and name not in rows]
+    names = [name for name in ("model_name", "host", "http_port", "protocols") if name not in own and name not in rows]
     return [(name, _shown(getattr(held, name)), "default") for name in names if getattr(held, name) not in (None, ())]
 
 
