@@ -20,6 +20,7 @@ from stoker.base import logging
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.cli.bench.breakdown import prompt_steps
 from stoker.kernels.triton.cache import counts
 from stoker.runtime.ahead import compile_ahead
 from stoker.runtime.breakdown import break_down
@@ -63,9 +64,10 @@ def gap(executor: Executor, batch: int, context: int, num_steps: int = 32) -> di
     """Where the device's time goes in decode steps, and how long it has nothing to do between them."""
     mailbox = executor.mailbox
     assert isinstance(mailbox, BulkMailbox)
-    mailbox.submit(random_requests(batch, context, 2 * num_steps + 16, executor.info.vocab_size, seed=70))
+    length = 2 * num_steps + 16 + prompt_steps(executor, batch * context)
+    mailbox.submit(random_requests(batch, context, length, executor.info.vocab_size, seed=70))
     executor.turn(0.0)
-    while executor.stats.last_step_tokens != batch or executor.stats.last_step_rows != batch:
+    while executor.is_busy and (executor.stats.last_step_tokens != batch or executor.stats.last_step_rows != batch):
         executor.turn(0.0)
     for _ in range(6):
         executor.turn(0.0)
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--no-kernels", action="store_true", help="compile at the start, not in the build")
     parser.add_argument("--json")
     args = parser.parse_args()
     logging.configure("INFO")
@@ -103,8 +106,8 @@ def main() -> None:
         started = time.time()
         build(args.config, folder + "/engine", BuildConfig(
             dtype=args.dtype, dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize,
-            mapping=mapping), verify="none", kernels=compile_ahead)  # fmt: skip
-        print(f"build {time.time() - started:.1f} s, kernels included", flush=True)
+            mapping=mapping), verify="none", kernels=None if args.no_kernels else compile_ahead)  # fmt: skip
+        print(f"build {time.time() - started:.1f} s", flush=True)
         started = time.time()
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20), BulkMailbox)
         results["ready_s"] = time.time() - started

@@ -15,6 +15,7 @@ from stoker.cli.bench.load import Bench
 
 if TYPE_CHECKING:
     from stoker.runtime.breakdown import Breakdown
+    from stoker.runtime.executor import Executor
 
 SHOWN = 16  # kernels of a table; the JSON has all
 STEPS = 24
@@ -30,9 +31,17 @@ def check_device(bench: Bench) -> None:
 def of_decodes(bench: Bench, batch: int, context: int) -> dict[str, Any]:
     """Steps of `batch` rows that all decode after `context` prompt tokens."""
     check_range("batch", batch, 1, bench.executor.stats.max_batch_size)
-    bench.submit(batch, context, 2 * STEPS + SETTLING + 8)
+    # The first rows decode while the last ones' prompts are computed.
+    bench.submit(batch, context, 2 * STEPS + SETTLING + 8 + prompt_steps(bench.executor, batch * context))
     stats = bench.executor.stats
     return _break_down(bench, lambda: stats.last_step_tokens == stats.last_step_rows == batch)
+
+
+def prompt_steps(executor: Executor, num_tokens: int) -> int:
+    """Steps that prompts of so many tokens take, at least."""
+    limits = executor.info.limits
+    most = (executor.config.max_num_tokens or limits.max_num_tokens) - (executor.config.max_batch_size or limits.max_batch_size)
+    return -(-num_tokens // max(most, 1))
 
 
 def of_load(bench: Bench, count: int, input_len: int, output_len: int) -> dict[str, Any]:

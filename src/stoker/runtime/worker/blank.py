@@ -51,10 +51,12 @@ def blank_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, pad
 
 
 def new_step(shape: Shape, bounds: Bounds, width: int, padding_row: int, device: torch.device, *, is_two_way: bool = False) -> StepInputs:
-    """A blank step in memory of its own, with block tables of `width` zeros."""
+    """A blank step in memory of its own, with block tables of `width` zeros. Its decodes have a token each, which sees no key."""
     static = torch.zeros(num_places(_sizes(shape)), dtype=torch.int32, device=device)
     tables = torch.zeros(shape.rows, width, dtype=torch.int32, device=device)
     step = blank_step(static, tables, shape, bounds, padding_row)
+    starts = step.batch.query_starts
+    starts.copy_(torch.arange(len(starts), dtype=torch.int32, device=device).clamp(max=bounds.num_decodes))
     if is_two_way:
         step.batch.block_positions = torch.zeros_like(step.batch.positions)
         step.batch.prefix_lens = torch.zeros_like(step.batch.seq_lens)
