@@ -36,7 +36,8 @@ from stoker.server.metrics import FrontendMetrics
 from stoker.server.protocol import Context
 from stoker.server.schemas.settings import ServerSettings
 
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "kserve": "/v2/models/ensemble/generate_stream"}
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "kserve": "/v2/models/ensemble/generate_stream",
+         "sagemaker": "/invocations"}  # fmt: skip
 
 
 class InstantService(Service):
@@ -118,6 +119,8 @@ def request_bytes(door: str, tokens: int) -> bytes:
     fields: dict[str, Any] = {"max_tokens": tokens, "stream": True}
     if door == "kserve":
         fields["text_input"] = "hi"
+    elif door == "sagemaker":
+        fields = {"inputs": "hi", "stream": True, "parameters": {"max_new_tokens": tokens, "output_formatter": "sse"}}
     else:
         fields |= {"messages": [{"role": "user", "content": "hi"}]} if door == "chat" else {"prompt": "hi"}
     body = json.dumps(fields).encode()

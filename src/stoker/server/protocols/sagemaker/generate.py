@@ -10,6 +10,7 @@ from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import sequence_error
 from stoker.server.gathering import gather
 from stoker.server.protocols.openai.merging import streams
+from stoker.server.protocols.openai.wire import finite
 from stoker.server.protocols.sagemaker import tokens as spelling
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, SSE, Reply
 from stoker.server.protocols.sagemaker.request import Asked
@@ -68,13 +69,18 @@ class _Stream:
     def __init__(self, reply: Reply, service: Service, asked: Asked, shapes: Shapes, options: LMIOptions) -> None:
         self._reply, self._service, self._asked, self._shapes, self._options = reply, service, asked, shapes, options
         self._type = SSE if asked.formatter == "sse" else JSON_LINES
+        self._begin, self._end = ("data: ", "\n\n") if self._type == SSE else ("", "\n")
+        self._special = frozenset(service.end_ids)
         self._tokens: list[Token] = []
-        self._text = ""
+        self._texts: list[str] = []
         self._prompt_scores: list[TokenLogprobs | None] | None = None
 
     async def run(self) -> None:
         async with aclosing(self._service.stream(self._asked.requests[0])) as batches:
             async for deltas in batches:
+                if self._reply.exchange.started and all(map(self._is_plain, deltas)):
+                    await self._reply.send("".join(map(self._plain, deltas)).encode())
+                    continue
                 failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)
                 records = [record for delta in deltas if delta is not failed for record in self._records(delta)]
                 if failed is not None and not self._reply.exchange.started and not records:
@@ -87,19 +93,31 @@ class _Stream:
             await self._reply.send(b"\n\n")
         await self._reply.close()
 
+    def _is_plain(self, delta: Delta) -> bool:
+        """One token in the middle of the answer."""
+        ids = delta.token_ids
+        return len(ids) == 1 and delta.finish_reason is None and ids[0] not in self._special and self._asked.formatter != "3p_stream"
+
+    def _plain(self, delta: Delta) -> str:
+        score = delta.logprobs[0] if delta.logprobs else None
+        top = [(other, finite(logprob)) for other, logprob in score.top] if score else []
+        token = Token(delta.token_ids[0], delta.text, finite(score.logprob) if score else None, False, top)
+        self._tokens.append(token)
+        self._texts.append(delta.text)
+        return f"{self._begin}{self._shapes.plain_line(token.id, token.text, token.logprob)}{self._end}"
+
     async def _send(self, records: list[dict[str, Any]]) -> None:
         if not self._reply.exchange.started:
             await self._reply.open(self._type)
         if records:
-            begin, end = ("data: ", "\n\n") if self._type == SSE else ("", "\n")
-            await self._reply.send("".join([begin + encode(record) + end for record in records]).encode())
+            await self._reply.send("".join([self._begin + encode(record) + self._end for record in records]).encode())
 
     def _records(self, delta: Delta) -> list[dict[str, Any]]:
         self._prompt_scores = delta.prompt_logprobs or self._prompt_scores
         new = spelling.spelled(self._service, delta)
         if delta.finish_reason is not None and not new:  # cut from outside: something must carry the end
             new = [Token(NO_TOKEN, delta.text, None, True)]
-        self._text += delta.text
+        self._texts.append(delta.text)
         if self._asked.formatter == "3p_stream":
             return [self._third_party(token, delta, last=token is new[-1]) for token in new]
         records = []
@@ -113,7 +131,7 @@ class _Stream:
         prompt = self._asked.requests[0].prompt
         assert isinstance(prompt, list)
         before = spelling.prefill(self._service, prompt, self._prompt_scores) if self._asked.prefill else []
-        return self._shapes.last_line(self._asked.inputs[0], self._text, _end(self._options, delta), self._tokens, before)
+        return self._shapes.last_line(self._asked.inputs[0], "".join(self._texts), _end(self._options, delta), self._tokens, before)
 
     def _third_party(self, token: Token, delta: Delta, *, last: bool) -> dict[str, Any]:
         self._tokens.append(token)

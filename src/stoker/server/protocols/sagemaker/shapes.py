@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from json.encoder import encode_basestring
 from typing import Any
 
 from stoker.frontend.service import Service
@@ -23,6 +24,10 @@ class Shapes:
         self._list = options.tgi_compat or not options.rolling_batch
         short = options.tgi_compat or options.dialect == "async"
         self._logprob, self._special = ("logprob", "special") if short else ("log_prob", "special_token")
+        # What stands around id, text and log-probability in the line of an ordinary token.
+        before, after = encode(self.line(Token(7, "\0", 0.5))).split("7", 1)
+        between, after = after.split(encode("\0"), 1)
+        self._parts = (before, between, *after.split("0.5", 1))
 
     def token(self, token: Token) -> dict[str, Any]:
         old = self._dialect in ("0.26", "0.27")
@@ -95,6 +100,12 @@ class Shapes:
         if self._dialect == "async":
             return {"index": 0, "token": self.token(token), "generated_text": None, "details": None}
         return {"token": self.token(token)}
+
+    def plain_line(self, token_id: int, text: str, logprob: float | None) -> str:
+        """`line` of a token that is not special, as JSON. Nearly every line of a stream is one, so it is put together from parts."""
+        before, between, scored, after = self._parts
+        score = "null" if logprob is None else repr(logprob)
+        return f"{before}{token_id}{between}{encode_basestring(text)}{scored}{score}{after}"
 
     def last_line(self, prompt: str, text: str, end: str, tokens: list[Token], prefill: list[Token]) -> dict[str, Any]:
         """The record of the last token, with all of the text."""
