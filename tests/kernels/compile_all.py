@@ -128,6 +128,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode 64": lambda: attend(64, 1),
     "decode 256": lambda: attend(256, 1),
     "decode fp8": lambda: attend(64, 1, cache_dtype=FP8),
+    "decode fp8 512": lambda: attend(512, 1, cache_dtype=FP8),
     "decode int8": lambda: attend(64, 1, cache_dtype=torch.int8),
     "decode fp32": lambda: attend(4, 1, dtype=FP32, cache_dtype=FP32),
     "decode 64 wide": lambda: attend(64, 1, heads=12, kv_heads=12, size=64, value_size=64, block=32),

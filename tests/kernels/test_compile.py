@@ -22,6 +22,7 @@ BOUNDS = {
     "sum of 8 ranks in one shot, rms": (128, 16), "sum of 8 ranks in two shots, rms": (128, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0), "rope fp8": (SMALL, 0), "rope int8": (SMALL, 0),
     "decode 1": (144, 0), "decode 64": (FOUR_PROGRAMS, 0), "decode 256": (FOUR_PROGRAMS, 0), "decode fp8": (FOUR_PROGRAMS, 0),
+    "decode fp8 512": (224, 0),  # nine programs of one warp
     "decode int8": (144, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
     "decode latent": (192, 32),
     "prefill 256 wide": (255, 32), "prefill latent": (255, 128),

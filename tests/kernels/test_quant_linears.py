@@ -92,7 +92,7 @@ def test_int8_by_digits(m: int, tile: QuantTile, parts: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("m", [1, 3, 33, 70])
+@pytest.mark.parametrize("m", [1, 3, 33, 130])
 def test_int8_by_default(m: int, dtype: torch.dtype) -> None:
     x, bias, around, rows = problem(m, 40, 128, dtype, "nbr")
     weight, scale = int8_weight(rows, 128)
@@ -101,7 +101,7 @@ def test_int8_by_default(m: int, dtype: torch.dtype) -> None:
 
 
 def test_int8_many_rows_and_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_int8, "MIDDLE_ROWS", 40)
+    monkeypatch.setattr(quant_int8, "DIGIT_ROWS", 40)
     monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 128 * 48 * 4)
     x, bias, around, rows = problem(41, 150, 48, torch.float32, "nbgr")
     weight, scale = int8_weight(rows, 48)
@@ -228,7 +228,7 @@ def test_int4_tiles(zero: str) -> None:
 
 
 def test_int4_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_int4, "MIDDLE_ROWS", 40)
+    monkeypatch.setattr(quant_int4, "FEW_ROWS", 40)
     monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 1)
     x, bias, around, rows = problem(41, 150, 90, torch.float32, "nbgr")
     for zero in ("none", "int", "float"):

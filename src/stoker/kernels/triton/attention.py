@@ -51,11 +51,14 @@ def decode(
     """The rows of one query each, into out[: num_decodes]. `tile` and `splits` stand in for the tuned choice."""
     kv_heads = cache.keys.shape[1]
     group = q.shape[1] // kv_heads
-    tile = tile or decode_tile(q.shape[2], q.dtype, group, batch.num_decodes * kv_heads, num_multiprocessors(q.device))
+    pairs = _pairs(q, cache)
+    if tile is None:
+        programs = batch.num_decodes * kv_heads
+        tile = decode_tile(q.shape[2], q.dtype, group, programs, num_multiprocessors(q.device), pairs is not None)
     tile_heads = min(group, tile.block_m)
     programs = batch.num_decodes * kv_heads * triton.cdiv(group, tile_heads)
     splits = splits or _splits(programs, tile, batch.max_seq_len, q.device)
-    _launch(q, cache, batch, params, out, tile, splits, tile_heads, 1, programs, True)
+    _launch(q, cache, batch, params, out, tile, splits, tile_heads, 1, programs, True, pairs)
 
 
 def prefill(
@@ -72,8 +75,8 @@ def prefill(
     group = q.shape[1] // kv_heads
     num_tokens, num_rows = q.shape[0] - batch.num_decodes, batch.num_rows - batch.num_decodes
     if tile is None:
-        programs = triton.cdiv(num_tokens * group, 128) * kv_heads
-        tile = prefill_tile(q.shape[2], q.dtype, batch.max_query_len * group, programs, num_multiprocessors(q.device))
+        programs, narrow = triton.cdiv(num_tokens * group, 128) * kv_heads, cache.keys.dtype.itemsize == 1
+        tile = prefill_tile(q.shape[2], q.dtype, batch.max_query_len * group, programs, num_multiprocessors(q.device), narrow)
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
     programs = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)
@@ -89,13 +92,13 @@ def _splits(programs: int, tile: Tile, max_seq_len: int, device: torch.device) -
 
 def _launch(
     q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams, out: Tensor,
-    tile: Tile, splits: Splits, tile_heads: int, tokens: int, programs: int, is_decode: bool,
+    tile: Tile, splits: Splits, tile_heads: int, tokens: int, programs: int, is_decode: bool, pairs: str | None = None,
 ) -> None:  # fmt: skip
     keys, values = cache.keys, cache.values
     num_heads, size = q.shape[1:]
     value_size = out.shape[2]
-    part1, part2 = _parts(size)
-    value_part1, value_part2 = _parts(value_size)
+    part1, part2 = _parts(size) if pairs is None else (size // 2,) * 2
+    value_part1, value_part2 = _parts(value_size) if pairs is None else (value_size // 2,) * 2
     partial = lse = None
     if splits.count > 1:
         partial = torch.empty((programs, splits.count, tokens * tile_heads, value_size), dtype=torch.float32, device=q.device)
@@ -113,7 +116,7 @@ def _launch(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SPLITS=triton.next_power_of_2(splits.count),
         COMBINE_ROWS=min(triton.next_power_of_2(tokens * tile_heads), max(1, 2048 * tile.num_warps // held)),
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",  # three tf32 products give float32's precision
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **_chained(q, programs),
+        PAIRED=pairs, PACKED=not q.is_cpu, num_warps=tile.num_warps, num_stages=tile.num_stages, **_chained(q, programs),
     )  # fmt: skip
 
 
@@ -125,6 +128,14 @@ def _page_descriptors(cache: KVCache, tile: Tile) -> tuple[TensorDescriptor | No
         return None, None
     made = [TensorDescriptor.from_tensor(p.view(-1, p.shape[3]), [tile.block_n, p.shape[3]]) for p in pages]
     return made[0], made[-1]
+
+
+def _pairs(q: Tensor, cache: KVCache) -> str | None:
+    """What a decode reads two of at once: the numbers of an 8-bit cache, when half a head is a power of two."""
+    pages = [cache.keys] if cache.values is None else [cache.keys, cache.values]
+    if q.dtype == torch.float32 or cache.values is None or any(p.shape[3] not in BULK_SIZES for p in pages):
+        return None
+    return {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}.get(cache.keys.dtype)
 
 
 def _parts(size: int) -> tuple[int, int]:

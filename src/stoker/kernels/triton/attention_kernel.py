@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, first_key, load_part, load_splits, store_part
+from stoker.kernels.triton.attention_pairs import pair_scale
+from stoker.kernels.triton.attention_tile import LOG2E, LOWEST, attend, first_key, load_part, load_splits, store_head, store_part
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 
 
@@ -41,14 +42,16 @@ def attention_kernel(
     VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PAIRED: tl.constexpr, PACKED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles × head tiles, splits). SPLITS is `splits` rounded up to a power of two; 1 compiles no combine.
 
     A tile's heads are TILE_HEADS of one group; row m of it is token m // TILE_HEADS, head m % TILE_HEADS.
     partial [programs of axis 0, splits, TOKENS × TILE_HEADS, VALUE_SIZE] and partial_lse (no last axis) are scratch; arrived [..] counts
-    finished splits and is left at zero.
+    finished splits and is left at zero. PAIRED (e4m3, int8 or None): see `attention_pairs`; a head's two parts are its even and its odd
+    features, of equal width.
     """
+    STEP: tl.constexpr = 1 if PAIRED is None else 2
     GROUP_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     HEAD_TILES: tl.constexpr = NUM_HEADS // GROUP * GROUP_TILES
     BLOCK_ROWS: tl.constexpr = NUM_HEADS // GROUP * BLOCK_SIZE
@@ -105,11 +108,11 @@ def attention_kernel(
     positions = length - num_queries + token
     flat_token = (first_token + token).to(tl.int64)
     q_rows = q + flat_token * stride_q_token + head * stride_q_head
-    q1 = load_part(q_rows, 0, PART1, SIZE, inside)
+    q1 = load_part(q_rows, 0, PART1, SIZE, inside, STEP)
     q2 = q1
     if PART2 > 0:
-        q2 = load_part(q_rows, PART1, PART2, SIZE, inside)
-    if keys.dtype.element_ty == tl.float8e4nv and q1.dtype == tl.bfloat16:
+        q2 = load_part(q_rows, PART1 if PAIRED is None else 1, PART2, SIZE, inside, STEP)
+    if PAIRED is not None or (keys.dtype.element_ty == tl.float8e4nv and q1.dtype == tl.bfloat16):
         # e4m3 becomes float16 in one instruction for two; bfloat16 takes three more. Queries of 65504 and above do not occur.
         q1 = q1.to(tl.float16)
         q2 = q2.to(tl.float16)
@@ -118,7 +121,7 @@ def attention_kernel(
         slopes = tl.load(alibi_slopes + head, mask=inside, other=0.0) * LOG2E
     score_scale = scale
     if key_scale is not None:
-        score_scale = scale * tl.load(key_scale + kv_head)
+        score_scale = scale * pair_scale(PAIRED) * tl.load(key_scale + kv_head)
 
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -132,31 +135,34 @@ def attention_kernel(
     head_values = None
     if values is not None:
         head_values = values + kv_head.to(tl.int64) * stride_value_head
+    if PAIRED is not None:
+        head_keys = head_keys.to(tl.pointer_type(tl.int16), bitcast=True)
+        head_values = head_values.to(tl.pointer_type(tl.int16), bitcast=True)
     if not DECODE and WINDOW is None and CHUNK is None:
         middle = begin + tl.maximum(tl.minimum(plain_end, end) - begin, 0) // BLOCK_N * BLOCK_N
         acc1, acc2, highest, total = attend(
             acc1, acc2, highest, total, q1, q2, head_keys, head_values, key_pages, value_pages, kv_head * BLOCK_SIZE,
             table, begin, middle, positions, prefix, slopes, score_scale, stride_key_block, stride_value_block, BLOCK_ROWS,
             SIZE, PART1, PART2, VALUE_SIZE, VALUE_PART1, VALUE_PART2, SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, False, PRECISION,
+            None, PACKED,
         )  # fmt: skip
         begin = middle
     # Bulk copies would bring what lies past the last key too, and weight zero does not silence a NaN: masked loads here.
     acc1, acc2, highest, total = attend(
         acc1, acc2, highest, total, q1, q2, head_keys, head_values, None, None, 0,
-        table, begin, end, positions, prefix, slopes, score_scale, stride_key_block, stride_value_block, BLOCK_ROWS,
-        SIZE, PART1, PART2, VALUE_SIZE, VALUE_PART1, VALUE_PART2, SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, True, PRECISION,
+        table, begin, end, positions, prefix, slopes, score_scale, stride_key_block // STEP, stride_value_block // STEP, BLOCK_ROWS,
+        SIZE // STEP, PART1, PART2, VALUE_SIZE // STEP, VALUE_PART1, VALUE_PART2, SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, True,
+        PRECISION, PAIRED, PACKED,
     )  # fmt: skip
 
     weight = 1.0 / tl.where(total > 0.0, total, 1.0)  # a row without keys (padding) gives zeros
     if value_scale is not None:
-        weight = weight * tl.load(value_scale + kv_head)
+        weight = weight * pair_scale(PAIRED) * tl.load(value_scale + kv_head)
     acc1 = acc1 * weight[:, None]
     acc2 = acc2 * weight[:, None]
     if SPLITS == 1 or used == 1:
         out_rows = out + (flat_token * NUM_HEADS + head) * VALUE_SIZE
-        store_part(out_rows, acc1, 0, VALUE_PART1, VALUE_SIZE, inside)
-        if VALUE_PART2 > 0:
-            store_part(out_rows, acc2, VALUE_PART1, VALUE_PART2, VALUE_SIZE, inside)
+        store_head(out_rows, acc1, acc2, VALUE_PART1, VALUE_PART2, VALUE_SIZE, inside, PAIRED is not None)
     else:
         place = (unit.to(tl.int64) * splits + split) * TILE_ROWS + m
         store_part(partial + place * VALUE_SIZE, acc1, 0, VALUE_PART1, VALUE_SIZE, inside)
@@ -181,7 +187,9 @@ def attention_kernel(
                 share = tl.exp2(lse - tl.max(lse, 0)[None, :])
                 share = (share / tl.sum(share, 0)[None, :])[:, :, None]
                 rest_rows = out + ((first_token + rest_token).to(tl.int64) * NUM_HEADS + kv_head * GROUP + rest_head) * VALUE_SIZE
-                store_part(rest_rows, tl.sum(parts1 * share, 0), 0, VALUE_PART1, VALUE_SIZE, keep)
+                whole1 = tl.sum(parts1 * share, 0)
+                whole2 = whole1
                 if VALUE_PART2 > 0:
                     parts2 = load_splits(partial + place_all * VALUE_SIZE, written, VALUE_PART1, VALUE_PART2, VALUE_SIZE)
-                    store_part(rest_rows, tl.sum(parts2 * share, 0), VALUE_PART1, VALUE_PART2, VALUE_SIZE, keep)
+                    whole2 = tl.sum(parts2 * share, 0)
+                store_head(rest_rows, whole1, whole2, VALUE_PART1, VALUE_PART2, VALUE_SIZE, keep, PAIRED is not None)

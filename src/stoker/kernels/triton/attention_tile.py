@@ -11,23 +11,24 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.activation import tanh
+from stoker.kernels.triton.attention_pairs import halves
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that differences of two running maxima are never NaN
 
 
 @triton.jit
-def load_part(rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, inside):
-    """Features FIRST : FIRST + WIDTH of each row, those past SIZE as zeros. `rows` are pointers [N]; `inside` [N] or None."""
-    cols = FIRST + tl.arange(0, WIDTH)[None, :]
+def load_part(rows, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, inside, STEP: tl.constexpr = 1):
+    """WIDTH features of each row, every STEP-th from FIRST on, those past SIZE as zeros. `rows` are pointers [N]; `inside` [N] or None."""
+    cols = FIRST + STEP * tl.arange(0, WIDTH)[None, :]
     where = rows[:, None] + cols
     if inside is None:
-        if FIRST + WIDTH <= SIZE:
+        if FIRST + STEP * (WIDTH - 1) < SIZE:
             return tl.load(where)
         else:
             return tl.load(where, mask=cols < SIZE, other=0.0)
     else:
-        if FIRST + WIDTH <= SIZE:
+        if FIRST + STEP * (WIDTH - 1) < SIZE:
             return tl.load(where, mask=inside[:, None], other=0.0)
         else:
             return tl.load(where, mask=inside[:, None] & (cols < SIZE), other=0.0)
@@ -97,12 +98,14 @@ def attend(
     stride_key_block, stride_value_block, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
     VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Take keys begin : end into the running softmax (acc, highest score, total weight).
 
     No query sees a key past `end`; MASKED: not every query sees every key before it either.
     `keys` and `values` point to this head's first page; values None: the keys are the values too. With tensor descriptors of the
     whole caches ([blocks × BLOCK_ROWS, SIZE]; this head's rows start at `page_row` of each block), a tile is one bulk copy.
+    PAIRED: pages are int16 pairs of 8-bit features (see `attention_pairs`), and part 1 is their low bytes, part 2 the high ones.
     """
     block = blocks_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
@@ -112,14 +115,17 @@ def attend(
         inside = None
         if MASKED:
             inside = key < end
-        if key_pages is None:
-            rows = page_rows(keys, block, start, stride_key_block, SIZE, BLOCK_SIZE, BLOCK_N)
+        rows = page_rows(keys, block, start, stride_key_block, SIZE, BLOCK_SIZE, BLOCK_N)
+        if PAIRED is not None:
+            k1, k2 = halves(load_part(rows, 0, PART1, SIZE, inside), PAIRED, PACKED)
+        elif key_pages is None:
             k1 = load_part(rows, 0, PART1, SIZE, inside).to(q1.dtype)
         else:
             k1 = key_pages.load([block * BLOCK_ROWS + page_row + start % BLOCK_SIZE, 0]).to(q1.dtype)
         scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
         if PART2 > 0:
-            k2 = load_part(rows, PART1, PART2, SIZE, inside).to(q1.dtype)
+            if PAIRED is None:
+                k2 = load_part(rows, PART1, PART2, SIZE, inside).to(q1.dtype)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
         if SOFTCAP is not None:
             scores = tanh(scores * (scale / SOFTCAP)) * (SOFTCAP * LOG2E)
@@ -146,12 +152,15 @@ def attend(
             v1 = value_pages.load([block * BLOCK_ROWS + page_row + start % BLOCK_SIZE, 0]).to(q1.dtype)
         else:
             value_rows = page_rows(values, block, start, stride_value_block, VALUE_SIZE, BLOCK_SIZE, BLOCK_N)
-            v1 = as_operand(load_part(value_rows, 0, VALUE_PART1, VALUE_SIZE, inside), q1.dtype)
+            if PAIRED is not None:
+                v1, v2 = halves(load_part(value_rows, 0, VALUE_PART1, VALUE_SIZE, inside), PAIRED, PACKED)
+            else:
+                v1 = as_operand(load_part(value_rows, 0, VALUE_PART1, VALUE_SIZE, inside), q1.dtype)
         acc1 = tl.dot(weights, v1, acc1 * fade[:, None], input_precision=PRECISION)
         if VALUE_PART2 > 0:
             if values is None:
                 v2 = k2
-            else:
+            elif PAIRED is None:
                 v2 = as_operand(load_part(value_rows, VALUE_PART1, VALUE_PART2, VALUE_SIZE, inside), q1.dtype)
             acc2 = tl.dot(weights, v2, acc2 * fade[:, None], input_precision=PRECISION)
         block = next_block
@@ -162,6 +171,17 @@ def attend(
 def store_part(rows, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, inside):
     cols = FIRST + tl.arange(0, WIDTH)[None, :]
     tl.store(rows[:, None] + cols, x.to(rows.dtype.element_ty), mask=inside[:, None] & (cols < SIZE))
+
+
+@triton.jit
+def store_head(rows, x1, x2, PART1: tl.constexpr, PART2: tl.constexpr, SIZE: tl.constexpr, inside, PAIRED: tl.constexpr):
+    """Both parts of a head's features: one after the other, or one by one in turn."""
+    if PAIRED:
+        store_part(rows, tl.reshape(tl.join(x1, x2), (x1.shape[0], 2 * PART1)), 0, 2 * PART1, SIZE, inside)
+    else:
+        store_part(rows, x1, 0, PART1, SIZE, inside)
+        if PART2 > 0:
+            store_part(rows, x2, PART1, PART2, SIZE, inside)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows
-from stoker.kernels.triton.quant_tuning import FEW_ROWS, MIDDLE_ROWS
+from stoker.kernels.triton.quant_tuning import FEW_ROWS
 from stoker.kernels.triton.quant_unpack import nibbles
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -82,10 +82,10 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
     if packed is None:
         return reference.int4_linear(x, weight, bias, fusion)
     rows, stored = x.shape[0], packed.stored()
-    if rows <= FEW_ROWS // 2 and packed.group >= SMALLEST_INTEGER_GROUP:
+    if rows <= FEW_ROWS:
+        if packed.group < SMALLEST_INTEGER_GROUP:
+            return plain_rows(x, stored, bias, fusion)
         return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)
-    if rows <= MIDDLE_ROWS:
-        return plain_rows(x, stored, bias, fusion)
     return many_rows(x, stored.n, lambda a, b: dequantize_int4(packed, a, b, x.shape[1], x.dtype), bias, fusion)
 
 

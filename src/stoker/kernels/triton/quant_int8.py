@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
-from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows
-from stoker.kernels.triton.quant_tuning import FEW_ROWS, MIDDLE_ROWS
+from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows
+from stoker.kernels.triton.quant_tuning import DIGIT_ROWS, FEW_ROWS, digits_tile
 from stoker.kernels.types import PLAIN, Fusion
 
 _BLOCK = 1024
@@ -20,8 +21,9 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     n, k = weight.shape
     if x.shape[0] <= FEW_ROWS // 2:
         return few_rows(x, Stored("same", weight, scale, n, k), "digits", "int8", None, bias, fusion)
-    if x.shape[0] <= MIDDLE_ROWS:
-        return plain_rows(x, Stored("wide", weight, scale, n, k), bias, fusion)
+    if x.shape[0] <= DIGIT_ROWS:
+        tile = digits_tile(x.shape[0], n // (1 if fusion.gate is None else 2), num_multiprocessors(x.device))
+        return few_rows(x, Stored("same", weight, scale, n, k), "digits", "int8", None, bias, fusion, tile)
     return many_rows(x, n, lambda a, b: dequantize_int8(weight[a:b], scale[a:b], x.dtype), bias, fusion)
 
 
