@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import pytest
 from full_size import PUBLISHED
 
+from stoker.base.config import Mapping
+from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.builder.estimate import estimate
 from stoker.builder.prepare import prepare
 from stoker.layers.config import ModelConfig
 from stoker.layers.decoder import declare
 from stoker.layers.shard import Sharding, local_spec
 from stoker.layers.specs import LinearSpec
-from stoker.models import resolve
+from stoker.models import resolve, rows
+
+FILES = Path(__file__).parent / "published"
 
 
 def read(name: str) -> ModelConfig:
@@ -46,8 +52,89 @@ def test_ranks_share_the_weights_evenly(name: str, size: int) -> None:
     assert shares < 1.1 * whole / size
 
 
-def test_a_dummy_engine_of_the_largest_needs_no_memory(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"][0] | {"torch_dtype": "bfloat16"}))
-    prepared = prepare(tmp_path, BuildConfig(dummy_weights=True, device="cpu", dtype="bfloat16"))
-    assert prepared.config.model.num_layers == 61
-    assert prepared.makings == {}
+# Whole config.json files as they were published, in published/, and the parameters of their checkpoints.
+CHECKPOINTS = {
+    "Llama-2-7b-hf": 6_738_415_616,
+    "Llama-2-13b-hf": 13_015_864_320,
+    "Llama-3.1-70B-Instruct": 70_553_706_496,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "DeepSeek-V2": 235_741_434_880,
+    "DeepSeek-V2-Lite": 15_706_484_224,
+    "DeepSeek-R1": 671_026_419_200,
+    "deepseek-moe-16b-base": 16_375_728_128,
+    "falcon-7b": 6_921_720_704,
+    "falcon-40b": 41_303_293_952,
+    "falcon-180B": 178_557_088_768,
+    "internlm-chat-7b": 7_321_948_160,
+    "internlm2-chat-20b": 19_861_149_696,
+    "Baichuan-7B": 7_000_559_616,
+    "Baichuan-13B-Chat": 13_264_901_120,
+    "Baichuan2-7B-Chat": 7_505_973_248,
+    "Baichuan2-13B-Chat": 13_896_668_160,
+    "chatglm-6b": 6_707_929_088,
+    "chatglm2-6b": 6_243_584_000,
+    "chatglm2-6b-32k": 6_243_584_000,
+    "chatglm3-6b-32k": 6_243_584_000,
+    "glm-4-9b-chat": 9_399_951_360,
+    "glm-4-9b-chat-hf": 9_399_951_360,
+    "GLM-4-9B-0414": 9_400_279_040,
+    "glm-10b": 9_880_682_496,
+    "gpt-j-6b": 6_050_882_784,
+    "Qwen-7B-Chat": 7_721_324_544,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "gpt2": 124_439_808,
+    "santacoder": 1_124_886_528,
+    "starcoder": 15_517_456_384,
+    "starcoder2-15b": 15_957_889_024,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b-it": 999_885_952,
+    "Phi-3-mini-4k-instruct": 3_821_079_552,
+    "opt-6.7b": 6_658_473_984,
+    "bloom": 176_247_271_424,
+    "mpt-7b": 6_649_286_656,
+    "gpt-neox-20b": 20_554_567_680,
+    "OLMo-2-1124-7B": 7_298_617_344,
+    "c4ai-command-r-v01": 34_980_831_232,
+    "internlm3-8b-instruct": 8_804_241_408,
+    "gemma-3-4b-it": 3_880_263_168,  # of 4,300,079,472 with what sees
+    "gpt-oss-120b": 116_829_156_672,
+}
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_dummy_engine_is_built_from_the_published_file(name: str, tmp_path: Path) -> None:
+    """Every key of the real file is understood, shapes and limits fit, the estimate counts every parameter, and no weight is held."""
+    (tmp_path / "config.json").write_text((FILES / f"{name}.json").read_text())
+    asked = BuildConfig(dummy_weights=True, device="cuda", compute_capability="9.0")
+    before = getrusage(RUSAGE_SELF).ru_maxrss
+    engine = build(tmp_path, tmp_path / "engine", asked)
+    found = estimate(engine.config, memory=1 << 50)
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 100 * MIB / 1024, "kibibytes"
+    assert found.parameters == CHECKPOINTS[name]
+    assert found.weights >= found.parameters * (2 if engine.config.dtype != "float32" else 4) and found.fits
+    assert sum(file.stat().st_size for file in engine.path.iterdir()) < MIB
+
+
+def test_every_published_file_is_built() -> None:
+    assert {file.stem for file in FILES.glob("*.json")} == set(CHECKPOINTS)
+
+
+def test_the_families_of_both_tables_are_all_of_them() -> None:
+    read_rows = {resolve(hf).name for hf, _ in PUBLISHED.values()} | {
+        resolve(json.loads((FILES / f"{name}.json").read_text())).name for name in CHECKPOINTS
+    }
+    assert {row.name for row in rows()} == read_rows
+
+
+@pytest.mark.parametrize(("name", "tensor", "pipeline"), [("DeepSeek-V2-Lite", 4, 1), ("falcon-180B", 8, 1), ("gpt-oss-120b", 4, 1)])
+def test_ranks_of_a_dummy_engine_hold_their_share(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((FILES / f"{name}.json").read_text())
+
+    def weights(**ranks: int) -> int:
+        asked = BuildConfig(dummy_weights=True, device="cuda", mapping=Mapping(**ranks))
+        return estimate(prepare(tmp_path, asked).config, memory=1 << 50).weights
+
+    assert weights(tensor_parallel=tensor, pipeline_parallel=pipeline) < 1.2 * weights() / (tensor * pipeline)
