@@ -1,0 +1,31 @@
+"""A program for tests: argv[2] processes start on the folder argv[1] at once. Prints a line each: its engine, and whether it built it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+
+from stoker.builder import build as _imported_once  # noqa: F401 - before the processes part
+from stoker.deploy import resolve
+
+
+def replica(folder: str, start: multiprocessing.synchronize.Barrier) -> None:
+    stages: set[str] = set()
+    start.wait(60)
+    found = resolve.ready(resolve.read(folder, {}), {}, lambda stage, done, total: stages.add(stage))
+    print(found.engine, "built" if "weights" in stages else "found", flush=True)
+
+
+def main() -> int:
+    count, context = int(sys.argv[2]), multiprocessing.get_context("fork")
+    start = context.Barrier(count)
+    processes = [context.Process(target=replica, args=(sys.argv[1], start)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
