@@ -30,7 +30,7 @@ def main() -> None:
     block = torch.randn(shape).to(torch.bfloat16)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = Path(folder) / "rank0.safetensors"
-        with TensorFileWriter(path, {name: (shape, torch.bfloat16) for name in names}, {}) as writer:
+        with TensorFileWriter(path, dict.fromkeys(names, (shape, torch.bfloat16)), {}) as writer:
             for name in names:
                 writer.write(name, block)
             writer.finish()

@@ -112,6 +112,8 @@ WRONG = [
     (["inspect", "NOWHERE"], 1, "is not an engine"),
     (["build", "NOWHERE", "-o", "OUT"], 1, "NOWHERE"),
     (["bench", "throughput", "ENGINE", "--input-len", "5000"], 2, "input_len=5000 is refused."),
+    (["bench", "latency", "ENGINE", "--breakdown"], 2, "--breakdown looks at a GPU, and this engine runs on the CPU. Leave it out."),
+    (["build", "NOWHERE", "-o", "OUT", "--compute-capability", "sm_90"], 2, "compute_capability='sm_90' is refused."),
     (["bench", "serving", "--url", "ftp://127.0.0.1"], 2, "Use an address such as http://127.0.0.1:8000."),
     (["bench", "serving", "--url", "http://127.0.0.1:1"], 1, "does not answer"),
 ]

@@ -17,6 +17,7 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
 from stoker.kernels.triton import cache
+from stoker.runtime import ahead
 from stoker.runtime.ahead import compile_ahead
 
 MODEL = {
@@ -137,6 +138,20 @@ def test_an_engine_for_a_cpu_brings_none(tmp_path: Path) -> None:
         tmp_path, tmp_path / "engine", BuildConfig(device="cpu", dummy_weights=True, limits=LIMITS), verify="none", kernels=compile_ahead
     )
     assert cache.FILE not in made.config.files
+
+
+def test_an_engine_whose_kernels_cannot_be_listed_is_built_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    config = BuildConfig(device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS)
+
+    def fails(path: Path, capability: int) -> list:
+        raise RuntimeError("a step reads from the device")
+
+    monkeypatch.setattr(ahead, "launches", fails)
+    made = build(tmp_path, tmp_path / "engine", config, verify="none", kernels=compile_ahead)
+    assert cache.FILE not in made.config.files and "a step reads from the device" in caplog.text
 
 
 def test_a_capability_that_is_none_is_refused() -> None:

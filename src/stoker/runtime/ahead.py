@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 
 from stoker.base import env
-from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
 from stoker.engine.reader import Engine
 
@@ -24,24 +23,28 @@ Progress = Callable[[str, int, int], None]
 def compile_ahead(path: Path, progress: Progress) -> None:
     """Compile what the engine at `path` launches on its target, in parallel, and write it to the engine's kernels.zip.
 
-    Needs Triton, and no GPU. Without a known compute capability, or for a CPU, there is nothing to do. Raises EngineError when a
-    kernel can't be compiled.
+    Needs Triton, and no GPU. Without a known compute capability, or for a CPU, there is nothing to do. An engine whose kernels can't
+    be listed or compiled is as good without them: that is logged, and its first start compiles.
     """
     engine = Engine.open(path)
     capability = target_capability(engine)
     if capability is None or importlib.util.find_spec("triton") is None:
         return
+    progress("kernels", 0, 1)
+    try:
+        _compile(path, capability, progress)
+    except RuntimeError as problem:
+        log.warning("no kernels are compiled ahead, so the first start takes longer: %s", problem)
+
+
+def _compile(path: Path, capability: int, progress: Progress) -> None:
     from stoker.kernels.triton import cache
     from stoker.kernels.triton.ahead import compile_jobs
 
-    progress("kernels", 0, 1)
     jobs = launches(path, capability)
     folder = cache.use()
     missing = [job for job in jobs if not job.is_cached(folder)]
-    try:
-        compile_jobs(missing, folder, capability, len(os.sched_getaffinity(0)), lambda done, total: progress("kernels", done, total))
-    except RuntimeError as problem:
-        raise EngineError(str(problem), cure="Build with --no-kernels, and report this.") from problem
+    compile_jobs(missing, folder, capability, len(os.sched_getaffinity(0)), lambda done, total: progress("kernels", done, total))
     cache.pack(jobs, folder, path / cache.FILE, capability)
     log.info("kernels: %d for sm_%d, %d of them compiled now", len(jobs), capability, len(missing))
 
@@ -62,7 +65,10 @@ def target_capability(engine: Engine) -> int | None:
 
 
 def launches(path: Path, capability: int) -> list:
-    """The kernels that the engine at `path` launches: list[Job]. Found in a process of its own, since Triton is told of another device."""
+    """The kernels that the engine at `path` launches: list[Job]. Found in a process of its own, since Triton is told of another device.
+
+    Raises RuntimeError with the end of what that process says.
+    """
     from stoker.kernels.triton.ahead import Job
 
     variables = {name: value for name, value in env.child_environment().items() if name != "TRITON_INTERPRET"}
@@ -70,5 +76,5 @@ def launches(path: Path, capability: int) -> list:
     found = subprocess.run(command, env=variables, capture_output=True)
     if found.returncode:
         what = found.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise EngineError(f"the launches of {path} can't be listed: {''.join(what)}", cure="Build with --no-kernels, and report this.")
+        raise RuntimeError(f"the launches of {path} can't be listed: {''.join(what)}")
     return msgspec.json.decode(found.stdout, type=list[Job])
