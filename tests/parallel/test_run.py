@@ -13,6 +13,8 @@ from oracles import hf_model
 from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.runtime.executor import Executor
+from stoker.runtime.schedule.plan import StepPlan
 
 MAPPINGS = {
     "one": Mapping(),
@@ -21,15 +23,17 @@ MAPPINGS = {
     "pp2": Mapping(pipeline_parallel=2),
     "tp2pp2": Mapping(tensor_parallel=2, pipeline_parallel=2),
 }
+# SmolLM2's: 9 and 3 heads do not divide by 2 or 4, and the embedding is the head.
+MODEL = GROUPED | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8, "tie_word_embeddings": True}
 # Few blocks and short steps: prompts are cut, sequences give up their blocks, and beginnings are shared.
 TIGHT = {"kv_cache_tokens": 256, "max_num_tokens": 32, "policy": "max_utilization"}
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    """One checkpoint, built for each mapping: 6 heads on 4 ranks, 3 layers on 2 stages."""
+    """One checkpoint, built for each mapping: 9 heads on 2 and 4 ranks, 3 layers on 2 stages."""
     folder = tmp_path_factory.mktemp("engines")
-    hf_model("Llama", **GROUPED | {"tie_word_embeddings": True}).save_pretrained(folder / "hf")
+    hf_model("Llama", **MODEL).save_pretrained(folder / "hf")
     limits = Limits(max_input_len=POSITIONS // 2, max_output_len=POSITIONS // 2, max_num_tokens=64, max_batch_size=8, tokens_per_block=16)
     for name, mapping in MAPPINGS.items():
         config = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=limits, mapping=mapping)
@@ -48,13 +52,33 @@ def expected(engines: Path) -> list[list[int]]:
     return generate(load(engines / "one"), prompts(), 24)
 
 
+def watched(executor: Executor) -> list[int]:
+    """Receives, at each launch, how many steps are then in flight. A sequence that samples is in one of them."""
+    seen: list[int] = []
+    launch = executor.runner.launch
+
+    def counted(plan: StepPlan) -> object:
+        sampling = [
+            seq.seq_id for other, _, _ in executor._in_flight for seq, ends in zip(other.sequences, other.samples, strict=True) if ends
+        ]
+        assert not set(sampling) & {seq.seq_id for seq in plan.sequences}
+        seen.append(len(executor._in_flight) + 1)
+        return launch(plan)
+
+    executor.runner.launch = counted  # type: ignore[assignment, method-assign]
+    return seen
+
+
 @pytest.mark.parametrize("name", list(MAPPINGS)[1:])
 def test_the_same_tokens_as_one_rank(engines: Path, expected: list[list[int]], name: str) -> None:
     executor = load(engines / name, **TIGHT)
+    in_flight = watched(executor)
     try:
         assert generate(executor, prompts(), 24) == expected
         stats = executor.snapshot()
         assert stats.num_preemptions > 0 and stats.num_reused_tokens > 0
+        stages = MAPPINGS[name].pipeline_parallel
+        assert max(in_flight) == stages and in_flight.count(stages) > len(in_flight) // 2
         sampled = generate(executor, prompts()[:3], 5, temperature=1.0, seed=5, repetition_penalty=1.2)
         assert [len(tokens) for tokens in sampled] == [5, 5, 5]
     finally:
