@@ -65,20 +65,30 @@ def ragged(rows: list[tuple[int, int]], kv_heads: int, size: int, block: int, dt
     return KVCache(*pages), ForwardBatch(empty, empty, empty, starts, lens, tables, decodes, int(queries.max()), int(lens.max()))
 
 
+SIZES = [(32, 8, 128), (9, 3, 64), (4, 4, 80), (16, 4, 96), (12, 2, 192), (8, 1, 256)]
+FEATURES = [{"window": 40}, {"chunk": 64}, {"softcap": 20.0}, {"alibi": True}, {"sinks": True}]
+SHAPES = [(sizes, {}, block) for sizes, block in zip(SIZES, [64, 16, 32, 64, 128, 16], strict=True)]
+SHAPES += [(SIZES[i % 4], features, [16, 32, 64, 128][i % 4]) for i, features in enumerate(FEATURES)]
+
+
 @pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (9, 3, 64), (4, 4, 80), (8, 1, 256)])
-@pytest.mark.parametrize("features", [{}, {"window": 40}, {"softcap": 20.0}])
-def test_attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype, features: dict) -> None:
+@pytest.mark.parametrize(("sizes", "features", "block"), SHAPES)
+def test_attention(sizes: tuple[int, int, int], features: dict, block: int, dtype: torch.dtype) -> None:
+    heads, kv_heads, size = sizes
     rows = [(1, random.randrange(1, 700)) for _ in range(3)] + [(q, q + random.randrange(0, 100)) for q in (2, 70, 190)]
-    cache, batch = ragged(rows, kv_heads, size, random.choice([16, 64]), dtype)
+    cache, batch = ragged(rows, kv_heads, size, block, dtype)
     q = torch.randn(int(batch.query_starts[-1]), heads, size).to(dtype)
-    params = AttentionParams(size**-0.5, **features)
+    numbers = {name: value for name, value in features.items() if name not in ("alibi", "sinks")}
+    slopes = torch.rand(heads) * 0.2 if "alibi" in features else None
+    sinks = torch.randn(heads) if "sinks" in features else None
     clean = KVCache(*(page.nan_to_num().double() for page in (cache.keys, cache.values)))  # type: ignore[union-attr]
-    want = attention_reference.attention(q.double(), clean, batch, params)
+    want = attention_reference.attention(q.double(), clean, batch, AttentionParams(size**-0.5, **numbers, alibi_slopes=slopes, sinks=sinks))
     on_device = ForwardBatch(
         *(t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
         batch.num_decodes, batch.max_query_len, batch.max_seq_len,
     )  # fmt: skip
+    moved = {"alibi_slopes": None if slopes is None else slopes.cuda(), "sinks": None if sinks is None else sinks.cuda()}
+    params = AttentionParams(size**-0.5, **numbers, **moved)
     got = ops.attention(q.cuda(), KVCache(cache.keys.cuda(), cache.values.cuda()), on_device, params)  # type: ignore[union-attr]
     assert relative_error(got, want) < BOUND[dtype]
 
