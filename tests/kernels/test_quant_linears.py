@@ -14,7 +14,7 @@ from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
-from stoker.kernels.triton import activation, linear, quant_codes, quant_fp8, quant_int4, quant_int8, quant_linear
+from stoker.kernels.triton import activation, linear, quant_codes, quant_fp8, quant_gemv, quant_int4, quant_int8, quant_linear
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.triton.quant_tuning import QuantTile
 from stoker.kernels.types import PLAIN, Fusion
@@ -142,6 +142,20 @@ def test_fp8(m: int, activations: str, parts: str) -> None:
     assert relative_error(got, want) < (3e-3 if around.norm_kind and activations != "none" else 1e-5)
     if activations == "token" and not around.norm_kind:
         assert relative_error(got, expected(x, weight.double() * scale.double()[:, None], bias, around, to_fp8)) < 1e-4
+
+
+@pytest.mark.parametrize("activations", ["token", "static"])
+@pytest.mark.parametrize(("n", "k", "parts"), [(24, 160, ""), (37, 4100, "br"), (300, 1028, "nbr"), (5, 64, "n")])
+def test_fp8_one_row(n: int, k: int, parts: str, activations: str) -> None:
+    x, bias, around, _ = problem(1, n, k, torch.bfloat16, parts)
+    weight, scale = fp8_weight(n, k)
+    step = torch.tensor([0.05]) if activations == "static" else None
+    assert quant_gemv.fits_one_row(x, weight, around)
+    got = quant_fp8.fp8_linear(x, weight, scale, activations, step, bias, around)
+    want = fp8_reference.fp8_linear(x.float(), weight, scale, activations, step, bias, around)
+    assert relative_error(got, want) < 1e-2
+    x[0, 7] = float("nan")
+    assert quant_fp8.fp8_linear(x, weight, scale, "token", None, bias, around).isnan().all()
 
 
 def test_fp8_encodes_inside() -> None:

@@ -99,7 +99,7 @@ def store_codes(
 ):  # fmt: skip
     """Codes of v, which are the CHUNK features from `start` on; those from `end` on belong to others."""
     cols = start + tl.arange(0, CHUNK)
-    units = tl.div_rn(v, step)
+    units = v * (1.0 / step)
     place = codes_row + cols
     if DIGITS == 2:
         units = nearest(tl.minimum(tl.maximum(units, -32258.0), 32258.0))

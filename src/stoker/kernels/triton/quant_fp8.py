@@ -7,7 +7,18 @@ from torch import Tensor
 
 from stoker.kernels.reference import quant_fp8 as reference
 from stoker.kernels.triton.quant_codes import encode_rows
-from stoker.kernels.triton.quant_linear import Stored, after, block_rows, few_rows, many_rows, plain_rows, without_layer_norm
+from stoker.kernels.triton.quant_gemv import fits_one_row, one_row
+from stoker.kernels.triton.quant_linear import (
+    Stored,
+    after,
+    block_rows,
+    check_residual,
+    few_rows,
+    many_rows,
+    plain_rows,
+    ungated,
+    without_layer_norm,
+)
 from stoker.kernels.triton.quant_tuning import FEW_ROWS, MIDDLE_ROWS
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -40,6 +51,10 @@ def fp8_linear(
             return plain_rows(x, Stored("wide", weight, scale, n, k), bias, fusion)
         return many_rows(x, n, lambda a, b: (weight[a:b].float() * scale[a:b, None]).to(x.dtype), bias, fusion)
     step = input_scale if activations == "static" else None
+    x, fusion = ungated(x, fusion) if x.shape[0] == 1 else (x, fusion)
+    if fits_one_row(x, weight, fusion):
+        check_residual(fusion, 1, n)
+        return one_row(x, weight, scale, step, bias, fusion)
     if x.shape[0] > FEW_ROWS and _library_takes(x, weight):
         return scaled_rows(x, weight, scale, step, bias, fusion)
     return few_rows(x, Stored("same", weight, scale, n, k), "fp8", "fp8", step, bias, fusion)
