@@ -17,6 +17,7 @@ from stoker.deploy import resolve, truss
 from stoker.deploy.deployment import BuildOptions, EngineSource
 from stoker.deploy.secrets import Secret
 from stoker.deploy.sources import hub
+from stoker.server.protocols.truss.parameters import TABLE
 
 DOCUMENTS = Path(__file__).parent / "documents"
 SECRET = "hf_abcdefghijklmnop"
@@ -225,3 +226,16 @@ def test_what_is_asked_of_the_hub_is_what_the_document_names(tmp_path: Path, mon
     assert asked == ["decaplusplus/llama-7b-hf", "org/engine"]
     assert isinstance(resolve.read(folder(tmp_path, BUILD), {}).source, BuildOptions)
     assert isinstance(resolve.read(folder(tmp_path, OLDEST), {}).source, EngineSource)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "truss.md").read_text()
+
+
+def test_our_own_page_shows_every_field() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.partition("The fields of a body")[2].partition("Which body")[0], re.M))
+    assert rows == {row.name: row.says for row in TABLE}
+
+
+def test_our_own_page_shows_the_document_s_configuration(tmp_path: Path) -> None:
+    shown = re.search(r"```yaml\n(trt_llm:.*?)```", PAGE, re.S)
+    assert shown is not None and yaml.safe_load(shown[1]) == yaml.safe_load(BUILD)

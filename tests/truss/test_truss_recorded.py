@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,11 +14,9 @@ from live_http import live_app
 from scripted_service import make_context
 from truss_recordings import Recorded, Reply, StandIn, read, send
 
-from stoker.frontend.repository import ModelRepository
 from stoker.server.app import make_app
-from stoker.server.metrics import FrontendMetrics
-from stoker.server.protocol import Context
 from stoker.server.schemas.settings import ServerSettings
+from stoker.server.waiting import Waiting
 
 # Exchanges in which Stoker does something else; docs/truss.md says what and why, test_truss_predict.py tests it.
 OTHERWISE = {
@@ -109,18 +109,10 @@ async def test_an_executor_that_does_not_answer(case: Recorded) -> None:
 
 
 @pytest.mark.parametrize("case", cases("12-*", title="^loading"))
-async def test_before_it_is_loaded(case: Recorded) -> None:
-    async def load() -> Any:
-        raise NotImplementedError
-
-    async def unload(service: Any) -> None:
-        pass
-
-    repository = ModelRepository()
-    repository.register("model", load, unload)
-    context = Context(repository, ServerSettings(**TRUSS), FrontendMetrics())  # type: ignore[arg-type]
-    async with live_app(make_app(context), context.settings) as port:
-        same(await send(port, case.sent), case)
+def test_while_its_engine_is_fetched_and_built(case: Recorded) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, Waiting([listener], ServerSettings(**TRUSS), "model"):  # type: ignore[arg-type]
+        same(asyncio.run(send(listener.getsockname()[1], case.sent)), case)
 
 
 @pytest.mark.parametrize("accept", ["", "Accept: application/json\r\n"])
