@@ -11,7 +11,7 @@ from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.logging import get_logger
 from stoker.deploy import model_name, resolve
-from stoker.deploy.deployment import Deployment, EngineInfo
+from stoker.deploy.deployment import Deployment, EngineInfo, EngineSource
 from stoker.deploy.triton.export import five_models
 from stoker.engine.reader import Engine
 from stoker.server.schemas.settings import ServerSettings
@@ -38,12 +38,27 @@ def deployed(
     given: frozenset[str] | None = None,
     progress: resolve.Progress | None = None,
 ) -> Deployed:
-    """The engine of a path or address, fetched or built where it must be.
+    """The engine of a path or address, fetched or built where it must be: `asked` and `made` in one."""
+    return made(asked(path, settings, runtime, given, progress), progress)
+
+
+def asked(
+    path: str | Path | None,
+    settings: ServerSettings,
+    runtime: RuntimeConfig,
+    given: frozenset[str] | None = None,
+    progress: resolve.Progress | None = None,
+) -> Deployment:
+    """What a path or address asks for; no engine is fetched or built for it.
 
     Fields in `given` were set on the command line and win over the folder's own settings; without it, those that are not at their
-    default. Raises ConfigError, CheckpointError and EngineError.
+    default. Raises ConfigError, and CheckpointError for an address that cannot be fetched.
     """
-    deployment = named(overridden(resolve.read(path, env.child_environment(), progress), settings, runtime, given), path)
+    return _named(overridden(resolve.read(path, env.child_environment(), progress), settings, runtime, given), path)
+
+
+def made(deployment: Deployment, progress: resolve.Progress | None = None) -> Deployed:
+    """Its engine. Raises ConfigError, CheckpointError and EngineError."""
     for note in deployment.notes:
         log.log(30 if note.severity == "warning" else 20, "%s", note)
     found = resolve.ready(deployment, env.child_environment(), progress)
@@ -56,6 +71,12 @@ def deployed(
     )
 
 
+def waits(deployment: Deployment) -> bool:
+    """Whether an engine must be fetched or built first; what is in the cache already is there at once."""
+    source = deployment.source
+    return not (isinstance(source, EngineSource) and Path(source.location).expanduser().is_dir())
+
+
 def overridden(
     deployment: Deployment, settings: ServerSettings, runtime: RuntimeConfig, given: frozenset[str] | None = None
 ) -> Deployment:  # fmt: skip
@@ -64,7 +85,7 @@ def overridden(
     return msgspec.structs.replace(deployment, server=server, runtime=run)
 
 
-def named(deployment: Deployment, path: str | Path | None) -> Deployment:
+def _named(deployment: Deployment, path: str | Path | None) -> Deployment:
     """`deployment` under the name of what a person asked for, not of the folder in the cache that it was unpacked to or built in.
 
     Triton's models are named in their files.

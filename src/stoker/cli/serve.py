@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -12,6 +13,10 @@ from stoker.base import env, logging
 from stoker.base.config import RuntimeConfig
 from stoker.cli.options import fields, given, lines_of, runtime_options
 from stoker.server.schemas.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from stoker.cli.deployed import Deployed
+    from stoker.deploy.resolve import Progress
 
 log = logging.get_logger(__name__)
 
@@ -78,26 +83,49 @@ def serve(
     raise typer.Exit(_serve(model, settings, runtime, given(context)))
 
 
-def _dry_run(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, asked: frozenset[str]) -> None:
-    from stoker.cli.deployed import named, overridden
+def _dry_run(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, named: frozenset[str]) -> None:
+    from stoker.cli.deployed import asked
     from stoker.cli.understood import understood
-    from stoker.deploy import resolve
 
-    deployment = named(overridden(resolve.read(model, env.child_environment()), settings, runtime, asked), model)
-    typer.echo("\n".join(understood(deployment, asked)))
+    typer.echo("\n".join(understood(asked(model, settings, runtime, named), named)))
 
 
-def _serve(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, asked: frozenset[str]) -> int:
+def _serve(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, named: frozenset[str]) -> int:
     from rich.console import Console
 
-    from stoker.cli.deployed import deployed
     from stoker.cli.progress import Bars, Lines
-    from stoker.server.process import serve as run
 
     console = Console(stderr=True)
-    if console.is_terminal:
-        with Bars(console) as bars:
-            found = deployed(model, settings, runtime, asked, bars)
-    else:
-        found = deployed(model, settings, runtime, asked, Lines(log.info))
-    return run(found.engine, found.runtime, found.settings, typer.echo, tokenizer=found.tokenizer)
+    if not console.is_terminal:
+        return _run(*_made(model, settings, runtime, named, Lines(log.info)))
+    with Bars(console) as bars:
+        ready = _made(model, settings, runtime, named, bars)
+    return _run(*ready)
+
+
+def _made(
+    model: str | None, settings: ServerSettings, runtime: RuntimeConfig, named: frozenset[str], progress: Progress
+) -> tuple[Deployed, list[socket.socket]]:
+    """The engine, and the ports, which answer from now on: that the model is loading, while its engine is fetched and built."""
+    from stoker.cli.deployed import asked, made, waits
+    from stoker.server.process import listen
+
+    deployment = asked(model, settings, runtime, named, progress)
+    listeners = listen(deployment.server)
+    if not waits(deployment):
+        return made(deployment, progress), listeners
+    from stoker.server.waiting import Waiting
+
+    with Waiting(listeners, deployment.server, deployment.server.model_name or "model") as waiting:
+
+        def both(stage: str, done: int, total: int | None) -> None:
+            progress(stage, done, total)
+            waiting.tell(stage, done, total)
+
+        return made(deployment, both), listeners
+
+
+def _run(found: Deployed, listeners: list[socket.socket]) -> int:
+    from stoker.server.process import serve as run
+
+    return run(found.engine, found.runtime, found.settings, typer.echo, tokenizer=found.tokenizer, listeners=listeners)

@@ -29,24 +29,32 @@ BACKLOG = 2048
 
 def serve(
     engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, announce: Callable[[str], None] = print,
-    *, tokenizer: Path | str | None = None,
+    *, tokenizer: Path | str | None = None, listeners: list[socket.socket] | None = None,
 ) -> int:  # fmt: skip
     """Serve the engine directory until SIGINT or SIGTERM; returns the exit status: 0 when told to stop, 1 when a process died.
 
     The first signal stops accepting, lets requests in flight end within drain_timeout_s, then stops; the second stops at once.
-    `tokenizer` is a directory to read instead of the engine's own.
+    `tokenizer` is a directory to read instead of the engine's own; `listeners` are those of `listen`, when they are open already.
     `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address, or the certificate, cannot
     be used.
     """
-    check_tls(settings)
     with contextlib.ExitStack() as stack:
-        ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
-        listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]
+        listeners = [stack.enter_context(listener) for listener in listeners or listen(settings)]
         grpc = stack.enter_context(reserve(settings.host, settings.grpc_port)) if settings.grpc_port is not None else None
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
         supervisor = Supervisor(Path(engine), runtime, settings, listeners, grpc, Path(run_dir), announce)
         supervisor.tokenizer = Path(tokenizer or engine)
         return asyncio.run(supervisor.run())
+
+
+def listen(settings: ServerSettings) -> list[socket.socket]:
+    """The open HTTP ports: the server's, then the metrics' own. Raises ConfigError when one, or the certificate, cannot be used."""
+    check_tls(settings)
+    with contextlib.ExitStack() as stack:
+        ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
+        listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]
+        stack.pop_all()
+        return listeners
 
 
 def reserve(host: str, port: int) -> socket.socket:

@@ -1,0 +1,88 @@
+"""The doors while an engine is built: loading is told from failed, and no connection is refused on the way to ready."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from stoker.base import env
+from stoker.server.process import bind, listen
+from stoker.server.schemas.lmi import LMIOptions
+from stoker.server.schemas.settings import ServerSettings
+from stoker.server.waiting import Waiting
+
+
+def test_every_door_says_that_it_is_loading() -> None:
+    settings = ServerSettings(http_port=0, api_keys=("a-secret-key",))
+    (listener,) = listen(settings)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with listener, httpx.Client(base_url=url, headers={"authorization": "Bearer a-secret-key"}) as client:
+        with Waiting([listener], settings, "tiny") as waiting:
+            waiting.tell("weights", 2, 5)
+            ping = client.get("/ping")
+            assert (ping.status_code, ping.json()) == (503, {"tiny": {"status": "Loading", "reason": "weights: 40 %"}})
+            chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+            assert (chat.status_code, "weights: 40 %" in chat.json()["error"]["message"]) == (503, True)
+            answers = {path: client.get(path).status_code for path in ("/health/live", "/health/ready", "/v2/health/ready")}
+            assert answers["/health/live"] == 200
+            assert {answers["/health/ready"], answers["/v2/health/ready"]} <= {400, 503}
+            assert client.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+        with Waiting([listener], ServerSettings(protocols=("sagemaker", "openai"), options=LMIOptions()), "again"):
+            assert httpx.get(f"{url}/ping").json()["again"]["status"] == "Loading"
+
+
+def test_from_loading_to_ready_without_a_refusal(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text(f"option.model_id={checkpoint}\noption.max_tokens=512\noption.tensor_parallel_degree=1\n")
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "stoker", "serve", str(tmp_path), "--port", str(port)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=env.child_environment(STOKER_LOG="warning"))
+    assert process.stdout is not None
+    seen: list[int] = []
+    with process.stdout:
+        try:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and 200 not in seen and process.poll() is None:
+                try:
+                    seen.append(httpx.get(f"http://127.0.0.1:{port}/ping", timeout=30).status_code)
+                except httpx.ConnectError:
+                    seen.append(0)
+                except httpx.RemoteProtocolError:  # a connection that was open when the one server made way for the other
+                    seen.append(1)
+        finally:
+            process.terminate()
+            process.wait(30)
+    states = [seen[i] for i in range(len(seen)) if i == 0 or seen[i] != seen[i - 1]]
+    assert [state for state in states if state != 1] == [0, 503, 200], states
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_built(checkpoint: Path, tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        command = [sys.executable, "-m", "stoker", "serve", str(checkpoint), "--port", str(taken.getsockname()[1])]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env.child_environment())
+    assert done.returncode == 2
+    assert "cannot be used" in done.stderr
+    assert not (tmp_path / "cache" / "engines").exists()
+
+
+def test_a_certificate_that_is_not_there_is_told_before_anything_is_built(checkpoint: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "stoker",
+        "serve",
+        str(checkpoint),
+        "--port",
+        "0",
+        "--tls-certificate",
+        "/nowhere.pem",
+        "--tls-key",
+        "k",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env.child_environment())
+    assert (done.returncode, "/nowhere.pem" in done.stderr) == (2, True)
+    assert not (tmp_path / "cache" / "engines").exists()
