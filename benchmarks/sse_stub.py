@@ -37,7 +37,8 @@ from stoker.server.protocol import Context
 from stoker.server.schemas.settings import ServerSettings
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "kserve": "/v2/models/ensemble/generate_stream",
-         "sagemaker": "/invocations"}  # fmt: skip
+         "sagemaker": "/invocations", "truss": "/v1/models/model:predict"}  # fmt: skip
+EVENTS = {"truss": b" token\r\n"}  # plain text: a piece a chunk
 
 
 class InstantService(Service):
@@ -128,8 +129,11 @@ def request_bytes(door: str, tokens: int) -> bytes:
     return head.encode() + body
 
 
-def read_all(port: int, request: bytes, num_streams: int) -> tuple[int, float, list[float]]:
-    """Events of all streams, seconds from the first request to the last byte, and each stream's seconds to its first event."""
+def read_all(port: int, request: bytes, num_streams: int, event: bytes) -> tuple[int, float, list[float]]:
+    """Events of all streams, seconds from the first request to the last byte, and each stream's seconds to its first event.
+
+    Every event holds the bytes `event` once.
+    """
     selector = selectors.DefaultSelector()
     started = time.perf_counter()
     for _ in range(num_streams):
@@ -140,7 +144,7 @@ def read_all(port: int, request: bytes, num_streams: int) -> tuple[int, float, l
     while selector.get_map():
         for key, _ in selector.select():
             data = key.fileobj.recv(1 << 18)  # type: ignore[union-attr]
-            found = data.count(b"data: {")
+            found = data.count(event)
             events += found
             if found and key.data[1] is None:
                 key.data[1] = time.perf_counter() - key.data[0]
@@ -156,10 +160,11 @@ def measure(door: str, num_streams: int, tokens: int, group: int) -> dict[str, A
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, group))
     server.start()
     port = ours.recv()
-    read_all(port, request_bytes(door, 50), 4)
+    event = EVENTS.get(door, b"data: {")
+    read_all(port, request_bytes(door, 50), 4, event)
     best: dict[str, Any] = {}
     for _ in range(3):
-        events, elapsed_s, firsts = read_all(port, request_bytes(door, tokens), num_streams)
+        events, elapsed_s, firsts = read_all(port, request_bytes(door, tokens), num_streams, event)
         rate = num_streams * tokens / elapsed_s
         if rate > best.get("tokens_per_s", 0):
             best = {
