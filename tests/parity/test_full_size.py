@@ -138,3 +138,12 @@ def test_ranks_of_a_dummy_engine_hold_their_share(name: str, tensor: int, pipeli
         return estimate(prepare(tmp_path, asked).config, memory=1 << 50).weights
 
     assert weights(tensor_parallel=tensor, pipeline_parallel=pipeline) < 1.2 * weights() / (tensor * pipeline)
+
+
+@pytest.mark.parametrize("quantization", ["AWQ", "FP8_KV"])
+def test_published_shapes_fit_the_formats(quantization: str, tmp_path: Path) -> None:
+    """Groups of 128 columns, scales by row and a quantized cache, for every published file."""
+    asked = BuildConfig(dummy_weights=True, device="cuda", compute_capability="9.0", quantization=quantization)
+    for name in CHECKPOINTS:
+        (tmp_path / "config.json").write_text((FILES / f"{name}.json").read_text())
+        assert prepare(tmp_path, asked).config.recipe.name == quantization, name

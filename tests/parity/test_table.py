@@ -116,3 +116,10 @@ def test_what_the_guide_shows_is_what_is_there() -> None:
     for block in shown:
         for line in filter(str.strip, block.splitlines()):
             assert line in source or line in (ROOT / "tests" / "parity" / "cases.py").read_text(), line
+
+
+def test_an_architecture_is_named_by_its_own_file_alone() -> None:
+    """The guide's promise: one file, one row."""
+    source = ROOT / "src" / "stoker"
+    named = {file.name for file in source.rglob("*.py") if "olmo2" in file.read_text().lower()}
+    assert named == {"olmo2.py"}
