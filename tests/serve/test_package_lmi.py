@@ -127,6 +127,16 @@ def test_the_repository_without_serving_properties(engine: Path, tmp_path: Path)
     assert (triton.deployment.format, triton.engine) == ("triton", inner / "1")
 
 
+def test_ranks_that_are_not_the_engines_are_refused(engine: Path, tmp_path: Path) -> None:
+    package(engine_info(engine), tmp_path / "a.tar", {})
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        tar.extractall(tmp_path / "data")
+    file = tmp_path / "data" / "serving.properties"
+    file.write_text(file.read_text().replace("degree=1", "degree=2"))
+    with pytest.raises(ConfigError, match=r"asks for tensor 2 × pipeline 1, and the engine .* was built for tensor 1"):
+        resolve.ready(resolve.read(tmp_path / "data", {}), {})
+
+
 BAD = {
     "option.max_input_len": ("7", "it is decided in the build"),
     "option.quantize": ("fp8", "it is decided in the build"),

@@ -15,7 +15,8 @@ import pytest
 from stoker.base.errors import CheckpointError, ConfigError, EngineError, StokerError
 from stoker.cli.main import main
 from stoker.deploy import lmi, resolve, truss
-from stoker.deploy.deployment import BuildOptions
+from stoker.deploy.deployment import BuildOptions, EngineInfo
+from stoker.deploy.triton.export import export_triton
 from stoker.engine.reader import Engine
 
 PROPERTIES = "option.model_id={}\noption.max_rolling_batch_size=4\noption.tensor_parallel_degree=1\n"
@@ -134,7 +135,47 @@ def test_dry_run_tells_settings_and_origins(checkpoint: Path, tmp_path: Path, ca
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("kind", ["engine", "checkpoint", "triton", "lmi", "truss"])
+def test_dry_run_of_every_format(kind: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each tells where its settings were written, and nothing is built or served for it."""
+    engine = folder(tmp_path / "engine", "config.json", '{"format_version": 1}')
+    info = EngineInfo(path=str(engine), architecture="LlamaForCausalLM", vocab_size=320)
+    export_triton(info, tmp_path / "triton", {"max_queue_size": "9"})
+    folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint))
+    folder(tmp_path / "truss", "config.yaml", TRUSS.format(checkpoint) + "    max_seq_len: 128\n")
+    place = checkpoint if kind == "checkpoint" else tmp_path / kind
+    assert stoker("serve", place, "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert f"is of the format {kind}." in out
+    written = {"triton": "config.pbtxt:", "lmi": "serving.properties:", "truss": "config.yaml:"}
+    assert written.get(kind, "") in out
+    assert not (tmp_path / "cache").exists()
+
+
+QUANTIZED = {
+    "smoothquant": ("alpha=0.8\nper_token=true\nper_channel=true\nmulti_query_mode=true\n", "SMOOTH_QUANT"),
+    "awq": ("awq_format=int4_awq\nawq_calib_size=4\n", "AWQ"),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_documents_quantizations_are_built(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    keys, recipe = QUANTIZED[name]
+    lines = [line if line[:3] in ("awq", "mul") else f"smoothquant_{line}" for line in keys.splitlines()]
+    text = PROPERTIES.format(checkpoint) + f"option.quantize={name}\n" + "".join(f"option.{line}\n" for line in lines)
+    config = Engine.open(ready(folder(tmp_path / "lmi", "serving.properties", text)).engine).config
+    assert (config.recipe.name, config.limits.max_batch_size) == (recipe, 4)
+    assert config.checks["accuracy"]["perplexity_after"] < 1.1 * config.checks["accuracy"]["perplexity_before"]
+
+
 SECRET = "hf_abcdefghijklmnop"
+
+
+@pytest.mark.parametrize("address", ["s3://key:{}@bucket/model", "https://user:{}@host/m.tar.gz", "https://host/m.tar?X-Amz-Signature={}"])
+def test_credentials_in_addresses_are_refused_unprinted(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stoker("serve", address.format(SECRET)) == 2
+    told = capsys.readouterr()
+    assert "carries a credential" in told.err and SECRET not in told.err + told.out
 
 
 def test_secrets_are_never_shown(

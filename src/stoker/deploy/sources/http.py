@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO
 
 from stoker.base.errors import CheckpointError, ConfigError
-from stoker.deploy.kinds import Location
 from stoker.deploy.sources import archive
 from stoker.deploy.sources.store import Counter, Store, unwrapped
 
@@ -33,10 +32,6 @@ def fetch(address: str, digest: str | None, store: Store) -> Path:
 
 
 def _split(address: str, digest: str | None) -> tuple[str, str]:
-    try:
-        Location().read(address)
-    except ValueError as error:
-        raise ConfigError(f"the archive's address is refused: {error}.") from None
     bare, _, fragment = address.partition("#")
     named = fragment.removeprefix("sha256=").lower() if fragment.startswith("sha256=") else None
     if digest and named and digest.lower() != named:

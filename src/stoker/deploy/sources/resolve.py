@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stoker.base import env
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.deploy.kinds import Location
 from stoker.deploy.secrets import Secret
 from stoker.deploy.sources import archive, http, hub, s3
 from stoker.deploy.sources.store import MAX_BYTES, Progress, Store
@@ -35,6 +36,7 @@ def resolve(
     store = Store(cache or env.cache_dir() / "sources", max_bytes, progress or _silent)
     scheme, separator, rest = location.partition("://")
     if separator:
+        _check_address(location)
         return _fetch(scheme.lower(), rest, location, revision, digest, token, store)
     path = Path(location).expanduser()
     if path.exists():
@@ -46,6 +48,14 @@ def resolve(
             f"{location[:200]!r} is neither a path that exists nor a hub id.", cure="Name a directory, ORG/NAME or s3://BUCKET/PREFIX."
         )
     return hub.fetch(location, revision, token, store)
+
+
+def _check_address(address: str) -> None:
+    """Raises ConfigError, which does not repeat it, for an address with a password or a signature: messages show addresses."""
+    try:
+        Location().read(address)
+    except ValueError as error:
+        raise ConfigError(f"the address is refused: {error}.") from None
 
 
 def _fetch(
