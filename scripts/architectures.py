@@ -15,7 +15,8 @@ decides which row reads a checkpoint, or `model_type` where that is absent. The 
 layout, built and run in float32: all logits within 2e-4 of the oracle's and 64 greedy tokens equal, prefilled in chunks, in a crowd,
 after a preemption and on top of shared blocks (`tests/parity/`).
 
-Each architecture can be built with every quantization, {recipes}: formats own linears, and all rows are made of the same ones.
+Each architecture can be built with every quantization: formats own linears, and all rows are made of the same ones. They are
+{recipes}.
 Each row is built and run in eight bits by the tests. FP8_BLOCK wants fused parts of multiples of 128 rows, which falcon-7b, gpt-oss,
 DeepSeek-V2-Lite and DeepSeek-MoE lack; they are refused by name. Routers, embeddings, heads and latent attention's up-projections stay
 in the engine's dtype, but for small models' heads on a CPU.
