@@ -1,8 +1,8 @@
 """What each quantization costs SmolLM2-135M-Instruct: bytes and perplexity, built as `stoker build` builds and read as `stoker eval` reads.
 
-The text is any file; the committed figures are of the first 100,000 bytes of Debian's package anarchism 15.3-3 (apt-get download anarchism;
-dpkg-deb -x; zcat usr/share/doc/anarchism/markdown/secA[12].md.gz > book.md), in windows of 1,024 tokens without BOS. Calibration reads
-the text that Stoker ships.
+The text is any file; the figures of docs/quantization.md are of the beginning of Debian's package anarchism 15.3-3 (apt-get download
+anarchism; dpkg-deb -x; zcat usr/share/doc/anarchism/markdown/secA[12].md.gz > book.md), in windows of 1,024 tokens without BOS.
+Calibration reads the text that Stoker ships.
 
 PYTHONPATH=src python benchmarks/accuracy.py --text book.md --json benchmarks/results/accuracy.json
 """
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--max-bytes", type=int, default=100_000)
     parser.add_argument("--only", nargs="*", help="rows to measure, after NO_QUANT")
+    parser.add_argument("--calibration-size", type=int, default=32, help="windows of 512 tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     raw = args.text.read_bytes()[: args.max_bytes]
@@ -99,7 +100,7 @@ def main() -> None:
         if args.only is not None and name not in ("NO_QUANT", *args.only):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            engine, seconds = built(asked, Path(folder) / "engine")
+            engine, seconds = built({"calibration_size": args.calibration_size, **asked}, Path(folder) / "engine")
             scores = measured(engine, raw.decode(errors="ignore"))
             plain = plain or scores
             rows[name] = {
@@ -108,13 +109,18 @@ def main() -> None:
             }  # fmt: skip
             rows[name]["asked"] = bound(most, rows) if not isinstance(most, str) or most in rows else None
         print(f"{name:36}", json.dumps(rows[name]), flush=True)
+        if args.json:
+            write(args.json, raw, plain, rows, args.calibration_size)
+
+
+def write(out: Path, raw: bytes, plain: Scores, rows: dict[str, Any], size: int) -> None:
+    """After every row: they take minutes each."""
     results = {
         "model": "SmolLM2-135M-Instruct", "text_sha256": hashlib.sha256(raw).hexdigest(), "text_bytes": len(raw),
-        "tokens": plain.count if plain else 0, "window": WINDOW, "torch": torch.__version__,
+        "tokens": plain.count, "calibration_size": size, "window": WINDOW, "torch": torch.__version__,
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(), "rows": rows,
     }  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ from stoker.layers.specs import LinearSpec
 from stoker.quant import fold as folding
 from stoker.quant.awq import AWQ
 from stoker.quant.calibration import KVRange, TensorTable, default_text, held_out_text
+from stoker.quant.compensate import Compensation
 from stoker.quant.format import Format
+from stoker.quant.fp8 import Fp8
 from stoker.quant.gptq import GPTQ
 from stoker.quant.int4 import Int4
 from stoker.quant.recipe import Recipe
@@ -98,6 +100,27 @@ def test_awq_and_gptq_undo_most_of_the_error_of_rounding(zero: Any) -> None:
     assert output_error(GPTQ(group_size=128, zero=zero, act_order=False), weight, x, stats) < 0.6 * plain
 
 
+def test_fp8_makes_up_for_its_rounding() -> None:
+    x, weight = inputs(), torch.randn(64, 128)
+    plain = output_error(Fp8(activations="none"), weight, x, None)
+    assert output_error(Fp8(activations="none", compensate=True), weight, x, measured(x)) < 0.7 * plain
+
+
+def test_rounding_columns_together_costs_little() -> None:
+    x, weight = inputs(), torch.randn(16, 128)
+    by = Compensation(measured(x), 0.01, act_order=True)
+    errors = [float((x @ (by.round(weight, lambda v, _: (v * 4).round() / 4, step) - weight).t()).norm()) for step in (1, 16, 100)]
+    plain = float((x @ ((weight * 4).round() / 4 - weight).t()).norm())
+    assert errors[0] <= errors[1] * 1.1 and errors[1] < 0.8 * plain
+
+
+def test_the_exponent_of_smoothing_is_the_best_that_was_tried() -> None:
+    x, weight = inputs(), torch.randn(64, 128)
+    stats = measured(x)
+    searched = output_error(SmoothQuant(per_token=False), weight, x, stats)
+    assert searched <= 1.02 * min(output_error(SmoothQuant(alpha=a, per_token=False), weight, x, stats) for a in (0.0, 0.3, 0.5, 0.8))
+
+
 def test_gptq_of_independent_inputs_is_rounding() -> None:
     weight = torch.randn(8, 64)
     spec, ones = LinearSpec(name="x", in_features=64, parts=(8,)), torch.ones(64)
@@ -122,7 +145,7 @@ def test_smoothing_saves_activations_with_one_scale() -> None:
 
 def test_calibrated_formats_without_measurements_are_refused() -> None:
     spec = LinearSpec(name="layers.0.mlp.up", in_features=64, parts=(8,))
-    for chosen in (GPTQ(), SmoothQuant(per_token=False)):
+    for chosen in (GPTQ(), SmoothQuant(per_token=False), Fp8(compensate=True)):
         with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up"):
             chosen.quantize(torch.randn(8, 64), spec, None)
 

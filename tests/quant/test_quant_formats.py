@@ -282,6 +282,12 @@ def test_settings_reach_the_format_or_are_refused() -> None:
         find_recipe("FP9")
 
 
+def test_fp8_of_narrow_models_makes_up_for_its_rounding() -> None:
+    assert find_recipe("FP8", narrow=True).default == Fp8(compensate=True)
+    assert find_recipe("FP8").default == Fp8()
+    assert find_recipe("FP8", {"compensate": "false"}, narrow=True).default == Fp8()
+
+
 def test_on_a_cpu_small_heads_are_int8_and_elsewhere_they_stay() -> None:
     head = LinearSpec(name="head", in_features=64, parts=(320,), quantize=False)
     assert isinstance(find_recipe("WEIGHTS_ONLY_INT4", device="cpu").format_for(head), Int8)

@@ -14,7 +14,7 @@ from stoker.quant.format import FORMATS
 from stoker.quant.int4 import Int4
 from stoker.quant.stats import InputStats
 
-STEPS = 20  # exponents tried, from 0 to 1
+STEPS = 10  # exponents tried, from 0 to 1
 MOST_ROWS = 128  # of the weight that the search looks at
 
 
@@ -30,19 +30,16 @@ class AWQ(Int4, frozen=True, kw_only=True, tag="awq"):
 
 
 def search(chosen: Int4, weight: Tensor, stats: InputStats) -> Tensor:
-    """The factors [in] that leave the least squared error: powers of the inputs' size, over powers of the weights' or not."""
+    """The power of the inputs' mean magnitudes that leaves the least squared error of the output: factors [in]."""
     rows = weight.flatten(0, -2)
     rows = rows[:: -(-len(rows) // MOST_ROWS)].float()
-    inputs, columns = stats.mean_square.sqrt(), rows.abs().mean(0)
-    best, found = torch.inf, torch.ones_like(inputs)
+    best, found = torch.inf, torch.ones_like(stats.mean_abs)
     for step in range(STEPS):
-        alpha = step / STEPS
-        for beta in (0.0, 1 - alpha):
-            factors = _middled(inputs, alpha) / _middled(columns, beta)
-            error = _rounded(chosen, rows * factors).div_(factors).sub_(rows)
-            loss = float(((error @ stats.gram) * error).sum())
-            if loss < best:
-                best, found = loss, factors
+        factors = _middled(stats.mean_abs, step / STEPS)
+        error = _rounded(chosen, rows * factors).div_(factors).sub_(rows)
+        loss = float(((error @ stats.gram) * error).sum())
+        if loss < best:
+            best, found = loss, factors
     return found
 
 

@@ -10,7 +10,7 @@ from stoker.quant.groups import Zero
 
 CLIPS = 10  # steps of the clip search
 MOST_CLIP = 0.5  # of a group's extremes is the most that the search gives up
-REFINEMENTS = 3  # rounds of least squares after it
+REFINEMENTS = 2  # rounds of least squares after it
 
 
 def fit(split: Tensor, zero: Zero, dtype: torch.dtype, blocks: Tensor | None) -> tuple[Tensor, Tensor]:

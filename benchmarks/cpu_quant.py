@@ -1,0 +1,125 @@
+"""Quantized SmolLM2-135M-Instruct beside float32 on this CPU: tokens a second, bytes on disk and in memory, in one run.
+
+Turns are interleaved and the best of each engine counts, since a shared machine only adds noise.
+
+PYTHONPATH=src python benchmarks/cpu_quant.py --json benchmarks/results/cpu_quant.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker import LLM, SamplingParams
+from stoker.builder.build import build_cached
+from stoker.builder.config import BuildConfig
+from stoker.cli.default_model import default_checkpoint
+
+# name: (quantization, tokens a second over float32's, bytes of the file over float32's); None where nothing is asked
+ROWS: dict[str, tuple[str, float | None, float | None]] = {
+    "float32": ("NO_QUANT", None, None),
+    "int8": ("WEIGHTS_ONLY_INT8", 2.0, 0.30),
+    "int4": ("WEIGHTS_ONLY_INT4", 2.5, 0.20),
+    "as stored": ("AS_STORED", None, None),
+}
+NEW, PROMPT, STREAMS = 48, 16, 8
+
+MEMORY = """
+import sys
+from stoker import LLM, SamplingParams
+def fields():
+    lines = open("/proc/self/status").read().splitlines()
+    return {name: int(line.split()[1]) * 1024 for line in lines for name in ("VmRSS", "RssAnon", "RssFile") if line.startswith(name + ":")}
+before = fields()
+with LLM(sys.argv[1], kv_cache_tokens=1024) as llm:
+    llm.generate(list(range(100, 116)), SamplingParams(max_tokens=8, ignore_eos=True))
+    after = fields()
+print({name: after[name] - before[name] for name in after})
+"""
+
+
+def one_stream(llm: LLM) -> float:
+    """Tokens a second after the first, prompt and all."""
+    prompt = [random.Random(1).randrange(100, 49000) for _ in range(PROMPT)]
+    started = time.perf_counter()
+    llm.generate(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True))
+    return NEW / (time.perf_counter() - started)
+
+
+def streams(llm: LLM) -> float:
+    """Tokens a second of several streams together."""
+    draw = random.Random(2)
+    prompts = [[draw.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(STREAMS)]
+    started = time.perf_counter()
+    llm.generate(prompts, SamplingParams(max_tokens=NEW // 2, ignore_eos=True))
+    return STREAMS * (NEW // 2) / (time.perf_counter() - started)
+
+
+def prefill(llm: LLM) -> float:
+    """Prompt tokens a second of one prompt of 512."""
+    prompt = [random.Random(time.perf_counter_ns()).randrange(100, 49000) for _ in range(512)]
+    started = time.perf_counter()
+    llm.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    return 512 / (time.perf_counter() - started)
+
+
+def resident(engine: Path) -> dict[str, int]:
+    """Bytes that a process of its own gained by loading the engine and answering."""
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(engine)], capture_output=True, text=True, check=True)
+    found: dict[str, int] = eval(done.stdout, {"__builtins__": {}})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    engines = {
+        name: build_cached(default_checkpoint(), BuildConfig(device="cpu", quantization=asked), verify="files").path
+        for name, (asked, _, _) in ROWS.items()
+    }
+    rows: dict[str, Any] = {
+        name: {"bytes": (path / "rank0.safetensors").stat().st_size, "resident": resident(path)} for name, path in engines.items()
+    }
+    measures = {"one_stream": one_stream, "streams": streams, "prefill": prefill}
+    with ExitStack() as stack:
+        loaded = {name: stack.enter_context(LLM(path, kv_cache_tokens=4096)) for name, path in engines.items()}
+        for turn in range(args.turns + 1):
+            for name, llm in loaded.items():
+                for measure, work in measures.items():
+                    found = work(llm)
+                    if turn:  # the first one warms up
+                        rows[name][measure] = max(rows[name].get(measure, 0.0), found)
+    plain = rows["float32"]
+    for name, (_, faster, smaller) in ROWS.items():
+        row = rows[name]
+        row |= {f"{measure}_ratio": row[measure] / plain[measure] for measure in measures} | {"bytes_ratio": row["bytes"] / plain["bytes"]}
+        row["resident_ratio"] = row["resident"]["VmRSS"] / plain["resident"]["VmRSS"]
+        row |= {"asked_one_stream_ratio": faster, "asked_bytes_ratio": smaller}
+        print(f"{name:10}", json.dumps(row), flush=True)
+    results = {
+        "cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "load_average": os.getloadavg()[0], "rows": rows,
+        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
+    }  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What each quantization costs the embedded default model, on text that calibration does not see.
+
+Bounds are those of docs/quantization.md, on fewer tokens: benchmarks/accuracy.py measures the whole. Every format is made of one pass of
+calibration, layer by layer as the build does it. Formats of int4 are compared on five of the thirty layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stoker.builder.calibrate import RecordingLoader, dense_tensors
+from stoker.builder.calibration_text import token_windows
+from stoker.distributed.group import SINGLE
+from stoker.engine.reader import Engine
+from stoker.engine.stream import LayerStream
+from stoker.layers.decoder import kv_scale_specs, layer_specs
+from stoker.layers.loader import Loader
+from stoker.quant.awq import AWQ
+from stoker.quant.calibration import KVRange, TensorTable, default_text, held_out_text, quantize_layer
+from stoker.quant.dense import Dense
+from stoker.quant.format import Format
+from stoker.quant.fp8 import Fp8
+from stoker.quant.gptq import GPTQ
+from stoker.quant.int4 import Int4
+from stoker.quant.int8 import Int8
+from stoker.quant.recipe import Recipe
+from stoker.quant.smoothquant import SmoothQuant
+from stoker.quant.stats import InputStats
+
+CPU = torch.device("cpu")
+PROSE = slice(3000, 7500)  # of the held-out text: the rest are a dictionary's entries, whose perplexity varies more
+SOME = (3, 9, 15, 21, 27)  # layers that int4 formats are compared on
+
+
+@dataclass
+class Subject:
+    """The model, what calibration measured of every layer, and the perplexity without quantization."""
+
+    engine: Engine
+    tokens: list[Tensor]
+    stats: list[dict[str, InputStats]] = field(default_factory=list)
+    ranges: list[dict[str, KVRange]] = field(default_factory=list)
+    perplexity: float = 0.0
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """Dense weights by engine name, free to be written to."""
+        specs, loader = layer_specs(self.engine.config.model, index).values(), self.engine.loader()
+        return {name: tensor.clone() for spec in specs for name, tensor in dense_tensors(spec, loader).items()}
+
+    def increase(self, chosen: Format, kv_cache: str | None = None, layers: tuple[int, ...] | None = None) -> float:
+        """The share by which perplexity grows with `layers` in a format, all of them unless told."""
+        model, recipe = self.engine.config.model, Recipe(default=chosen, kv_cache=kv_cache)
+        stream, dense = LayerStream(model, self.tokens), self.engine.loader()
+        stream.begin(dense)
+        for index in range(model.num_layers):
+            if layers is not None and index not in layers:
+                stream.advance(dense)
+                continue
+            specs = layer_specs(model, index)
+            stored = quantize_layer(model.layers[index], f"layers.{index}", specs, recipe, self.layer(index), self.stats[index])
+            if kv_cache is not None:
+                scales = self.ranges[index][kv_cache].scales()
+                stored |= {spec.name: scales[key] for key, spec in kv_scale_specs(model, index).items()}
+            stream.advance(Loader(TensorTable(stored), recipe, torch.float32, CPU, SINGLE))
+        return stream.score(dense).perplexity / self.perplexity - 1
+
+
+@pytest.fixture(scope="module")
+def subject(smollm2_engine: Path) -> Subject:
+    torch.set_num_threads(1)
+    engine = Engine.open(smollm2_engine)
+    model, dense = engine.config.model, engine.loader()
+    found = Subject(engine, token_windows(smollm2_engine, held_out_text()[PROSE], 2, 384))
+    stream = LayerStream(model, token_windows(smollm2_engine, default_text(), 6, 320))
+    stream.begin(dense)
+    with torch.inference_mode():
+        for _ in range(model.num_layers):
+            recorder = RecordingLoader(engine.source(), Recipe(default=AWQ()), torch.float32, CPU)
+            ranges = {kind: KVRange(kind) for kind in ("int8", "float8_e4m3fn")}
+            stream.advance(recorder, visit=lambda cache, seen=ranges: [r.add(cache.keys, cache.values) for r in seen.values()])
+            found.stats.append(recorder.stats)
+            found.ranges.append(ranges)
+    found.perplexity = LayerStream(model, found.tokens).run(dense).perplexity
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kv_cache", "most"),
+    [
+        (Int8(), None, 0.005),
+        (Dense(), "int8", 0.005),
+        (Dense(), "float8_e4m3fn", 0.005),
+        (Fp8(compensate=True), None, 0.02),
+        (SmoothQuant(), None, 0.02),
+        (SmoothQuant(per_token=False), None, 0.08),
+    ],
+    ids=["int8", "int8 cache", "fp8 cache", "fp8", "smoothquant", "smoothquant static"],
+)
+def test_perplexity_grows_by_no_more_than_promised(subject: Subject, chosen: Format, kv_cache: str | None, most: float) -> None:
+    with torch.inference_mode():
+        found = subject.increase(chosen, kv_cache)
+    assert found != 0, "nothing was quantized"
+    assert -0.02 < found <= most
+
+
+@pytest.fixture(scope="module")
+def rounded(subject: Subject) -> float:
+    with torch.inference_mode():
+        return subject.increase(Int4(zero="none", clip=False), layers=SOME)
+
+
+@pytest.mark.parametrize("chosen", [AWQ(zero="none"), GPTQ(zero="none")], ids=["awq", "gptq"])
+def test_calibrated_int4_halves_the_loss_of_rounding(subject: Subject, rounded: float, chosen: Format) -> None:
+    with torch.inference_mode():
+        found = subject.increase(chosen, layers=SOME)
+    assert rounded > 0.01
+    assert found <= rounded / 2
