@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,20 +19,32 @@ import torch
 interpreter.install()
 
 from oracle import TOLERANCE, relative_error  # noqa: E402
+from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
 
 from stoker.distributed import inbox as inbox_module  # noqa: E402
 from stoker.distributed.inbox import EMPTY, Inboxes  # noqa: E402
+from stoker.kernels.triton import all_reduce  # noqa: E402
 from stoker.kernels.triton.all_reduce import exchange, sums_arrive  # noqa: E402
 
 HIDDEN = 96
 EPS = 1e-5
 # (rows, dtype, two-shot, norm, with a residual): sizes and ways mixed, so that units have taken different numbers of turns.
 CALLS = [
-    (5, torch.bfloat16, False, "rms", True), (1, torch.bfloat16, False, "rms", True), (5, torch.bfloat16, True, "rms", True),
-    (9, torch.float32, False, None, False), (3, torch.float16, False, "layer", True), (23, torch.bfloat16, True, None, True),
-    (7, torch.bfloat16, False, "rms", True), (1, torch.bfloat16, True, None, False), (5, torch.bfloat16, False, "rms", True),
-    (11, torch.float32, True, "rms", True), (2, torch.bfloat16, False, None, True), (6, torch.bfloat16, True, "layer", True),
+    (3, torch.bfloat16, False, "rms", True), (1, torch.bfloat16, False, "rms", True), (3, torch.bfloat16, True, "rms", True),
+    (4, torch.float32, False, None, False), (2, torch.float16, False, "layer", True), (7, torch.bfloat16, True, None, True),
+    (4, torch.bfloat16, False, "rms", True), (1, torch.bfloat16, True, None, False), (3, torch.bfloat16, False, "rms", True),
+    (3, torch.float32, True, "rms", True), (2, torch.bfloat16, False, None, True), (4, torch.bfloat16, True, "layer", True),
 ]  # fmt: skip
+
+
+_load = InterpreterBuilder.create_masked_load
+
+
+def patient_load(self: InterpreterBuilder, *args: Any) -> Any:
+    """A look for what has not arrived leaves the core to those who send it."""
+    if args[-1]:  # is volatile
+        time.sleep(2e-4)
+    return _load(self, *args)
 
 
 def mapped(path: Path) -> torch.Tensor:
@@ -46,7 +59,10 @@ def message(call: int, turn: int, rank: int, rows: int, dtype: torch.dtype) -> t
 
 
 def main(rank: int, ranks: int, rounds: int, folder: Path) -> None:
+    InterpreterBuilder.create_masked_load = patient_load
     inbox_module.MAX_BYTES = 8 << 10  # small places: the interpreter is slow
+    if ranks > 2:
+        all_reduce.MOST_BYTES = 512  # parts are waited for two by two, as wide rows' are
     memory = [mapped(folder / f"inbox{i}") for i in range(ranks)]
     half = 4 * len(memory[rank]) // 2
     checked, inboxes = (Inboxes([m.data_ptr() + at for m in memory], half, rank, torch.device("cpu")) for at in (0, half))

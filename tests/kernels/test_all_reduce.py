@@ -33,7 +33,7 @@ def test_ranks_sum_through_inboxes(ranks: int, rounds: int, tmp_path: Path) -> N
     ]  # fmt: skip
     try:
         for process in processes:
-            assert process.wait(60) == 0, process.stderr and process.stderr.read()[-3000:]
+            assert process.wait(100) == 0, process.stderr and process.stderr.read()[-3000:]
     finally:
         for process in processes:
             process.kill()
