@@ -190,6 +190,9 @@ async def test_models_and_tokens() -> None:
             ("/detokenize", {"tokens": [-1]}),
             ("/tokenize", {"prompt": 5}),
             ("/tokenize", {}),
+            ("/tokenize", {"prompt": "a", "add_special_token": False}),
+            ("/tokenize", {"prompt": "a", "return_token_strs": 1}),
+            ("/detokenize", {"tokens": [104], "skip": True}),
         ):
             assert (await client.post(path, json=body)).status_code == 400
         assert (await client.get("/version")).json()["version"]

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from stoker.base.errors import NotFoundError, RequestError
+from stoker.base.registry import nearest
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
 from stoker.server.exchange import Exchange
@@ -16,6 +17,8 @@ from stoker.server.protocols.openai.chat import chat
 from stoker.server.protocols.openai.completions import complete
 from stoker.server.protocols.openai.reasoning import REASONING_PARSERS
 from stoker.server.protocols.openai.tools import TOOL_PARSERS
+
+_TOKENIZE = ("model", "prompt", "messages", "add_special_tokens", "return_token_strs", "add_generation_prompt", "continue_final_message")
 
 
 class ModelError(NotFoundError):
@@ -64,7 +67,7 @@ class OpenAI(Protocol):
 
     async def tokenize(self, exchange: Exchange) -> None:
         """{"prompt": text} or {"messages": […]} to token ids; add_special_tokens as in generation."""
-        body = await exchange.json()
+        body = _known(await exchange.json(), _TOKENIZE)
         service = self._service(body)
         if not isinstance(body.get("prompt"), str) and body.get("messages") is None:
             raise RequestError("prompt", body.get("prompt"), "it must be text, or messages must be given")
@@ -73,13 +76,13 @@ class OpenAI(Protocol):
         special = kinds.boolean("add_special_tokens", body.get("add_special_tokens", not chatted))
         ids = await asyncio.to_thread(service.encode, text, add_special_tokens=special)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
-        if body.get("return_token_strs"):
+        if kinds.boolean("return_token_strs", body.get("return_token_strs", False)):
             answer["token_strs"] = [wire.token_text(service, token) for token in ids]
         await exchange.respond(200, wire.encode(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
         """{"tokens": ids} to text, special tokens included."""
-        body = await exchange.json()
+        body = _known(await exchange.json(), ("model", "tokens"))
         service = self._service(body)
         ids = kinds.list_of(kinds.whole(0, 1 << 31), 1 << 22)("tokens", body.get("tokens"))
         text = await asyncio.to_thread(service.decode, list(ids), skip_special_tokens=False)
@@ -106,6 +109,15 @@ class OpenAI(Protocol):
             "id": name, "object": "model", "created": self._created, "owned_by": "stoker", "root": name, "parent": None,
             "max_model_len": service.max_seq_len,
         }  # fmt: skip
+
+
+def _known(body: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The body without its nulls. Raises RequestError for a field that is none of `names`."""
+    for name, value in body.items():
+        if name not in names:
+            near = nearest(name, list(names)) or list(names)
+            raise RequestError(name[:80], value, "there is no such field", cure=f"Use one of: {', '.join(near)}.")
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _switches(body: dict[str, Any]) -> dict[str, Any]:
