@@ -17,7 +17,8 @@ from stoker.distributed.group import Group
 from stoker.distributed.inbox import EMPTY, TURNS, UNIT_BYTES, Inbox, Inboxes
 from stoker.kernels.reference import all_reduce as reference
 from stoker.kernels.triton import norm as norms
-from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.all_reduce_kernel import exchange_kernel
+from stoker.kernels.triton.chain import chained
 
 log = get_logger(__name__)
 
@@ -28,130 +29,6 @@ MOST_BYTES = 1 << 16  # a quarter of a multiprocessor's registers, for parts tha
 MOST_ROW_BYTES = 1 << 14  # wider rows spill: they are summed in pieces, and normed after that
 BITS = {2: tl.int16, 4: tl.int32}  # what holds a value's bits, by its size
 EMPTY_HALF = -(1 << 15)  # EMPTY is this, twice
-
-
-@triton.jit
-def _send(bits, address, offset, cols, inside, EMPTY: tl.constexpr):
-    """Write to a rank's inbox. What would mean an empty place is zero instead."""
-    there = tl.multiple_of(address.to(tl.pointer_type(bits.dtype)), 16)
-    tl.store(there + offset + cols, tl.where(bits == EMPTY, 0, bits), mask=inside)
-
-
-@triton.jit
-def _empty(address, offset, cols, UNIT: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr):
-    here = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
-    tl.store(here + offset + cols, tl.full(cols.shape, EMPTY, BITS), mask=cols < UNIT)
-
-
-@triton.jit
-def _receive(address, offsets, inside, BITS: tl.constexpr, EMPTY: tl.constexpr, patience):
-    """What has arrived at `offsets`, once all of it has, or after `patience` looks."""
-    here = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
-    bits = tl.load(here + offsets, mask=inside, other=0, volatile=True)
-    missing = tl.max((bits == EMPTY).to(tl.int32), axis=None)
-    while (missing > 0) & (patience > 0):
-        bits = tl.load(here + offsets, mask=inside, other=0, volatile=True)
-        missing = tl.max((bits == EMPTY).to(tl.int32), axis=None)
-        patience -= 1
-    return bits
-
-
-@triton.jit
-def _sum(address, offset, cols, inside, UNIT: tl.constexpr, RANKS: tl.constexpr, GROUP: tl.constexpr,
-         DTYPE: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, patience):  # fmt: skip
-    """The ranks' parts, which lie one after another, summed in their order as float32. GROUP of them are waited for together."""
-    sources = tl.arange(0, GROUP)[:, None]
-    total = tl.zeros(cols.shape, tl.float32)
-    for first in range(0, RANKS, GROUP):
-        offsets = offset + (first + sources) * UNIT + cols[None, :]
-        bits = _receive(address, offsets, (sources >= 0) & inside[None, :], BITS, EMPTY, patience)
-        total += tl.sum(bits.to(DTYPE, bitcast=True).to(tl.float32), axis=0)
-    return total
-
-
-@triton.jit(do_not_specialize=["rank", "patience"])
-def exchange_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    out,
-    stream,
-    peers,
-    mine,
-    turns,
-    rank,
-    num_values,
-    eps,
-    patience,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNITS: tl.constexpr,
-    TWO_SHOT: tl.constexpr,
-    NORM: tl.constexpr,
-    BITS: tl.constexpr,
-    EMPTY: tl.constexpr,
-    TURNS: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """One unit of UNIT values, program_id(0)'s, of a message of `num_values`. `peers`: each rank's inbox; `mine`: this one's."""
-    unit = tl.program_id(0)
-    cols = tl.arange(0, BLOCK)
-    places = unit * UNIT + cols
-    inside = (cols < UNIT) & (places < num_values)
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    SLOTS: tl.constexpr = RANKS + (1 if TWO_SHOT else 0)
-    if weight is not None:
-        scale = tl.load(weight + cols, mask=cols < UNIT, other=0.0)  # no kernel writes it: before the wait
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
-    turn = tl.load(turns + unit, volatile=True)
-    now = (turn * UNITS + unit) * (SLOTS * UNIT)
-    before = ((turn + TURNS - 1) % TURNS * UNITS + unit) * (SLOTS * UNIT)
-    bits = tl.load(x + places, mask=inside, other=0.0).to(BITS, bitcast=True)
-    if residual is not None:
-        added = tl.load(residual + places, mask=inside, other=0.0)
-    if TWO_SHOT:
-        owner = unit % RANKS
-        address = peers[0]
-        for peer in tl.static_range(1, RANKS):
-            address = tl.where(owner == peer, peers[peer], address)
-        _send(bits, address, now + rank * UNIT, cols, inside, EMPTY)
-        _empty(mine, before + RANKS * UNIT, cols, UNIT, BITS, EMPTY)
-        if rank == owner:
-            for source in range(RANKS):
-                _empty(mine, before + source * UNIT, cols, UNIT, BITS, EMPTY)
-            total = _sum(mine, now, cols, inside, UNIT, RANKS, GROUP, DTYPE, BITS, EMPTY, patience)
-            if residual is not None:
-                total += added.to(tl.float32)
-            summed = total.to(DTYPE).to(BITS, bitcast=True)
-            for peer in tl.static_range(RANKS):
-                _send(summed, peers[peer], now + RANKS * UNIT, cols, inside, EMPTY)
-        stored = _receive(mine, now + RANKS * UNIT + cols, inside, BITS, EMPTY, patience).to(DTYPE, bitcast=True)
-    else:
-        for peer in tl.static_range(RANKS):
-            _send(bits, peers[peer], now + rank * UNIT, cols, inside, EMPTY)
-        for source in range(RANKS):
-            _empty(mine, before + source * UNIT, cols, UNIT, BITS, EMPTY)
-        total = _sum(mine, now, cols, inside, UNIT, RANKS, GROUP, DTYPE, BITS, EMPTY, patience)
-        if residual is not None:
-            total += added.to(tl.float32)
-        stored = total.to(DTYPE)
-    # After _receive, whose reduction no thread passes before all have read the turn.
-    tl.store(turns + unit, (turn + 1) % TURNS)
-    tl.store(stream + places, stored, mask=inside)
-    if NORM is not None:
-        wide = tl.where(inside, stored.to(tl.float32), 0.0)
-        if NORM == "layer":
-            wide = tl.where(inside, wide - tl.sum(wide, axis=0) / UNIT, 0.0)
-        wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / UNIT + eps))
-        if weight is not None:
-            wide = wide * scale.to(tl.float32)
-        if bias is not None:
-            wide = wide + tl.load(bias + cols, mask=cols < UNIT, other=0.0).to(tl.float32)
-        tl.store(out + places, wide.to(DTYPE), mask=inside)
 
 
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
