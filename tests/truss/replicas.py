@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 
 from stoker.builder import build as _imported_once  # noqa: F401 - before the processes part
@@ -13,7 +14,8 @@ def replica(folder: str, start: multiprocessing.synchronize.Barrier) -> None:
     stages: set[str] = set()
     start.wait(60)
     found = resolve.ready(resolve.read(folder, {}), {}, lambda stage, done, total: stages.add(stage))
-    print(found.engine, "built" if "weights" in stages else "found", flush=True)
+    how = "built" if "weights" in stages else "found"
+    os.write(1, f"{found.engine} {how}\n".encode())  # at once: the others write there too
 
 
 def main() -> int:

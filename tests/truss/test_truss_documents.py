@@ -43,8 +43,12 @@ def document(name: str) -> str:
 
 
 def dry_run(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    return stoker(["serve", str(path), "--dry-run"], monkeypatch, capsys)
+
+
+def stoker(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """The status and all that is printed."""
-    monkeypatch.setattr(sys, "argv", ["stoker", "serve", str(path), "--dry-run"])
+    monkeypatch.setattr(sys, "argv", ["stoker", *words])
     try:
         status: Any = main()
     except SystemExit as ended:
@@ -226,6 +230,22 @@ def test_what_is_asked_of_the_hub_is_what_the_document_names(tmp_path: Path, mon
     assert asked == ["decaplusplus/llama-7b-hf", "org/engine"]
     assert isinstance(resolve.read(folder(tmp_path, BUILD), {}).source, BuildOptions)
     assert isinstance(resolve.read(folder(tmp_path, OLDEST), {}).source, EngineSource)
+
+
+def test_the_command_that_exports(
+    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    out, words = tmp_path / "exported", ["export", "truss", str(tiny_engine), str(tmp_path / "exported")]
+    status, shown = stoker([*words, "--accelerator", "none", "--model-name", "mine", "--set", "max_queue_size:7"], monkeypatch, capsys)
+    assert status == 0 and str(out / "model" / "model.py") in shown.splitlines()
+    status, shown = dry_run(out, monkeypatch, capsys)
+    assert status == 0 and "mine" in shown and str(out / "packages/tensorrt_llm_model_repository/tensorrt_llm/1") in shown
+    for wrong, told in (
+        (["--set", "speed"], "is no pair"),
+        (["--set", "speed:1"], "option 'speed' is unknown"),
+        ([], "not an empty folder"),
+    ):
+        assert stoker([*words, *wrong], monkeypatch, capsys)[0] == 2, told
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "truss.md").read_text()
