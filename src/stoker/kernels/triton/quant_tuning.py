@@ -127,7 +127,7 @@ def stream_tile(form: str, rows: int, n: int, k: int, gated: bool, multiprocesso
     splits, programs = 1, triton.cdiv(n, block_n)
     while programs * splits < 2 * multiprocessors and k // (block_k * splits * 2) >= 3:
         splits *= 2
-    wide = gated and rows >= 32 or group and rows > 32  # 128 columns of sums need the registers of eight warps
+    wide = (gated and rows >= 32) or (group and rows > 32)  # 128 columns of sums need the registers of eight warps
     return QuantTile(block_n, block_k, splits, 8 if wide else 4, 4, columns=16 if form == "fp8" else 8, encode=rows == 1 and k <= 8192)
 
 
