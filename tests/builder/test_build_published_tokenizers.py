@@ -103,8 +103,9 @@ def test_qwen(tmp_path: Path) -> None:
     assert config["eos_token"] == "<|im_end|>" and "<|im_start|>assistant" in config["chat_template"]
 
 
-def test_glm4(tmp_path: Path) -> None:
-    source = checkpoint(tmp_path / "glm4", "ChatGLM4Tokenizer")
+@pytest.mark.parametrize("name", ["ChatGLM4Tokenizer", "ChatGLMTokenizer"])
+def test_glm4(tmp_path: Path, name: str) -> None:
+    source = checkpoint(tmp_path / "glm4", name)
     ranks = write_ranks(source / "tokenizer.model")
     served = written(source, tmp_path / "out")
     original = tiktoken.Encoding("g", pat_str=THREE_DIGITS, mergeable_ranks=ranks, special_tokens={})

@@ -69,6 +69,7 @@ BAICHUAN = {"architectures": ["BaichuanForCausalLM"]}
         ({"model_type": "chatglm"}, "chatglm_model_version", "chatglm2_6b", "glm_10b"),
         ({"model_type": "chatglm", "_name_or_path": "THUDM/chatglm3-6b"}, "chatglm_model_version", "chatglm3_6b_base", "chatglm2_6b"),
         ({"model_type": "chatglm", "padded_vocab_size": 151552}, "chatglm_model_version", "glm4", "chatglm3_6b"),
+        ({"architectures": ["Glm4ForCausalLM"]}, "chatglm_model_version", "glm4", "chatglm3"),
         ({"architectures": ["GLMModel"]}, "chatglm_model_version", "glm_10b", "chatglm_6b"),
         ({"model_type": "gpt2"}, "gpt_model_version", "gpt2", "starcoder"),
         ({"model_type": "gpt_bigcode"}, "gpt_model_version", "starcoder", "gpt2"),

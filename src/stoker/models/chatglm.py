@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, RopeConfig
@@ -108,6 +109,7 @@ def glm4_names(config: ModelConfig) -> Names:
     }
 
 
+_GLM4: dict[str, Callable[[dict[str, Any]], tuple[str, ...]]] = {"chatglm_model_version": lambda hf: ("glm4",)}
 register(
     Architecture(
         "ChatGLMModel",
@@ -121,6 +123,6 @@ register(
         ignored=("transformer.rotary_pos_emb.inv_freq",),
         versions={"chatglm_model_version": version},
     ),
-    Architecture("GlmForCausalLM", glm_config, glm_names, "GLM-4", "transformers", ("glm",), ignored=IGNORED),
-    Architecture("Glm4ForCausalLM", glm4_config, glm4_names, "GLM-4-0414", "transformers", ("glm4",), ignored=IGNORED),
+    Architecture("GlmForCausalLM", glm_config, glm_names, "GLM-4", "transformers", ("glm",), ignored=IGNORED, versions=_GLM4),
+    Architecture("Glm4ForCausalLM", glm4_config, glm4_names, "GLM-4-0414", "transformers", ("glm4",), ignored=IGNORED, versions=_GLM4),
 )
