@@ -52,9 +52,10 @@ UNARY_REQUESTS = 500
 
 
 class Ports:
-    def __init__(self, http: int, grpc: int, streaming: str) -> None:
+    def __init__(self, http: int, grpc: int, streaming: str, *, address: str = "", folder: Path = Path()) -> None:
         self.http, self.grpc = http, grpc
         self.streaming = streaming  # the model that streams
+        self.address, self.folder = address, folder  # of Stoker's executor and tokenizer
 
 
 @contextlib.contextmanager
@@ -88,7 +89,7 @@ def stoker() -> Iterator[Ports]:
         frontend = asyncio.run_coroutine_threadsafe(start, loop).result(30)
         try:
             wait_ready(listener.getsockname()[1])
-            yield Ports(listener.getsockname()[1], grpc, "ensemble")
+            yield Ports(listener.getsockname()[1], grpc, "ensemble", address=address, folder=Path(folder))
         finally:
             asyncio.run_coroutine_threadsafe(frontend.stop(5), loop).result(30)
             executor.kill()

@@ -20,6 +20,8 @@ MAX_BYTE_RUN = 64  # byte tokens held back while their run goes on
 MAX_WINDOW = 64  # tokens that a windowed detokenizer holds back while they end inside a character
 REPLACEMENT = "\ufffd"
 
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+
 
 class Detokenizer(ABC):
     """One sequence's text. `push` and `flush` return only new text; a character is never split."""
@@ -38,7 +40,7 @@ class ByteLevelDetokenizer(Detokenizer):
 
     def __init__(self, pieces: BytePieces) -> None:
         self._pieces = pieces
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decode = _Utf8("replace").decode
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces = self._pieces
@@ -165,6 +167,14 @@ class DetokenizerFactory:
             last = self._steps[-1]
             return ByteFallbackDetokenizer(pieces, (last["content"], last["start"]) if last["type"] == "Strip" else ("", 0))
         return WindowDetokenizer(self._tokenizer, pieces)
+
+    def whole(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence: what its detokenizer's pieces join to."""
+        pieces = self._pieces[skip_special_tokens]
+        if isinstance(pieces, BytePieces):
+            return b"".join([pieces[token] for token in token_ids]).decode("utf-8", "replace")
+        detokenizer = self.make(skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.flush()
 
     def token_bytes(self, token: int) -> bytes:
         """One token's text in UTF-8; part of a character when the token is only that."""

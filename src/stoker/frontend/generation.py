@@ -70,11 +70,7 @@ class GenerationService(Service):
             task = await self._prepare(request)
             if task.params.beam_width > 1:
                 return await self._search_beams(task)
-            joiner = Joiner(task)
-            async with aclosing(self._deltas(task)) as stream:
-                async for deltas in stream:
-                    joiner.add(deltas)
-            return joiner.completion()
+            return await self._join(task)
 
     def cancel(self, request_id: str) -> None:
         if (driver := self._beams.get(request_id)) is not None:
@@ -159,6 +155,23 @@ class GenerationService(Service):
             if not request.started:
                 raise
             yield request.fail(error)
+
+    async def _join(self, task: TokenRequest) -> Completion:
+        """What `_deltas` gives, joined; without a generator between, as there is only one answer."""
+        request, joiner = OpenRequest(task, self.tokenizer, self._client), Joiner(task)
+        try:
+            async with aclosing(self._client.generate(task)) as batches:
+                async for outputs in batches:
+                    if not request.started:
+                        raise_refusal(outputs)
+                    joiner.add(request.push(outputs))
+                    if request.finished:
+                        break
+        except UnavailableError as error:
+            if not request.started:
+                raise
+            joiner.add(request.fail(error))
+        return joiner.completion()
 
     async def _search_beams(self, task: TokenRequest) -> Completion:
         if task.request_id in self._beams:

@@ -60,6 +60,13 @@ class ModelRepository:
     def models(self) -> list[Model]:
         return [model for versions in self._models.values() for model in versions.values()]
 
+    def first(self) -> str:
+        """The name of the model that was registered first."""
+        return next(iter(self._models))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._models
+
     @property
     def ready(self) -> bool:
         """There are models, and all of them answer."""
@@ -72,7 +79,7 @@ class ModelRepository:
             known = nearest(name, list(self._models)) or list(self._models)
             raise NotFoundError(f"there is no model {name[:80]!r}.", cure=f"Use one of: {', '.join(known)}." if known else "")
         if not version:
-            return versions[max(versions, key=_version_order)]
+            return versions[max(versions, key=_version_order)] if len(versions) > 1 else next(iter(versions.values()))
         if version not in versions:
             raise NotFoundError(f"model {name!r} has no version {version[:80]!r}.", cure=f"Use one of: {', '.join(versions)}.")
         return versions[version]

@@ -67,8 +67,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence: what its detokenizer's pieces join to."""
-        detokenizer = self.detokenizer(skip_special_tokens)
-        return detokenizer.push(token_ids) + detokenizer.flush()
+        return self._detokenizers.whole(token_ids, skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh one, for one sequence."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from stoker.frontend.service import Completion, Service
 from stoker.runtime.client import ExecutorClient, ExecutorInfo
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 from stoker.server.metrics import FrontendMetrics
+from stoker.server.tallies import HistogramTally
 
 
 class MeteredService(Service):
@@ -106,15 +107,8 @@ class MeteredClient(ExecutorClient):
         self._first = counts.of(metrics.TIME_TO_FIRST_TOKEN, model_name)
         self._between = counts.of(metrics.INTER_TOKEN_LATENCY, model_name)
 
-    async def generate(self, request: TokenRequest) -> AsyncIterator[list[SequenceOutput]]:  # type: ignore[override]
-        last, histogram = time.monotonic(), self._first
-        async with aclosing(self.inner.generate(request)) as batches:  # type: ignore[type-var]
-            async for outputs in batches:
-                if outputs[0].token_ids:
-                    now = time.monotonic()
-                    histogram.observe(now - last)
-                    last, histogram = now, self._between
-                yield outputs
+    def generate(self, request: TokenRequest) -> AsyncGenerator[list[SequenceOutput], None]:
+        return _Timed(self.inner.generate(request), self._first, self._between)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         self.inner.cancel(request_id, index)
@@ -131,6 +125,31 @@ class MeteredClient(ExecutorClient):
 
     async def close(self) -> None:
         await self.inner.close()
+
+
+class _Timed(AsyncGenerator[list[SequenceOutput], None]):
+    """A stream whose tokens are timed. No generator of its own: the event loop keeps track of each of those, at 5 µs a request."""
+
+    def __init__(self, inner: AsyncGenerator[list[SequenceOutput], None], first: HistogramTally, between: HistogramTally) -> None:
+        self._inner, self._histogram, self._between = inner, first, between
+        self._last = time.monotonic()
+
+    async def __anext__(self) -> list[SequenceOutput]:
+        outputs = await self._inner.__anext__()
+        if outputs[0].token_ids:
+            now = time.monotonic()
+            self._histogram.observe(now - self._last)
+            self._last, self._histogram = now, self._between
+        return outputs
+
+    async def asend(self, value: None) -> list[SequenceOutput]:
+        return await self.__anext__()
+
+    async def athrow(self, *error: Any) -> list[SequenceOutput]:
+        return await self._inner.athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
 
 
 class _Outcome:

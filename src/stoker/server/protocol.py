@@ -37,7 +37,7 @@ class Context(msgspec.Struct, frozen=True):
 
     def default_service(self) -> Service:
         """The service of requests that name no model: the first one's. Raises UnavailableError unless it is ready."""
-        return self.repository.service(self.repository.models()[0].name)
+        return self.repository.service(self.repository.first())
 
 
 class Protocol(ABC):

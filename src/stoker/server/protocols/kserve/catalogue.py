@@ -8,11 +8,12 @@ from stoker.base.errors import StokerError
 from stoker.frontend.service import Service
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError
+from stoker.server.protocols.kserve.generating import Generating
 from stoker.server.protocols.kserve.in_flight import InFlight
-from stoker.server.protocols.kserve.inference import Run, ServedModel
+from stoker.server.protocols.kserve.inference import ServedModel
 from stoker.server.protocols.kserve.tensorrt_llm import TensorrtLLM
 from stoker.server.protocols.kserve.text_models import BLS, Ensemble
-from stoker.server.protocols.kserve.text_tokens import Postprocessing, Preprocessing
+from stoker.server.protocols.kserve.text_tokens import Postprocessing, Preprocessing, TokenizerModel
 from stoker.server.schemas.triton_models import KINDS, TritonModel, TritonOptions, tensors
 
 PLAIN_BATCH_SIZE = 256  # rows of one request, of models that no file describes
@@ -84,31 +85,30 @@ def _plain(kind: str, name: str) -> TritonModel:
 
 def _served(model: TritonModel, context: Context, options: TritonOptions, in_flight: InFlight) -> ServedModel:
     def service() -> Service:
-        return context.repository.service(model.name) if _own(context, model.name) else context.default_service()
+        return context.repository.service(model.name) if model.name in context.repository else context.default_service()
 
     members = tuple(m.name for kind in _MEMBERS if (m := options.of_kind(kind))) if model.kind in ("ensemble", "tensorrt_llm_bls") else ()
+    runner = _runner(model, service, context, options, in_flight)
     return ServedModel(
-        model=model, run=_runner(model, service, context, options, in_flight), ready=lambda: _answers(service), members=members,
-        unary=options.unary,
+        model=model, run=runner.run, ready=lambda: _answers(service), members=members, unary=options.unary,
+        answer=runner.answer if isinstance(runner, Generating) else None,
     )  # fmt: skip
 
 
-def _runner(model: TritonModel, service: Callable[[], Service], context: Context, options: TritonOptions, in_flight: InFlight) -> Run:
+def _runner(
+    model: TritonModel, service: Callable[[], Service], context: Context, options: TritonOptions, in_flight: InFlight
+) -> Generating | TokenizerModel:
     settings = context.settings
     match model.kind:
         case "preprocessing":
-            return Preprocessing(service, settings).run
+            return Preprocessing(service, settings)
         case "postprocessing":
-            return Postprocessing(service, settings).run
+            return Postprocessing(service, settings)
         case "tensorrt_llm":
-            return TensorrtLLM(service, options, settings, in_flight).run
+            return TensorrtLLM(service, options, settings, in_flight)
         case "ensemble":
-            return Ensemble(service, options, settings, in_flight).run
-    return BLS(service, options, settings, in_flight).run
-
-
-def _own(context: Context, name: str) -> bool:
-    return any(model.name == name for model in context.repository.models())
+            return Ensemble(service, options, settings, in_flight)
+    return BLS(service, options, settings, in_flight)
 
 
 def _answers(service: Callable[[], Service]) -> bool:

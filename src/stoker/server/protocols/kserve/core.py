@@ -13,7 +13,7 @@ from stoker.server.protocols.kserve.inference import Inference, Parameters, Resp
 from stoker.server.protocols.kserve.settings import LogSettings
 from stoker.server.triton_metrics import Timer
 
-ENSEMBLE_PARAMETERS = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+ENSEMBLE_PARAMETERS: Parameters = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 NOT_ONE = "generate expects model to produce exactly 1 response, use generate stream for model that generates various number of responses"
 
 
@@ -36,28 +36,31 @@ class Core:
 
     async def responses(self, served: ServedModel, inference: Inference) -> Responses:
         """The model's responses, counted; an ensemble's carry the sequence parameters that Triton's do."""
-        shared = ENSEMBLE_PARAMETERS if served.model.platform == "ensemble" else {}
-        counts = [self.counts.of(name) for name in (served.model.name, *served.members)]
-        with Timer(counts, _rows(inference)) as timer:
+        with self._timer(served, inference) as timer:
             async with aclosing(served.run(inference)) as stream:
                 async for batch in stream:
                     timer.responded()
-                    if shared:
-                        for response in batch:
-                            response.parameters = shared | response.parameters if response.parameters else shared
-                    yield batch
+                    yield _with_shared(served, batch)
 
     async def one(self, served: ServedModel, inference: Inference) -> Response:
         """The one response of a request. Raises TritonError where a model gives none or more."""
-        found: list[Response] = []
-        async with aclosing(self.responses(served, inference)) as stream:
-            async for batch in stream:
-                found += batch
-                if len(found) > 1:
-                    break
+        if served.answer is not None:
+            with self._timer(served, inference) as timer:
+                found = _with_shared(served, await served.answer(inference))
+                timer.responded()
+        else:
+            found = []
+            async with aclosing(self.responses(served, inference)) as stream:
+                async for batch in stream:
+                    found += batch
+                    if len(found) > 1:
+                        break
         if len(found) != 1:
             raise NotOneResponseError
         return found[0]
+
+    def _timer(self, served: ServedModel, inference: Inference) -> Timer:
+        return Timer([self.counts.of(name) for name in (served.model.name, *served.members)], _rows(inference))
 
     def statistics(self, served: ServedModel) -> dict[str, Any]:
         return {"name": served.model.name, "version": served.version, **self.counts.of(served.model.name).statistics()}
@@ -85,6 +88,13 @@ class NotOneResponseError(TritonError):
 
     def __init__(self) -> None:
         super().__init__(NOT_ONE, 200)  # the status that Triton's HTTP has begun to send by then
+
+
+def _with_shared(served: ServedModel, batch: list[Response]) -> list[Response]:
+    if served.model.platform == "ensemble":
+        for response in batch:
+            response.parameters = ENSEMBLE_PARAMETERS | response.parameters if response.parameters else ENSEMBLE_PARAMETERS
+    return batch
 
 
 def _rows(inference: Inference) -> int:

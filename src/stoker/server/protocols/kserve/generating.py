@@ -58,6 +58,7 @@ class Generating(ABC):
         self._options = options
         self._settings = settings
         self._in_flight = in_flight
+        self._names_of_all: tuple[str, ...] = ()
         self._kept: dict[tuple[tuple[str, ...], int, int], Tensors] = {}
 
     @abstractmethod
@@ -85,6 +86,22 @@ class Generating(ABC):
                 async for batch in responses:
                     yield batch
 
+    async def answer(self, inference: Inference) -> list[Response]:
+        """What `run` gives, up to a second response. One row that does not stream takes no generators, each of which costs 5 µs."""
+        service, names = self._service(), self._names(inference)
+        if "stop" not in inference.inputs and len(given := rows(inference)) == 1:
+            planned = self._planned(given[0], inference, service, names)
+            if not planned.streaming and planned.request.params.n == 1:
+                with self._in_flight.running(inference.request_id, lambda: service.cancel(planned.request.request_id)):
+                    return await self._whole(planned, service)
+        found: list[Response] = []
+        async with aclosing(self.run(inference)) as batches:
+            async for batch in batches:
+                found += batch
+                if len(found) > 1:
+                    break
+        return found
+
     def _side_by_side(self, planned: list[Planned], inference: Inference, service: Service) -> Responses:
         stream = merged([self._row(row, service) for row in planned]) if len(planned) > 1 else self._row(planned[0], service)
         whole = not planned[0].streaming and (inference.single or not inference.model.decoupled)
@@ -93,11 +110,16 @@ class Generating(ABC):
 
     def _names(self, inference: Inference) -> tuple[str, ...]:
         """Outputs to send, in declared order."""
+        if not inference.outputs and self._names_of_all:
+            return self._names_of_all
         produced = _RESULTS.union(self.own)
         if missing := next((name for name in inference.outputs if name not in produced), None):
             raise RequestError("outputs", missing, f"the served outputs are {', '.join(sorted(produced))}", cure="Leave it out.")
         wanted = inference.outputs or produced
-        return tuple([tensor.name for tensor in inference.model.outputs if tensor.name in produced and tensor.name in wanted])
+        names = tuple([tensor.name for tensor in inference.model.outputs if tensor.name in produced and tensor.name in wanted])
+        if not inference.outputs:
+            self._names_of_all = names
+        return names
 
     def _planned(self, row: Row, inference: Inference, service: Service, names: tuple[str, ...]) -> Planned:
         prompt, params, stop_words = self.plan(row, service)
@@ -146,6 +168,9 @@ class Generating(ABC):
                     yield found
 
     async def _completed(self, planned: Planned, service: Service) -> Responses:
+        yield await self._whole(planned, service)
+
+    async def _whole(self, planned: Planned, service: Service) -> list[Response]:
         """Beams make one response, the sequences of n one each."""
         completion = await _complete(planned, service)
         prompt_ids = [] if planned.excludes_input else completion.prompt_token_ids
@@ -154,12 +179,15 @@ class Generating(ABC):
             _check_ending(choice, service, choice.token_ids)
         groups = [choices] if planned.request.params.beam_width > 1 else [[choice] for choice in choices]
         shown = [(group, [self._part(choice) for choice in group]) for group in groups]
-        yield [
+        return [
             self._response(planned, parts, prompt_ids, service, group[0].finish_reason, final=group is groups[-1]) for group, parts in shown
         ]
 
     def _part(self, choice: Choice) -> Part:
-        return Scores(normalized=self._options.normalize_log_probs).part(choice.index, choice.text, choice.token_ids, choice.logprobs)
+        scores = Scores(normalized=self._options.normalize_log_probs)
+        part = scores.part(choice.index, choice.text, choice.token_ids, choice.logprobs)
+        part.stopped = choice.finish_reason is FinishReason.STOP
+        return part
 
     def _response(self, planned: Planned, parts: list[Part], prompt_ids: list[int], service: Service, reason: FinishReason | None, *,
                   final: bool) -> Response:  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -52,6 +52,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 Responses: TypeAlias = AsyncGenerator[list[Response], None]  # a list a wake-up
 Run: TypeAlias = Callable[[Inference], Responses]
+Answer: TypeAlias = Callable[[Inference], Awaitable[list[Response]]]
 
 
 class Unchanging:
@@ -82,6 +83,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     model: TritonModel
     run: Run
     ready: Callable[[], bool]
+    answer: Answer | None = None  # what `run` gives, all at once, where that is quicker
     members: tuple[str, ...] = ()  # models that a request of this one counts for, too
     unary: bool = False  # a decoupled model that may be asked for its one response
     version: str = "1"

@@ -26,6 +26,7 @@ class Part(msgspec.Struct):
     token_ids: list[int]
     scores: list[float]
     cum_score: float
+    stopped: bool = False  # by an end id or a stop word, whose text is left out
 
 
 class Scores:

@@ -70,9 +70,12 @@ def _guide(row: Row) -> dict[str, Any]:
 def of_text(row: Row, service: Service, options: TritonOptions, *, skip_special_tokens: bool) -> SamplingParams:
     """Of an ensemble or BLS model. Stop words are found in the text, however they are tokenized."""
     fields = common(row, options)
-    fields["stop"] = tuple(row.texts("stop_words"))
-    fields["bad_words"] = tuple(map(tuple, spellings(row.texts("bad_words"), service)))
-    fields["logit_bias"] = word_bias(row.texts("embedding_bias_words"), row.array("embedding_bias_weights"), service)
+    if stop := row.texts("stop_words"):
+        fields["stop"] = tuple(stop)
+    if bad := row.texts("bad_words"):
+        fields["bad_words"] = tuple(map(tuple, spellings(bad, service)))
+    if bias := word_bias(row.texts("embedding_bias_words"), row.array("embedding_bias_weights"), service):
+        fields["logit_bias"] = bias
     return SamplingParams(**fields, skip_special_tokens=skip_special_tokens)
 
 

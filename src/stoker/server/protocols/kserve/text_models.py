@@ -34,6 +34,8 @@ class Ensemble(Generating):
             return part.text
         skip = self._settings.skip_special_tokens
         whole = service.decode([*prompt_ids, *part.token_ids], skip_special_tokens=skip)
+        if not part.stopped:
+            return whole
         num_cut = len(service.decode(part.token_ids, skip_special_tokens=skip)) - len(part.text)
         return whole[: len(whole) - num_cut]
 

@@ -1,0 +1,280 @@
+"""What the front doors cost: tokens a second through each against the same engine in this process, and what HTTP adds to the first token.
+
+    python benchmarks/front_doors.py [--engine DIR] [--streams 16 64] [--tokens 48] [--rounds 3] [--output FILE.json]
+    python benchmarks/front_doors.py --only ttft
+
+The engine is the demo's (`stoker demo --engine`) unless one is named. A round asks in-process and through each door in turn, so that
+what else the machine does meets all alike; a door's ratio is the median over the rounds of its rate ÷ that round's in-process rate.
+Tokens are those that the server counted. The first token is timed with a stub executor, behind the real transport, that steps every
+STEP_S for 64 open streams: once by a client of the same executor in this process, once over HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import triton_compare  # noqa: E402
+
+from stoker.base.types import GenerationRequest, SamplingParams  # noqa: E402
+from stoker.cli.served import served  # noqa: E402
+from stoker.frontend.generation import GenerationService  # noqa: E402
+from stoker.frontend.llm import LLM  # noqa: E402
+from stoker.frontend.tokenizer import Tokenizer  # noqa: E402
+from stoker.runtime.zmq_client import ZmqExecutorClient  # noqa: E402
+
+KV_CACHE_TOKENS = 16384
+STEP_S = 0.01
+TTFT_STREAMS = 64
+TTFT_PROBES = 300
+COUNTED = re.compile(r"^stoker_output_tokens_total\{.*\} (\S+)$", re.MULTILINE)
+
+
+def prompts(num_streams: int) -> list[str]:
+    return [f"Story number {i} begins on a cold morning, when" for i in range(num_streams)]
+
+
+def post(path: str, fields: dict[str, Any]) -> bytes:
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+HTTP_DOORS: dict[str, Callable[[str, int], bytes]] = {
+    "openai": lambda text, n: post(
+        "/v1/completions", {"prompt": text, "max_tokens": n, "stream": True, "ignore_eos": True, "temperature": 0}
+    ),
+    "kserve_http": lambda text, n: post(
+        "/v2/models/ensemble/generate_stream", {"text_input": text, "max_tokens": n, "stream": True, "end_id": -1}
+    ),
+    "sagemaker": lambda text, n: post(
+        "/invocations", {"inputs": text, "parameters": {"max_new_tokens": n, "do_sample": False}, "stream": True}
+    ),
+    "truss": lambda text, n: post("/v1/models/model:predict", {"prompt": text, "max_tokens": n, "stream": True}),
+}
+
+
+def http_streams(port: int, requests: list[bytes]) -> None:
+    """All of them at once, over raw sockets, to their ends. Raises AssertionError for an answer that is not 200."""
+    selector = selectors.DefaultSelector()
+    for request in requests:
+        stream = socket.create_connection(("127.0.0.1", port))
+        stream.sendall(request)
+        selector.register(stream, selectors.EVENT_READ, [])
+    while selector.get_map():
+        for key, _ in selector.select(120):
+            data = key.fileobj.recv(1 << 18)  # type: ignore[union-attr]
+            key.data.append(data)
+            if not data:
+                answer = b"".join(key.data)
+                assert answer.startswith(b"HTTP/1.1 200") and b'"error"' not in answer, answer[:2000]
+                selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+
+
+def grpc_streams(port: int, texts: list[str], tokens: int) -> None:
+    """All of them at once in one event loop, one channel each."""
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    async def one(text: str) -> None:
+        request = service_pb2.ModelInferRequest(model_name="ensemble")
+        values = {"text_input": ("BYTES", "bytes_contents", text.encode()), "max_tokens": ("INT32", "int_contents", tokens),
+                  "end_id": ("INT32", "int_contents", -1), "stream": ("BOOL", "bool_contents", True)}  # fmt: skip
+        for name, (kind, field, value) in values.items():
+            tensor = request.inputs.add(name=name, datatype=kind, shape=[1, 1])
+            getattr(tensor.contents, field).append(value)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            async for answer in service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request])):
+                assert not answer.error_message, answer.error_message
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(one, texts))
+
+    asyncio.run(all_of_them())
+
+
+def counted(url: str) -> float:
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    return sum(float(value) for value in COUNTED.findall(text))
+
+
+def throughput(engine: Path, num_streams: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Tokens a second: in-process, and through each door with its ratio."""
+    texts, grpc_port = prompts(num_streams), triton_compare.free_port()
+    rates: dict[str, list[float]] = {}
+    options = ["--grpc-port", str(grpc_port), "--kv-cache-tokens", str(KV_CACHE_TOKENS), "--model-name", "demo"]
+    with LLM(engine, kv_cache_tokens=KV_CACHE_TOKENS) as llm, served(engine, options) as url:
+        port = int(url.rpartition(":")[2])
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+        def in_process() -> float:
+            started = time.perf_counter()
+            made = sum(len(choice.token_ids) for answer in llm.generate(texts, params) for choice in answer.choices)
+            return made / (time.perf_counter() - started)
+
+        def through(ask: Callable[[], None]) -> float:
+            before, started = counted(url), time.perf_counter()
+            ask()
+            elapsed = time.perf_counter() - started
+            return (counted(url) - before) / elapsed
+
+        doors: dict[str, Callable[[], None]] = {
+            name: lambda make=make: http_streams(port, [make(text, tokens) for text in texts])  # type: ignore[misc]
+            for name, make in HTTP_DOORS.items()
+        }
+        doors["grpc"] = lambda: grpc_streams(grpc_port, texts, tokens)
+        for ask in (in_process, *doors.values()):  # a warm-up, which also fills both prefix indexes
+            ask()
+        for _ in range(rounds):
+            rates.setdefault("in_process", []).append(in_process())
+            for name, ask in doors.items():
+                rates.setdefault(name, []).append(through(ask))
+    base = rates["in_process"]
+    found: dict[str, Any] = {"streams": num_streams, "tokens": tokens, "in_process_tokens_per_s": round(statistics.median(base), 1)}
+    for name in doors:
+        ratios = [rate / beside for rate, beside in zip(rates[name], base, strict=True)]
+        found[name] = {"tokens_per_s": round(statistics.median(rates[name]), 1), "ratio": round(statistics.median(ratios), 3)}
+    return found
+
+
+def http_first_ms(port: int) -> list[float]:
+    """Seconds to the first event of single requests, while TTFT_STREAMS others run."""
+    request = HTTP_DOORS["openai"]("hello", 1 << 14)
+    busy = [socket.create_connection(("127.0.0.1", port)) for _ in range(TTFT_STREAMS - 1)]
+    reader = subprocess.Popen(
+        [sys.executable, str(Path(__file__)), "--drain", *(str(stream.fileno()) for stream in busy)],
+        pass_fds=[stream.fileno() for stream in busy], stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert reader.stdout is not None
+    reader.stdout.readline()
+    for stream in busy:
+        stream.sendall(request)
+    time.sleep(0.5)
+    times = []
+    probe = HTTP_DOORS["openai"]("hello", 2)
+    for i in range(TTFT_PROBES):
+        time.sleep(0.002 + STEP_S * (i % 7) / 7)  # not in step with the executor
+        with socket.create_connection(("127.0.0.1", port)) as stream:
+            started = time.perf_counter()
+            stream.sendall(probe)
+            data = b""
+            while b"data: {" not in data:
+                data += stream.recv(1 << 16)
+            times.append((time.perf_counter() - started) * 1e3)
+    reader.kill()
+    reader.wait()
+    for stream in busy:
+        stream.close()
+    time.sleep(0.3)
+    return times
+
+
+async def in_process_first_ms(service: GenerationService) -> list[float]:
+    async def run(number: int, tokens: int) -> float:
+        request = GenerationRequest(request_id=f"probe-{number}", prompt="hello", params=SamplingParams(max_tokens=tokens, ignore_eos=True))
+        started, first = time.perf_counter(), 0.0
+        async with aclosing(service.stream(request)) as batches:
+            async for _ in batches:
+                first = first or time.perf_counter() - started
+        return first * 1e3
+
+    busy = [asyncio.create_task(run(-number, 1 << 14)) for number in range(1, TTFT_STREAMS)]
+    await asyncio.sleep(0.5)
+    times = []
+    for i in range(TTFT_PROBES):
+        await asyncio.sleep(0.002 + STEP_S * (i % 7) / 7)
+        times.append(await run(i, 2))
+    for task in busy:
+        task.cancel()
+    await asyncio.gather(*busy, return_exceptions=True)
+    return times
+
+
+def first_token() -> dict[str, float]:
+    """Medians in ms; `added` is what HTTP adds to a client of the executor in this process, one of 64 streams either way."""
+
+    async def beside(address: str, folder: Path) -> list[float]:
+        client = await ZmqExecutorClient.connect(address)
+        service = GenerationService("stub", Tokenizer.load(folder), client)
+        try:
+            return await in_process_first_ms(service)
+        finally:
+            await service.close()
+
+    https: list[float] = []
+    own: list[float] = []
+    triton_compare.PACE_S = STEP_S
+    with triton_compare.stoker() as ports:
+        for _ in range(2):
+            https += http_first_ms(ports.http)
+            own += asyncio.run(beside(ports.address, ports.folder))
+    http_ms, own_ms = statistics.median(https), statistics.median(own)
+    return {
+        "streams": TTFT_STREAMS,
+        "http_ms": round(http_ms, 2),
+        "in_process_ms": round(own_ms, 2),
+        "added_ms": round(http_ms - own_ms, 2),
+    }
+
+
+def drain(descriptors: list[int]) -> None:
+    """Read what comes and forget it, in a process of its own."""
+    selector = selectors.DefaultSelector()
+    for number in descriptors:
+        selector.register(number, selectors.EVENT_READ)
+    print("reading", flush=True)
+    while selector.get_map():
+        for key, _ in selector.select():
+            if not os.read(key.fd, 1 << 18):
+                selector.unregister(key.fd)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", type=Path)
+    parser.add_argument("--streams", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["throughput", "ttft"])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--drain", type=int, nargs="+", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.drain:
+        drain(asked.drain)
+        return
+    found: dict[str, Any] = {
+        "machine": {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine()},
+        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
+    }
+    if asked.only != "throughput":
+        found["first_token"] = first_token()
+    if asked.only != "ttft":
+        command = [sys.executable, "-m", "stoker", "demo", "--engine"]
+        engine = asked.engine or Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+        found["throughput"] = [throughput(engine, count, asked.tokens, asked.rounds) for count in asked.streams]
+    print(json.dumps(found, indent=1))
+    if asked.output:
+        asked.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
