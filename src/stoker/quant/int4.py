@@ -15,6 +15,7 @@ from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
+from stoker.quant.compensate import Compensation
 from stoker.quant.experts import StackedExperts
 from stoker.quant.fit import fit
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
@@ -76,6 +77,25 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
             return self.grid(split)
         blocks = None if stats is None else stats.blocks(self.group_size)
         return fit(split, self.zero, getattr(torch, self.scale_dtype), blocks)
+
+    def compensated(self, weight: Tensor, stats: InputStats, damp: float, act_order: bool) -> dict[str, Tensor]:
+        """As `quantize`, but codes are chosen column by column, each making up for the errors of those before."""
+        by = Compensation(stats, damp, act_order)
+        experts = [self._matrix(w, stats, by) for w in weight.reshape(-1, *weight.shape[-2:])]
+        stored = {suffix: torch.stack([e[suffix] for e in experts]) for suffix in experts[0]}
+        return stored if weight.dim() == 3 else {suffix: t[0] for suffix, t in stored.items()}
+
+    def _matrix(self, weight: Tensor, stats: InputStats, by: Compensation) -> dict[str, Tensor]:
+        """One matrix [out, in]: the groups' grids as for plain rounding, then codes column by column."""
+        scale, base = self.fit(groups.split(weight, self.group_size), stats)
+        column_scale, column_base = (t.squeeze(-1).repeat_interleave(self.group_size, dim=1) for t in (scale, base))
+
+        def rounded(values: Tensor, columns: Tensor) -> Tensor:
+            s, b = column_scale[:, columns], column_base[:, columns]
+            return groups.decode(groups.encode(values, s, b, self.zero), s, b, self.zero)
+
+        found = groups.split(by.round(weight, rounded), self.group_size)
+        return self.store(groups.encode(found, scale, base, self.zero), scale, base, weight.shape[-1])
 
     def store(self, codes: Tensor, scale: Tensor, base: Tensor, in_features: int) -> dict[str, Tensor]:
         """The tensors of codes [..., out, groups, group_size] and their grid [..., out, groups, 1]."""
