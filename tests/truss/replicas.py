@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 
-from stoker.builder import build as _imported_once  # noqa: F401 - before the processes part
+from stoker.builder.prepare import prepare
 from stoker.deploy import resolve
 
 
@@ -20,6 +20,8 @@ def replica(folder: str, start: multiprocessing.synchronize.Barrier) -> None:
 
 def main() -> int:
     count, context = int(sys.argv[2]), multiprocessing.get_context("fork")
+    deployment = resolve.read(sys.argv[1], {})
+    prepare(deployment.source.checkpoint, resolve.build_config(deployment))  # type: ignore[union-attr]  # imports once for all
     start = context.Barrier(count)
     processes = [context.Process(target=replica, args=(sys.argv[1], start)) for _ in range(count)]
     for process in processes:
