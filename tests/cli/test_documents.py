@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
-def front_doors() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("front_doors", ROOT / "scripts" / "front_doors.py")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "scripts" / "tables.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,7 +27,7 @@ def front_doors() -> ModuleType:
 
 @pytest.mark.parametrize("name", ["sagemaker.md", "openai.md"])
 def test_tables_are_the_codes(name: str) -> None:
-    assert (ROOT / "docs" / name).read_text() == front_doors().page(name), "run: python scripts/front_doors.py"
+    assert (ROOT / "docs" / name).read_text() == tables().page(name), "run: python scripts/tables.py"
 
 
 @pytest.mark.parametrize("name", ["sagemaker.md", "openai.md"])

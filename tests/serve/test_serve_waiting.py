@@ -36,7 +36,7 @@ def test_every_door_says_that_it_is_loading() -> None:
 
 
 def test_from_loading_to_ready_without_a_refusal(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "serving.properties").write_text(f"option.model_id={checkpoint}\noption.max_tokens=512\noption.tensor_parallel_degree=1\n")
+    (tmp_path / "serving.properties").write_text(f"option.model_id={checkpoint}\noption.max_tokens=512\noption.rotary_base=10000\n")
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "stoker", "serve", str(tmp_path), "--port", str(port)]

@@ -1,4 +1,4 @@
-"""The tables of settings, parameters and fields in docs/sagemaker.md and docs/openai.md: `python scripts/front_doors.py` writes them anew.
+"""The tables of settings, parameters and fields in docs/sagemaker.md and docs/openai.md: `python scripts/tables.py` writes them anew.
 
 A table stands between <!-- table: NAME --> and <!-- end -->.
 """
