@@ -1,11 +1,11 @@
 """Stoker against a real Triton server: same machine, same stub model, same clients, one run. Neither computes anything.
 
-    python benchmarks/triton_compare.py [--streams 32] [--tokens 128] [--rounds 3] [--output benchmarks/results/triton_compare.json]
+    python benchmarks/triton_compare.py [--streams 32] [--tokens 256] [--rounds 5] [--output benchmarks/results/triton_compare.json]
 
 Measured on each side: streamed responses a second over gRPC with tritonclient and over SSE with a raw client, and the median of a
-unary `generate`. Triton runs its own ensemble of three Python models; Stoker its frontend process and, behind the real transport, an
-executor that emits without a model. Both are asked for text_output alone, in
-bursts of --tokens a request. The client shares the machine's cores with the server.
+unary `generate`. Both servers are up all the time and take turns; a ratio is the median over the rounds. Triton runs its own ensemble of
+three Python models; Stoker its frontend process and, behind the real transport, an executor that emits without a model. Both stubs step
+as fast as they go. Over gRPC both are asked for text_output alone. The client shares the machine's cores with the server.
 """
 
 from __future__ import annotations
@@ -205,38 +205,50 @@ def unary_ms(ports: Ports) -> float:
     return statistics.median(times) * 1e3
 
 
-def side(name: str, num_streams: int, tokens: int, rounds: int) -> dict[str, float]:
-    """The best of `rounds`, after a warm-up."""
-    ours = name == "stoker"
-    with (stoker if ours else real)() as ports:
-        grpc_rate(ports, 4, 16, ours)
-        sse_rate(ports, 4, 16, ours)
-        unary_ms(ports)
-        grpcs = [grpc_rate(ports, num_streams, tokens, ours) for _ in range(rounds)]
-        sses = [sse_rate(ports, num_streams, tokens, ours) for _ in range(rounds)]
-        unary = [unary_ms(ports) for _ in range(rounds)]
-    return {"grpc_responses_per_s": round(max(grpcs)), "sse_events_per_s": round(max(sses)), "unary_p50_ms": round(min(unary), 3)}
+def measure(sides: dict[str, Ports], num_streams: int, tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """What each side gave in each round, after a warm-up. The sides take turns, so that other work on the machine meets both."""
+    found: dict[str, dict[str, list[float]]] = {name: {"grpc": [], "sse": [], "unary": []} for name in sides}
+    for at in range(rounds + 1):
+        for what, run in (
+            ("grpc", lambda ports, ours: grpc_rate(ports, num_streams, tokens, ours)),
+            ("sse", lambda ports, ours: sse_rate(ports, num_streams, tokens, ours)),
+            ("unary", lambda ports, ours: unary_ms(ports)),
+        ):
+            for name, ports in sides.items():
+                value = run(ports, name == "stoker")
+                if at:
+                    found[name][what].append(value)
+    return found
+
+
+def shown(of_one: dict[str, list[float]]) -> dict[str, float]:
+    """The best round of each."""
+    return {
+        "grpc_responses_per_s": round(max(of_one["grpc"])), "sse_events_per_s": round(max(of_one["sse"])),
+        "unary_p50_ms": round(min(of_one["unary"]), 3),
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
-    sides = {name: side(name, asked.streams, asked.tokens, asked.rounds) for name in ("triton", "stoker")}
-    theirs, ours = sides["triton"], sides["stoker"]
+    with real() as theirs, stoker() as ours:
+        rounds = measure({"triton": theirs, "stoker": ours}, asked.streams, asked.tokens, asked.rounds)
     found = {
         "machine": {
             "python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine(),
             "stoker": importlib.metadata.version("stoker"), "tritonclient": importlib.metadata.version("tritonclient"), "triton": "2.51.0",
         },
-        "streams": asked.streams, "tokens": asked.tokens, **sides,
-        "ratios": {
-            "grpc": round(ours["grpc_responses_per_s"] / theirs["grpc_responses_per_s"], 2),
-            "sse": round(ours["sse_events_per_s"] / theirs["sse_events_per_s"], 2),
-            "unary": round(ours["unary_p50_ms"] / theirs["unary_p50_ms"], 2),
+        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
+        "load": round(os.getloadavg()[0], 1), "streams": asked.streams, "tokens": asked.tokens,
+        **{name: shown(of_one) for name, of_one in rounds.items()},
+        "ratios": {  # medians over the rounds
+            what: round(statistics.median(b / a for a, b in zip(rounds["triton"][what], rounds["stoker"][what], strict=True)), 2)
+            for what in ("grpc", "sse", "unary")
         },
     }  # fmt: skip
     print(json.dumps(found, indent=1))
