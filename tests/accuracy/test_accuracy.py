@@ -33,6 +33,7 @@ from stoker.quant.recipe import Recipe
 from stoker.quant.smoothquant import SmoothQuant
 from stoker.quant.stats import InputStats
 
+pytestmark = pytest.mark.timeout(400)  # seconds on an idle core are minutes on a shared one
 CPU = torch.device("cpu")
 PROSE = slice(3000, 7500)  # of the held-out text: the rest are a dictionary's entries, whose perplexity varies more
 SOME = (3, 9, 15, 21, 27)  # layers that int4 formats are compared on
