@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmi_recordings import StandIn
 
@@ -21,6 +21,7 @@ ASKED = Asked(
 
 
 @pytest.mark.parametrize("options", [{"dialect": name} for name in ("head", "0.26", "0.27", "async")] + [{"tgi_compat": True}], ids=str)
+@settings(max_examples=50, deadline=None)
 @given(token_id=st.integers(-1, 1 << 31), text=st.text(), logprob=st.none() | st.floats(-9999, 0))
 def test_parts_are_the_whole(options: dict[str, Any], token_id: int, text: str, logprob: float | None) -> None:
     shapes = Shapes(LMIOptions(**options), ASKED, StandIn())
