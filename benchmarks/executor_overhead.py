@@ -46,7 +46,7 @@ class StubRunner:
         if self.ring is not None:
             self.tell(self.ring, packed)
         self.inputs.unpack(packed)
-        return StepHandle(packed.sampled, torch.full((len(packed.sampled),), 7, dtype=torch.int32), None, {})
+        return StepHandle(packed.sampled, torch.full((len(packed.sampled),), 7, dtype=torch.int32))
 
     def tell(self, ring: Ring, packed: Packed) -> None:
         """Publish, and follow as one reader does; the others only turn the page."""

@@ -6,12 +6,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drive import END, Driven, logits_of, plain_decode, request
 from torch import Tensor
 
 from stoker.base.types import FinishReason
+from stoker.runtime.request import Sequence
+from stoker.runtime.sampling.logprobs import Logprobs
+from stoker.runtime.sampling.prompt import Piece, PromptLogprobs, PromptScores
 
 Make = Callable[..., Driven]
 COUNT = 12
@@ -186,6 +190,24 @@ def test_log_probabilities_are_those_of_a_plain_forward(drive: Make, model: Any,
             assert entry.token_id == token and abs(entry.logprob - table[at, token]) < 1e-4
             assert [token for token, _ in entry.top] == best.indices[:num_top].tolist()
             assert all(abs(value - expected) < 1e-4 for (_, value), expected in zip(entry.top, best.values.tolist(), strict=False))
+
+
+def test_prompt_scores_go_on_after_a_preemption_in_other_chunks() -> None:
+    seq = Sequence(0, request([5, 6, 7, 8, 9], max_tokens=1, prompt_logprobs=0), 0, 0.0)
+    scores = PromptScores()
+    scores.add(seq)
+
+    def collect(start: int, end: int, value: float) -> PromptLogprobs:
+        targets = np.array(seq.tokens[start + 1 : end + 1], dtype=np.int32)
+        empty = torch.empty(len(targets), 0)
+        return scores.collect([(Piece(seq, start, 0, targets), Logprobs(torch.full((len(targets),), value), empty, empty))])
+
+    assert not collect(0, 2, -1.0)
+    assert not collect(0, 1, -2.0) and not collect(1, 3, -2.0)
+    (entries,) = collect(3, 4, -3.0).values()
+    assert [(entry.token_id, entry.logprob) for entry in entries[1:] if entry] == [(6, -1.0), (7, -1.0), (8, -2.0), (9, -3.0)]
+    scores.remove(0)
+    assert not collect(0, 4, -1.0) and not scores._partial
 
 
 def test_features_leave_neighbours_alone(drive: Make, model: Any, prompts: list[list[int]]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.feature import Feature
+from stoker.runtime.sampling.feature import Ban
 
 
-class BadWords(Feature):
+class BadWords(Ban):
     """Bans the last token of each listed sequence whenever the ones before it were just generated.
 
     It reads tokens on the host: the scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
@@ -18,17 +16,8 @@ class BadWords(Feature):
     def wants(self, params: SamplingParams) -> bool:
         return bool(params.bad_words)
 
-    def add(self, seq: Sequence) -> None:
-        return
-
-    def remove(self, seq_id: int) -> None:
-        return
-
-    def apply(self, logits: Tensor, sequences: list[tuple[int, Sequence]]) -> None:
-        for row, seq in sequences:
-            banned = [word[-1] for word in seq.params.bad_words if _completes(seq, word)]
-            if banned:
-                logits[row, banned] = float("-inf")
+    def banned(self, seq: Sequence) -> list[int]:
+        return [word[-1] for word in seq.params.bad_words if _completes(seq, word)]
 
 
 def _completes(seq: Sequence, word: tuple[int, ...]) -> bool:

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.feature import Feature
+from stoker.runtime.sampling.feature import Feature, Pairs
+
+_MOST = 1e30  # within float32, sums included: an infinite logit would leave no probability to the others
 
 
 class LogitBias(Feature):
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._biases: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def wants(self, params: SamplingParams) -> bool:
         return bool(params.logit_bias)
 
     def add(self, seq: Sequence) -> None:
-        ids = torch.tensor(list(seq.params.logit_bias), dtype=torch.long, device=self.device)
-        # Within float32, sums included: an infinite logit would leave no probability to the others.
-        values = torch.tensor(list(seq.params.logit_bias.values()), dtype=torch.float64).clamp(-1e30, 1e30).float().to(self.device)
-        self._biases[seq.seq_id] = (ids, values)
+        biases = seq.params.logit_bias
+        values = np.fromiter(biases.values(), np.float64, len(biases)).clip(-_MOST, _MOST)
+        self._biases[seq.seq_id] = (np.fromiter(biases, np.int64, len(biases)), values.astype(np.float32))
 
     def remove(self, seq_id: int) -> None:
         self._biases.pop(seq_id, None)
 
-    def apply(self, logits: Tensor, sequences: list[tuple[int, Sequence]]) -> None:
-        for row, seq in sequences:
-            ids, values = self._biases[seq.seq_id]
-            logits[row].index_add_(0, ids, values)
+    def gather(self, sequences: Pairs) -> list[np.ndarray]:
+        places = [row * self.vocab_size + self._biases[seq.seq_id][0] for row, seq in sequences]
+        values = [self._biases[seq.seq_id][1] for _, seq in sequences]
+        return [np.concatenate(places), np.concatenate(values)]
+
+    def apply(self, logits: Tensor, *inputs: Tensor) -> None:
+        places, values = inputs
+        logits.view(-1).index_add_(0, places, values)

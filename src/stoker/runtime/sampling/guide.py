@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.feature import Feature
+from stoker.runtime.sampling.feature import Feature, Pairs
 from stoker.runtime.sampling.grammars import end_ids
 
 
@@ -45,21 +46,26 @@ class Guides(Feature):
     def remove(self, seq_id: int) -> None:
         self._matches.pop(seq_id, None)
 
-    def apply(self, logits: Tensor, sequences: list[tuple[int, Sequence]]) -> None:
+    def gather(self, sequences: Pairs) -> list[np.ndarray]:
+        """Rows [n], and for each a mask of its vocabulary, int32 [n, V / 32]."""
         import xgrammar
 
-        masks = xgrammar.allocate_token_bitmask(logits.shape[0], self.vocab_size)
-        for row, seq in sequences:
+        masks = xgrammar.allocate_token_bitmask(len(sequences), self.vocab_size)
+        for i, (_, seq) in enumerate(sequences):
             match = self._matches[seq.seq_id]
             if not _catch_up(match, seq):
-                masks[row] = 0  # nothing may follow: the row is seen to be broken
+                masks[i] = 0  # nothing may follow: the row is seen to be broken
                 continue
-            match.matcher.fill_next_token_bitmask(masks, row)
-            if match.matcher.is_completed() and _allows_only(masks[row], match.ends):
+            match.matcher.fill_next_token_bitmask(masks, i)
+            if match.matcher.is_completed() and _allows_only(masks[i], match.ends):
                 seq.min_tokens = 0  # the grammar has ended; no more tokens can come
-        xgrammar.apply_token_bitmask_inplace(
-            logits, masks.to(logits.device), vocab_size=self.vocab_size, indices=[row for row, _ in sequences]
-        )
+        return [np.array([row for row, _ in sequences]), masks.numpy()]
+
+    def apply(self, logits: Tensor, *inputs: Tensor) -> None:
+        rows, masks = inputs
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        is_banned = (masks.unsqueeze(2) >> bits & 1).flatten(1)[:, : self.vocab_size] == 0
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill(is_banned, float("-inf")))
 
 
 def _catch_up(match: _Match, seq: Sequence) -> bool:

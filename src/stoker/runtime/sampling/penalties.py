@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.feature import Feature
+from stoker.runtime.sampling.feature import Feature, Pairs
 
 
 class Penalties(Feature):
-    """Counts of generated tokens and a mask of prompt tokens, [slots, vocab]; slots are made as sequences need them."""
+    """Counts of generated tokens and a mask of prompt tokens, [slots, vocab].
+
+    A sequence gets its slot with the first step that samples for it, when it has generated nothing; more are made as they are needed.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self.device = device
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
@@ -24,50 +27,48 @@ class Penalties(Feature):
     def wants(self, params: SamplingParams) -> bool:
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
-    def add(self, seq: Sequence) -> None:
-        slot = self._take()
-        self._slots[seq.seq_id] = slot
-        self._counts[slot] = 0
-        self._in_prompt[slot] = False
-        prompt = torch.tensor(seq.tokens[: seq.num_prompt], dtype=torch.long, device=self.device)
-        self._in_prompt[slot, prompt] = True
-        generated = torch.tensor(seq.tokens[seq.num_prompt :], dtype=torch.long, device=self.device)
-        self._counts[slot].index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
-
     def remove(self, seq_id: int) -> None:
         slot = self._slots.pop(seq_id, None)
         if slot is not None:
             self._free.append(slot)
 
-    def apply(self, logits: Tensor, sequences: list[tuple[int, Sequence]]) -> None:
-        rows, slots = self._index(sequences)
+    def gather(self, sequences: Pairs) -> list[np.ndarray]:
+        """Rows [n] and slots [n]; the three penalties float32 [3, n]; the slots that begin, and places of their prompts' tokens."""
+        begun = {self._begin(seq): seq for _, seq in sequences if seq.seq_id not in self._slots}
+        prompts = [slot * self.vocab_size + np.array(seq.tokens[: seq.num_prompt], dtype=np.int64) for slot, seq in begun.items()]
         params = [seq.params for _, seq in sequences]
-        repetition, presence, frequency = (
-            torch.tensor([getattr(p, name) for p in params], device=self.device).unsqueeze(1)
-            for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        )
-        counts = self._counts[slots]
+        return [
+            np.array([row for row, _ in sequences]),
+            np.array([self._slots[seq.seq_id] for _, seq in sequences]),
+            np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params], dtype=np.float32).T,
+            np.array(list(begun), dtype=np.int64),
+            np.concatenate([np.empty(0, dtype=np.int64), *prompts]),
+        ]
+
+    def apply(self, logits: Tensor, *inputs: Tensor) -> None:
+        rows, slots, penalties, begun, prompts = inputs
+        if len(begun):
+            self._counts.index_fill_(0, begun, 0)
+            self._in_prompt.index_fill_(0, begun, False).view(-1).index_fill_(0, prompts, True)
+        repetition, presence, frequency = penalties.unsqueeze(2)
+        counts = self._counts.index_select(0, slots)
         generated = counts > 0
-        x = logits[rows]
-        seen = generated | self._in_prompt[slots]
+        x = logits.index_select(0, rows)
+        seen = generated | self._in_prompt.index_select(0, slots)
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-        logits[rows] = x - frequency * counts - presence * generated
+        logits.index_copy_(0, rows, x - frequency * counts - presence * generated)
 
-    def observe(self, token_ids: Tensor, sequences: list[tuple[int, Sequence]]) -> None:
-        rows, slots = self._index(sequences)
-        chosen = token_ids[rows].long().clamp(min=0)
-        self._counts.index_put_((slots, chosen), torch.ones_like(chosen, dtype=torch.int32), accumulate=True)
+    def observe(self, token_ids: Tensor, *inputs: Tensor) -> None:
+        rows, slots = inputs[:2]
+        chosen = token_ids.index_select(0, rows).long().clamp(min=0)
+        self._counts.view(-1).index_add_(0, slots * self.vocab_size + chosen, torch.ones_like(chosen, dtype=torch.int32))
 
-    def _index(self, sequences: list[tuple[int, Sequence]]) -> tuple[Tensor, Tensor]:
-        rows = torch.tensor([row for row, _ in sequences], device=self.device)
-        slots = torch.tensor([self._slots[seq.seq_id] for _, seq in sequences], device=self.device)
-        return rows, slots
-
-    def _take(self) -> int:
+    def _begin(self, seq: Sequence) -> int:
         if not self._free:
             old = self._counts.shape[0]
             grown = max(4, 2 * old)
             self._counts = torch.cat((self._counts, self._counts.new_zeros(grown - old, self.vocab_size)))
             self._in_prompt = torch.cat((self._in_prompt, self._in_prompt.new_zeros(grown - old, self.vocab_size)))
             self._free = list(range(grown - 1, old - 1, -1))
-        return self._free.pop()
+        self._slots[seq.seq_id] = self._free.pop()
+        return self._slots[seq.seq_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -16,34 +17,36 @@ from stoker.kernels.types import DrawParams
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.bad_words import BadWords
 from stoker.runtime.sampling.bias import LogitBias
-from stoker.runtime.sampling.feature import Feature
+from stoker.runtime.sampling.feature import Feature, Pairs
 from stoker.runtime.sampling.grammars import Grammars
 from stoker.runtime.sampling.guide import Guides
+from stoker.runtime.sampling.logprobs import Logprobs, score
 from stoker.runtime.sampling.min_tokens import MinTokens
 from stoker.runtime.sampling.penalties import Penalties
+from stoker.runtime.sampling.prompt import Piece
+from stoker.runtime.transfer import HostBuffers, padded
 
 
-@dataclass(slots=True)
-class Logprobs:
-    """Log probabilities of some rows: chosen [n], best [n, k] with ids [n, k], on the device until read."""
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step chose, on the device."""
 
-    chosen: Tensor
-    best: Tensor
-    ids: Tensor
+    token_ids: Tensor  # int32 [L]; -1 where the logits are not numbers
+    logprobs: Logprobs | None  # of the unchanged logits; None when nobody asked
+    prompt: list[tuple[Piece, Logprobs]]
 
 
 class DrawTable:
     """The draw parameters of every row of the device buffers, kept on the host and on the device.
 
-    On a GPU they go over in one copy from pinned memory, behind the steps in flight, and nothing waits for it; a buffer is used again
-    when the step that it was for has ended.
+    They go over in one copy, behind the steps in flight, and nothing waits for it.
     """
 
     def __init__(self, num_rows: int, device: torch.device, num_in_flight: int = 2) -> None:
         self._owners = [-1] * num_rows
         self._random_rows: set[int] = set()
         places = num_rows + 1  # padding reads the last one, which stays greedy
-        size = sum(_padded(places * np.dtype(dtype).itemsize) for dtype in self.TYPES.values())
+        size = sum(padded(places * np.dtype(dtype).itemsize) for dtype in self.TYPES.values())
         self._host = np.zeros(size, dtype=np.uint8)
         self._flat = torch.zeros(size, dtype=torch.uint8, device=device)
         self._device: dict[str, Tensor] = {}
@@ -53,13 +56,10 @@ class DrawTable:
             end = at + places * np.dtype(dtype).itemsize
             self._arrays[name] = self._host[at:end].view(dtype)
             self._device[name] = self._flat[at:end].view(torch.from_numpy(self._arrays[name]).dtype)
-            at += _padded(end - at)
+            at += padded(end - at)
         self.temperature, self.top_k, self.top_p, self.min_p, self.seeds = self._arrays.values()
         self.top_p[:] = 1.0
-        self._ring = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(num_in_flight + 2 if device.type == "cuda" else 0)
-        ]
-        self._turn = 0
+        self._buffers = HostBuffers(device, num_in_flight)
         self._copy()
 
     TYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seeds": np.int64}
@@ -76,10 +76,8 @@ class DrawTable:
 
     def _copy(self) -> None:
         """In place: captured graphs read these tensors."""
-        host = torch.from_numpy(self._host)
-        if self._ring:
-            self._turn = (self._turn + 1) % len(self._ring)
-            host = self._ring[self._turn].copy_(host)
+        host = self._buffers.take(len(self._host))
+        host.numpy()[:] = self._host
         self._flat.copy_(host, non_blocking=True)
 
     def _write(self, seq: Sequence) -> None:
@@ -105,11 +103,6 @@ class DrawTable:
         return DrawParams(**picked, counters=counters, all_greedy=all_greedy)
 
 
-def _padded(num_bytes: int) -> int:
-    """To 16: kernels are compiled for aligned arguments."""
-    return -(-num_bytes // 16) * 16
-
-
 class Sampler:
     """Chooses the tokens of one step after another."""
 
@@ -120,8 +113,9 @@ class Sampler:
         self.grammars = grammars
         # Guides come before MinTokens: a grammar that can only end lifts the minimum.
         self.features: list[Feature] = [
-            Guides(vocab_size), LogitBias(device), Penalties(vocab_size, device), MinTokens(device), BadWords()
+            Guides(vocab_size), LogitBias(vocab_size), Penalties(vocab_size, device), MinTokens(vocab_size), BadWords(vocab_size)
         ]  # fmt: skip
+        self._buffers = HostBuffers(device, num_in_flight)
         self._users: dict[int, list[Feature]] = {}  # seq_id → its features
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
@@ -149,30 +143,40 @@ class Sampler:
         """Whether nothing but the draw parameters is asked for, so that a captured step serves."""
         return not any(s.seq_id in self._users or s.params.logprobs is not None or s.params.prompt_logprobs is not None for s in sequences)
 
-    def sample(self, logits: Tensor, rows: Tensor, counters: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Logprobs | None]:
-        """Token ids int32 [L] of logits [L, V]; -1 where the logits are not numbers. Log-probabilities are of the unchanged logits."""
-        plain = logits
-        users = self._step_users(sequences)
-        if users:
-            logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
-            for feature, pairs in users.items():
-                feature.apply(logits, pairs)
-        token_ids = ops.sample(logits, self.table.gather(rows, counters, self.table.all_greedy(sequences)))
-        for feature, pairs in users.items():
-            feature.observe(token_ids, pairs)
-        wanted = [seq.params.logprobs for seq in sequences if seq.params.logprobs is not None]
-        return token_ids, score(plain, token_ids, max(wanted)) if wanted else None
+    def sample(self, logits: Tensor, rows: Tensor, counters: Tensor, sequences: list[Sequence], prompt: list[Piece]) -> Sampled:
+        """Choose a token for each of `sequences`, whose logits come first in [L + P, V]; score the tokens of `prompt` by the others.
 
-    def _step_users(self, sequences: list[Sequence]) -> dict[Feature, list[tuple[int, Sequence]]]:
+        What they need goes over in one copy.
+        """
+        plain, others = logits.tensor_split([len(sequences)])
+        users = self._step_users(sequences)
+        gathered = [feature.gather(pairs) for feature, pairs in users.items()]
+        sent = iter(self._buffers.send([*chain.from_iterable(gathered), *(piece.targets for piece in prompt)]))
+        inputs = {feature: list(islice(sent, len(arrays))) for feature, arrays in zip(users, gathered, strict=True)}
+        token_ids = self._choose(plain, self.table.gather(rows, counters, self.table.all_greedy(sequences)), inputs)
+        wanted = [seq.params.logprobs for seq in sequences if seq.params.logprobs is not None]
+        parts = others.split([len(piece.targets) for piece in prompt])
+        scored = [
+            (piece, score(part, targets, piece.seq.params.prompt_logprobs or 0))
+            for piece, part, targets in zip(prompt, parts, sent, strict=True)
+        ]
+        return Sampled(token_ids, score(plain, token_ids, max(wanted)) if wanted else None, scored)
+
+    def _choose(self, logits: Tensor, draw: DrawParams, inputs: dict[Feature, list[Tensor]]) -> Tensor:
+        if inputs:
+            logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        for feature, tensors in inputs.items():
+            feature.apply(logits, *tensors)
+        token_ids = ops.sample(logits, draw)
+        for feature, tensors in inputs.items():
+            feature.observe(token_ids, *tensors)
+        return token_ids
+
+    def _step_users(self, sequences: list[Sequence]) -> dict[Feature, Pairs]:
         if not self._users:
             return {}
-        users: dict[Feature, list[tuple[int, Sequence]]] = {}
+        users: dict[Feature, Pairs] = {}
         for i, seq in enumerate(sequences):
             for feature in self._users.get(seq.seq_id, ()):
                 users.setdefault(feature, []).append((i, seq))
         return users
-
-
-def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    """Log-probabilities of `token_ids` [L] and of the best `num_top` under logits [L, V]."""
-    return Logprobs(*ops.logprobs(logits, token_ids.clamp(min=0), min(num_top, logits.shape[1])))

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from stoker.layers.batch import ForwardBatch
 from stoker.runtime.request import Sequence
+from stoker.runtime.sampling.prompt import pieces
 from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.transfer import HostBuffers
 from stoker.runtime.worker.two_way import place_two_ways
 
 _NOTHING = torch.empty(0, dtype=torch.int32)
@@ -93,8 +95,7 @@ class InputBuilder:
         self.num_rows = num_rows
         self.block_size = block_size
         self.device = device
-        self._ring: list[Tensor] = [_NOTHING] * (num_in_flight + 2)
-        self._turn = 0
+        self._buffers = HostBuffers(device, num_in_flight)
 
     def pack(self, plan: StepPlan, shape: Shape | None = None) -> Packed:
         """The numbers of `plan`; padded to `shape` for a captured graph."""
@@ -110,7 +111,7 @@ class InputBuilder:
         counts = np.array(plan.num_new, dtype=np.int32)
         seq_lens = starts + counts
         sampled = list(range(num_rows)) if all(plan.samples) else [i for i in range(num_rows) if plan.samples[i]]
-        extra = _prompt_logit_tokens(plan)
+        extra = [at for piece in pieces(plan) for at in range(piece.at, piece.at + len(piece.targets))]
         packed = Packed(
             host=_NOTHING,
             shape=shape,
@@ -172,13 +173,8 @@ class InputBuilder:
         return StepInputs(batch, views[6], views[7])
 
     def buffer(self, size: int) -> Tensor:
-        """int32 [size] on the host; pinned, and used again some steps later, when the device is a GPU."""
-        if self.device.type != "cuda":
-            return torch.empty(size, dtype=torch.int32)
-        self._turn = (self._turn + 1) % len(self._ring)
-        if self._ring[self._turn].numel() < size:
-            self._ring[self._turn] = torch.empty(max(size, 1 << 14) * 2, dtype=torch.int32, pin_memory=True)
-        return self._ring[self._turn][:size]
+        """int32 [size] on the host, for one step."""
+        return self._buffers.take(size * _NOTHING.itemsize).view(torch.int32)
 
     def _fill_places(
         self, plan: StepPlan, starts: np.ndarray, counts: np.ndarray, query_starts: np.ndarray, tables: np.ndarray,
@@ -211,8 +207,7 @@ class InputBuilder:
     def _views(self, packed: Packed, static: Tensor | None, tables: Tensor | None) -> list[Tensor]:
         host, sizes = packed.host, packed.sizes
         if static is None or tables is None:
-            device = host if self.device.type != "cuda" else host.to(self.device, non_blocking=True)
-            return cut(device, sizes)
+            return cut(host.to(self.device, non_blocking=True), sizes)
         buffer = static[: host.numel()]
         buffer.copy_(host, non_blocking=True)
         views = cut(buffer, sizes)
@@ -235,17 +230,6 @@ def _fill_tokens(plan: StepPlan, token_ids: np.ndarray) -> None:
             if len(known) < count:
                 token_ids[at + len(known)] = -1 - seq.row
         at += count
-
-
-def _prompt_logit_tokens(plan: StepPlan) -> list[int]:
-    """Flat indices of prompt tokens whose logits are wanted beside the sampled ones."""
-    wanted: list[int] = []
-    at = 0
-    for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True):
-        if seq.params.prompt_logprobs is not None and start < seq.num_prompt - 1:
-            wanted += range(at, at + min(count, seq.num_prompt - 1 - start))
-        at += count
-    return wanted
 
 
 def num_places(sizes: tuple[int, ...]) -> int:

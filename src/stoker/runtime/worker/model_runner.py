@@ -21,14 +21,14 @@ from stoker.layers.decoder import Decoder
 from stoker.layers.prefix import prefix_of
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.grammars import Grammars
-from stoker.runtime.sampling.prompt import PromptScores
-from stoker.runtime.sampling.sampler import Logprobs, Sampler, score
+from stoker.runtime.sampling.logprobs import Logprobs, score
+from stoker.runtime.sampling.prompt import PromptLogprobs, PromptScores, pieces
+from stoker.runtime.sampling.sampler import Sampler
 from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.transfer import fetch
 from stoker.runtime.worker.blank import Bounds, new_step
 from stoker.runtime.worker.graphs import Graphs
 from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape
-
-PromptLogprobs = dict[int, list[TokenLogprobs | None]]  # by seq_id
 
 
 @dataclass(slots=True)
@@ -46,15 +46,16 @@ class StepHandle:
 
     __slots__ = ("_event", "_prompt", "_scores", "_sequences", "_token_ids")
 
-    def __init__(self, sequences: list[Sequence], token_ids: Tensor, scores: Logprobs | None, prompt: PromptLogprobs) -> None:
+    def __init__(
+        self, sequences: list[Sequence], token_ids: Tensor, scores: Logprobs | None = None, prompt: Callable[[], PromptLogprobs] = dict
+    ) -> None:
+        """`prompt` is called when the step has ended."""
         self._sequences = sequences
-        self._scores = scores
+        self._token_ids = fetch(token_ids)
+        self._scores = scores.fetch() if scores is not None else None
         self._prompt = prompt
         self._event: torch.cuda.Event | None = None
-        self._token_ids = token_ids
         if token_ids.is_cuda:
-            self._token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-            self._token_ids.copy_(token_ids, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -62,8 +63,8 @@ class StepHandle:
         if self._event is not None:
             self._event.synchronize()
         token_ids = self._token_ids.tolist()
-        logprobs = _unpack(self._scores, token_ids, self._sequences) if self._scores is not None else []
-        return StepResult(self._sequences, token_ids, logprobs, self._prompt)
+        logprobs = self._scores.read(token_ids, [seq.params.logprobs for seq in self._sequences]) if self._scores is not None else []
+        return StepResult(self._sequences, token_ids, logprobs, self._prompt())
 
 
 class LazyHandle:
@@ -126,6 +127,7 @@ class ModelRunner:
             if seq.params.prompt_logprobs is not None:
                 limit = "this model's prompt tokens see those that follow them, so they have no probabilities"
                 raise RequestError("prompt_logprobs", seq.params.prompt_logprobs, limit)
+        self.prompt_scores.add(seq)
         self.sampler.add(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -153,14 +155,14 @@ class ModelRunner:
     def _start(self, plan: StepPlan, packed: Packed, all_greedy: bool) -> StepHandle:
         if packed.is_padded:
             assert self.graphs is not None
-            return StepHandle(packed.sampled, self.graphs.run(packed, all_greedy)[: len(packed.sampled)], None, {})
+            return StepHandle(packed.sampled, self.graphs.run(packed, all_greedy)[: len(packed.sampled)])
         inputs = self.inputs.unpack(packed)
         logits = self._logits(inputs.batch)
-        num_sampled = len(packed.sampled)
-        token_ids, scores = self.sampler.sample(logits[:num_sampled], inputs.rows, inputs.counters, packed.sampled)
-        self._remember(inputs.rows, token_ids)
-        prompt = self.prompt_scores.collect(plan, logits[num_sampled:]) if packed.num_extra else {}
-        return StepHandle(packed.sampled, token_ids, scores, prompt)
+        prompt = pieces(plan) if packed.num_extra else []
+        sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt)
+        self._remember(inputs.rows, sampled.token_ids)
+        scored = [(piece, scores.fetch()) for piece, scores in sampled.prompt]
+        return StepHandle(packed.sampled, sampled.token_ids, sampled.logprobs, lambda: self.prompt_scores.collect(scored))
 
     @torch.inference_mode()
     def follow(self, packed: Packed, all_greedy: bool) -> None:
@@ -191,7 +193,7 @@ class ModelRunner:
         """Zero blocks that may hold values that are not numbers, before others reuse them."""
         if self.tell is not None:
             self.tell.forget(blocks)
-        index = torch.tensor(blocks, device=self.device)
+        index = torch.tensor(blocks, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         for cache in self.caches:
             for pages in (cache.keys, cache.values):
                 if pages is not None:
@@ -218,15 +220,3 @@ class ModelRunner:
             token_ids = self.world.tensor.broadcast(token_ids)
         # A row without a number has -1; the step that may already be planned for it reads some token that exists.
         self.last_ids.index_copy_(0, rows.long(), token_ids.clamp(min=0))
-
-
-def _unpack(scores: Logprobs, token_ids: list[int], sequences: list[Sequence]) -> list[TokenLogprobs | None]:
-    chosen, best, ids = scores.chosen.tolist(), scores.best.tolist(), scores.ids.tolist()
-    unpacked: list[TokenLogprobs | None] = []
-    for i, seq in enumerate(sequences):
-        wanted = seq.params.logprobs
-        if wanted is None:
-            unpacked.append(None)
-        else:
-            unpacked.append(TokenLogprobs(token_ids[i], chosen[i], list(zip(ids[i][:wanted], best[i][:wanted], strict=True))))
-    return unpacked
