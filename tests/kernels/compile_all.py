@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.inbox import MEMORY_BYTES, UNIT_BYTES, Inboxes
-from stoker.kernels.quantized import ExpertWeights, Int4Weight
+from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import activation, all_reduce, attention, embedding, moe, norm, quant_fp8, quant_int4, quant_int8, rope, sampling
@@ -96,6 +96,24 @@ def experts(rows: int, dtype: torch.dtype, count: int = 8, top_k: int = 2, n: in
         moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
 
 
+def int4_experts(rows: int, group: int, zero: str, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
+    """The launches of an up and a down projection, each expert's features in an order of its own."""
+    routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
+    grid = meta(count, n, k // group, dtype=torch.float16)
+    whole = meta(*grid.shape, dtype=torch.uint8) if zero == "int" else None
+    codes = Int4Weight(meta(count, n, k // 2, dtype=torch.uint8), grid, whole, grid if zero == "float" else None, group)
+    weight = Int4Experts(quant_int4.pack_int4(codes), index(count, k) if zero == "int" else None)
+    moe.quant_expert_up(meta(rows, k), weight, None, routing)
+    moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
+
+
+def block_experts(rows: int, count: int = 256, top_k: int = 8, n: int = 7168, k: int = 2048) -> None:
+    routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
+    weight = BlockExperts(meta(count, n, k, dtype=FP8), meta(count, n // 128, k // 128, dtype=FP32), (128, 128))
+    moe.quant_expert_up(meta(rows, k), weight, None, routing)
+    moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
+
+
 def summed(ranks: int, rows: int, is_two_shot: bool, kind: str | None) -> None:
     """A message of Llama-70B's rows: normed by row, or in pieces."""
     inbox = Inboxes([1 << 40] * ranks, MEMORY_BYTES, 1, torch.device("meta")).get(UNIT_BYTES if kind is None else 16384, is_two_shot)
@@ -164,6 +182,14 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         for dtype in (BF16, FP8, torch.int8)
         for rows in (1, 64, 2048)
     },
+    **{
+        f"experts int4 in groups of {group}, {zero}, {rows} rows": (
+            lambda rows=rows, group=group, zero=zero: int4_experts(rows, group, zero)  # type: ignore[misc]
+        )
+        for group, zero in ((128, "int"), (32, "float"), (16, "none"), (64, "float"))
+        for rows in (1, 64, 2048)
+    },
+    **{f"experts block, {rows} rows": lambda rows=rows: block_experts(rows) for rows in (1, 64, 2048)},  # type: ignore[misc]
     **{
         f"sum of {ranks} ranks {'in two shots' if two else 'in one shot'}, {kind or 'no norm'}": (
             lambda ranks=ranks, two=two, kind=kind: summed(ranks, 32, two, kind)  # type: ignore[misc]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.group import Group
-from stoker.kernels.quantized import ExpertWeights, Int4Weight
+from stoker.kernels.quantized import Int4Weight, StoredExperts
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import all_reduce as all_reduce_ref
 from stoker.kernels.reference import attention as attention_ref
@@ -262,13 +262,13 @@ def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing
     return _pick(x, moe_ref).expert_down(x, weight, bias, routing)
 
 
-def quant_expert_up(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
-    """`expert_up` with weights of one byte."""
+def quant_expert_up(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
+    """`expert_up` with quantized weights. On a GPU a small step reads the codes of the chosen experts once."""
     return _pick(x, moe_ref).quant_expert_up(x, weight, bias, routing)
 
 
-def quant_expert_down(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
-    """`expert_down` with weights of one byte."""
+def quant_expert_down(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
+    """`expert_down` with quantized weights."""
     return _pick(x, moe_ref).quant_expert_down(x, weight, bias, routing)
 
 

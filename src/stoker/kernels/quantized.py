@@ -10,14 +10,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """A linear's weight in groups of `group_size` input features that share a scale; the last group of a row may be shorter.
+    """A linear's weight, or stacked experts', in groups of `group_size` input features that share a scale.
 
+    The last group of a row may be shorter.
     A value is (code - 8) × scale, or (code - zero) × scale where there is `zero`, or code × scale + offset where there is `offset`.
     `packed` is whatever else a device's kernel reads, made once by `ops.pack_int4`.
     """
 
-    codes: Tensor  # uint8 [N, K / 2]: feature 2i in the low nibble of byte i, 2i + 1 in the high one
-    scale: Tensor  # float [N, ceil(K / group_size)]
+    codes: Tensor  # uint8 [(experts,) N, K / 2]: feature 2i in the low nibble of byte i, 2i + 1 in the high one
+    scale: Tensor  # float [(experts,) N, ceil(K / group_size)]
     zero: Tensor | None  # uint8, as scale
     offset: Tensor | None  # float, as scale
     group_size: int
@@ -36,3 +37,23 @@ class ExpertWeights:
     scale: Tensor
     activations: str  # none: as they are; token, static: codes of the weight's dtype by each row's own scale, or by input_scale
     input_scale: Tensor | None = None  # float32 [1]
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Experts:
+    """Stacked experts of groupwise int4, as `ops.pack_int4` leaves them."""
+
+    weight: Int4Weight
+    order: Tensor | None = None  # int32 [num_experts, K]: the input features in the order of an expert's columns
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExperts:
+    """Stacked experts of block-scaled FP8, multiplied by e4m3 activations with a scale for each `columns` neighbours of a row."""
+
+    weight: Tensor  # float8_e4m3fn [num_experts, N, K]
+    scale: Tensor  # float32 [num_experts, ceil(N / rows), ceil(K / columns)]
+    block: tuple[int, int]  # (rows, columns)
+
+
+StoredExperts = ExpertWeights | Int4Experts | BlockExperts

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.kernels import ops
+from stoker.kernels.quantized import BlockExperts
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
-from stoker.quant.experts import StackedExperts
+from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.fp8 import FP8_MAX
 
@@ -59,6 +60,8 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
         weight, scale = tensors.pop("weight"), tensors["scale"]
         if weight.dim() == 2:
             return self._linear(weight, scale, bias)
+        if not weight.is_cpu:
+            return GroupedExperts(BlockExperts(weight, scale, (self.rows, self.columns)), bias)
         biases = [None] * len(weight) if bias is None else bias
         return StackedExperts([self._linear(*parts) for parts in zip(weight, scale, biases, strict=True)], weight.shape[1])
 

@@ -1,4 +1,4 @@
-"""Stacked experts: of any format one after another, of one byte a weight all in one launch on a GPU."""
+"""Stacked experts: one after another on a CPU, all in one launch on a GPU."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import ops
-from stoker.kernels.quantized import ExpertWeights
+from stoker.kernels.quantized import StoredExperts
 from stoker.kernels.routing import Routing
 from stoker.quant.format import LinearOp
 
 
-class ByteExperts:
-    """fp8 or int8 experts, weight [num_experts, out, in]. Nothing of the routing is read back."""
+class GroupedExperts:
+    """Experts as a GPU's kernel reads them. Nothing of the routing is read back, so a step can be captured."""
 
     __slots__ = ("bias", "weight")
 
-    def __init__(self, weight: ExpertWeights, bias: Tensor | None) -> None:
+    def __init__(self, weight: StoredExperts, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
     def up(self, x: Tensor, routing: Routing) -> Tensor:
@@ -29,7 +29,7 @@ class ByteExperts:
 
 
 class StackedExperts:
-    """Experts one after another. On a GPU the row counts are read back for every call."""
+    """Experts one after another: row counts are read for every call, which a CPU does for free."""
 
     __slots__ = ("experts", "out_features")
 

@@ -14,7 +14,7 @@ from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant.compensate import Compensation
-from stoker.quant.experts import ByteExperts, StackedExperts
+from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.stats import InputStats
 
@@ -71,7 +71,7 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         if weight.dim() == 2:
             return Fp8Linear(weight, scale, self.activations, step, bias)
         if not weight.is_cpu:
-            return ByteExperts(ExpertWeights(weight, scale, self.activations, step), bias)
+            return GroupedExperts(ExpertWeights(weight, scale, self.activations, step), bias)
         biases = [None] * len(weight) if bias is None else bias
         experts: list[LinearOp] = [Fp8Linear(w, s, self.activations, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]
         return StackedExperts(experts, weight.shape[1])

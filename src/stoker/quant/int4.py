@@ -11,12 +11,12 @@ from torch import Tensor
 from stoker.base.config import check_choice
 from stoker.base.errors import ConfigError
 from stoker.kernels import ops
-from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.quantized import Int4Experts, Int4Weight
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.compensate import Compensation
-from stoker.quant.experts import StackedExperts
+from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.fit import fit
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.groups import SCALE_DTYPES, Zero
@@ -111,12 +111,16 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
         weight = tensors["weight"]
         if weight.dim() == 2:
             return self._linear(tensors, bias)
+        if not weight.is_cpu:
+            return GroupedExperts(Int4Experts(self._packed(tensors), tensors.get("order")), bias)
         experts = [{suffix: t[e] for suffix, t in tensors.items()} for e in range(len(weight))]
         return StackedExperts([self._linear(t, None if bias is None else bias[e]) for e, t in enumerate(experts)], weight.shape[1])
 
     def _linear(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp:
-        weight = Int4Weight(tensors["weight"], tensors["scale"], tensors.get("zero"), tensors.get("offset"), self.group_size)
-        return Int4Linear(ops.pack_int4(weight), bias, tensors.get("order"))
+        return Int4Linear(self._packed(tensors), bias, tensors.get("order"))
+
+    def _packed(self, tensors: dict[str, Tensor]) -> Int4Weight:
+        return ops.pack_int4(Int4Weight(tensors["weight"], tensors["scale"], tensors.get("zero"), tensors.get("offset"), self.group_size))
 
 
 class Int4Linear:

@@ -9,7 +9,7 @@ from stoker.kernels import ops
 from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
-from stoker.quant.experts import ByteExperts, StackedExperts
+from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 
 
@@ -32,7 +32,7 @@ class Int8(Format, frozen=True, kw_only=True, tag="int8"):
         if weight.dim() == 2:
             return Int8Linear(weight, scale, bias)
         if not weight.is_cpu:
-            return ByteExperts(ExpertWeights(weight, scale, "none"), bias)
+            return GroupedExperts(ExpertWeights(weight, scale, "none"), bias)
         biases = [None] * len(weight) if bias is None else bias
         return StackedExperts([Int8Linear(*parts) for parts in zip(weight, scale, biases, strict=True)], weight.shape[1])
 

@@ -10,7 +10,7 @@ from stoker.kernels import ops
 from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
-from stoker.quant.experts import ByteExperts, StackedExperts
+from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.int8 import round_rows
 from stoker.quant.stats import InputStats
@@ -91,7 +91,7 @@ class SmoothQuant(Format, frozen=True, kw_only=True, tag="smoothquant"):
         if weight.dim() == 2:
             return W8A8Linear(weight, scale, step, bias)
         if not weight.is_cpu:
-            return ByteExperts(ExpertWeights(weight, scale, "token" if step is None else "static", step), bias)
+            return GroupedExperts(ExpertWeights(weight, scale, "token" if step is None else "static", step), bias)
         biases = [None] * len(weight) if bias is None else bias
         experts: list[LinearOp] = [W8A8Linear(w, s, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]
         return StackedExperts(experts, weight.shape[1])

@@ -11,21 +11,21 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.quantized import ExpertWeights
+from stoker.kernels.quantized import StoredExperts
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
-from stoker.kernels.triton.quant_codes import encode_rows
+from stoker.kernels.triton.moe_operands import Operands, dense, quantized
 from stoker.kernels.triton.quant_kernel import quant_linear_kernel
 from stoker.kernels.triton.quant_linear import MAX_TILES, Stored, arrived, flags
-from stoker.kernels.triton.quant_tuning import QuantTile
+from stoker.kernels.triton.quant_tuning import QuantTile, largest_block
 from stoker.kernels.triton.route_kernel import choose_kernel, clipped_gate_kernel, combine_kernel, sort_kernel
 
 _BLOCK = 1024
 MOST_EXPERTS = 1024
 
-# (rows of a tile, out_features, in_features, bytes of a weight) → tile.
-TUNED: dict[tuple[int, int, int, int], QuantTile] = {}
+# (rows of a tile, out_features, in_features, the weight's form, its dtype) → tile.
+TUNED: dict[tuple[int, int, int, str, torch.dtype], QuantTile] = {}
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
@@ -55,20 +55,20 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
 
 def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
     """See `ops.expert_up`."""
-    return _project(x, None, _dense(weight), bias, routing, False, x.dtype, tile)
+    return _project(dense(x, weight, False), bias, routing, False, x.dtype, tile)
 
 
 def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
     """See `ops.expert_down`."""
-    return _combine(_project(x, None, _dense(weight), bias, routing, True, x.dtype, tile), routing)
+    return _combine(_project(dense(x, weight, True), bias, routing, True, x.dtype, tile), routing)
 
 
-def quant_expert_up(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+def quant_expert_up(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
     """See `ops.quant_expert_up`."""
     return _quantized(x, weight, bias, routing, False, tile)
 
 
-def quant_expert_down(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+def quant_expert_down(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
     """See `ops.quant_expert_down`."""
     return _combine(_quantized(x, weight, bias, routing, True, tile), routing)
 
@@ -84,26 +84,9 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return out
 
 
-def _dense(weight: Tensor) -> Stored:
-    return Stored("same", weight, None, weight.shape[1], weight.shape[2])
-
-
-def _quantized(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
-    """fp8 or int8 weights; activations as codes, or the weights widened to them."""
-    stored = Stored("wide", weight.weight, weight.scale, weight.weight.shape[1], weight.weight.shape[2])
-    if weight.activations == "none":
-        return _project(x, None, stored, bias, routing, down, x.dtype, tile)
-    step = weight.input_scale if weight.activations == "static" else None
-    made = encode_rows(x, "fp8" if weight.weight.dtype == torch.float8_e4m3fn else "int8", x.shape[1], input_scale=step)
-    stored = Stored("same", weight.weight, weight.scale, stored.n, stored.k)
-    return _project(made.codes, made.scale, stored, bias, routing, down, x.dtype, tile)
-
-
-def _project(
-    x: Tensor, row_scale: Tensor | None, stored: Stored, bias: Tensor | None, routing: Routing, down: bool, dtype: torch.dtype,
-    tile: QuantTile | None,
-) -> Tensor:  # fmt: skip
+def _project(given: Operands, bias: Tensor | None, routing: Routing, down: bool, dtype: torch.dtype, tile: QuantTile | None) -> Tensor:
     """Sorted rows through their experts: [T × k, n] in the order of routing.order, or by choice when `down`."""
+    x, stored = given.rows, given.stored
     if not stored.weight.is_contiguous() or x.stride(-1) != 1:
         raise ValueError(f"experts take dense weights and rows; strides are {stored.weight.stride()} and {x.stride()}")
     rows, experts = routing.order.shape[0], stored.weight.shape[0]
@@ -113,21 +96,26 @@ def _project(
     tokens = tile_rows(rows, experts)
     m_tiles = min(experts + 2, rows) + rows // tokens
     n, k = stored.n, stored.k
-    tile = tile or TUNED.get((tokens, n, k, stored.weight.element_size())) or _tile(rows, tokens, n, k, x, experts)
+    tile = tile or TUNED.get((tokens, n, k, stored.form, stored.weight.dtype)) or _tile(rows, tokens, given, experts)
     programs = m_tiles * triton.cdiv(n, tile.block_n)
     splits = tile.splits if programs <= MAX_TILES else 1
     partial = counters = None
     if splits > 1:
-        partial = torch.empty((programs, splits, tile.block_n, tokens), dtype=torch.float32, device=x.device)
+        partial = torch.empty((programs, splits, tile.block_n, given.digits * tokens), dtype=torch.float32, device=x.device)
         counters = arrived(x.device)
     quant_linear_kernel[(programs, splits)](
-        x, row_scale, None, stored.weight, stored.scale, None, bias, None, out, partial, counters, None, None, None,
+        x, given.scale, given.sums, stored.weight, stored.scale, stored.zero, bias, None, out, partial, counters, None, None, None,
         routing.order, routing.offsets, rows, m_tiles, n, k, x.stride(0), stored.weight.stride(1), n, x.shape[1], 0.0,
-        GATED=False, ACT="silu", SPLITS=splits, DIGITS=1, EXPERTS=experts, EXPERT_BLOCK=triton.next_power_of_2(experts + 2),
-        TOP_K=0 if down else routing.top_k, SCATTER=down, TOKENS=tokens, ENCODE=False, NORM=False, LIMIT=0.0, CHUNK=128,
+        GATED=False, ACT="silu", SPLITS=splits, DIGITS=given.digits, EXPERTS=experts, EXPERT_BLOCK=triton.next_power_of_2(experts + 2),
+        TOP_K=0 if given.is_sorted else routing.top_k, SCATTER=down, TOKENS=tokens, ENCODE=False, NORM=False, LIMIT=0.0, CHUNK=128,
         **flags(x, stored, tile), **chained(x),
     )  # fmt: skip
     return out
+
+
+def _quantized(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
+    tokens = tile_rows(routing.order.shape[0], routing.offsets.shape[0] - 1)
+    return _project(quantized(x, weight, routing, tokens, down), bias, routing, down, x.dtype, tile)
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -135,17 +123,26 @@ def tile_rows(rows: int, experts: int) -> int:
     return min(128, max(8, triton.next_power_of_2(2 * triton.cdiv(rows, experts))))
 
 
-def _tile(rows: int, tokens: int, n: int, k: int, x: Tensor, experts: int) -> QuantTile:
-    item = x.element_size()
+def _tile(rows: int, tokens: int, given: Operands, experts: int) -> QuantTile:
+    stored, item = given.stored, given.rows.element_size()
     if item == 4:
-        return QuantTile(32, 32, 1, 4, 2)
+        return QuantTile(32, _depth(stored, 32), 1, 8 if stored.form == "int4" else 4, 2)
+    if tokens > 64 and stored.form == "block":  # sums and the product that is added to them: 128 rows of weights spill
+        return QuantTile(64, stored.group, 1, 4, 4 if stored.group <= 128 else 2)
     if tokens > 64:
-        return QuantTile(128, 128 // item, 1, 8, 4)
-    block_k, splits = max(64, 256 // item), 1
-    programs = min(rows, experts) * triton.cdiv(n, 64)
-    while programs * splits < 2 * num_multiprocessors(x.device) and k // (block_k * splits * 2) >= 4:
+        return QuantTile(128, _depth(stored, 128 // item), 1, 8, 2 if stored.form == "int4" and stored.group > 64 else 4)
+    block_k, splits = _depth(stored, max(64, 256 // item)), 1
+    programs = min(rows, experts) * triton.cdiv(stored.n, 64)
+    while programs * splits < 2 * num_multiprocessors(given.rows.device) and stored.k // (block_k * splits * 2) >= 4:
         splits *= 2
-    return QuantTile(64, block_k, splits, 4, 4)
+    return QuantTile(64, block_k, splits, 8 if given.digits == 2 and tokens > 16 else 4, 4)
+
+
+def _depth(stored: Stored, most: int) -> int:
+    """Features of a tile: at most `most`, where the weight's groups leave a choice. int4 takes pairs of groups that fill the row."""
+    if stored.form == "int4":
+        return largest_block(stored.k, 2 * stored.group, most)
+    return stored.group if stored.form == "block" else most
 
 
 def _combine(y: Tensor, routing: Routing) -> Tensor:

@@ -22,7 +22,7 @@ from stoker.kernels.triton.quant_tuning import FEW_ROWS
 from stoker.kernels.triton.quant_unpack import nibbles
 from stoker.kernels.types import PLAIN, Fusion
 
-LARGEST_GROUP = 128  # larger ones are cut into some that share a scale
+LARGEST_GROUP = 128  # larger ones, and such as 48, are cut into some that share a scale
 SMALLEST_GROUP = 16  # the depth of a 16-bit matrix instruction
 SMALLEST_INTEGER_GROUP = 32  # of an 8-bit one
 
@@ -31,24 +31,25 @@ SMALLEST_INTEGER_GROUP = 32  # of an 8-bit one
 class Packed:
     """A weight for the kernel. Groups count as whole, and as an even number: what pads them is multiplied by zeros."""
 
-    codes: Tensor  # uint8 [N, groups × group / 2]: byte i of a pair of groups holds feature i of the first (low) and of the second
-    scale: Tensor  # as stored, [groups, N]
-    zero: Tensor | None  # uint8 zero points or float offsets, [groups, N]
+    codes: (
+        Tensor  # uint8 [(experts,) N, groups × group / 2]: byte i of a pair of groups holds feature i of the first (low) and of the second
+    )
+    scale: Tensor  # as stored, [(experts,) groups, N]
+    zero: Tensor | None  # uint8 zero points or float offsets, as scale
     zero_kind: str  # none, int, float
     group: int
 
     def stored(self) -> Stored:
-        n, half = self.codes.shape
+        n, half = self.codes.shape[-2:]
         return Stored("int4", self.codes, self.scale, n, 2 * half, self.zero, self.zero_kind, self.group)
 
 
 def pack_int4(weight: Int4Weight) -> Int4Weight:
     """See `ops.pack_int4`. The packed tensors take the place of the stored ones, so that these can be freed.
 
-    Groups that no tile has (smaller than 16, or no power of two: those that ranks cut) stay as stored.
+    Groups that no tile has nor shares (no multiple of 16: those that ranks cut) stay as stored.
     """
-    size = weight.group_size
-    if size < SMALLEST_GROUP or size & (size - 1):
+    if weight.group_size % SMALLEST_GROUP:
         return weight
     packed = pack(weight)
     kind = packed.zero_kind
@@ -59,18 +60,27 @@ def pack_int4(weight: Int4Weight) -> Int4Weight:
 
 
 def pack(weight: Int4Weight) -> Packed:
-    group = min(weight.group_size, LARGEST_GROUP)
+    group = min(weight.group_size & -weight.group_size, LARGEST_GROUP)  # the largest power of two that divides it
     grid = [weight.scale, weight.zero if weight.offset is None else weight.offset]
     if weight.group_size > group:
-        grid = [None if t is None else t.repeat_interleave(weight.group_size // group, dim=1) for t in grid]
+        grid = [None if t is None else t.repeat_interleave(weight.group_size // group, dim=-1) for t in grid]
     pairs = triton.cdiv(weight.in_features, 2 * group)
-    codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(-2)
-    codes = F.pad(codes, (0, pairs * 2 * group - codes.shape[1])).unflatten(-1, (pairs, 2, group))
-    together = (codes[:, :, 0] | (codes[:, :, 1] << 4)).flatten(1).contiguous()
-    scale, zero = (None if t is None else F.pad(t, (0, 2 * pairs))[:, : 2 * pairs].t().contiguous() for t in grid)
+    scale, zero = (None if t is None else F.pad(t, (0, 2 * pairs))[..., : 2 * pairs].transpose(-1, -2).contiguous() for t in grid)
     assert scale is not None
     kind = "float" if weight.offset is not None else "none" if weight.zero is None else "int"
-    return Packed(together, scale, zero, kind, group)
+    return Packed(_paired(weight.codes, pairs, group), scale, zero, kind, group)
+
+
+def _paired(codes: Tensor, pairs: int, group: int) -> Tensor:
+    """`Packed.codes` of codes as stored; experts one after another, since four bytes a code pass by."""
+    if codes.dim() == 3:
+        made = codes.new_empty(*codes.shape[:2], pairs * group)
+        for expert, target in zip(codes, made, strict=True):
+            target.copy_(_paired(expert, pairs, group))
+        return made
+    each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    each = F.pad(each, (0, pairs * 2 * group - each.shape[1])).unflatten(-1, (pairs, 2, group))
+    return (each[:, :, 0] | (each[:, :, 1] << 4)).flatten(1).contiguous()
 
 
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
@@ -82,7 +92,8 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
     if packed is None:
         return reference.int4_linear(x, weight, bias, fusion)
     rows, stored = x.shape[0], packed.stored()
-    if rows <= FEW_ROWS:
+    most = FEW_ROWS if packed.group >= LARGEST_GROUP else FEW_ROWS // 2  # the scales of small groups cost more than narrow codes save
+    if rows <= most:
         if packed.group < SMALLEST_INTEGER_GROUP:
             return plain_rows(x, stored, bias, fusion)
         return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)

@@ -83,21 +83,30 @@ def add_int4(acc, codes, low_v, high_v, low_sums, high_sums, scale, zero, place,
     else:
         low, high = wide_nibbles(codes, low_v.dtype, PACKED)
         base: tl.constexpr = nibble_base(low_v.dtype)
-        low = scaled_nibbles(low, base, s1, b1, PACKED)
-        high = scaled_nibbles(high, base, s2, b2, PACKED)
+        low = scaled_nibbles(low, base, s1, b1, ZERO, PACKED)
+        high = scaled_nibbles(high, base, s2, b2, ZERO, PACKED)
         acc = tl.dot(low, low_v, acc, input_precision="ieee")
         acc = tl.dot(high, high_v, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def scaled_nibbles(codes, base: tl.constexpr, scale, low, PACKED: tl.constexpr):
-    """(code + base - (base - low ÷ scale)) × scale: exact but for the last product when the zero point, - low ÷ scale, is whole."""
-    zero = base - low / tl.where(scale == 0.0, 1.0, scale)
-    if PACKED:
-        return (codes - zero.to(codes.dtype)[:, None]) * scale.to(codes.dtype)[:, None]
+def scaled_nibbles(codes, base: tl.constexpr, scale, low, ZERO: tl.constexpr, PACKED: tl.constexpr):
+    """(code + base - (base - low ÷ scale)) × scale: exact but for the last product when the zero point, - low ÷ scale, is whole.
+
+    One that is not (ZERO float) would be rounded to whole ones beside `base`: there `low` is added instead.
+    """
+    if ZERO == "float":
+        if PACKED:
+            return (codes - base) * scale.to(codes.dtype)[:, None] + low.to(codes.dtype)[:, None]
+        else:
+            return ((codes.to(tl.float32) - base) * scale[:, None] + low[:, None]).to(codes.dtype)
     else:
-        return ((codes.to(tl.float32) - zero[:, None]) * scale[:, None]).to(codes.dtype)
+        zero = base - low / tl.where(scale == 0.0, 1.0, scale)
+        if PACKED:
+            return (codes - zero.to(codes.dtype)[:, None]) * scale.to(codes.dtype)[:, None]
+        else:
+            return ((codes.to(tl.float32) - zero[:, None]) * scale[:, None]).to(codes.dtype)
 
 
 @triton.jit
@@ -166,9 +175,9 @@ def quant_linear_kernel(
 ):  # fmt: skip
     """Grid: (m_tiles × ceil(n / BLOCK_N), SPLITS).
 
-    x [DIGITS × m, k] (with experts: one row a token, or one a choice); row_scale float32 [m], or for FORM block [ceil(k / GROUP), m];
-    x_sums float32 [groups, DIGITS × m]. weight [(EXPERTS,) n (twice when GATED), stride_w], scale by FORM: [(EXPERTS,) n] (BY_ROW),
-    [ceil(n / BLOCK_ROWS), ceil(k / GROUP)] (block), [groups, n] (int4, with `zero` alike).
+    x [DIGITS × M, k] where M is m, or with TOP_K m ÷ TOP_K tokens; row_scale float32 [M], or for FORM block [ceil(k / GROUP), M]; x_sums
+    float32 [groups, DIGITS × M]. weight [(EXPERTS,) n (twice when GATED), stride_w], scale by FORM: [(EXPERTS,) n] (BY_ROW),
+    [(EXPERTS,) ceil(n / BLOCK_ROWS), ceil(k / GROUP)] (block), [(EXPERTS,) groups, n] (int4, with `zero` alike).
     With EXPERTS, row r of the m sorted choices is order[r]; its x is row order[r] // TOP_K, or r itself when TOP_K is 0; its result
     is row r of out, or row order[r] with SCATTER.
     ENCODE (m is 1): x, row_scale and x_sums are written here first, from `raw` [raw_k]: every program writes what it reads, all alike.
@@ -187,6 +196,7 @@ def quant_linear_kernel(
     token = m_tile * TOKENS + tl.arange(0, TOKENS)
     known = token < m
     digit = tl.arange(0, COLS) // TOKENS
+    num_x = m
     source = digit * m + tl.minimum(m_tile * TOKENS + tl.arange(0, COLS) % TOKENS, m - 1)
     target = token
     if EXPERTS > 0:
@@ -202,9 +212,13 @@ def quant_linear_kernel(
             none = tl.zeros([BLOCK_N, TOKENS], tl.float32).to(out.dtype.element_ty)
             tl.store(out + target.to(tl.int64)[None, :] * stride_out + rows[:, None], none, mask=kept[:, None] & known[None, :])
             return
-        source = tl.minimum(token, end - 1)
+        known_scale = tl.minimum(token, end - 1)
+        source = tl.minimum(first + tl.arange(0, COLS) % TOKENS, end - 1)
         if TOP_K > 0:
+            num_x = m // TOP_K
+            known_scale = tl.load(order + known_scale) // TOP_K
             source = tl.load(order + source) // TOP_K
+        source += digit * num_x
         weight += expert.to(tl.int64) * n * stride_w
         if BY_ROW:
             scale += expert * n
@@ -212,9 +226,10 @@ def quant_linear_kernel(
             scale += expert.to(tl.int64) * (k // GROUP) * n
             if ZERO != "none":
                 zero += expert.to(tl.int64) * (k // GROUP) * n
+        if FORM == "block":
+            scale += expert.to(tl.int64) * tl.cdiv(n, BLOCK_ROWS) * tl.cdiv(k, GROUP)
         if bias is not None:
             bias += expert * n
-        known_scale = source
     else:
         known_scale = tl.minimum(token, m - 1)
 
@@ -246,8 +261,8 @@ def quant_linear_kernel(
                 low_sums = None
                 high_sums = None
                 if DIGITS == 2:
-                    low_sums = tl.load(x_sums + (first_col // GROUP) * (2 * m) + source)
-                    high_sums = tl.load(x_sums + (first_col // GROUP + 1) * (2 * m) + source)
+                    low_sums = tl.load(x_sums + (first_col // GROUP) * (2 * num_x) + source)
+                    high_sums = tl.load(x_sums + (first_col // GROUP + 1) * (2 * num_x) + source)
                 bytes_ = first_col // 2 + tl.arange(0, GROUP)
                 codes = tl.load(w_rows[:, None] + bytes_[None, :])
                 stride_group = stride_out_groups(n, GATED)
@@ -263,7 +278,7 @@ def quant_linear_kernel(
             by_column = None
             if FORM == "block":
                 group = start // GROUP
-                by_column = tl.load(row_scale + group * m + known_scale)
+                by_column = tl.load(row_scale + group * num_x + known_scale)
                 by_rows = tl.load(scale + safe // BLOCK_ROWS * tl.cdiv(k, GROUP) + group)
                 if GATED:
                     by_rows_up = tl.load(scale + (safe + n) // BLOCK_ROWS * tl.cdiv(k, GROUP) + group)

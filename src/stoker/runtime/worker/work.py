@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import ops
-from stoker.kernels.quantized import ExpertWeights, Int4Weight
+from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Weight
 from stoker.layers.config import AttentionConfig, ModelConfig
 from stoker.layers.decoder import kv_width
 from stoker.runtime.worker.blank import Bounds
@@ -125,8 +125,8 @@ def _listening() -> Iterator[list[Product]]:
 
 def _product(name: str, x: Tensor, args: tuple[Any, ...], result: Tensor) -> Product:
     weight = args[0]
-    matrix = weight.codes if isinstance(weight, Int4Weight) else weight.weight if isinstance(weight, ExpertWeights) else weight
-    features = weight.in_features if isinstance(weight, Int4Weight) else matrix.shape[-1]
+    matrix = _matrix(weight)
+    features = matrix.shape[-1] * (2 if matrix.dtype == torch.uint8 else 1)
     scales = args[1:2] if name not in ("linear", *EXPERTS) and args[1:] and isinstance(args[1], Tensor) else ()
     num_bytes = _bytes(weight) + sum(map(_bytes, scales))
     outs = matrix.shape[-2]
@@ -136,10 +136,17 @@ def _product(name: str, x: Tensor, args: tuple[Any, ...], result: Tensor) -> Pro
         rows = x.shape[0]
         return Product(f"{name} {outs} × {features}", num_bytes, outs * features, row_bytes, rows == _ROWS, operand)
     routing = next(arg for arg in args if hasattr(arg, "order"))
-    if isinstance(weight, ExpertWeights) and weight.activations != "none":
+    if isinstance(weight, BlockExperts) or (isinstance(weight, ExpertWeights) and weight.activations != "none"):
         operand = 1
     label = f"{name} {matrix.shape[0]} of {outs} × {features}"
     return Product(label, num_bytes, outs * features, row_bytes, False, operand, matrix.shape[0], routing.top_k)
+
+
+def _matrix(weight: Any) -> Tensor:
+    """The tensor that holds a weight's codes; uint8 are two a byte."""
+    while not isinstance(weight, Tensor):
+        weight = weight.codes if isinstance(weight, Int4Weight) else weight.weight
+    return weight
 
 
 def _bytes(value: Any) -> int:

@@ -1,0 +1,149 @@
+"""Int4 and block FP8 experts in the interpreter: random ragged routings against float64, an expert after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import TOLERANCE, relative_error
+from torch import Tensor
+
+from stoker.kernels.quantized import BlockExperts, Int4Experts, Int4Weight
+from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
+from stoker.kernels.reference.quant_int4 import dequantize_int4
+from stoker.kernels.routing import Routing
+from stoker.kernels.triton import moe, moe_operands, quant_int4, quant_linear
+from stoker.kernels.triton.quant_tuning import QuantTile
+
+EXPERTS = 5
+# (rows of each expert, those before this rank's, those after it): experts without rows, tiles that are full, and more tiles than one.
+RAGGED = {"one": ([0, 1, 0, 0, 1], 0, 0), "few": ([3, 0, 9, 1, 5], 0, 0), "rank": ([0, 2, 12, 0, 1], 4, 5), "elsewhere": ([0] * 5, 2, 2)}
+
+
+def ragged(counts: list[int], before: int, after: int, top_k: int = 2) -> Routing:
+    """Choices in any order: what an expert gets, and whose a choice is, are independent here."""
+    total = sum(counts) + before + after
+    offsets = torch.tensor([0, *counts]).cumsum(0).int() + before
+    return Routing(torch.rand(total // top_k, top_k), torch.randperm(total).int(), offsets)
+
+
+def int4(n: int, k: int, group: int, zero: str, ordered: bool = False) -> tuple[Int4Experts, Tensor]:
+    """(Experts, as packed; the real weights, float64 [EXPERTS, n, k], of features in x's order)."""
+    groups = -(-k // group)
+    codes = torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8)
+    scale = ((torch.rand(EXPERTS, n, groups) + 0.5) / (5 * k**0.5)).half()
+    zeros = torch.randint(0, 16, scale.shape, dtype=torch.uint8) if zero == "int" else None
+    offset = (-torch.rand(scale.shape) / k**0.5).half() if zero == "float" else None
+    each = [Int4Weight(codes[e], *(None if t is None else t[e] for t in (scale, zeros, offset)), group) for e in range(EXPERTS)]
+    real = torch.stack([dequantize_int4(weight, torch.float64) for weight in each])
+    order = torch.stack([torch.randperm(k) for _ in range(EXPERTS)])
+    if ordered:
+        real = torch.empty_like(real).scatter_(2, order[:, None].expand_as(real), real)
+    packed = quant_int4.pack_int4(Int4Weight(codes, scale, zeros, offset, group))
+    return Int4Experts(packed, order.int() if ordered else None), real
+
+
+def blocks(n: int, k: int, block: tuple[int, int]) -> tuple[BlockExperts, Tensor]:
+    weight = (torch.randn(EXPERTS, n, k) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale = (torch.rand(EXPERTS, -(-n // block[0]), -(-k // block[1])) + 0.5) / (60 * k**0.5)
+    real = torch.stack([widen_blocks(w, s, block) for w, s in zip(weight, scale, strict=True)])
+    return BlockExperts(weight, scale, block), real.double()
+
+
+def rows_by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+    """float64 of sorted rows; zeros for rows of experts that are elsewhere."""
+    out = torch.zeros(len(x), weight.shape[1], dtype=torch.float64)
+    for e, (start, stop) in enumerate(zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True)):
+        out[start:stop] = x[start:stop].double() @ weight[e].T + (0 if bias is None else bias[e].double())
+    return out
+
+
+def combined(sorted_rows: Tensor, routing: Routing) -> Tensor:
+    by_choice = torch.empty_like(sorted_rows).index_copy_(0, routing.order.long(), sorted_rows)
+    return (by_choice.unflatten(0, routing.weights.shape) * routing.weights.double()[..., None]).sum(1)
+
+
+def check(
+    weight: Int4Experts | BlockExperts, real: Tensor, routing: Routing, dtype: torch.dtype, bound: float, tile: QuantTile | None = None,
+    rounded: object = lambda x: x,
+) -> None:  # fmt: skip
+    """Up and down through the same experts. `rounded` stands for what becomes of activations."""
+    _, n, k = real.shape
+    bias = torch.randn(EXPERTS, n).to(dtype)
+    tokens = torch.randn(routing.weights.shape[0], k + 8).to(dtype)[:, :k]
+    wanted = rows_by_hand(rounded(tokens)[routing.order.long() // routing.top_k], real, bias, routing)  # type: ignore[operator]
+    assert relative_error(moe.quant_expert_up(tokens, weight, bias, routing, tile), wanted) <= bound
+    choices = torch.randn(routing.order.shape[0], k).to(dtype)
+    wanted = combined(rows_by_hand(rounded(choices), real, bias, routing), routing)  # type: ignore[operator]
+    assert relative_error(moe.quant_expert_down(choices, weight, bias, routing, tile), wanted) <= bound
+    assert not quant_linear.arrived(tokens.device).any()
+
+
+@pytest.mark.parametrize(
+    ("routed", "zero", "group", "k"),
+    [
+        ("one", "none", 32, 192), ("one", "float", 64, 130), ("few", "int", 64, 130), ("few", "float", 32, 64),
+        ("rank", "int", 128, 300), ("rank", "float", 64, 192), ("rank", "none", 256, 300), ("elsewhere", "int", 32, 64),
+    ],
+)  # fmt: skip
+def test_int4_digits(routed: str, zero: str, group: int, k: int) -> None:
+    weight, real = int4(40, k, group, zero)
+    check(weight, real, ragged(*RAGGED[routed]), torch.float32, 5e-4)
+
+
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize(("dtype", "group"), [(torch.bfloat16, 16), (torch.float16, 48), (torch.bfloat16, 128)])
+def test_int4_as_they_are(zero: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups too small for integers, and more rows than become digits: weights become the rows' dtype."""
+    monkeypatch.setattr(moe_operands, "DIGIT_ROWS", 0)
+    weight, real = int4(24, 240, group, zero)
+    check(weight, real, ragged(*RAGGED["rank"]), dtype, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("routed", ["few", "rank"])
+@pytest.mark.parametrize("tile", [QuantTile(16, 64, 3), QuantTile(32, 128, 1)])
+def test_int4_tiles(routed: str, tile: QuantTile) -> None:
+    weight, real = int4(24, 256, 32, "int")
+    check(weight, real, ragged(*RAGGED[routed]), torch.bfloat16, TOLERANCE[torch.bfloat16], tile)
+
+
+@pytest.mark.parametrize("group", [32, 12])
+@pytest.mark.parametrize("routed", ["few", "rank"])
+def test_int4_in_each_experts_order(routed: str, group: int) -> None:
+    weight, real = int4(24, 96, group, "int", ordered=True)
+    check(weight, real, ragged(*RAGGED[routed]), torch.float32, 5e-4)
+
+
+def test_int4_groups_that_no_tile_has() -> None:
+    weight, real = int4(24, 60, 12, "float")
+    assert weight.weight.packed is None
+    check(weight, real, ragged(*RAGGED["rank"]), torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("routed", RAGGED)
+@pytest.mark.parametrize("block", [(16, 32), (128, 64), (3, 5)])
+def test_blocks(routed: str, block: tuple[int, int]) -> None:
+    """The last: a block that no tile has."""
+    weight, real = blocks(40, 150, block)
+    check(weight, real, ragged(*RAGGED[routed]), torch.float32, 1e-5, rounded=lambda x: round_groups(x.float(), block[1]))
+
+
+def test_block_tiles() -> None:
+    weight, real = blocks(40, 192, (128, 64))
+    check(weight, real, ragged(*RAGGED["rank"]), torch.bfloat16, 1e-2, QuantTile(16, 64, 3), lambda x: round_groups(x.float(), 64))
+
+
+def test_a_packed_expert_is_the_packed_linear() -> None:
+    codes = torch.randint(0, 256, (3, 24, 50), dtype=torch.uint8)
+    stored = Int4Weight(codes, torch.rand(3, 24, 4), torch.randint(0, 16, (3, 24, 4), dtype=torch.uint8), None, 32)
+    stacked = quant_int4.pack_int4(stored).packed
+    for e in range(3):
+        alone = quant_int4.pack_int4(Int4Weight(codes[e], stored.scale[e], stored.zero[e], None, 32)).packed
+        assert torch.equal(alone.codes, stacked.codes[e])
+        assert torch.equal(alone.scale, stacked.scale[e]) and torch.equal(alone.zero, stacked.zero[e])
+
+
+def test_no_rows() -> None:
+    nothing = Routing(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int32), torch.zeros(EXPERTS + 1, dtype=torch.int32))
+    for weight, _ in (int4(24, 64, 32, "int", ordered=True), blocks(24, 64, (128, 64))):
+        assert moe.quant_expert_up(torch.zeros(0, 64), weight, None, nothing).shape == (0, 24)
+        assert moe.quant_expert_down(torch.zeros(0, 64), weight, None, nothing).shape == (0, 24)
