@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from stoker.base.config import Mapping
+from stoker.cli.bench.report import origin
 from stoker.distributed import inbox, symmetric
 from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.symmetric import SymmetricGroup
@@ -168,8 +168,7 @@ def rank_main(rank: int, sizes: list[int], port: int, args: argparse.Namespace) 
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     world = join(store, rank, Mapping(tensor_parallel=sizes[0]), device)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    about = {"what": "all-reduce, µs", "device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
+    about = {"what": "all-reduce, µs", **origin(device="cuda")}
 
     def tell(row: dict[str, Any]) -> None:
         if rank == 0:

@@ -8,19 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import msgspec
-import torch
 
 from stoker.base import logging
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.bench.breakdown import prompt_steps
+from stoker.cli.bench.report import origin
 from stoker.kernels.triton.cache import counts
 from stoker.runtime.ahead import compile_ahead
 from stoker.runtime.breakdown import break_down
@@ -98,7 +97,7 @@ def main() -> None:
     logging.configure("INFO")
     mapping = Mapping(tensor_parallel=args.tensor_parallel, pipeline_parallel=args.pipeline_parallel, expert_parallel=args.expert_parallel)
     results: dict[str, object] = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "config": args.config,
+        **origin(device="cuda"), "config": args.config,
         "tensor_parallel": mapping.tensor_parallel, "pipeline_parallel": mapping.pipeline_parallel,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +154,6 @@ def main() -> None:
         results["kernels_at_end"] = {"cached": counts.cached, "compiled": counts.compiled}
         executor.close()
     if args.json:
-        results["commit"] = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         Path(args.json).write_text(json.dumps(results, indent=1))
 
 

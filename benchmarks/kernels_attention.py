@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stoker.cli.bench.report import origin
 from stoker.kernels.reference import attention as reference
 from stoker.kernels.triton import attention as kernels
 from stoker.kernels.triton.attention_tuning import Splits, Tile
@@ -229,7 +230,7 @@ def main() -> None:
     print(f"total {time.monotonic() - began:.1f} s")
     if chosen.json:
         with open(chosen.json, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}, file, indent=1)
+            json.dump({**origin(device="cuda"), "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

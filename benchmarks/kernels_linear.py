@@ -12,6 +12,7 @@ import time
 
 import torch
 
+from stoker.cli.bench.report import origin
 from stoker.kernels.reference import linear as reference
 from stoker.kernels.triton import linear as kernels
 from stoker.kernels.triton.tune import LinearCase, candidates, precompile, time_linear
@@ -63,7 +64,7 @@ def main() -> None:
         print(f"{name:5} M={rows:<3} floor {floor:6.1f}  library {library:6.1f}  best {took}  {best[0]}  err {error:.1e}", flush=True)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}, file, indent=1)
+            json.dump({**origin(device="cuda"), "results": results}, file, indent=1)
 
 
 def vars_of(tile: object) -> dict[str, int]:

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import ExpertWeights, Int4Weight
 from stoker.kernels.reference import moe as moe_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
@@ -385,7 +386,7 @@ def main() -> None:
     print(f"total {time.monotonic() - began:.0f} s; {stream_tile.__name__} gives the defaults")
     if chosen.json:
         with open(chosen.json, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}, file, indent=1, default=str)
+            json.dump({**origin(device="cuda"), "results": results}, file, indent=1, default=str)
 
 
 if __name__ == "__main__":

@@ -139,20 +139,17 @@ class Watched:
 def measure(args: argparse.Namespace) -> None:
     """Build the engine without weights, load it, and add lines to the results file."""
     started = time.monotonic()
-    import torch
-
     from stoker.base import logging
     from stoker.base.config import Limits, Mapping, RuntimeConfig
     from stoker.builder.build import build
     from stoker.builder.config import BuildConfig
+    from stoker.cli.bench.report import origin
     from stoker.runtime.bulk import BulkMailbox
     from stoker.runtime.load import load_executor
     from stoker.runtime.measure import random_requests, run
 
     logging.configure("INFO")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    about = {"what": args.name, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit,
-             "tensor_parallel": args.tensor_parallel}  # fmt: skip
+    about = {"what": args.name, **origin(device="cuda"), "tensor_parallel": args.tensor_parallel}
 
     def tell(row: dict[str, Any]) -> None:
         line = json.dumps(about | row | {"after_s": round(time.monotonic() - started, 1)}, ensure_ascii=False)

@@ -20,6 +20,7 @@ import torch
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.cli.bench.report import origin
 from stoker.kernels.triton import attention_tuning
 from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.executor import Executor
@@ -55,8 +56,7 @@ def main() -> None:
                 undo()
     if args.json:
         with open(args.json, "w") as file:
-            device = torch.cuda.get_device_name()
-            json.dump({"device": device, "config": args.config, "quantize": args.quantize, "results": results}, file, indent=1)
+            json.dump({**origin(device="cuda"), "config": args.config, "quantize": args.quantize, "results": results}, file, indent=1)
 
 
 @torch.inference_mode()

@@ -39,6 +39,11 @@ def hub_token() -> str | None:
     return text("HF_TOKEN") or text("HUGGING_FACE_HUB_TOKEN") or None
 
 
+def commit() -> str | None:
+    """STOKER_COMMIT: the source tree's commit, for results that are measured where there is no git."""
+    return text("STOKER_COMMIT") or None
+
+
 def num_threads() -> int:
     """CPU threads for arithmetic: STOKER_THREADS, else OMP_NUM_THREADS, else the cores this process may use."""
     return int(text("STOKER_THREADS") or text("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import stoker
+from stoker.base import env
 from stoker.engine.reader import Engine
 
 VERSIONS = ("torch", "triton", "numpy", "tokenizers")
@@ -64,15 +65,15 @@ def cores() -> set[int]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree that runs, with + when it is changed; None for an installed package."""
+    """The commit of the source tree that runs, with + when it is changed; where git does not know it, STOKER_COMMIT, or None."""
     source = Path(stoker.__file__).parent
     try:
         known = subprocess.run(["git", "-C", source, "ls-files", "__init__.py"], capture_output=True, text=True, check=True).stdout
         if not known.strip():
-            return None
+            return env.commit()
         told = subprocess.run(["git", "-C", source, "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return env.commit()
     return told.stdout.strip()
 
 
