@@ -11,19 +11,31 @@ from pathlib import Path
 
 import pytest
 
-from stoker.base.config import Limits
+from stoker.base.config import Limits, Mapping
 from stoker.base.errors import ConfigError, EngineError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
 from stoker.kernels.triton import cache
+from stoker.kernels.triton.ahead import Job
 from stoker.runtime import ahead
-from stoker.runtime.ahead import compile_ahead
+from stoker.runtime.ahead import compile_ahead, launches
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 128, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
+MIXTRAL = {
+    **MODEL, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6, "eos_token_id": 1, "bos_token_id": 0, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 64, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "kv_lora_rank": 64, "q_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "hidden_act": "silu",
 }  # fmt: skip
 LIMITS = Limits(max_batch_size=1, max_input_len=48, max_output_len=16, max_num_tokens=48)
 
@@ -87,6 +99,38 @@ def test_an_engine_brings_code_for_the_gpu_only(engine: Engine) -> None:
         kinds = {Path(name).suffix for name in archive.namelist()}
         assert json.loads(archive.read("index.json"))["capability"] == 90
     assert kinds == {".cubin", ".json"}
+
+
+def constants(job: Job) -> dict[str, object]:
+    specialization = json.loads(job.data)
+    names = list(specialization["signature"])
+    pairs = zip(specialization["constant_keys"], specialization["constant_vals"], strict=True)
+    return {names[index]: value for (index, *_), value in pairs}
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization", "settings", "mapping", "form"),
+    [
+        (MIXTRAL, "WEIGHTS_ONLY_INT4", {}, Mapping(tensor_parallel=2, expert_parallel=True), "int4"),
+        (MIXTRAL, "AWQ", {"group_size": 32}, Mapping(), "int4"),
+        (DEEPSEEK, "FP8_BLOCK", {"rows": 32, "columns": 32}, Mapping(), "block"),
+    ],
+)
+def test_steps_of_quantized_experts_read_nothing_back(
+    tmp_path: Path, model: dict[str, object], quantization: str, settings: dict[str, int], mapping: Mapping, form: str
+) -> None:
+    """A meta tensor has no values: whatever the host would wait for, listing the launches stops at."""
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = BuildConfig(
+        device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS, mapping=mapping,
+        quantization=quantization, quantization_settings=settings,
+    )  # fmt: skip
+    engine = build(tmp_path, tmp_path / "engine", config, verify="none")
+    found = [constants(job) for job in launches(engine.path, 90) if job.name == "quant_linear_kernel"]
+    experts = int(model.get("num_local_experts", 8)) // mapping.tensor_parallel  # type: ignore[call-overload]
+    grouped = [kernel for kernel in found if kernel["EXPERTS"] == experts]
+    assert grouped and {kernel["FORM"] for kernel in grouped} == {form}
+    assert {kernel["SCATTER"] for kernel in grouped} == {True, False}
 
 
 def archive(path: Path, **files: bytes) -> Path:
