@@ -127,6 +127,13 @@ def test_a_seed_means_the_same_tokens_alone_in_a_crowd_and_preempted(drive: Make
     assert found == tokens and crowd.stats.num_preemptions > 0 and len(answers) == 4 * len(prompts)
 
 
+def test_a_row_that_drew_is_greedy_for_the_next_sequence(drive: Make, prompts: list[list[int]]) -> None:
+    (expected,) = drive().run(request(prompts[0], max_tokens=COUNT))
+    driven = drive(max_batch_size=2)
+    beside, short = request(prompts[1], max_tokens=40, temperature=5.0, seed=1), request(prompts[2], max_tokens=4, temperature=5.0, seed=2)
+    assert driven.run(beside, short, request(prompts[0], max_tokens=COUNT))[2].tokens == expected.tokens
+
+
 def test_other_seeds_and_none_draw_differently(drive: Make, prompts: list[list[int]]) -> None:
     asked = [request(prompts[0], **SAMPLED | {"seed": seed}) for seed in (1, 2, -5, 2**64 - 1, None, None)]
     assert len({tuple(answer.tokens) for answer in drive().run(*asked)}) == 6

@@ -69,8 +69,8 @@ class DrawTable:
         stale = False
         for seq in sequences:
             if self._owners[seq.row] != seq.seq_id:
+                stale = stale or not seq.params.greedy or seq.row in self._random_rows
                 self._write(seq)
-                stale = stale or not seq.params.greedy
         if stale:
             self._copy()
 
