@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.inbox import MEMORY_BYTES, UNIT_BYTES, Inboxes
-from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight
+from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import activation, all_reduce, attention, embedding, moe, norm, quant_fp8, quant_int4, quant_int8, rope, sampling
@@ -107,6 +107,14 @@ def int4_experts(rows: int, group: int, zero: str, count: int = 8, top_k: int = 
     moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
 
 
+def int8_experts(rows: int, group: int, shifted: bool, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
+    routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
+    scale = meta(count, n, k // group, dtype=FP32)
+    weight = Int8Experts(meta(count, n, k, dtype=torch.int8), scale, scale if shifted else None, group)
+    moe.quant_expert_up(meta(rows, k), weight, None, routing)
+    moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
+
+
 def block_experts(rows: int, count: int = 256, top_k: int = 8, n: int = 7168, k: int = 2048) -> None:
     routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
     weight = BlockExperts(meta(count, n, k, dtype=FP8), meta(count, n // 128, k // 128, dtype=FP32), (128, 128))
@@ -187,6 +195,13 @@ LAUNCHES: dict[str, Callable[[], object]] = {
             lambda rows=rows, group=group, zero=zero: int4_experts(rows, group, zero)  # type: ignore[misc]
         )
         for group, zero in ((128, "int"), (32, "float"), (16, "none"), (64, "float"))
+        for rows in (1, 64, 2048)
+    },
+    **{
+        f"experts int8 in groups of {group}, {rows} rows": (
+            lambda rows=rows, group=group: int8_experts(rows, group, shifted=group == 32)  # type: ignore[misc]
+        )
+        for group in (16, 32, 128)
         for rows in (1, 64, 2048)
     },
     **{f"experts block, {rows} rows": lambda rows=rows: block_experts(rows) for rows in (1, 64, 2048)},  # type: ignore[misc]

@@ -52,7 +52,7 @@ GROUPS = [
     ("quant fp8", "quant block", "route", "clipped"),
     ("quant int8", "quant w8a8", "experts torch.b"),
     ("quant int4", "experts torch.f", "experts torch.i"),
-    ("experts int4", "experts block"),
+    ("experts int4", "experts int8", "experts block"),
 ]
 
 

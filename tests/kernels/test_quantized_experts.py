@@ -1,4 +1,4 @@
-"""Int4 and block FP8 experts in the interpreter: random ragged routings against float64, an expert after another."""
+"""Int4, grouped int8 and block FP8 experts in the interpreter: random ragged routings against float64, an expert after another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
-from stoker.kernels.quantized import BlockExperts, Int4Experts, Int4Weight
+from stoker.kernels.quantized import BlockExperts, Int4Experts, Int4Weight, Int8Experts, StoredExperts
 from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing
@@ -42,6 +42,16 @@ def int4(n: int, k: int, group: int, zero: str, ordered: bool = False) -> tuple[
     return Int4Experts(packed, order.int() if ordered else None), real
 
 
+def int8_groups(n: int, k: int, group: int, shifted: bool) -> tuple[Int8Experts, Tensor]:
+    codes = torch.randint(-127, 128, (EXPERTS, n, k), dtype=torch.int8)
+    scale = (torch.rand(EXPERTS, n, -(-k // group)) + 0.5) / (80 * k**0.5)
+    offset = torch.randn(scale.shape) / k**0.5 if shifted else None
+    wide, low = (
+        t.double().repeat_interleave(group, 2)[..., :k] for t in (scale, torch.zeros(()).expand_as(scale) if offset is None else offset)
+    )
+    return Int8Experts(codes, scale, offset, group), codes.double() * wide + low
+
+
 def blocks(n: int, k: int, block: tuple[int, int]) -> tuple[BlockExperts, Tensor]:
     weight = (torch.randn(EXPERTS, n, k) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
     scale = (torch.rand(EXPERTS, -(-n // block[0]), -(-k // block[1])) + 0.5) / (60 * k**0.5)
@@ -63,7 +73,7 @@ def combined(sorted_rows: Tensor, routing: Routing) -> Tensor:
 
 
 def check(
-    weight: Int4Experts | BlockExperts, real: Tensor, routing: Routing, dtype: torch.dtype, bound: float, tile: QuantTile | None = None,
+    weight: StoredExperts, real: Tensor, routing: Routing, dtype: torch.dtype, bound: float, tile: QuantTile | None = None,
     rounded: object = lambda x: x,
 ) -> None:  # fmt: skip
     """Up and down through the same experts. `rounded` stands for what becomes of activations."""
@@ -117,6 +127,21 @@ def test_int4_groups_that_no_tile_has() -> None:
     weight, real = int4(24, 60, 12, "float")
     assert weight.weight.packed is None
     check(weight, real, ragged(*RAGGED["rank"]), torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize(("routed", "group", "k"), [("one", 32, 192), ("rank", 64, 130), ("few", 16, 60), ("rank", 256, 300)])
+def test_int8_groups(routed: str, group: int, k: int, shifted: bool) -> None:
+    weight, real = int8_groups(24, k, group, shifted)
+    check(weight, real, ragged(*RAGGED[routed]), torch.float32, 5e-4)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_int8_groups_as_they_are(shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_operands, "DIGIT_ROWS", 0)
+    weight, real = int8_groups(24, 192, 32, shifted)
+    check(weight, real, ragged(*RAGGED["rank"]), torch.bfloat16, TOLERANCE[torch.bfloat16])
+    check(weight, real, ragged(*RAGGED["few"]), torch.bfloat16, TOLERANCE[torch.bfloat16], QuantTile(16, 64, 3))
 
 
 @pytest.mark.parametrize("routed", RAGGED)

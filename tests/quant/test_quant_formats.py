@@ -16,7 +16,8 @@ from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.awq import AWQ
 from stoker.quant.block_fp8 import BlockFp8
-from stoker.quant.dense import Dense
+from stoker.quant.dense import Dense, DenseExperts
+from stoker.quant.experts import GroupedExperts
 from stoker.quant.format import FORMATS, Format
 from stoker.quant.fp8 import Fp8
 from stoker.quant.gptq import GPTQ
@@ -174,6 +175,14 @@ def test_experts_are_their_own_linears(case: str) -> None:
         alone = {k: v if v.dim() == 1 and k == "input_scale" else v[expert].clone() for k, v in stored.items()}
         expected = multiplied(chosen, one, alone, x[choice // 2][None])[0]
         assert torch.allclose(found[place], expected, rtol=2e-2 if isinstance(chosen, Int4) else 1e-4, atol=2e-2), place
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_on_a_device_run_together(case: str) -> None:
+    """One after another, the host would wait for how many rows each has."""
+    chosen, (spec, _, _) = CASES[case][0], made("experts")
+    stored = {suffix: torch.empty(row.shape, dtype=row.dtype, device="meta") for suffix, row in chosen.layout(spec, torch.bfloat16).items()}
+    assert isinstance(chosen.load(stored, None), (GroupedExperts, DenseExperts))
 
 
 def test_fusions_surround_a_quantized_product() -> None:

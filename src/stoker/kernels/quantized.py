@@ -56,4 +56,14 @@ class BlockExperts:
     block: tuple[int, int]  # (rows, columns)
 
 
-StoredExperts = ExpertWeights | Int4Experts | BlockExperts
+@dataclass(frozen=True, slots=True)
+class Int8Experts:
+    """Stacked experts of int8 in groups of `group_size` (a power of two) input features: a value is code × scale + offset."""
+
+    weight: Tensor  # int8 [num_experts, N, K]
+    scale: Tensor  # float [num_experts, N, ceil(K / group_size)]
+    offset: Tensor | None  # as scale
+    group_size: int
+
+
+StoredExperts = ExpertWeights | Int4Experts | Int8Experts | BlockExperts

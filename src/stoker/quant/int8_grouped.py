@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from stoker.base.config import check_choice
+from stoker.kernels.quantized import Int8Experts
 from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.dense import DenseExperts, DenseLinear
+from stoker.quant.experts import GroupedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.groups import SCALE_DTYPES
 
@@ -19,8 +21,8 @@ GROUP_SIZES = (16, 32, 64, 128, 256)
 class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
     """`weight` int8 [(experts,) out, in], `scale` [(experts,) out, groups], and with `shifted` `offset` like scale.
 
-    real = weight × scale + offset. No CPU kernel reads groups of int8, so the weight is widened to `dtype` at load: the file is small,
-    the memory is not.
+    real = weight × scale + offset. Only experts on a GPU are read as stored. No other kernel takes groups of int8, so a linear's weight is
+    widened to `dtype` at load: the file is small, the memory is not.
     """
 
     group_size: int = 32
@@ -54,8 +56,10 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         return stored | {"offset": offset.squeeze(-1)} if self.shifted else stored
 
     def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        wide = widen(tensors.pop("weight"), tensors.pop("scale"), tensors.pop("offset", None), self.group_size)
-        weight = wide.to(getattr(torch, self.dtype))
+        codes, scale, offset = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("offset", None)
+        if codes.dim() == 3 and not codes.is_cpu:
+            return GroupedExperts(Int8Experts(codes, scale, offset, self.group_size), bias)
+        weight = widen(codes, scale, offset, self.group_size).to(getattr(torch, self.dtype))
         return DenseLinear(weight, bias) if weight.dim() == 2 else DenseExperts(weight, bias)
 
 

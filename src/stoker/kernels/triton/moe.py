@@ -127,8 +127,8 @@ def _tile(rows: int, tokens: int, given: Operands, experts: int) -> QuantTile:
     stored, item = given.stored, given.rows.element_size()
     if item == 4:
         return QuantTile(32, _depth(stored, 32), 1, 8 if stored.form == "int4" else 4, 2)
-    if tokens > 64 and stored.form == "block":  # sums and the product that is added to them: 128 rows of weights spill
-        return QuantTile(64, stored.group, 1, 4, 4 if stored.group <= 128 else 2)
+    if tokens > 64 and stored.form in ("block", "groups"):  # sums and the product that is added to them: 128 rows of weights spill
+        return QuantTile(64, _depth(stored, 64), 1, 8 if stored.form == "groups" else 4, 4 if stored.group <= 128 else 2)
     if tokens > 64:
         return QuantTile(128, _depth(stored, 128 // item), 1, 8, 2 if stored.form == "int4" and stored.group > 64 else 4)
     block_k, splits = _depth(stored, max(64, 256 // item)), 1
@@ -142,6 +142,8 @@ def _depth(stored: Stored, most: int) -> int:
     """Features of a tile: at most `most`, where the weight's groups leave a choice. int4 takes pairs of groups that fill the row."""
     if stored.form == "int4":
         return largest_block(stored.k, 2 * stored.group, most)
+    if stored.form == "groups":
+        return largest_block(triton.cdiv(stored.k, stored.group) * stored.group, stored.group, most)
     return stored.group if stored.form == "block" else most
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, StoredExperts
+from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts, StoredExperts
 from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing
@@ -43,6 +43,8 @@ def quantized(x: Tensor, weight: StoredExperts, routing: Routing, tile_rows: int
     """Operands of `tile_rows` rows a tile, for x with a row a token, or a row a choice with `is_sorted`."""
     if isinstance(weight, Int4Experts):
         return _int4(x, weight, routing, tile_rows, is_sorted)
+    if isinstance(weight, Int8Experts):
+        return _groups(x, weight, tile_rows, is_sorted)
     return _blocks(x, weight, is_sorted) if isinstance(weight, BlockExperts) else _bytes(x, weight, is_sorted)
 
 
@@ -64,9 +66,20 @@ def _int4(x: Tensor, weight: Int4Experts, routing: Routing, tile_rows: int, is_s
     if packed is None:
         return dense(x, _widened(weight.weight, x.dtype), is_sorted)
     stored = packed.stored()
-    if tile_rows > DIGIT_ROWS or packed.group < SMALLEST_INTEGER_GROUP:
+    return _digits(x, stored, stored.k, tile_rows, is_sorted)
+
+
+def _groups(x: Tensor, weight: Int8Experts, tile_rows: int, is_sorted: bool) -> Operands:
+    n, k, group = *weight.weight.shape[1:], weight.group_size
+    stored = Stored("groups", weight.weight, weight.scale, n, k, weight.offset, "none" if weight.offset is None else "float", group)
+    return _digits(x, stored, triton.cdiv(k, group) * group, tile_rows, is_sorted)
+
+
+def _digits(x: Tensor, stored: Stored, padded: int, tile_rows: int, is_sorted: bool) -> Operands:
+    """A few rows as digits of `padded` features with the sum of each group's, more as they are."""
+    if tile_rows > DIGIT_ROWS or stored.group < SMALLEST_INTEGER_GROUP:
         return Operands(x, stored, is_sorted=is_sorted)
-    made = encode_rows(x, "digits", stored.k, packed.group)
+    made = encode_rows(x, "digits", padded, stored.group)
     return Operands(made.codes, stored, made.scale, made.sums, 2, is_sorted)
 
 

@@ -5,6 +5,7 @@ weights goes through:
   same   nothing: weight and rows have one dtype (int8 and float8_e4m3fn codes, or unquantized experts)
   wide   8-bit weights become the rows' dtype in registers
   block  both are e4m3; each tile of rows × features has a scale, and so has each row's share of those features
+  groups int8, each row's groups of features with a scale (and an offset) of their own; against int8 digits or plain rows. Experts only
   int4   two codes a byte; against int8 digits (see quant_codes) they are multiplied as int8, against plain rows they become their dtype
 """
 
@@ -69,6 +70,21 @@ def add_product(
         return acc + part * scale_rows[:, None] * row_scale[None, :]
     else:
         return tl.dot(w, v, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE, out_dtype=acc.dtype)
+
+
+@triton.jit
+def add_group(acc, w, v, sums, scale, zero, place, ZERO: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + the product of one group of int8, whose rows' scales lie at `place`. `sums` [COLS] of v, where v is digits."""
+    s = tl.load(scale + place).to(tl.float32)
+    if v.dtype == tl.int8:
+        acc += tl.dot(w, v, out_dtype=tl.int32).to(tl.float32) * s[:, None]
+        total = sums
+    else:
+        acc += tl.dot(wide_bytes(w, v.dtype, PACKED), v, input_precision=PRECISION) * s[:, None]
+        total = tl.sum(v.to(tl.float32), 0)
+    if ZERO == "float":
+        acc += tl.load(zero + place).to(tl.float32)[:, None] * total[None, :]
+    return acc
 
 
 @triton.jit
@@ -177,7 +193,8 @@ def quant_linear_kernel(
 
     x [DIGITS × M, k] where M is m, or with TOP_K m ÷ TOP_K tokens; row_scale float32 [M], or for FORM block [ceil(k / GROUP), M]; x_sums
     float32 [groups, DIGITS × M]. weight [(EXPERTS,) n (twice when GATED), stride_w], scale by FORM: [(EXPERTS,) n] (BY_ROW),
-    [(EXPERTS,) ceil(n / BLOCK_ROWS), ceil(k / GROUP)] (block), [(EXPERTS,) groups, n] (int4, with `zero` alike).
+    [(EXPERTS,) ceil(n / BLOCK_ROWS), ceil(k / GROUP)] (block), [EXPERTS, n, ceil(k / GROUP)] (groups, with `zero` alike),
+    [(EXPERTS,) groups, n] (int4, with `zero` alike).
     With EXPERTS, row r of the m sorted choices is order[r]; its x is row order[r] // TOP_K, or r itself when TOP_K is 0; its result
     is row r of out, or row order[r] with SCATTER.
     ENCODE (m is 1): x, row_scale and x_sums are written here first, from `raw` [raw_k]: every program writes what it reads, all alike.
@@ -226,6 +243,10 @@ def quant_linear_kernel(
             scale += expert.to(tl.int64) * (k // GROUP) * n
             if ZERO != "none":
                 zero += expert.to(tl.int64) * (k // GROUP) * n
+        if FORM == "groups":
+            scale += expert.to(tl.int64) * n * tl.cdiv(k, GROUP)
+            if ZERO != "none":
+                zero += expert.to(tl.int64) * n * tl.cdiv(k, GROUP)
         if FORM == "block":
             scale += expert.to(tl.int64) * tl.cdiv(n, BLOCK_ROWS) * tl.cdiv(k, GROUP)
         if bias is not None:
@@ -270,6 +291,17 @@ def quant_linear_kernel(
                 if GATED:
                     codes = tl.load(up_rows[:, None] + bytes_[None, :])
                     acc_up = add_int4(acc_up, codes, low_v, high_v, low_sums, high_sums, scale, zero, place + n, stride_group, ZERO, PACKED)
+        elif FORM == "groups":
+            tl.static_assert(not GATED)
+            for part in tl.static_range(UNITS):
+                cols = start + part * GROUP + tl.arange(0, GROUP)
+                v = take(x_rows + cols[:, None], (cols < raw_k)[:, None], not EVEN_K)
+                w = take(w_rows[:, None] + cols[None, :], (cols < k)[None, :], not EVEN_K)
+                group = start // GROUP + part
+                sums = None
+                if DIGITS == 2:
+                    sums = tl.load(x_sums + group * (2 * num_x) + source)
+                acc = add_group(acc, w, v, sums, scale, zero, safe * tl.cdiv(k, GROUP) + group, ZERO, PACKED, PRECISION)
         else:
             cols = start + tl.arange(0, BLOCK_K)
             v = take(x_rows + cols[:, None], (cols < k)[:, None], not EVEN_K)

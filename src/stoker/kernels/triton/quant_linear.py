@@ -139,7 +139,7 @@ def launch(
 def flags(x: Tensor, stored: Stored, tile: QuantTile) -> dict[str, object]:
     """The kernel's constants that follow from the weight, the operand and the tile."""
     block_k = stored.group if stored.form == "block" else tile.block_k
-    units = block_k // (2 * stored.group) if stored.form == "int4" else 1
+    units = block_k // (stored.group * (2 if stored.form == "int4" else 1)) if stored.form in ("int4", "groups") else 1
     return {
         "FORM": stored.form,
         "BY_ROW": stored.form in ("same", "wide") and stored.scale is not None,
