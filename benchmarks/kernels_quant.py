@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stoker.cli.bench.report import origin
-from stoker.kernels.quantized import ExpertWeights, Int4Weight
+from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts, StoredExperts
 from stoker.kernels.reference import moe as moe_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference.linear import around
@@ -279,18 +279,35 @@ def expert_cases() -> Iterator[tuple[str, str, int]]:
         yield "deepseek-64", "fp8", rows
         yield "deepseek-256", "fp8", rows
     yield "deepseek-64", "dense", 4096
+    for rows in (1, 64, 2048):
+        yield "mixtral-8x7b", "int4", rows
+        yield "mixtral-8x7b", "int8/32", rows
+        yield "deepseek-256", "block", rows
 
 
-def expert_tiles(rows: int, tokens: int, down: bool) -> list[QuantTile | None]:
+def expert_tiles(rows: int, tokens: int, down: bool, form: str) -> list[QuantTile | None]:
+    if form == "int4":
+        return [None, *(QuantTile(n, 256, s, w, st) for n, w in ((64, 4), (64, 8), (128, 8)) for s in (1, 2) for st in (2, 4))]
     if tokens > 64:
         return [None, QuantTile(128, 64, 1, 8, 4), QuantTile(128, 64, 1, 8, 3), QuantTile(128, 128, 1, 8, 3)]
     splits = (1, 2, 4) if rows <= 16 or down else (1, 2)
     return [None, *(QuantTile(n, k, s, 4, st) for n, k, st in ((64, 128, 4), (64, 256, 4), (32, 256, 4)) for s in splits)]
 
 
-def expert_weights(form: str, experts: int, n: int, k: int, device: str) -> Tensor | ExpertWeights:
+def expert_weights(form: str, experts: int, n: int, k: int, device: str) -> Tensor | StoredExperts:
+    """As stored: what the reference reads."""
     if form == "dense":
         return torch.empty(experts, n, k, dtype=BF16, device=device) if device == "meta" else make(device, experts, n, k) * k**-0.5
+    if form == "block":
+        grid = torch.rand(experts, n // 128, k // 128, device=device) / (60 * k**0.5)
+        return BlockExperts(fp8_values(device, experts, n, k), grid, (128, 128))
+    if form in ("int4", "int8/32"):
+        group = 128 if form == "int4" else 32
+        grid = torch.rand(experts, n, k // group, device=device).half() / (8 if form == "int4" else 100) / k**0.5
+        if form == "int8/32":
+            return Int8Experts(integers(device, INT8, 127, experts, n, k), grid, None, group)
+        codes = integers(device, INT8, 127, experts, n, k // 2).view(torch.uint8)
+        return Int4Experts(Int4Weight(codes, grid, torch.full(grid.shape, 8, dtype=torch.uint8, device=device), None, group))
     scale = torch.empty(experts, n, device=device) if device == "meta" else (torch.rand(experts, n, device=device) + 0.5) / (60 * k**0.5)
     if form == "int8":
         return ExpertWeights(integers(device, INT8, 127, experts, n, k), scale, "none")
@@ -298,7 +315,12 @@ def expert_weights(form: str, experts: int, n: int, k: int, device: str) -> Tens
     return ExpertWeights(weight, scale, "token")
 
 
-def project(x: Tensor, weight: Tensor | ExpertWeights, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
+def as_read(weight: Tensor | StoredExperts) -> Tensor | StoredExperts:
+    """What the kernel reads."""
+    return Int4Experts(quant_int4.pack_int4(weight.weight)) if isinstance(weight, Int4Experts) else weight
+
+
+def project(x: Tensor, weight: Tensor | StoredExperts, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
     if isinstance(weight, Tensor):
         return (moe.expert_down if down else moe.expert_up)(x, weight, None, routing, tile)
     return (moe.quant_expert_down if down else moe.quant_expert_up)(x, weight, None, routing, tile)
@@ -314,8 +336,8 @@ def compile_experts(job: tuple[str, str, int]) -> str | None:
         with compiling(90):
             moe.route(make("meta", rows, experts, dtype=torch.float32), None, RoutingParams(top_k))
             for down, n, k in ((False, 2 * size, hidden), (True, hidden, size)):
-                weight = expert_weights(form, experts, n, k, "meta")
-                for tile in expert_tiles(rows, tokens, down):
+                weight = as_read(expert_weights(form, experts, n, k, "meta"))
+                for tile in expert_tiles(rows, tokens, down, form):
                     project(make("meta", rows * (top_k if down else 1), k), weight, routing, down, tile)
     except Exception as problem:
         return f"{job}: {problem!r:.300}"
@@ -331,19 +353,20 @@ def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, objec
     used = int((routing.offsets.diff() > 0).sum())
     tokens = moe.tile_rows(rows * top_k, experts)
     for down, n, k in ((False, 2 * size, hidden), (True, hidden, size)):
-        weight = expert_weights(form, experts, n, k, "cuda")
+        stored = expert_weights(form, experts, n, k, "cuda")
+        weight = as_read(stored)
         x = make("cuda", rows * (top_k if down else 1), k)
-        tiles = expert_tiles(rows, tokens, down)
+        tiles = expert_tiles(rows, tokens, down, form)
         times = {tile: time_graph(partial(project, x, weight, routing, down, tile)) for tile in tiles}
         default = times.pop(None)
         best = min(times, key=lambda tile: times[tile])
         got = project(x, weight, routing, down, best)
         exact = moe_reference.expert_down if down else moe_reference.expert_up
         rounded = moe_reference.quant_expert_down if down else moe_reference.quant_expert_up
-        want = exact(x, weight, None, routing) if isinstance(weight, Tensor) else rounded(x, weight, None, routing)
-        bytes_read = used * n * k * (2 if form == "dense" else 1)
+        want = exact(x, stored, None, routing) if isinstance(stored, Tensor) else rounded(x, stored, None, routing)
+        bytes_read = int(used * n * k * {"dense": 2, "int4": 0.5}.get(form, 1))
         tflops = 2 * rows * top_k * n * k / times[best] / 1e6
-        note = f"default {default:.1f}  {used} experts, {tflops:.0f} TFLOP/s  {(tokens, n, k, 2 if form == 'dense' else 1)}: {best}"
+        note = f"default {default:.1f}  {used} experts, {tflops:.0f} TFLOP/s  {(tokens, n, k)}: {best}"
         yield line(form, f"{name} {'down' if down else 'up'}", rows, times[best], bytes_read, error_of(got, want.double()), note)
     us = time_graph(lambda: moe.route(logits, None, RoutingParams(top_k)))
     print(f"          {name} routing of {rows}: {us:.1f} us", flush=True)

@@ -8,6 +8,7 @@ from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
 from stoker.kernels.quantized import BlockExperts, Int4Experts, Int4Weight, Int8Experts, StoredExperts
+from stoker.kernels.reference import moe as reference
 from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing
@@ -165,6 +166,29 @@ def test_a_packed_expert_is_the_packed_linear() -> None:
         alone = quant_int4.pack_int4(Int4Weight(codes[e], stored.scale[e], stored.zero[e], None, 32)).packed
         assert torch.equal(alone.codes, stacked.codes[e])
         assert torch.equal(alone.scale, stacked.scale[e]) and torch.equal(alone.zero, stacked.zero[e])
+
+
+def stored_int4(ordered: bool) -> Int4Experts:
+    scale = torch.rand(EXPERTS, 24, 2) + 0.5
+    codes = torch.randint(0, 256, (EXPERTS, 24, 32), dtype=torch.uint8)
+    order = torch.stack([torch.randperm(64) for _ in range(EXPERTS)]).int() if ordered else None
+    return Int4Experts(Int4Weight(codes, scale, None, -torch.rand(scale.shape), 32), order)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4 in an order", "int8", "blocks"])
+def test_the_reference_agrees(kind: str) -> None:
+    routing, bias, x = ragged(*RAGGED["rank"]), torch.randn(EXPERTS, 24), torch.randn(12, 64)
+    stored = (
+        stored_int4("order" in kind)
+        if "int4" in kind
+        else (int8_groups(24, 64, 32, True) if kind == "int8" else blocks(24, 64, (16, 32)))[0]
+    )
+    read = Int4Experts(quant_int4.pack_int4(stored.weight), stored.order) if isinstance(stored, Int4Experts) else stored
+    wanted = reference.quant_expert_up(x, stored, bias, routing)
+    assert relative_error(moe.quant_expert_up(x, read, bias, routing), wanted) < 5e-4
+    sorted_rows = torch.randn(24, 64)
+    wanted = reference.quant_expert_down(sorted_rows, stored, bias, routing)
+    assert relative_error(moe.quant_expert_down(sorted_rows, read, bias, routing), wanted) < 5e-4
 
 
 def test_no_rows() -> None:

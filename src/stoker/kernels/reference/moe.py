@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.quantized import ExpertWeights
-from stoker.kernels.reference.quant_fp8 import fp8_linear
+from stoker.kernels.quantized import BlockExperts, Int4Experts, Int4Weight, Int8Experts, StoredExperts
+from stoker.kernels.reference.quant_fp8 import block_fp8_linear, fp8_linear
+from stoker.kernels.reference.quant_int4 import int4_linear
 from stoker.kernels.reference.quant_int8 import int8_linear, w8a8_linear
 from stoker.kernels.routing import Routing, RoutingParams
 
@@ -76,28 +77,49 @@ def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -
     return out
 
 
-def quant_expert_up(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
+def quant_expert_up(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
     tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
     return _quantized(x.index_select(0, tokens), weight, bias, routing)
 
 
-def quant_expert_down(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
+def quant_expert_down(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
     return _combined(_quantized(x, weight, bias, routing), routing)
 
 
-def _quantized(x: Tensor, weight: ExpertWeights, bias: Tensor | None, routing: Routing) -> Tensor:
-    out = x.new_zeros(x.shape[0], weight.weight.shape[1])
+def _quantized(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
+    codes = weight.weight.codes if isinstance(weight, Int4Experts) else weight.weight
+    out = x.new_zeros(x.shape[0], codes.shape[1])
     for expert, (start, stop) in enumerate(pairwise(routing.offsets.tolist())):
         if start < stop:
-            codes, scale, rows = weight.weight[expert], weight.scale[expert], x[start:stop]
-            own = None if bias is None else bias[expert]
-            if codes.dtype != torch.int8:
-                out[start:stop] = fp8_linear(rows, codes, scale, weight.activations, weight.input_scale, own)
-            elif weight.activations == "none":
-                out[start:stop] = int8_linear(rows, codes, scale, own)
-            else:
-                out[start:stop] = w8a8_linear(rows, codes, scale, weight.input_scale, own)
+            out[start:stop] = _product(x[start:stop], weight, expert, None if bias is None else bias[expert])
     return out
+
+
+def _product(x: Tensor, weight: StoredExperts, expert: int, bias: Tensor | None) -> Tensor:
+    """Rows of one expert. Int4 is read as stored, not as packed for a device."""
+    if isinstance(weight, Int4Experts):
+        stacked = weight.weight
+        zero, offset = (None if t is None else t[expert] for t in (stacked.zero, stacked.offset))
+        own = Int4Weight(stacked.codes[expert], stacked.scale[expert], zero, offset, stacked.group_size)
+        return int4_linear(x if weight.order is None else x.index_select(1, weight.order[expert]), own, bias)
+    codes, scale = weight.weight[expert], weight.scale[expert]
+    if isinstance(weight, BlockExperts):
+        return block_fp8_linear(x, codes, scale, weight.block, bias)
+    if isinstance(weight, Int8Experts):
+        wide = codes * _spread(scale, weight.group_size, codes.shape[1])
+        if weight.offset is not None:
+            wide += _spread(weight.offset[expert], weight.group_size, codes.shape[1])
+        return F.linear(x, wide.to(x.dtype), bias)
+    if codes.dtype != torch.int8:
+        return fp8_linear(x, codes, scale, weight.activations, weight.input_scale, bias)
+    if weight.activations == "none":
+        return int8_linear(x, codes, scale, bias)
+    return w8a8_linear(x, codes, scale, weight.input_scale, bias)
+
+
+def _spread(grid: Tensor, group_size: int, columns: int) -> Tensor:
+    """float32 [..., columns] of a number for each group of them."""
+    return grid.float().repeat_interleave(group_size, -1)[..., :columns]
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

@@ -100,8 +100,8 @@ def _widened(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     """[num_experts, N, K], one expert after another: float32 passes by."""
     wide = torch.empty((*weight.codes.shape[:2], weight.in_features), dtype=dtype, device=weight.codes.device)
     for expert in range(len(wide)):
-        grid = (None if t is None else t[expert] for t in (weight.scale, weight.zero, weight.offset))
-        wide[expert] = dequantize_int4(Int4Weight(weight.codes[expert], *grid, weight.group_size), dtype)  # type: ignore[arg-type]
+        zero, offset = (None if t is None else t[expert] for t in (weight.zero, weight.offset))
+        wide[expert] = dequantize_int4(Int4Weight(weight.codes[expert], weight.scale[expert], zero, offset, weight.group_size), dtype)
     return wide
 
 
