@@ -102,7 +102,8 @@ async def test_answers_leaving_and_draining(engine: Path, tmp_path: Path) -> Non
         generated = await client.post("/v2/models/ensemble/generate", json={"text_input": LONG["prompt"], "max_tokens": 100, "end_id": -1})
         assert generated.json()["text_output"] == LONG["prompt"] + text, "greedy on both protocols"
 
-        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 4}) as answer:
+        many = {**LONG, "stream": True, "n": 4, "prompt": [LONG["prompt"]] * 8}  # more than run at once: they outlast the next request
+        async with client.stream("POST", "/v1/completions", json=many) as answer:
             async for _ in answer.aiter_lines():
                 break
             assert await number(client, "stoker_kv_blocks_used") > 0
