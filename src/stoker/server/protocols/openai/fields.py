@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
-
-from stoker.base.errors import RequestError
-from stoker.base.registry import nearest
 from stoker.base.types import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from stoker.server.protocols.field_table import Row, checked
 from stoker.server.protocols.openai import kinds
 from stoker.server.protocols.openai.kinds import Kind
 
@@ -21,16 +18,10 @@ MAX_IDS = 1024
 LARGE = 1 << 24
 
 
-class Field(msgspec.Struct, frozen=True, kw_only=True):
-    """One field. `param` is the SamplingParams field it sets as it stands; the others are read by the door's own code."""
+class Field(Row, frozen=True, kw_only=True):
+    """One field, of one endpoint or both."""
 
-    name: str
-    kind: Kind
-    says: str  # the meaning and default of an honoured field; the reason of another
-    fate: Literal["honoured", "no effect", "refused"] = "honoured"
     doors: tuple[Door, ...] = ("completions", "chat")
-    param: str = ""
-    harmless: tuple[Any, ...] = ()  # values of a refused field that ask for nothing
 
 
 def _field(name: str, kind: Kind, says: str, param: str = "", doors: tuple[Door, ...] = ("completions", "chat")) -> Field:
@@ -150,21 +141,4 @@ _TABLES: dict[Door, dict[str, Field]] = {"completions": table("completions"), "c
 
 def check_fields(door: Door, body: dict[str, Any]) -> dict[str, Any]:
     """The honoured fields of a request with their checked values; null counts as absent. Raises RequestError."""
-    known = _TABLES[door]
-    values = {}
-    for name, value in body.items():
-        if (field := known.get(name)) is None:
-            near = nearest(name, list(known))
-            raise RequestError(
-                name[:80], value, "there is no such field", cure=f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
-            )
-        if value is None:
-            continue
-        if field.fate == "refused":
-            if value not in field.harmless:
-                raise RequestError(name, value, field.says, cure="Leave it out.")
-            continue
-        checked = field.kind(name, value)
-        if field.fate == "honoured":
-            values[name] = checked
-    return values
+    return checked(body, _TABLES[door])

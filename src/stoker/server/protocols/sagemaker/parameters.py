@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
-from stoker.base.errors import RequestError
-from stoker.base.registry import nearest
 from stoker.base.types import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from stoker.server.protocols.field_table import Row, checked
 from stoker.server.protocols.openai import kinds
 
 FORMATTERS = ("json", "jsonlines", "sse", "3p", "3p_stream")
@@ -16,27 +13,16 @@ LARGE = 1 << 24
 MAX_WORDS = 1024
 
 
-class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One member. `harmless` are values of a refused one that ask for nothing."""
-
-    name: str
-    kind: kinds.Kind = kinds.anything
-    says: str
-    fate: Literal["honoured", "no effect", "refused"] = "honoured"
-    harmless: tuple[Any, ...] = ()
-    param: str = ""  # the field of SamplingParams that it sets as it is
+def _sets(name: str, kind: kinds.Kind, says: str, param: str = "") -> Row:
+    return Row(name=name, kind=kind, says=says, param=param)
 
 
-def _sets(name: str, kind: kinds.Kind, says: str, param: str = "") -> Parameter:
-    return Parameter(name=name, kind=kind, says=says, param=param)
+def _idle(name: str, kind: kinds.Kind, says: str) -> Row:
+    return Row(name=name, kind=kind, says=says, fate="no effect")
 
 
-def _idle(name: str, kind: kinds.Kind, says: str) -> Parameter:
-    return Parameter(name=name, kind=kind, says=says, fate="no effect")
-
-
-def _refused(name: str, says: str, *harmless: Any) -> Parameter:
-    return Parameter(name=name, says=says, fate="refused", harmless=harmless)
+def _refused(name: str, says: str, *harmless: Any) -> Row:
+    return Row(name=name, says=says, fate="refused", harmless=harmless)
 
 
 _STRINGS = kinds.one_or_list_of(kinds.text(MAX_STOP_CHARS), MAX_STOP_STRINGS)
@@ -95,20 +81,4 @@ _BY_NAME = {row.name: row for row in TABLE}
 
 def check(parameters: dict[str, Any]) -> dict[str, Any]:
     """The honoured members with their checked values; null counts as absent. Raises RequestError with the nearest name."""
-    values = {}
-    for name, value in parameters.items():
-        row = _BY_NAME.get(name)
-        if row is None:
-            near = nearest(name, list(_BY_NAME))
-            cure = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
-            raise RequestError(f"parameters.{name[:80]}", value, "there is no such parameter", cure=cure)
-        if value is None:
-            continue
-        if row.fate == "refused":
-            if value not in row.harmless:
-                raise RequestError(f"parameters.{name}", value, row.says, cure="Leave it out.")
-            continue
-        checked = row.kind(f"parameters.{name}", value)
-        if row.fate == "honoured":
-            values[name] = checked
-    return values
+    return checked(parameters, _BY_NAME, inside="parameters.", noun="parameter")

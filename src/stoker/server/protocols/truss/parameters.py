@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from stoker.base.errors import RequestError
-from stoker.base.registry import nearest
 from stoker.base.types import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from stoker.server.protocols.field_table import Row, checked
 from stoker.server.protocols.openai import kinds
 
 MAX_TOKENS = 50  # the first document's default
@@ -17,22 +14,12 @@ MAX_WORDS = 1024
 MAX_MESSAGES = 4096
 
 
-class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One field. `param` is the field of SamplingParams that it sets as it is; without effect where `honoured` is false."""
-
-    name: str
-    kind: kinds.Kind
-    says: str
-    param: str = ""
-    honoured: bool = True
+def _sets(name: str, kind: kinds.Kind, says: str, param: str = "") -> Row:
+    return Row(name=name, kind=kind, says=says, param=param)
 
 
-def _sets(name: str, kind: kinds.Kind, says: str, param: str = "") -> Parameter:
-    return Parameter(name=name, kind=kind, says=says, param=param)
-
-
-def _idle(name: str, kind: kinds.Kind, says: str) -> Parameter:
-    return Parameter(name=name, kind=kind, says=says, honoured=False)
+def _idle(name: str, kind: kinds.Kind, says: str) -> Row:
+    return Row(name=name, kind=kind, says=says, fate="no effect")
 
 
 _WORDS = kinds.one_or_list_of(kinds.text(MAX_STOP_CHARS), MAX_WORDS)
@@ -69,16 +56,4 @@ _BY_NAME = {row.name: row for row in TABLE}
 
 def check(body: dict[str, Any]) -> dict[str, Any]:
     """The honoured fields with their checked values; null counts as absent. Raises RequestError with the nearest name."""
-    values = {}
-    for name, value in body.items():
-        row = _BY_NAME.get(name)
-        if row is None:
-            near = nearest(name, list(_BY_NAME))
-            cure = f"Did you mean {' or '.join(near)}?" if near else "Leave it out."
-            raise RequestError(name[:80], value, "there is no such field", cure=cure)
-        if value is None:
-            continue
-        checked = row.kind(name, value)
-        if row.honoured:
-            values[name] = checked
-    return values
+    return checked(body, _BY_NAME)
