@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,16 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_float64(name: str) -> None:
     check(CASES[name])
+
+
+@pytest.mark.parametrize("cache_dtype", [FP8, torch.int8])
+def test_an_8_bit_cache_without_scales_has_scale_one(cache_dtype: torch.dtype) -> None:
+    q, cache, batch, params = Case(MIXED, cache_dtype=cache_dtype, dtype=BF16).build()
+    cache.key_scale = cache.value_scale = None
+    params = replace(params, scale=params.scale / 50)  # codes are larger than what they stand for
+    out = kernels.attention(q, cache, batch, params)
+    real = int(batch.query_starts[-1])
+    assert relative_error(out[:real], expected_attention(q, cache, batch, params)) < TOLERANCE[BF16]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -119,9 +119,9 @@ def attention_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head, mask=inside, other=0.0) * LOG2E
-    score_scale = scale
+    score_scale = scale * pair_scale(PAIRED)
     if key_scale is not None:
-        score_scale = scale * pair_scale(PAIRED) * tl.load(key_scale + kv_head)
+        score_scale = score_scale * tl.load(key_scale + kv_head)
 
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -155,9 +155,9 @@ def attention_kernel(
         PRECISION, PAIRED, PACKED,
     )  # fmt: skip
 
-    weight = 1.0 / tl.where(total > 0.0, total, 1.0)  # a row without keys (padding) gives zeros
+    weight = pair_scale(PAIRED) / tl.where(total > 0.0, total, 1.0)  # a row without keys (padding) gives zeros
     if value_scale is not None:
-        weight = weight * pair_scale(PAIRED) * tl.load(value_scale + kv_head)
+        weight = weight * tl.load(value_scale + kv_head)
     acc1 = acc1 * weight[:, None]
     acc2 = acc2 * weight[:, None]
     if SPLITS == 1 or used == 1:
