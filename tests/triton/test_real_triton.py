@@ -6,7 +6,6 @@ The oracle is the same engine in this process. The server comes from a package t
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,15 +33,6 @@ pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 PROMPT = "the quick brown"
 START_S = 60.0
 OPTIONS = {"decoupled_mode": "true", "max_tokens_in_paged_kv_cache": "4096"}
-
-
-def real_triton() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "real_triton.py"
-    spec = importlib.util.spec_from_file_location("real_triton", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def free_ports() -> tuple[int, int, int]:
@@ -81,8 +71,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
-    scripts = real_triton()
+def server(engine: Path, script: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    scripts = script("real_triton")
     try:
         installed = scripts.RealTriton.installed()
     except subprocess.CalledProcessError as error:

@@ -6,7 +6,6 @@ The oracle is the same engine in this process. The package is installed once, in
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,15 +31,6 @@ pytestmark = [pytest.mark.truss, pytest.mark.timeout(300)]
 PROMPT = "the quick brown"
 PREDICT = "/v1/models/model:predict"
 START_S = 60.0
-
-
-def real_truss() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "real_truss.py"
-    spec = importlib.util.spec_from_file_location("real_truss", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +68,8 @@ class Real:
 
 
 @pytest.fixture(scope="module")
-def real(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
-    scripts = real_truss()
+def real(folder: Path, script: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    scripts = script("real_truss")
     try:
         installed = scripts.RealTruss.installed()
     except subprocess.CalledProcessError as error:
