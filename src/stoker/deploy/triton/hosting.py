@@ -32,7 +32,7 @@ from stoker.runtime.zmq_client import ZmqExecutorClient
 from stoker.server.child import Child
 from stoker.server.protocols.kserve.errors import words
 from stoker.server.protocols.kserve.in_flight import InFlight
-from stoker.server.protocols.kserve.inference import Inference, Response, Responses, Run
+from stoker.server.protocols.kserve.inference import Inference, Response, Run
 from stoker.server.protocols.kserve.tensorrt_llm import TensorrtLLM
 from stoker.server.protocols.kserve.text_tokens import Postprocessing, Preprocessing
 from stoker.server.schemas.triton_models import TritonOptions
@@ -76,6 +76,8 @@ class Sender:
 class Hosted:
     """One model inside Triton's Python backend. Requests run side by side in an event loop of their own thread."""
 
+    run: Run  # what answers an inference; each kind of model sets its own
+
     def __init__(self, backend: Any, args: dict[str, str]) -> None:
         self.backend = backend
         folder = Path(args["model_repository"])
@@ -114,9 +116,6 @@ class Hosted:
                     sender.send(response)
         sender.end()
 
-    def run(self, inference: Inference) -> Responses:
-        raise NotImplementedError
-
     def inference(self, request: Any) -> Inference:
         """Triton has checked names, types and shapes against config.pbtxt, and picks the outputs that were asked for itself."""
         declared = {tensor.name: tensor.role or tensor.name for tensor in self.model.inputs}
@@ -138,10 +137,7 @@ class TokenizerModel(Hosted):
         super().__init__(backend, args)
         kind = Preprocessing if self.model.kind == "preprocessing" else Postprocessing
         service = self.wait(tokenizer_service(self.deployment))
-        self._run: Run = kind(lambda: service, self.deployment.server).run
-
-    def run(self, inference: Inference) -> Responses:
-        return self._run(inference)
+        self.run = kind(lambda: service, self.deployment.server).run
 
 
 class EngineModel(Hosted):
@@ -151,10 +147,7 @@ class EngineModel(Hosted):
         super().__init__(backend, args)
         self._run_dir = tempfile.TemporaryDirectory(prefix="stoker-")
         self._service = self.wait(self._start())
-        self._run: Run = TensorrtLLM(lambda: self._service, self.options, self.deployment.server, InFlight()).run
-
-    def run(self, inference: Inference) -> Responses:
-        return self._run(inference)
+        self.run = TensorrtLLM(lambda: self._service, self.options, self.deployment.server, InFlight()).run
 
     async def _start(self) -> GenerationService:
         engine, address = engine_of(self.deployment), f"ipc://{self._run_dir.name}/executor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -17,7 +18,7 @@ from stoker.server.schemas.settings import ServerSettings
 MAX_BIAS_ELEMENTS = 1 << 24
 
 
-class TokenizerModel:
+class TokenizerModel(ABC):
     """A model without an executor. Both answer any number of rows with one response."""
 
     def __init__(self, service: Callable[[], Service], settings: ServerSettings) -> None:
@@ -31,8 +32,9 @@ class TokenizerModel:
             raise RequestError("outputs", missing, f"the served outputs are {', '.join(sorted(outputs))}", cure="Leave it out.")
         yield [Response(outputs={name: outputs[name] for name in names}, final=True)]
 
+    @abstractmethod
     def outputs(self, inference: Inference, service: Service) -> Tensors:
-        raise NotImplementedError
+        """Every output of the model, by name."""
 
 
 class Preprocessing(TokenizerModel):
