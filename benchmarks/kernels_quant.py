@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts, StoredExperts
@@ -215,7 +217,10 @@ def measure(case: Case) -> dict[str, object]:
     weights = [first, *(replace(first, weight=first.weight.clone(), scale=first.scale.clone()) for _ in range(copies - 1))]  # type: ignore[union-attr]
 
     def timed(tile: QuantTile | None) -> float:
-        return time_graph(lambda: [case.run(x, stored, fusion, tile) for stored in weights]) / copies
+        try:
+            return time_graph(lambda: [case.run(x, stored, fusion, tile) for stored in weights]) / copies
+        except OutOfResources:  # of shared memory, which a rule of candidates cannot foresee exactly
+            return math.inf
 
     times = {tile: timed(tile) for tile in candidates(case)}
     default = timed(None)
