@@ -1,4 +1,4 @@
-"""All-reduce + residual + norm as a layer does them, inside a CUDA graph: every way, beside NCCL with a separate kernel after it.
+"""All-reduce + residual + norm as layers do them, inside a CUDA graph: every way, beside NCCL with separate kernels after it.
 
 PYTHONPATH=src python benchmarks/allreduce.py --ranks 4,2 --json results.jsonl
 
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from stoker.base.config import Mapping
 from stoker.cli.bench.report import origin
-from stoker.distributed import inbox, symmetric
 from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.symmetric import SymmetricGroup
 from stoker.distributed.world import join
@@ -44,48 +43,40 @@ class Message:
         self.x, self.residual = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=group.device) for _ in range(2))
         self.weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=group.device)
 
-    def norm(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.norm(total, self.weight, None, EPS, "rms"), total
-
-    def add_norm(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.add_norm(total, self.residual.clone(), self.weight, None, EPS, "rms")
+    def norm(self, total: Tensor) -> Tensor:
+        return ops.norm(total, self.weight, None, EPS, "rms")
 
 
-Way = Callable[[Message], tuple[Tensor, Tensor]]  # → (normed, stream)
+Way = Callable[[Message], tuple[Tensor, Tensor | None]]  # → (the stream, its norm; None: left to the linear that follows)
+STOKER, NCCL = "stoker + norm", "nccl + add + norm"  # what a layer does, and what it is measured against
 
 
 def ways(group: SymmetricGroup, num_bytes: int) -> dict[str, Way]:
-    """What is timed, by name. "stoker" is what a layer calls."""
+    """What is timed, by name."""
     plain = ProcessGroup(group.inner, group.device)
     made: dict[str, Way] = {
-        "nccl": lambda m: (m.x, plain.all_reduce(m.x)),
-        "nccl + add + norm": lambda m: m.norm(plain.all_reduce(m.x) + m.residual),
-        "nccl + add_norm": lambda m: ops.add_norm(plain.all_reduce(m.x), m.residual, m.weight, None, EPS, "rms"),
-        "torch two-shot + add_norm": lambda m: ops.add_norm(group.all_reduce(m.x), m.residual, m.weight, None, EPS, "rms"),
-        "stoker, norm left to the linear": lambda m: (m.x, ops.all_reduce(m.x, group, m.residual)),
-        "stoker": lambda m: ops.all_reduce_norm(m.x, group, m.residual, m.weight, None, EPS, "rms"),
+        "nccl": lambda m: (plain.all_reduce(m.x), None),
+        NCCL: normed(lambda m: plain.all_reduce(m.x) + m.residual),
+        "torch two-shot + add + norm": normed(lambda m: group.all_reduce(m.x) + m.residual),
     }
-    if num_bytes > inbox.MAX_BYTES:
-        return {name: way for name, way in made.items() if "stoker" not in name}
-    for name, is_two_shot in (("one-shot", False), ("two-shot", True)):
-        made[f"{name} rows"] = partial(by_rows, group, is_two_shot)
-        made[f"{name} pieces"] = partial(by_pieces, group, is_two_shot)
-        made[f"{name} pieces, norm after"] = lambda m, way=made[f"{name} pieces"]: m.norm(way(m)[1])  # type: ignore[misc]
+    inboxes = group.inboxes
+    if inboxes is None or num_bytes > inboxes.max_bytes:
+        return made
+    made["stoker"] = lambda m: (ops.all_reduce(m.x, group, m.residual), None)
+    made[STOKER] = normed(lambda m: ops.all_reduce(m.x, group, m.residual))
+    for name, inbox in (("one-shot", inboxes.one_shot), ("two-shot", inboxes.two_shot)):
+        made[name] = lambda m, inbox=inbox: (exchange(m.x, m.residual, inbox), None)  # type: ignore[misc]
     return made
 
 
-def by_rows(group: SymmetricGroup, is_two_shot: bool, message: Message) -> tuple[Tensor, Tensor]:
-    assert group.inboxes is not None
-    places = group.inboxes.get(ROW_BYTES, is_two_shot)
-    assert places is not None
-    return exchange(message.x, message.residual, places, message.weight, None, EPS, "rms")
+def normed(total: Callable[[Message], Tensor]) -> Way:
+    """The norm after `total`, by a kernel of its own."""
 
+    def way(message: Message) -> tuple[Tensor, Tensor]:
+        stream = total(message)
+        return stream, message.norm(stream)
 
-def by_pieces(group: SymmetricGroup, is_two_shot: bool, message: Message) -> tuple[Tensor, Tensor]:
-    assert group.inboxes is not None
-    places = group.inboxes.get(inbox.UNIT_BYTES, is_two_shot)
-    assert places is not None
-    return message.x, exchange(message.x, message.residual, places)[1]
+    return way
 
 
 def captured(run: Callable[[], object], times: int = 1) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
@@ -127,15 +118,15 @@ def check(way: Way, group: SymmetricGroup, rows: int) -> str | None:
         message.x.copy_(x)
         message.residual.copy_(residual)
         graph.replay()
-        normed, stream = found[-1]
-        scaled = (stream.double() * (stream.double().square().mean(-1, keepdim=True) + EPS).rsqrt()) if normed is not message.x else None
+        stream, scaled = found[-1]
         same = plain.all_gather(stream).unflatten(-1, (group.size, -1))
         if not (same == same[..., :1, :]).all():
             return "ranks differ"
         if (stream - wanted).abs().max() > 0.1:
             return f"off by {float((stream - wanted).abs().max())}"
-        if scaled is not None and (normed - scaled).abs().max() > 0.1:
-            return f"the norm is off by {float((normed - scaled).abs().max())}"
+        wanted = stream.double() * (stream.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+        if scaled is not None and (scaled - wanted).abs().max() > 0.1:
+            return f"the norm is off by {float((scaled - wanted).abs().max())}"
     return None
 
 
@@ -144,23 +135,21 @@ def measure(group: SymmetricGroup, kibs: list[int], tell: Callable[[dict[str, An
     if group.inboxes is None:
         tell({"ranks": group.size, "wrong": "inboxes do not work here; see the log"})
         return
-    every, usual = ways(group, ROW_BYTES), group.max_bytes
-    for name in [name for name in every if "rows" in name or name.endswith("pieces") or name.startswith("stoker")]:
-        for rows in (1, 13, 32):
+    every = ways(group, ROW_BYTES)
+    for name in (STOKER, "one-shot", "two-shot"):
+        for rows in (1, 13, group.inboxes.max_bytes // ROW_BYTES):
             wrong = check(every[name], group, rows)
             if -group.smallest(-(wrong is not None)):
                 tell({"ranks": group.size, "way": name, "rows": rows, "wrong": wrong or "on another rank"})
     for kib in kibs:
         message = Message(kib * 1024 // ROW_BYTES, group)
-        group.max_bytes = symmetric.BUFFER_BYTES
         every = ways(group, kib * 1024)
         row: dict[str, Any] = {"ranks": group.size, "kib": kib}
         for name, way in every.items():
             row[name] = round(timed(partial(way, message), group), 2)
-        if "stoker" in row:
-            row["ratio"] = round(row["stoker"] / row["nccl + add_norm"], 3)
+        if STOKER in row:
+            row["ratio"] = round(row[STOKER] / row[NCCL], 3)
         tell(row)
-    group.max_bytes = usual
 
 
 def rank_main(rank: int, sizes: list[int], port: int, args: argparse.Namespace) -> None:
@@ -196,7 +185,9 @@ def rank_main(rank: int, sizes: list[int], port: int, args: argparse.Namespace) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default=str(torch.cuda.device_count()), help="numbers of GPUs, the largest first: 4,2")
-    parser.add_argument("--kib", default="16,32,64,128,256,512,1024,4096,16384", help="message sizes; a row of 8192 bfloat16 is 16")
+    parser.add_argument(
+        "--kib", default="16,32,64,128,256,512,1024,2048,4096,8192,16384", help="message sizes; a row of 8192 bfloat16 is 16"
+    )
     parser.add_argument("--json", help="a line for each size is added to this file")
     args = parser.parse_args()
     sizes = [int(size) for size in args.ranks.split(",")]

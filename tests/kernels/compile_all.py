@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stoker.distributed.inbox import MEMORY_BYTES, UNIT_BYTES, Inboxes
+from stoker.distributed.inbox import Inboxes
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
@@ -122,12 +122,10 @@ def block_experts(rows: int, count: int = 256, top_k: int = 8, n: int = 7168, k:
     moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
 
 
-def summed(ranks: int, rows: int, is_two_shot: bool, kind: str | None) -> None:
-    """A message of Llama-70B's rows: normed by row, or in pieces."""
-    inbox = Inboxes([1 << 40] * ranks, MEMORY_BYTES, 1, torch.device("meta")).get(UNIT_BYTES if kind is None else 16384, is_two_shot)
-    assert inbox is not None
-    x = meta(rows, 8192)
-    all_reduce.exchange(x, meta(rows, 8192), inbox, meta(8192) if kind else None, None, 1e-5, kind)
+def summed(ranks: int, is_two_shot: bool) -> None:
+    """A message of Llama-70B's rows."""
+    inboxes = Inboxes([1 << 40] * ranks, 1, torch.device("meta"))
+    all_reduce.exchange(meta(32, 8192), meta(32, 8192), inboxes.two_shot if is_two_shot else inboxes.one_shot)
 
 
 DEEPSEEK_ROUTING = RoutingParams(8, "sigmoid", num_groups=8, top_groups=4, group_score="top2")
@@ -137,8 +135,7 @@ EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=
 LAUNCHES: dict[str, Callable[[], object]] = {
     "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),
     "norm of heads": lambda: norm.norm(meta(64, 32, 128), meta(128), None, 1e-5, "rms"),
-    "add_norm": lambda: norm.add_norm(meta(256, 4096), meta(256, 4096), meta(4096), None, 1e-5, "rms"),
-    "add_norm wide": lambda: norm.add_norm(meta(8, 16384), meta(8, 16384), meta(16384), meta(16384), 1e-5, "layer"),
+    "norm wide": lambda: norm.norm(meta(8, 16384), meta(16384), meta(16384), 1e-5, "layer"),
     **{f"gated {name}": lambda name=name: activation.gated(meta(64, 28672), name) for name in ACTIVATIONS},  # type: ignore[misc]
     "activate gelu": lambda: activation.activate(meta(64, 3072), "gelu"),
     "embedding": lambda: embedding.embedding(index(64), meta(128256, 4096)),
@@ -206,12 +203,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     },
     **{f"experts block, {rows} rows": lambda rows=rows: block_experts(rows) for rows in (1, 64, 2048)},  # type: ignore[misc]
     **{
-        f"sum of {ranks} ranks {'in two shots' if two else 'in one shot'}, {kind or 'no norm'}": (
-            lambda ranks=ranks, two=two, kind=kind: summed(ranks, 32, two, kind)  # type: ignore[misc]
-        )
+        f"sum of {ranks} ranks {'in two shots' if two else 'in one shot'}": lambda ranks=ranks, two=two: summed(ranks, two)  # type: ignore[misc]
         for ranks in (2, 4, 8)
         for two in (False, True)
-        for kind in (None, "rms")
     },
     "route": lambda: moe.route(meta(64, 256, dtype=FP32), meta(256, dtype=FP32), DEEPSEEK_ROUTING),
     "clipped gate": lambda: moe.clipped_gate(meta(64, 5760), 7.0, 1.702),

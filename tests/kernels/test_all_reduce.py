@@ -1,11 +1,10 @@
-"""The fused all-reduce between real processes: every rank runs the kernel in the interpreter, on inboxes in memory that they share."""
+"""Sums over ranks between real processes: every rank runs the kernel in the interpreter, on inboxes in memory that they share."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +12,19 @@ import pytest
 import torch
 
 from stoker.distributed.group import Group
-from stoker.distributed.inbox import EMPTY, MAX_BYTES, MEMORY_BYTES, UNIT_BYTES, Inboxes
+from stoker.distributed.inbox import EMPTY, Inboxes, memory_bytes
 from stoker.kernels.triton import all_reduce
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
+MAX_BYTES = 8 << 10  # rank_exchange.py's
 
 
 @pytest.mark.parametrize(("ranks", "rounds"), [(2, 2), (4, 1)])
 def test_ranks_sum_through_inboxes(ranks: int, rounds: int, tmp_path: Path) -> None:
-    """Every size, way and turn: right sums and norms, and the same bits on every rank."""
+    """Every size, way and turn: right sums, and the same bits on every rank."""
     for rank in range(ranks):
-        np.full(1 << 19, EMPTY, dtype=np.int32).tofile(tmp_path / f"inbox{rank}")
+        np.full(memory_bytes(ranks, MAX_BYTES) // 4, EMPTY, dtype=np.int32).tofile(tmp_path / f"inbox{rank}")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen([sys.executable, str(HERE / "rank_exchange.py"), *map(str, (rank, ranks, rounds, tmp_path))], env=environment,
@@ -42,13 +42,13 @@ def test_ranks_sum_through_inboxes(ranks: int, rounds: int, tmp_path: Path) -> N
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(first, other, strict=True))
 
 
-def test_eight_ranks_have_room_for_every_way() -> None:
-    inboxes = Inboxes([1 << 40] * 8, MEMORY_BYTES, 0, CPU)
-    made = [inboxes.get(unit, two) for unit in (UNIT_BYTES, 16384) for two in (False, True)]
-    places = [(inbox.addresses[0], inbox.num_units * inbox.num_slots * inbox.unit_bytes * 3) for inbox in made if inbox is not None]
-    assert len(places) == 4 and all(inbox is not None and inbox.num_units * inbox.unit_bytes == MAX_BYTES for inbox in made)
-    assert all(begin + size == following for (begin, size), (following, _) in pairwise(places))
-    assert inboxes.get(16384, True) is made[3] and inboxes.get(8192, True) is None and inboxes.get(24, False) is None
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_both_ways_fill_the_memory_of_the_inboxes(ranks: int) -> None:
+    inboxes = Inboxes([rank << 40 for rank in range(ranks)], 1, CPU)
+    one, two = inboxes.one_shot, inboxes.two_shot
+    assert one.addresses[1] == 1 << 40 and one.addresses[1] + one.num_bytes == two.addresses[1]
+    assert two.addresses[1] + two.num_bytes == (1 << 40) + memory_bytes(ranks)
+    assert one.num_slots == ranks and two.num_slots == ranks + 1
 
 
 class Two(Group):
@@ -57,8 +57,8 @@ class Two(Group):
     size = 2
 
     def __init__(self) -> None:
-        self.memory = torch.full((2, MEMORY_BYTES // 4), EMPTY, dtype=torch.int32)
-        self.inboxes = Inboxes([m.data_ptr() for m in self.memory], MEMORY_BYTES, 0, CPU)
+        self.memory = torch.full((2, memory_bytes(2, MAX_BYTES) // 4), EMPTY, dtype=torch.int32)
+        self.inboxes = Inboxes([m.data_ptr() for m in self.memory], 0, CPU, MAX_BYTES)
 
 
 def test_inboxes_that_do_not_work_are_given_up_with_the_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,8 +18,7 @@ FOUR_PROGRAMS = 128  # registers: four decode programs of four warps a multiproc
 
 # launch → (registers, spilled bytes) at most. Other launches: 255 and none.
 BOUNDS = {
-    "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "add_norm": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
-    "sum of 8 ranks in one shot, rms": (128, 16), "sum of 8 ranks in two shots, rms": (128, 0),
+    "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0), "rope fp8": (SMALL, 0), "rope int8": (SMALL, 0),
     "decode 1": (144, 0), "decode 64": (FOUR_PROGRAMS, 0), "decode 256": (FOUR_PROGRAMS, 0), "decode fp8": (FOUR_PROGRAMS, 0),
     "decode fp8 512": (224, 0),  # nine programs of one warp
@@ -45,7 +44,7 @@ def compiled(*names: str) -> dict[str, dict]:
 
 
 GROUPS = [
-    ("norm", "add_norm", "gated", "activate", "embedding", "rope", "sample"),
+    ("norm", "gated", "activate", "embedding", "rope", "sample"),
     ("decode", "four", "sum of"),
     ("prefill by", "prefill f", "prefill i", "prefill b", "prefill,"),
     ("prefill 1", "prefill 2", "prefill 6", "prefill 8", "prefill 9", "prefill latent"),

@@ -49,17 +49,6 @@ def test_norm_of_the_heads_of_a_fused_projection() -> None:
     assert relative_error(out, expected_norm(heads, weight, None, "rms")) < 1e-2
 
 
-@pytest.mark.parametrize("kind", kernels.KINDS)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (7, 300), (1025, 48)])
-def test_add_norm(rows: int, size: int, dtype: torch.dtype, kind: str) -> None:
-    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((rows, size), (rows, size), (size,)))
-    total = (x.float() + residual.float()).to(dtype)
-    out, updated = kernels.add_norm(x, residual, weight, None, EPS, kind)
-    assert updated.data_ptr() == residual.data_ptr() and torch.equal(updated, total)
-    assert relative_error(out, expected_norm(total, weight, None, kind)) < TOLERANCE[dtype]
-
-
 def test_nothing_to_do() -> None:
     assert kernels.norm(torch.zeros(0, 8), None, None, EPS, "rms").shape == (0, 8)
 

@@ -14,7 +14,7 @@ from stoker.base.config import Mapping
 from stoker.builder.shares import cut
 from stoker.deploy.lmi_ranks import rank_names
 from stoker.distributed.group import Group
-from stoker.distributed.inbox import MEMORY_BYTES, Inboxes
+from stoker.distributed.inbox import Inboxes
 from stoker.distributed.pipeline import stage_layers
 from stoker.layers.shard import Sharding, kv_copies, kv_heads, local_spec, query_heads
 from stoker.layers.specs import LinearSpec
@@ -76,12 +76,12 @@ def test_stages_have_neighbouring_layers_as_many_each(layers: int, stages: int) 
 
 @pytest.mark.parametrize(
     ("kib", "ranks", "is_two_shot"),
-    [(16, 4, False), (512, 4, True), (1024, 2, False), (32, 8, False), (256, 8, True), (1025, 4, None), (0, 2, None)],
+    [(16, 4, False), (256, 4, True), (4096, 2, False), (32, 8, False), (256, 8, True), (4097, 4, None), (0, 2, None)],
 )
 def test_messages_go_the_way_their_size_allows(kib: int, ranks: int, is_two_shot: bool | None) -> None:
     group = Group()
     assert group.inbox(kib << 10) is None
-    group.inboxes = Inboxes([0] * ranks, MEMORY_BYTES, 0, torch.device("cpu"))
+    group.inboxes = Inboxes([0] * ranks, 0, torch.device("cpu"))
     inbox = group.inbox(kib << 10)
     assert (inbox and inbox.is_two_shot) is is_two_shot
 

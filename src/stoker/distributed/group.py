@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.distributed.inbox import UNIT_BYTES, Inbox, Inboxes
+from stoker.distributed.inbox import Inbox, Inboxes
 
 
 class Group:
@@ -20,9 +20,9 @@ class Group:
         """The sum of x over the ranks, on every rank, bit for bit the same. May overwrite x."""
         return x
 
-    def inbox(self, num_bytes: int, unit_bytes: int = UNIT_BYTES) -> Inbox | None:
-        """Through which a kernel sums a message of `num_bytes` in units of `unit_bytes` by itself; None: `all_reduce` does."""
-        return None if self.inboxes is None else self.inboxes.suited(num_bytes, unit_bytes)
+    def inbox(self, num_bytes: int) -> Inbox | None:
+        """Through which a kernel sums a message of `num_bytes` by itself; None: `all_reduce` does."""
+        return None if self.inboxes is None else self.inboxes.suited(num_bytes)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' x joined along the last axis, on every rank."""

@@ -5,7 +5,7 @@ contains (negative zero, sent as zero), and a reader looks until the pattern is 
 
 A unit of a message has three places that it takes in turn. A kernel of turn n reads place n and empties place n - 1. A peer writes there
 again in turn n + 2, which it reaches only after it read what this rank sent in turn n + 1, after the kernel of turn n had ended. Turns are
-counted on the device, one counter a unit, so a captured graph may be replayed any number of times, and kernels of different sizes mix.
+counted on the device, one counter a unit, so a captured graph may be replayed any number of times, and messages of different sizes mix.
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ from torch import Tensor
 TURNS = 3
 # Negative zero as a 16-bit float, twice. As a float32 it is a number too small to matter.
 EMPTY = -0x7FFF8000
-UNIT_BYTES = 2048  # of a message that need not be cut by rows
-MAX_BYTES = 1 << 20  # of a message
-# One-shot up to so many bytes, then two-shot: one-shot sends everything to everyone. Between two ranks both send the same.
-ONE_SHOT_BYTES = {2: 1 << 20, 4: 256 << 10, 8: 64 << 10}
-MEMORY_BYTES = 128 << 20  # what eight ranks take for messages cut either way, sent either way, is 102 MiB
+UNIT_BYTES = 2048
+# Of a message. More programs than run at once, but every GPU begins them in the same order: none waits for one that cannot begin.
+MAX_BYTES = 4 << 20
+# One-shot up to so many bytes, then two-shot: one-shot sends everything to everyone, which two ranks do either way. Measured on 2 and 4
+# H200s (benchmarks/results/h200x4_allreduce.json): of 128 and 256 KiB on four, 3.8 and 7.2 µs in one shot, 4.2 and 6.1 in two. Eight ranks
+# were not measured.
+ONE_SHOT_BYTES = {2: MAX_BYTES, 4: 128 << 10, 8: 64 << 10}
 
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """Places for messages of up to `num_units` units, [TURNS, num_units, num_slots, unit_bytes] on each rank."""
+    """Places for messages of up to `num_units` units, [TURNS, num_units, num_slots, UNIT_BYTES] on each rank."""
 
     addresses: tuple[int, ...]  # where each rank's places begin, as this rank's device sees them
     turns: Tensor  # int32 [num_units]
     rank: int
     num_ranks: int
     num_units: int
-    num_slots: int  # one for each rank's part, and in a two-shot exchange one for the sum
-    unit_bytes: int
+    is_two_shot: bool
 
     @property
-    def is_two_shot(self) -> bool:
-        return self.num_slots > self.num_ranks
+    def num_slots(self) -> int:
+        """One for each rank's part, and in a two-shot exchange one for the sum."""
+        return self.num_ranks + self.is_two_shot
+
+    @property
+    def num_bytes(self) -> int:
+        return TURNS * self.num_units * self.num_slots * UNIT_BYTES
 
 
 class Inboxes:
-    """The inboxes that one stretch of memory, equally big on each rank, is cut into."""
+    """One inbox for each way of summing, one after the other in memory of `memory_bytes` on each rank."""
 
-    def __init__(self, bases: list[int], num_bytes: int, rank: int, device: torch.device) -> None:
+    def __init__(self, bases: list[int], rank: int, device: torch.device, max_bytes: int = MAX_BYTES) -> None:
         """`bases`: the address of each rank's memory, which holds EMPTY everywhere before any rank uses it."""
-        self.rank, self.num_ranks = rank, len(bases)
+        self.rank, self.num_ranks, self.max_bytes = rank, len(bases), max_bytes
         self.one_shot_bytes = ONE_SHOT_BYTES[self.num_ranks]
-        self._bases, self._device = bases, device
-        self._free, self._end = 0, num_bytes
-        self._made: dict[tuple[int, bool], Inbox | None] = {}
+        made, used = [], 0
+        for is_two_shot in (False, True):
+            num_units = max_bytes // UNIT_BYTES
+            turns = torch.zeros(num_units, dtype=torch.int32, device=device)
+            made.append(Inbox(tuple(base + used for base in bases), turns, rank, self.num_ranks, num_units, is_two_shot))
+            used += made[-1].num_bytes
+        self.one_shot, self.two_shot = made
 
-    def suited(self, num_bytes: int, unit_bytes: int) -> Inbox | None:
+    def suited(self, num_bytes: int) -> Inbox | None:
         """For a message of `num_bytes`, the inbox that serves it sooner; None: it is too big."""
-        return self.get(unit_bytes, num_bytes > self.one_shot_bytes) if 0 < num_bytes <= MAX_BYTES else None
-
-    def get(self, unit_bytes: int, is_two_shot: bool) -> Inbox | None:
-        """For messages of up to MAX_BYTES in units of `unit_bytes`; None: no room is left. Every rank asks in the same order."""
-        key = (unit_bytes, is_two_shot)
-        if key not in self._made:
-            self._made[key] = self._cut(unit_bytes, is_two_shot, MAX_BYTES // unit_bytes)
-        return self._made[key]
-
-    def _cut(self, unit_bytes: int, is_two_shot: bool, num_units: int) -> Inbox | None:
-        num_slots = self.num_ranks + is_two_shot
-        size = TURNS * num_units * num_slots * unit_bytes
-        if unit_bytes % 16 or not num_units or self._free + size > self._end:
+        if not 0 < num_bytes <= self.max_bytes:
             return None
-        turns = torch.zeros(num_units, dtype=torch.int32, device=self._device)
-        inbox = Inbox(tuple(base + self._free for base in self._bases), turns, self.rank, self.num_ranks, num_units, num_slots, unit_bytes)
-        self._free += size
-        return inbox
+        return self.one_shot if num_bytes <= self.one_shot_bytes else self.two_shot
+
+
+def memory_bytes(num_ranks: int, max_bytes: int = MAX_BYTES) -> int:
+    """What a rank's inboxes take: 60 MiB on two ranks, 108 on four, 204 on eight."""
+    return TURNS * max_bytes * (2 * num_ranks + 1)

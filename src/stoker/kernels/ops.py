@@ -73,21 +73,12 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     return _pick(x, norm_ref).norm(x, weight, bias, eps, kind)
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual). `residual` may be overwritten and returned."""
-    return _pick(x, norm_ref).add_norm(x, residual, weight, bias, eps, kind)
-
-
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
-    """The sum of x over the group's ranks, + `residual`, on every rank, bit for bit the same. May overwrite x."""
+    """The sum of x over the group's ranks, + `residual`, on every rank, bit for bit the same. May overwrite x.
+
+    A GPU kernel does both, for messages of a decode step.
+    """
     return _pick(x, all_reduce_ref).all_reduce(x, group, residual)
-
-
-def all_reduce_norm(
-    x: Tensor, group: Group, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str
-) -> tuple[Tensor, Tensor]:
-    """`add_norm` of the sum of x over the group's ranks. A GPU kernel does all three, for messages of a decode step."""
-    return _pick(x, all_reduce_ref).all_reduce_norm(x, group, residual, weight, bias, eps, kind)
 
 
 def check_inboxes(group: Group) -> None:

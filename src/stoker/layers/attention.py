@@ -81,10 +81,6 @@ class Attention:
         """attention(norm(x)) + residual."""
         return joined(self.out, self._mixed(x, batch, cache, norm), self.group, residual)
 
-    def partial(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None) -> Tensor:
-        """This rank's summand of attention(norm(x))."""
-        return self.out(self._mixed(x, batch, cache, norm))
-
     def _mixed(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None) -> Tensor:
         """What this rank's heads see, [T, heads × head_size]."""
         config = self.config

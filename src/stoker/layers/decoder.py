@@ -11,7 +11,6 @@ from stoker.kernels.types import PLAIN
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import AttentionConfig, ModelConfig
 from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make_layer
-from stoker.layers.linear import settled
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import num_local_kv_heads
@@ -122,7 +121,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, loader: Loader, num_positions: int, stage: Stage = ALONE) -> None:
         self.config, self.stage = config, stage
-        self.dtype, self.device, self.group = loader.dtype, loader.device, loader.group
+        self.dtype, self.device = loader.dtype, loader.device
         weights = loader.load({k: s for k, s in _outer_specs(config, stage).items() if not k.startswith("embed_norm")})
         if stage.is_first:
             self.embed = Embedding(weights["embed"], _embed_spec(config), loader)
@@ -153,10 +152,8 @@ class Decoder:
         stage = self.stage
         shape = (batch.num_tokens, self.config.hidden_size)
         x = self.begin(batch) if stage.is_first else stage.receive(shape, self.dtype, self.device)
-        part: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, part = layer.pass_on(x, part, batch, cache)
-        x = settled(x, part, self.group)
+            x = layer(x, batch, cache)
         if not stage.is_last:
             stage.send(x)
             return x.new_empty(0, self.config.vocab_size)

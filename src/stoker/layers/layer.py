@@ -10,7 +10,6 @@ from torch import Tensor
 from stoker.layers.attention import Attention
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import AttentionConfig, LayerConfig, MLAConfig, MLPConfig, MoEConfig, RopeConfig
-from stoker.layers.linear import entered, settled
 from stoker.layers.loader import Loader
 from stoker.layers.mla import MLA
 from stoker.layers.mlp import MLP
@@ -46,7 +45,6 @@ class Layer:
         attention, mlp = config.attention, config.mlp
         self.attention = MIXERS[type(attention)](attention, loader, f"{name}.attention", hidden, tables.get(attention.rope))
         self.mlp = FEED_FORWARDS[type(mlp)](mlp, loader, f"{name}.mlp", hidden)
-        self.group = loader.group
         self.residual_scale = config.residual_scale
         self.skip_scale = config.skip_scale
         for norm in self.norms(config):
@@ -66,13 +64,6 @@ class Layer:
         """The stream [T, hidden] after this layer."""
         raise TypeError("a layout runs its blocks")
 
-    def pass_on(self, x: Tensor, part: Tensor | None, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor | None]:
-        """The same among ranks, where a block's output may stay in summands until the next one reads it.
-
-        The stream is x + the sum of the ranks' `part` (None: nothing), before this layer and after it.
-        """
-        return self(settled(x, part, self.group), batch, cache), None
-
 
 class PreNorm(Layer):
     """norm → block → add, twice (GPT-2, Llama)."""
@@ -88,15 +79,6 @@ class PreNorm(Layer):
             return self.mlp(x, self.mlp_norm, x)
         x = x + self.attention(x, batch, cache, self.attention_norm) * scale
         return x + self.mlp(x, self.mlp_norm) * scale
-
-    def pass_on(self, x: Tensor, part: Tensor | None, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor | None]:
-        """Each sum over the ranks, the add and the norm after it are one kernel."""
-        if self.group.size == 1 or self.residual_scale != 1.0:
-            return super().pass_on(x, part, batch, cache)
-        x, normed, norm = entered(x, part, self.attention_norm, self.group)
-        part = self.attention.partial(normed, batch, cache, norm)
-        x, normed, norm = entered(x, part, self.mlp_norm, self.group)
-        return x, self.mlp.partial(normed, norm)
 
 
 class Sandwich(Layer):

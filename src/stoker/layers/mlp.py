@@ -41,9 +41,9 @@ class MLP:
         inner, fusion = self._inner(x, norm)
         return joined(self.down, inner, self.group, residual, fusion)
 
-    def partial(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """This rank's summand of mlp(norm(x))."""
-        return self.down(*self._inner(x, norm))
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's summand of the output."""
+        return self.down(*self._inner(x, None))
 
     def _inner(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Fusion]:
         """What `down` takes, and what it still is to do to that."""

@@ -70,11 +70,10 @@ class MoE:
 
     def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """moe(norm(x)) + residual."""
-        return ops.all_reduce(self.partial(x, norm), self.group, residual)
+        return ops.all_reduce(self._partial(x if norm is None else norm(x)), self.group, residual)
 
-    def partial(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """This rank's summand of moe(norm(x))."""
-        x = x if norm is None else norm(x)
+    def _partial(self, x: Tensor) -> Tensor:
+        """This rank's summand of the output."""
         routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
         if self._mine is not None:
             # The others' choices stay in the order: their rows are zeros here.

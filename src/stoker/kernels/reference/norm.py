@@ -13,8 +13,3 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     if kind == "rms":
         return F.rms_norm(x.to(wide), x.shape[-1:], weight, eps).to(x.dtype)
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, None if bias is None else bias.to(wide), eps).to(x.dtype)
-
-
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return norm(total, weight, bias, eps, kind), total

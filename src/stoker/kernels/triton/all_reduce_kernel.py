@@ -1,4 +1,4 @@
-"""One unit of a sum over ranks: sent, waited for, summed, and followed by the residual add and the norm. See `all_reduce`."""
+"""One unit of a sum over ranks: sent, waited for, summed, and the residual added. See `all_reduce`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def _send(bits, address, offset, cols, inside, EMPTY: tl.constexpr):
 
 
 @triton.jit
-def _empty(address, offset, cols, UNIT: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr):
+def _empty(address, offset, cols, BITS: tl.constexpr, EMPTY: tl.constexpr):
     here = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
-    tl.store(here + offset + cols, tl.full(cols.shape, EMPTY, BITS), mask=cols < UNIT)
+    tl.store(here + offset + cols, tl.full(cols.shape, EMPTY, BITS))
 
 
 @triton.jit
@@ -35,40 +35,29 @@ def _receive(address, offsets, inside, BITS: tl.constexpr, EMPTY: tl.constexpr, 
 
 
 @triton.jit
-def _sum(address, offset, cols, inside, UNIT: tl.constexpr, RANKS: tl.constexpr, GROUP: tl.constexpr,
-         DTYPE: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, patience):  # fmt: skip
-    """The ranks' parts, which lie one after another, summed in their order as float32. GROUP of them are waited for together."""
-    sources = tl.arange(0, GROUP)[:, None]
-    total = tl.zeros(cols.shape, tl.float32)
-    for first in range(0, RANKS, GROUP):
-        offsets = offset + (first + sources) * UNIT + cols[None, :]
-        bits = _receive(address, offsets, (sources >= 0) & inside[None, :], BITS, EMPTY, patience)
-        total += tl.sum(bits.to(DTYPE, bitcast=True).to(tl.float32), axis=0)
-    return total
+def _sum(address, offset, cols, inside, UNIT: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
+         EMPTY: tl.constexpr, patience):  # fmt: skip
+    """The ranks' parts, which lie one after another, waited for together and summed as float32."""
+    sources = tl.arange(0, RANKS)[:, None]
+    bits = _receive(address, offset + sources * UNIT + cols[None, :], (sources >= 0) & inside[None, :], BITS, EMPTY, patience)
+    return tl.sum(bits.to(DTYPE, bitcast=True).to(tl.float32), axis=0)
 
 
 @triton.jit(do_not_specialize=["rank", "patience"])
 def exchange_kernel(
     x,
     residual,
-    weight,
-    bias,
     out,
-    stream,
     peers,
     mine,
     turns,
     rank,
     num_values,
-    eps,
     patience,
     UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
-    GROUP: tl.constexpr,
     UNITS: tl.constexpr,
     TWO_SHOT: tl.constexpr,
-    NORM: tl.constexpr,
     BITS: tl.constexpr,
     EMPTY: tl.constexpr,
     TURNS: tl.constexpr,
@@ -76,13 +65,11 @@ def exchange_kernel(
 ):
     """One unit of UNIT values, program_id(0)'s, of a message of `num_values`. `peers`: each rank's inbox; `mine`: this one's."""
     unit = tl.program_id(0)
-    cols = tl.arange(0, BLOCK)
+    cols = tl.arange(0, UNIT)
     places = unit * UNIT + cols
-    inside = (cols < UNIT) & (places < num_values)
+    inside = places < num_values
     DTYPE: tl.constexpr = x.dtype.element_ty
     SLOTS: tl.constexpr = RANKS + (1 if TWO_SHOT else 0)
-    if weight is not None:
-        scale = tl.load(weight + cols, mask=cols < UNIT, other=0.0)  # no kernel writes it: before the wait
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
     turn = tl.load(turns + unit, volatile=True)
@@ -97,11 +84,11 @@ def exchange_kernel(
         for peer in tl.static_range(1, RANKS):
             address = tl.where(owner == peer, peers[peer], address)
         _send(bits, address, now + rank * UNIT, cols, inside, EMPTY)
-        _empty(mine, before + RANKS * UNIT, cols, UNIT, BITS, EMPTY)
+        _empty(mine, before + RANKS * UNIT, cols, BITS, EMPTY)
         if rank == owner:
             for source in range(RANKS):
-                _empty(mine, before + source * UNIT, cols, UNIT, BITS, EMPTY)
-            total = _sum(mine, now, cols, inside, UNIT, RANKS, GROUP, DTYPE, BITS, EMPTY, patience)
+                _empty(mine, before + source * UNIT, cols, BITS, EMPTY)
+            total = _sum(mine, now, cols, inside, UNIT, RANKS, DTYPE, BITS, EMPTY, patience)
             if residual is not None:
                 total += added.to(tl.float32)
             summed = total.to(DTYPE).to(BITS, bitcast=True)
@@ -112,21 +99,11 @@ def exchange_kernel(
         for peer in tl.static_range(RANKS):
             _send(bits, peers[peer], now + rank * UNIT, cols, inside, EMPTY)
         for source in range(RANKS):
-            _empty(mine, before + source * UNIT, cols, UNIT, BITS, EMPTY)
-        total = _sum(mine, now, cols, inside, UNIT, RANKS, GROUP, DTYPE, BITS, EMPTY, patience)
+            _empty(mine, before + source * UNIT, cols, BITS, EMPTY)
+        total = _sum(mine, now, cols, inside, UNIT, RANKS, DTYPE, BITS, EMPTY, patience)
         if residual is not None:
             total += added.to(tl.float32)
         stored = total.to(DTYPE)
     # After _receive, whose reduction no thread passes before all have read the turn.
     tl.store(turns + unit, (turn + 1) % TURNS)
-    tl.store(stream + places, stored, mask=inside)
-    if NORM is not None:
-        wide = tl.where(inside, stored.to(tl.float32), 0.0)
-        if NORM == "layer":
-            wide = tl.where(inside, wide - tl.sum(wide, axis=0) / UNIT, 0.0)
-        wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / UNIT + eps))
-        if weight is not None:
-            wide = wide * scale.to(tl.float32)
-        if bias is not None:
-            wide = wide + tl.load(bias + cols, mask=cols < UNIT, other=0.0).to(tl.float32)
-        tl.store(out + places, wide.to(DTYPE), mask=inside)
+    tl.store(out + places, stored, mask=inside)

@@ -1,4 +1,4 @@
-"""RMS norm and layer norm, alone or after a residual add, as one pass over each row."""
+"""RMS norm and layer norm as one pass over each row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ MAX_SIZE = 1 << 16  # a row is held in the registers of one program
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
     x,
-    residual,
     weight,
     bias,
     out,
@@ -31,20 +30,14 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """ROWS rows of SIZE features. Row r of x starts at (r // INNER) × stride_outer + (r % INNER) × stride_inner; the others are dense."""
+    """ROWS rows of SIZE features. Row r of x starts at (r // INNER) × stride_outer + (r % INNER) × stride_inner; `out` is dense."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows)[:, None] & (cols < SIZE)
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
     source = (rows // INNER * stride_outer + rows % INNER * stride_inner)[:, None] + cols
-    dense = rows[:, None] * SIZE + cols
-    stored = tl.load(x + source, mask=inside, other=0.0)
-    if residual is not None:
-        total = stored.to(tl.float32) + tl.load(residual + dense, mask=inside, other=0.0).to(tl.float32)
-        stored = total.to(x.dtype.element_ty)
-        tl.store(residual + dense, stored, mask=inside)
-    wide = stored.to(tl.float32)
+    wide = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
     if not RMS:
         mean = tl.sum(wide, axis=1) / SIZE
         wide = tl.where(inside, wide - mean[:, None], 0.0)
@@ -54,38 +47,26 @@ def norm_kernel(
         wide = wide * tl.load(weight + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
     if bias is not None:
         wide = wide + tl.load(bias + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
-    tl.store(out + dense, wide.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + rows[:, None] * SIZE + cols, wide.to(out.dtype.element_ty), mask=inside)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
     """See `ops.norm`. x [..., size]: dense, or a [T, heads, size] view (the heads of a fused projection)."""
     view = x if x.dim() == 3 and x.stride(-1) == 1 else x.contiguous().view(-1, 1, x.shape[-1])
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(view, None, weight, bias, out, eps, kind)
-    return out
-
-
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
-    """See `ops.add_norm`. The sum, rounded to the model's dtype, replaces `residual`."""
-    residual = residual.contiguous()
-    out = torch.empty_like(residual)
-    _launch(x.contiguous().view(-1, 1, x.shape[-1]), residual, weight, bias, out, eps, kind)
-    return out, residual
-
-
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, kind: str) -> None:
-    outer, inner, size = x.shape
+    outer, inner, size = view.shape
     if kind not in KINDS:
         raise ValueError(f"norm kind {kind!r} is none of {', '.join(KINDS)}")
     if size > MAX_SIZE:
         raise ValueError(f"norm over {size} features; this kernel holds a row in registers and takes at most {MAX_SIZE}")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows = outer * inner
     if num_rows == 0:
-        return
+        return out
     block = triton.next_power_of_2(size)
     rows = max(1, 2048 // block) if num_rows >= 1024 else 1
     norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, residual, weight, bias if kind == "layer" else None, out, num_rows, x.stride(0), x.stride(1), eps,
+        view, weight, bias if kind == "layer" else None, out, num_rows, view.stride(0), view.stride(1), eps,
         INNER=inner, SIZE=size, RMS=kind == "rms", ROWS=rows, BLOCK=block,
         num_warps=min(16, max(1, rows * block // 256)), **chained(x),
     )  # fmt: skip
+    return out

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.base.config import RuntimeConfig
 from stoker.distributed.group import Group
-from stoker.distributed.inbox import MEMORY_BYTES, ONE_SHOT_BYTES, Inboxes
+from stoker.distributed.inbox import ONE_SHOT_BYTES, Inboxes
 from stoker.distributed.pipeline import Stage
 from stoker.distributed.world import World, leader
 from stoker.engine.reader import Engine
@@ -53,7 +53,7 @@ class Absent(Group):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         if size in ONE_SHOT_BYTES:
-            self.inboxes = Inboxes([1 << 40] * size, MEMORY_BYTES, rank, META)
+            self.inboxes = Inboxes([1 << 40] * size, rank, META)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat([x] * self.size, dim=-1)
