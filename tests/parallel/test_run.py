@@ -15,6 +15,8 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.runtime.executor import Executor
 from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.worker.model_runner import ModelRunner
+from stoker.runtime.worker.work import products_of
 
 MAPPINGS = {
     "one": Mapping(),
@@ -69,6 +71,13 @@ def watched(executor: Executor) -> list[int]:
     return seen
 
 
+def assert_products_are_heard(executor: Executor) -> None:
+    """What a breakdown does first: on the leader alone the step would wait for the other ranks for ever."""
+    assert isinstance(executor.runner, ModelRunner)
+    layers = len(executor.runner.world.stage.layers(MODEL["num_hidden_layers"]))
+    assert [product.of_rows for product in products_of(executor.runner)] == [False] * 4 * layers + [True]
+
+
 @pytest.mark.parametrize("name", list(MAPPINGS)[1:])
 def test_the_same_tokens_as_one_rank(engines: Path, expected: list[list[int]], name: str) -> None:
     executor = load(engines / name, **TIGHT)
@@ -79,6 +88,7 @@ def test_the_same_tokens_as_one_rank(engines: Path, expected: list[list[int]], n
         assert stats.num_preemptions > 0 and stats.num_reused_tokens > 0
         stages = MAPPINGS[name].pipeline_parallel
         assert max(in_flight) == stages and in_flight.count(stages) > len(in_flight) // 2
+        assert_products_are_heard(executor)
         sampled = generate(executor, prompts()[:3], 5, temperature=1.0, seed=5, repetition_penalty=1.2)
         assert [len(tokens) for tokens in sampled] == [5, 5, 5]
     finally:

@@ -94,7 +94,8 @@ def size_of(plan: StepPlan) -> StepSize:
 def break_down(executor: Executor, num_steps: int) -> Breakdown:
     """Run `num_steps` steps of what is in the executor, twice: once to time them, once under torch's profiler.
 
-    Requests must last for twice as many steps. Raises ConfigError without a GPU, or when the steps run out.
+    On several ranks, the leader's device is looked at. Requests must last for twice as many steps. Raises ConfigError without a GPU, or
+    when the steps run out.
     """
     if executor.info.device != "cuda":
         raise ConfigError("a breakdown looks at a GPU, and this engine runs on the CPU.", cure="Leave --breakdown out.")
@@ -129,14 +130,14 @@ def break_down(executor: Executor, num_steps: int) -> Breakdown:
 
 
 def _turn(executor: Executor, runner: ModelRunner, num_steps: int) -> _Marks:
-    """Exactly `num_steps` launches, on a device that is idle before and after."""
+    """Exactly `num_steps` launches, on a device that is idle before and after. With stages, some turns launch none."""
     torch.cuda.synchronize()
     with _Marks(runner) as marks:
-        for _ in range(num_steps):
+        while len(marks.events) < num_steps:
+            if not executor.is_busy:
+                raise ConfigError(f"{len(marks.events)} steps ran where {num_steps} are looked at.", cure="Use longer answers.")
             executor.turn(0.0)
     torch.cuda.synchronize()
-    if len(marks.events) != num_steps:
-        raise ConfigError(f"{len(marks.events)} steps ran where {num_steps} are looked at.", cure="Use longer answers.")
     return marks
 
 

@@ -33,8 +33,9 @@ def of_decodes(bench: Bench, batch: int, context: int) -> dict[str, Any]:
     check_range("batch", batch, 1, bench.executor.stats.max_batch_size)
     # The first rows decode while the last ones' prompts are computed.
     bench.submit(batch, context, 2 * STEPS + SETTLING + 8 + prompt_steps(bench.executor, batch * context))
-    stats = bench.executor.stats
-    return _break_down(bench, lambda: stats.last_step_tokens == stats.last_step_rows == batch)
+    stats, scheduler = bench.executor.stats, bench.executor.scheduler
+    # With pipeline stages, a step has some of the rows.
+    return _break_down(bench, lambda: stats.last_step_prefill_tokens == 0 and scheduler.num_running == batch)
 
 
 def prompt_steps(executor: Executor, num_tokens: int) -> int:

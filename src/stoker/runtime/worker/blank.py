@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.layers.batch import ForwardBatch
-from stoker.runtime.worker.inputs import Shape, StepInputs, cut, num_places
+from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape, StepInputs, cut, num_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,20 @@ def new_step(shape: Shape, bounds: Bounds, width: int, padding_row: int, device:
         step.batch.block_positions = torch.zeros_like(step.batch.positions)
         step.batch.prefix_lens = torch.zeros_like(step.batch.seq_lens)
     return step
+
+
+def blank_packed(inputs: InputBuilder, shape: Shape, *, is_two_way: bool = False) -> Packed:
+    """A blank step of one block's prompts, as the ranks are told of it."""
+    packed = Packed(
+        torch.empty(0), shape, width=1, num_logits=shape.rows, num_sampled=shape.rows, num_decodes=0, max_query_len=shape.tokens,
+        max_seq_len=inputs.block_size, is_padded=False, sampled=[], is_two_way=is_two_way,
+    )  # fmt: skip
+    packed.host = inputs.buffer(packed.num_places)
+    packed.host.zero_()
+    _, _, slots, _, _, _, rows, *_ = cut(packed.host, packed.sizes)
+    slots.fill_(-1)
+    rows.fill_(inputs.num_rows)
+    return packed
 
 
 def _sizes(shape: Shape) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from stoker.runtime.sampling.prompt import PromptLogprobs, PromptScores, pieces
 from stoker.runtime.sampling.sampler import Sampler
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.transfer import fetch
-from stoker.runtime.worker.blank import Bounds, new_step
+from stoker.runtime.worker.blank import Bounds, blank_packed, new_step
 from stoker.runtime.worker.graphs import Graphs
 from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape
 
@@ -176,8 +176,19 @@ class ModelRunner:
         self._remember(inputs.rows, torch.zeros_like(inputs.rows))
 
     @torch.inference_mode()
+    def run_blank(self, shape: Shape) -> None:
+        """A step of padding without a graph or a sampler, between others: the leader tells the other ranks of it, too."""
+        packed = blank_packed(self.inputs, shape, is_two_way=self.model.config.prefix is not None)
+        if self.tell is not None:
+            self.tell.step(packed, True)
+        self.follow(packed, True)
+
+    @torch.inference_mode()
     def rehearse(self, shape: Shape, bounds: Bounds) -> None:
-        """A step of padding without a graph, with all that its rows may ask of the sampler: for what it launches and allocates."""
+        """A step of padding without a graph, with all that its rows may ask of the sampler: for what it launches and allocates.
+
+        Every rank runs it at the same time: it is not for a leader whose ranks already follow.
+        """
         width = -(-self.max_seq_len // self.inputs.block_size)
         step = new_step(shape, bounds, width, self.inputs.num_rows, self.device, is_two_way=self.model.config.prefix is not None)
         logits = self._logits(step.batch)

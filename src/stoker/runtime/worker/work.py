@@ -16,7 +16,6 @@ from stoker.kernels import ops
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Weight
 from stoker.layers.config import AttentionConfig, ModelConfig
 from stoker.layers.decoder import kv_width
-from stoker.runtime.worker.blank import Bounds
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.model_runner import ModelRunner
 
@@ -84,11 +83,10 @@ class Product:
         return Work(self.weight_bytes * read + rows * self.row_bytes, 2.0 * rows * self.params, self.operand)
 
 
-@torch.inference_mode()
 def products_of(runner: ModelRunner) -> list[Product]:
-    """The products of a step of `runner`'s model, in their order."""
+    """The products of a step of `runner`'s model on its rank, in their order. Every rank runs the step that is listened to."""
     with _listening() as heard:
-        runner.rehearse(Shape(_TOKENS, _ROWS, is_decode=False), Bounds(0, _TOKENS, runner.max_seq_len))
+        runner.run_blank(Shape(_TOKENS, _ROWS, is_decode=False))
     return heard
 
 
