@@ -23,6 +23,7 @@ from stoker.distributed.world import World, leader
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton.ahead import Job, collecting
+from stoker.kernels.triton.all_reduce import sums_arrive
 from stoker.layers.decoder import Decoder, layer_specs
 from stoker.layers.loader import Loader
 from stoker.layers.specs import LinearSpec
@@ -78,9 +79,9 @@ def kernels_of(engine: Engine, capability: int, config: RuntimeConfig = RuntimeC
     ops.use_launchers()
     mapping = engine.config.mapping
     with torch.inference_mode(), collecting(capability) as jobs:
-        # A stage's first rank has whatever its others have; of experts, each has as many.
-        for stage in range(mapping.pipeline_parallel):
-            _rehearse(_runner(engine, config, stage * mapping.tensor_parallel))
+        # A stage's first rank has the biases of summed linears, and those after it are alike: of experts, too, each has as many.
+        for stage, index in itertools.product(range(mapping.pipeline_parallel), range(min(mapping.tensor_parallel, 2))):
+            _rehearse(_runner(engine, config, stage * mapping.tensor_parallel + index))
     return jobs
 
 
@@ -116,6 +117,9 @@ def _kind(engine: Engine, layer: int) -> tuple[Any, ...]:
 
 
 def _rehearse(runner: ModelRunner) -> None:
+    """All that a rank launches, from the check of its inboxes on."""
+    if (inboxes := runner.world.tensor.inboxes) is not None:
+        sums_arrive(inboxes, META, 0)
     if runner.graphs is not None:
         for shape, all_greedy in itertools.product(_captured(runner.graphs), (True, False)):
             runner.graphs.rehearse(shape, all_greedy)

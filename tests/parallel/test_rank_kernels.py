@@ -1,0 +1,65 @@
+"""Kernels compiled ahead for an engine of several ranks: every rank finds what it launches, the check of its inboxes included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from stoker.base.config import Limits, Mapping
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+
+# Biases of summed linears are on one rank: the others launch kernels without.
+MODEL = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new", "bos_token_id": 0, "eos_token_id": 1,
+    "layer_norm_epsilon": 1e-5, "n_ctx": 64, "n_embd": 256, "n_head": 4, "n_layer": 1, "n_positions": 64, "vocab_size": 128,
+}  # fmt: skip
+
+# The launches of each rank by itself, and those that the build lists, by their folders in Triton's cache.
+LISTS = """
+import json, sys
+import torch
+from stoker.base.config import RuntimeConfig
+from stoker.engine.reader import Engine
+from stoker.kernels import ops
+from stoker.kernels.triton.ahead import collecting
+from stoker.kernels.triton.all_reduce import sums_arrive
+from stoker.runtime.worker import rehearse
+engine = Engine.open(sys.argv[1])
+listed = rehearse.kernels_of(engine, 90)
+launched = {}
+for rank in range(engine.world_size):
+    with torch.inference_mode(), collecting(90) as jobs:
+        runner = rehearse._runner(engine, RuntimeConfig(), rank)
+        rehearse._rehearse(runner)
+    with collecting(90) as checked:
+        if (inboxes := runner.world.tensor.inboxes) is not None:
+            sums_arrive(inboxes, rehearse.META, 0)
+    launched[rank] = {folder: job.name for folder, job in (jobs | checked).items()}
+json.dump([list(listed), launched], sys.stdout)
+"""
+
+
+def test_every_rank_finds_its_kernels(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    limits = Limits(max_batch_size=1, max_input_len=48, max_output_len=16, max_num_tokens=48)
+    config = BuildConfig(
+        device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=limits,
+        mapping=Mapping(tensor_parallel=4),
+    )  # fmt: skip
+    build(tmp_path, tmp_path / "engine", config, verify="none")
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run = subprocess.run(
+        [sys.executable, "-c", LISTS, str(tmp_path / "engine")], env=variables, capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    listed, launched = json.loads(run.stdout)
+    assert len(launched) == 4
+    missing = {rank: sorted(name for folder, name in jobs.items() if folder not in listed) for rank, jobs in launched.items()}
+    assert not any(missing.values()), missing
+    assert len(set(launched["1"]) - set(launched["0"])) > 3, "ranks without biases have kernels of their own"
+    assert all(list(jobs.values()).count("exchange_kernel") > 2 for jobs in launched.values())
