@@ -1,254 +1,176 @@
 """What several GPUs of one host give, within a bounded time: the all-reduce's sweep, then engines by tensor-parallel width.
 
-    PYTHONPATH=src python benchmarks/parallel.py --out results --seconds 150
+    PYTHONPATH=src python benchmarks/parallel.py --out results --seconds 200
 
-Steps that fit side by side run at once, on GPUs of their own. Each result is a line of results/parallel.jsonl as soon as it is there, so
-what a cut leaves is whole; each step's output is in a log of its own. A step that would not end in time is not begun, or is ended.
+One process builds the engines, kernels included, in the order in which they are wanted. Steps begin in their order, each as soon as its
+engine and neighbouring GPUs are there. Each result is a line of results/parallel.jsonl as soon as it is there, so what a cut leaves is
+whole; each step's output is in a log of its own. A step that would not end in time is not begun, or is ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
-STEPS = 128  # decode steps whose median counts
+POLL_S = 0.1
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What is built: a folder of benchmarks/models, its format and the number of ranks."""
+
+    model: str
+    gpus: int
+    quantization: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.quantization or 'bf16'}-tp{self.gpus}"
+
+
+@dataclass(slots=True)
 class Step:
-    """One process: an engine measured on `gpus` neighbouring GPUs, or the sweep."""
+    """One process on neighbouring GPUs: an engine that is measured, or the sweep."""
 
     name: str
     gpus: int
     seconds: float  # at most
     needs: float  # seconds without which it is not begun
     command: list[str] = field(default_factory=list)
+    engine: Engine | None = None
 
 
-def engine(name: str, gpus: int, seconds: float, needs: float, model: str, *more: str) -> Step:
-    command = [str(Path(__file__)), "--engine", f"{HERE}/models/{model}", "--tensor-parallel", str(gpus), "--name", name, *more]
-    return Step(name, gpus, seconds, needs, command)
+def measured(name: str, engine: Engine, seconds: float, *more: str) -> Step:
+    """A step of parallel_engine.py."""
+    return Step(name, engine.gpus, seconds, 25.0, [str(HERE / "parallel_engine.py"), "--name", name, *more], engine)
 
 
-def plan(gpus: int) -> list[list[Step]]:
-    """Rounds of steps that run side by side. A machine with fewer GPUs leaves out what does not fit."""
+def plan(gpus: int) -> list[Step]:
+    """The steps that fit on so many GPUs, what is wanted most first."""
     widths = ",".join(str(n) for n in (8, 4, 2) if n <= gpus)
-    fp8 = ("--quantize", "FP8_KV")
-    rounds = [
-        [Step("all-reduce", gpus, 50, 15, [str(HERE / "allreduce.py"), "--ranks", widths])],
-        [
-            engine("70b fp8 tp2", 2, 60, 30, "llama-3.1-70b", *fp8, "--latency", "1x1000", "--max-batch", "8"),
-            engine("70b fp8 tp1", 1, 60, 30, "llama-3.1-70b", *fp8, "--latency", "1x1000", "--max-batch", "8"),
-            engine("8b bf16 tp1", 1, 60, 30, "llama-3.1-8b", "--latency", "1x1000,64x1000", "--max-batch", "64"),
-        ],
-        [
-            engine("70b fp8 tp4", 4, 60, 25, "llama-3.1-70b", *fp8, "--latency", "1x1000,64x1000", "--max-batch", "64"),
-        ],
-        [engine("8b bf16 tp4", 4, 40, 15, "llama-3.1-8b", "--latency", "1x1000,64x1000", "--max-batch", "64")],
-        [engine("70b fp8 tp8", 8, 60, 25, "llama-3.1-70b", *fp8, "--latency", "1x1000,64x1000", "--max-batch", "64")],
-        [engine("70b fp8 load", gpus, 300, 70, "llama-3.1-70b", *fp8, "--throughput", "1000/1000:768", "--max-batch", "768")],
-        [
-            engine("8b bf16 tp2", 2, 45, 20, "llama-3.1-8b", "--latency", "1x1000,64x1000", "--max-batch", "64"),
-            engine("8b bf16 tp2, nccl alone", 2, 45, 20, "llama-3.1-8b", "--latency", "1x1000,64x1000", "--max-batch", "64", "--nccl"),
-        ],
+    small, large = "llama-3.1-8b", "llama-3.1-70b"
+    both = ("--latency", "1x1000,64x1000")
+    steps = [
+        Step("all-reduce", gpus, 50, 15, [str(HERE / "allreduce.py"), "--ranks", widths]),
+        measured("8b bf16 tp4", Engine(small, 4), 45, *both, "--breakdown", "1x1000"),
+        measured("8b bf16 tp2", Engine(small, 2), 45, *both),
+        measured("8b bf16 tp2, nccl alone", Engine(small, 2), 45, *both, "--nccl"),
+        measured("70b fp8 tp8", Engine(large, 8, "FP8_KV"), 120, *both, "--throughput", "1000/1000:768", "--max-batch", "768"),
+        measured("70b fp8 tp4", Engine(large, 4, "FP8_KV"), 60, *both, "--breakdown", "1x1000"),
+        measured("70b fp8 tp2", Engine(large, 2, "FP8_KV"), 150, *both, "--throughput", "1000/1000:256", "--max-batch", "256"),
+        measured("70b fp8 tp1", Engine(large, 1, "FP8_KV"), 70, *both),
+        measured("70b fp8 tp2, load", Engine(large, 2, "FP8_KV"), 150, "--throughput", "128/2048:256", "--max-batch", "256"),
+        measured("mixtral fp8 tp2, load", Engine("mixtral-8x7b", 2, "FP8_KV"), 150, "--throughput", "1000/1000:384", "--max-batch", "384"),
     ]
-    return [[step for step in steps if step.gpus <= gpus] for steps in rounds]
+    return [step for step in steps if step.gpus <= gpus and (step.engine is not None or gpus > 1)]
 
 
-def run_rounds(rounds: list[list[Step]], gpus: int, out: Path, ends: float) -> None:
-    for steps in rounds:
-        running, first = [], 0
-        for step in steps:
-            left = ends - time.monotonic()
-            if left < step.needs or first + step.gpus > gpus:
-                print(f"{step.name}: left out, {left:.0f} s are left", flush=True)
+class Runner:
+    """Begins steps in their order, and ends those whose time is over."""
+
+    def __init__(self, gpus: int, out: Path, engines: Path, ends: float) -> None:
+        self.out, self.engines, self.ends = out, engines, ends
+        self.free = set(range(gpus))
+        self.running: list[tuple[Step, range, subprocess.Popen[bytes], float]] = []
+
+    def run(self, steps: list[Step]) -> None:
+        waiting = deque(steps)
+        builder = self._build(steps)
+        while waiting or self.running:
+            self._reap()
+            if waiting and self._is_settled(waiting[0], builder):
+                waiting.popleft()
+            else:
+                time.sleep(POLL_S)
+        end(builder)
+
+    def _is_settled(self, step: Step, builder: subprocess.Popen[bytes]) -> bool:
+        """Whether `step` has begun, or never will."""
+        left = self.ends - time.monotonic()
+        no_more = builder.poll() is not None
+        built = step.engine is None or (self._folder(step.engine) / "config.json").exists()
+        if left < step.needs or (no_more and not built):
+            print(f"{step.name}: left out, {f'{left:.0f} s are left' if built else 'its engine was not built; see build.log'}", flush=True)
+            return True
+        place = next((place for place in self._places(step.gpus) if self.free.issuperset(place)), None)
+        if not built or place is None:
+            return False
+        self.free -= set(place)
+        self.running.append((step, place, self._begin(step, place), time.monotonic() + min(step.seconds, left)))
+        return True
+
+    def _places(self, gpus: int) -> list[range]:
+        count = len(self.free) + sum(len(place) for _, place, _, _ in self.running)
+        return [range(first, first + gpus) for first in range(0, count - gpus + 1, gpus)]
+
+    def _reap(self) -> None:
+        for entry in list(self.running):
+            step, place, process, deadline = entry
+            code = process.poll()
+            if code is None and time.monotonic() < deadline:
                 continue
-            devices = ",".join(str(first + i) for i in range(step.gpus))
-            first += step.gpus
-            running.append((step, devices, begin(step, devices, out), time.monotonic() + min(step.seconds, left)))
-        for step, devices, process, deadline in running:
-            try:
-                code = process.wait(max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                code = -1
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            print(f"{step.name} on {devices}: {'ended' if code == 0 else f'cut or failed ({code}); see its log'}", flush=True)
+            end(process)
+            self.running.remove(entry)
+            self.free |= set(place)
+            how = "ended" if code == 0 else f"cut or failed ({code}); see its log"
+            print(f"{step.name} on {','.join(map(str, place))}: {how}", flush=True)
+
+    def _begin(self, step: Step, place: range) -> subprocess.Popen[bytes]:
+        command = [*step.command, "--json", str(self.out / "parallel.jsonl")]
+        if step.engine is not None:
+            command += ["--engine", str(self._folder(step.engine))]
+        return start(command, self.out / f"{step.name.replace(' ', '_').replace(',', '')}.log", place)
+
+    def _build(self, steps: list[Step]) -> subprocess.Popen[bytes]:
+        """A process that builds every engine once."""
+        engines = dict.fromkeys(step.engine for step in steps if step.engine is not None)
+        wanted = [f"{e.model}:{e.gpus}:{e.quantization or ''}:{self._folder(e)}" for e in engines]
+        return start([str(HERE / "parallel_engine.py"), "--build", *wanted], self.out / "build.log", range(1))
+
+    def _folder(self, engine: Engine) -> Path:
+        return self.engines / engine.name
 
 
-def begin(step: Step, devices: str, out: Path) -> subprocess.Popen[bytes]:
-    log = (out / f"{step.name.replace(' ', '_').replace(',', '')}.log").open("wb")
-    command = [sys.executable, *step.command, "--json", str(out / "parallel.jsonl")]
-    return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"CUDA_VISIBLE_DEVICES": devices}, start_new_session=True)
+def start(command: list[str], log: Path, gpus: range) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    with log.open("wb") as file:
+        return subprocess.Popen([sys.executable, *command], stdout=file, stderr=file, env=environment, start_new_session=True)
 
 
-class Watched:
-    """How busy each visible GPU was while the block ran: the share of time in which a kernel ran, by the driver's count."""
-
-    def __enter__(self) -> Watched:
-        self.seen: dict[str, list[int]] = defaultdict(list)
-        ids = os.environ.get("CUDA_VISIBLE_DEVICES")
-        command = [
-            "nvidia-smi",
-            "--query-gpu=index,utilization.gpu",
-            "--format=csv,noheader,nounits",
-            "-lms",
-            "100",
-            *(["-i", ids] if ids else []),
-        ]
-        try:
-            self.process: subprocess.Popen[str] | None = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            threading.Thread(target=self._read, daemon=True).start()
-        except OSError:
-            self.process = None
-        return self
-
-    def _read(self) -> None:
-        assert self.process is not None and self.process.stdout is not None
-        for line in self.process.stdout:
-            index, _, share = line.partition(",")
-            if share.strip().isdigit():
-                self.seen[index.strip()].append(int(share))
-
-    def __exit__(self, *exc: object) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The mean by GPU, without the ends."""
-        return {index: round(statistics.mean(seen[2:-1]) / 100, 3) for index, seen in self.seen.items() if len(seen) > 4}
-
-
-def measure(args: argparse.Namespace) -> None:
-    """Build the engine without weights, load it, and add lines to the results file."""
-    started = time.monotonic()
-    from stoker.base import logging
-    from stoker.base.config import Limits, Mapping, RuntimeConfig
-    from stoker.builder.build import build
-    from stoker.builder.config import BuildConfig
-    from stoker.cli.bench.report import origin
-    from stoker.runtime.bulk import BulkMailbox
-    from stoker.runtime.load import load_executor
-    from stoker.runtime.measure import random_requests, run
-
-    logging.configure("INFO")
-    about = {"what": args.name, **origin(device="cuda"), "tensor_parallel": args.tensor_parallel}
-
-    def tell(row: dict[str, Any]) -> None:
-        line = json.dumps(about | row | {"after_s": round(time.monotonic() - started, 1)}, ensure_ascii=False)
-        print(line, flush=True)
-        with Path(args.json).open("a") as file:
-            file.write(line + "\n")
-
-    limits = Limits(max_batch_size=args.max_batch, max_input_len=2048, max_output_len=2048, max_num_tokens=8192)
-    config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize,
-                         mapping=Mapping(tensor_parallel=args.tensor_parallel))  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        build(args.engine, folder + "/engine", config, verify="none")
-        settings = RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20, custom_all_reduce=not args.nccl)
-        executor = load_executor(folder + "/engine", settings, BulkMailbox)
-        tell({"ready_s": round(time.monotonic() - started, 1)})
-        vocab = executor.info.vocab_size
-        for batch, context in pairs(args.latency, "x"):
-            run(executor, random_requests(batch, context, 4, vocab, seed=1), 4)  # shapes seen once: nothing is compiled below
-            with Watched() as watched:
-                turns = run(executor, random_requests(batch, context, STEPS + 16, vocab, seed=2), STEPS + 16).turns_s[-STEPS:-2]
-            tell({"batch": batch, "context": context, "step_ms": statistics.median(turns) * 1e3, "max_step_ms": max(turns) * 1e3,
-                  "busy": watched.shares})  # fmt: skip
-            tell({"batch": batch, "context": context, "leader": shares(executor, batch, context)})
-        for lengths in filter(None, args.throughput.split(",")):
-            shape, _, count = lengths.partition(":")
-            isl, osl = map(int, shape.split("/"))
-            stop = threading.Event()
-            threading.Thread(target=progress, args=(executor, tell, stop), daemon=True).start()
-            with Watched() as watched:
-                result = run(executor, random_requests(int(count), isl, osl, vocab, seed=40), osl)
-            stop.set()
-            tell({"isl": isl, "osl": osl, "requests": int(count), "output_tokens_per_s": result.output_tokens_per_s,
-                  "total_s": result.total_s, "busy": watched.shares})  # fmt: skip
-        executor.close()
-
-
-def shares(executor: Any, batch: int, context: int) -> dict[str, Any]:
-    """Where the leader's device spends its decode steps; a row a kernel, the longest first."""
-    import msgspec
-
-    from stoker.base.errors import StokerError
-    from stoker.runtime.breakdown import break_down
-    from stoker.runtime.measure import random_requests
-
-    executor.mailbox.submit(random_requests(batch, context, 96, executor.info.vocab_size, seed=3))
-    try:
-        executor.turn(0.0)
-        while executor.stats.last_step_tokens != batch:
-            executor.turn(0.0)
-        for _ in range(6):
-            executor.turn(0.0)
-        found = msgspec.to_builtins(break_down(executor, 16))
-        found["kernels"] = found["kernels"][:12]
-    except (StokerError, RuntimeError, AttributeError) as error:  # a profiler that does not work here is no reason to end
-        found = {"error": str(error)}
-    while executor.is_busy:
-        executor.turn(0.0)
-    executor.mailbox.take()
-    return found
-
-
-def progress(executor: Any, tell: Any, stop: threading.Event) -> None:
-    """Tokens so far, every five seconds: what a cut leaves."""
-    started, before = time.monotonic(), executor.stats.num_decode_tokens
-    while not stop.wait(5.0):
-        tell({"tokens": executor.stats.num_decode_tokens - before, "seconds": round(time.monotonic() - started, 2)})
-
-
-def pairs(text: str, sign: str) -> Iterator[tuple[int, int]]:
-    for item in filter(None, text.split(",")):
-        first, second = item.split(sign)
-        yield int(first), int(second)
+def end(process: subprocess.Popen[bytes]) -> None:
+    """With what it started: followers end with their leader."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="parallel-results")
-    parser.add_argument("--seconds", type=float, default=150.0, help="in all")
+    parser.add_argument("--seconds", type=float, default=200.0, help="in all")
     parser.add_argument("--gpus", type=int, default=0, help="0: all that are here")
-    one = parser.add_argument_group("one engine")
-    one.add_argument("--engine", help="a folder with a config.json")
-    one.add_argument("--name", default="")
-    one.add_argument("--tensor-parallel", type=int, default=1)
-    one.add_argument("--quantize")
-    one.add_argument("--latency", default="")
-    one.add_argument("--throughput", default="")
-    one.add_argument("--max-batch", type=int, default=64)
-    one.add_argument("--nccl", action="store_true", help="without peers' memory")
-    one.add_argument("--json", default="parallel.jsonl")
     args = parser.parse_args()
-    if args.engine:
-        measure(args)
-        return
     ends = time.monotonic() + args.seconds
+    gpus, out = args.gpus or _num_gpus(), Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as engines:
+        Runner(gpus, out, Path(engines), ends).run(plan(gpus))
+
+
+def _num_gpus() -> int:
     import torch
 
-    gpus, out = args.gpus or torch.cuda.device_count(), Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    run_rounds(plan(gpus), gpus, out, ends)
+    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,212 @@
+"""One engine of several ranks, measured: decode steps, a run at maximum load, and where the leader's time goes. `parallel.py` runs it.
+
+PYTHONPATH=src python benchmarks/parallel_engine.py --build llama-3.1-8b:2::engine
+PYTHONPATH=src python benchmarks/parallel_engine.py --engine engine --latency 1x1000,64x1000 --json results.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stoker.base import logging
+from stoker.base.config import Limits, Mapping, RuntimeConfig
+from stoker.base.errors import StokerError
+from stoker.cli.bench.breakdown import of_decodes
+from stoker.cli.bench.load import Bench
+from stoker.cli.bench.report import origin
+
+HERE = Path(__file__).parent
+STEPS = 128  # decode steps whose median counts
+LEAST_S = 2.5  # of decode steps, for a share that the driver counts over a sixth of a second or more
+SETTLING = 8
+BREAKDOWN_S = 45  # at most; what hangs ends the process
+OUTPUT_LEN = 2048
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+class Watched:
+    """How busy each visible GPU is: the share of time in which a kernel ran, by the driver's count."""
+
+    def __enter__(self) -> Watched:
+        """Returns once the driver counts."""
+        self.seen: dict[str, list[int]] = defaultdict(list)
+        self._counts = threading.Event()
+        ids = os.environ.get("CUDA_VISIBLE_DEVICES")
+        command = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
+        try:
+            self.process: subprocess.Popen[str] | None = subprocess.Popen(
+                [*command, *(["-i", ids] if ids else [])], stdout=subprocess.PIPE, text=True
+            )
+            threading.Thread(target=self._read, daemon=True).start()
+            self._counts.wait(5.0)
+        except OSError:
+            self.process = None
+        return self
+
+    def _read(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        for line in self.process.stdout:
+            self._counts.set()
+            index, _, share = line.partition(",")
+            if share.strip().isdigit():
+                self.seen[index.strip()].append(int(share))
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The mean by GPU, without the ends."""
+        return {index: round(statistics.mean(seen[3:-1]) / 100, 3) for index, seen in self.seen.items() if len(seen) > 5}
+
+
+def latency(bench: Bench, batch: int, context: int) -> dict[str, Any]:
+    """The median decode step after `context` tokens of each row, and how busy the GPUs are over LEAST_S of them."""
+    executor = bench.executor
+    bench.submit(batch, context, OUTPUT_LEN)
+    executor.turn(0.0)
+    while executor.stats.last_step_prefill_tokens or executor.scheduler.num_running < batch:
+        executor.turn(0.0)
+    for _ in range(SETTLING):
+        executor.turn(0.0)
+    with Watched() as watched:
+        turns = list(timed_turns(bench, batch))
+    bench.finish()
+    first = turns[:STEPS]
+    return {"batch": batch, "context": context, "step_ms": statistics.median(first) * 1e3, "max_step_ms": max(first) * 1e3,
+            "steps": len(turns), "busy": watched.shares}  # fmt: skip
+
+
+def timed_turns(bench: Bench, batch: int) -> Iterator[float]:
+    """Seconds of each step, until there are enough or the first row ends."""
+    executor, begin = bench.executor, time.perf_counter()
+    last, count = begin, 0
+    while (count < STEPS or last - begin < LEAST_S) and executor.scheduler.num_running == batch:
+        executor.turn(0.0)
+        bench.executor.mailbox.take()  # type: ignore[attr-defined]
+        now = time.perf_counter()
+        yield now - last
+        last, count = now, count + 1
+
+
+def throughput(bench: Bench, count: int, isl: int, osl: int, tell: Tell) -> dict[str, Any]:
+    """Output tokens a second of `count` requests at once; the tokens so far are told meanwhile."""
+    stop = threading.Event()
+    threading.Thread(target=progress, args=(bench.executor.stats, tell, stop), daemon=True).start()
+    with Watched() as watched:
+        result = bench.run(count, isl, osl)
+    stop.set()
+    return {"isl": isl, "osl": osl, "requests": count, "output_tokens_per_s": result.output_tokens_per_s, "total_s": result.total_s,
+            "busy": watched.shares}  # fmt: skip
+
+
+def progress(stats: Any, tell: Tell, stop: threading.Event) -> None:
+    """What a cut leaves: output and prompt tokens so far, the rows of a step, and the output tokens a second since the line before."""
+    started = last = time.monotonic()
+    before, prompts = stats.num_decode_tokens, stats.num_prefill_tokens
+    told = before
+    while not stop.wait(2.5):
+        now, tokens = time.monotonic(), stats.num_decode_tokens
+        tell({"tokens": tokens - before, "prompt_tokens": stats.num_prefill_tokens - prompts, "seconds": round(now - started, 2),
+              "rows": stats.last_step_rows, "tokens_per_s": round((tokens - told) / (now - last))})  # fmt: skip
+        last, told = now, tokens
+
+
+def breakdown(bench: Bench, batch: int, context: int) -> dict[str, Any]:
+    """Where the leader's device spends its decode steps; a row a kernel, the longest first."""
+    signal.alarm(BREAKDOWN_S)
+    try:
+        found = of_decodes(bench, batch, context)
+        found["kernels"] = found["kernels"][:16]
+    except (StokerError, RuntimeError) as error:  # a profiler that does not work here is no reason to end
+        found = {"error": str(error)}
+    signal.alarm(0)
+    return {"batch": batch, "context": context, "leader": found}
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Every latency, then every load, then breakdowns: a failure loses nothing that was measured."""
+    started = time.monotonic()
+    bench = Bench(Path(args.engine), RuntimeConfig(prefix_reuse=False, custom_all_reduce=not args.nccl, max_batch_size=args.max_batch))
+    about = {"what": args.name, **origin(Path(args.engine), bench.executor.info.device)}
+
+    def tell(row: dict[str, Any]) -> None:
+        line = json.dumps(about | row | {"after_s": round(time.monotonic() - started, 1)}, ensure_ascii=False)
+        print(line, flush=True)
+        with Path(args.json).open("a") as file:
+            file.write(line + "\n")
+
+    tell({"ready_s": round(time.monotonic() - started, 1), **bench.kernels})
+    for batch, context in pairs(args.latency):
+        tell(latency(bench, batch, context))
+    for lengths in filter(None, args.throughput.split(",")):
+        shape, _, count = lengths.partition(":")
+        isl, osl = map(int, shape.split("/"))
+        tell(throughput(bench, int(count), isl, osl, tell))
+    for batch, context in pairs(args.breakdown):
+        tell(breakdown(bench, batch, context))
+    bench.executor.close()
+
+
+def pairs(text: str) -> Iterator[tuple[int, int]]:
+    for item in filter(None, text.split(",")):
+        first, second = item.split("x")
+        yield int(first), int(second)
+
+
+def build_all(wanted: list[str], device: str) -> None:
+    """Engines without weights, kernels compiled ahead on half of the cores: the other half is for what is being measured."""
+    from stoker.builder.build import build
+    from stoker.builder.config import BuildConfig
+    from stoker.runtime.ahead import compile_ahead
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[len(cores) // 2 :])
+    limits = Limits(max_batch_size=768, max_input_len=2048, max_output_len=OUTPUT_LEN, max_num_tokens=8192)
+    for item in wanted:
+        model, ranks, quantization, out = item.split(":", 3)
+        began = time.monotonic()
+        config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=limits, device=device, quantization=quantization or None,
+                             mapping=Mapping(tensor_parallel=int(ranks)))  # fmt: skip
+        build(HERE / "models" / model, Path(out), config, verify="none", kernels=compile_ahead)
+        print(f"{out}: built in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--build", nargs="+", metavar="MODEL:RANKS:QUANTIZATION:OUT", help="only build; a model is a folder of benchmarks/models"
+    )
+    parser.add_argument("--device", default="cuda", help="of --build")
+    parser.add_argument("--engine", help="what is measured")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--latency", default="", help="BATCHxCONTEXT,...")
+    parser.add_argument("--throughput", default="", help="INPUT/OUTPUT:REQUESTS,...")
+    parser.add_argument("--breakdown", default="", help="BATCHxCONTEXT,...")
+    parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--nccl", action="store_true", help="without peers' memory")
+    parser.add_argument("--json", default="parallel.jsonl")
+    args = parser.parse_args()
+    logging.configure("INFO")
+    if args.build:
+        build_all(args.build, args.device)
+    else:
+        measure(args)
+
+
+if __name__ == "__main__":
+    main()
