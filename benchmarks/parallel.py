@@ -168,9 +168,9 @@ def main() -> None:
 
 
 def _num_gpus() -> int:
-    import torch
+    from torch import cuda
 
-    return torch.cuda.device_count()
+    return cuda.device_count()
 
 
 if __name__ == "__main__":
