@@ -101,8 +101,8 @@ def rank_main(process: int, port: int, folder: str, jobs: list[Job]) -> None:
 
 def run_jobs(jobs: list[Job], size: int, folder: Path, timeout_s: float = 100.0) -> dict[str, Any]:
     """The leaders' results by job."""
-    context = multiprocessing.get_context("forkserver")  # the ranks share one import of torch
-    context.set_forkserver_preload(["ranked"])
+    context = multiprocessing.get_context("forkserver")  # the ranks share one import of torch and of what is installed
+    context.set_forkserver_preload(["torch.distributed", "stoker.engine.reader", "stoker.layers.decoder", "stoker.runtime.worker.memory"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [context.Process(target=rank_main, args=(i, store.port, str(folder), jobs), daemon=True) for i in range(size)]
     for process in processes:

@@ -31,8 +31,10 @@ GROUPS = {"WEIGHTS_ONLY_INT4": 16, "WEIGHTS_KV_INT4": 16, "AWQ": 16, "GPTQ": 16}
 CHOSEN = {**{name: ("Llama", DENSE, name) for name in RECIPES if name != "NO_QUANT"}}
 CHOSEN |= {f"experts {name}": ("Qwen3Moe", EXPERTS, name) for name in ("WEIGHTS_ONLY_INT4", "FP8")}
 # Formats that round activations by a token's largest magnitude: a rank knows its own part of the token, so its steps are finer than one
-# rank's. How far logits may then be apart, root mean square in standard deviations; int8 weights round activations to 16 bits on a CPU.
-ROUNDED = {"WEIGHTS_ONLY_INT8": 1e-3, "WEIGHTS_KV_INT8": 1e-2, "SMOOTH_QUANT": 0.08, "FP8": 0.15, "FP8_KV": 0.15, "experts FP8": 0.2}
+# rank's. How far logits may then be apart, root mean square in standard deviations; int8 weights round activations to 16 bits on a CPU. A
+# block of FP8_BLOCK is on one rank, but what a sum in another order rounds to may be the next code.
+ROUNDED = {"WEIGHTS_ONLY_INT8": 1e-3, "WEIGHTS_KV_INT8": 1e-2, "SMOOTH_QUANT": 0.08, "FP8": 0.15, "FP8_KV": 0.15, "experts FP8": 0.2,
+           "FP8_BLOCK": 0.02}  # fmt: skip
 EXACT = 3e-5  # sums are in another order
 
 

@@ -21,15 +21,13 @@ from stoker.layers.config import MoEConfig
 NUM_NEW = 4
 TOLERANCE = 2e-4  # of a logit: sums over ranks are in another order
 ONE = Mapping()
-# (name, mapping, the process that is its rank 0). Two ranks of two stages are cut as two ranks and as two stages are.
+# (name, mapping, the process that is its rank 0). Two ranks of two stages are cut as two ranks and as two stages are, which test_run.py
+# runs alone.
 WORLDS = (
     ("one", ONE, 0),
     ("tp4", Mapping(tensor_parallel=4), 0),
     ("tp2pp2", Mapping(tensor_parallel=2, pipeline_parallel=2), 0),
 )
-# Alone, too, for some rows; four processes run two small worlds at a time.
-SMALL_WORLDS = (("tp2", Mapping(tensor_parallel=2), 0), ("pp2", Mapping(pipeline_parallel=2), 2))
-SMALL_ROWS = ("LlamaForCausalLM", "MixtralForCausalLM", "DeepseekV2ForCausalLM", "FalconForCausalLM", "ChatGLM1Model")
 EXPERTS = ("ep4", Mapping(tensor_parallel=4, expert_parallel=True), 0)
 
 
@@ -64,7 +62,7 @@ def jobs_of(name: str, reference: Reference, folder: Path, tokenizer: Path) -> l
     reference.save(folder / "hf")
     limits = Limits(max_input_len=reference.positions // 2, max_output_len=reference.positions // 2, max_num_tokens=512, max_batch_size=8)
     jobs = []
-    worlds = [*WORLDS, *(SMALL_WORLDS if name.split("-")[0] in SMALL_ROWS else ())]
+    worlds = list(WORLDS)
     for world, mapping, first in worlds:
         config = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=limits, mapping=mapping)
         engine = build(folder / "hf", folder / world, config, verify="none")
