@@ -177,7 +177,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_blank(self, shape: Shape) -> None:
-        """A step of padding without a graph or a sampler, between others: the leader tells the other ranks of it, too."""
+        """A step of padding without a graph or a sampler, between others: the leader tells the other ranks of it, too.
+
+        On a CPU with stages, where a step begins when it is waited for, none may be on its way.
+        """
         packed = blank_packed(self.inputs, shape, is_two_way=self.model.config.prefix is not None)
         if self.tell is not None:
             self.tell.step(packed, True)
