@@ -82,45 +82,55 @@ def measured(engine: Engine, text: str) -> Scores:
 
 
 def bound(asked: float | str | None, rows: dict[str, Any]) -> float | None:
-    return rows[asked]["increase"] / 2 if isinstance(asked, str) else asked
+    if not isinstance(asked, str):
+        return asked
+    return rows[asked]["increase"] / 2 if asked in rows else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--max-bytes", type=int, default=100_000)
-    parser.add_argument("--only", nargs="*", help="rows to measure, after NO_QUANT")
+    parser.add_argument("--only", nargs="*", help="rows to measure (again), after NO_QUANT; without it, those that the JSON file lacks")
+    parser.add_argument("--commit", default=head(), help="of what is measured")
     parser.add_argument("--calibration-size", type=int, default=32, help="windows of 512 tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     raw = args.text.read_bytes()[: args.max_bytes]
-    rows: dict[str, Any] = {}
+    about = {
+        "model": "SmolLM2-135M-Instruct", "text_sha256": hashlib.sha256(raw).hexdigest(), "text_bytes": len(raw),
+        "calibration_size": args.calibration_size, "window": WINDOW, "torch": torch.__version__,
+    }  # fmt: skip
+    rows = earlier(args.json, about)
     plain: Scores | None = None
-    for name, (asked, most) in ROWS.items():
-        if args.only is not None and name not in ("NO_QUANT", *args.only):
+    for name, (asked, _) in ROWS.items():
+        if name != "NO_QUANT" and (name in rows if args.only is None else name not in args.only):
             continue
         with tempfile.TemporaryDirectory() as folder:
             engine, seconds = built({"calibration_size": args.calibration_size, **asked}, Path(folder) / "engine")
             scores = measured(engine, raw.decode(errors="ignore"))
             plain = plain or scores
             rows[name] = {
-                "bytes": (engine.path / "rank0.safetensors").stat().st_size, "perplexity": scores.perplexity,
+                "bytes": (engine.path / "rank0.safetensors").stat().st_size, "tokens": scores.count, "perplexity": scores.perplexity,
                 "increase": scores.perplexity / plain.perplexity - 1, "greedy_agreement": plain.agreement(scores), "build_s": seconds,
+                "commit": args.commit,
             }  # fmt: skip
-            rows[name]["asked"] = bound(most, rows) if not isinstance(most, str) or most in rows else None
         print(f"{name:36}", json.dumps(rows[name]), flush=True)
         if args.json:
-            write(args.json, raw, plain, rows, args.calibration_size)
+            found = {row: rows[row] | {"asked": bound(most, rows)} for row, (_, most) in ROWS.items() if row in rows}
+            args.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
 
 
-def write(out: Path, raw: bytes, plain: Scores, rows: dict[str, Any], size: int) -> None:
-    """After every row: they take minutes each."""
-    results = {
-        "model": "SmolLM2-135M-Instruct", "text_sha256": hashlib.sha256(raw).hexdigest(), "text_bytes": len(raw),
-        "tokens": plain.count, "calibration_size": size, "window": WINDOW, "torch": torch.__version__,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(), "rows": rows,
-    }  # fmt: skip
-    out.write_text(json.dumps(results, indent=1) + "\n")
+def earlier(path: Path | None, about: dict[str, Any]) -> dict[str, Any]:
+    """The rows that a run of the same text and calibration has left: they take minutes each."""
+    if path is None or not path.is_file():
+        return {}
+    found = json.loads(path.read_text())
+    return found["rows"] if all(found.get(key) == value for key, value in about.items()) else {}
+
+
+def head() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

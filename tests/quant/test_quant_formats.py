@@ -42,7 +42,8 @@ CASES: dict[str, tuple[Format, float]] = {
     "int4 bfloat16 scales": (Int4(group_size=32, zero="int", scale_dtype="bfloat16", clip=False), 2.4 / 15),
     "awq": (AWQ(group_size=64, clip=False), 2.2 / 15),
     "gptq": (GPTQ(group_size=64, act_order=False, clip=False), 2.0),  # a column makes up for others
-    "smoothquant": (SmoothQuant(per_channel=True), 0.5 / 127),
+    "smoothquant": (SmoothQuant(compensate=False), 0.5 / 127),
+    "smoothquant compensated": (SmoothQuant(), 1.5 / 127),
     "smoothquant one scale": (SmoothQuant(per_channel=False, per_token=False), 0.1),
     "fp8": (Fp8(activations="none"), E4M3),
     "fp8 one scale": (Fp8(weights="tensor", activations="static"), E4M3),

@@ -22,13 +22,19 @@ from stoker.builder.convert import convert, make
 from stoker.builder.prepare import Prepared, measures
 from stoker.distributed.group import SINGLE
 from stoker.engine.stream import LayerStream
+from stoker.kernels.types import PLAIN, Fusion
+from stoker.layers.config import AttentionConfig
 from stoker.layers.decoder import kv_scale_specs, layer_specs
 from stoker.layers.loader import Loader
+from stoker.layers.rope import rope_table
 from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant.calibration import KVRange, TensorTable, check_counts, quantize_layer, record
 from stoker.quant.format import TensorSource
+from stoker.quant.keys import QueryKeys, pairs, turn
 from stoker.quant.recipe import AS_STORED, Recipe, encode
 from stoker.quant.stats import InputStats
+
+KEY_WINDOWS = 4  # whose queries and keys are looked at, where the cache is quantized
 
 
 class CheckpointSource(TensorSource):
@@ -55,6 +61,30 @@ class RecordingLoader(Loader):
         loaded = super().linear(spec)
         wanted = self.formats.format_for(spec).needs_calibration
         return record(loaded, spec, self.device, self.stats) if wanted else loaded
+
+
+class QueryKeyLoader(Loader):
+    """Loads layers that show `found` what their query and key projections make."""
+
+    def __init__(self, dense: Loader, weights: dict[str, Tensor], found: QueryKeys) -> None:
+        super().__init__(TensorTable(weights), Recipe(), dense.dtype, dense.device, SINGLE)
+        self.found = found
+
+    def linear(self, spec: LinearSpec) -> Any:
+        loaded = super().linear(spec)
+        return Shown(loaded, self.found.add) if spec.name.endswith(".attention.qkv") else loaded
+
+
+class Shown:
+    """A linear whose outputs are shown."""
+
+    def __init__(self, inner: Any, show: Callable[[Tensor], None]) -> None:
+        self.inner, self.show = inner, show
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        y = self.inner(x, fusion)
+        self.show(y)
+        return y
 
 
 def needs_calibration(prepared: Prepared) -> bool:
@@ -109,12 +139,29 @@ def _layer(prepared: Prepared, stream: LayerStream, dense: Loader) -> dict[str, 
         taken = (convert(spec, makings, checkpoint, config, recipe, dense.dtype) for spec in specs.values())
         return _passed(prepared, stream, dense, {name: tensor.to(dense.device) for found in taken for name, tensor in found})
     weights = {name: tensor for spec in specs.values() for name, tensor in dense_tensors(spec, dense).items()}
+    _turn_keys(prepared, stream, dense, weights)
     recorder = RecordingLoader(TensorTable(weights), recipe, dense.dtype, dense.device)
     if any(recipe.format_for(spec).needs_calibration for spec in specs.values() if isinstance(spec, LinearSpec)):
         stream.advance(recorder, keep=True)
         check_counts(recorder.stats)
     stored = quantize_layer(config.layers[index], f"layers.{index}", specs, recipe, weights, recorder.stats)
     return _passed(prepared, stream, dense, stored)
+
+
+def _turn_keys(prepared: Prepared, stream: LayerStream, dense: Loader, weights: dict[str, Tensor]) -> None:
+    """Make the stream's next layer lose less by an 8-bit cache, where that is free."""
+    attention, kv_cache = prepared.config.model.layers[stream.layer].attention, prepared.config.recipe.kv_cache
+    if kv_cache is None or not isinstance(attention, AttentionConfig) or pairs(attention) is None:
+        return
+    some = LayerStream(prepared.config.model, stream.tokens[:KEY_WINDOWS])
+    some.layer, some.hidden = stream.layer, stream.hidden[:KEY_WINDOWS]
+    longest = max(map(len, some.tokens))
+    found = QueryKeys(attention, None if attention.rope is None else rope_table(attention.rope, longest, dense.device))
+    some.advance(QueryKeyLoader(dense, weights, found), keep=True)
+    name, factors = f"layers.{stream.layer}.attention.qkv", found.factors(kv_cache)
+    for suffix in ("weight", "bias"):
+        if (tensor := weights.get(f"{name}.{suffix}")) is not None:
+            turn(tensor, attention, factors)
 
 
 def _passed(prepared: Prepared, stream: LayerStream, dense: Loader, stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
+from stoker.quant.compensate import Compensation
 from stoker.quant.format import FORMATS
 from stoker.quant.int4 import Int4
 from stoker.quant.stats import InputStats
@@ -37,27 +38,35 @@ class AWQ(Int4, frozen=True, kw_only=True, tag="awq"):
         return self.compensated(weight, stats, DAMP, act_order=True)
 
     def smooth(self, weight: Tensor, spec: LinearSpec, stats: InputStats) -> Tensor | None:
-        return search(self, weight, stats)
+        return search(self, weight, stats, Compensation(stats, DAMP, act_order=True) if self.compensate else None)
 
 
-def search(chosen: Int4, weight: Tensor, stats: InputStats) -> Tensor:
-    """The power of the inputs' mean magnitudes that leaves the least squared error of the output: factors [in]."""
+def search(chosen: Int4, weight: Tensor, stats: InputStats, by: Compensation | None) -> Tensor:
+    """The power of the inputs' mean magnitudes that leaves the least squared error of the output: factors [in].
+
+    The error is that of plain rounding, or what is to be expected of it after `by` has made up for it.
+    """
     rows = weight.flatten(0, -2)
     rows = rows[:: -(-len(rows) // MOST_ROWS)].float()
-    best, found = torch.inf, torch.ones_like(stats.mean_abs)
-    for step in range(STEPS):
-        factors = _middled(stats.mean_abs, step / STEPS)
-        error = _rounded(chosen, rows * factors).div_(factors).sub_(rows)
-        loss = float(((error @ stats.gram) * error).sum())
-        if loss < best:
-            best, found = loss, factors
-    return found
+    tried = [_middled(stats.mean_abs, step / STEPS) for step in range(STEPS)]
+    lasting = None if by is None else by.lasting()
+    errors = [_error(chosen, rows, f, stats) if lasting is None else _expected(chosen, rows, f, lasting) for f in tried]
+    return tried[errors.index(min(errors))]
 
 
-def _rounded(chosen: Int4, weight: Tensor) -> Tensor:
-    split = groups.split(weight, chosen.group_size)
+def _error(chosen: Int4, rows: Tensor, factors: Tensor, stats: InputStats) -> float:
+    split = groups.split(rows * factors, chosen.group_size)
     scale, base = chosen.grid(split)
-    return groups.join(groups.decode(groups.encode(split, scale, base, chosen.zero), scale, base, chosen.zero), weight.shape[-1])
+    rounded = groups.decode(groups.encode(split, scale, base, chosen.zero), scale, base, chosen.zero)
+    wrong = groups.join(rounded, rows.shape[-1]).div_(factors).sub_(rows)
+    return float(((wrong @ stats.gram) * wrong).sum())
+
+
+def _expected(chosen: Int4, rows: Tensor, factors: Tensor, lasting: Tensor) -> float:
+    """Each weight is off by up to half a step, evenly, and `lasting` [in] of its squared error stays."""
+    scale, _ = chosen.grid(groups.split(rows * factors, chosen.group_size))
+    weights = torch.nn.functional.pad(lasting / factors.square(), (0, -len(factors) % chosen.group_size))
+    return float((scale.square().squeeze(-1) * weights.view(-1, chosen.group_size).sum(-1)).sum()) / 12
 
 
 def _middled(sizes: Tensor, power: float) -> Tensor:

@@ -63,11 +63,17 @@ class Recorder:
         return self.inner.down(x, routing)
 
 
+def unit_of(largest: Tensor, kv_cache: str) -> Tensor:
+    """The scale of a head whose largest magnitude this is. A power of two for e4m3: another would move its steps and gain nothing."""
+    unit = (largest / KV_MAX[kv_cache]).clamp(min=1e-8)
+    return unit if kv_cache == "int8" else unit.log2().ceil().exp2()
+
+
 class KVRange:
     """The largest magnitude of each head's keys and values over the calibration tokens."""
 
     def __init__(self, kv_cache: str) -> None:
-        self.limit = KV_MAX[kv_cache]
+        self.kv_cache = kv_cache
         self._largest: dict[str, Tensor] = {}
 
     def add(self, keys: Tensor, values: Tensor | None) -> None:
@@ -79,7 +85,7 @@ class KVRange:
 
     def scales(self) -> dict[str, Tensor]:
         """key_scale (and value_scale), float32 [kv_heads]."""
-        return {key: (largest / self.limit).clamp(min=1e-8) for key, largest in self._largest.items()}
+        return {key: unit_of(largest, self.kv_cache) for key, largest in self._largest.items()}
 
 
 class TensorTable(TensorSource):

@@ -29,6 +29,10 @@ class Compensation:
         self.order = gram.diagonal().argsort(descending=True) if act_order else every
         self.inverse = _inverse(gram[self.order][:, self.order], damp)  # upper Cholesky factor of the second moment's inverse
 
+    def lasting(self) -> Tensor:
+        """float32 [in]: what is left of a unit of squared error in each column, after all later columns have made up for it."""
+        return torch.empty_like(self.inverse[0]).index_copy_(0, self.order, self.inverse.diagonal().square().reciprocal())
+
     def round(self, weight: Tensor, rounding: Rounding, step: int = 1) -> Tensor:
         """float32 [out, in]: `weight` on the grid of `rounding`, with the least error of its output that one pass finds.
 
@@ -48,6 +52,18 @@ class Compensation:
                 errors[:, first - start : last - start] = error
             left[:, stop:] -= errors @ inverse[start:stop, stop:]
         return torch.empty_like(found).index_copy_(1, self.order, found)
+
+
+def compensated(weight: Tensor, scale: Tensor, stats: InputStats, damp: float, step: int, codes: Callable[[Tensor], Tensor]) -> Tensor:
+    """float32 [(experts,) out, in]: `weight` rounded so, each row in units of its `scale` [(experts,) out, 1] that `codes` rounds."""
+    by = Compensation(stats, damp, act_order=True)
+
+    def matrix(values: Tensor, units: Tensor) -> Tensor:
+        return by.round(values, lambda columns, _: codes(columns / units).float() * units, step)
+
+    if weight.dim() == 2:
+        return matrix(weight, scale)
+    return torch.stack([matrix(*expert) for expert in zip(weight, scale, strict=True)])
 
 
 def _inverse(gram: Tensor, damp: float) -> Tensor:

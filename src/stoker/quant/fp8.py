@@ -13,7 +13,7 @@ from stoker.kernels import ops
 from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
-from stoker.quant.compensate import Compensation
+from stoker.quant.compensate import compensated
 from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.stats import InputStats
@@ -52,8 +52,8 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
             what = "static activations need" if self.activations == "static" else "compensation needs"
             raise ConfigError(f"{spec.name}: {what} measured inputs.", cure="Calibrate, or use activations=token and compensate=false.")
         scale = self._scale(weight, spec)
-        wide = weight.float() if stats is None or not self.compensate else _compensated(weight, scale, stats)
-        stored = {"weight": _codes(wide, scale), "scale": scale.squeeze(-1).contiguous()}
+        wide = compensated(weight, scale, stats, DAMP, TOGETHER, _codes) if stats is not None and self.compensate else weight.float()
+        stored = {"weight": _codes(wide / scale), "scale": scale.squeeze(-1).contiguous()}
         if stats is None or self.activations != "static":
             return stored
         return stored | {"input_scale": (stats.amax.amax() / FP8_MAX).clamp(min=1e-12).reshape(1)}
@@ -77,20 +77,8 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         return StackedExperts(experts, weight.shape[1])
 
 
-def _codes(values: Tensor, scale: Tensor) -> Tensor:
-    return (values / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-
-
-def _compensated(weight: Tensor, scale: Tensor, stats: InputStats) -> Tensor:
-    """float32 [(experts,) out, in] of values that FP8 holds."""
-    by = Compensation(stats, DAMP, act_order=True)
-
-    def matrix(values: Tensor, steps: Tensor) -> Tensor:
-        return by.round(values, lambda columns, _: _codes(columns, steps).float() * steps, TOGETHER)
-
-    if weight.dim() == 2:
-        return matrix(weight, scale)
-    return torch.stack([matrix(*expert) for expert in zip(weight, scale, strict=True)])
+def _codes(units: Tensor) -> Tensor:
+    return units.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 class Fp8Linear:

@@ -7,6 +7,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.layers.specs import LinearSpec
 from stoker.quant.awq import search
+from stoker.quant.compensate import Compensation
 from stoker.quant.format import FORMATS
 from stoker.quant.int4 import Int4
 from stoker.quant.stats import InputStats
@@ -27,7 +28,7 @@ class GPTQ(Int4, frozen=True, kw_only=True, tag="gptq"):
         return True
 
     def smooth(self, weight: Tensor, spec: LinearSpec, stats: InputStats) -> Tensor | None:
-        return search(self, weight, stats) if self.scales else None
+        return search(self, weight, stats, Compensation(stats, self.damp, self.act_order)) if self.scales else None
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: InputStats | None = None) -> dict[str, Tensor]:
         if stats is None:
