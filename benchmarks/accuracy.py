@@ -50,8 +50,7 @@ ROWS: dict[str, tuple[dict[str, Any], float | str | None]] = {
     "FP8_BLOCK": ({"quantization": "FP8_BLOCK"}, 0.02),
     "SMOOTH_QUANT": ({"quantization": "SMOOTH_QUANT"}, 0.02),
     "SMOOTH_QUANT per tensor": (smooth(per_token=False), 0.08),
-    "SMOOTH_QUANT per tensor, weights too": (smooth(per_token=False, per_channel=False), 0.08),
-    "SMOOTH_QUANT LMI": (smooth(per_token=False, per_channel=False, alpha=0.8), None),
+    "SMOOTH_QUANT per tensor, weights too": (smooth(per_token=False, per_channel=False), 0.08),  # what LMI takes for granted
     "RTN g128 symmetric": (int4("WEIGHTS_ONLY_INT4", 128, zero="none", clip=False), None),
     "RTN g128": (int4("WEIGHTS_ONLY_INT4", 128, clip=False), None),
     "RTN g64": (int4("WEIGHTS_ONLY_INT4", 64, clip=False), None),
