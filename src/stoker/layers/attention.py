@@ -88,12 +88,10 @@ class Attention:
         qkv = self.qkv(x, PLAIN if norm is None else norm.fusion)
         if config.clip_qkv is not None:
             qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
-        q, k, v = qkv.split((self.num_heads * size, self.num_kv_heads * size, self.num_kv_heads * size), dim=-1)
-        if self.qk_norm is not None and config.qk_norm_full:
-            q, k = self.qk_norm(q, k)
-        q, k, v = q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size)), v.unflatten(-1, (-1, size))
-        if self.qk_norm is not None and not config.qk_norm_full:
-            q, k = self.qk_norm(q, k)
+        heads = qkv.view(qkv.shape[0], -1, size)
+        q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.qk_norm is not None:
+            q, k = self._normed(q, k)
         positions, cos_sin = batch.positions, self.cos_sin
         if self.two_axes and cos_sin is not None:
             positions, cos_sin = step_table(cos_sin, batch)
@@ -101,6 +99,13 @@ class Attention:
         if config.logn_length is not None:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
         return ops.attention(q, cache, batch, self.params)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.qk_norm is not None
+        if not self.config.qk_norm_full:
+            return self.qk_norm(q, k)
+        full = self.qk_norm(q.flatten(1), k.flatten(1))
+        return full[0].view(q.shape), full[1].view(k.shape)
 
 
 def _logn(positions: Tensor, length: int) -> Tensor:

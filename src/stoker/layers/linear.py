@@ -15,5 +15,7 @@ from stoker.quant.format import LinearOp
 def joined(linear: LinearOp, x: Tensor, group: Group, residual: Tensor | None, fusion: Fusion = PLAIN) -> Tensor:
     """The sum over the ranks of linear(x), + residual. A single rank adds it inside the linear's kernel."""
     if group.size == 1:
-        return linear(x, fusion if residual is None else replace(fusion, residual=residual))
+        if residual is not None:  # replace() is slow, and a step on a CPU feels it
+            fusion = Fusion(residual=residual) if fusion is PLAIN else replace(fusion, residual=residual)
+        return linear(x, fusion)
     return ops.all_reduce(linear(x, fusion), group, residual)

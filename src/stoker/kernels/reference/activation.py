@@ -24,4 +24,4 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate).mul_(up)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.kernels.types import AttentionParams
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
     num_tokens, num_heads = q.shape[:2]
-    value_size = (cache.values if cache.values is not None else cache.keys).shape[-1]
-    out = q.new_empty(num_tokens, num_heads, value_size)
     n = batch.num_decodes
+    if n == num_tokens:
+        return _decode(q, cache, batch, params)
+    value_size = (cache.values if cache.values is not None else cache.keys).shape[-1]
+    out = q.new_empty(num_tokens, num_heads * value_size)
     if n:
-        plan = _shared(batch, "decode", partial(_RowPlan, batch, slice(0, n), cache.block_size))
-        out[:n] = _attend(q[:n].unsqueeze(1), cache, plan, params).squeeze(1)
+        out[:n] = _decode(q[:n], cache, batch, params)
     if n < batch.num_rows:
         starts = _shared(batch, "starts", lambda: batch.query_starts.tolist())
         for row in range(n, batch.num_rows):
@@ -30,8 +32,26 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
             if tokens.start == tokens.stop:
                 continue
             plan = _shared(batch, f"prefill{row}", partial(_RowPlan, batch, slice(row, row + 1), cache.block_size))
-            out[tokens] = _attend(q[tokens].unsqueeze(0), cache, plan, params)[0]
-    return out.flatten(1)
+            out[tokens] = _attend(q[tokens].unsqueeze(0), cache, plan, params)[0].flatten(1)
+    return out
+
+
+def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    """q [R, heads, D] of rows with one query each → [R, heads × Dv]."""
+    rows, _, size = q.shape
+    plan = _shared(batch, "decode", partial(_RowPlan, batch, slice(0, rows), cache.block_size))
+    if cache.values is None or not _is_plain(q, cache, params):
+        return _attend(q.unsqueeze(1), cache, plan, params).flatten(1)
+    # One kernel for what `_attend` does in ten; a group's queries share their keys.
+    keys, values = plan.gather(cache.keys, cache.key_scale), plan.gather(cache.values, cache.value_scale)
+    grouped = q.view(rows, keys.shape[1], -1, size)
+    return F.scaled_dot_product_attention(grouped, keys, values, plan.mask(params), scale=params.scale).reshape(rows, -1)
+
+
+def _is_plain(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
+    """Whether PyTorch's own attention computes it, in float32."""
+    stored = cache.keys.dtype if cache.key_scale is None else torch.float32
+    return q.dtype == stored == torch.float32 and params.softcap is None and params.alibi_slopes is None and params.sinks is None
 
 
 class _RowPlan:
@@ -60,7 +80,7 @@ class _RowPlan:
             index = (self.blocks[:, None, :] * heads + torch.arange(heads)[None, :, None]).flatten()
             self._gathers[heads] = index
         flat = pages.view(num_blocks * heads, block_size * size).index_select(0, index)
-        out = flat.view(self.blocks.shape[0], heads, -1, size)[:, :, : self.num_keys]
+        out = flat.view(self.blocks.shape[0], heads, -1, size).narrow(2, 0, self.num_keys)
         return out if scale is None else out.float() * scale[None, :, None, None]
 
     def mask(self, params: AttentionParams) -> Tensor | None:

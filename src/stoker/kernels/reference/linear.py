@@ -15,19 +15,24 @@ from stoker.kernels.types import PLAIN, Fusion
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
     if fusion.residual is not None and bias is None and fusion.gate is None:
-        return torch.addmm(fusion.residual, _normed(x, fusion), weight.t())
+        return torch.addmm(fusion.residual, before(x, fusion), weight.t())
     return around(x, fusion, lambda rows: F.linear(rows, weight, bias))
 
 
 def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
     """`product` of x with the fusion's norm before it, and its gate and residual after it."""
+    return after(product(before(x, fusion)), fusion)
+
+
+def before(x: Tensor, fusion: Fusion) -> Tensor:
+    """What the product takes: x gated, then normed."""
     if fusion.input_gate is not None:
         x = gated(x, fusion.input_gate)
-    y = product(_normed(x, fusion))
+    return x if fusion.norm_kind is None else norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
+
+
+def after(y: Tensor, fusion: Fusion) -> Tensor:
+    """What becomes of the product."""
     if fusion.gate is not None:
         y = gated(y, fusion.gate)
     return y if fusion.residual is None else y + fusion.residual
-
-
-def _normed(x: Tensor, fusion: Fusion) -> Tensor:
-    return x if fusion.norm_kind is None else norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)

@@ -11,14 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.reference.linear import around
+from stoker.kernels.reference.linear import after, around, before
 from stoker.kernels.types import PLAIN, Fusion
 
 _COARSE = 254.0  # units of the fine digit in one of the coarse: both stay within ± 127
+_UNIT = 1 / (127.0 * _COARSE)  # of a row's largest activation
+_ZERO = torch.tensor(0.0)
+_CACHE = 1 << 21  # bytes of a weight that a core's second cache is taken to keep while they are read twice
+_DIGITS = torch.tensor([[[127.0]], [[127.0 * _COARSE]]])  # a row's largest activation, in units of each digit
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    return around(x, fusion, lambda rows: _int8(rows, weight, scale, bias))
+    rows = before(x, fusion)
+    if fusion.gate is None:
+        return _int8(rows, weight, scale, bias, fusion.residual)
+    return after(_int8(rows, weight, scale, bias, None), fusion)
 
 
 def int8_embedding(token_ids: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -39,29 +46,54 @@ def w8a8_linear(
         step = input_scale if input_scale is not None else wide.abs().amax(dim=-1, keepdim=True) / 127
         step = step.clamp(min=1e-12)
         codes = (wide / step).round_().clamp_(-127, 127).to(torch.int8)
-        return _finish(_integer_product(codes, weight).mul_(step), scale, bias, rows.dtype)
+        return _finish(_integer_product(codes, weight).mul_(step), 1.0, scale, bias, None, rows.dtype)
 
     return around(x, fusion, product)
 
 
-def _int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def _int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     if not (x.device.type == "cpu" and exact_integers()):
         # Widening the weight for every call is slow: processors without VNNI, and the oracle on other devices.
-        return _finish(F.linear(x.float(), weight.float()), scale, bias, x.dtype)
-    # Each activation as two int8 digits, coarse × 254 + fine: 15 bits and a sign, so the product is nearly float32's, and the
-    # weights are read once for both. A row's result does not depend on its neighbours.
-    count, wide = x.shape[0], x.float()
-    step = wide.abs().amax(dim=-1, keepdim=True).div_(127 * _COARSE).clamp_(min=1e-30)
-    units = wide / step
-    coarse = (units / _COARSE).round_()
-    digits = torch.cat((coarse, units.sub_(coarse, alpha=_COARSE).round_())).to(torch.int8)
-    sums = _integer_product(digits, weight)
-    return _finish(torch.add(sums[count:], sums[:count], alpha=_COARSE).mul_(step), scale, bias, x.dtype)
+        return _finish(F.linear(x.float(), weight.float()), 1.0, scale, bias, residual, x.dtype)
+    # Each activation as two int8 digits, coarse × 254 + fine: 15 bits and a sign, so the product is nearly float32's. A row's result
+    # does not depend on its neighbours. A row of zeros has digits of no meaning, which are multiplied by zero in the end.
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    digits = wide * (_DIGITS / largest)
+    coarse, fine = digits.unbind(0)
+    fine.sub_(coarse.round_(), alpha=_COARSE).round_()
+    coarse, fine = _integer_products(digits.to(torch.int8), weight)
+    return _finish(fine.float().add_(coarse, alpha=_COARSE).mul_(largest), _UNIT, scale, bias, residual, x.dtype)
 
 
-def _finish(sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    out = sums.mul_(scale)
-    return (out if bias is None else out.add_(bias)).to(dtype)
+def _finish(sums: Tensor, unit: float, scale: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """sums × unit × scale + bias + residual, in as few operations as there are."""
+    first, second = (bias, residual) if residual is None else (residual, bias)
+    out = torch.addcmul(_ZERO.to(sums.device) if first is None else first.float(), sums, scale, value=unit)
+    return (out if second is None else out.add_(second)).to(dtype)
+
+
+def _integer_products(digits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 [M, N] of each digit: digits int8 [2, M, K] × weight int8 [N, K] transposed.
+
+    For one row PyTorch reads the weight as it is, for more it packs it first: 75 and then 35 µs for both digits of a [3072, 576], one after
+    the other, against 134 together. A large weight goes in pieces, so that its second reading is of the cache.
+    """
+    if digits.shape[1] > 1:
+        coarse, fine = torch._int_mm(digits.flatten(0, 1), weight.t()).chunk(2)
+        return coarse, fine
+    coarse, fine = digits.unbind(0)
+    pairs = [(torch._int_mm(coarse, piece), torch._int_mm(fine, piece)) for piece in _pieces(weight)]
+    if len(pairs) == 1:
+        return pairs[0]
+    coarse, fine = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
+    return coarse, fine
+
+
+def _pieces(weight: Tensor) -> list[Tensor]:
+    """weight [N, K] transposed, in parts that a core's cache holds."""
+    num_pieces = -(-weight.numel() // _CACHE)
+    return [weight.t()] if num_pieces == 1 else [piece.t() for piece in weight.chunk(num_pieces)]
 
 
 def _integer_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,86 @@
+"""The CPU's shortcuts for steps of few rows give what the general way gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from stoker.kernels.reference import attention, quant_int8, rope
+from stoker.kernels.types import AttentionParams, Fusion
+from stoker.layers.batch import ForwardBatch, KVCache
+
+SIZE, BLOCK = 16, 4
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def cache(blocks: int = 8, heads: int = 2) -> KVCache:
+    return KVCache(torch.zeros(blocks, heads, BLOCK, SIZE), torch.zeros(blocks, heads, BLOCK, SIZE))
+
+
+def codes(rows: int, columns: int) -> Tensor:
+    return torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 20, 1000])
+def test_an_int8_row_is_the_same_alone_and_among_others(cache_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_int8, "_CACHE", cache_bytes)
+    x, weight, scale, bias = torch.randn(5, 96), codes(160, 96), torch.rand(160), torch.randn(160)
+    residual = torch.randn(5, 160)
+    together = quant_int8.int8_linear(x, weight, scale, bias, Fusion(residual=residual))
+    exact = x.double() @ (weight * scale[:, None].double()).t() + bias + residual
+    assert (together - exact).abs().max() < 1e-4 * exact.abs().max()
+    for row in range(5):
+        alone = quant_int8.int8_linear(x[row : row + 1], weight, scale, bias, Fusion(residual=residual[row : row + 1]))
+        torch.testing.assert_close(alone[0], together[row], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_row_of_zeros_gives_zeros_and_what_is_no_number_stays_none(rows: int) -> None:
+    x = torch.zeros(rows, 64)
+    weight, scale = codes(32, 64), torch.rand(32)
+    assert not quant_int8.int8_linear(x, weight, scale).any()
+    x[-1, 3] = float("nan")
+    found = quant_int8.int8_linear(x, weight, scale)
+    assert found[-1].isnan().all() and not found[:-1].isnan().any()
+
+
+@pytest.mark.parametrize("dim", [SIZE, SIZE // 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("slots", [(9,), (-1,), (9, -1, 3), (-1, -1)])
+def test_queries_and_keys_of_one_linear_turn_as_those_apart(slots: tuple[int, ...], interleaved: bool, dim: int) -> None:
+    count = len(slots)
+    heads = torch.randn(count, 4 + 2 + 2, SIZE)
+    q, k, v = heads.split((4, 2, 2), dim=1)
+    table, positions = torch.randn(32, dim), ints(*range(7, 7 + count))
+    joined, apart = cache(), cache()
+    found = rope.rope_store(q, k, v, positions, table, interleaved, joined, ints(*slots))
+    wanted = rope.rope_store(q.clone(), k.clone(), v.clone(), positions, table, interleaved, apart, ints(*slots))
+    assert torch.equal(found, wanted)
+    assert torch.equal(joined.keys, apart.keys) and joined.values is not None and apart.values is not None
+    assert torch.equal(joined.values, apart.values)
+    assert all(torch.equal(joined.values[slot // BLOCK, :, slot % BLOCK], v[i]) for i, slot in enumerate(slots) if slot >= 0)
+    assert bool(joined.values.any()) == (max(slots) >= 0)
+
+
+@pytest.mark.parametrize("params", [AttentionParams(0.3), AttentionParams(0.3, window=3)])
+@pytest.mark.parametrize("lens", [(6,), (6, 11, 1)])
+def test_decodes_through_pytorchs_kernel_are_those_of_the_plain_way(lens: tuple[int, ...], params: AttentionParams) -> None:
+    rows, kept = len(lens), cache(blocks=3 * len(lens))
+    assert kept.values is not None
+    kept.keys.normal_()
+    kept.values.normal_()
+    tables = torch.randperm(3 * rows).to(torch.int32).view(rows, 3)
+    positions = ints(*(n - 1 for n in lens))
+    batch = ForwardBatch(
+        token_ids=ints(*[0] * rows), positions=positions, slots=positions, query_starts=torch.arange(rows + 1, dtype=torch.int32),
+        seq_lens=ints(*lens), block_tables=tables, num_decodes=rows, max_query_len=1, max_seq_len=max(lens),
+    )  # fmt: skip
+    q = torch.randn(rows, 4, SIZE)
+    found = attention.attention(q, kept, batch, params)
+    batch.shared.clear()
+    wide = KVCache(kept.keys.double(), kept.values.double())  # PyTorch's kernel is for float32 alone
+    torch.testing.assert_close(found, attention.attention(q.double(), wide, batch, params).float(), rtol=1e-5, atol=1e-5)
