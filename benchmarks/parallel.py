@@ -69,6 +69,7 @@ def plan(gpus: int) -> list[Step]:
         measured("70b fp8 tp4", Engine(large, 4, "FP8_KV"), 60, *both, "--breakdown", "1x1000"),
         measured("70b fp8 tp2", Engine(large, 2, "FP8_KV"), 150, *both, "--throughput", "1000/1000:256", "--max-batch", "256"),
         measured("70b fp8 tp1", Engine(large, 1, "FP8_KV"), 70, *both),
+        measured("8b bf16 tp1", Engine(small, 1), 45, "--latency", "1x1000,8x1000,64x1000"),
         measured("70b fp8 tp2, load", Engine(large, 2, "FP8_KV"), 150, "--throughput", "128/2048:256", "--max-batch", "256"),
         measured("mixtral fp8 tp2, load", Engine("mixtral-8x7b", 2, "FP8_KV"), 150, "--throughput", "1000/1000:384", "--max-batch", "384"),
     ]

@@ -14,9 +14,10 @@ from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
-from stoker.kernels.triton import activation, linear, quant_codes, quant_fp8, quant_gemv, quant_int4, quant_int8, quant_linear
+from stoker.kernels.triton import activation, linear, quant_codes, quant_fp8, quant_gemv, quant_int4, quant_int8, quant_linear, stream
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.triton.quant_tuning import QuantTile
+from stoker.kernels.triton.stream_tuning import StreamTile
 from stoker.kernels.types import PLAIN, Fusion
 
 PARTS = ["", "l", "br", "nbgr"]
@@ -239,6 +240,53 @@ def test_int4_tiles(zero: str) -> None:
     for tile in (QuantTile(32, 128, 2, encode=True), QuantTile(16, 256, 1), QuantTile(64, 64, 4, encode=True)):
         assert relative_error(quant_linear.few_rows(x, stored, "digits", "int4/32", None, bias, around, tile), want) < 1e-2
     assert relative_error(quant_linear.plain_rows(x, stored, bias, around, QuantTile(32, 128)), want) < 1e-2
+
+
+STREAM_TILES = [StreamTile(4, 1, 8, 1), StreamTile(2, 2, 4, 4), StreamTile(2, 8, 1, 2)]
+
+
+def streamed(x: Tensor, form: str, stored: Stored, bias: Tensor | None, around: Fusion, step: Tensor | None = None) -> list[Tensor]:
+    made = [stream.stream(x, form, stored, step, bias, around, tile) for tile in STREAM_TILES]
+    assert not quant_linear.arrived(x.device).any()
+    return made
+
+
+@pytest.mark.parametrize(("zero", "group"), [("none", 64), ("int", 64), ("float", 128), ("int", 128)])
+@pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (5, "br"), (33, "lgr")])
+def test_streamed_int4(m: int, parts: str, zero: str, group: int) -> None:
+    x, bias, around, rows = problem(m, 40, 648, torch.float32, parts)
+    weight = int4_weight(rows, 648, group, zero)
+    want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
+    for got in streamed(x, "int4", quant_int4.pack(weight).stored(), bias, around):
+        assert relative_error(got, want) < 3e-4
+
+
+@pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (5, "br"), (33, "lgr")])
+def test_streamed_int8(m: int, parts: str) -> None:
+    x, bias, around, rows = problem(m, 40, 576, torch.float32, parts)
+    weight, scale = int8_weight(rows, 576)
+    want = expected(x, weight.double() * scale.double()[:, None], bias, around)
+    for got in streamed(x, "bytes", Stored("same", weight, scale, rows, 576), bias, around):
+        assert relative_error(got, want) < 3e-4
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (1, "l"), (5, "br"), (33, "ngr")])
+def test_streamed_fp8(m: int, parts: str, static: bool) -> None:
+    x, bias, around, rows = problem(m, 40, 576, torch.float32, parts)
+    weight, scale = fp8_weight(rows, 576)
+    step = torch.tensor([0.05]) if static else None
+    want = fp8_reference.fp8_linear(x, weight, scale, "static" if static else "token", step, bias, around)
+    for got in streamed(x, "fp8", Stored("same", weight, scale, rows, 576), bias, around, step):
+        assert relative_error(got, want) < (3e-3 if around.norm_kind else 1e-5)
+
+
+@pytest.mark.parametrize("m", [1, 17, 64])
+def test_streamed_16_bit(m: int) -> None:
+    x, bias, around, rows = problem(m, 40, 288, torch.bfloat16, "nbgr")
+    weight = (torch.randn(rows, 288) / 17).bfloat16()
+    for got in streamed(x, "same", Stored("same", weight, None, rows, 288), bias, around):
+        assert relative_error(got, expected(x, weight, bias, around)) < 1e-2
 
 
 def test_int4_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stoker.base.config import Limits, Mapping
@@ -18,6 +19,7 @@ from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
 from stoker.kernels.triton import cache
 from stoker.kernels.triton.ahead import Job
+from stoker.kernels.triton.launchers import Launch
 from stoker.runtime import ahead
 from stoker.runtime.ahead import compile_ahead, launches
 
@@ -201,3 +203,41 @@ def test_an_engine_whose_kernels_cannot_be_listed_is_built_without_them(
 def test_a_capability_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="compute_capability='sm_90'"):
         BuildConfig(compute_capability="sm_90")
+
+
+def test_launches_of_several_ranks_are_told_apart(tmp_path: Path) -> None:
+    """The sum over ranks takes a tuple of addresses, whose types are a list in JSON."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": 2, "num_key_value_heads": 2}))
+    config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=LIMITS, device="cuda", compute_capability="9.0",
+                         mapping=Mapping(tensor_parallel=2))  # fmt: skip
+    build(tmp_path / "model", tmp_path / "engine", config, verify="none")
+    jobs = launches(tmp_path / "engine", 90)
+    signatures = [json.loads(job.data)["signature"] for job in jobs]
+    assert any(not isinstance(kind, str) for signature in signatures for kind in signature.values())
+    made = {Launch.of(signature, {}) for signature in signatures}
+    assert set(msgspec.json.decode(msgspec.json.encode(list(made)), type=list[Launch])) == made
+
+
+NAMES_A_TYPE = """
+import torch
+from stoker.kernels.triton import stream
+from stoker.kernels.triton.ahead import collecting
+from stoker.kernels.triton.quant_linear import Stored
+from stoker.kernels.types import PLAIN
+x, weight = (torch.empty(rows, 64, dtype=torch.bfloat16, device="meta") for rows in (2, 32))
+with collecting(90) as jobs:
+    for name in ("bfloat16", "bf16"):
+        stream.XTYPES[torch.bfloat16] = name
+        try:
+            stream.stream(x, "same", Stored("same", weight, None, 32, 64), None, None, PLAIN)
+        except ValueError as error:
+            print(len(jobs), error)
+"""
+
+
+def test_a_constant_that_names_a_type_is_refused() -> None:
+    """Triton's serialization would compile the kernel of the type instead."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", NAMES_A_TYPE], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("1 ") and "'bf16', which is the name of a type" in done.stdout

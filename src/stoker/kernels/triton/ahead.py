@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key
@@ -70,7 +71,13 @@ def collecting(capability: int) -> Iterator[dict[str, Job]]:
 
 
 def _job(fn: Any, compile: dict[str, Any], chosen: GPUTarget) -> Job:
-    """What `triton.compile` would look up: the digest of Triton itself, the source, the target, the options and the environment."""
+    """What `triton.compile` would look up: the digest of Triton itself, the source, the target, the options and the environment.
+
+    Raises ValueError for a constant that is the name of a type: Triton's serialization would make a type of it, and the kernel another.
+    """
+    for value in compile["constants"].values():
+        if isinstance(value, str) and tl.dtype.is_dtype(value):
+            raise ValueError(f"{fn.module}.{fn.name} has a constant {value!r}, which is the name of a type: choose another name")
     source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
     backend = make_backend(chosen)
     options = backend.parse_options(_tuples(json.loads(compile["specialization_data"])["options"]))

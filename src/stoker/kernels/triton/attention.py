@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache as cached
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -116,7 +116,7 @@ def _launch(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SPLITS=triton.next_power_of_2(splits.count),
         COMBINE_ROWS=min(triton.next_power_of_2(tokens * tile_heads), max(1, 2048 * tile.num_warps // held)),
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",  # three tf32 products give float32's precision
-        PAIRED=pairs, PACKED=not q.is_cpu, num_warps=tile.num_warps, num_stages=tile.num_stages, **_chained(q, programs),
+        PAIRED=pairs, PACKED=not q.is_cpu, num_warps=tile.num_warps, num_stages=tile.num_stages, LETS=_lets(q, programs), **chained(q),
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def _pairs(q: Tensor, cache: KVCache) -> str | None:
     pages = [cache.keys] if cache.values is None else [cache.keys, cache.values]
     if q.dtype == torch.float32 or cache.values is None or any(p.shape[3] not in BULK_SIZES for p in pages):
         return None
-    return {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}.get(cache.keys.dtype)
+    return {torch.int8: "bytes", torch.float8_e4m3fn: "e4m3"}.get(cache.keys.dtype)
 
 
 def _parts(size: int) -> tuple[int, int]:
@@ -145,10 +145,10 @@ def _parts(size: int) -> tuple[int, int]:
     return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
 
 
-def _chained(q: Tensor, programs: int) -> dict[str, Any]:
-    """A launch of few programs isn't chained: the next kernel's then take the multiprocessors that its splits need (one row of 32 / 8
-    heads over 1,000 keys: 4.20 ms a step of Llama-3.1-8B chained, 3.98 not; eight rows: 4.53 chained, 4.58 not)."""
-    return chained(q) if 4 * programs > num_multiprocessors(q.device) else {"CHAINED": False}
+def _lets(q: Tensor, programs: int) -> bool:
+    """Whether the next kernel's programs may come in before a launch's are done. Of few programs they would take the multiprocessors that
+    its splits need (one row of 32 / 8 heads over 1,000 keys: 4.20 ms a step of Llama-3.1-8B, 3.98 otherwise; eight rows: 4.53 and 4.58)."""
+    return 4 * programs > num_multiprocessors(q.device)
 
 
 @cached

@@ -42,13 +42,13 @@ def attention_kernel(
     VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    PAIRED: tl.constexpr, PACKED: tl.constexpr, CHAINED: tl.constexpr,
+    PAIRED: tl.constexpr, PACKED: tl.constexpr, LETS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles × head tiles, splits). SPLITS is `splits` rounded up to a power of two; 1 compiles no combine.
 
     A tile's heads are TILE_HEADS of one group; row m of it is token m // TILE_HEADS, head m % TILE_HEADS.
     partial [programs of axis 0, splits, TOKENS × TILE_HEADS, VALUE_SIZE] and partial_lse (no last axis) are scratch; arrived [..] counts
-    finished splits and is left at zero. PAIRED (e4m3, int8 or None): see `attention_pairs`; a head's two parts are its even and its odd
+    finished splits and is left at zero. PAIRED (e4m3, bytes or None): see `attention_pairs`; a head's two parts are its even and its odd
     features, of equal width.
     """
     STEP: tl.constexpr = 1 if PAIRED is None else 2
@@ -100,7 +100,7 @@ def attention_kernel(
 
     table = block_tables + row.to(tl.int64) * stride_table
     wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    let_next_start(CHAINED and LETS)
     m = tl.arange(0, BLOCK_M)
     token = tile_start + m // TILE_HEADS
     head = kv_head * GROUP + group_start + m % TILE_HEADS

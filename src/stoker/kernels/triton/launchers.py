@@ -30,12 +30,13 @@ from stoker.base import env
 class Launch(msgspec.Struct, frozen=True):
     """What decides a host library: the types of all arguments as Triton writes them, and how tensor descriptors are passed."""
 
-    types: tuple[str, ...]
+    types: tuple[str | tuple[str, ...], ...]  # of an argument that is a tuple, those of its parts
     descriptors: str  # JSON
 
     @staticmethod
-    def of(signature: dict[str, str], metadata: dict[str, Any]) -> Launch:
-        return Launch(tuple(signature.values()), msgspec.json.encode(metadata.get("tensordesc_meta")).decode())
+    def of(signature: dict[str, str | list[str]], metadata: dict[str, Any]) -> Launch:
+        types = tuple(kind if isinstance(kind, str) else tuple(kind) for kind in signature.values())
+        return Launch(types, msgspec.json.encode(metadata.get("tensordesc_meta")).decode())
 
 
 def build_all(launches: Iterable[Launch], cache: Path) -> None:

@@ -20,6 +20,7 @@ from stoker.kernels.triton.quant_linear import (
     without_layer_norm,
 )
 from stoker.kernels.triton.quant_tuning import FEW_ROWS, MIDDLE_ROWS
+from stoker.kernels.triton.stream import stream, takes
 from stoker.kernels.types import PLAIN, Fusion
 
 BLOCK_COLUMNS = (32, 64, 128, 256)  # features of a block that a tile can have
@@ -55,9 +56,12 @@ def fp8_linear(
     if fits_one_row(x, weight, fusion):
         check_residual(fusion, 1, n)
         return one_row(x, weight, scale, step, bias, fusion)
+    stored = Stored("same", weight, scale, n, k)
+    if takes(x, "fp8", stored):
+        return stream(x, "fp8", stored, step, bias, fusion)
     if x.shape[0] > FEW_ROWS and _library_takes(x, weight):
         return scaled_rows(x, weight, scale, step, bias, fusion)
-    return few_rows(x, Stored("same", weight, scale, n, k), "fp8", "fp8", step, bias, fusion)
+    return few_rows(x, stored, "fp8", "fp8", step, bias, fusion)
 
 
 def scaled_rows(x: Tensor, weight: Tensor, scale: Tensor, step: Tensor | None, bias: Tensor | None, fusion: Fusion) -> Tensor:

@@ -20,6 +20,7 @@ from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previo
 from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows
 from stoker.kernels.triton.quant_tuning import FEW_ROWS
 from stoker.kernels.triton.quant_unpack import nibbles
+from stoker.kernels.triton.stream import stream, takes
 from stoker.kernels.types import PLAIN, Fusion
 
 LARGEST_GROUP = 128  # larger ones, and such as 48, are cut into some that share a scale
@@ -92,6 +93,8 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
     if packed is None:
         return reference.int4_linear(x, weight, bias, fusion)
     rows, stored = x.shape[0], packed.stored()
+    if takes(x, "int4", stored):
+        return stream(x, "int4", stored, None, bias, fusion)
     most = FEW_ROWS if packed.group >= LARGEST_GROUP else FEW_ROWS // 2  # the scales of small groups cost more than narrow codes save
     if rows <= most:
         if packed.group < SMALLEST_INTEGER_GROUP:

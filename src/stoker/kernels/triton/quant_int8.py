@@ -11,6 +11,7 @@ from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previo
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows
 from stoker.kernels.triton.quant_tuning import DIGIT_ROWS, FEW_ROWS, digits_tile
+from stoker.kernels.triton.stream import stream, takes
 from stoker.kernels.types import PLAIN, Fusion
 
 _BLOCK = 1024
@@ -19,11 +20,14 @@ _BLOCK = 1024
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
     """See `ops.int8_linear`. Few rows become two int8 digits each, so that the weights are multiplied as they are stored."""
     n, k = weight.shape
+    stored = Stored("same", weight, scale, n, k)
+    if takes(x, "bytes", stored):
+        return stream(x, "bytes", stored, None, bias, fusion)
     if x.shape[0] <= FEW_ROWS // 2:
-        return few_rows(x, Stored("same", weight, scale, n, k), "digits", "int8", None, bias, fusion)
+        return few_rows(x, stored, "digits", "int8", None, bias, fusion)
     if x.shape[0] <= DIGIT_ROWS:
         tile = digits_tile(x.shape[0], n // (1 if fusion.gate is None else 2), num_multiprocessors(x.device))
-        return few_rows(x, Stored("same", weight, scale, n, k), "digits", "int8", None, bias, fusion, tile)
+        return few_rows(x, stored, "digits", "int8", None, bias, fusion, tile)
     return many_rows(x, n, lambda a, b: dequantize_int8(weight[a:b], scale[a:b], x.dtype), bias, fusion)
 
 

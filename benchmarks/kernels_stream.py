@@ -1,0 +1,232 @@
+"""Few rows against streamed weights on one CUDA device: every format checked against float64, timed for a choice of tiles.
+
+    PYTHONPATH=src python benchmarks/kernels_stream.py [--forms int4/128,int4/64,bytes,fp8,same] [--rows 1,8,32] [--json FILE]
+
+Shapes are Llama-3.1-8B's, or those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line
+gives the best tile, ready for a row of `stream_tuning.TUNED`, beside what the rule takes and what tiles in shared memory need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stoker.cli.bench.report import origin
+from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.reference.linear import around
+from stoker.kernels.reference.quant_int4 import dequantize_int4
+from stoker.kernels.triton import linear, norm, quant_fp8, quant_int4, quant_linear, stream
+from stoker.kernels.triton.compile import compiling
+from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.quant_codes import encode_rows
+from stoker.kernels.triton.quant_linear import Stored
+from stoker.kernels.triton.stream import CHUNK_BYTES
+from stoker.kernels.triton.stream_tuning import StreamTile, stream_tile, token_tiles
+from stoker.kernels.triton.tune import time_graph
+from stoker.kernels.types import Fusion
+
+READ_TB_S = 4.42  # measured read-only stream of one H200
+ROTATED_BYTES = 256 << 20
+MODELS = {  # (rows of a part, features, parts: norm, gate, residual)
+    "8b": {
+        "qkv": (6144, 4096, "n"), "out": (4096, 4096, "r"), "up": (14336, 4096, "ng"), "down": (4096, 14336, "r"),
+        "head": (128256, 4096, "n"),
+    },
+    "70b": {"qkv": (10240, 8192, "n"), "out": (8192, 8192, "r"), "up": (28672, 8192, "ng"), "down": (8192, 28672, "r")},
+    "70b/2": {"qkv": (5120, 8192, "n"), "out": (8192, 4096, ""), "up": (14336, 8192, "ng"), "down": (8192, 14336, "")},
+    "70b/4": {"qkv": (2560, 8192, "n"), "out": (8192, 2048, ""), "up": (7168, 8192, "ng"), "down": (8192, 7168, "")},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear of a model in a format, for some rows."""
+
+    form: str
+    group: int
+    name: str
+    n: int
+    k: int
+    parts: str
+    rows: int
+
+    @property
+    def gated(self) -> bool:
+        return "g" in self.parts
+
+    @property
+    def num_bytes(self) -> int:
+        weights = self.n * self.k * (2 if self.gated else 1)
+        return weights // 2 + weights // self.group * 2 if self.group else weights * (2 if self.form == "same" else 1)
+
+    def fusion(self, device: str) -> Fusion:
+        return Fusion(
+            "rms" if "n" in self.parts else None, make(device, self.k) if "n" in self.parts else None, None, 1e-5,
+            "silu" if self.gated else None, make(device, self.rows, self.n) if "r" in self.parts else None,
+        )  # fmt: skip
+
+    def weight(self, device: str) -> tuple[Stored, object]:
+        """(the weight for the kernel, what says its values)."""
+        n, k = self.n * (2 if self.gated else 1), self.k
+        if self.form == "int4":
+            scale = make(device, n, k // self.group).abs() / (5 * k**0.5)
+            zero = integers(device, torch.uint8, 16, n, k // self.group)
+            given = Int4Weight(integers(device, torch.uint8, 256, n, k // 2), scale, zero, None, self.group)
+            return quant_int4.pack(given).stored(), given
+        if self.form == "same":
+            weight = make(device, n, k)
+            return Stored("same", weight, None, n, k), weight
+        scale = (make(device, n, dtype=torch.float32).abs() + 0.5) / (60 * k**0.5)
+        weight = integers(device, torch.int8, 127, n, k) if self.form == "bytes" else fp8_values(device, n, k)
+        return Stored("same", weight, scale, n, k), (weight, scale)
+
+    def run(self, x: Tensor, weight: Stored, fusion: Fusion, tile: StreamTile | None) -> Tensor:
+        return stream.stream(x, self.form, weight, None, None, fusion, tile)
+
+    def tiled(self, x: Tensor, weight: Stored, fusion: Fusion) -> Tensor:
+        """The same through tiles in shared memory (of one FP8 row, through its GEMV)."""
+        if self.form == "same":
+            return linear.linear(x, weight.weight, None, fusion)
+        if self.form == "fp8":
+            return quant_fp8.fp8_linear(x, weight.weight, weight.scale, "token", None, None, fusion)
+        name = f"int4/{self.group}" if self.group else "bytes"
+        return quant_linear.few_rows(x, weight, "digits", name, None, None, fusion)
+
+    def expected(self, x: Tensor, given: object, fusion: Fusion) -> Tensor:
+        """float64, of the first rows of a large weight."""
+        if isinstance(given, Int4Weight):
+            real = dequantize_int4(given, torch.float32).double()
+        elif self.form == "same":
+            real = given.double()
+        else:
+            real = given[0].double() * given[1].double()[:, None]
+        h = x.double()
+        if fusion.norm_kind:
+            h = norm.norm(x.float(), fusion.norm_weight, None, fusion.norm_eps, "rms").double()
+        if self.form == "fp8":
+            made = encode_rows(x, "fp8", self.k, norm_weight=fusion.norm_weight, eps=fusion.norm_eps)
+            h = made.codes.double() * made.scale.double()[:, None]
+        late = replace(fusion, norm_kind=None, residual=None if fusion.residual is None else fusion.residual.double())
+        return around(h, late, lambda v: v @ real.T)
+
+
+def make(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device) if device == "meta" else torch.randn(shape, dtype=dtype, device=device)
+
+
+def integers(device: str, dtype: torch.dtype, below: int, *shape: int) -> Tensor:
+    if device == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.randint(0 if dtype == torch.uint8 else -below, below, shape, dtype=dtype, device=device)
+
+
+def fp8_values(device: str, n: int, k: int) -> Tensor:
+    made = make(device, n, k)
+    return made.to(torch.float8_e4m3fn) if device == "meta" else (made * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def tiles(case: Case) -> Iterator[StreamTile]:
+    """Tiles worth trying: enough programs, something for every warp, and what a thread holds fits its registers."""
+    chunks = chunks_of(case)
+    for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 3, 4, 6, 8), (1, 2, 4)):
+        programs = -(-case.n // (16 * m_tiles // (2 if case.gated else 1))) * splits
+        turns = -(-chunks // (warps * splits))
+        fits = m_tiles * stages * max(1, case.group // 64) <= 8 and turns >= stages and (m_tiles > 1 or not case.gated)
+        if fits and programs >= 100 and (splits == 1 or programs * warps <= 6000):
+            yield StreamTile(m_tiles, splits, warps, stages)
+
+
+def chunks_of(case: Case) -> int:
+    return case.k // (2 * case.group) if case.form == "int4" else case.k * (2 if case.form == "same" else 1) // CHUNK_BYTES
+
+
+def compile_tile(job: tuple[Case, StreamTile | None]) -> None:
+    case, tile = job
+    with compiling():
+        weight, _ = case.weight("meta")
+        case.run(make("meta", case.rows, case.k), weight, case.fusion("meta"), tile)
+
+
+def measure(case: Case, fast: bool) -> dict[str, object]:
+    copies = max(2, ROTATED_BYTES // case.num_bytes + 1)
+    made = [case.weight("cuda") for _ in range(copies)]
+    weights, x, fusion = [weight for weight, _ in made], make("cuda", case.rows, case.k), case.fusion("cuda")
+    default = stream_tile(case.form, case.rows, case.n, chunks_of(case), case.gated, num_multiprocessors(x.device))
+    want = case.expected(x, made[0][1], fusion)
+    del made
+    errors, times = {}, {}
+    for tile in {default, *(() if fast else tiles(case))}:
+        got = case.run(x, weights[0], fusion, tile).double()
+        errors[tile] = float((got - want).norm() / want.norm())
+        if not errors[tile] < 2e-2:
+            print(f"WRONG {case} {tile}: {errors[tile]:.2e}", flush=True)
+            continue
+        times[tile] = time_graph(partial(many, case, x, weights, fusion, tile)) / copies
+    row = {"form": f"{case.form}/{case.group}" if case.group else case.form, "linear": case.name, "rows": case.rows}
+    if not times:
+        return row | {"wrong": True}
+    best = min(times, key=lambda tile: times[tile])
+    row["tiled_us"] = time_graph(lambda: [case.tiled(x, weight, fusion) for weight in weights]) / copies
+    shape = (token_tiles(case.rows, 2 if case.form in ("int4", "bytes") else 1), case.n, chunks_of(case), case.gated)
+    print(f"{row['form']:9} {case.name:5} M={case.rows:<3} {times[best]:7.1f} us {case.num_bytes / times[best] / 1e6 / READ_TB_S:6.1%}  "
+          f"err {errors[best]:.1e}  rule {times.get(default, 0):6.1f}  tiled {row['tiled_us']:6.1f}  "
+          f"(\"{case.form}\", {shape[0]}, {shape[1]}, {shape[2]}, {case.gated}): StreamTile({name_of(best).replace('/', ', ')}),"
+          f"  {[f'{name_of(t)} {times[t]:.1f}' for t in sorted(times, key=lambda t: times[t])[1:4]]}", flush=True)  # fmt: skip
+    every = {name_of(t): round(us, 2) for t, us in times.items()}
+    return row | {"us": times[best], "share": case.num_bytes / times[best] / 1e6 / READ_TB_S, "every": every}
+
+
+def name_of(tile: StreamTile) -> str:
+    return f"{tile.m_tiles}/{tile.splits}/{tile.num_warps}/{tile.num_stages}"
+
+
+def many(case: Case, x: Tensor, weights: list[Stored], fusion: Fusion, tile: StreamTile) -> None:
+    for weight in weights:
+        case.run(x, weight, fusion, tile)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--forms", default="int4/128,int4/64,bytes,fp8,same")
+    parser.add_argument("--rows", default="1,8,32")
+    parser.add_argument("--model", default="8b")
+    parser.add_argument("--linears", default="qkv,out,up,down,head")
+    parser.add_argument("--fast", action="store_true", help="the rule's tiles only")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    cases = [
+        Case(form.split("/")[0], int(form.split("/")[1]) if "/" in form else 0, name, *MODELS[args.model][name], rows)
+        for form in args.forms.split(",")
+        for rows in map(int, args.rows.split(","))
+        for name in args.linears.split(",")
+        if name in MODELS[args.model]
+    ]
+    began = time.monotonic()
+    jobs = {}
+    for case in cases:
+        for tile in {stream_tile(case.form, case.rows, case.n, chunks_of(case), case.gated, 132), *(() if args.fast else tiles(case))}:
+            key = (case.form, case.group, case.parts, token_tiles(case.rows, 2 if case.form in ("int4", "bytes") else 1), tile.m_tiles,
+                   tile.num_warps, tile.num_stages, tile.splits > 1)  # fmt: skip
+            jobs.setdefault(key, (case, tile))
+    with ProcessPoolExecutor(multiprocessing.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_tile, jobs.values(), chunksize=1))
+    print(f"{origin(device='cuda')['device']}: {len(jobs)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
+    rows = [measure(case, args.fast) for case in cases]
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({**origin(device="cuda"), "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

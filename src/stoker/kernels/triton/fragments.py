@@ -1,0 +1,118 @@
+"""Weights from memory straight into the operands of matrix instructions, past shared memory and Triton's layouts.
+
+A matrix instruction (mma.sync m16n8) takes 16 rows of weights and 8 columns of tokens. Of its operands lane l of a warp holds rows l / 4
+and l / 4 + 8, column l / 4, and of the features those that the hardware names by l % 4; of its sums, columns l % 4 × 2 and the one after of
+its two rows. A sum doesn't care which features the hardware's are, if weights and tokens agree: so a lane reads 16 bytes of a row that lie
+side by side, and uses them where they arrive. Tensors here have one element a thread: a tensor is a register of each thread, and what a
+lane computes from its own number is where it stands.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_ZEROS = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; @p ")
+_LOAD_WEIGHTS = tl.constexpr(_ZEROS.value + "ld.relaxed.gpu.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4]; }")
+_LOAD_TOKENS = tl.constexpr(_ZEROS.value + "ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }")
+_WIDEN = tl.constexpr("{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }")
+
+
+@triton.jit
+def load_weights(address, inside):
+    """Four registers from 16 bytes at `address` (int64), which no kernel of a step writes; zeros where not `inside`.
+
+    A plain load before the wait for the kernel before is moved behind it by the assembler; a `relaxed` one stays.
+    """
+    kinds: tl.constexpr = registers(4)
+    return tl.inline_asm_elementwise(_LOAD_WEIGHTS, "=&r,=&r,=&r,=&r,l,r", [address, inside], dtype=kinds, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_tokens(address, inside):
+    """The same of what the kernel before may have written: not to be moved before the wait for it."""
+    kinds: tl.constexpr = registers(4)
+    return tl.inline_asm_elementwise(_LOAD_TOKENS, "=&r,=&r,=&r,=&r,l,r", [address, inside], dtype=kinds, is_pure=False, pack=1)
+
+
+@triton.jit
+def widened(codes):
+    """Two registers of float16 for each of four of e4m3."""
+    kinds: tl.constexpr = registers(2)
+    made = ()
+    for i in tl.static_range(4):
+        made = made + tl.inline_asm_elementwise(_WIDEN, "=&r,=&r,r", [codes[i]], dtype=kinds, is_pure=True, pack=1)
+    return made
+
+
+@triton.jit
+def add_products(sums, upper, lower, tokens, KIND: tl.constexpr):
+    """sums + a chunk's products, of an m-tile's two rows and one tile of tokens.
+
+    KIND: bfloat16, float16 (four registers a row and of tokens), e4m3 (four a row, `widened` tokens), bytes (four), low, high (the nibbles
+    of four).
+    sums: four registers; float32, of integers int32.
+    """
+    kinds: tl.constexpr = registers(4) if is_integer(KIND) else floats(4)
+    given: tl.constexpr = operands(KIND)
+    code: tl.constexpr = products(KIND)
+    return tl.inline_asm_elementwise(code, given, upper + lower + tokens + sums, dtype=kinds, is_pure=True, pack=1)
+
+
+@triton.constexpr_function
+def registers(count):
+    return (tl.int32,) * count
+
+
+@triton.constexpr_function
+def floats(count):
+    return (tl.float32,) * count
+
+
+@triton.constexpr_function
+def is_integer(kind):
+    return kind in ("bytes", "low", "high")
+
+
+@triton.constexpr_function
+def operands(kind):
+    sums = "r" if kind in ("bytes", "low", "high") else "f"
+    return ",".join(["=&" + sums] * 4 + ["r"] * (8 + (8 if kind == "e4m3" else 4)) + [sums] * 4)
+
+
+@triton.constexpr_function
+def products(kind):
+    """PTX of the matrix instructions that a chunk's registers make.
+
+    $0 … 3 are the sums, $4 … 7 and $8 … 11 the two rows'; then come the tokens' and the sums before.
+    """
+    u, v, t = ([f"${first + i}" for i in range(4)] for first in (4, 8, 12))
+    more = [f"${i}" for i in range(16, 20)]
+    before = [f"${i}" for i in (range(20, 24) if kind == "e4m3" else range(16, 20))]
+    steps, lines = [], []  # (rows' registers, tokens' registers) of an instruction
+    if kind in ("bfloat16", "float16"):
+        narrow = "bf16" if kind == "bfloat16" else "f16"
+        name = f"m16n8k16.row.col.f32.{narrow}.{narrow}.f32"
+        steps = [((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1])) for i in (0, 2)]
+    elif kind == "bytes":
+        name = "m16n8k32.row.col.s32.s8.s8.s32"
+        steps = [((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1])) for i in (0, 2)]
+    elif kind == "e4m3":
+        name, wide = "m16n8k16.row.col.f32.f16.f16.f32", t + more
+        for i in range(4):
+            lines += [f"mov.b32 {{l, h}}, {u[i]}; cvt.rn.f16x2.e4m3x2 a{i}, l; cvt.rn.f16x2.e4m3x2 c{i}, h;"]
+            lines += [f"mov.b32 {{l, h}}, {v[i]}; cvt.rn.f16x2.e4m3x2 b{i}, l; cvt.rn.f16x2.e4m3x2 d{i}, h;"]
+        steps = [((f"a{i}", f"b{i}", f"c{i}", f"d{i}"), (wide[2 * i], wide[2 * i + 1])) for i in range(4)]
+    else:
+        name = "m16n8k32.row.col.s32.s8.s8.s32"
+        for i in range(4):
+            shift = "" if kind == "low" else f"shr.b32 a{i}, {u[i]}, 4; shr.b32 b{i}, {v[i]}, 4; "
+            sources = (u[i], v[i]) if kind == "low" else (f"a{i}", f"b{i}")
+            lines += [f"{shift}and.b32 a{i}, {sources[0]}, 0x0f0f0f0f; and.b32 b{i}, {sources[1]}, 0x0f0f0f0f;"]
+        steps = [((f"a{i}", f"b{i}", f"a{i + 1}", f"b{i + 1}"), (t[i], t[i + 1])) for i in (0, 2)]
+    made = "{$0, $1, $2, $3}"
+    start = "{" + ", ".join(before) + "}"
+    for rows, columns in steps:
+        lines += [f"mma.sync.aligned.{name} {made}, {{{', '.join(rows)}}}, {{{', '.join(columns)}}}, {start};"]
+        start = made
+    return "{ .reg .b32 a<4>, b<4>, c<4>, d<4>; .reg .b16 l, h; " + " ".join(lines) + " }"
