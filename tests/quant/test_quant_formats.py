@@ -279,8 +279,8 @@ def test_aliases_name_rows() -> None:
 
 
 def test_settings_reach_the_format_or_are_refused() -> None:
-    recipe = find_recipe("AWQ", {"group_size": "32", "zero": "none"}, device="cuda")
-    assert recipe.default == AWQ(group_size=32, zero="none") and recipe.overrides == {}
+    recipe = find_recipe("AWQ", {"group_size": "32", "zero": "none"})
+    assert recipe.default == AWQ(group_size=32, zero="none") and recipe.overrides == {"embed": Int8(), "head": Int8()}
     assert find_recipe("smoothquant", {"alpha": 0.5, "per_token": "false"}).default == SmoothQuant(alpha=0.5, per_token=False)
     with pytest.raises(ConfigError, match=r"AWQ has no setting 'alpha'.*group_size"):
         find_recipe("AWQ", {"alpha": 0.5})
@@ -298,7 +298,9 @@ def test_fp8_of_narrow_models_makes_up_for_its_rounding() -> None:
     assert find_recipe("FP8", {"compensate": "false"}, narrow=True).default == Fp8()
 
 
-def test_on_a_cpu_small_heads_are_int8_and_elsewhere_they_stay() -> None:
-    head = LinearSpec(name="head", in_features=64, parts=(320,), quantize=False)
-    assert isinstance(find_recipe("WEIGHTS_ONLY_INT4", device="cpu").format_for(head), Int8)
-    assert isinstance(find_recipe("WEIGHTS_ONLY_INT4", device="cuda").format_for(head), Dense)
+def test_heads_have_eight_bits_where_the_layers_have_so_few() -> None:
+    head, table = (LinearSpec(name=name, in_features=64, parts=(320,), quantize=False) for name in ("head", "embed"))
+    for name in ("WEIGHTS_ONLY_INT4", "WEIGHTS_ONLY_INT8", "AWQ", "GPTQ"):
+        assert isinstance(find_recipe(name).format_for(head), Int8) and isinstance(find_recipe(name).format_for(table), Int8)
+    assert isinstance(find_recipe("FP8_KV").format_for(head), Fp8)  # a table that is also the head stays as built
+    assert isinstance(find_recipe("FP8_KV").format_for(table), Dense) and isinstance(find_recipe(None).format_for(head), Dense)

@@ -88,7 +88,7 @@ def _find_recipe(build: BuildConfig, config: EngineConfig, makings: dict[str, Ma
     asked = build.quantization and canonical(build.quantization)
     if asked not in (None, AS_STORED):
         narrow = config.model.hidden_size <= NARROW and not config.model.requires_whole_prompt and not build.dummy_weights
-        return find_recipe(asked, build.quantization_settings, build.kv_cache_dtype, config.target.device, narrow)
+        return find_recipe(asked, build.quantization_settings, build.kv_cache_dtype, narrow)
     plain = find_recipe(None, build.quantization_settings, build.kv_cache_dtype)
     found = stored_recipe(config, makings, checkpoint) if makings else None
     if found is None and asked is not None:

@@ -31,21 +31,23 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache: str | None = None
     max_perplexity_increase: float = 0.0  # above this share the build refuses; measured figures are in docs/quantization.md
     narrow: dict[str, Any] = {}  # settings of models whose hidden_size is at most NARROW
-    small_head: bool = False  # on a CPU the embedding and the head are int8 too: they are a fifth of a small model
+    outer: dict[str, Format] = {}  # formats of the embedding and the head: a fifth of a small model, and 6 % of what an 8B step reads
 
 
+_INT8_OUTER: dict[str, Format] = {"embed": Int8(), "head": Int8()}
+_FP8_OUTER: dict[str, Format] = {"head": Fp8()}  # one of its own: a head that is also the embedding's table stays as built
 RECIPES: Registry[Named] = Registry("quantization")
 for _name, _row in {
     "NO_QUANT": Named(format=Dense(), max_perplexity_increase=0.01),
-    "WEIGHTS_ONLY_INT8": Named(format=Int8(), max_perplexity_increase=0.03, small_head=True),
-    "WEIGHTS_KV_INT8": Named(format=Int8(), kv_cache="int8", max_perplexity_increase=0.04, small_head=True),
-    "WEIGHTS_ONLY_INT4": Named(format=Int4(group_size=32), max_perplexity_increase=0.35, small_head=True),
-    "WEIGHTS_KV_INT4": Named(format=Int4(group_size=32), kv_cache="int8", max_perplexity_increase=0.35, small_head=True),
-    "AWQ": Named(format=AWQ(), max_perplexity_increase=0.35, small_head=True),
-    "GPTQ": Named(format=GPTQ(), max_perplexity_increase=0.35, small_head=True),
+    "WEIGHTS_ONLY_INT8": Named(format=Int8(), max_perplexity_increase=0.03, outer=_INT8_OUTER),
+    "WEIGHTS_KV_INT8": Named(format=Int8(), kv_cache="int8", max_perplexity_increase=0.04, outer=_INT8_OUTER),
+    "WEIGHTS_ONLY_INT4": Named(format=Int4(group_size=32), max_perplexity_increase=0.35, outer=_INT8_OUTER),
+    "WEIGHTS_KV_INT4": Named(format=Int4(group_size=32), kv_cache="int8", max_perplexity_increase=0.35, outer=_INT8_OUTER),
+    "AWQ": Named(format=AWQ(), max_perplexity_increase=0.35, outer=_INT8_OUTER),
+    "GPTQ": Named(format=GPTQ(), max_perplexity_increase=0.35, outer=_INT8_OUTER),
     "SMOOTH_QUANT": Named(format=SmoothQuant(), max_perplexity_increase=0.15),
-    "FP8": Named(format=Fp8(), max_perplexity_increase=0.05, narrow={"compensate": True}),
-    "FP8_KV": Named(format=Fp8(), kv_cache="float8_e4m3fn", max_perplexity_increase=0.05, narrow={"compensate": True}),
+    "FP8": Named(format=Fp8(), max_perplexity_increase=0.05, narrow={"compensate": True}, outer=_FP8_OUTER),
+    "FP8_KV": Named(format=Fp8(), kv_cache="float8_e4m3fn", max_perplexity_increase=0.05, narrow={"compensate": True}, outer=_FP8_OUTER),
     "FP8_BLOCK": Named(format=BlockFp8(), max_perplexity_increase=0.05),
 }.items():
     RECIPES.add(_name, _row)
@@ -64,9 +66,7 @@ def canonical(name: str) -> str:
     return ALIASES.get(lower, next((row for row in RECIPES if row.lower() == lower), name))
 
 
-def find_recipe(
-    name: str | None, settings: dict[str, Any] | None = None, kv_cache: str | None = None, device: str = "cpu", narrow: bool = False
-) -> Recipe:
+def find_recipe(name: str | None, settings: dict[str, Any] | None = None, kv_cache: str | None = None, narrow: bool = False) -> Recipe:
     """The recipe of a name, with `settings` in place of its format's fields and `kv_cache` (auto: the engine's dtype) of its own.
 
     `narrow`: for a model of at most NARROW features that can be calibrated.
@@ -75,12 +75,11 @@ def find_recipe(
     """
     chosen = canonical(name or "NO_QUANT")
     row = RECIPES.get(chosen)
-    small = {"embed": Int8(), "head": Int8()} if row.small_head and device == "cpu" else {}
     if kv_cache is not None:
         check_choice("kv_cache_dtype", kv_cache, ("auto", *KV_DTYPES))
     stored = row.kv_cache if kv_cache is None else None if kv_cache == "auto" else kv_cache
     wanted = (row.narrow if narrow else {}) | (settings or {})
-    return Recipe(default=_with(row.format, chosen, wanted), overrides=dict(small), kv_cache=stored, name=chosen)
+    return Recipe(default=_with(row.format, chosen, wanted), overrides=dict(row.outer), kv_cache=stored, name=chosen)
 
 
 def _with(chosen: Format, name: str, settings: dict[str, Any]) -> Format:
