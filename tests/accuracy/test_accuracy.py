@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.builder.calibrate import RecordingLoader, dense_tensors
+from stoker.builder.calibrate import QueryKeyLoader, RecordingLoader, dense_tensors
 from stoker.builder.calibration_text import token_windows
 from stoker.distributed.group import SINGLE
 from stoker.engine.reader import Engine
 from stoker.engine.stream import LayerStream
 from stoker.layers.decoder import kv_scale_specs, layer_specs
 from stoker.layers.loader import Loader
+from stoker.layers.rope import rope_table
 from stoker.quant.awq import AWQ
 from stoker.quant.calibration import KVRange, TensorTable, default_text, held_out_text, quantize_layer
 from stoker.quant.dense import Dense
@@ -29,12 +30,14 @@ from stoker.quant.fp8 import Fp8
 from stoker.quant.gptq import GPTQ
 from stoker.quant.int4 import Int4
 from stoker.quant.int8 import Int8
+from stoker.quant.keys import QueryKeys, turn
 from stoker.quant.recipe import Recipe
 from stoker.quant.smoothquant import SmoothQuant
 from stoker.quant.stats import InputStats
 
 pytestmark = pytest.mark.timeout(400)  # seconds on an idle core are minutes on a shared one
 CPU = torch.device("cpu")
+KINDS = ("int8", "float8_e4m3fn")  # of caches
 PROSE = slice(3000, 7500)  # of the held-out text: the rest are a dictionary's entries, whose perplexity varies more
 SOME = (3, 9, 15, 21, 27)  # layers that int4 formats are compared on
 
@@ -47,12 +50,20 @@ class Subject:
     tokens: list[Tensor]
     stats: list[dict[str, InputStats]] = field(default_factory=list)
     ranges: list[dict[str, KVRange]] = field(default_factory=list)
+    turns: list[dict[str, Tensor]] = field(default_factory=list)
     perplexity: float = 0.0
 
-    def layer(self, index: int) -> dict[str, Tensor]:
-        """Dense weights by engine name, free to be written to."""
+    def layer(self, index: int, kv_cache: str | None = None) -> dict[str, Tensor]:
+        """Dense weights by engine name, free to be written to; queries and keys turned as a build does for the cache."""
         specs, loader = layer_specs(self.engine.config.model, index).values(), self.engine.loader()
-        return {name: tensor.clone() for spec in specs for name, tensor in dense_tensors(spec, loader).items()}
+        weights = {name: tensor.clone() for spec in specs for name, tensor in dense_tensors(spec, loader).items()}
+        if kv_cache is not None:
+            turn(
+                weights[f"layers.{index}.attention.qkv.weight"],
+                self.engine.config.model.layers[index].attention,
+                self.turns[index][kv_cache],
+            )
+        return weights
 
     def increase(self, chosen: Format, kv_cache: str | None = None, layers: tuple[int, ...] | None = None) -> float:
         """The share by which perplexity grows with `layers` in a format, all of them unless told."""
@@ -64,7 +75,7 @@ class Subject:
                 stream.advance(dense)
                 continue
             specs = layer_specs(model, index)
-            stored = quantize_layer(model.layers[index], f"layers.{index}", specs, recipe, self.layer(index), self.stats[index])
+            stored = quantize_layer(model.layers[index], f"layers.{index}", specs, recipe, self.layer(index, kv_cache), self.stats[index])
             if kv_cache is not None:
                 scales = self.ranges[index][kv_cache].scales()
                 stored |= {spec.name: scales[key] for key, spec in kv_scale_specs(model, index).items()}
@@ -81,12 +92,18 @@ def subject(smollm2_engine: Path) -> Subject:
     stream = LayerStream(model, token_windows(smollm2_engine, default_text(), 6, 320))
     stream.begin(dense)
     with torch.inference_mode():
-        for _ in range(model.num_layers):
+        for index in range(model.num_layers):
+            attention = model.layers[index].attention
+            seen = QueryKeys(attention, rope_table(attention.rope, 320, CPU))
+            stream.advance(QueryKeyLoader(engine.loader(), found.layer(index), seen), keep=True)
+            found.turns.append({kind: seen.factors(kind) for kind in KINDS})
+            found.ranges.append({kind: KVRange(kind) for kind in KINDS})
+            for kind, measured in found.ranges[index].items():
+                turned = Loader(TensorTable(found.layer(index, kind)), Recipe(), torch.float32, CPU, SINGLE)
+                stream.advance(turned, keep=True, visit=lambda cache, measured=measured: measured.add(cache.keys, cache.values))
             recorder = RecordingLoader(engine.source(), Recipe(default=AWQ()), torch.float32, CPU)
-            ranges = {kind: KVRange(kind) for kind in ("int8", "float8_e4m3fn")}
-            stream.advance(recorder, visit=lambda cache, seen=ranges: [r.add(cache.keys, cache.values) for r in seen.values()])
+            stream.advance(recorder)
             found.stats.append(recorder.stats)
-            found.ranges.append(ranges)
     found.perplexity = LayerStream(model, found.tokens).run(dense).perplexity
     return found
 
