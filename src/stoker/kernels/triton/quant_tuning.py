@@ -31,41 +31,31 @@ MIDDLE_ROWS = 512  # of FP8 weights and plain activations
 
 # format → (rows padded to a tile, out_features of one part, in_features, gated) → tile. Formats: fp8, int8 (weight only), w8a8, and
 # int4 with its group size.
-# Measured on one H200 for Llama-3.1-8B's shapes (benchmarks/kernels_quant.py).
+# Measured on one H200 for Llama-3.1-8B's shapes (benchmarks/kernels_quant.py). Up to eight rows of most are streamed (`stream_tuning`).
 TUNED: dict[str, dict[tuple[int, int, int, bool], QuantTile]] = {
     "fp8": {
-        (1, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=4, num_warps=4, num_stages=6, columns=8, encode=False),
         (16, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
         (32, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
         (64, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (1, 4096, 4096, False): QuantTile(block_n=64, block_k=128, splits=4, num_warps=4, num_stages=6, columns=8, encode=False),
         (32, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
         (64, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (1, 14336, 4096, True): QuantTile(block_n=64, block_k=256, splits=1, num_warps=4, num_stages=4, columns=8, encode=False),
         (16, 14336, 4096, True): QuantTile(block_n=128, block_k=128, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
         (32, 14336, 4096, True): QuantTile(block_n=128, block_k=128, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
         (64, 14336, 4096, True): QuantTile(block_n=64, block_k=256, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-        (1, 4096, 14336, False): QuantTile(block_n=64, block_k=128, splits=4, num_warps=4, num_stages=6, columns=8, encode=True),
         (16, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
         (32, 4096, 14336, False): QuantTile(block_n=64, block_k=512, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
         (64, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (1, 128256, 4096, False): QuantTile(block_n=64, block_k=256, splits=1, num_warps=4, num_stages=6, columns=8, encode=False),
         (64, 128256, 4096, False): QuantTile(block_n=128, block_k=256, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
     },
     "int8": {
-        (1, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
         (16, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
         (32, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (1, 4096, 4096, False): QuantTile(block_n=64, block_k=128, splits=4, num_warps=4, num_stages=6, columns=8, encode=False),
         (16, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
         (32, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (1, 14336, 4096, True): QuantTile(block_n=64, block_k=256, splits=1, num_warps=4, num_stages=4, columns=8, encode=False),
         (16, 14336, 4096, True): QuantTile(block_n=128, block_k=128, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
         (32, 14336, 4096, True): QuantTile(block_n=64, block_k=128, splits=1, num_warps=8, num_stages=6, columns=8, encode=False),
-        (1, 4096, 14336, False): QuantTile(block_n=64, block_k=128, splits=4, num_warps=4, num_stages=6, columns=8, encode=True),
         (16, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
         (32, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (1, 128256, 4096, False): QuantTile(block_n=64, block_k=512, splits=1, num_warps=4, num_stages=4, columns=8, encode=False),
         (32, 128256, 4096, False): QuantTile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=6, columns=8, encode=False),
     },
     "w8a8": {
@@ -98,13 +88,8 @@ TUNED: dict[str, dict[tuple[int, int, int, bool], QuantTile]] = {
     },
     "int4/64": {},
     "int4/128": {
-        (1, 6144, 4096, False): QuantTile(block_n=64, block_k=256, splits=4, num_warps=4, num_stages=6, columns=8, encode=False),
-        (1, 4096, 4096, False): QuantTile(block_n=32, block_k=256, splits=4, num_warps=2, num_stages=6, columns=8, encode=False),
-        (1, 14336, 4096, True): QuantTile(block_n=64, block_k=256, splits=1, num_warps=4, num_stages=6, columns=8, encode=False),
         (32, 14336, 4096, True): QuantTile(block_n=64, block_k=256, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-        (1, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=4, num_warps=4, num_stages=6, columns=8, encode=True),
         (32, 4096, 14336, False): QuantTile(block_n=128, block_k=256, splits=4, num_warps=8, num_stages=4, columns=8, encode=False),
-        (1, 128256, 4096, False): QuantTile(block_n=64, block_k=256, splits=1, num_warps=4, num_stages=6, columns=8, encode=False),
     },
 }
 

@@ -25,8 +25,9 @@ SMALLEST_GROUP = 64  # of int4: a chunk's low nibbles are of one group
 
 def takes(x: Tensor, form: str, stored: Stored) -> bool:
     """Whether `stream` is for these rows: few, and against a weight of whole chunks."""
-    size = stored.weight.shape[-1] * stored.weight.element_size()
-    whole = size % CHUNK_BYTES == 0 and stored.weight.stride(0) * stored.weight.element_size() % 16 == 0
+    weight = stored.weight
+    size = weight.element_size()
+    whole = weight.shape[1] * size % CHUNK_BYTES == 0 and weight.stride(0) * size % 16 == 0 and weight.stride(1) == 1
     return 0 < x.shape[0] <= MOST_TOKENS[form] and whole and (form != "int4" or stored.group >= SMALLEST_GROUP)
 
 

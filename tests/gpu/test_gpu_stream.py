@@ -1,0 +1,88 @@
+"""Streamed linears on the device, where matrix instructions run that the interpreter has only a plain branch for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import relative_error
+from torch import Tensor
+
+from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.reference import quant_fp8 as fp8_reference
+from stoker.kernels.reference.linear import around
+from stoker.kernels.reference.quant_int4 import dequantize_int4
+from stoker.kernels.triton import quant_int4, stream
+from stoker.kernels.triton.quant_linear import Stored
+from stoker.kernels.triton.stream_tuning import StreamTile
+from stoker.kernels.types import Fusion
+
+TILES = [None, StreamTile(2, 1, 8, 4), StreamTile(2, 3, 4, 2), StreamTile(4, 2, 8, 1)]
+SHAPES = [(40, 576), (96, 4096), (1000, 1536)]  # rows of a weight that end inside a tile, features that end inside a turn
+
+
+def problem(m: int, n: int, k: int, parts: str) -> tuple[Tensor, Tensor | None, Fusion, int]:
+    rows = 2 * n if "g" in parts else n
+    x = torch.randn(m, k).bfloat16()
+    x[:, 3] *= 20
+    fusion = Fusion(
+        "rms" if "n" in parts else None, torch.randn(k).bfloat16() if "n" in parts else None, None, 1e-5, "silu" if "g" in parts else None,
+        torch.randn(m, n).bfloat16() if "r" in parts else None,
+    )  # fmt: skip
+    return x, torch.randn(rows).bfloat16() if "b" in parts else None, fusion, rows
+
+
+def expected(x: Tensor, real: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
+    wide = Fusion(*(part.double() if isinstance(part, Tensor) else part for part in (getattr(fusion, name) for name in Fusion.__slots__)))
+    return around(x.double(), wide, lambda h: h @ real.double().T + (0 if bias is None else bias.double()))
+
+
+def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fusion, want: Tensor, most: float) -> None:
+    """Every tile, twice: the second time what the first one left in memory is another problem's."""
+
+    def moved(value: Any) -> Any:
+        return value.cuda() if isinstance(value, Tensor) else value
+
+    given = Stored(*(moved(getattr(stored, name)) for name in Stored.__slots__))
+    late = Fusion(*(moved(getattr(fusion, name)) for name in Fusion.__slots__))
+    for tile in TILES:
+        for rows in (x.flip(0), x):
+            torch.full((1 << 22,), float("nan"), device="cuda")  # what is allocated next holds this
+            got = stream.stream(rows.cuda(), form, given, None, moved(bias), late, tile)
+        assert relative_error(got.cpu(), want) < most, tile
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
+@pytest.mark.parametrize("form", ["bytes", "fp8", "same"])
+def test_whole_numbers_and_floats(form: str, m: int, parts: str, shape: tuple[int, int]) -> None:
+    (n, k) = shape
+    x, bias, fusion, rows = problem(m, n, k, parts)
+    scale = (torch.rand(rows) + 0.5) / (60 * k**0.5)
+    if form == "same":
+        weight = (torch.randn(rows, k) / k**0.5).bfloat16()
+        check(form, Stored("same", weight, None, rows, k), x, bias, fusion, expected(x, weight, bias, fusion), 1e-2)
+    elif form == "bytes":
+        weight = torch.randint(-127, 128, (rows, k), dtype=torch.int8)
+        want = expected(x, weight.double() * scale.double()[:, None], bias, fusion)
+        check(form, Stored("same", weight, scale, rows, k), x, bias, fusion, want, 1e-2)
+    else:
+        weight = (torch.randn(rows, k) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+        want = fp8_reference.fp8_linear(x.float(), weight, scale, "token", None, bias, fusion)
+        check(form, Stored("same", weight, scale, rows, k), x, bias, fusion, want, 1e-2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
+@pytest.mark.parametrize(("zero", "group"), [("none", 64), ("int", 128), ("float", 64), ("int", 64)])
+def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
+    (n, k) = shape
+    x, bias, fusion, rows = problem(m, n, k, parts)
+    groups = -(-k // group)
+    scale = ((torch.rand(rows, groups) + 0.5) / (5 * k**0.5)).half()
+    zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
+    offset = (-torch.rand(rows, groups) / k**0.5).half() if zero == "float" else None
+    weight = Int4Weight(torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), scale, zeros, offset, group)
+    want = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
+    check("int4", quant_int4.pack(weight).stored(), x, bias, fusion, want, 1e-2)
