@@ -1,8 +1,11 @@
-"""Streamed linears on the device, where matrix instructions run that the interpreter has only a plain branch for."""
+"""Streamed linears on the device, where matrix instructions run that the interpreter has only a plain branch for.
+
+Triton is imported inside functions: tests/kernels, collected after this area, must ask for the interpreter before Triton is imported.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,12 +16,12 @@ from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
-from stoker.kernels.triton import quant_int4, stream
-from stoker.kernels.triton.quant_linear import Stored
-from stoker.kernels.triton.stream_tuning import StreamTile
 from stoker.kernels.types import Fusion
 
-TILES = [None, StreamTile(2, 1, 8, 4), StreamTile(2, 3, 4, 2), StreamTile(4, 2, 8, 1)]
+if TYPE_CHECKING:
+    from stoker.kernels.triton.quant_linear import Stored
+
+TILES = [None, (2, 1, 8, 4), (2, 3, 4, 2), (4, 2, 8, 1)]  # fields of a StreamTile; None: the tuned one
 SHAPES = [(40, 576), (96, 4096), (1000, 1536)]  # rows of a weight that end inside a tile, features that end inside a turn
 
 
@@ -40,16 +43,18 @@ def expected(x: Tensor, real: Tensor, bias: Tensor | None, fusion: Fusion) -> Te
 
 def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fusion, want: Tensor, most: float) -> None:
     """Every tile, twice: the second time what the first one left in memory is another problem's."""
+    from stoker.kernels.triton import stream
+    from stoker.kernels.triton.stream_tuning import StreamTile
 
     def moved(value: Any) -> Any:
         return value.cuda() if isinstance(value, Tensor) else value
 
-    given = Stored(*(moved(getattr(stored, name)) for name in Stored.__slots__))
+    given = type(stored)(*(moved(getattr(stored, name)) for name in stored.__slots__))
     late = Fusion(*(moved(getattr(fusion, name)) for name in Fusion.__slots__))
     for tile in TILES:
         for rows in (x.flip(0), x):
             torch.full((1 << 22,), float("nan"), device="cuda")  # what is allocated next holds this
-            got = stream.stream(rows.cuda(), form, given, None, moved(bias), late, tile)
+            got = stream.stream(rows.cuda(), form, given, None, moved(bias), late, tile and StreamTile(*tile))
         assert relative_error(got.cpu(), want) < most, tile
 
 
@@ -57,6 +62,8 @@ def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fus
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
 @pytest.mark.parametrize("form", ["bytes", "fp8", "same"])
 def test_whole_numbers_and_floats(form: str, m: int, parts: str, shape: tuple[int, int]) -> None:
+    from stoker.kernels.triton.quant_linear import Stored
+
     (n, k) = shape
     x, bias, fusion, rows = problem(m, n, k, parts)
     scale = (torch.rand(rows) + 0.5) / (60 * k**0.5)
@@ -77,6 +84,8 @@ def test_whole_numbers_and_floats(form: str, m: int, parts: str, shape: tuple[in
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
 @pytest.mark.parametrize(("zero", "group"), [("none", 64), ("int", 128), ("float", 64), ("int", 64)])
 def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
+    from stoker.kernels.triton import quant_int4
+
     (n, k) = shape
     x, bias, fusion, rows = problem(m, n, k, parts)
     groups = -(-k // group)
