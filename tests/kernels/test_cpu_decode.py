@@ -25,9 +25,7 @@ def codes(rows: int, columns: int) -> Tensor:
     return torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
 
 
-@pytest.mark.parametrize("cache_bytes", [1 << 20, 1000])
-def test_an_int8_row_is_the_same_alone_and_among_others(cache_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_int8, "_CACHE", cache_bytes)
+def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
     x, weight, scale, bias = torch.randn(5, 96), codes(160, 96), torch.rand(160), torch.randn(160)
     residual = torch.randn(5, 160)
     together = quant_int8.int8_linear(x, weight, scale, bias, Fusion(residual=residual))
