@@ -204,17 +204,32 @@ def test_prompt_scores_go_on_after_a_preemption_in_other_chunks() -> None:
     scores = PromptScores()
     scores.add(seq)
 
-    def collect(start: int, end: int, value: float) -> PromptLogprobs:
+    def collect(start: int, end: int, value: float, samples: bool = False) -> PromptLogprobs:
         targets = np.array(seq.tokens[start + 1 : end + 1], dtype=np.int32)
         empty = torch.empty(len(targets), 0)
-        return scores.collect([(Piece(seq, start, 0, targets), Logprobs(torch.full((len(targets),), value), empty, empty))])
+        return scores.collect(
+            [(Piece(seq, start, 0, targets), Logprobs(torch.full((len(targets),), value), empty, empty))], [seq] * samples
+        )
 
     assert not collect(0, 2, -1.0)
     assert not collect(0, 1, -2.0) and not collect(1, 3, -2.0)
-    (entries,) = collect(3, 4, -3.0).values()
+    assert not collect(3, 4, -3.0)
+    (entries,) = scores.collect([], [seq]).values()
     assert [(entry.token_id, entry.logprob) for entry in entries[1:] if entry] == [(6, -1.0), (7, -1.0), (8, -2.0), (9, -3.0)]
+    assert not collect(0, 4, -1.0, samples=True) and not scores._partial
+    scores.add(seq)
     scores.remove(0)
-    assert not collect(0, 4, -1.0) and not scores._partial
+    assert not collect(0, 4, -1.0, samples=True) and not scores._partial
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 32, 33])
+def test_prompt_scores_do_not_depend_on_where_chunks_end(drive: Make, prompts: list[list[int]], size: int) -> None:
+    """A chunk of 16 that ends right before the last token of 17 or 33 completes the scores a step before anything is sampled."""
+    asked = request((prompts[1] + prompts[4])[:size], max_tokens=2, prompt_logprobs=1)
+    whole, cut = drive().run(asked)[0].prompt_logprobs, drive(max_num_tokens=16).run(asked)[0].prompt_logprobs
+    assert whole is not None and cut is not None and len(whole) == len(cut) == size
+    for one, other in zip(whole[1:], cut[1:], strict=True):
+        assert one is not None and other is not None and one.token_id == other.token_id and abs(one.logprob - other.logprob) < 1e-4
 
 
 def test_features_leave_neighbours_alone(drive: Make, model: Any, prompts: list[list[int]]) -> None:

@@ -224,8 +224,6 @@ class Executor:
                 announced.add(seq.seq_id)
                 output.cached_tokens = seq.num_cached
                 output.prompt_logprobs = result.prompt_logprobs.get(seq.seq_id)
-                if seq.params.prompt_logprobs is not None and seq.num_prompt == 1:
-                    output.prompt_logprobs = [None]  # nothing comes before the only token, so no step scores it
             if scores and (score := scores.get(seq.seq_id)) is not None:
                 output.logprobs = [score]
             outputs.append(output)

@@ -51,9 +51,11 @@ class PromptScores:
         """It ended; steps that are still on their way add nothing to it."""
         self._partial.pop(seq_id, None)
 
-    def collect(self, scored: list[tuple[Piece, Logprobs]]) -> PromptLogprobs:
-        """Take what a step scored, on the host now. Returns the lists that are complete."""
-        complete: PromptLogprobs = {}
+    def collect(self, scored: list[tuple[Piece, Logprobs]], sampled: list[Sequence]) -> PromptLogprobs:
+        """Take what a step scored, on the host now. Returns the lists of `sampled` that are complete, each once.
+
+        A list may be complete a step before its sequence samples, when a chunk ends right before the prompt's last token.
+        """
         for piece, scores in scored:
             seq = piece.seq
             if (entries := self._partial.get(seq.seq_id)) is None:
@@ -61,6 +63,5 @@ class PromptScores:
             scored_now = scores.read(piece.targets.tolist(), [seq.params.prompt_logprobs] * len(piece.targets))
             # After a preemption they are computed again, perhaps in other chunks: the first ones stay.
             entries += scored_now[len(entries) - piece.start - 1 :]
-            if len(entries) == seq.num_prompt:
-                complete[seq.seq_id] = entries
-        return complete
+        ready = [seq for seq in sampled if len(self._partial.get(seq.seq_id, ())) == seq.num_prompt] if self._partial else []
+        return {seq.seq_id: self._partial.pop(seq.seq_id) for seq in ready}

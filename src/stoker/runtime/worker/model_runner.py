@@ -38,7 +38,7 @@ class StepResult:
     sequences: list[Sequence]
     token_ids: list[int]  # -1: the logits were not numbers
     logprobs: list[TokenLogprobs | None]  # empty when nobody asked
-    prompt_logprobs: PromptLogprobs = field(default_factory=dict)  # the lists that this step completed
+    prompt_logprobs: PromptLogprobs = field(default_factory=dict)  # of rows that sampled for the first time
 
 
 class StepHandle:
@@ -162,7 +162,7 @@ class ModelRunner:
         sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt)
         self._remember(inputs.rows, sampled.token_ids)
         scored = [(piece, scores.fetch()) for piece, scores in sampled.prompt]
-        return StepHandle(packed.sampled, sampled.token_ids, sampled.logprobs, lambda: self.prompt_scores.collect(scored))
+        return StepHandle(packed.sampled, sampled.token_ids, sampled.logprobs, lambda: self.prompt_scores.collect(scored, packed.sampled))
 
     @torch.inference_mode()
     def follow(self, packed: Packed, all_greedy: bool) -> None:
