@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from stoker.base.config import RuntimeConfig
@@ -251,6 +253,26 @@ def test_more_sequences_than_rows_take_turns(policy: str) -> None:
         assert len(step(target)) == 2
     lengths = [len(seq.tokens) for seq in seqs]
     assert target.num_running == 5 and max(lengths) - min(lengths) <= 2
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+@pytest.mark.parametrize(("rows", "sequences", "stages"), [(2, 6, 1), (3, 11, 1), (4, 12, 1), (4, 12, 3)])
+def test_a_prompt_as_long_as_a_step_is_computed_beside_a_stream_of_short_ones(
+    chunked: bool, policy: str, rows: int, sequences: int, stages: int
+) -> None:
+    target = scheduler(
+        max_batch_size=rows, max_num_tokens=16, max_num_sequences=sequences, chunked_prefill=chunked, policy=policy, num_blocks=1000,
+        prefix_reuse=False, num_stages=stages,
+    )  # fmt: skip
+    feed, draw = Feed(target), random.Random(rows)
+    for tick in range(200):
+        while target.num_waiting < 6:
+            feed([1] * draw.randrange(1, 4), max_tokens=draw.randrange(1, 30), arrival=float(feed.count))
+        if tick == 3:
+            (long,) = feed([1] * 16, max_tokens=2, arrival=float(feed.count))
+        step(target, now=float(tick))
+    assert long.status is Status.FINISHED, f"{long.num_computed} of its tokens are computed"
 
 
 def test_guaranteed_no_evict_admits_what_can_run_to_its_end() -> None:

@@ -60,14 +60,18 @@ class Planner:
         return prefills, starved
 
     def _turn(self) -> Iterable[Sequence]:
-        """The sequences that may compute in this step, at most a step's rows. When more could, those chosen go to the end of the line."""
+        """The sequences that may compute in this step, at most a step's rows. When more could, those chosen go to the end of the line.
+
+        A prompt that can't be cut keeps its place in the line until it is so far ahead that the step has room for it.
+        """
         running = self._roster.running
         if len(running) <= self._max_rows:
             return list(running.values())
-        turn = []
+        turn, room = [], self._max_num_tokens
         for seq in running.values():
-            if seq.num_computed != seq.max_computed and not (seq.num_pending and seq.waits_for_ids):
+            if seq.num_computed != seq.max_computed and not (seq.num_pending and seq.waits_for_ids) and self._fewest(seq) <= room:
                 turn.append(seq)
+                room -= self._fewest(seq)
                 if len(turn) == self._max_rows:
                     break
         for seq in turn:
@@ -105,6 +109,10 @@ class Planner:
             roster.admit(seq, match, now)
             if num_new:
                 _add_prefill(plan, seq, num_new)
+
+    def _fewest(self, seq: Sequence) -> int:
+        """The tokens of which a step computes at least as many, when it computes any of `seq`."""
+        return 1 if self._chunked_prefill else max(seq.num_prompt - seq.num_computed, 1)
 
     def _num_new(self, seq: Sequence, start: int, budget: int) -> int:
         """Of the tokens from `start` on, how many to compute in this step.
