@@ -43,6 +43,7 @@ def kept(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 FILTERS = [
     {}, {"temperature": 0.3}, {"temperature": 2.0}, {"top_k": 1}, {"top_k": 3}, {"top_k": 1 << 30}, {"top_p": 0.5}, {"top_p": 1e-6},
     {"min_p": 0.3}, {"min_p": 1.0}, {"top_k": 5, "top_p": 0.7, "min_p": 0.05, "temperature": 1.5},
+    {"top_k": 2000, "top_p": 0.3, "temperature": 2.0}, {"top_p": 1e-60}, {"temperature": 1e-60}, {"temperature": 100.0},
 ]  # fmt: skip
 
 

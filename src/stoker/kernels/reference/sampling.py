@@ -41,7 +41,8 @@ def threshold(probs: Tensor, params: DrawParams) -> Tensor:
 def _nucleus(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
     width = min(_HEAD, probs.shape[1])
     best = torch.topk(probs, width, dim=-1).values
-    enough = torch.where(p < 1.0, best.sum(dim=-1) >= p, k <= width) | (k <= width)
+    # Short of the k best, the mass that top-p shares is known only where k leaves all.
+    enough = (k <= width) | ((k == probs.shape[1]) & (p < 1.0) & (best.sum(dim=-1) >= p))
     if not bool(enough.all()):
         best = torch.sort(probs, dim=-1, descending=True).values
     inside_k = torch.arange(best.shape[1], device=probs.device) < k[:, None]
@@ -51,6 +52,7 @@ def _nucleus(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
     wanted = (p.double() * total)[:, None]
     # A token is in the nucleus when those before it don't reach p yet.
     inside = inside_k & ((mass - best.double() < wanted) | (p >= 1.0)[:, None])
+    inside[:, 0] = True  # though p be too small for float32
     return best.masked_fill(~inside, float("inf")).amin(dim=-1)
 
 
