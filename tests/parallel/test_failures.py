@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -10,13 +11,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from cases import GROUPED, POSITIONS
 from loaded import generate, load
 from oracles import hf_model
 
-from stoker.base.config import Limits, Mapping
+from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError, EngineError, RankError
 from stoker.base.types import SamplingParams
 from stoker.builder.build import build
@@ -24,7 +28,8 @@ from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
 from stoker.runtime.executor import Executor
 from stoker.runtime.request import TokenRequest
-from stoker.runtime.worker.ranks import Ranks
+from stoker.runtime.worker.rank import Capacity
+from stoker.runtime.worker.ranks import Follower, Ranks
 
 TWO = Mapping(tensor_parallel=2)
 
@@ -92,7 +97,81 @@ def test_a_rank_that_cannot_load_is_named(engine: Path, tmp_path: Path, monkeypa
         RankError, match=r"rank 1 on cpu ended with status 1; its log is (.*)rank1.log.*rank1.safetensors is missing"
     ) as caught:
         load(copy)
-    shutil.rmtree(Path(str(caught.value).split("its log is ")[1].split(". ")[0]).parent)
+    shutil.rmtree(folder_named_in(caught.value))
+
+
+def folder_named_in(error: BaseException) -> Path:
+    return Path(str(error).split("its log is ")[1].split(". ")[0]).parent
+
+
+@pytest.mark.parametrize("moment", ["before the ranks meet", "once all have loaded"])
+def test_a_rank_that_dies_during_the_start_is_named(engine: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, states = Ranks.wait, list[str]()
+
+    def kill_after(ranks: Ranks) -> None:
+        wait(ranks)
+        states.append("before the ranks meet" if not states else "once all have loaded")
+        if states[-1] == moment:
+            ranks._followers[0].process.kill()
+
+    monkeypatch.setattr(Ranks, "wait", kill_after)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 on cpu was killed by SIGKILL; its log is") as caught:
+        load(engine)
+    assert time.monotonic() - started < 15
+    shutil.rmtree(folder_named_in(caught.value))
+
+
+def test_a_process_that_ends_at_once_is_named_and_leaves_no_descriptor(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    monkeypatch.setattr("stoker.runtime.worker.ranks.log.critical", lambda *_: None)  # a captured record would keep the error
+    counts = []
+    for _ in range(3):
+        with pytest.raises(RankError, match="rank 1 on cpu ended with status 1") as caught:
+            load(engine)
+        shutil.rmtree(folder_named_in(caught.value))
+        caught = None  # type: ignore[assignment]  # the error's traceback holds the ring's memory
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[0] == counts[2]
+
+
+def test_processes_that_started_end_when_another_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    started: list[Follower] = []
+    init = Follower.__init__
+
+    def first_only(self: Follower, *given: Any) -> None:
+        if started:
+            raise OSError("no more processes")
+        init(self, *given)
+        started.append(self)
+
+    monkeypatch.setattr(Follower, "__init__", first_only)
+    model = SimpleNamespace(config=SimpleNamespace(mapping=Mapping(tensor_parallel=3), limits=Limits()), path=tmp_path)
+    with pytest.raises(OSError, match="no more processes"):
+        Ranks(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 3)  # type: ignore[arg-type]
+    assert started[0].process.returncode == -signal.SIGKILL and not started[0].log_file.parent.exists()
+
+
+def test_a_leader_that_fails_within_a_step_ends_all(engine: Path) -> None:
+    """The other rank waits for it in the middle of a layer: it would take the next step for the rest of this one."""
+    executor = load(engine)
+    generate(executor, [[5, 6, 7]], 3)
+    layer: Any = executor.runner.model.layers[-1]  # type: ignore[attr-defined]
+
+    def no_memory(*given: Any) -> None:
+        raise MemoryError("no room")
+
+    layer.mlp = no_memory
+    try:
+        with pytest.raises(RankError, match=r"rank 0 on cpu failed within a step \(MemoryError\('no room'\)\)"):
+            generate(executor, [[5, 6, 7]], 3)
+    finally:
+        executor.close()
 
 
 def test_followers_end_with_their_leader(engine: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import StokerError, UnavailableError
+from stoker.base.errors import RankError, StokerError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.base.types import FinishReason
 from stoker.runtime.admission import Admission, Beginner
@@ -178,7 +178,7 @@ class Executor:
             with self.watchdog.step(lambda: self._describe(plan)):
                 handle = self.runner.launch(plan)
         except Exception as error:
-            self._blame()
+            self._blame(error)
             while self._in_flight:  # plans end in order
                 self._commit()
             self._fail(plan, error)
@@ -230,15 +230,18 @@ class Executor:
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         """The oldest step raised: its sequences end with an error; the others go on. Without a rank nothing does."""
-        self._blame()
+        self._blame(error)
         log.error("a step of %d rows failed: %r", len(plan), error, exc_info=error)
         for seq in self.scheduler.fail(plan):
             self._finish(seq, ErrorInfo("step_failed", f"the step failed: {error}"))
         self._clean()
 
-    def _blame(self) -> None:
+    def _blame(self, error: Exception) -> None:
+        """Raise RankError when a rank is behind the error of a step: another one, or else this."""
         if self._ranks is not None:
             self._ranks.blame()
+        if isinstance(error, RankError):
+            raise error
 
     def _clean(self) -> None:
         """Zero what nobody reads any more and may not be numbers: masked places are still multiplied by zero."""

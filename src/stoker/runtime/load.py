@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.distributed.world import ALONE_WORLD, leader
 from stoker.engine.reader import Engine
@@ -38,12 +38,21 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
     ranks = Ranks(engine, config, capacity, devices) if len(devices) > 1 else None
     try:
         executor = _load(engine, config, devices[leader(engine.config.mapping)], ranks, make_mailbox)
-    except BaseException:
+    except BaseException as error:
         if ranks is not None:
-            ranks.close()
+            _end(ranks, error)
         raise
     log.info("%s is ready on %s after %.1f s", Path(path).name, ", ".join(dict.fromkeys(map(str, devices))), time.monotonic() - started)
     return executor
+
+
+def _end(ranks: Ranks, error: BaseException) -> None:
+    """The start failed. Raises RankError when a rank's failure is behind an error that does not say so itself."""
+    try:
+        if isinstance(error, Exception) and not isinstance(error, StokerError):
+            ranks.blame()
+    finally:
+        ranks.close()
 
 
 def _check(engine: Engine, config: RuntimeConfig) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stoker.base.errors import RequestError
+from stoker.base.errors import RankError, RequestError
 from stoker.base.types import TokenLogprobs
 from stoker.distributed.world import ALONE_WORLD, World
 from stoker.kernels import ops
@@ -155,14 +156,29 @@ class ModelRunner:
     def _start(self, plan: StepPlan, packed: Packed, all_greedy: bool) -> StepHandle:
         if packed.is_padded:
             assert self.graphs is not None
-            return StepHandle(packed.sampled, self.graphs.run(packed, all_greedy)[: len(packed.sampled)])
-        inputs = self.inputs.unpack(packed)
-        logits = self._logits(inputs.batch)
+            with self._together(self.world.size > 1):
+                token_ids = self.graphs.run(packed, all_greedy)
+            return StepHandle(packed.sampled, token_ids[: len(packed.sampled)])
+        with self._together(self.world.size > 1):
+            inputs = self.inputs.unpack(packed)
+            logits = self._logits(inputs.batch)
         prompt = pieces(plan) if packed.num_extra else []
-        sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt)
-        self._remember(inputs.rows, sampled.token_ids)
+        with self._together(self._shares_ids):
+            sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt)
+            self._remember(inputs.rows, sampled.token_ids)
         scored = [(piece, scores.fetch()) for piece, scores in sampled.prompt]
         return StepHandle(packed.sampled, sampled.token_ids, sampled.logprobs, lambda: self.prompt_scores.collect(scored, packed.sampled))
+
+    @contextlib.contextmanager
+    def _together(self, others_wait: bool) -> Iterator[None]:
+        """Around what ends when all ranks have done their part. A leader that fails alone can't go on: the others would take its next
+        step for the rest of this one, and answers would be wrong."""
+        try:
+            yield
+        except Exception as error:
+            if not others_wait:
+                raise
+            raise RankError(f"rank {self.world.rank} on {self.device} failed within a step ({error!r}), and the others wait.") from error
 
     @torch.inference_mode()
     def follow(self, packed: Packed, all_greedy: bool) -> None:

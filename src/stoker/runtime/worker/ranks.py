@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -62,16 +63,21 @@ class Follower:
         self.rank, self.device, self.log_file = task.rank, task.device, log_file
         self._status, theirs = os.pipe()
         task.status_fd = theirs
-        with log_file.open("wb") as opened:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "stoker.runtime.worker.follow"], stdin=subprocess.PIPE, stdout=opened, stderr=opened,
-                pass_fds=(*pass_fds, theirs), start_new_session=True, env=env.child_environment(),
-            )  # fmt: skip
-        os.close(theirs)
+        try:
+            with log_file.open("wb") as opened:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "stoker.runtime.worker.follow"], stdin=subprocess.PIPE, stdout=opened, stderr=opened, bufsize=0,
+                    pass_fds=(*pass_fds, theirs), start_new_session=True, env=env.child_environment(),
+                )  # fmt: skip
+        except BaseException:
+            os.close(self._status)
+            raise
+        finally:
+            os.close(theirs)
         data = msgspec.msgpack.encode(task)
         assert self.process.stdin is not None
-        self.process.stdin.write(len(data).to_bytes(8, "little") + data)
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended already: the watch finds that, and says so
+            self.process.stdin.write(len(data).to_bytes(8, "little") + data)
 
     def has_told(self, timeout_s: float) -> bool:
         """Whether it told its next state; a process that ended tells nothing more."""
@@ -84,6 +90,7 @@ class Follower:
         self.process.wait()
         assert self.process.stdin is not None
         self.process.stdin.close()
+        os.close(self._status)
 
     def describe(self, what: str) -> str:
         """What happened to it, with the end of its log."""
@@ -108,27 +115,34 @@ class Ranks:
         others = [rank for rank in range(mapping.world_size) if rank != self._leader]
         size = step_size(capacity.max_num_tokens, capacity.max_num_sequences, -(-capacity.max_seq_len // limits.tokens_per_block))
         self._ring = Ring.create(len(others), size)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # Where the ranks meet. The leader, too, comes as a guest: when a rank fails this goes, and who waits there is told at once.
+        self._meeting: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._port = self._meeting.port
         self._folder = tempfile.TemporaryDirectory(prefix="stoker-ranks-", ignore_cleanup_errors=True)
         self._stall_s = config.step_timeout_s or STALL_S[self._device.type]
         self._failure: RankError | None = None
         self._noticed, self._closing = threading.Event(), threading.Event()
         self._stalls: dict[int, tuple[int, float]] = {}
         self._followers: list[Follower] = []
-        for reader, rank in enumerate(others):
-            task = FollowTask(
-                engine=str(engine.path), rank=rank, reader=reader, device=str(devices[rank]), config=config, port=self._store.port,
-                ring_fd=self._ring.fd, num_readers=len(others), slot_size=size, status_fd=-1,
-            )  # fmt: skip
-            self._followers.append(Follower(task, Path(self._folder.name) / f"rank{rank}.log", (self._ring.fd,)))
+        try:
+            for reader, rank in enumerate(others):
+                task = FollowTask(
+                    engine=str(engine.path), rank=rank, reader=reader, device=str(devices[rank]), config=config, port=self._port,
+                    ring_fd=self._ring.fd, num_readers=len(others), slot_size=size, status_fd=-1,
+                )  # fmt: skip
+                self._followers.append(Follower(task, Path(self._folder.name) / f"rank{rank}.log", (self._ring.fd,)))
+        except BaseException:
+            self._end()
+            raise
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
     def join(self) -> World:
-        """Meet the other ranks, once they are all there."""
+        """Meet the other ranks, once they are all there. Raises RuntimeError when one of them ends meanwhile."""
         self.wait()
+        store = dist.TCPStore("127.0.0.1", self._port, is_master=False)
         custom = self._config.custom_all_reduce
-        return join(self._store, self._leader, self._engine.config.mapping, self._device, custom_all_reduce=custom)
+        return join(store, self._leader, self._engine.config.mapping, self._device, custom_all_reduce=custom)
 
     def wait(self) -> None:
         """Until every follower told its next state. Raises RankError when one ends before."""
@@ -174,8 +188,12 @@ class Ranks:
         for follower in self._followers:
             while follower.process.poll() is None and time.monotonic() < deadline and self._failure is None:
                 time.sleep(0.01)
-            follower.kill()
         self._watcher.join()
+        self._end()
+
+    def _end(self) -> None:
+        for follower in self._followers:
+            follower.kill()
         self._ring.close()
         if self._failure is None:
             self._folder.cleanup()
@@ -193,6 +211,7 @@ class Ranks:
             for follower in self._followers:
                 follower.process.kill()
             # Their connections are closed now, which ends collectives on a CPU; a GPU waits for them for ever.
+            self._meeting = None
             if not self._noticed.wait(GRACE_S) and self._device.type == "cuda":
                 os._exit(1)
             return
