@@ -9,8 +9,10 @@ import torch
 from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
+from stoker.kernels import ops
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import activation as activation_reference
+from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
@@ -185,6 +187,33 @@ def test_a_gate_on_the_input_is_one_on_the_output_before(m: int) -> None:
     assert torch.equal(int8_reference.int8_linear(gates, *given, late), int8_reference.int8_linear(plain, *given, around))
     wide = torch.randn(rows, 160).to(x.dtype)
     assert torch.equal(linear.linear(gates, wide, bias, late), linear.linear(x, wide, bias, around))
+
+
+@pytest.mark.parametrize("m", [1, 3, 66])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_norm_that_no_kernel_folds_comes_once_and_after_the_inputs_gate(kind: str, m: int) -> None:
+    """A layer norm, and an RMS norm without weights: of a row, of rows that are streamed, of many."""
+    x, bias = torch.randn(m, 128) * 5, torch.randn(24)
+    gain = (torch.rand(64) + 0.5, torch.randn(64)) if kind == "layer" else (None, None)
+    around = Fusion(kind, *gain, norm_eps=1e-5, input_gate="silu")
+    (codes, steps), (narrow, scale), packed = int8_weight(24, 64), fp8_weight(24, 64), int4_weight(24, 64, 32, "int")
+    wide = torch.randn(24, 64) / 8
+
+    def product(h: Tensor) -> Tensor:
+        return h @ int4_reference.dequantize_int4(packed).T + bias
+
+    pairs = [
+        (quant_int8.int8_linear, int8_reference.int8_linear, (codes, steps, bias, around), 5e-4),
+        (quant_int8.w8a8_linear, int8_reference.w8a8_linear, (codes, steps, None, bias, around), 2e-3),
+        (quant_fp8.fp8_linear, fp8_reference.fp8_linear, (narrow, scale, "token", None, bias, around), 1e-2),
+        (quant_fp8.fp8_linear, fp8_reference.fp8_linear, (narrow, scale, "none", None, bias, around), 1e-5),
+        (linear.linear, linear_reference.linear, (wide, bias, around), 1e-5),
+    ]
+    for kernel, reference, given, most in pairs:
+        assert relative_error(kernel(x, *given), reference(x, *given)) < most, kernel
+    want = linear_reference.around(x, around, product)
+    assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(packed), bias, around), want) < 5e-4
+    assert torch.equal(ops.around(x, around, product), want)
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "digits"])

@@ -115,7 +115,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
 
 
 def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a linear without fused kernels does: the fusion's norm, `product`, then the gate and the residual."""
+    """What a linear without fused kernels does: the fusion's input gate and norm, `product`, then the gate and the residual."""
+    if fusion.input_gate is not None:
+        x = gated(x, fusion.input_gate)
     if fusion.norm_kind is not None:
         x = norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
     y = product(x)

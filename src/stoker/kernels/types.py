@@ -44,5 +44,10 @@ class Fusion:
     residual: Tensor | None = None  # [T, out_features], dense; added last
     input_gate: str | None = None  # x holds gates, then what they gate: the input is act(gates) × it
 
+    @property
+    def norm_apart(self) -> bool:
+        """Whether the norm needs a pass before the product: kernels fold an RMS norm with weights into it, and no other."""
+        return self.norm_kind is not None and (self.norm_kind != "rms" or self.norm_weight is None)
+
 
 PLAIN = Fusion()

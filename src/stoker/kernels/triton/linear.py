@@ -30,9 +30,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
     if x.shape[0] > MAX_ROWS:
         return many_rows(x, weight, bias, fusion)
     stored = Stored("same", weight, None, *weight.shape)
-    if x.shape[0] > 1 and x.dtype in XTYPES and takes(x, "same", stored):
+    if x.shape[0] > 1 and x.dtype == weight.dtype and x.dtype in XTYPES and takes(x, "same", stored):
         return stream(x, "same", stored, None, bias, fusion)
-    if fusion.norm_kind == "layer":  # it subtracts a mean, which the stream over K knows too late
+    if fusion.norm_apart:  # a layer norm subtracts a mean, which the stream over K knows too late
         x = norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
         fusion = Fusion(gate=fusion.gate, residual=fusion.residual)
     return few_rows(x, weight, bias, fusion)
@@ -103,5 +103,7 @@ def _arrived(device: torch.device) -> Tensor:
 def _check(x: Tensor, weight: Tensor, fusion: Fusion, n: int) -> None:
     if not weight.is_contiguous() or x.stride(-1) != 1:
         raise ValueError(f"a linear takes a dense weight and rows; strides are {weight.stride()} and {x.stride()}")
+    if x.dtype != weight.dtype:
+        raise ValueError(f"a linear takes rows and a weight of one dtype; they are {x.dtype} and {weight.dtype}")
     if fusion.residual is not None and (fusion.residual.shape != (x.shape[0], n) or not fusion.residual.is_contiguous()):
         raise ValueError(f"the residual must be dense [{x.shape[0]}, {n}]; it is {tuple(fusion.residual.shape)}")

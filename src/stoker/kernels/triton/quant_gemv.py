@@ -120,7 +120,7 @@ def fits_one_row(x: Tensor, weight: Tensor, fusion: Fusion) -> bool:
     return (
         x.shape[0] == 1
         and fusion.gate is None
-        and fusion.norm_kind != "layer"
+        and not fusion.norm_apart
         and k % 4 == 0
         and k <= MAX_FEATURES
         and weight.shape[0] < MANY_ROWS

@@ -17,7 +17,7 @@ from torch import Tensor
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
-from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows
+from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows, ungated
 from stoker.kernels.triton.quant_tuning import FEW_ROWS
 from stoker.kernels.triton.quant_unpack import nibbles
 from stoker.kernels.triton.stream import stream, takes
@@ -100,6 +100,7 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
         if packed.group < SMALLEST_INTEGER_GROUP:
             return plain_rows(x, stored, bias, fusion)
         return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)
+    x, fusion = ungated(x, fusion)
     return many_rows(x, stored.n, lambda a, b: dequantize_int4(packed, a, b, x.shape[1], x.dtype), bias, fusion)
 
 

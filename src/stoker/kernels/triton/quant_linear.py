@@ -159,8 +159,10 @@ def flags(x: Tensor, stored: Stored, tile: QuantTile) -> dict[str, object]:
 
 
 def without_layer_norm(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
-    """A layer norm applied; an RMS norm left to the encoding."""
-    return (x, fusion) if fusion.norm_kind != "layer" else (normed(x, fusion), replace(fusion, norm_kind=None, norm_weight=None))
+    """A norm that needs a pass of its own applied, and the gate before it; an RMS norm left to the encoding."""
+    if not fusion.norm_apart:
+        return x, fusion
+    return normed(x, fusion), replace(fusion, norm_kind=None, norm_weight=None, input_gate=None)
 
 
 def ungated(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
