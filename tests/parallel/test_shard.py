@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.base.config import Mapping
+from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.builder.shares import cut
 from stoker.deploy.lmi_ranks import rank_names
 from stoker.distributed.group import Group
@@ -20,6 +22,8 @@ from stoker.layers.shard import Sharding, kv_copies, kv_heads, local_spec, query
 from stoker.layers.specs import LinearSpec
 from stoker.quant.format import Layout
 from stoker.runtime.worker.inputs import Packed, Shape
+from stoker.runtime.worker.rank import Capacity
+from stoker.runtime.worker.ranks import Ranks
 from stoker.runtime.worker.ring import END, FORGET, STEP, Ring, decode, encode_step, step_size
 
 SIZES = st.integers(1, 9)
@@ -120,6 +124,22 @@ def test_what_goes_into_the_ring_comes_out_for_every_reader() -> None:
         reader.join(10)
     assert found[0] == found[1] == [*range(50), [4, 9]]
     ring.close()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8, 4096])
+def test_a_slot_holds_every_padded_step(num_sequences: int, tmp_path: Path) -> None:
+    """Captured steps have more rows than sequences may run, and each has a block table of the longest row's width."""
+    capacity = Capacity(max_batch_size=256, max_num_sequences=num_sequences, max_num_tokens=2048, max_seq_len=1 << 17)
+    engine = SimpleNamespace(config=SimpleNamespace(mapping=Mapping(), limits=Limits(tokens_per_block=64)), path=tmp_path)
+    ranks = Ranks(engine, RuntimeConfig(), capacity, [torch.device("cpu")])  # type: ignore[arg-type]  # nobody follows
+    try:
+        for rows, tokens in ((8, 2048), (64, 2048), (256, 2048), (256, 256)):
+            packed = Packed(torch.empty(0), Shape(tokens, rows, tokens == rows), 2048, rows, rows, 0, tokens, 1 << 17, True, [])
+            assert packed.num_places <= ranks._ring.slot_size
+    finally:
+        ranks._closing.set()
+        ranks._watcher.join()
+        ranks._end()
 
 
 def test_names_of_rank_engines_in_lmi_repositories() -> None:

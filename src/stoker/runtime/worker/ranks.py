@@ -113,7 +113,7 @@ class Ranks:
         self._engine, self._config, self._leader = engine, config, leader(mapping)
         self._device = devices[self._leader]
         others = [rank for rank in range(mapping.world_size) if rank != self._leader]
-        size = step_size(capacity.max_num_tokens, capacity.max_num_sequences, -(-capacity.max_seq_len // limits.tokens_per_block))
+        size = step_size(capacity.max_num_tokens, capacity.max_batch_size, -(-capacity.max_seq_len // limits.tokens_per_block))
         self._ring = Ring.create(len(others), size)
         # Where the ranks meet. The leader, too, comes as a guest: when a rank fails this goes, and who waits there is told at once.
         self._meeting: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
