@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.kept import Kept, dequantize, find_kept
-from stoker.builder.packed import Packed, find_packed
+from stoker.builder.kept import dequantize
+from stoker.builder.kept_source import Kept
+from stoker.builder.packed import Packed, find_kept, find_packed
 from stoker.builder.weights import Stored, Weights
 from stoker.models import Architecture
 

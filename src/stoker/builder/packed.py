@@ -1,4 +1,4 @@
-"""Checkpoint tensors that are stored in fewer bits, read as the tensors they stand for."""
+"""Checkpoint tensors that are stored in fewer bits: which stay as they are, and which are read as the tensors they stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.kept import READERS
+from stoker.builder.kept_bytes import read_compressed, read_fp8
+from stoker.builder.kept_source import Kept
+from stoker.builder.kept_words import read_awq, read_gptq
 from stoker.builder.weights import Stored
 
 # The values of FP4 e2m1 by their four bits (OCP Microscaling Formats 1.0, table 5).
@@ -24,6 +26,15 @@ class Packed:
     sources: tuple[str, ...]
     stored: Stored
     restore: Callable[[list[Tensor]], Tensor]
+
+
+def find_kept(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str, Kept] | None:
+    """The weights of a quantized checkpoint that a format holds as they are, by name; None for a method that is not read here.
+
+    `quantization` is config.json's quantization_config. Raises CheckpointError for settings or tensors that don't fit.
+    """
+    reader = READERS.get(str(quantization.get("quant_method", "")))
+    return None if reader is None else reader(stored, quantization)
 
 
 def find_packed(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str, Packed]:
@@ -64,5 +75,8 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return values.flatten(-2).transpose(1, 2)
 
 
-# One row per quant_method whose tensors are restored; those of kept.READERS stay as they are.
+# One row per quant_method: whose weights stay as they are, and whose tensors are restored.
+READERS: dict[str, Callable[[Mapping[str, Stored], dict[str, Any]], dict[str, Kept]]] = {
+    "awq": read_awq, "gptq": read_gptq, "compressed-tensors": read_compressed, "fp8": read_fp8,
+}  # fmt: skip
 METHODS: dict[str, Callable[[Mapping[str, Stored], dict[str, Any]], dict[str, Packed]]] = {"mxfp4": _mxfp4}

@@ -1,0 +1,153 @@
+"""Codes packed into int32 words: AutoAWQ and GPTQ matrices, which lie [in, out], and int4 ones of compressed-tensors, [out, in]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.kept_source import Kept, bits_and_group, check, dtype_name, stems
+from stoker.builder.weights import Stored
+from stoker.quant import groups
+from stoker.quant.format import Format
+from stoker.quant.int4 import GROUP_SIZES, Int4
+from stoker.quant.int8_grouped import GroupedInt8
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an AutoAWQ int32 is column AWQ_ORDER[i] of its eight
+
+
+def read_awq(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str, Kept]:
+    """AutoAWQ's gemm layout."""
+    _, size = bits_and_group(quantization, (4,))
+    if str(quantization.get("version", "gemm")).lower() != "gemm":
+        raise CheckpointError(f"AWQ version {quantization['version']!r} is not read.", cure="Use one of version gemm.")
+    found = {}
+    for stem in stems(stored, ".qweight", (".qzeros", ".scales")):
+        rows, width = stored[f"{stem}.qweight"].shape
+        group, out = rows if size == -1 else size, width * 8
+        count = -(-rows // group)
+        check(stored, f"{stem}.qweight", (rows, width), torch.int32)
+        check(stored, f"{stem}.qzeros", (count, width), torch.int32)
+        check(stored, f"{stem}.scales", (count, out))
+        chosen = Int4(group_size=_fit(group), zero="int", scale_dtype=dtype_name(stored[f"{stem}.scales"].dtype), clip=False)
+        sources = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
+        found[f"{stem}.weight"] = Kept(sources, (out, rows), chosen, _awq_taker(group, rows))
+    return found
+
+
+def _awq_taker(group: int, rows: int) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+    fit = _fit(group)
+
+    def take(parts: list[Tensor]) -> dict[str, Tensor]:
+        codes, zeros = (_awq_columns(nibbles(words)) for words in parts[:2])
+        return _int4(codes.t(), parts[2].t(), zeros.t(), 1 if fit == group else -(-group // fit), rows, fit)
+
+    return take
+
+
+def read_gptq(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[str, Kept]:
+    """AutoGPTQ's layout; its first version stores zeros less one."""
+    bits, size = bits_and_group(quantization, (4, 8))
+    bias = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
+    found = {}
+    for stem in stems(stored, ".qweight", (".qzeros", ".scales")):
+        packed, out = stored[f"{stem}.qweight"].shape
+        rows = packed * 32 // bits
+        group = rows if size == -1 else size
+        check(stored, f"{stem}.qweight", (packed, out), torch.int32)
+        check(stored, f"{stem}.qzeros", (-(-rows // group), out * bits // 32), torch.int32)
+        check(stored, f"{stem}.scales", (-(-rows // group), out))
+        ordered = bool(quantization.get("desc_act")) and f"{stem}.g_idx" in stored
+        if ordered:
+            check(stored, f"{stem}.g_idx", (rows,), torch.int32)
+        sources = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", *(("g_idx",) if f"{stem}.g_idx" in stored else ())))
+        take = _gptq_taker(bits, bias, group, rows, ordered)
+        found[f"{stem}.weight"] = Kept(sources, (out, rows), _gptq_format(bits, group, ordered, stored[f"{stem}.scales"].dtype), take)
+    return found
+
+
+def _gptq_format(bits: int, group: int, ordered: bool, dtype: torch.dtype) -> Format:
+    if bits == 8:
+        if ordered:
+            raise CheckpointError("GPTQ of 8 bits with desc_act is not read.", cure="Build from the checkpoint it was made of.")
+        return GroupedInt8(group_size=_fit(group), scale_dtype="float32", shifted=True)
+    return Int4(group_size=_fit(group), zero="int", scale_dtype=dtype_name(dtype), clip=False, reorder=ordered)
+
+
+def _gptq_taker(bits: int, bias: int, group: int, rows: int, ordered: bool) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+    fit = _fit(group)
+    repeat = 1 if fit == group else -(-group // fit)
+
+    def take(parts: list[Tensor]) -> dict[str, Tensor]:
+        codes = nibbles(parts[0].t().contiguous(), bits)  # [out, in]
+        zero, scale = nibbles(parts[1], bits).t().int() + bias, parts[2].t()
+        if bits == 8:
+            wide = scale.float().repeat_interleave(repeat, 1)[:, : -(-rows // fit)].contiguous()
+            offset = (128 - zero).float().repeat_interleave(repeat, 1)[:, : -(-rows // fit)] * wide
+            return {"weight": (codes.int() - 128).to(torch.int8), "scale": wide, "offset": offset.contiguous()}
+        if not ordered:
+            return _int4(codes, scale, zero, repeat, rows, fit)
+        order = parts[3].argsort(stable=True)
+        return _int4(codes[:, order], scale, zero, repeat, rows, fit) | {"order": order.int()}
+
+    return take
+
+
+def read_compressed_int4(stored: Mapping[str, Stored], weights: dict[str, Any]) -> dict[str, Kept]:
+    size, found = weights.get("group_size") or -1, {}
+    if size != -1 and size not in GROUP_SIZES:
+        raise CheckpointError(
+            f"quantization_config: groups of {size!r} are not read.", cure=f"Read are {', '.join(map(str, GROUP_SIZES))}."
+        )
+    for stem in stems(stored, ".weight_packed", (".weight_scale",)):
+        out, packed = stored[f"{stem}.weight_packed"].shape
+        rows = packed * 8
+        group = rows if size == -1 else size
+        fit = _fit(group)
+        zero = f"{stem}.weight_zero_point"
+        asymmetric = not weights.get("symmetric", True) and zero in stored
+        check(stored, f"{stem}.weight_packed", (out, packed), torch.int32)
+        check(stored, f"{stem}.weight_scale", (out, -(-rows // group)))
+        dtype = dtype_name(stored[f"{stem}.weight_scale"].dtype)
+        chosen = Int4(group_size=fit, zero="int" if asymmetric else "none", scale_dtype=dtype, clip=False)
+
+        def take(
+            parts: list[Tensor], group: int = group, fit: int = fit, rows: int = rows, asymmetric: bool = asymmetric
+        ) -> dict[str, Tensor]:
+            zeros = nibbles(parts[2].t().contiguous()).t() if asymmetric else None
+            return _int4(nibbles(parts[0]), parts[1], zeros, 1 if fit == group else -(-group // fit), rows, fit)
+
+        extra = (f"{stem}.weight_shape",) if f"{stem}.weight_shape" in stored else ()
+        sources = (f"{stem}.weight_packed", f"{stem}.weight_scale", *((zero,) if asymmetric else ()), *extra)
+        found[f"{stem}.weight"] = Kept(sources, (out, rows), chosen, take)
+    return found
+
+
+def nibbles(words: Tensor, bits: int = 4) -> Tensor:
+    """uint8 [..., n × 32 / bits] of int32 [..., n], the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(-2)
+
+
+def _awq_columns(codes: Tensor) -> Tensor:
+    """Columns in their own order."""
+    inverse = torch.tensor(AWQ_ORDER).argsort()
+    return codes.unflatten(-1, (-1, 8))[..., inverse].flatten(-2)
+
+
+def _int4(codes: Tensor, scale: Tensor, zero: Tensor | None, repeat: int, size: int, group: int) -> dict[str, Tensor]:
+    """Stored tensors of codes [out, in], scale and zero [out, groups]; each group told `repeat` times, for those larger than any here."""
+
+    def spread(t: Tensor) -> Tensor:
+        return (t if repeat == 1 else t.repeat_interleave(repeat, 1)[:, : -(-size // group)]).contiguous()
+
+    stored = {"weight": groups.pack(codes), "scale": spread(scale)}
+    return stored if zero is None else stored | {"zero": spread(zero.to(torch.uint8))}
+
+
+def _fit(group: int) -> int:
+    """The group size that holds groups of `group`: one group a row is told as many equal ones."""
+    return group if group in GROUP_SIZES else 128
