@@ -101,7 +101,7 @@ def _project(given: Operands, bias: Tensor | None, routing: Routing, down: bool,
     splits = tile.splits if programs <= MAX_TILES else 1
     partial = counters = None
     if splits > 1:
-        partial = torch.empty((programs, splits, tile.block_n, given.digits * tokens), dtype=torch.float32, device=x.device)
+        partial = torch.empty((programs, splits, tile.block_n, tokens), dtype=torch.float32, device=x.device)
         counters = arrived(x.device)
     quant_linear_kernel[(programs, splits)](
         x, given.scale, given.sums, stored.weight, stored.scale, stored.zero, bias, None, out, partial, counters, None, None, None,

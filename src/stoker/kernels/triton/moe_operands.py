@@ -30,7 +30,7 @@ class Operands:
     rows: Tensor  # [digits × M, K], plain or codes
     stored: Stored
     scale: Tensor | None = None  # of codes: float32 [M], or [groups, M]
-    sums: Tensor | None = None  # of digits: float32 [groups, 2 × M]
+    sums: Tensor | None = None  # of digits: float32 [groups, M]
     digits: int = 1
     is_sorted: bool = False  # a row a choice, in the order of routing.order; else a row a token
 

@@ -29,7 +29,7 @@ class Codes:
 
     codes: Tensor  # int8 or float8_e4m3fn [M, padded K]; digits: [2 × M, padded K], the coarse ones first. Zeros past K
     scale: Tensor  # float32 [M]: the value of a code (of a fine digit), or [groups, M] when each group of features has its own
-    sums: Tensor | None = None  # digits: float32 [groups, 2 × M], the sum of each group's
+    sums: Tensor | None = None  # digits: float32 [groups, M], the sum of each group in fine units
 
 
 @triton.jit
@@ -109,9 +109,7 @@ def store_codes(
         tl.store(place + to_fine, fine.to(tl.int8), mask=cols < end)
         if sums_row is not None:
             group = start // GROUP + tl.arange(0, CHUNK // GROUP)
-            where = sums_row + group * (2 * rows)
-            tl.store(where, tl.sum(tl.reshape(coarse, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
-            tl.store(where + rows, tl.sum(tl.reshape(fine, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
+            tl.store(sums_row + group * rows, tl.sum(tl.reshape(units, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
     else:
         tl.store(place, rounded(units, codes_row.dtype.element_ty), mask=cols < end)
 
@@ -170,7 +168,9 @@ def empty_codes(x: Tensor, form: str, padded: int, group: int = 0) -> Codes:
     rows = x.shape[0] * (2 if form == "digits" else 1)
     dtype = torch.float8_e4m3fn if form == "fp8" else torch.int8
     codes = torch.empty((rows, padded), dtype=dtype, device=x.device)
-    sums = torch.empty((triton.cdiv(padded, group), rows), dtype=torch.float32, device=x.device) if form == "digits" and group else None
+    sums = (
+        torch.empty((triton.cdiv(padded, group), x.shape[0]), dtype=torch.float32, device=x.device) if form == "digits" and group else None
+    )
     return Codes(codes, torch.empty(x.shape[0], dtype=torch.float32, device=x.device), sums)
 
 

@@ -74,10 +74,10 @@ def add_product(
 
 @triton.jit
 def add_group(acc, w, v, sums, scale, zero, place, ZERO: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + the product of one group of int8, whose rows' scales lie at `place`. `sums` [COLS] of v, where v is digits."""
+    """acc + the product of one group of int8, whose rows' scales lie at `place`. `sums` [TOKENS] of v, where v is digits."""
     s = tl.load(scale + place).to(tl.float32)
     if v.dtype == tl.int8:
-        acc += tl.dot(w, v, out_dtype=tl.int32).to(tl.float32) * s[:, None]
+        acc += joined_digits(tl.dot(w, v, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
         total = sums
     else:
         acc += tl.dot(wide_bytes(w, v.dtype, PACKED), v, input_precision=PRECISION) * s[:, None]
@@ -88,14 +88,16 @@ def add_group(acc, w, v, sums, scale, zero, place, ZERO: tl.constexpr, PACKED: t
 
 
 @triton.jit
-def add_int4(acc, codes, low_v, high_v, low_sums, high_sums, scale, zero, place, stride, ZERO: tl.constexpr, PACKED: tl.constexpr):
+def add_int4(acc, codes, low_v, high_v, sums, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
     """acc + the products of two neighbouring groups: the low nibbles are one's codes, the high ones the next one's."""
-    s1, b1 = group_grid(scale, zero, place, ZERO)
-    s2, b2 = group_grid(scale, zero, place + stride, ZERO)
+    s1, b1 = grid_of(grid[: len(grid) // 2], ZERO)
+    s2, b2 = grid_of(grid[len(grid) // 2 :], ZERO)
     if low_v.dtype == tl.int8:
         low, high = nibbles(codes, PACKED)
-        acc += tl.dot(low, low_v, out_dtype=tl.int32).to(tl.float32) * s1[:, None] + b1[:, None] * low_sums[None, :]
-        acc += tl.dot(high, high_v, out_dtype=tl.int32).to(tl.float32) * s2[:, None] + b2[:, None] * high_sums[None, :]
+        product = joined_digits(tl.dot(low, low_v, out_dtype=tl.int32)).to(tl.float32)
+        acc = (acc + b1[:, None] * sums[0][None, :]) + product * s1[:, None]
+        product = joined_digits(tl.dot(high, high_v, out_dtype=tl.int32)).to(tl.float32)
+        acc = (acc + b2[:, None] * sums[1][None, :]) + product * s2[:, None]
     else:
         low, high = wide_nibbles(codes, low_v.dtype, PACKED)
         base: tl.constexpr = nibble_base(low_v.dtype)
@@ -126,41 +128,68 @@ def scaled_nibbles(codes, base: tl.constexpr, scale, low, ZERO: tl.constexpr, PA
 
 
 @triton.jit
-def group_grid(scale, zero, place, ZERO: tl.constexpr):
-    """float32 (scale, low) of a group: a value is code × scale + low. ZERO: none (codes around 8), int (whole zero points), float (low)."""
-    s = tl.load(scale + place).to(tl.float32)
+def stored_grid(scale, zero, place, ZERO: tl.constexpr):
+    """What `grid_of` reads, as stored."""
     if ZERO == "none":
-        return s, s * -8.0
-    elif ZERO == "int":
-        return s, -s * tl.load(zero + place).to(tl.float32)
+        return (tl.load(scale + place),)
     else:
-        return s, tl.load(zero + place).to(tl.float32)
+        return (tl.load(scale + place), tl.load(zero + place))
 
 
 @triton.jit
-def joined_digits(acc, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr):
-    """[BLOCK_N, TOKENS] of [BLOCK_N, coarse digits of all tokens, then fine ones]."""
-    coarse, fine = tl.split(tl.permute(tl.reshape(acc.to(tl.float32), (BLOCK_N, 2, TOKENS)), (0, 2, 1)))
-    return coarse * 254.0 + fine
+def grid_of(stored, ZERO: tl.constexpr):
+    """float32 (scale, low) of a group: a value is code × scale + low. ZERO: none (codes around 8), int (whole zero points), float (low)."""
+    s = stored[0].to(tl.float32)
+    if ZERO == "none":
+        return s, s * -8.0
+    elif ZERO == "int":
+        return s, -s * stored[1].to(tl.float32)
+    else:
+        return s, stored[1].to(tl.float32)
+
+
+@triton.jit
+def take_grids(scale, zero, col, rows, n, ZERO: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr):
+    """The grids of UNITS pairs of groups of int4 from feature `col` on, by row: of each pair both groups', then those of the `up` rows.
+
+    A turn takes the next one's. Nothing else asks for them early, and read where they are used they hold each turn up for a trip to memory.
+    """
+    LINES = n * (2 if GATED else 1)
+    made = ()
+    for part in tl.static_range(UNITS):
+        place = (col // GROUP + 2 * part) * LINES + rows
+        made = made + stored_grid(scale, zero, place, ZERO) + stored_grid(scale, zero, place + LINES, ZERO)
+        if GATED:
+            made = made + stored_grid(scale, zero, place + n, ZERO) + stored_grid(scale, zero, place + n + LINES, ZERO)
+    return made
+
+
+@triton.jit
+def joined_digits(acc):
+    """[BLOCK_N, TOKENS] of [BLOCK_N, each token's coarse and fine digit]. A group's sums fit int32."""
+    coarse, fine = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
+    return coarse * 254 + fine
+
+
+@triton.jit
+def whole_sums(acc, DIGITS: tl.constexpr, TOKENS: tl.constexpr):
+    """float32 [BLOCK_N, TOKENS]: digits that are still apart are joined, over all features, so as floats."""
+    if DIGITS == 2 and acc.shape[1] != TOKENS:
+        return joined_digits(acc.to(tl.float32))
+    else:
+        return acc.to(tl.float32)
 
 
 @triton.jit
 def finish(
     y, up, rows, kept, columns, known, scale, row_scale, bias, residual, out, n, stride_out,
-    GATED: tl.constexpr, ACT: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, DIGITS: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """From sums [BLOCK_N, DIGITS × TOKENS] to the output: scales, bias, activation, residual. `columns` are rows of out, `known` if so."""
-    if DIGITS == 2:
-        y = joined_digits(y, BLOCK_N, TOKENS)
-        if GATED:
-            up = joined_digits(up, BLOCK_N, TOKENS)
-    y = y.to(tl.float32)
+    """From sums [BLOCK_N, TOKENS] to the output: scales, bias, activation, residual. `columns` are rows of out, `known` if so."""
     if row_scale is not None:
         y = y * row_scale[None, :]
-    if GATED:
-        up = up.to(tl.float32)
-        if row_scale is not None:
-            up = up * row_scale[None, :]
+    if GATED and row_scale is not None:
+        up = up * row_scale[None, :]
     if BY_ROW:
         y = y * tl.load(scale + rows, mask=kept, other=0.0)[:, None]
         if GATED:
@@ -192,13 +221,13 @@ def quant_linear_kernel(
     """Grid: (m_tiles × ceil(n / BLOCK_N), SPLITS).
 
     x [DIGITS × M, k] where M is m, or with TOP_K m ÷ TOP_K tokens; row_scale float32 [M], or for FORM block [ceil(k / GROUP), M]; x_sums
-    float32 [groups, DIGITS × M]. weight [(EXPERTS,) n (twice when GATED), stride_w], scale by FORM: [(EXPERTS,) n] (BY_ROW),
+    float32 [groups, M]. weight [(EXPERTS,) n (twice when GATED), stride_w], scale by FORM: [(EXPERTS,) n] (BY_ROW),
     [(EXPERTS,) ceil(n / BLOCK_ROWS), ceil(k / GROUP)] (block), [EXPERTS, n, ceil(k / GROUP)] (groups, with `zero` alike),
     [(EXPERTS,) groups, n] (int4, with `zero` alike).
     With EXPERTS, row r of the m sorted choices is order[r]; its x is row order[r] // TOP_K, or r itself when TOP_K is 0; its result
     is row r of out, or row order[r] with SCATTER.
     ENCODE (m is 1): x, row_scale and x_sums are written here first, from `raw` [raw_k]: every program writes what it reads, all alike.
-    partial float32 [tiles, SPLITS, (1 or 2) × BLOCK_N, COLS]; arrived [tiles] counts finished splits and is left at zero.
+    partial float32 [tiles, SPLITS, (1 or 2) × BLOCK_N, TOKENS]; arrived [tiles] counts finished splits and is left at zero.
     """
     COLS: tl.constexpr = DIGITS * TOKENS
     unit = tl.program_id(0)
@@ -212,9 +241,9 @@ def quant_linear_kernel(
 
     token = m_tile * TOKENS + tl.arange(0, TOKENS)
     known = token < m
-    digit = tl.arange(0, COLS) // TOKENS
+    digit = tl.arange(0, COLS) % DIGITS  # a token's digits are neighbours: one thread has both sums
     num_x = m
-    source = digit * m + tl.minimum(m_tile * TOKENS + tl.arange(0, COLS) % TOKENS, m - 1)
+    source = digit * m + tl.minimum(m_tile * TOKENS + tl.arange(0, COLS) // DIGITS, m - 1)
     target = token
     if EXPERTS > 0:
         expert, first, end = expert_rows(m_tile, offsets, m, EXPERTS, EXPERT_BLOCK, TOKENS)
@@ -230,7 +259,7 @@ def quant_linear_kernel(
             tl.store(out + target.to(tl.int64)[None, :] * stride_out + rows[:, None], none, mask=kept[:, None] & known[None, :])
             return
         known_scale = tl.minimum(token, end - 1)
-        source = tl.minimum(first + tl.arange(0, COLS) % TOKENS, end - 1)
+        source = tl.minimum(first + tl.arange(0, COLS) // DIGITS, end - 1)
         if TOP_K > 0:
             num_x = m // TOP_K
             known_scale = tl.load(order + known_scale) // TOP_K
@@ -264,33 +293,37 @@ def quant_linear_kernel(
         tl.debug_barrier()  # other threads of this program read what was written
 
     ACC: tl.constexpr = tl.int32 if FORM == "same" and x.dtype.element_ty == tl.int8 else tl.float32
-    acc = tl.zeros([BLOCK_N, COLS], ACC)
+    SUMS: tl.constexpr = TOKENS if FORM == "int4" or FORM == "groups" else COLS  # their digits are joined group by group
+    acc = tl.zeros([BLOCK_N, SUMS], ACC)
     acc_up = acc
     x_rows = x + source.to(tl.int64)[None, :] * stride_x
     w_rows = weight + safe * stride_w
     up_rows = w_rows
     if GATED:
         up_rows = weight + (safe + n) * stride_w
+    if FORM == "int4":
+        EACH: tl.constexpr = 2 if ZERO == "none" else 4  # tensors of a pair of groups
+        ahead = take_grids(scale, zero, tl.minimum(begin, k - BLOCK_K), safe, n, ZERO, GROUP, UNITS, GATED)
     for start in range(begin, stop, BLOCK_K):
         if FORM == "int4":
+            grids = ahead
+            ahead = take_grids(scale, zero, tl.minimum(start + BLOCK_K, k - BLOCK_K), safe, n, ZERO, GROUP, UNITS, GATED)
             for part in tl.static_range(UNITS):
                 first_col = start + part * 2 * GROUP
+                sums = ()
+                if DIGITS == 2:
+                    place = x_sums + (first_col // GROUP) * num_x + known_scale
+                    sums = (tl.load(place), tl.load(place + num_x))
                 cols = first_col + tl.arange(0, GROUP)
                 low_v = take(x_rows + cols[:, None], (cols < raw_k)[:, None], not EVEN_K)
                 high_v = take(x_rows + GROUP + cols[:, None], (cols + GROUP < raw_k)[:, None], not EVEN_K)
-                place = (first_col // GROUP) * stride_out_groups(n, GATED) + safe
-                low_sums = None
-                high_sums = None
-                if DIGITS == 2:
-                    low_sums = tl.load(x_sums + (first_col // GROUP) * (2 * num_x) + source)
-                    high_sums = tl.load(x_sums + (first_col // GROUP + 1) * (2 * num_x) + source)
                 bytes_ = first_col // 2 + tl.arange(0, GROUP)
+                grid = grids[EACH * part * (2 if GATED else 1) :]
                 codes = tl.load(w_rows[:, None] + bytes_[None, :])
-                stride_group = stride_out_groups(n, GATED)
-                acc = add_int4(acc, codes, low_v, high_v, low_sums, high_sums, scale, zero, place, stride_group, ZERO, PACKED)
+                acc = add_int4(acc, codes, low_v, high_v, sums, grid[:EACH], ZERO, PACKED)
                 if GATED:
                     codes = tl.load(up_rows[:, None] + bytes_[None, :])
-                    acc_up = add_int4(acc_up, codes, low_v, high_v, low_sums, high_sums, scale, zero, place + n, stride_group, ZERO, PACKED)
+                    acc_up = add_int4(acc_up, codes, low_v, high_v, sums, grid[EACH : 2 * EACH], ZERO, PACKED)
         elif FORM == "groups":
             tl.static_assert(not GATED)
             for part in tl.static_range(UNITS):
@@ -300,7 +333,7 @@ def quant_linear_kernel(
                 group = start // GROUP + part
                 sums = None
                 if DIGITS == 2:
-                    sums = tl.load(x_sums + group * (2 * num_x) + source)
+                    sums = tl.load(x_sums + group * num_x + known_scale)
                 acc = add_group(acc, w, v, sums, scale, zero, safe * tl.cdiv(k, GROUP) + group, ZERO, PACKED, PRECISION)
         else:
             cols = start + tl.arange(0, BLOCK_K)
@@ -318,6 +351,8 @@ def quant_linear_kernel(
             if GATED:
                 acc_up = add_product(acc_up, up_rows, v, cols, k, by_rows_up, FORM, EVEN_K, PACKED, by_column, IMPRECISE, PRECISION)
 
+    acc = whole_sums(acc, DIGITS, TOKENS)
+    acc_up = whole_sums(acc_up, DIGITS, TOKENS) if GATED else acc
     factors = None
     if row_scale is not None:  # noqa: SIM102 - a pointer that is None, then a constant
         if FORM != "block":
@@ -325,35 +360,24 @@ def quant_linear_kernel(
     if SPLITS == 1:
         finish(
             acc, acc_up, rows, kept, target, known, scale, factors, bias, residual, out, n, stride_out, GATED, ACT, BY_ROW,
-            BLOCK_N, TOKENS, DIGITS,
         )  # fmt: skip
     else:
         LINES: tl.constexpr = (2 if GATED else 1) * BLOCK_N
-        lane = tl.arange(0, BLOCK_N)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-        mine = partial + (unit * SPLITS + split).to(tl.int64) * (LINES * COLS)
-        tl.store(mine + lane, acc.to(tl.float32))
+        lane = tl.arange(0, BLOCK_N)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        mine = partial + (unit * SPLITS + split).to(tl.int64) * (LINES * TOKENS)
+        tl.store(mine + lane, acc)
         if GATED:
-            tl.store(mine + BLOCK_N * COLS + lane, acc_up.to(tl.float32))
+            tl.store(mine + BLOCK_N * TOKENS + lane, acc_up)
         tl.debug_barrier()
         if tl.atomic_add(arrived + unit, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             tl.store(arrived + unit, 0)
-            total = tl.zeros([BLOCK_N, COLS], tl.float32)
+            total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
             total_up = total
             for other in range(SPLITS):
-                theirs = partial + (unit * SPLITS + other).to(tl.int64) * (LINES * COLS)
+                theirs = partial + (unit * SPLITS + other).to(tl.int64) * (LINES * TOKENS)
                 total += tl.load(theirs + lane)
                 if GATED:
-                    total_up += tl.load(theirs + BLOCK_N * COLS + lane)
+                    total_up += tl.load(theirs + BLOCK_N * TOKENS + lane)
             finish(
                 total, total_up, rows, kept, target, known, scale, factors, bias, residual, out, n, stride_out, GATED, ACT, BY_ROW,
-                BLOCK_N, TOKENS, DIGITS,
             )  # fmt: skip
-
-
-@triton.jit
-def stride_out_groups(n, GATED: tl.constexpr):
-    """Weights of one group in a scale tensor [groups, rows]."""
-    if GATED:
-        return 2 * n
-    else:
-        return n

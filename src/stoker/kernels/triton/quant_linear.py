@@ -118,9 +118,7 @@ def launch(
     splits = tile.splits if programs <= MAX_TILES else 1
     partial = counters = None
     if splits > 1:
-        partial = torch.empty(
-            (programs, splits, (2 if gated else 1) * tile.block_n, digits * tokens), dtype=torch.float32, device=like.device
-        )
+        partial = torch.empty((programs, splits, (2 if gated else 1) * tile.block_n, tokens), dtype=torch.float32, device=like.device)
         counters = arrived(like.device)
     norm_weight = fusion.norm_weight if raw is not None and fusion.norm_kind else None
     quant_linear_kernel[(programs, splits)](

@@ -17,7 +17,7 @@ import triton.language as tl
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 from stoker.kernels.triton.fragments import add_products, load_tokens, load_weights, widened
-from stoker.kernels.triton.quant_kernel import group_grid
+from stoker.kernels.triton.quant_kernel import grid_of, stored_grid
 from stoker.kernels.triton.quant_unpack import nibbles
 
 
@@ -69,9 +69,8 @@ def group_sums(sums, group, is_there, lane, m, column, N_TILES: tl.constexpr):
     """The sum of a group's features of the token that a lane's sums are of, in units of fine digits, for each tile of tokens."""
     made = ()
     for tile in tl.static_range(N_TILES):
-        place = sums + group * (2 * m) + tl.minimum(column + 4 * tile + lane % 4, m - 1)
-        coarse = tl.load(place, mask=is_there, other=0.0)
-        made = made + (coarse * 254.0 + tl.load(place + m, mask=is_there, other=0.0),)
+        place = sums + group * m + tl.minimum(column + 4 * tile + lane % 4, m - 1)
+        made = made + (tl.load(place, mask=is_there, other=0.0),)
     return made
 
 
@@ -181,7 +180,7 @@ def plain_sums(
                 v = v * 254.0 + part
             if FORM == "int4":
                 low, high = nibbles(tl.load(byte), PACKED)
-                s, offset = group_grid(scale, zero, (2 * pair + side) * stride_groups + rows, ZERO)
+                s, offset = grid_of(stored_grid(scale, zero, (2 * pair + side) * stride_groups + rows, ZERO), ZERO)
                 w = (low if side == 0 else high).to(tl.float32) * s[:, None] + offset[:, None]
             else:
                 w = tl.load(byte).to(tl.float32)
@@ -234,7 +233,7 @@ def stream_kernel(
 ):  # fmt: skip
     """Grid: (tiles of rows, splits, tiles of tokens). A tile is 16 × M_TILES rows of the weight, of a GATED one half of them gates.
 
-    x [m, k] 16-bit or e4m3, or int8 digits [2 × m, k]; row_scale float32 [m]; x_sums float32 [groups, 2 × m] (int4). weight [n (twice when
+    x [m, k] 16-bit or e4m3, or int8 digits [2 × m, k]; row_scale float32 [m]; x_sums float32 [groups, m] (int4). weight [n (twice when
     GATED), stride_w bytes]; scale float32 [rows], or of int4 [groups, rows] with `zero` alike.
     partial float32 [tiles, splits, sums of a tile]; arrived [tiles] counts finished splits and is left at zero.
     """
