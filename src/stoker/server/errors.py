@@ -54,6 +54,16 @@ class BodyTooLargeError(StokerError):
         )
 
 
+class BodyTimeoutError(StokerError):
+    """A request's body does not go on."""
+
+    status = 408
+    code = "request_timeout"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"nothing of the request's body came for {seconds:.0f} s.", cure="Send it without pauses.")
+
+
 class BodyError(StokerError):
     """A request's body is not what its protocol reads: not JSON, not an object, damaged."""
 
@@ -79,6 +89,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 def describe(error: BaseException) -> Failure:
     """The failure of `error`. An error that Stoker did not raise on purpose is logged, and told without its details."""
+    if isinstance(error, RecursionError):  # just within what the parser takes, and too deep for what comes after it
+        error = BodyError("the request's body is nested too deeply.", cure="Send it flatter.")
     if not isinstance(error, StokerError):
         log.error("a request failed: %r", error, exc_info=error)
         return Failure(500, "internal_error", "The server failed on this request. See its log.")
@@ -101,6 +113,6 @@ def _headers(error: StokerError) -> list[tuple[bytes, bytes]]:
             return [(b"allow", ", ".join(allowed).encode())]
         case AuthenticationError():
             return [(b"www-authenticate", b"Bearer")]
-        case BodyTooLargeError():
+        case BodyTooLargeError() | BodyTimeoutError():
             return [(b"connection", b"close")]
     return []

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.server.errors import BodyError, BodyTooLargeError
+from stoker.server.errors import BodyError, BodyTimeoutError, BodyTooLargeError
 from stoker.server.http_protocol import CYCLE, Cycle
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -20,6 +20,7 @@ PLAIN = b"text/plain"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAMED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # proxies keep nothing back
 MAX_ID_CHARS = 128
+BODY_S = 60.0  # the next piece of a body has so long to come
 DISCARD_BYTES = 256 << 20
 DISCARD_S = 2.0
 REQUEST_ID = b"x-request-id"
@@ -46,7 +47,7 @@ class Exchange:
         return self.status > 0
 
     async def body(self) -> bytes:
-        """The whole body. Raises BodyTooLargeError before reading what Content-Length already tells is too long."""
+        """The whole body. Raises BodyTooLargeError before reading what Content-Length already tells is too long, and BodyTimeoutError."""
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_body_bytes:
             await self._discard()
@@ -57,7 +58,7 @@ class Exchange:
             return whole
         chunks, size, more = [], 0, True
         while more:
-            message = await self._receive()
+            message = await self._next_piece()
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
             size += len(message.get("body", b""))
@@ -67,6 +68,13 @@ class Exchange:
             chunks.append(message.get("body", b""))
             more = message.get("more_body", False)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _next_piece(self) -> Any:
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await self._receive()
+        except TimeoutError:
+            raise BodyTimeoutError(BODY_S) from None
 
     async def _discard(self) -> None:
         """Take what the client still sends and keep none of it, for a while: closing on unread bytes would reset the connection, and

@@ -13,30 +13,82 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE, STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-MAX_HEAD_BYTES = 64 << 10  # request line and headers; the parser itself would keep on collecting
+MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers; the parser itself would keep on collecting
+MAX_PIPELINED = 256  # requests that wait on one connection for the answers of earlier ones
+HEAD_S = 60.0  # a new connection, and one that has begun a request, has so long to complete the head
 CYCLE = "stoker.cycle"  # its place among the scope's extensions
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _BODYLESS = (204, 304)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers exceed MAX_HEAD_BYTES."""
+    """Closes a connection whose request line and headers exceed MAX_HEAD_BYTES, take longer than HEAD_S, or come too many at once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._in_head = True
-        self._head_bytes = 0  # of the present message, in pieces that hold nothing else
+        self._in_head = False
+        self._unseen = False  # the parser is given a head that no client sent
+        self._idle_bytes = 0  # received since the present message brought anything of its body
+        self._head_timer: asyncio.TimerHandle | None = None
         self._answered: Cycle | None = None  # the request that is being answered; `cycle` may be a later one
 
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+        self._unset_keepalive_if_required()
+        self._idle_bytes += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        if self._idle_bytes > MAX_HEAD_BYTES:
+            self._end(_TOO_LARGE)
+        elif self._in_head and self._head_timer is None:
+            self._await_head()
+
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                self._decline_upgrade()
+                data = data[upgrade.args[0] :]
+
+    def _decline_upgrade(self) -> None:
+        """The parser takes a request that would change the protocol, as Java's clients send them (h2c), for one without a body. A
+        second head, that nobody sees, has it read the body all the same."""
+        framing = [b"%b: %b\r\n" % header for header in self.headers if header[0].lower() in (b"content-length", b"transfer-encoding")]
+        if framing:
+            self.cycle.more_body = True
+            self._unseen = True
+            self.parser.feed_data(b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n")))
+            self._unseen = False
+
+    def on_message_begin(self) -> None:
+        if not self._unseen:
+            self._in_head = True
+            super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers are left out
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._idle_bytes = 0
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
+        if self._unseen:
+            return
         self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
         self._complete_scope()
         before = self.cycle
         cycle = Cycle(
@@ -50,17 +102,36 @@ class BoundedProtocol(HttpToolsProtocol):
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, self.app)
         else:  # pipelined
+            if len(self.pipeline) >= MAX_PIPELINED:
+                raise RuntimeError(f"more than {MAX_PIPELINED} requests wait")  # ends the parser, and the connection with 400
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
 
     def on_message_complete(self) -> None:
-        self._in_head, self._head_bytes = True, 0
+        self._idle_bytes = 0
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
         if self._answered is not None and not self._answered.response_complete:
             self._answered.left()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self._answered is not None and not self._answered.response_complete:
+            self._await_head()  # its client may be busy with that answer
+        else:
+            self._end(_TOO_SLOW if self._in_head else b"")
+
+    def _end(self, answer: bytes) -> None:
+        if not self.transport.is_closing():
+            if answer:
+                self.transport.write(answer)
+            self.transport.close()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answered = cycle

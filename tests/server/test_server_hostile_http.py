@@ -1,0 +1,180 @@
+"""Connections that misbehave: each is refused or ended with bounded memory, and the next client is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from live_http import live_server, until
+from scripted_service import ScriptedService
+
+from stoker.server import exchange, http_protocol
+
+HEALTH = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+BODY = b'{"prompt": "hi", "max_tokens": 3}'
+ASK = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def connected(**settings: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a server, which must still answer others at the end."""
+    async with live_server(ScriptedService(), **settings) as url:
+        port = int(url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+        assert b" 200 " in await _once(port, HEALTH)
+
+
+async def _once(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
+    writer.close()
+    return answer
+
+
+async def _flood(writer: asyncio.StreamWriter, piece: bytes, times: int) -> int:
+    """Send `piece` until the server closes; how often it was taken."""
+    with contextlib.suppress(ConnectionError):
+        for sent in range(times):
+            writer.write(piece)
+            await writer.drain()
+            if writer.transport.is_closing():
+                return sent
+            await asyncio.sleep(0)
+        return times
+    return 0
+
+
+async def test_split_at_every_byte() -> None:
+    async with connected() as (reader, writer):
+        for request in (ASK, CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)):
+            for at in range(len(request)):
+                writer.write(request[at : at + 1])
+                await asyncio.sleep(0)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            assert b" 200 " in head and b'"text":"Hel"' in await reader.readexactly(length)
+
+
+@pytest.mark.parametrize("piece", [b"a: b\r\n" * 1000, b"x-" + b"a" * 5000], ids=["lines", "one line"])
+async def test_endless_trailers_end_the_connection(piece: bytes) -> None:
+    async with connected() as (_, writer):
+        writer.write(CHUNKED + b"2\r\n{}\r\n0\r\n")
+        assert await _flood(writer, piece, 4000) < 4000
+
+
+async def test_trailers_are_no_headers() -> None:
+    async with connected(api_keys=("secret-key-1",)) as (reader, writer):
+        writer.write(CHUNKED + b"%x\r\n%b\r\n0\r\nauthorization: Bearer secret-key-1\r\n\r\n" % (len(BODY), BODY))
+        assert b" 401 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
+
+
+async def test_requests_in_a_row_are_answered_in_order() -> None:
+    async with connected() as (reader, writer):
+        writer.write((HEALTH + ASK) * 50)
+        for _ in range(100):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            assert b" 200 " in head
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+
+async def test_too_many_requests_in_a_row_end_the_connection() -> None:
+    async with connected() as (_, writer):
+        assert await _flood(writer, ASK * 200, 4000) < 4000
+
+
+async def test_a_head_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.05)
+    async with connected() as (reader, writer):
+        writer.write(HEALTH[:10])
+        assert b" 408 " in await asyncio.wait_for(reader.read(), 10)
+
+
+async def test_a_connection_without_a_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.05)
+    async with connected() as (reader, _):
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+
+
+async def test_a_second_head_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.1)
+    async with connected() as (reader, writer):
+        writer.write(HEALTH + HEALTH[:10])
+        assert (await asyncio.wait_for(reader.read(), 10)).count(b" 408 ") == 1
+
+
+async def test_a_late_head_waits_for_the_answer_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.02)
+    service = ScriptedService()
+    service.hold = asyncio.Event()
+    async with live_server(service) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(ASK + HEALTH[:10])
+        await until(lambda: service.num_streaming)
+        await asyncio.sleep(0.1)
+        service.hold.set()
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.index(b" 200 ") < answer.index(b'"text":"Hel"') < answer.index(b" 408 ")
+
+
+async def test_a_body_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BODY_S", 0.05)
+    async with connected() as (reader, writer):
+        writer.write(CHUNKED + b"1\r\n{\r\n")
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert b" 408 " in answer and b"request_timeout" in answer
+
+
+@pytest.mark.parametrize("framing", [ASK, CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)], ids=["length", "chunked"])
+@pytest.mark.parametrize("size", [1, 50, 1 << 20])
+async def test_upgrades_are_not_taken_and_bodies_are_kept(framing: bytes, size: int) -> None:
+    """What Java's HttpClient sends to every plain address."""
+    wish = b"host: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAA\r\n"
+    request = framing.replace(b"host: x\r\n", wish) * 2 + HEALTH
+    async with connected() as (reader, writer):
+        for at in range(0, len(request), size):
+            writer.write(request[at : at + size])
+            await asyncio.sleep(0)
+        for text in (b'"text":"Hel"', b'"text":"Hel"', b""):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            assert b" 200 " in head and text in await reader.readexactly(length)
+
+
+@pytest.mark.parametrize("request_, status", [
+    (b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", b"40"),
+    (b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n", b"40"),
+    (b"FOO / HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
+    (b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n", b"405"),
+    (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", b"40"),
+    (b"GET /v2/models/..%2f..%2fetc%2fpasswd/config HTTP/1.1\r\nhost: x\r\n\r\n", b"404"),
+    (b"GET /v2/models/%00%ff/config HTTP/1.1\r\nhost: x\r\n\r\n", b"40"),
+    (b"GET /v1/models/%0d%0aset-cookie:%20a=b HTTP/1.1\r\nhost: x\r\n\r\n", b"404"),
+    (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}", b"400"),
+    (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n{}", b"400"),
+    (b"POST /v1/completions HTTP/1.1\r\ncontent-length: -1\r\n\r\n{}", b"400"),
+    (b"POST /v1/completions HTTP/1.1\r\ncontent-length: " + b"9" * 400 + b"\r\n\r\n{}", b"400"),
+    (b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"400"),
+    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"4"),
+    (b"GET /" + b"a" * 70_000, b"431"),
+])  # fmt: skip
+async def test_requests_that_are_none(request_: bytes, status: bytes) -> None:
+    async with connected() as (reader, writer):
+        writer.write(request_)
+        line = await asyncio.wait_for(reader.readline(), 10)
+        assert line.startswith(b"HTTP/1.1 " + status), line
+
+
+async def test_a_head_answer_has_no_body() -> None:
+    async with connected() as (reader, writer):
+        writer.write(HEALTH.replace(b"GET", b"HEAD") + HEALTH.replace(b"/live", b"/ready").replace(b"GET", b"HEAD") + HEALTH)
+        for _ in range(3):
+            assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).startswith(b"HTTP/1.1 200")
