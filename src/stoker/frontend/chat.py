@@ -49,6 +49,7 @@ class ChatTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
+        /,
         *,
         max_chars: int,
         add_generation_prompt: bool = True,

@@ -88,7 +88,7 @@ class GenerationService(Service):
     def token_bytes(self, token_id: int) -> bytes:
         return self.tokenizer.token_bytes(token_id)
 
-    def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
         if self._chat is None:
             raise RequestError("messages", messages, f"{self.model_name} has no chat template", cure="Send a prompt instead.")
         max_chars = self.info.limits.max_input_len * self.tokenizer.max_token_chars

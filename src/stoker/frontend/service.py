@@ -68,7 +68,7 @@ class Service(ABC):
         """One token's text alone, in UTF-8; part of a character where the token is only that. For log-probabilities."""
 
     @abstractmethod
-    def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
         """The chat template's text for these messages (generation prompt added unless told otherwise). RequestError when it fails."""
 
     @abstractmethod

@@ -99,7 +99,7 @@ def _read_inputs(message: dict[str, Any], raw: memoryview, model: str) -> tuple[
         name, dtype = _name(given, "inputs"), given.get("datatype")
         if name in tensors:
             raise TritonError(f"input '{name}' already exists in request")
-        if dtype not in dtypes.DTYPES:
+        if not isinstance(dtype, str) or dtype not in dtypes.DTYPES:
             raise TritonError(f"invalid datatype for input {name}")
         shape = dtypes.check_shape(name, given.get("shape"))
         options = parameters(given)

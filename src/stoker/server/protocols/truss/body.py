@@ -19,13 +19,11 @@ def is_binary(exchange: Exchange) -> bool:
 
 
 async def read_object(exchange: Exchange) -> dict[str, Any]:
-    """The body as an object with text keys. Raises BodyError."""
+    """The body as an object of what JSON can hold. Raises BodyError."""
     data = await exchange.body()
     value = _unpacked(data) if is_binary(exchange) else _parsed(data)
     if not isinstance(value, dict):
         raise BodyError(f"the body is a {type(value).__name__}, not an object.", cure='Send {"prompt": …}.')
-    if not all(isinstance(key, str) for key in value):  # an array of numpy, as truss packs it
-        raise BodyError("unsupported payload")
     return value
 
 
@@ -35,22 +33,41 @@ def _parsed(data: bytes) -> Any:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass
     try:
-        return json.loads(data)  # takes UTF-16, a byte order mark and NaN; fields are checked where they are used
-    except json.JSONDecodeError as error:
-        raise BodyError(f"Invalid JSON payload: {error}") from None
-    except (UnicodeDecodeError, RecursionError) as error:
+        value = json.loads(data)  # takes UTF-16, a byte order mark and NaN; fields are checked where they are used
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise BodyError(f"Invalid JSON payload: {_reason(error)}") from None
+    return value
 
 
-def _reason(error: UnicodeDecodeError | RecursionError) -> str:
-    return f"byte {error.start} is not UTF-8" if isinstance(error, UnicodeDecodeError) else "it is nested too deeply"
+def _reason(error: ValueError | RecursionError) -> str:
+    match error:
+        case UnicodeDecodeError():
+            return f"byte {error.start} is not UTF-8"
+        case UnicodeEncodeError():
+            return "it holds half of a surrogate pair"
+        case RecursionError():
+            return "it is nested too deeply"
+    return str(error)
 
 
 def _unpacked(data: bytes) -> Any:
     try:
-        return msgspec.msgpack.decode(data)
+        value = msgspec.msgpack.decode(data)
+        if not _is_json(value):  # an array of numpy, as truss packs it, and its like
+            raise BodyError("unsupported payload")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BodyError(_msgpack_says(str(error))) from None
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    """No bytes, no extension types, and text for keys."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _msgpack_says(detail: str) -> str:

@@ -36,5 +36,5 @@ async def refuse(exchange: Exchange, status: int, message: str, code: bytes = b"
 async def refuse_error(exchange: Exchange, error: Exception) -> None:
     """What an exception becomes before the first byte of an answer."""
     failure = describe(error)
-    message = failure.message if isinstance(error, StokerError) else MODEL_FAILED
+    message = failure.message if isinstance(error, StokerError) or failure.status < 500 else MODEL_FAILED
     await refuse(exchange, failure.status, NOT_READY if isinstance(error, UnavailableError) else message, headers=failure.headers)

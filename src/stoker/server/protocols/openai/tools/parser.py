@@ -42,9 +42,11 @@ class ToolParser(ABC):
         if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
             return None
         arguments = value.get(arguments_key, {})
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(self.new_id(), value["name"], arguments)
+        try:
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        except RecursionError:
+            return None
+        return ToolCall(self.new_id(), _unicode(value["name"]), _unicode(text))
 
     def new_id(self) -> str:
         return "call_" + secrets.token_hex(12)
@@ -55,11 +57,16 @@ def short_id() -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
+def _unicode(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which JSON's escapes can spell and no answer can carry."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def read_json(text: str) -> Any:
     """The JSON value that is all of `text`; None when it is not JSON."""
     try:
         return json.loads(text, strict=False)  # models write raw newlines inside strings
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -67,5 +74,5 @@ def read_first_json(text: str) -> tuple[Any, int]:
     """The JSON value that `text` begins with and where it ends; (None, 0) when there is none."""
     try:
         return json.JSONDecoder(strict=False).raw_decode(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, 0

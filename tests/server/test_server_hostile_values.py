@@ -1,0 +1,102 @@
+"""Bodies whose values are just possible: none of them is the server's failure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from live_http import asgi_client
+from scripted_service import ScriptedService
+
+from stoker.server.protocols.openai.tools import TOOL_PARSERS
+from stoker.server.schemas.truss import TrussOptions
+
+USER = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+INVOKE = "/invocations"
+PREDICT = "/v1/models/model:predict"
+PACKED = {"content-type": "application/octet-stream"}
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a":' * 5000, "1" * 5000])
+async def test_arguments_of_earlier_calls_that_are_no_json(arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    body = {"messages": [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    async with asgi_client(ScriptedService()) as client:
+        assert (await client.post(CHAT, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["self", "cls", "messages_", "template_values"])
+async def test_any_switch_of_a_template_has_its_name(name: str) -> None:
+    service = ScriptedService()
+    async with asgi_client(service) as client:
+        answer = await client.post(CHAT, json={"messages": USER, "chat_template_kwargs": {name: 1}})
+    assert answer.status_code == 200 and service.rendered[-1][1][name] == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/tokenize", INVOKE, PREDICT, "/v2/models/ensemble/generate"])
+async def test_nesting_just_within_the_parser_s_limit(path: str) -> None:
+    async with asgi_client(ScriptedService()) as client:
+        for depth in range(900, 1000):
+            body = f'{{"prompt": "hi", "inputs": "hi", "text_input": "hi", "max_tokens": {nested(depth)}, "parameters": {nested(depth)}}}'
+            answer = await client.post(path, content=body)
+            assert 400 <= answer.status_code < 500 or b"data" in answer.content or b"JSON buffer" in answer.content, answer.text
+
+
+@pytest.mark.parametrize("dtype", [[], {}, ["BYTES"], {"a": 1}, 1, None])
+async def test_datatypes_that_are_none(dtype: Any) -> None:
+    body = {"inputs": [{"name": "text_input", "datatype": dtype, "shape": [1, 1], "data": ["hi"]}]}
+    async with asgi_client(ScriptedService()) as client:
+        answer = await client.post("/v2/models/ensemble/infer", json=body)
+    assert answer.status_code == 400 and answer.json() == {"error": "invalid datatype for input text_input"}
+
+
+@pytest.mark.parametrize("options", [TrussOptions(), TrussOptions(openai=True)], ids=["legacy", "openai"])
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"prompt": "hi", "stop": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "hi", "\\udfff": 1}', "surrogate"),
+        (b'{"prompt": "hi", "messages": [{"\\ud800": 1}]}', "surrogate"),
+        (b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}", "limit"),
+    ],
+)
+async def test_json_that_only_python_reads(options: TrussOptions, body: bytes, told: str) -> None:
+    async with asgi_client(ScriptedService(), protocols=("truss",), options=options) as client:
+        answer = await client.post(PREDICT, content=body)
+    assert answer.status_code == 400 and told in answer.json()["error"]
+
+
+@pytest.mark.parametrize("value", [b"x", {1: 2}, {"a": {b"x": 1}}, [msgspec.msgpack.Ext(5, b"x")], [{"a": b"x"}]])
+async def test_msgpack_that_is_no_json(value: Any) -> None:
+    async with asgi_client(ScriptedService(), protocols=("truss",), options=TrussOptions(openai=True)) as client:
+        for name in ("chat_template_kwargs", "logit_bias", "guided_json", "structured_outputs", "prompt"):
+            body = msgspec.msgpack.encode({"messages": USER, name: value})
+            answer = await client.post(PREDICT, content=body, headers=PACKED)
+            assert (answer.status_code, answer.json()) == (400, {"error": "unsupported payload"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parser", list(TOOL_PARSERS))
+@pytest.mark.parametrize(
+    "inner", ["[" * 3000, '{"name": "f", "arguments": {"x": "\\ud800 \\ude00"}}', '{"name": "\\ud800", "parameters": "\\ud83c\\udf89"}']
+)
+async def test_models_that_write_hostile_calls(parser: str, inner: str, stream: bool) -> None:
+    """Nesting that no parser takes, and halves of surrogate pairs: the answer stays an answer."""
+    begin = {"mistral": "[TOOL_CALLS]", "llama3": ""}.get(parser, "<tool_call>")
+    end = "</tool_call>" if begin == "<tool_call>" else ""
+    inner = f"[{inner}]" if parser == "mistral" else inner
+    service = ScriptedService(begin + inner + end, group=500, max_output_len=8000, max_input_len=8000)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": USER, "tools": tools, "max_tokens": 8000, "stream": stream}
+    async with asgi_client(service, tool_parser=parser) as client:
+        answer = await client.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    found = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]] if stream else [answer.json()]
+    assert found[-1]["choices"][0]["finish_reason"] in ("stop", "tool_calls")
