@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from oracle import TOLERANCE, Case, expected_attention, relative_error
 from stoker.kernels.triton import attention as kernels
 from stoker.kernels.triton.attention_tuning import LONG_SPLIT, Splits, Tile, choose_splits
 from stoker.kernels.types import AttentionParams
-from stoker.layers.batch import KVCache
+from stoker.layers.batch import ForwardBatch, KVCache
 
 MIXED = [(1, 37), (1, 5), (1, 16), (3, 3), (13, 50)]
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -148,6 +149,35 @@ def test_splits_fill_the_device_and_cut_long_rows() -> None:
     assert choose_splits(8, 2000, 128_000, 132) == Splits(16, 1)  # one program a multiprocessor
     many = choose_splits(2048, 2000, 128_000, 132)
     assert many.count == 16 and many.min_tiles * 64 == LONG_SPLIT
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "size"), [(8192, 32, 8, 128), (8192, 128, 1, 576), (512, 32, 8, 128), (1, 32, 8, 128)]
+)
+def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step of `tokens` in 8 rows, of which one has 131,072 keys."""
+    sizes: list[int] = []
+
+    def launch(*args: object, **kwargs: object) -> None:
+        partial = args[14]
+        sizes.append(0 if partial is None else partial.numel() * 4)  # type: ignore[attr-defined]
+
+    def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def index(count: int) -> torch.Tensor:
+        return meta(count, dtype=torch.int32)
+
+    monkeypatch.setattr(kernels, "attention_kernel", defaultdict(lambda: launch))
+    monkeypatch.setattr(kernels, "chained", lambda x: {})
+    q, pages = meta(tokens, heads, size), meta(9, kv_heads, 64, size)
+    rows = min(tokens, 8)
+    decodes = rows if tokens == 1 else 0
+    tables = meta(rows, 2048, dtype=torch.int32)
+    batch = ForwardBatch(*[index(tokens)] * 3, index(rows + 1), index(rows), tables, decodes, tokens, 1 << 17)
+    kernels.attention(q, KVCache(pages, pages), batch, AttentionParams(0.1))
+    assert sizes[0] <= kernels.MAX_SCRATCH_BYTES
+    assert sizes[0] > 0 or tokens * heads > 1 << 19, "few programs share a long row"
 
 
 @pytest.mark.parametrize(

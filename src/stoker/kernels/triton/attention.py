@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache as cached
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,9 @@ QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CACHE_DTYPES = (*QUERY_DTYPES, torch.int8, torch.float8_e4m3fn)
 BULK_SIZES = (64, 128, 256)  # head sizes of one part
 MAX_SPLIT_PROGRAMS = 1 << 16
+# Of what splits leave to be combined. A launch that would need more is of thousands of programs, which fill the device as they are:
+# 8,192 tokens of a prompt of 131,072 with 32 / 8 heads would take 4 GiB, with 128 heads of a latent of 576 all 74.
+MAX_SCRATCH_BYTES = 512 << 20
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
@@ -57,7 +61,7 @@ def decode(
         tile = decode_tile(q.shape[2], q.dtype, group, programs, num_multiprocessors(q.device), pairs is not None)
     tile_heads = min(group, tile.block_m)
     programs = batch.num_decodes * kv_heads * triton.cdiv(group, tile_heads)
-    splits = splits or _splits(programs, tile, batch.max_seq_len, q.device)
+    splits = splits or _splits(programs, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
     _launch(q, cache, batch, params, out, tile, splits, tile_heads, 1, programs, True, pairs)
 
 
@@ -80,14 +84,17 @@ def prefill(
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
     programs = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)
-    splits = splits or _splits(programs, tile, batch.max_seq_len, q.device)
+    splits = splits or _splits(programs, tokens * tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
     _launch(q, cache, batch, params, out, tile, splits, tile_heads, tokens, programs, False)
 
 
-def _splits(programs: int, tile: Tile, max_seq_len: int, device: torch.device) -> Splits:
-    if programs > MAX_SPLIT_PROGRAMS:
+def _splits(programs: int, results: int, tile: Tile, max_seq_len: int, device: torch.device) -> Splits:
+    """The tuned choice, within what may be allocated. `results`: float32 numbers that a program leaves."""
+    most = MAX_SCRATCH_BYTES // (4 * results * programs)
+    if programs > MAX_SPLIT_PROGRAMS or most < 2:
         return Splits()
-    return choose_splits(programs, triton.cdiv(max_seq_len, tile.block_n), max_seq_len, num_multiprocessors(device))
+    chosen = choose_splits(programs, triton.cdiv(max_seq_len, tile.block_n), max_seq_len, num_multiprocessors(device))
+    return chosen if chosen.count <= most else replace(chosen, count=1 << (most.bit_length() - 1))
 
 
 def _launch(
