@@ -17,7 +17,20 @@ from stoker.distributed.inbox import Inboxes
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton import activation, all_reduce, attention, embedding, moe, norm, quant_fp8, quant_int4, quant_int8, rope, sampling
+from stoker.kernels.triton import (
+    activation,
+    all_reduce,
+    attention,
+    embedding,
+    linear,
+    moe,
+    norm,
+    quant_fp8,
+    quant_int4,
+    quant_int8,
+    rope,
+    sampling,
+)
 from stoker.kernels.triton.attention_tuning import Tile
 from stoker.kernels.triton.compile import compile_for, compiling, resources
 from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion
@@ -68,13 +81,18 @@ def sample(rows: int, dtype: torch.dtype, all_greedy: bool) -> None:
     sampling.sample(meta(rows, 128256, dtype=dtype), draw)
 
 
+def linear_of(rows: int, gated: bool, dtype: torch.dtype = BF16, n: int = 4096, k: int = 4096) -> None:
+    fusion = Fusion("rms", meta(k, dtype=dtype), None, 1e-5, "silu") if gated else Fusion(residual=meta(rows, n, dtype=dtype))
+    linear.linear(meta(rows, k, dtype=dtype), meta(n * (2 if gated else 1), k, dtype=dtype), None, fusion)
+
+
 def quantized(kind: str, rows: int, gated: bool = False, n: int = 4096, k: int = 4096, group: int = 128) -> None:
     """The launches of one linear: n rows of weights, or twice as many gated ones after a norm."""
     fusion = Fusion("rms", meta(k), None, 1e-5, "silu") if gated else PLAIN
     x, n = meta(rows, k), n * (2 if gated else 1)
     scale = meta(n, dtype=FP32)
-    if kind == "fp8":
-        quant_fp8.fp8_linear(x, meta(n, k, dtype=FP8), scale, "token", None, None, fusion)
+    if kind in ("fp8", "fp8 weights"):
+        quant_fp8.fp8_linear(x, meta(n, k, dtype=FP8), scale, "token" if kind == "fp8" else "none", None, None, fusion)
     elif kind == "block":
         quant_fp8.block_fp8_linear(x, meta(n, k, dtype=FP8), meta(n // 128, k // 128, dtype=FP32), (128, 128), None, fusion)
     elif kind == "int8":
@@ -87,12 +105,14 @@ def quantized(kind: str, rows: int, gated: bool = False, n: int = 4096, k: int =
         quant_int4.int4_linear(x, quant_int4.pack_int4(codes), None, fusion)
 
 
-def experts(rows: int, dtype: torch.dtype, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
+def experts(
+    rows: int, dtype: torch.dtype, activations: str = "none", count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096
+) -> None:  # fmt: skip
     routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
     if dtype == BF16:
         moe.expert_down(meta(rows * top_k, k), meta(count, n, k), None, routing)
     else:
-        weight = ExpertWeights(meta(count, n, k, dtype=dtype), meta(count, n, dtype=FP32), "token" if dtype == FP8 else "none")
+        weight = ExpertWeights(meta(count, n, k, dtype=dtype), meta(count, n, dtype=FP32), activations)
         moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
 
 
@@ -139,6 +159,14 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     **{f"gated {name}": lambda name=name: activation.gated(meta(64, 28672), name) for name in ACTIVATIONS},  # type: ignore[misc]
     "activate gelu": lambda: activation.activate(meta(64, 3072), "gelu"),
     "embedding": lambda: embedding.embedding(index(64), meta(128256, 4096)),
+    "embedding int8": lambda: quant_int8.int8_embedding(index(64), meta(128256, 4096, dtype=torch.int8), meta(128256, dtype=FP32), BF16),
+    "resolve": lambda: embedding.resolve(index(64), index(257)),
+    **{
+        f"linear, {rows} rows{', gated' if gated else ''}": lambda rows=rows, gated=gated: linear_of(rows, gated)  # type: ignore[misc]
+        for rows in (1, 8, 32, 64)
+        for gated in (False, True)
+    },
+    "linear fp32": lambda: linear_of(20, True, FP32),
     "sample greedy": lambda: sample(256, BF16, True),
     "sample drawn": lambda: sample(256, BF16, False),
     "sample drawn fp32": lambda: sample(1, FP32, False),
@@ -180,13 +208,22 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         for rows in (1, 32, 64, 256)
         for gated in (False, True)
     },
+    **{
+        f"streamed {kind}, 8 rows{', gated' if gated else ''}": lambda kind=kind, gated=gated: quantized(kind, 8, gated)  # type: ignore[misc]
+        for kind in ("fp8", "int8", "int4")
+        for gated in (False, True)
+    },
+    "quant fp8 weights, 64 rows": lambda: quantized("fp8 weights", 64),
     "quant int4 in groups of 32, 1 row": lambda: quantized("int4", 1, True, group=32),
     "quant int4 in groups of 32, 256 rows": lambda: quantized("int4", 256, True, group=32),
     **{
-        f"experts {dtype}, {rows} rows": lambda rows=rows, dtype=dtype: experts(rows, dtype)  # type: ignore[misc]
+        f"experts {dtype}, {rows} rows": (
+            lambda rows=rows, dtype=dtype: experts(rows, dtype, "token" if dtype == FP8 else "none")  # type: ignore[misc]
+        )
         for dtype in (BF16, FP8, torch.int8)
         for rows in (1, 64, 2048)
     },
+    "experts torch.int8 by codes, 64 rows": lambda: experts(64, torch.int8, "token"),
     **{
         f"experts int4 in groups of {group}, {zero}, {rows} rows": (
             lambda rows=rows, group=group, zero=zero: int4_experts(rows, group, zero)  # type: ignore[misc]

@@ -44,7 +44,8 @@ def compiled(*names: str) -> dict[str, dict]:
 
 
 GROUPS = [
-    ("norm", "gated", "activate", "embedding", "rope", "sample"),
+    ("norm", "gated", "activate", "embedding", "resolve", "rope", "sample"),
+    ("linear", "streamed"),
     ("decode", "four", "sum of"),
     ("prefill by", "prefill f", "prefill i", "prefill b", "prefill,"),
     ("prefill 1", "prefill 2", "prefill 6", "prefill 8", "prefill 9", "prefill latent"),

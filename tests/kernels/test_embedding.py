@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stoker.kernels.reference import embedding as reference
 from stoker.kernels.triton import embedding as kernels
+from stoker.kernels.triton import quant_int8
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -30,3 +32,18 @@ def test_a_shard_of_a_wider_table() -> None:
 
 def test_nothing_to_do() -> None:
     assert kernels.embedding(torch.zeros(0, dtype=torch.int32), torch.zeros(3, 8)).shape == (0, 8)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 1500])
+def test_tokens_that_were_not_read_back(count: int) -> None:
+    last = torch.randint(0, 5000, (33,), dtype=torch.int32)
+    ids = torch.where(torch.rand(count) < 0.5, -1 - torch.randint(0, 33, (count,)), torch.randint(0, 5000, (count,))).int()
+    want = [int(last[-1 - i]) if i < 0 else i for i in ids.tolist()]
+    assert kernels.resolve(ids, last).tolist() == reference.resolve(ids, last).tolist() == want
+
+
+@pytest.mark.parametrize("size", [5, 1500])
+def test_int8_rows(size: int) -> None:
+    table, scale = torch.randint(-127, 128, (10, size), dtype=torch.int8), torch.rand(10)
+    out = quant_int8.int8_embedding(torch.tensor([3, -1, 9, 10], dtype=torch.int32), table, scale, torch.bfloat16)
+    assert torch.equal(out[[0, 2]], (table.float() * scale[:, None]).bfloat16()[[3, 9]]) and not out[[1, 3]].any()
