@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stoker.base import env
 from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError
 from stoker.base.types import SamplingParams
 from stoker.cli.command import Command, load
 from stoker.cli.main import COMMANDS, main
@@ -116,6 +120,31 @@ WRONG = [
     (["build", "NOWHERE", "-o", "OUT", "--compute-capability", "sm_90"], 2, "compute_capability='sm_90' is refused."),
     (["bench", "serving", "--url", "ftp://127.0.0.1"], 2, "Use an address such as http://127.0.0.1:8000."),
     (["bench", "serving", "--url", "http://127.0.0.1:1"], 1, "does not answer"),
+    (["bench", "serving", "--url", "http://[::1"], 2, "Use an address such as http://127.0.0.1:8000."),
+    (["bench", "serving", "--url", "http://127.0.0.1:99999"], 2, "Use an address such as http://127.0.0.1:8000."),
+    (["bench", "serving", "ENGINE", "--options", "--model-name 'a"], 2, "Close every quote."),
+    (["bench", "throughput", "ENGINE", "--json", "NOWHERE/x.json"], 2, "cannot be written"),
+    (["bench", "latency", "ENGINE", "--json", "."], 2, "cannot be written"),
+    (["generate", "ENGINE", "hi", "--device", "tpu"], 2, "device='tpu' is refused. Use one of: cpu, cuda."),
+    (["generate", "ENGINE", "hi", "--num-threads", "5000"], 2, "Use a whole number from 1 to 4096."),
+    (["generate", "ENGINE", "--file", "EMPTY"], 2, "holds no prompt. Name a UTF-8 text file with one prompt a line."),
+    (["serve", "ENGINE", "--api-keys", "EMPTY"], 2, "holds no key. Name a UTF-8 text file with one key a line."),
+    (["serve", "ENGINE", "--request-timeout-s", "nan"], 2, "request_timeout_s=nan is refused. Use seconds, above 0"),
+    (["serve", "ENGINE", "--load-timeout-s", "-5"], 2, "load_timeout_s=-5.0 is refused. Use seconds, above 0"),
+    (["serve", "ENGINE", "--default-max-tokens", "-5"], 2, "default_max_tokens=-5 is refused. Use a whole number from 1"),
+    (["eval", "perplexity", "ENGINE", "--text", "NOWHERE"], 2, "Name a UTF-8 text file."),
+    (["eval", "perplexity", "ENGINE", "--text", "LATIN"], 2, "Name a UTF-8 text file."),
+    (["eval", "perplexity", "ENGINE", "--text", "LATIN", "--device", "tpu"], 2, "device='tpu' is refused. Use one of: cpu, cuda."),
+    (["package", "lmi", "ENGINE", "-o", "NOWHERE/model.tar"], 2, "is no folder. Make it first"),
+    (["triton", "fill", "LATIN", "a:b"], 2, "cannot be read"),
+    (["triton", "input-data", "--requests", "-1"], 2, "requests=-1 is refused. Use a whole number from 1"),
+    (["triton", "input-data", "--vocab-size", "2"], 2, "vocab_size=2 is refused. Use a whole number from 4"),
+    (["triton", "identity", "--batch_size", "0"], 2, "batch_size=0 is refused. Use a whole number from 1"),
+    (["triton", "identity", "--num_runs", "0"], 2, "num_runs=0 is refused. Use a whole number from 1"),
+    (["triton", "sweep", "--seconds", "0"], 2, "--seconds 0.0 is refused. Use seconds, above 0"),
+    (["client", "hi", "-i", "http", "-u", "127.0.0.1:1"], 1, "127.0.0.1:1 does not answer: Connection refused. Start it"),
+    (["client", "--model-name", "tensorrt_llm", "--input-tokens-csv", "NOWHERE"], 2, "Write token ids with commas between them."),
+    (["launch", "--model_repo", "LMI"], 2, "is of the format lmi. Serve it: stoker serve"),
 ]
 
 
@@ -123,8 +152,13 @@ WRONG = [
 def test_an_error_is_one_line_with_the_cure(
     args: list[str], status: int, says: str, tiny_engine: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
 ) -> None:
-    places = {"ENGINE": str(tiny_engine), "NOWHERE": str(tmp_path / "NOWHERE"), "OUT": str(tmp_path / "out")}
-    found, told = run(*(places.get(arg, arg) for arg in args))
+    names = {"NOWHERE": "NOWHERE", "OUT": "out", "EMPTY": "empty.txt", "LATIN": "latin.txt", "LMI": "lmi"}
+    places = {"ENGINE": str(tiny_engine), **{name: str(tmp_path / place) for name, place in names.items()}}
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "lmi").mkdir()
+    (tmp_path / "lmi" / "serving.properties").write_text(f"option.model_id={tiny_engine}\n")
+    found, told = run(*(re.sub("^[A-Z]+", lambda match: places.get(match[0], match[0]), arg) for arg in args))
     assert found == status, told
     assert told.startswith("stoker: ")
     assert says in told
@@ -158,6 +192,55 @@ def test_a_traceback_is_shown_only_when_it_is_asked_for(
     assert "Traceback" in run("inspect", missing)[1]
     monkeypatch.setenv("STOKER_LOG", "loud")
     assert run("inspect", missing) == (2, "stoker: STOKER_LOG='LOUD' is refused. Use one of: DEBUG, INFO, WARNING, ERROR.\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [("3", 3), ("4,2", 4), ("0", None), ("-1", None), ("all", None), ("9" * 5000, None)]
+)  # fmt: skip
+def test_threads_of_the_environment_are_a_number(value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_THREADS", value)
+    if threads is not None:
+        assert env.num_threads() == threads
+        return
+    with pytest.raises(ConfigError, match=r"STOKER_THREADS=.* is refused\. Use a whole number from 1 to 4096, or unset it\."):
+        env.num_threads()
+
+
+def test_brackets_of_a_path_are_shown(tiny_engine: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "[bold]" / "en[/gine]"
+    shutil.copytree(tiny_engine, engine)
+    assert str(engine) in stoker("inspect", str(engine), COLUMNS="400").stdout
+    shown = stoker("build", str(tiny_engine.parent / "checkpoint"), "-o", str(tmp_path / "[red]"), "--verify", "none", COLUMNS="40").stderr
+    assert shown.splitlines()[-1] == f"Serve it: stoker serve {tmp_path / '[red]'}"  # one line, to be pasted
+
+
+def test_a_terminal_without_unicode_gets_question_marks_and_json_stays_whole(tiny_engine: Path) -> None:
+    latin = {"PYTHONIOENCODING": "latin-1"}
+    asked = ["generate", str(tiny_engine), "hello", "--max-tokens", "8", "--ignore-eos"]
+    plain, as_json = (
+        subprocess.run([sys.executable, "-m", "stoker", *asked, *more], capture_output=True, env={**os.environ, **latin})
+        for more in ([], ["--json"])
+    )
+    text = json.loads(as_json.stdout)["choices"][0]["text"]
+    assert not text.isascii()
+    assert plain.stdout == (text + "\n").encode("latin-1", errors="replace"), plain.stderr
+
+
+def test_perplexity_of_the_first_bytes_of_a_text_ends_at_a_whole_character(tiny_engine: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("naïve " * 9)
+    asked = ["eval", "perplexity", str(tiny_engine), "--text", str(tmp_path / "text"), "--window", "64", "--json", "--max-bytes"]
+    cut, whole = (json.loads(stoker(*asked, count).stdout) for count in ("3", "2"))
+    assert cut == whole
+    assert cut["tokens"] > 0
+
+
+def test_doctor_tells_of_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = stoker("doctor", "--offline", "--json", STOKER_CACHE=str(tmp_path / "file"))
+    found = {line["what"]: line for line in json.loads(done.stdout)}
+    assert found["cache"] == {
+        "state": "note", "what": "cache", "says": f"{tmp_path / 'file'} cannot be written. Name another with STOKER_CACHE."
+    }  # fmt: skip
 
 
 def test_a_damaged_engine_is_named(tiny_engine: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from stoker.base.env import MAX_THREADS
 from stoker.base.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -79,10 +80,14 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float | None = None  # a step that takes longer hangs: not ready, state in the log; None: 30 on a GPU, 120 on a CPU
 
     def __post_init__(self) -> None:
+        if self.device is not None:
+            check_choice("device", self.device, ("cpu", "cuda"))
         check_choice("policy", self.policy, ("guaranteed_no_evict", "max_utilization", "static"))
-        for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window", "num_threads"):
+        for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 1, 1 << 40)
+        if self.num_threads is not None:
+            check_range("num_threads", self.num_threads, 1, MAX_THREADS)
         for index in self.devices or ():
             check_range("devices", index, 0, 1023)
         check_range("max_queue_size", self.max_queue_size, 0, 1 << 24)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from stoker.base.errors import ConfigError
+
+MAX_THREADS = 4096
+
 
 def text(name: str, default: str = "") -> str:
     """The variable `name`, or `default` when it is unset or empty."""
@@ -45,8 +49,18 @@ def commit() -> str | None:
 
 
 def num_threads() -> int:
-    """CPU threads for arithmetic: STOKER_THREADS, else OMP_NUM_THREADS, else the cores this process may use."""
-    return int(text("STOKER_THREADS") or text("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    """CPU threads for arithmetic: STOKER_THREADS, else OMP_NUM_THREADS, else the cores this process may use. Raises ConfigError."""
+    for name in ("STOKER_THREADS", "OMP_NUM_THREADS"):
+        if value := text(name):
+            return _count(name, value)
+    return len(os.sched_getaffinity(0))
+
+
+def _count(name: str, value: str) -> int:
+    outermost = value.partition(",")[0].strip()  # OpenMP's lists have a number for each level of nesting
+    if not (outermost.isascii() and outermost.isdigit() and len(outermost) < 5 and 0 < int(outermost) <= MAX_THREADS):
+        raise ConfigError(f"{name}={value!r} is refused.", cure=f"Use a whole number from 1 to {MAX_THREADS}, or unset it.")
+    return int(outermost)
 
 
 def child_environment(**extra: str) -> dict[str, str]:

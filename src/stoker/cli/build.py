@@ -105,7 +105,7 @@ def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, v
     console = Console(stderr=True)
     with Bars(console) as bars:
         engine = run(checkpoint, output, config, force=force, verify=verify, progress=bars, kernels=compile_ahead if kernels else None)
-    console.print(_summary(engine))
+    console.print(_summary(engine), markup=False, soft_wrap=True)
 
 
 def _summary(engine: Engine) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stoker.base.errors import ConfigError, StokerError
+from stoker.base.errors import ConfigError, StokerError, UnavailableError
 
 TEXT = "Born in north-east France, Soyer trained as a"
 
@@ -91,8 +91,8 @@ _TOKEN_NAMES = {
 def _ids(file: Path) -> dict[str, Any]:
     try:
         ids = [int(item) for item in file.read_text().replace("\n", ",").split(",") if item.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{file}: {error}.", cure="Write token ids with commas between them.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}.", cure="Write token ids with commas between them.") from None
     return {"input_ids": ids, "input_lengths": len(ids)}
 
 
@@ -104,6 +104,7 @@ class _Asking:
         self._module = module(protocol)
         self._client = self._module.InferenceServerClient(url)
         self._grpc = protocol == "grpc"
+        self._url = url
 
     def ask(self, model: str, values: dict[str, Any], request_id: str, *, stop_after_ms: int, by_cancel: bool, overwrite: bool) -> str:
         """Print the answer as it comes; the whole of it is returned."""
@@ -118,6 +119,8 @@ class _Asking:
             if stop_after_ms and "CANCELLED" in str(error).upper():
                 return ""
             raise StokerError(f"the server answered: {error.message()}") from None
+        except OSError as error:
+            raise UnavailableError(f"{self._url} does not answer: {error.strerror or error}.", cure="Start it: stoker launch.") from None
         finally:
             self._client.close()
 

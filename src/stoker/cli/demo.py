@@ -59,7 +59,7 @@ def _engine(console: Console) -> Path:
         checkpoint = default_model.default_checkpoint()
     with Bars(console) as bars:
         engine = build_cached(checkpoint, BuildConfig(limits=LIMITS), verify="files", progress=bars, kernels=compile_ahead)
-    console.print(f"Engine of {default_model.NAME}: {engine.path} ({time.perf_counter() - started:.1f} s)", soft_wrap=True)
+    console.print(f"Engine of {default_model.NAME}: {engine.path} ({time.perf_counter() - started:.1f} s)", markup=False, soft_wrap=True)
     return engine.path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import socket
@@ -56,7 +57,7 @@ def doctor(
     if not offline:
         findings.append(_hub())
     if as_json:
-        typer.echo(msgspec.json.encode([finding._asdict() for finding in findings]).decode())
+        typer.echo(msgspec.json.encode([finding._asdict() for finding in findings]))
     else:
         _print(findings)
     raise typer.Exit(int(any(finding.state == "fail" for finding in findings)))
@@ -64,12 +65,16 @@ def doctor(
 
 def _print(findings: list[Finding]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
     colours = {"ok": "green", "note": "yellow", "fail": "red"}
     for finding in findings:
-        table.add_row(f"[{colours[finding.state]}]{finding.state}[/]", finding.what, finding.says)
+        table.add_row(f"[{colours[finding.state]}]{finding.state}[/]", escape(finding.what), escape(finding.says))
     Console().print(table)
 
 
@@ -146,11 +151,13 @@ def _memory() -> Finding:
 
 def _cache() -> Finding:
     path = env.cache_dir()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
     try:
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
         free = shutil.disk_usage(there).free
     except OSError as error:
         return Finding("note", "cache", f"{path}: {error.strerror}. Name another with STOKER_CACHE.")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding("note", "cache", f"{path} cannot be written. Name another with STOKER_CACHE.")
     return Finding("ok", "cache", f"{path}, {free / GIB:.0f} GiB free on its disk")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from stoker.base.errors import ConfigError
 from stoker.cli.command import Command
 
 COMMANDS = (
@@ -42,17 +44,19 @@ def perplexity(
     from tokenizers import Tokenizer
 
     from stoker.base import env
-    from stoker.base.errors import ConfigError, EngineError
+    from stoker.base.config import check_choice
+    from stoker.base.errors import EngineError
     from stoker.cli.progress import Bars
     from stoker.engine.reader import Engine
     from stoker.engine.stream import LayerStream, windows
 
+    if device is not None:
+        check_choice("device", device, ("cpu", "cuda"))
     opened = Engine.open(engine)
     opened.check_world(1)
     if not (engine / "tokenizer.json").is_file():
         raise EngineError(f"{engine} has no tokenizer.", cure="Build it again with --tokenizer.")
-    with text.open("rb") as file:
-        content = file.read(-1 if max_bytes is None else max_bytes).decode("utf-8", errors="ignore")
+    content = _read(text, max_bytes)
     ids = Tokenizer.from_file(str(engine / "tokenizer.json")).encode(content, add_special_tokens=False).ids
     pieces = windows(ids, window)
     if not pieces:
@@ -66,3 +70,13 @@ def perplexity(
         typer.echo(json.dumps(found))
     else:
         typer.echo(f"{engine}: perplexity {scores.perplexity:.3f} over {scores.count} tokens in {len(pieces)} windows of {window}")
+
+
+def _read(text: Path, max_bytes: int | None) -> str:
+    """The file's text, or what its first bytes hold of it: whole characters. Raises ConfigError."""
+    try:
+        with text.open("rb") as file:
+            held = file.read(-1 if max_bytes is None else max_bytes)
+        return codecs.getincrementaldecoder("utf-8")().decode(held, final=max_bytes is None or len(held) < max_bytes)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{text} cannot be read: {error}.", cure="Name a UTF-8 text file.") from None

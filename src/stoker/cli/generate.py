@@ -87,8 +87,8 @@ def _batch(llm: LLM, asked: list[str], inputs: list[Prompt], params: SamplingPar
         typer.echo(_json(text, answer) if as_json else _text(text, answer))
 
 
-def _json(prompt: str, answer: Completion) -> str:
-    return msgspec.json.encode({"prompt": prompt, "choices": answer.choices, "usage": answer.usage}).decode()
+def _json(prompt: str, answer: Completion) -> bytes:
+    return msgspec.json.encode({"prompt": prompt, "choices": answer.choices, "usage": answer.usage})
 
 
 def _text(prompt: str, answer: Completion) -> str:

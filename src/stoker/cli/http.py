@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
@@ -50,17 +50,14 @@ async def events(url: str, path: str, body: dict[str, Any]) -> AsyncGenerator[Ev
 
 async def _exchange(url: str, path: str, body: dict[str, Any] | None) -> AsyncGenerator[tuple[float, bytes], None]:
     """Send one request and yield its body as it comes. Raises StokerError for a status that is not 200."""
-    to = urlsplit(url)
-    if to.scheme not in ("http", "https") or not to.hostname:
-        raise ConfigError(f"url={url!r} is refused.", cure="Use an address such as http://127.0.0.1:8000.")
+    to, port = _place(url)
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {to.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {to.netloc}\r\nConnection: close\r\n"
     if body is not None:
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-    secure = to.scheme == "https"
     try:
         transport, response = await asyncio.get_running_loop().create_connection(
-            _Response, to.hostname, to.port or (443 if secure else 80), ssl=secure or None
+            _Response, to.hostname, port, ssl=to.scheme == "https" or None
         )
     except OSError as error:
         raise UnavailableError(f"{url} does not answer: {error.strerror or error}.", cure="Start it: stoker serve ENGINE.") from None
@@ -70,6 +67,17 @@ async def _exchange(url: str, path: str, body: dict[str, Any] | None) -> AsyncGe
             yield item
     finally:
         transport.close()
+
+
+def _place(url: str) -> tuple[SplitResult, int]:
+    """The address's parts, and its port. Raises ConfigError."""
+    try:
+        to = urlsplit(url)
+        if to.scheme in ("http", "https") and to.hostname:
+            return to, to.port or (443 if to.scheme == "https" else 80)
+    except ValueError:  # brackets, or a port, that cannot be
+        pass
+    raise ConfigError(f"url={url!r} is refused.", cure="Use an address such as http://127.0.0.1:8000.")
 
 
 class _Response(asyncio.Protocol):

@@ -34,7 +34,7 @@ def inspect(
 
     opened = Engine.open(engine, verify=verify)
     if as_json:
-        typer.echo(encode(opened.config).decode(), nl=False)
+        typer.echo(encode(opened.config), nl=False)
         return
     console = Console()
     console.print(rows(str(engine), _rows(opened.config)))

@@ -42,11 +42,15 @@ def launch(
 
       stoker launch --model_repo repo --world_size 2 --grpc_port 9001 --log --log-file server.log
     """
-    from stoker.cli.deployed import deployed, engine_info
+    from stoker.cli.deployed import asked as read
+    from stoker.cli.deployed import engine_info, made
     from stoker.server.process import serve
 
     asked = ServerSettings(host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
-    found = deployed(model_repo, ServerSettings(), RuntimeConfig())
+    deployment = read(model_repo, ServerSettings(), RuntimeConfig())
+    if not isinstance(deployment.server.options, TritonOptions | None):
+        raise ConfigError(f"{model_repo} is of the format {deployment.format}.", cure=f"Serve it: stoker serve {model_repo}.")
+    found = made(deployment)
     settings = msgspec.structs.replace(found.settings, host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
     assert isinstance(settings.options, TritonOptions)
     _check_world(world_size, engine_info(found.engine).mapping.world_size)

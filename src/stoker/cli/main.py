@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from typing import Annotated
@@ -39,6 +40,7 @@ def main() -> int:
 
     Errors are one line on stderr. STOKER_LOG=debug adds the traceback.
     """
+    _write_anything()
     try:
         check_choice("STOKER_LOG", env.log_level(), LEVELS)
         logging.configure(None if env.text("STOKER_LOG") else "WARNING")
@@ -49,9 +51,16 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        return _fail(f"{type(error).__name__}: {error}", 1)
+        return _fail(str(error) if error.filename is None else f"{error.filename}: {error.strerror}.", 1)
     except Exception as error:
         return _fail(f"internal error: {type(error).__name__}: {error}. STOKER_LOG=debug shows where.", 1)
+
+
+def _write_anything() -> None:
+    """What the terminal's encoding does not have becomes a question mark; an answer's emoji must not end the answer."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="replace")
 
 
 def _version(asked: bool) -> None:

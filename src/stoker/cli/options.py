@@ -120,11 +120,15 @@ def given(context: typer.Context) -> frozenset[str]:
 
 
 def lines_of(path: Path, what: str) -> list[str]:
-    """The non-empty lines of a text file. Raises ConfigError that names the file and what it was to hold."""
+    """The non-empty lines of a UTF-8 text file, one at least. Raises ConfigError that names the file and what it was to hold."""
+    cure = f"Name a UTF-8 text file with one {what} a line."
     try:
-        return [line for line in path.read_text().splitlines() if line.strip()]
+        found = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", cure=f"Name a text file with one {what} a line.") from None
+        raise ConfigError(f"{path} cannot be read: {error}.", cure=cure) from None
+    if not found:  # no key at all would let everybody in
+        raise ConfigError(f"{path} holds no {what}.", cure=cure)
+    return found
 
 
 def sampling_options(**defaults: Any) -> Callable[[Function], Function]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from stoker.cli.http import events
@@ -59,7 +60,7 @@ async def tour(console: Console, url: str, model: str) -> None:
     print("\n")
     batch = await ask_at_once(url, model, [f"What should I see in {country}?" for country in COUNTRIES])
     for answer in batch.answers:
-        console.print(f"[bold]> {answer.question}[/]\n{answer.text.strip()}", highlight=False)
+        console.print(f"[bold]> {answer.question}[/]\n{escape(answer.text.strip())}", highlight=False)
     console.print()
     console.print(table(single, batch))
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from stoker.base.config import check_range
 from stoker.base.errors import ConfigError, StokerError
 from stoker.cli.command import Command
 
@@ -30,6 +31,7 @@ COMMANDS = (
     Command("sweep", "stoker.cli.triton:sweep", "infer/s and latency by concurrency.", "stoker triton sweep --concurrency-range 1:10:2"),
 )  # fmt: skip
 
+FIRST_ID = 3  # ids below it are special in most vocabularies
 Url = Annotated[str, typer.Option("--url", "-u", help="host:port of gRPC.")]
 
 
@@ -51,7 +53,11 @@ def fill(
     """Replace ${name} by its value. Names that are not given stay."""
     from stoker.deploy.triton.fill import fill as filled
 
-    text = filled(file.read_text(encoding="utf-8"), substitutions)
+    try:
+        template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}.", cure="Name a config.pbtxt.") from None
+    text = filled(template, substitutions)
     if in_place:
         file.write_text(text, encoding="utf-8")
     else:
@@ -76,6 +82,7 @@ def identity(
 
     if mode not in ("sync", "async"):
         raise ConfigError(f"--mode {mode} is refused.", cure="Use sync or async.")
+    check_range("num_runs", num_runs, 1, 1 << 20)
     grpc = module("grpc")
     inputs = _batch(grpc, batch_size, start_len, output_len, vocab_size, beam_width, top_k, top_p)
     with grpc.InferenceServerClient(url) as client:
@@ -88,9 +95,10 @@ def identity(
 
 
 def _batch(grpc: Any, rows: int, start_len: int, output_len: int, vocab: int, beams: int, top_k: int, top_p: float) -> list[Any]:
+    _check_shapes(start_len, output_len, vocab, batch_size=rows)
     column = lambda value, dtype: np.full((rows, 1), value, dtype)  # noqa: E731
     arrays = {
-        "input_ids": np.random.default_rng(0).integers(3, vocab, (rows, start_len), np.int32),
+        "input_ids": np.random.default_rng(0).integers(FIRST_ID, vocab, (rows, start_len), np.int32),
         "input_lengths": column(start_len, np.int32), "request_output_len": column(output_len, np.int32),
         "end_id": column(2, np.int32), "pad_id": column(0, np.int32), "runtime_top_k": column(top_k, np.int32),
         "runtime_top_p": column(top_p, np.float32), "beam_width": column(beams, np.int32),
@@ -100,6 +108,13 @@ def _batch(grpc: Any, rows: int, start_len: int, output_len: int, vocab: int, be
         made.append(grpc.InferInput(name, list(array.shape), "FP32" if array.dtype == np.float32 else "INT32"))
         made[-1].set_data_from_numpy(array)
     return made
+
+
+def _check_shapes(start_len: int, output_len: int, vocab: int, **count: int) -> None:
+    """Raise ConfigError for random requests that cannot be made."""
+    for name, value in {**count, "start_len": start_len, "output_len": output_len}.items():
+        check_range(name, value, 1, 1 << 20)
+    check_range("vocab_size", vocab, FIRST_ID + 1, 1 << 31)
 
 
 def _infer(client: Any, model: str, inputs: list[Any]) -> Any:
@@ -141,10 +156,11 @@ def input_data(
     vocab_size: Annotated[int, typer.Option(help="Random ids stay below it.")] = 1000,
 ) -> None:
     """Random requests of the model of token ids, as perf_analyzer reads them with --input-data."""
+    _check_shapes(start_len, output_len, vocab_size, requests=requests)
     draw = random.Random(0)
     rows = [
         {
-            "input_ids": {"content": [draw.randrange(3, vocab_size) for _ in range(start_len)], "shape": [start_len]},
+            "input_ids": {"content": [draw.randrange(FIRST_ID, vocab_size) for _ in range(start_len)], "shape": [start_len]},
             "input_lengths": {"content": [start_len], "shape": [1]},
             "request_output_len": {"content": [output_len], "shape": [1]},
         }
@@ -167,6 +183,8 @@ def sweep(
     """Keep so many requests in flight and count what comes back: a line for each concurrency, as perf_analyzer prints it."""
     from stoker.cli.triton_client import module
 
+    if not 0 < seconds <= 86400:
+        raise ConfigError(f"--seconds {seconds} is refused.", cure="Use seconds, above 0 and at most 86400.")
     grpc = module("grpc")
     inputs = _batch(grpc, batch_size, start_len, output_len, vocab_size, 1, 1, 0.0)
     for concurrency in _range(concurrency_range):

@@ -49,6 +49,8 @@ def package(engine: EngineInfo, out: Path, options: Environment[str, str], *, fo
         raise ConfigError(f"{out} is no name of a tar.", cure=f"Let it end in one of: {', '.join(_SUFFIXES)}.")
     if out.exists() and not force:
         raise ConfigError(f"{out} exists.", cure="Name another file, or replace it with --force.")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is no folder.", cure="Make it first, or name a file elsewhere.")
     members = _members(engine, _properties(engine, options))
     handle, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from stoker.base.config import check_range
@@ -80,5 +81,7 @@ def show(found: Breakdown) -> None:
         table.add_column(name, justify="left" if name == "kernel" else "right")
     for kernel in found.kernels[:SHOWN]:
         near = "" if kernel.roofline is None else f"{kernel.roofline:.0%}"
-        table.add_row(kernel.name, f"{kernel.count:.1f}", f"{kernel.mean_us:.2f}", f"{kernel.step_us:.1f}", f"{kernel.share:.1%}", near)
+        table.add_row(
+            escape(kernel.name), f"{kernel.count:.1f}", f"{kernel.mean_us:.2f}", f"{kernel.step_us:.1f}", f"{kernel.share:.1%}", near
+        )
     Console().print(table)

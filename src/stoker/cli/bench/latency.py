@@ -13,7 +13,7 @@ import typer
 from stoker.base.config import RuntimeConfig, check_range
 from stoker.cli.bench.breakdown import check_device, of_decodes
 from stoker.cli.bench.load import Bench, with_bar
-from stoker.cli.bench.report import origin, percentile, show
+from stoker.cli.bench.report import check_out, origin, percentile, show
 from stoker.cli.options import runtime_options
 
 SHORT = 4  # output tokens of the run that is subtracted
@@ -41,6 +41,7 @@ def latency(
       stoker bench latency engine --batch 1 --batch 8 --context 128 --context 1024 --json latency.json
     """
     check_range("steps", steps, 4, 1 << 20)
+    check_out(json)
     bench = Bench(engine, runtime)
     if breakdown:
         check_device(bench)

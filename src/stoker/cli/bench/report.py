@@ -17,6 +17,7 @@ from rich.table import Table
 
 import stoker
 from stoker.base import env
+from stoker.base.errors import ConfigError
 from stoker.engine.reader import Engine
 
 VERSIONS = ("torch", "triton", "numpy", "tokenizers")
@@ -77,6 +78,12 @@ def commit() -> str | None:
     return told.stdout.strip()
 
 
+def check_out(out: Path | None) -> None:
+    """Raise ConfigError before anything is measured when the results could not be written to `out`."""
+    if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+        raise ConfigError(f"--json {out} cannot be written.", cure="Name a file in a folder that is there and may be written.")
+
+
 def show(title: str, rows: list[dict[str, Any]], about: dict[str, Any], out: Path | None) -> None:
     """Print `rows` as a table, a column each; write all to `out` as JSON."""
     table = Table(title=title, title_justify="left", show_header=False)
@@ -86,7 +93,7 @@ def show(title: str, rows: list[dict[str, Any]], about: dict[str, Any], out: Pat
         column.justify = "right"
     console = Console()
     console.print(table)
-    console.print(f"{about['device']}; commit {about['commit']}", highlight=False)
+    console.print(f"{about['device']}; commit {about['commit']}", highlight=False, markup=False)
     if out is not None:
         out.write_text(json.dumps({"benchmark": title, **about, "results": rows}, indent=1) + "\n")
 

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json as json_format
 import random
+import shlex
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ import typer
 from rich.console import Console
 
 from stoker.base.config import check_range
-from stoker.base.errors import StokerError
-from stoker.cli.bench.report import origin, percentile, show
+from stoker.base.errors import ConfigError, StokerError
+from stoker.cli.bench.report import check_out, origin, percentile, show
 from stoker.cli.http import events, get, post
 from stoker.cli.progress import Bars
 from stoker.cli.scrape import scrape
@@ -58,15 +59,26 @@ def serving(
     """
     if (engine is None) == (url is None):
         raise typer.BadParameter("give an engine, or --url of a running server", param_hint="ENGINE")
+    if url is not None and options:
+        raise typer.BadParameter("the server of --url runs already", param_hint="--options")
+    check_out(json)
+    extra = _words(options)
     for name, values in (("concurrency", concurrency), ("rounds", [rounds]), ("input_len", [input_len]), ("output_len", [output_len])):
         for value in values:
             check_range(name, value, 1, 1 << 20)
     with contextlib.ExitStack() as stack:
-        where = url if engine is None else stack.enter_context(served(engine, options.split()))
+        where = url if engine is None else stack.enter_context(served(engine, extra))
         assert where is not None
         rows = asyncio.run(_sweep(where, concurrency, rounds, input_len, output_len))
     about = {**origin(engine), "url": url, "rounds": rounds, "input_len": input_len, "output_len": output_len}
     show(f"serving, {input_len} tokens in, {output_len} out", rows, about, json)
+
+
+def _words(options: str) -> list[str]:
+    try:
+        return shlex.split(options)
+    except ValueError as error:
+        raise ConfigError(f"--options {options!r} is refused: {error}.", cure="Close every quote.") from None
 
 
 async def _sweep(url: str, levels: list[int], rounds: int, input_len: int, output_len: int) -> list[dict[str, Any]]:

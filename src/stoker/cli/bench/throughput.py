@@ -11,7 +11,7 @@ import typer
 from stoker.base.config import RuntimeConfig
 from stoker.cli.bench.breakdown import check_device, of_load
 from stoker.cli.bench.load import Bench, with_bar
-from stoker.cli.bench.report import origin, percentile, show
+from stoker.cli.bench.report import check_out, origin, percentile, show
 from stoker.cli.options import runtime_options
 
 
@@ -34,6 +34,7 @@ def throughput(
 
       stoker bench throughput engine --requests 64 --input-len 128 --output-len 128 --json throughput.json
     """
+    check_out(json)
     bench = Bench(engine, runtime)
     if breakdown:
         check_device(bench)

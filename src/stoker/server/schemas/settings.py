@@ -8,6 +8,7 @@ from stoker.base.config import check_range
 from stoker.base.errors import ConfigError
 
 MIN_KEY_CHARS = 8
+MAX_TIMEOUT_S = 1 << 24
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +42,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 check_range(name, getattr(self, name), 0, 65535)
         check_range("num_frontends", self.num_frontends, 1, 256)
         check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
+        if self.default_max_tokens is not None:
+            check_range("default_max_tokens", self.default_max_tokens, 1, 1 << 24)
+        for name in ("request_timeout_s", "load_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= MAX_TIMEOUT_S:
+                raise ConfigError(f"{name}={value} is refused.", cure=f"Use seconds, above 0 and at most {MAX_TIMEOUT_S}.")
         if not 0 <= self.drain_timeout_s <= 86400:
             raise ConfigError(f"drain_timeout_s={self.drain_timeout_s} is refused.", cure="Use seconds, from 0 to 86400.")
         if any(len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() for key in self.api_keys):
