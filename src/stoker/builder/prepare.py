@@ -25,6 +25,7 @@ from stoker.layers.config import ModelConfig, MoEConfig
 from stoker.layers.decoder import declare, layer_specs
 from stoker.layers.specs import LinearSpec
 from stoker.models import Architecture, check_version, resolve
+from stoker.models.checked import read_config
 from stoker.models.read import with_rotary
 from stoker.quant.dense import Dense
 from stoker.quant.format import Format
@@ -147,11 +148,9 @@ def read_model(checkpoint: Checkpoint, versions: dict[str, str] | None = None) -
     for option, value in versions.items():
         check_version(architecture, checkpoint.config, option, value)
     try:
-        return architecture, architecture.config(checkpoint.config | versions)
-    except KeyError as problem:
-        raise CheckpointError(f"{checkpoint.name}: config.json has no {problem}.", cure="Download it again.") from None
-    except (TypeError, ValueError, ZeroDivisionError) as problem:
-        raise CheckpointError(f"{checkpoint.name}: config.json has a wrong value ({problem}).", cure="Download it again.") from None
+        return architecture, read_config(architecture, checkpoint.config | versions)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{checkpoint.name}: {problem.message}", cure=problem.cure) from None
 
 
 def adapted(model: ModelConfig, build: BuildConfig) -> ModelConfig:

@@ -14,7 +14,7 @@ from stoker.layers.config import MLAConfig, MLPConfig, ModelConfig, MoEConfig, N
 from stoker.layers.rope import yarn_mscale
 from stoker.models.architecture import Architecture, Custom, Names, register
 from stoker.models.llama import IGNORED, llama_config, llama_names
-from stoker.models.read import activation, defaults, positions, revise, rope
+from stoker.models.read import activation, defaults, positions, refuse, revise, rope
 
 
 def with_experts(config: ModelConfig, hf: dict[str, Any], **moe: Any) -> ModelConfig:
@@ -49,8 +49,9 @@ def deepseek_config(hf: dict[str, Any]) -> ModelConfig:
     topk_method="greedy", norm_topk_prob=False,
 )  # fmt: skip
 def deepseek2_config(hf: dict[str, Any]) -> ModelConfig:
-    config = latent(hf, "DeepseekV2ForCausalLM")
     limited = hf["topk_method"] == "group_limited_greedy"
+    refuse(hf, scoring_func="softmax", topk_method="group_limited_greedy" if limited else "greedy")
+    config = latent(hf, "DeepseekV2ForCausalLM")
     normed = bool(hf["norm_topk_prob"])  # weights are either normalised or scaled
     groups = {"num_groups": hf["n_group"], "top_groups": hf["topk_group"]} if limited else {}
     return with_experts(config, hf, renormalize=normed, scale=1.0 if normed else float(hf["routed_scaling_factor"]), **groups)
@@ -63,6 +64,7 @@ def deepseek2_config(hf: dict[str, Any]) -> ModelConfig:
     first_k_dense_replace=3, norm_topk_prob=True, max_position_embeddings=4096, rope_interleave=True,
 )  # fmt: skip
 def deepseek3_config(hf: dict[str, Any]) -> ModelConfig:
+    refuse(hf, scoring_func="sigmoid", topk_method="noaux_tc")
     return with_experts(
         latent(hf, "DeepseekV3ForCausalLM"),
         hf,

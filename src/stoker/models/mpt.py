@@ -17,7 +17,9 @@ from stoker.models.read import defaults, refuse
 def mpt_config(hf: dict[str, Any]) -> ModelConfig:
     inner = hf.get("attn_config") or {}
     refuse(hf, no_bias=True, embedding_fraction=1.0, logit_scale=None)
-    refuse(inner, alibi=True, prefix_lm=False, qk_ln=False, attn_type="multihead_attention")
+    refuse(inner, alibi=True, rope=False, prefix_lm=False, qk_ln=False, qk_gn=False, attn_type="multihead_attention")
+    if "layernorm" not in (hf.get("norm_type") or "layernorm"):
+        refuse(hf, norm_type="low_precision_layernorm")
     hidden, heads = hf["d_model"], hf["n_heads"]
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"])
     attention = AttentionConfig(

@@ -22,7 +22,9 @@ def resolve(hf: dict[str, Any]) -> Architecture:
 
 
 def _by_name(hf: dict[str, Any]) -> Architecture | None:
-    names = hf.get("architectures") or []
+    names = hf.get("architectures")
+    if not isinstance(names, list):
+        return None
     return next((ARCHITECTURES.get(name) for name in names if isinstance(name, str) and name in ARCHITECTURES), None)
 
 
