@@ -160,6 +160,7 @@ def test_logits_that_are_not_numbers_fail_alone_and_poison_nobody(drive: Make, p
     driven.turn()
     poisoner.names = {bad.request_id}
     driven.finish()
+    driven.turn()
     failed = driven.answers[bad.request_id, 0]
     assert failed.reason is FinishReason.ERROR and failed.error is not None and failed.error.code == "bad_logits"
     assert 0 < len(failed.tokens) < 10
@@ -178,6 +179,7 @@ def test_everyone_fails_and_nothing_stays(drive: Make, prompts: list[list[int]])
     asked = [request([*prompts[1], 5], max_tokens=4), request([*prompts[1], 6], max_tokens=4)]
     poisoner.names = {one.request_id for one in asked}
     assert [answer.reason for answer in driven.run(*asked)] == [FinishReason.ERROR] * 2
+    driven.turn()
     assert all(torch.isfinite(cache.keys).all() for cache in driven.executor.runner.caches)  # type: ignore[attr-defined]
     assert driven.stats.num_cached_blocks == 0 and driven.stats.num_failed == 2
 

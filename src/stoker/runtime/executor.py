@@ -171,6 +171,7 @@ class Executor:
     def _launch(self, now: float) -> None:
         self._launched = False
         plan = self.scheduler.plan(now)
+        self._clean()
         if not plan.sequences:
             return
         started = time.monotonic()
@@ -201,7 +202,6 @@ class Executor:
         self._emit(outcome.sequences, outcome.token_ids, result)
         for seq in outcome.finished:
             self._forget(seq)
-        self._clean()
 
     def _tokens(self, plan: StepPlan, result: StepResult) -> list[int]:
         """One id a row of the plan. A row whose logits were not numbers ends here, alone."""
@@ -234,7 +234,6 @@ class Executor:
         log.error("a step of %d rows failed: %r", len(plan), error, exc_info=error)
         for seq in self.scheduler.fail(plan):
             self._finish(seq, ErrorInfo("step_failed", f"the step failed: {error}"))
-        self._clean()
 
     def _blame(self, error: Exception) -> None:
         """Raise RankError when a rank is behind the error of a step: another one, or else this."""
@@ -244,7 +243,10 @@ class Executor:
             raise error
 
     def _clean(self) -> None:
-        """Zero what nobody reads any more and may not be numbers: masked places are still multiplied by zero."""
+        """Zero what nobody reads any more and may not be numbers: masked places are still multiplied by zero.
+
+        After a plan, for what a sequence gave up at any time until then may be another's in it.
+        """
         if blocks := self.scheduler.tables.take_distrusted():
             self.runner.forget_cache(blocks)
 

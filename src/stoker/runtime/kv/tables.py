@@ -35,7 +35,8 @@ class BlockTables:
         self.pool = BlockPool(num_blocks, self.index.forget if self.index is not None else None)
         self.num_reserved = 0
         self._fronts: dict[Key, Sequence] = {}
-        self._distrusted: set[int] = set()
+        self._distrusted: set[int] = set()  # in use
+        self._spoilt: list[int] = []  # were distrusted, and nobody refers to them any more
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
@@ -122,6 +123,10 @@ class BlockTables:
         release = self.pool.release
         for block in reversed(seq.blocks):
             release(block)
+        if self._distrusted:
+            spoilt = {block for block in seq.blocks if not self.pool.refs[block]} & self._distrusted
+            self._distrusted -= spoilt
+            self._spoilt += spoilt
         seq.blocks = []
 
     def distrust(self, blocks: list[int]) -> None:
@@ -133,10 +138,9 @@ class BlockTables:
             self._distrusted.add(block)
 
     def take_distrusted(self) -> list[int]:
-        """Distrusted blocks that nobody refers to any more, each once. Zero them before the next allocation."""
-        free = [block for block in self._distrusted if not self.pool.refs[block]]
-        self._distrusted.difference_update(free)
-        return free
+        """Distrusted blocks that those who referred to them have given up, each once. Zero them before the next step is launched."""
+        spoilt, self._spoilt = self._spoilt, []
+        return spoilt
 
     def _advance_front(self, seq: Sequence) -> None:
         """Announce the block that `seq` will add to the index next, so that others wait for it instead of computing it too."""
