@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import zipfile
@@ -160,14 +161,34 @@ def test_a_damaged_file_is_refused_with_its_cure(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*/__grp__*"))
 
 
-def test_types_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_any_damage_is_told_as_such(tmp_path: Path) -> None:
+    """A compressed file of which two bytes are others: told as damaged, or not noticed where nothing reads them."""
+    file = tmp_path / "kernels.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("index.json", json.dumps({"triton": cache.triton.__version__, "capability": 90, "kernels": 1, "launches": []}))
+        made.writestr("A" * 52 + "/k.json", json.dumps(list(range(2000))))
+    whole, refused = file.read_bytes(), 0
+    for seed in range(300):
+        pick, data = random.Random(seed), bytearray(whole)
+        for _ in range(2):
+            data[pick.randrange(len(data))] = pick.randrange(256)
+        file.write_bytes(data)
+        try:
+            cache.unpack(file, tmp_path / f"cache{seed}")
+        except EngineError as error:
+            refused += "is damaged" in str(error)
+    assert refused > 250
+
+
+@pytest.mark.parametrize("kind", ["i32; } int evil() {", "", "tensordesc<evil"])
+def test_types_that_are_none_are_refused(kind: str, tmp_path: Path) -> None:
     """Argument types become C code: one that Triton does not know never gets there."""
-    launch = {"types": ["*bf16", "i32; } int evil() {"], "descriptors": "null"}
+    launch = {"types": ["*bf16", kind], "descriptors": "null"}
     index = {"triton": cache.triton.__version__, "capability": 90, "kernels": 1, "launches": [launch]}
     with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as made:
         made.writestr("index.json", json.dumps(index))
         made.writestr("A" * 52 + "/k.json", b"{}")
-    with pytest.raises(EngineError, match="evil"):
+    with pytest.raises(EngineError, match="is damaged"):
         cache.unpack(tmp_path / "kernels.zip", tmp_path / "cache")
 
 

@@ -6,11 +6,13 @@ never found. An engine carries code for the GPU only: the host libraries of laun
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,10 @@ log = get_logger(__name__)
 FILE = "kernels.zip"  # of an engine
 _INDEX = "index.json"
 _MAX_FILE, _MAX_FILES = 64 << 20, 1 << 14
+# What zipfile, zlib, msgspec and Triton's reading of types raise for bytes that are not what was written.
+_DAMAGED = (
+    zipfile.BadZipFile, zlib.error, msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError,
+)  # fmt: skip
 _PLACE = re.compile(r"[A-Z2-7]{52}/[A-Za-z_]\w{0,199}\.(cubin|json)")
 
 
@@ -122,7 +128,7 @@ def unpack(file: Path, cache: Path) -> int:
     Raises EngineError for a file that is damaged or names places outside.
     """
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(io.BytesIO(file.read_bytes())) as archive:  # in memory no place is one that the system refuses to go to
             index = msgspec.json.decode(_read(archive, _INDEX), type=Index)
             if index.triton != triton.__version__:
                 log.info("the engine's kernels were compiled by Triton %s, and this is %s", index.triton, triton.__version__)
@@ -131,7 +137,7 @@ def unpack(file: Path, cache: Path) -> int:
         if fresh:
             launchers.build_all(index.launches, cache)
         return fresh
-    except (zipfile.BadZipFile, msgspec.MsgspecError, ValueError, KeyError, TypeError, EOFError) as problem:
+    except _DAMAGED as problem:
         raise EngineError(f"{file} is damaged ({problem}).", cure="Copy the engine again, or build it again.") from None
 
 
