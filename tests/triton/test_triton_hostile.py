@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -252,3 +254,39 @@ def test_any_word_list_is_read_or_refused(pairs: list[tuple[int, int]]) -> None:
     except RequestError:
         return
     assert [token for word in words for token in word] == [pair[0] for pair in pairs][: sum(map(len, words))] and all(words)
+
+
+@pytest.mark.parametrize("words, told", [
+    (["w"] * 1025, "there are 1025 words and at most 1024 are taken"),
+    (["w" * 700] * 100, "have 70000 characters and at most 65536 are taken"),
+    (["w"] * 8193, "a BYTES tensor has 8193 strings, and at most 8192 are taken"),
+])  # fmt: skip
+def test_words_beyond_counting(words: list[str], told: str) -> None:
+    """200,000 words were tokenized for 13 s, while nobody else was answered."""
+    with running() as server:
+        for given in ({"bad_words": words}, {"embedding_bias_words": words, "embedding_bias_weights": [1.0] * len(words)}):
+            body = {"text_input": "hi", "max_tokens": 3, **given}
+            answer = httpx.post(f"http://{server.http}/v2/models/ensemble/generate", json=body, timeout=20)
+            assert answer.status_code in (400, 500) and told in answer.json()["error"], answer.text
+
+
+def test_a_long_tokenization_lets_others_through() -> None:
+    """preprocessing works beside the loop that answers."""
+    with running(limits={"max_input_len": 40_000, "max_output_len": 256}) as server:
+        ended: list[float] = []
+        body = {"QUERY": "brown fox " * 30_000, "REQUEST_OUTPUT_LEN": 3}
+        url = f"http://{server.http}"
+
+        def ask() -> None:
+            assert httpx.post(f"{url}/v2/models/preprocessing/generate", json=body, timeout=60).status_code == 200
+            ended.append(time.monotonic())
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        answered = []
+        with httpx.Client(base_url=url) as client:
+            while not ended:
+                client.get("/health/live")
+                answered.append(time.monotonic())
+        thread.join()
+        assert sum(at < ended[0] for at in answered) > 10

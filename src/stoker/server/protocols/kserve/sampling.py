@@ -9,6 +9,7 @@ import numpy as np
 from stoker.base.errors import RequestError
 from stoker.base.types import Guide, SamplingParams
 from stoker.frontend.service import Service
+from stoker.server.bad_words import bad_word_ids, check_words
 from stoker.server.protocols.kserve import word_lists
 from stoker.server.protocols.kserve.row import Row
 from stoker.server.schemas.triton_models import TritonOptions
@@ -73,7 +74,7 @@ def of_text(row: Row, service: Service, options: TritonOptions, *, skip_special_
     if stop := row.texts("stop_words"):
         fields["stop"] = tuple(stop)
     if bad := row.texts("bad_words"):
-        fields["bad_words"] = tuple(map(tuple, spellings(bad, service)))
+        fields["bad_words"] = tuple(spellings("bad_words", bad, service))
     if bias := word_bias(row.texts("embedding_bias_words"), row.array("embedding_bias_weights"), service):
         fields["logit_bias"] = bias
     return SamplingParams(**fields, skip_special_tokens=skip_special_tokens)
@@ -93,18 +94,16 @@ def of_tokens(row: Row, service: Service, options: TritonOptions) -> tuple[Sampl
     return SamplingParams(**fields), [word for word in words if len(word) > 1]
 
 
-def spellings(words: list[str], service: Service) -> list[list[int]]:
-    """Each word as token ids, as it stands and after a space: a tokenizer spells the two differently."""
-    found = dict.fromkeys(
-        tuple(service.encode(spelling, add_special_tokens=False)) for word in words for spelling in (word, " " + word.lstrip(" "))
-    )
-    return [list(ids) for ids in found if ids]
+def spellings(role: str, words: list[str], service: Service) -> list[tuple[int, ...]]:
+    """The words as token ids, those that have any."""
+    return [ids for ids in bad_word_ids(role, words, service) if ids]
 
 
 def word_bias(words: list[str], weights: np.ndarray | None, service: Service) -> dict[int, float]:
     values = [] if weights is None else weights.ravel().tolist()
     if len(words) != len(values):
         raise RequestError("embedding_bias_weights", values, f"there are {len(words)} embedding_bias_words")
+    check_words("embedding_bias_words", words)
     pairs = zip(words, values, strict=True)
     return {token: weight for word, weight in pairs for token in service.encode(word, add_special_tokens=False)}
 

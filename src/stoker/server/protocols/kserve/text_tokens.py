@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -26,7 +27,7 @@ class TokenizerModel(ABC):
         self._settings = settings
 
     async def run(self, inference: Inference) -> Responses:
-        outputs = self.outputs(inference, self._service())
+        outputs = await asyncio.to_thread(self.outputs, inference, self._service())
         names = [tensor.name for tensor in inference.model.outputs if tensor.name in (inference.outputs or outputs)]
         if missing := next((name for name in names if name not in outputs), None):
             raise RequestError("outputs", missing, f"the served outputs are {', '.join(sorted(outputs))}", cure="Leave it out.")
@@ -46,15 +47,15 @@ class Preprocessing(TokenizerModel):
             row.refuse_what_cannot_be()
         end_ids, pad_ids = self._ids(given, service)
         ids = [service.encode(row.value("QUERY", ""), add_special_tokens=self._settings.add_special_tokens) for row in given]
-        words = {name: word_lists.write([sampling.spellings(row.texts(f"{name}_WORDS_DICT"), service) for row in given])
-                 for name in ("BAD", "STOP")}  # fmt: skip
+        words = {role: word_lists.write([sampling.spellings(role, row.texts(role), service) for row in given])
+                 for role in ("BAD_WORDS_DICT", "STOP_WORDS_DICT")}  # fmt: skip
         return {
             "INPUT_ID": _padded(ids, pad_ids[:, 0]),
             "REQUEST_INPUT_LEN": _column([len(row) for row in ids]),
             "DECODER_INPUT_ID": pad_ids,
             "REQUEST_DECODER_INPUT_LEN": np.ones_like(pad_ids),
-            "BAD_WORDS_IDS": words["BAD"],
-            "STOP_WORDS_IDS": words["STOP"],
+            "BAD_WORDS_IDS": words["BAD_WORDS_DICT"],
+            "STOP_WORDS_IDS": words["STOP_WORDS_DICT"],
             "EMBEDDING_BIAS": _bias(given, service),
             "REQUEST_OUTPUT_LEN": _column([row.value("REQUEST_OUTPUT_LEN", 0) for row in given]),
             "OUT_END_ID": end_ids,

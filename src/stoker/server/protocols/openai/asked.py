@@ -10,6 +10,7 @@ import msgspec
 from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest, SamplingParams
 from stoker.frontend.service import Service
+from stoker.server.bad_words import bad_word_ids
 from stoker.server.protocols.openai.fields import TABLE, Door, check_fields
 from stoker.server.protocols.openai.guides import read_guide
 from stoker.server.protocols.openai.kinds import boolean
@@ -68,16 +69,10 @@ def _renamed(values: dict[str, Any], service: Service) -> dict[str, Any]:
     if "top_k" in values:
         renamed["top_k"] = max(0, values["top_k"])
     if "bad_words" in values:
-        renamed["bad_words"] = _bad_words(values["bad_words"], service)
+        renamed["bad_words"] = bad_word_ids("bad_words", values["bad_words"], service)
     if (guide := read_guide(values)) is not None:
         renamed["guide"] = guide
     return renamed
-
-
-def _bad_words(words: tuple[str, ...], service: Service) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is written inside a text and after a space; the tokens differ."""
-    spellings = [spelling for word in words for spelling in dict.fromkeys((word, " " + word.lstrip(" ")))]
-    return tuple(dict.fromkeys(tuple(service.encode(spelling, add_special_tokens=False)) for spelling in spellings))
 
 
 def _beams(values: dict[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def sampling(values: dict[str, Any], service: Service, settings: ServerSettings,
     given |= _sampled(values)
     given["n"] = max(values.get("n", 1), values.get("best_of", 1))
     given["stop"] = tuple(dict.fromkeys((*values.get("stop", ()), *values.get("stop_sequences", ()))))
-    given["bad_words"] = bad_word_ids(values.get("bad_sequences", ()), service)
+    given["bad_words"] = bad_word_ids("parameters.bad_sequences", values.get("bad_sequences", ()), service)
     given["guide"] = read_guide(values)
     if tokens:
         given["logprobs"] = values.get("top_n_tokens", 0) if values.get("details", True) else 0

@@ -64,7 +64,7 @@ def _sampling(values: dict[str, Any], service: Service, settings: ServerSettings
     given |= _choosing(values)
     stops = (*values.get("stop_words_list", ()), *values.get("stop", ()))
     given["stop"] = tuple(dict.fromkeys(word for word in stops if word))
-    given["bad_words"] = bad_word_ids([word for word in values.get("bad_words_list", ()) if word], service)
+    given["bad_words"] = bad_word_ids("bad_words_list", [word for word in values.get("bad_words_list", ()) if word], service)
     return SamplingParams(max_tokens=max_tokens, skip_special_tokens=settings.skip_special_tokens, **given)
 
 
