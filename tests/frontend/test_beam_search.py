@@ -9,7 +9,7 @@ import pytest
 from fake_executor import info
 from test_generation_service import ask, serving
 
-from stoker.base.errors import RequestError
+from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
 from stoker.frontend.beam import BeamSearch
 from stoker.frontend.tokenizer import Tokenizer
@@ -135,6 +135,17 @@ class TestDriver:
             choice = (await task).choices[0]
         assert choice.finish_reason is FinishReason.CANCELLED
         assert 0 < len(choice.token_ids) < 60
+
+    async def test_an_executor_that_dies_is_unavailable(self, tokenizer: Tokenizer) -> None:
+        import asyncio
+
+        async with serving(tokenizer, lambda request, index: [5], step_s=0.005) as (service, executor):
+            task = asyncio.create_task(service.complete(ask([4], beam_width=3, max_tokens=60, ignore_eos=True)))
+            while len(executor.requests) < 5:
+                await asyncio.sleep(0.001)
+            executor.mailbox.close("it broke")
+            with pytest.raises(UnavailableError, match="it broke"):
+                await task
 
 
 async def test_too_many_beams_are_refused(tokenizer: Tokenizer) -> None:

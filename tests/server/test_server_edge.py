@@ -219,6 +219,21 @@ async def test_metrics_count_outcomes_tokens_and_answers() -> None:
     assert lines['stoker_http_responses_total{route="/v1/completions",status="429"}'] == "1.0"
 
 
+async def test_tokens_of_a_client_that_left_are_counted() -> None:
+    service = ScriptedService("abcdefgh" * 10)
+    async with live_server(service) as url, httpx.AsyncClient(base_url=url) as client:
+        async with client.stream("POST", "/v1/completions", json={**ASK, "max_tokens": 80, "stream": True}) as answer:
+            lines = answer.aiter_lines()
+            for _ in range(10):
+                await anext(lines)
+            service.hold = asyncio.Event()
+        await until(lambda: not service.num_streaming)
+        text = (await client.get("/metrics")).text
+    counts = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert counts['stoker_requests_total{model="tiny",outcome="cancelled"}'] == "1.0"
+    assert 5 <= float(counts['stoker_output_tokens_total{model="tiny"}']) <= 80
+
+
 async def test_the_port_of_the_metrics_shows_nothing_else() -> None:
     context = await make_context(ScriptedService(), metrics_port=8002)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(context)), base_url="http://stoker:8002") as client:

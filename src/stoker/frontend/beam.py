@@ -110,8 +110,11 @@ class BeamDriver:
         """The n best of beam_width beams, best first. Raises what the executor refuses."""
         num_steps = 0
         while not self._search.done and self._ended is None:
-            async with asyncio.TaskGroup() as group:
-                steps = [group.create_task(self._continue(beam, f"{num_steps}.{i}")) for i, beam in enumerate(self._search.running)]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    steps = [group.create_task(self._continue(beam, f"{num_steps}.{i}")) for i, beam in enumerate(self._search.running)]
+            except ExceptionGroup as several:
+                raise several.exceptions[0] from None
             outputs = [step.result() for step in steps]
             self._note(outputs)
             if self._ended is None:

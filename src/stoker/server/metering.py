@@ -35,6 +35,7 @@ class MeteredService(Service):
             async with aclosing(self.inner.stream(request)) as batches:
                 async for deltas in batches:
                     for delta in deltas:
+                        outcome.num_tokens += len(delta.token_ids)
                         if delta.finish_reason is not None:
                             outcome.reason = outcome.reason or delta.finish_reason
                         if delta.usage is not None:
@@ -89,13 +90,13 @@ class MeteredService(Service):
             self._counts.of(metrics.REQUESTS, self.model_name, outcome.name).inc()
             self._duration.observe(time.monotonic() - started)
             if outcome.usage is not None:
-                self._count(outcome.usage)
+                self._count(outcome.usage.prompt_tokens, max(outcome.usage.completion_tokens, outcome.num_tokens))
 
-    def _count(self, usage: Usage) -> None:
-        self._prompt_tokens.inc(usage.prompt_tokens)
-        self._output_tokens.inc(usage.completion_tokens)
-        self._prompt_length.observe(usage.prompt_tokens)
-        self._output_length.observe(usage.completion_tokens)
+    def _count(self, num_prompt: int, num_output: int) -> None:
+        self._prompt_tokens.inc(num_prompt)
+        self._output_tokens.inc(num_output)
+        self._prompt_length.observe(num_prompt)
+        self._output_length.observe(num_output)
 
 
 class MeteredClient(ExecutorClient):
@@ -157,6 +158,7 @@ class _Outcome:
         self.reason: FinishReason | None = None
         self.failure: str | None = None
         self.usage: Usage | None = None
+        self.num_tokens = 0  # seen in a stream, for one whose last delta, which tells them all, never comes
 
     @property
     def name(self) -> str:
