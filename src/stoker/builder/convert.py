@@ -61,6 +61,8 @@ def _linear(
     chosen = recipe.format_for(spec)
     if recipe.name == AS_STORED and keepable(spec, makings, weights) is not None:
         stored = take(spec, chosen, makings, weights)
+        for suffix, tensor in stored.items():
+            _check_taken(f"{spec.name}.{suffix}", tensor, weights.locate(makings[f"{spec.name}.weight"].sources[0][0]))
     else:
         stored = chosen.quantize(make(makings[f"{spec.name}.weight"], weights, config, dtype), spec)
     for suffix in chosen.layout(spec, dtype):
@@ -92,6 +94,15 @@ def _fill(flat: Tensor, sources: tuple[str, ...], weights: Weights) -> None:
             part.copy_(piece)
             _check_finite(part, source, weights)
             done += piece.numel()
+
+
+def _check_taken(name: str, tensor: Tensor, where: str) -> None:
+    """Raise CheckpointError when a tensor that is stored as the checkpoint has it holds what is no number."""
+    if not tensor.dtype.is_floating_point:
+        return
+    wrong = torch.isnan(tensor) if tensor.dtype.itemsize == 1 else ~torch.isfinite(tensor)  # e4m3fn has no infinity
+    if bool(wrong.any()):
+        raise CheckpointError(f"{where}: {name}, which is made of it, would hold NaN or infinity.", cure="Download it again.")
 
 
 def _check_finite(values: Tensor, source: str, weights: Weights) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.kept_source import Kept, bits_and_group, check, dtype_name, stems
+from stoker.builder.kept_source import FLOATS, Kept, bits_and_group, check, dtype_name, matrix, stems
 from stoker.builder.weights import Stored
 from stoker.quant import groups
 from stoker.quant.format import Format
@@ -26,12 +26,12 @@ def read_awq(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict
         raise CheckpointError(f"AWQ version {quantization['version']!r} is not read.", cure="Use one of version gemm.")
     found = {}
     for stem in stems(stored, ".qweight", (".qzeros", ".scales")):
-        rows, width = stored[f"{stem}.qweight"].shape
+        rows, width = matrix(stored, f"{stem}.qweight")
         group, out = rows if size == -1 else size, width * 8
         count = -(-rows // group)
         check(stored, f"{stem}.qweight", (rows, width), torch.int32)
         check(stored, f"{stem}.qzeros", (count, width), torch.int32)
-        check(stored, f"{stem}.scales", (count, out))
+        check(stored, f"{stem}.scales", (count, out), *FLOATS)
         chosen = Int4(group_size=_fit(group), zero="int", scale_dtype=dtype_name(stored[f"{stem}.scales"].dtype), clip=False)
         sources = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
         found[f"{stem}.weight"] = Kept(sources, (out, rows), chosen, _awq_taker(group, rows))
@@ -54,17 +54,18 @@ def read_gptq(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dic
     bias = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
     found = {}
     for stem in stems(stored, ".qweight", (".qzeros", ".scales")):
-        packed, out = stored[f"{stem}.qweight"].shape
+        packed, out = matrix(stored, f"{stem}.qweight")
         rows = packed * 32 // bits
         group = rows if size == -1 else size
         check(stored, f"{stem}.qweight", (packed, out), torch.int32)
         check(stored, f"{stem}.qzeros", (-(-rows // group), out * bits // 32), torch.int32)
-        check(stored, f"{stem}.scales", (-(-rows // group), out))
-        ordered = bool(quantization.get("desc_act")) and f"{stem}.g_idx" in stored
-        if ordered:
+        check(stored, f"{stem}.scales", (-(-rows // group), out), *FLOATS)
+        grouped = f"{stem}.g_idx" in stored
+        ordered = bool(quantization.get("desc_act")) and grouped
+        if grouped:
             check(stored, f"{stem}.g_idx", (rows,), torch.int32)
         sources = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", *(("g_idx",) if f"{stem}.g_idx" in stored else ())))
-        take = _gptq_taker(bits, bias, group, rows, ordered)
+        take = _gptq_taker(stem, bits, bias, group, rows, ordered)
         found[f"{stem}.weight"] = Kept(sources, (out, rows), _gptq_format(bits, group, ordered, stored[f"{stem}.scales"].dtype), take)
     return found
 
@@ -77,11 +78,12 @@ def _gptq_format(bits: int, group: int, ordered: bool, dtype: torch.dtype) -> Fo
     return Int4(group_size=_fit(group), zero="int", scale_dtype=dtype_name(dtype), clip=False, reorder=ordered)
 
 
-def _gptq_taker(bits: int, bias: int, group: int, rows: int, ordered: bool) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+def _gptq_taker(stem: str, bits: int, bias: int, group: int, rows: int, ordered: bool) -> Callable[[list[Tensor]], dict[str, Tensor]]:
     fit = _fit(group)
     repeat = 1 if fit == group else -(-group // fit)
 
     def take(parts: list[Tensor]) -> dict[str, Tensor]:
+        order = _order(stem, parts[3], group, ordered) if len(parts) > 3 else torch.arange(rows)
         codes = nibbles(parts[0].t().contiguous(), bits)  # [out, in]
         zero, scale = nibbles(parts[1], bits).t().int() + bias, parts[2].t()
         if bits == 8:
@@ -90,27 +92,40 @@ def _gptq_taker(bits: int, bias: int, group: int, rows: int, ordered: bool) -> C
             return {"weight": (codes.int() - 128).to(torch.int8), "scale": wide, "offset": offset.contiguous()}
         if not ordered:
             return _int4(codes, scale, zero, repeat, rows, fit)
-        order = parts[3].argsort(stable=True)
         return _int4(codes[:, order], scale, zero, repeat, rows, fit) | {"order": order.int()}
 
     return take
 
 
+def _order(stem: str, groups_of: Tensor, group: int, ordered: bool) -> Tensor:
+    """int64 [in]: the input features in the order of their groups, all of one size. Raises CheckpointError when they are not."""
+    order = groups_of.argsort(stable=True) if ordered else torch.arange(len(groups_of))
+    if not torch.equal(groups_of[order].long(), torch.arange(len(order)) // group):
+        raise CheckpointError(
+            f"{stem}.g_idx does not number groups of {group} features{'' if ordered else ' in their order'}.",
+            cure="Correct group_size and desc_act in config.json, or download the checkpoint again.",
+        )
+    return order
+
+
 def read_compressed_int4(stored: Mapping[str, Stored], weights: dict[str, Any]) -> dict[str, Kept]:
-    size, found = weights.get("group_size") or -1, {}
-    if size != -1 and size not in GROUP_SIZES:
+    size, found = weights.get("group_size"), {}
+    size = -1 if size is None else size
+    if type(size) is not int or (size != -1 and size not in GROUP_SIZES):
         raise CheckpointError(
             f"quantization_config: groups of {size!r} are not read.", cure=f"Read are {', '.join(map(str, GROUP_SIZES))}."
         )
     for stem in stems(stored, ".weight_packed", (".weight_scale",)):
-        out, packed = stored[f"{stem}.weight_packed"].shape
+        out, packed = matrix(stored, f"{stem}.weight_packed")
         rows = packed * 8
         group = rows if size == -1 else size
         fit = _fit(group)
         zero = f"{stem}.weight_zero_point"
         asymmetric = not weights.get("symmetric", True) and zero in stored
         check(stored, f"{stem}.weight_packed", (out, packed), torch.int32)
-        check(stored, f"{stem}.weight_scale", (out, -(-rows // group)))
+        check(stored, f"{stem}.weight_scale", (out, -(-rows // group)), *FLOATS)
+        if asymmetric:
+            check(stored, zero, (-(-out // 8), -(-rows // group)), torch.int32)
         dtype = dtype_name(stored[f"{stem}.weight_scale"].dtype)
         chosen = Int4(group_size=fit, zero="int" if asymmetric else "none", scale_dtype=dtype, clip=False)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.kept_bytes import read_compressed, read_fp8
-from stoker.builder.kept_source import Kept
+from stoker.builder.kept_source import Kept, dtype_name
 from stoker.builder.kept_words import read_awq, read_gptq
 from stoker.builder.weights import Stored
 
@@ -61,6 +61,8 @@ def _mxfp4(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict[s
         scales = f"{stem}_scales"
         if len(entry.shape) != 4 or scales not in stored or stored[scales].shape != entry.shape[:3]:
             raise CheckpointError(f"{scales} is missing, or does not fit {name} {list(entry.shape)}.", cure="Download it again.")
+        if odd := [part for part in (name, scales) if stored[part].dtype != torch.uint8]:
+            raise CheckpointError(f"{odd[0]} is {dtype_name(stored[odd[0]].dtype)}, and uint8 is expected.", cure="Download it again.")
         experts, out, blocks, half = entry.shape
         found[stem] = Packed((name, scales), Stored((experts, blocks * half * 2, out), torch.bfloat16), lambda parts: unpack_mxfp4(*parts))
     return found
