@@ -201,6 +201,18 @@ def test_compiling_holds_nobody_up_and_ends_with_its_request(
         grammars._lock.release()
 
 
+def test_a_grammar_that_holds_the_loop_up_ends_alone(drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes for a token grows with each one: 1.1 s at the seventieth, for every request that runs beside it."""
+    monkeypatch.setattr("stoker.runtime.sampling.guide.MOST_S", 0.02)
+    slow = guided(prompts[0], Guide("regex", "((a{1,50}){1,50}){1,50}"), logit_bias={END: -50.0})
+    began = time.thread_time()
+    ended, other = drive().run(slow, request(prompts[1], max_tokens=LONG))
+    assert time.thread_time() - began < 5
+    assert ended.reason is FinishReason.ERROR and ended.error is not None and 0 < len(ended.tokens) < LONG
+    assert (ended.error.code, ended.error.status) == ("guide_too_slow", 400) and "the regex took 0." in ended.error.message
+    assert len(other.tokens) == LONG
+
+
 def test_many_distinct_grammars_at_once(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:
     started = time.monotonic()
     answers = drive().run(*(guided(prompts[0], Guide("regex", f"a{{{i}}}b")) for i in range(1, 30)))

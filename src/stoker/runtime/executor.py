@@ -23,6 +23,7 @@ from stoker.runtime.worker.model_runner import StepResult
 
 log = get_logger(__name__)
 
+_NO_TOKEN = ErrorInfo("bad_logits", "no token can be chosen: the logits are not numbers, or every token is banned.")
 _IDLE_POLL_S = 0.5  # an idle loop wakes so often, to beat its heart and look at deadlines
 _PREPARING_POLL_S = 0.002  # one whose requests wait for their grammars looks so often whether one is ready
 
@@ -211,7 +212,7 @@ class Executor:
             if samples and token < 0 and seq.finish_reason is None:
                 self.scheduler.tables.distrust(seq.blocks)
                 self.scheduler.end(seq, FinishReason.ERROR)
-                self._finish(seq, ErrorInfo("bad_logits", "no token can be chosen: the logits are not numbers, or every token is banned."))
+                self._finish(seq, seq.fault or _NO_TOKEN)
         return token_ids
 
     def _emit(self, sequences: list[Sequence], token_ids: list[int], result: StepResult) -> None:

@@ -92,7 +92,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "blocks", "deadline", "end_ids", "finish_reason", "front", "grammar", "index", "max_computed", "max_tokens",
+        "arrival", "blocks", "deadline", "end_ids", "fault", "finish_reason", "front", "grammar", "index", "max_computed", "max_tokens",
         "min_tokens", "num_cached", "num_computed", "num_hashed", "num_in_flight", "num_pending", "num_preemptions", "num_prefill",
         "num_prompt", "params", "prefix", "priority", "request", "request_id", "row", "seed", "seq_id", "status", "stop_id", "tokens",
         "two_way", "waits_for_ids",
@@ -130,6 +130,7 @@ class Sequence:
         self.two_way: Prefix | None = None  # a prefix model's prompt: how much of it sees itself in both directions
         self.grammar: Any = None  # what its guide was compiled to
         self.front: Any = None  # key of the prompt block that it will add to the prefix index next
+        self.fault: ErrorInfo | None = None  # why no token can be chosen for it, where that is known
         self.finish_reason: FinishReason | None = None
         self.stop_id: int | None = None  # the end or stop id that ended it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,13 @@ import torch
 from torch import Tensor
 
 from stoker.base.types import SamplingParams
-from stoker.runtime.request import Sequence
+from stoker.runtime.request import ErrorInfo, Sequence
 from stoker.runtime.sampling.feature import Feature, Pairs
 from stoker.runtime.sampling.grammars import end_ids
+
+# For one token, CPU seconds of the step loop: every other request waits meanwhile. Plain schemas take under a millisecond; what
+# ((a{1,50}){1,50}){1,50} takes grows with each token, to 1.1 s at the seventieth.
+MOST_S = 0.5
 
 
 class _Match:
@@ -52,11 +57,15 @@ class Guides(Feature):
 
         masks = xgrammar.allocate_token_bitmask(len(sequences), self.vocab_size)
         for i, (_, seq) in enumerate(sequences):
-            match = self._matches[seq.seq_id]
+            match, began = self._matches[seq.seq_id], time.thread_time()
             if not _catch_up(match, seq):
                 masks[i] = 0  # nothing may follow: the row is seen to be broken
                 continue
             match.matcher.fill_next_token_bitmask(masks, i)
+            if (took := time.thread_time() - began) > MOST_S:
+                masks[i] = 0
+                seq.fault = ErrorInfo("guide_too_slow", _too_slow(seq, took), 400)
+                continue
             if match.matcher.is_completed() and _allows_only(masks[i], match.ends):
                 seq.min_tokens = 0  # the grammar has ended; no more tokens can come
         return [np.array([row for row, _ in sequences]), masks.numpy()]
@@ -66,6 +75,13 @@ class Guides(Feature):
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         is_banned = (masks.unsqueeze(2) >> bits & 1).flatten(1)[:, : self.vocab_size] == 0
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill(is_banned, float("-inf")))
+
+
+def _too_slow(seq: Sequence, took_s: float) -> str:
+    kind, place = seq.params.guide.kind if seq.params.guide is not None else "", len(seq.tokens) - seq.num_prompt
+    return (
+        f"guide: the {kind} took {took_s:.2f} s for token {place}, and may take {MOST_S:g} s. Simplify it: fewer repetitions within others."
+    )
 
 
 def _catch_up(match: _Match, seq: Sequence) -> bool:
