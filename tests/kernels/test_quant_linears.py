@@ -260,6 +260,13 @@ def test_int4(m: int, parts: str, group: int, k: int, zero: str) -> None:
     assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(weight), bias, around), want) < 5e-4
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_int4_rows_that_lie_apart_on_a_cpu(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(3, 136).to(dtype)[:, :128], int4_weight(24, 128, 32, "int")
+    want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), None, PLAIN)
+    assert relative_error(int4_reference.int4_linear(x, int4_reference.pack_int4(weight)), want) < 1e-2
+
+
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
 def test_int4_tiles(zero: str) -> None:
     x, bias, around, rows = problem(1, 40, 512, torch.bfloat16, "nbgr")

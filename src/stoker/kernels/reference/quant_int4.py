@@ -22,7 +22,7 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
             return F.linear(rows, dequantize_int4(weight, rows.dtype), bias)
         packed, scales, group = weight.packed
         # The kernel computes float32 activations one by one (20 times slower than bfloat16).
-        out = torch._weight_int4pack_mm_for_cpu(rows.to(torch.bfloat16), packed, group, scales)
+        out = torch._weight_int4pack_mm_for_cpu(rows.to(torch.bfloat16).contiguous(), packed, group, scales)
         if out.shape[1] != weight.codes.shape[0]:
             out = out[:, : weight.codes.shape[0]]
         out = out.to(rows.dtype)
