@@ -178,3 +178,42 @@ async def test_a_head_answer_has_no_body() -> None:
         writer.write(HEALTH.replace(b"GET", b"HEAD") + HEALTH.replace(b"/live", b"/ready").replace(b"GET", b"HEAD") + HEALTH)
         for _ in range(3):
             assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).startswith(b"HTTP/1.1 200")
+
+
+async def test_streams_of_http_1_0_have_no_chunks() -> None:
+    body = b'{"prompt": "hi", "max_tokens": 3, "stream": true}'
+    async with connected() as (reader, writer):
+        writer.write(b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\nconnection: keep-alive\r\n\r\n" % len(body) + body)
+        head, _, rest = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head and b"connection: close" in head
+        assert rest.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_client_that_stops_reading_stops_its_stream(leaves: bool) -> None:
+    """No more is taken from the service than buffers hold; when the client leaves, the request ends, and when it reads on, all comes."""
+    service = ScriptedService("x" * 20_000, max_output_len=20_000)
+    taken = 0
+
+    async def counted(request: Any) -> Any:
+        nonlocal taken
+        async for deltas in stream(request):
+            taken += 1
+            yield deltas
+
+    stream, service.stream = service.stream, counted  # type: ignore[method-assign]
+    body = b'{"prompt": "hi", "max_tokens": 20000, "stream": true, "logprobs": 3}'
+    async with live_server(service) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1 << 12)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+        before = -1
+        while before < taken:
+            before = taken
+            await asyncio.sleep(0.2)
+        assert 0 < taken < 20_000 and service.num_streaming == 1
+        if leaves:
+            writer.close()
+            await until(lambda: service.num_streaming == 0)
+            assert len(service.left) == 1
+        else:
+            assert (await asyncio.wait_for(reader.read(), 30)).endswith(b"0\r\n\r\n") and taken == 20_000

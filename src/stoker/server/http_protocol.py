@@ -152,6 +152,7 @@ class Cycle(RequestResponseCycle):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._head = b""
+        self._until_close = False
         self._on_leave: Callable[[], object] | None = None
 
     def whole_body(self) -> bytes | None:
@@ -212,8 +213,10 @@ class Cycle(RequestResponseCycle):
         if not self.keep_alive and not told_close:
             lines.append(b"connection: close\r\n")
         if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in _BODYLESS:
-            self.chunked_encoding = True
-            lines.append(b"transfer-encoding: chunked\r\n")
+            self.chunked_encoding = self.scope["http_version"] == "1.1"  # before, a body of unknown length ends with its connection
+            self._until_close = not self.chunked_encoding
+            if self.chunked_encoding:
+                lines.append(b"transfer-encoding: chunked\r\n")
             asyncio.get_running_loop().call_soon(self._write_head)
         self._head = b"".join((*lines, b"\r\n"))
 
@@ -230,6 +233,8 @@ class Cycle(RequestResponseCycle):
         elif self.chunked_encoding:
             chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
             self._write(b"%b%b%b" % (head, chunk, b"" if more else b"0\r\n\r\n") if head or not more else chunk)
+        elif self._until_close:
+            self._write(head + body)
         else:
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0 or (self.expected_content_length and not more):
