@@ -15,6 +15,7 @@ from stoker.builder.build import build_cached
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import prepare
 from stoker.engine.cache import address, cached_engine
+from stoker.engine.directory import workspace
 from stoker.engine.reader import Engine
 
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter needs seconds for its imports
@@ -92,6 +93,26 @@ def test_a_failed_build_leaves_the_cache_empty(llama: Path, tmp_path: Path) -> N
     assert engine.path.name == address(config)
     made: list[Path] = []
     assert cached_engine(engine.config, made.append).path == engine.path and made == []
+
+
+def test_a_workspace_goes_with_its_process_not_with_its_number(tmp_path: Path) -> None:
+    """In a container that is started again, the build that was killed had this one's host name and process id."""
+    out = tmp_path / "engine"
+    with workspace(out) as work:
+        (work / "half").touch()
+        name = work.name
+        with workspace(tmp_path / "other"):
+            assert work.exists()
+    host_and_pid = name.rpartition(".")[0]
+    dead = [tmp_path / f"{host_and_pid}.1", tmp_path / f"{host_and_pid}.1.old", tmp_path / f"{host_and_pid}0000000.1"]
+    elsewhere = tmp_path / ".engine.building-another-host-1.1"
+    for left in [*dead, elsewhere]:
+        left.mkdir()
+    replacing = tmp_path / f"{name}.old"
+    replacing.mkdir()
+    with workspace(out) as work:
+        assert not any(left.exists() for left in dead) and elsewhere.exists() and replacing.exists()
+        assert work.name == name and not list(work.iterdir())
 
 
 def test_an_address_is_of_contents(llama: Path, tmp_path: Path) -> None:

@@ -44,8 +44,9 @@ def test_what_is_no_engine(tmp_path: Path, llama: Path) -> None:
     assert "is a GGUF file" in refused(tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text("{}")
     assert "has no format_version" in refused(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in refused(tmp_path)
+    for broken in ("{", "[" * 200_000):
+        (tmp_path / "config.json").write_text(broken)
+        assert "is not JSON" in refused(tmp_path)
 
 
 def test_versions_and_files(engine: Path) -> None:
@@ -71,6 +72,7 @@ def test_versions_and_files(engine: Path) -> None:
         {"limits": {"max_batch_size": 0}}, {"limits": {"max_batch_size": "8"}}, {"limits": None}, {"model": {}},
         {"model": {"layers": [{"count": "x"}]}},
         {"recipe": {"default": {"format": "nothing"}}}, {"files": {FILE: {}}}, {"checkpoint": 3}, {"surprise": 1}, {"dtype": 7},
+        {"dtype": "nothing"}, {"weights": "nothing"}, {"target": {"device": "nothing"}}, {"recipe": {"kv_cache": "nothing"}},
     ],
 )  # fmt: skip
 def test_damaged_configs(engine: Path, fields: dict) -> None:

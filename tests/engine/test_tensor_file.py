@@ -104,6 +104,7 @@ def header(**fields: object) -> bytes:
         (struct.pack("<Q", 1 << 62) + b"{}", "header of"),
         (struct.pack("<Q", 2) + b"[]", "not an object"),
         (struct.pack("<Q", 4) + b"\xff\xfe{}", "not JSON"),
+        (struct.pack("<Q", 200_000) + b"[" * 200_000, "not JSON"),
         (b"", "0 bytes"),
     ],
 )

@@ -15,6 +15,8 @@ from stoker.engine.config import EngineConfig, encode
 from stoker.engine.reader import CONFIG, is_engine
 from stoker.engine.tensor_file import FileRecord
 
+_OLD = ".old"  # after the workspace's name: the engine that is being replaced
+
 
 def check_free(out: Path, force: bool) -> None:
     """Raise EngineError unless `out` may be written: it is absent, empty, or an engine that `force` replaces."""
@@ -30,12 +32,13 @@ def check_free(out: Path, force: bool) -> None:
 def workspace(out: Path) -> Iterator[Path]:
     """A directory beside `out`, gone when the block ends. What dead builds of this machine left there is removed first."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    mine = f"{socket.gethostname()}-{os.getpid()}"
     for left in leftovers(out):
         host, _, process = left.name.removeprefix(_prefix(out)).rpartition("-")
-        if host == socket.gethostname() and not Path(f"/proc/{process}").exists():
+        pid, _, started = process.removesuffix(_OLD).partition(".")
+        if host == socket.gethostname() and _start_of(pid) != started:
             shutil.rmtree(left, ignore_errors=True)
-    work = out.with_name(_prefix(out) + mine)
+    pid = str(os.getpid())
+    work = out.with_name(f"{_prefix(out)}{socket.gethostname()}-{pid}.{_start_of(pid)}")
     work.mkdir()
     try:
         yield work
@@ -52,7 +55,7 @@ def publish(work: Path, out: Path) -> None:
     """Put the finished directory in its place; an engine that is there goes only when the new one is whole."""
     _sync(work)
     if out.exists():
-        old = work.with_name(work.name + ".old")
+        old = work.with_name(work.name + _OLD)
         out.rename(old)
         work.rename(out)
         shutil.rmtree(old)
@@ -80,6 +83,14 @@ def record(file: Path) -> FileRecord:
 
 def _prefix(out: Path) -> str:
     return f".{out.name}.building-"
+
+
+def _start_of(pid: str) -> str | None:
+    """When a process started, in ticks since the machine did (proc(5)); None: there is none. A restarted container has the same ids."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
 
 
 def _sync(directory: Path) -> None:

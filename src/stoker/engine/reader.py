@@ -171,7 +171,7 @@ def _parse(file: Path) -> dict[str, Any]:
         raise EngineError(f"{file} has more than {MAX_CONFIG_BYTES} bytes.", cure="Build the engine again.")
     try:
         plain = json.loads(file.read_bytes())
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise EngineError(f"{file} is not JSON ({problem}).", cure="Build the engine again.") from None
     if not isinstance(plain, dict):
         raise EngineError(f"{file} is not an object.", cure="Build the engine again.")

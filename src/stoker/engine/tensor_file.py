@@ -80,7 +80,7 @@ def _raw_header(path: Path, error: type[StokerError], cure: str) -> tuple[int, d
             raise error(f"{path} is truncated or not a safetensors file: {size} bytes, header of {length}.", cure=cure)
         try:
             raw = json.loads(file.read(length))
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise error(f"{path}: the header is not JSON ({problem}).", cure=cure) from None
     if not isinstance(raw, dict):
         raise error(f"{path}: the header is not an object.", cure=cure)
