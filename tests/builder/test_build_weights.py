@@ -132,3 +132,32 @@ def test_safetensors_come_before_pickles(tmp_path: Path) -> None:
     source = tiny.save(tiny.model(seed=1), tmp_path / "c", "safetensors")
     torch.save({"w": Payload()}, source / "pytorch_model.bin")
     assert isinstance(open_weights(source), SafetensorsWeights)
+
+
+def test_a_tensor_in_two_pickles_is_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        torch.save({"w": torch.zeros(2)}, tmp_path / f"{name}.bin")
+    with pytest.raises(CheckpointError, match=r"tensor 'w' is in .*a\.bin and in .*b\.bin"):
+        PickledWeights([tmp_path / "a.bin", tmp_path / "b.bin"])
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.zeros(2, device="meta")], ids=["sparse", "meta"])
+def test_pickled_tensors_without_plain_bytes_are_refused(tmp_path: Path, tensor: torch.Tensor) -> None:
+    torch.save({"w": tensor}, tmp_path / "a.bin")
+    with pytest.raises(CheckpointError, match=r"a\.bin: tensor 'w' is .*, not plain numbers"):
+        PickledWeights([tmp_path / "a.bin"])
+
+
+def test_json_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    deep = '{"weight_map":' + "[" * 100_000 + "]" * 100_000 + "}"
+    (tmp_path / "config.json").write_text(deep)
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON \(maximum recursion depth"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / INDEX).write_text(deep)
+    with pytest.raises(CheckpointError, match=rf"{INDEX} is not an index"):
+        open_checkpoint(tmp_path)
+    (tmp_path / INDEX).unlink()
+    (tmp_path / "model.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep.encode())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: the header is not JSON"):
+        open_checkpoint(tmp_path)

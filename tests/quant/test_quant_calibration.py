@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,16 @@ import msgspec
 import pytest
 import tiny
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError, EngineError
+from stoker.builder import calibration_text
 from stoker.builder.accuracy import check_accuracy
 from stoker.builder.build import build
 from stoker.builder.calibrate import CheckpointSource, State, dense_tensors
-from stoker.builder.calibration_text import read_text
+from stoker.builder.calibration_text import calibration_windows, read_text
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import Prepared, prepare
 from stoker.distributed.group import SINGLE
@@ -312,6 +317,66 @@ def test_an_interrupted_calibration_goes_on(checkpoint: Path, tmp_path: Path, mo
     assert again.config.recipe.calibration == {"data": "default", "size": 4, "seq_len": 64}
 
 
+def interrupted(checkpoint: Path, out: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that is killed when its first layer is calibrated and kept."""
+    real = State.save
+
+    def failing(self: State, index: int, *rest: Any) -> None:
+        real(self, index, *rest)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "save", failing)
+        with pytest.raises(KeyboardInterrupt):
+            build(checkpoint, out, config)
+
+
+def layers_saved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    real, saved = State.save, []
+    monkeypatch.setattr(State, "save", lambda self, index, *rest: (saved.append(index), real(self, index, *rest)))
+    return saved
+
+
+def test_other_positions_do_not_go_on_where_these_stopped(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BuildConfig(quantization="AWQ", max_perplexity_increase=9.0, **QUICK)
+    turned = msgspec.structs.replace(config, rotary_base=500.0)
+    interrupted(checkpoint, tmp_path / "plain", config, monkeypatch)
+    saved = layers_saved(monkeypatch)
+    build(checkpoint, tmp_path / "turned", turned)
+    assert saved == [0, 1, 2], "layers that were calibrated with other rotary positions are not this engine's"
+    build(checkpoint, tmp_path / "plain", config)
+    assert saved == [0, 1, 2, 1, 2], "and what was kept for another build stays"
+
+
+@pytest.mark.parametrize("damaged", ["layer-0", "hidden-000001"])
+def test_what_was_kept_is_not_believed_when_it_is_damaged(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    config = BuildConfig(quantization="AWQ", max_perplexity_increase=9.0, **QUICK)
+    interrupted(checkpoint, tmp_path / "engine", config, monkeypatch)
+    file = next((tmp_path / "cache" / "calibration").glob(f"*/*/{damaged}.safetensors"))
+    file.write_bytes(file.read_bytes()[:-10])
+    saved = layers_saved(monkeypatch)
+    build(checkpoint, tmp_path / "engine", config)
+    assert saved == [0, 1, 2]
+
+
+def test_two_builds_at_once_do_not_disturb_each_other(checkpoint: Path, tmp_path: Path) -> None:
+    """Another process holds the lock of the same calibration, and its files are neither taken nor removed."""
+    config = BuildConfig(quantization="AWQ", max_perplexity_increase=9.0, **QUICK)
+    prepared = prepare(checkpoint, config).with_fingerprint()
+    tokens = calibration_windows(checkpoint, None, config.calibration_size, config.calibration_seq_len)
+    theirs = State(prepared, tokens).path
+    hold = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", hold, f"{theirs}.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == b"held\n"
+        (theirs / "layer-0.new").write_bytes(b"half")
+        build(checkpoint, tmp_path / "engine", config)
+        assert (theirs / "layer-0.new").read_bytes() == b"half"
+        assert not list(theirs.parent.glob(f"{theirs.name}-*")), "its own files are gone"
+        other.stdin.close()
+
+
 @pytest.mark.parametrize("kv_cache", ["int8", "float8_e4m3fn"])
 def test_cache_scales_are_measured_and_used(checkpoint: Path, tmp_path: Path, kv_cache: str) -> None:
     engine = build(
@@ -398,3 +463,35 @@ def test_calibration_data_comes_from_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "d.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"d\.bin is no text"):
         read_text(str(tmp_path / "d.bin"))
+
+
+def test_calibration_data_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, says in (
+        ("[1, 2]", "a row has no text"),
+        ("null", "a row has no text"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "holds no text"),
+    ):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            read_text(str(tmp_path / "a.json"))
+    with pytest.raises(ConfigError, match="calibration_data='' names nothing"):
+        read_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no text"):
+        read_text(str(tmp_path / "empty"))
+    monkeypatch.setattr(calibration_text, "MAX_BYTES", 100)
+    rows = [{"text": "four words and ten"}] * 20
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_text(str(tmp_path / "b.jsonl")) == "\n\n".join(["four words and ten"] * 3), "of a long file the first rows that are whole"
+    (tmp_path / "c.json").write_text(json.dumps(rows))
+    with pytest.raises(ConfigError, match=r"c\.json is larger than the 100 bytes of text that are read"):
+        read_text(str(tmp_path / "c.json"))
+
+
+@pytest.mark.parametrize("text", ["the quick brown fox " * 2000, " " * 50_000, "x\n" * 20_000, "\x00\xff" * 9000, "one line"])
+def test_windows_of_a_long_text_are_those_of_all_of_it(checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = windows(Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text, add_special_tokens=False).ids, 32, 4)
+    monkeypatch.setattr(calibration_text, "CHARS_PER_TOKEN", 1)
+    found = calibration_text.token_windows(checkpoint, text, 4, 32)
+    assert len(found) == len(whole) and all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))

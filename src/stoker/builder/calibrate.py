@@ -5,25 +5,34 @@ Finished layers are kept in the cache directory, so an interrupted calibration g
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stoker.base import env
+from stoker.base.errors import EngineError
+from stoker.base.logging import get_logger
 from stoker.builder.convert import convert, make
 from stoker.builder.prepare import Prepared, measures
 from stoker.distributed.group import SINGLE
 from stoker.engine.stream import LayerStream
+from stoker.engine.tensor_file import read_header
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.config import AttentionConfig
+from stoker.layers.config import encode as encode_model
 from stoker.layers.decoder import kv_scale_specs, layer_specs
 from stoker.layers.loader import Loader
 from stoker.layers.rope import rope_table
@@ -33,6 +42,8 @@ from stoker.quant.format import TensorSource
 from stoker.quant.keys import QueryKeys, pairs, turn
 from stoker.quant.recipe import AS_STORED, Recipe, encode
 from stoker.quant.stats import InputStats
+
+log = get_logger(__name__)
 
 KEY_WINDOWS = 4  # whose queries and keys are looked at, where the cache is quantized
 
@@ -94,15 +105,22 @@ def needs_calibration(prepared: Prepared) -> bool:
 
 
 def forget(prepared: Prepared) -> None:
-    """Remove what calibrations of this build left in the cache: the engine is there."""
-    if needs_calibration(prepared):
-        shutil.rmtree(_directory(prepared), ignore_errors=True)
+    """Remove what calibrations of this build left in the cache: the engine is there. What other processes are at stays."""
+    if not needs_calibration(prepared):
+        return
+    for lock in sorted(_directory(prepared).glob("*.lock")):
+        with contextlib.suppress(Timeout), FileLock(lock, timeout=0, is_singleton=True):
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty: another process
+        _directory(prepared).rmdir()
 
 
 def _directory(prepared: Prepared) -> Path:
+    """Of one checkpoint and all that decides what its layers become; the text comes on top."""
     config = prepared.config
-    key = json.dumps([config.checkpoint.fingerprint, config.dtype, encode(config.recipe)], sort_keys=True)
-    return env.cache_dir() / "calibration" / hashlib.sha256(key.encode()).hexdigest()
+    key = [config.stoker_version, config.checkpoint.fingerprint, config.dtype, encode(config.recipe), encode_model(config.model)]
+    return env.cache_dir() / "calibration" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
 def work_device(prepared: Prepared) -> torch.device:
@@ -188,20 +206,39 @@ def dense_tensors(spec: Spec, loader: Loader) -> dict[str, Tensor]:
 
 
 class State:
-    """What a calibration has finished, in a directory of the cache that belongs to this checkpoint, recipe and text."""
+    """What a calibration has finished, in a directory of the cache that belongs to this checkpoint, recipe and text.
+
+    A process that finds another one at it begins a directory of its own.
+    """
 
     def __init__(self, prepared: Prepared, tokens: list[Tensor]) -> None:
-        text = hashlib.sha256(b"".join(window.numpy().tobytes() for window in tokens))
-        self.path = _directory(prepared) / text.hexdigest()
-        self.path.mkdir(parents=True, exist_ok=True)
+        text = hashlib.sha256(b"".join(window.numpy().tobytes() for window in tokens)).hexdigest()
+        _directory(prepared).mkdir(parents=True, exist_ok=True)
+        if not self._claim(_directory(prepared) / text):
+            self._claim(_directory(prepared) / f"{text}-{socket.gethostname()}-{os.getpid()}")
+        self.path.mkdir(exist_ok=True)
+
+    def _claim(self, path: Path) -> bool:
+        """Whether the directory is this process's from now on."""
+        self.path, self._lock = path, FileLock(f"{path}.lock", timeout=0, is_singleton=True)
+        with contextlib.suppress(Timeout):
+            self._lock.acquire()
+        return self._lock.is_locked
 
     def resume(self) -> tuple[int, list[Tensor]] | None:
-        """(the next layer, the hidden states before it), or None."""
+        """(the next layer, the hidden states before it), or None: nothing is there, or not whole."""
         found = sorted(self.path.glob("hidden-*.safetensors"))
         if not found:
             return None
-        hidden = load_file(found[-1])
-        return int(found[-1].stem.rpartition("-")[2]), [hidden[str(i)] for i in range(len(hidden))]
+        index = int(found[-1].stem.rpartition("-")[2])
+        try:
+            hidden = load_file(found[-1])
+            for i in range(index):
+                read_header(self._layer(i), EngineError, "")
+            return index, [hidden[str(i)] for i in range(len(hidden))]
+        except (SafetensorError, EngineError, OSError, KeyError) as problem:
+            log.warning("a calibration that was interrupted begins anew: %s", problem)
+            return None
 
     def save(self, index: int, stored: dict[str, Tensor], hidden: list[Tensor]) -> None:
         self._write(f"layer-{index}", {name: tensor.cpu() for name, tensor in stored.items()})
@@ -209,7 +246,10 @@ class State:
         (self.path / f"hidden-{index:06}.safetensors").unlink(missing_ok=True)
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        return load_file(self.path / f"layer-{index}.safetensors")
+        return load_file(self._layer(index))
+
+    def _layer(self, index: int) -> Path:
+        return self.path / f"layer-{index}.safetensors"
 
     def _write(self, stem: str, tensors: dict[str, Tensor]) -> None:
         fresh = self.path / f"{stem}.new"

@@ -15,6 +15,8 @@ from stoker.quant.calibration import default_text
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".json")
 MAX_BYTES = 64 << 20  # of text that is read
+CHARS_PER_TOKEN = 8  # to begin with
+MARGIN = 64  # tokens, so that no word is wanted which the end of the piece cuts
 _CURE = "Name a .txt, .md, .json or .jsonl file, a folder of such files, or a hub dataset that has some."
 
 
@@ -30,15 +32,26 @@ def token_windows(engine: Path, text: str, size: int, length: int) -> list[Tenso
     file = engine / "tokenizer.json"
     if not file.is_file():
         raise ConfigError("calibration reads text, and there is no tokenizer.", cure="Name one with --tokenizer.")
-    ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
-    found = windows(ids, length, size)
+    found = windows(_tokens(Tokenizer.from_file(str(file)), text, size * length), length, size)
     if not found:
         raise ConfigError("the calibration text has less than two tokens.", cure=_CURE)
     return found
 
 
+def _tokens(tokenizer: Tokenizer, text: str, count: int) -> list[int]:
+    """The first `count` ids or more. Of a long text only what they need is encoded: a token takes a hundred bytes meanwhile."""
+    taken = count * CHARS_PER_TOKEN
+    while True:
+        ids = tokenizer.encode(text[:taken], add_special_tokens=False).ids
+        if taken >= len(text) or len(ids) >= count + MARGIN:
+            return ids
+        taken *= 2
+
+
 def read_text(data: str) -> str:
     """The text of a file, a folder's files in the order of their names, or a hub dataset's."""
+    if not data:
+        raise ConfigError("calibration_data='' names nothing.", cure=_CURE)
     path = Path(data)
     path = path if path.exists() else _dataset(data)
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
@@ -49,7 +62,7 @@ def read_text(data: str) -> str:
         with file.open("rb") as opened:
             raw = opened.read(left)
         left -= len(raw)
-        pieces += list(_documents(file, raw.decode("utf-8", errors="replace")))
+        pieces += list(_documents(file, raw.decode("utf-8", errors="replace"), whole=len(raw) == file.stat().st_size))
         if left <= 0:
             break
     if not any(pieces):
@@ -57,16 +70,21 @@ def read_text(data: str) -> str:
     return "\n\n".join(pieces)
 
 
-def _documents(file: Path, text: str) -> Iterator[str]:
+def _documents(file: Path, text: str, *, whole: bool) -> Iterator[str]:
+    """The texts of one file; of its beginning unless `whole`."""
     if file.suffix not in (".json", ".jsonl"):
         yield text
         return
+    if not whole and file.suffix == ".json":
+        raise ConfigError(f"{file} is larger than the {MAX_BYTES} bytes of text that are read.", cure="Use a .jsonl or .txt file.")
+    lines = text.splitlines() if whole else text.splitlines()[:-1]
     try:
-        rows = json.loads(text) if file.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as problem:
+        rows = json.loads(text) if file.suffix == ".json" else [json.loads(line) for line in lines if line.strip()]
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"{file} is not JSON ({problem}).", cure=_CURE) from None
     for row in rows if isinstance(rows, list) else [rows]:
-        found = row if isinstance(row, str) else next((row[k] for k in ("text", "content", "article") if isinstance(row.get(k), str)), None)
+        fields = row if isinstance(row, dict) else {"text": row}
+        found = next((fields[k] for k in ("text", "content", "article") if isinstance(fields.get(k), str)), None)
         if found is None:
             raise ConfigError(f"{file}: a row has no text, content or article.", cure=_CURE)
         yield found

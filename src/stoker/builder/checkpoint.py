@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.gguf import GGUFWeights
-from stoker.builder.weights import FETCH, NoWeights, Weights, open_weights
+from stoker.builder.json_object import read_json
+from stoker.builder.weights import NoWeights, Weights, open_weights
 
-MAX_JSON_BYTES = 256 << 20
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 
 
@@ -66,16 +65,3 @@ def _gguf_file(path: Path) -> Path | None:
             raise CheckpointError(f"{path} holds several GGUF files: {names}.", cure="Name one of them.")
         return found[0] if found else None
     return None
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError naming the file."""
-    if file.stat().st_size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{file} has more than {MAX_JSON_BYTES} bytes.", cure=FETCH)
-    try:
-        data = json.loads(file.read_bytes())
-    except ValueError as problem:
-        raise CheckpointError(f"{file} is not JSON ({problem}).", cure=FETCH) from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} is not an object.", cure=FETCH)
-    return data

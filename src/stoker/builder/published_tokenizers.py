@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint import read_json
 from stoker.builder.ice_tokenizer import from_ice
+from stoker.builder.json_object import read_json
 from stoker.builder.sentencepiece import from_sentencepiece
 from stoker.builder.tiktoken_ranks import ONE_DIGIT, THREE_DIGITS, from_ranks
 

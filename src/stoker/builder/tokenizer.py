@@ -9,8 +9,9 @@ from typing import Any
 from tokenizers import Tokenizer, pre_tokenizers
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint import Checkpoint, read_json
+from stoker.builder.checkpoint import Checkpoint
 from stoker.builder.gguf_tokenizer import gguf_tokenizer
+from stoker.builder.json_object import read_json
 from stoker.builder.probes import PROBES
 from stoker.builder.published_tokenizers import published_tokenizer
 from stoker.builder.sentencepiece import from_sentencepiece

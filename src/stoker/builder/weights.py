@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -16,11 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.base.errors import CheckpointError
+from stoker.builder.json_object import FETCH, read_json
 from stoker.engine.tensor_file import Entry, as_bytes, num_bytes, read_header, read_into
 from stoker.quant.format import Format
 
 CHUNK_BYTES = 16 << 20
-FETCH = "Download the checkpoint again."
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -105,7 +104,12 @@ class PickledWeights(Weights):
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
-        self._where = {name: (file, tensor) for file in map(_File, files) for name, tensor in _load_pickle(file.path).items()}
+        self._where: dict[str, tuple[_File, Tensor]] = {}
+        for file in map(_File, files):
+            for name, tensor in _load_pickle(file.path).items():
+                if name in self._where:
+                    raise CheckpointError(f"tensor {name!r} is in {self._where[name][0].path} and in {file.path}.", cure=FETCH)
+                self._where[name] = (file, tensor)
         self.stored = {name: Stored(tuple(tensor.shape), tensor.dtype) for name, (_, tensor) in self._where.items()}
 
     def chunks(self, name: str) -> Iterator[Tensor]:
@@ -158,6 +162,10 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()):
         raise CheckpointError(f"{path} is not a dictionary of tensors.", cure="Use a checkpoint that transformers saved.")
+    for name, tensor in loaded.items():
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            what = f"tensor {name!r} is {tensor.layout} on {tensor.device}"
+            raise CheckpointError(f"{path}: {what}, not plain numbers.", cure="Use a checkpoint that transformers saved.")
     return loaded
 
 
@@ -190,8 +198,8 @@ def open_weights(path: Path) -> Weights:
 def _shards(index: Path) -> list[Path]:
     """The files an index names, each beside it."""
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (CheckpointError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index} is not an index: it has no weight_map.", cure=FETCH) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -202,7 +210,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _check_index(weights: Weights, index: Path) -> Weights:
-    listed = set(json.loads(index.read_bytes())["weight_map"])
+    listed = set(read_json(index)["weight_map"])
     for name in sorted(listed - set(weights.stored)):
         raise CheckpointError(f"{index} lists tensor {name!r}, which no shard holds.", cure=FETCH)
     return weights
