@@ -30,7 +30,7 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     """Raises TritonError unless it is a short list of whole numbers whose product is a possible size."""
     if not isinstance(shape, (list, tuple)) or len(shape) > MAX_DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
         raise TritonError(f"invalid shape for input {name}: it must be a list of at most {MAX_DIMS} whole numbers from 0")
-    if math.prod(shape) > MAX_ELEMENTS:
+    if math.prod(dim or 1 for dim in shape) > MAX_ELEMENTS:  # a dim of 0 hides none of the others from numpy
         raise TritonError(f"invalid shape for input {name}: {list(shape)} has more than {MAX_ELEMENTS} elements")
     return tuple(shape)
 

@@ -43,15 +43,15 @@ async def _forward(stream: Responses, arrived: asyncio.Queue[list[Response] | Ex
 
 
 async def gather(stream: Responses, pad_id: int) -> Responses:
-    """One response of all: rows under one another by batch_index, sequences of a row side by side."""
+    """One response of all: rows under one another, sequences of a row side by side."""
     async with aclosing(stream) as batches:
         found = [response async for batch in batches for response in batch]
     for response in found:
         response.outputs, response.text = response.tensors(), None
     rows: dict[int, list[Response]] = {}
     for response in found:
-        rows.setdefault(int(response.outputs["batch_index"].flat[0]), []).append(response)
-    ordered = [sorted(rows[row], key=_sequence) for row in sorted(rows)]
+        rows.setdefault(response.row, []).append(response)
+    ordered = [sorted(rows[row], key=lambda response: response.index) for row in sorted(rows)]
     outputs = {name: _together(name, ordered, pad_id) for name in found[0].outputs}
     yield [Response(outputs=outputs, parameters=found[-1].parameters, final=True)]
 
@@ -77,7 +77,3 @@ def _stack(arrays: list[np.ndarray], axis: int, pad: int) -> np.ndarray:
         joined[tuple(place)] = array
         at += array.shape[axis]
     return joined
-
-
-def _sequence(response: Response) -> int:
-    return int(response.outputs["sequence_index"].flat[0])

@@ -194,9 +194,11 @@ class Generating(ABC):
         parameters = NO_PARAMETERS if reason is None else {"finish_reason": str(reason)}
         if planned.names[-1:] == (TEXT,) and len(parts) == 1 and not planned.scored:
             text = self.text(planned, parts[0], prompt_ids, service)
-            return Response(outputs=self._around(planned, parts), text=text, parameters=parameters, final=final)
+            around = self._around(planned, parts)
+            return Response(outputs=around, text=text, parameters=parameters, final=final, row=planned.row, index=parts[0].index)
         made = results(planned.row, parts, scored=planned.scored) | self.tensors(planned, parts, prompt_ids, service)
-        return Response(outputs={name: made[name] for name in planned.names}, parameters=parameters, final=final)
+        named = {name: made[name] for name in planned.names}
+        return Response(outputs=named, parameters=parameters, final=final, row=planned.row, index=parts[0].index)
 
     def _around(self, planned: Planned, parts: list[Part]) -> Tensors:
         """The tensors beside the text of one sequence without scores: the same objects each time, so that encoders know them again."""

@@ -39,6 +39,8 @@ class Response(msgspec.Struct, kw_only=True):
     outputs: Tensors = {}
     parameters: Parameters = {}
     final: bool = False  # no response of this request follows
+    row: int = 0  # of the batch
+    index: int = 0  # of the row's sequences
     text: str | None = None  # where the text alone is new: text_output [1, 1], the last tensor; `outputs` are the others, shared and kept
 
     @property

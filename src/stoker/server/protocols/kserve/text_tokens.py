@@ -81,7 +81,7 @@ class Postprocessing(TokenizerModel):
             tokens, lengths = tokens[None], lengths[None]
         if lengths.shape != tokens.shape[:2]:
             raise RequestError("SEQUENCE_LENGTH", list(lengths.shape), f"TOKENS_BATCH has {list(tokens.shape[:2])} sequences")
-        for ids, length in zip(tokens.reshape(-1, tokens.shape[2]), lengths.ravel().tolist(), strict=True):
+        for ids, length in zip(tokens.reshape(lengths.size, tokens.shape[2]), lengths.ravel().tolist(), strict=True):
             if not 0 <= length <= len(ids):
                 raise RequestError("SEQUENCE_LENGTH", length, f"the row has {len(ids)} tokens")
             texts.append(service.decode(ids[:length].tolist(), skip_special_tokens=self._settings.skip_special_tokens).encode())
