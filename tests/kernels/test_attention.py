@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import TOLERANCE, Case, expected_attention, relative_error
 
+from stoker.kernels.reference import attention as reference
 from stoker.kernels.triton import attention as kernels
 from stoker.kernels.triton.attention_tuning import LONG_SPLIT, Splits, Tile, choose_splits
 from stoker.kernels.types import AttentionParams
@@ -74,6 +75,19 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_float64(name: str) -> None:
     check(CASES[name])
+
+
+@pytest.mark.parametrize("most", [1 << 20, 700, 1])
+@pytest.mark.parametrize("name", ["mixed", "latent", "window", "chunk", "soft cap, alibi", "sinks", "prefix", "prefix, window", "int8"])
+def test_the_reference_takes_some_queries_at_a_time(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_MOST_SCORES", most)
+    q, cache, batch, params = CASES[name].build()
+    for pages in (cache.keys, cache.values):
+        if pages is not None and pages.is_floating_point():
+            pages.nan_to_num_()  # on a CPU what was never written is finite, and multiplied by zero
+    batch.block_tables.clamp_(max=len(cache.keys) - 1)
+    out = reference.attention(q, cache, batch, params)
+    assert relative_error(out, expected_attention(q, cache, batch, params)) < TOLERANCE[CASES[name].dtype]
 
 
 @pytest.mark.parametrize("cache_dtype", [FP8, torch.int8])
