@@ -111,6 +111,7 @@ WRONG = [
     (["generate", "ENGINE", "hi", "--devices", "0"], 2, "devices=[0] name GPUs, and"),
     (["generate", "ENGINE", "hi", "--devices", "0;1"], 2, "devices='0;1' is refused. Write indices with commas between them: 0,1."),
     (["serve", "NOWHERE"], 1, "does not exist."),
+    (["serve", "DAMAGED"], 2, "Its config.json is damaged, or of something else."),
     (["serve", "ENGINE", "--port", "65536"], 2, "http_port=65536 is refused. Use a whole number from 0 to 65535."),
     (["serve", "ENGINE", "--host", "no-such-host.invalid", "--port", "0"], 2, "cannot be used"),
     (["inspect", "NOWHERE"], 1, "is not an engine"),
@@ -152,10 +153,12 @@ WRONG = [
 def test_an_error_is_one_line_with_the_cure(
     args: list[str], status: int, says: str, tiny_engine: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
 ) -> None:
-    names = {"NOWHERE": "NOWHERE", "OUT": "out", "EMPTY": "empty.txt", "LATIN": "latin.txt", "LMI": "lmi"}
+    names = {"NOWHERE": "NOWHERE", "OUT": "out", "EMPTY": "empty.txt", "LATIN": "latin.txt", "LMI": "lmi", "DAMAGED": "damaged"}
     places = {"ENGINE": str(tiny_engine), **{name: str(tmp_path / place) for name, place in names.items()}}
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text('{"model_type": "lla')
     (tmp_path / "lmi").mkdir()
     (tmp_path / "lmi" / "serving.properties").write_text(f"option.model_id={tiny_engine}\n")
     found, told = run(*(re.sub("^[A-Z]+", lambda match: places.get(match[0], match[0]), arg) for arg in args))
@@ -263,6 +266,38 @@ def test_ctrl_c_ends_a_stream_quietly(tiny_engine: Path) -> None:
     told = process.communicate(timeout=30)[1]
     assert process.returncode in (0, 130)  # 0 when the answer was there first
     assert told == b""
+
+
+def test_sigterm_ends_the_server_that_a_benchmark_started(tiny_engine: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stoker", "bench", "serving", str(tiny_engine), "--rounds", "1000", "--output-len", "8", "--input-len", "8"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "STOKER_LOG": "info"},
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert any(b"Started HTTPService" in line for line in process.stderr)
+    children = _children(process.pid)
+    assert children
+    process.send_signal(signal.SIGTERM)
+    process.stderr.read()  # it ends when the last process that writes there has
+    assert process.wait() == 128 + signal.SIGTERM
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def _children(process: int) -> list[str]:
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
+def test_a_full_disk_is_told_with_a_cure(tiny_engine: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "stoker", "inspect", str(tiny_engine)], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("stoker: [Errno 28] No space left on device. Free space on that disk, or write to another: ")
+
+
+def test_chat_without_any_standard_input_ends(tiny_engine: Path) -> None:
+    code = "import os, sys; os.close(0); os.execv(sys.executable, [sys.executable, '-m', 'stoker', 'chat', sys.argv[1]])"
+    done = subprocess.run([sys.executable, "-c", code, str(tiny_engine)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_doctor_tells_of_each_thing_in_turn() -> None:

@@ -30,3 +30,9 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "serving.properties").touch()
     monkeypatch.chdir(folder)
     assert model_name.of(".") == model_name.of(folder) == model_name.of("serving.properties") == "lmi"
+
+
+def test_a_link_has_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "b179c952").touch()
+    (tmp_path / "small.Q4_1.gguf").symlink_to(tmp_path / "b179c952")
+    assert model_name.of(tmp_path / "small.Q4_1.gguf") == "small.Q4_1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,19 @@ def test_export_refuses(engine: EngineInfo, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="option 'speed' is unknown"):
         truss.export(engine, tmp_path / "new", {"speed": "high"})
     assert not (tmp_path / "new").exists()
+
+
+def test_it_may_be_written_into_the_engines_folder(engine: EngineInfo) -> None:
+    written = truss.export(engine, Path(engine.path) / "truss", {})
+    assert sum(file.name == "rank0.safetensors" for file in written) == 1
+
+
+def test_what_fails_leaves_nothing_behind(engine: EngineInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    monkeypatch.setattr("os.link", full)
+    monkeypatch.setattr("shutil.copy2", full)
+    with pytest.raises(OSError, match="No space left"):
+        truss.export(engine, tmp_path / "truss", {})
+    assert not (tmp_path / "truss").exists()

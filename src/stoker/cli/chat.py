@@ -44,7 +44,7 @@ def chat(
 
     with LLM(engine, **msgspec.structs.asdict(runtime)) as llm:
         llm.chat_prompt([{"role": "user", "content": "Hello"}])  # a model without a chat template is refused here
-        if sys.stdin.isatty():
+        if _is_terminal():
             typer.echo(HELP, err=True)
         _converse(llm, [] if system is None else [{"role": "system", "content": system}], params)
 
@@ -66,9 +66,13 @@ def _converse(llm: LLM, opening: list[dict[str, Any]], params: SamplingParams) -
 def _read() -> str:
     """The next message; empty at the end."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
+        return input("> " if _is_terminal() else "").strip()
+    except (EOFError, RuntimeError):  # RuntimeError: there is no standard input at all
         return ""
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) -> str:

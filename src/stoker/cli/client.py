@@ -113,7 +113,9 @@ class _Asking:
         inputs = self._tensors(self._module, values)
         try:
             if not self._grpc:
-                return self._show(self._client.infer(model, inputs, request_id=request_id), "", overwrite=True)
+                shown = self._show(self._client.infer(model, inputs, request_id=request_id), "", overwrite=True)
+                typer.echo()
+                return shown
             return self._stream(model, inputs, values, request_id, stop_after_ms, by_cancel, overwrite)
         except InferenceServerException as error:
             if stop_after_ms and "CANCELLED" in str(error).upper():

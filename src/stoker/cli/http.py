@@ -50,15 +50,13 @@ async def events(url: str, path: str, body: dict[str, Any]) -> AsyncGenerator[Ev
 
 async def _exchange(url: str, path: str, body: dict[str, Any] | None) -> AsyncGenerator[tuple[float, bytes], None]:
     """Send one request and yield its body as it comes. Raises StokerError for a status that is not 200."""
-    to, port = _place(url)
+    to, host, port = _place(url)
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {to.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {to.netloc}\r\nConnection: close\r\n"
     if body is not None:
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     try:
-        transport, response = await asyncio.get_running_loop().create_connection(
-            _Response, to.hostname, port, ssl=to.scheme == "https" or None
-        )
+        transport, response = await asyncio.get_running_loop().create_connection(_Response, host, port, ssl=to.scheme == "https" or None)
     except OSError as error:
         raise UnavailableError(f"{url} does not answer: {error.strerror or error}.", cure="Start it: stoker serve ENGINE.") from None
     try:
@@ -69,12 +67,12 @@ async def _exchange(url: str, path: str, body: dict[str, Any] | None) -> AsyncGe
         transport.close()
 
 
-def _place(url: str) -> tuple[SplitResult, int]:
-    """The address's parts, and its port. Raises ConfigError."""
+def _place(url: str) -> tuple[SplitResult, str, int]:
+    """The address's parts, its host and its port. Raises ConfigError."""
     try:
         to = urlsplit(url)
         if to.scheme in ("http", "https") and to.hostname:
-            return to, to.port or (443 if to.scheme == "https" else 80)
+            return to, to.hostname, to.port or (443 if to.scheme == "https" else 80)
     except ValueError:  # brackets, or a port, that cannot be
         pass
     raise ConfigError(f"url={url!r} is refused.", cure="Use an address such as http://127.0.0.1:8000.")

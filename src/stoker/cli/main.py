@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import signal
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -34,13 +36,22 @@ SUMMARY = "Builds LLM engines from Hugging Face checkpoints and keeps them fed."
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 WRONG_ASK = (ConfigError, RequestError, NotFoundError)  # what was asked cannot be; other errors are of files and machines
 
+PLACES = "--output, STOKER_CACHE and TMPDIR name places"
+CURES = {
+    errno.ENOSPC: f"Free space on that disk, or write to another: {PLACES}.",
+    errno.EDQUOT: f"Free space on that disk, or write to another: {PLACES}.",
+    errno.EROFS: f"Write to another folder: {PLACES}.",
+    errno.EACCES: f"Allow it, or write to another folder: {PLACES}.",
+}
+
 
 def main() -> int:
-    """Run the command line; the exit status. 1: it failed; 2: it was asked wrongly; 130: Ctrl-C.
+    """Run the command line; the exit status. 1: it failed; 2: it was asked wrongly; 130: Ctrl-C; 143: SIGTERM.
 
     Errors are one line on stderr. STOKER_LOG=debug adds the traceback.
     """
     _write_anything()
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         check_choice("STOKER_LOG", env.log_level(), LEVELS)
         logging.configure(None if env.text("STOKER_LOG") else "WARNING")
@@ -51,9 +62,14 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        return _fail(str(error) if error.filename is None else f"{error.filename}: {error.strerror}.", 1)
+        return _fail(_told(error), 1)
     except Exception as error:
         return _fail(f"internal error: {type(error).__name__}: {error}. STOKER_LOG=debug shows where.", 1)
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    """End as Ctrl-C does: half-built engines and servers that this process started go; as a container's first process it ends at all."""
+    raise SystemExit(128 + number)
 
 
 def _write_anything() -> None:
@@ -61,6 +77,11 @@ def _write_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
             stream.reconfigure(errors="replace")
+
+
+def _told(error: OSError) -> str:
+    what = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+    return f"{what}. {CURES.get(error.errno or 0, '')}".rstrip()
 
 
 def _version(asked: bool) -> None:

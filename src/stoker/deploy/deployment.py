@@ -146,7 +146,9 @@ def recognise(path: Path) -> Format:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise ConfigError(f"{path} is none of: {', '.join(FORMATS)}.", cure="Name an engine, a checkpoint or a deployment folder.")
+        held = [name for name in ("config.json", "config.yaml") if (path / name).is_file()]
+        damaged = f" Its {' and its '.join(held)} is damaged, or of something else." if held else ""
+        raise ConfigError(f"{path} is none of: {', '.join(FORMATS)}.{damaged}", cure="Name an engine, a checkpoint or a deployment folder.")
     raise ConfigError(f"{path} reads as {' and as '.join(f.name for f in found)}.", cure="Keep one of the two in the folder.")
 
 

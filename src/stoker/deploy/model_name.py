@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def of(location: str | Path) -> str:
     if path.is_file() and path.suffix in (".properties", ".yaml"):
         path = path.parent
     if path.exists():
-        return _SUFFIXES.sub("", path.resolve().name)
+        return _SUFFIXES.sub("", Path(os.path.abspath(path)).name)  # a link by its own name: a hub's cache links to digests
     bare = re.split(r"[?#]", str(location), maxsplit=1)[0].rstrip("/")
     name = bare.rpartition("/")[2]
     return _SUFFIXES.sub("", name.partition("@")[0] if bare.startswith("hf://") else name)

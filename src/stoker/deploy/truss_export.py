@@ -29,15 +29,24 @@ def export(engine: EngineInfo, path: Path, options: Environment[str, str]) -> li
     `options`: model_name; accelerator (H100), whose count is the engine's number of ranks, or none; and whatever export_triton takes
     for the repository (max_tokens_in_paged_kv_cache). The folder is served by `stoker serve`, and by the truss package, whose server
     then starts Stoker behind model.py. Weight files are hard links where the file system allows. Raises ConfigError when `path` holds
-    something already, or an option is unknown.
+    something already, or an option is unknown. What fails leaves nothing behind.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} exists and is not an empty folder.", cure="Name a new directory.")
-    repository = path / REPOSITORY
+    try:
+        return _written(engine, path, options)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)  # it was absent or empty
+        raise
+
+
+def _written(engine: EngineInfo, path: Path, options: Environment[str, str]) -> list[Path]:
+    repository, folder = path / REPOSITORY, Path(engine.path)
+    files = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]  # before `path`, which may lie in there
     inside = msgspec.structs.replace(engine, path=_ENGINE.as_posix())
     given = {"decoupled_mode": "true"} | {name: value for name, value in options.items() if name not in _OWN}
     written = export_triton(inside, repository, given)
-    written += _link_engine(Path(engine.path), repository / _ENGINE)
+    written += [_link(folder / file, repository / _ENGINE / file) for file in files]
     written.append(_write(path / "config.yaml", yaml.safe_dump(_config(engine, options), sort_keys=False)))
     written.append(_write(path / "model" / "__init__.py", ""))
     return [*written, *(_write(path / file, _template(file.name)) for file in _PROGRAMS)]
@@ -68,12 +77,8 @@ def _config(engine: EngineInfo, options: Environment[str, str]) -> dict[str, Any
     }
 
 
-def _link_engine(engine: Path, target: Path) -> list[Path]:
-    shutil.copytree(engine, target, copy_function=_link, dirs_exist_ok=True)
-    return [target / file.relative_to(engine) for file in sorted(engine.rglob("*")) if file.is_file()]
-
-
-def _link(source: str, target: str) -> str:
+def _link(source: Path, target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
     except OSError:
