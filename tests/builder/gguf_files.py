@@ -33,8 +33,14 @@ def gguf_name(name: str) -> str:
     return f"{NAMES[module]}.{suffix}"
 
 
-def write(path: Path, made: Any, kind: gguf.GGMLQuantizationType | None = None, tokenizer: dict[str, Any] | None = None) -> Path:
-    """`kind`: what matrices whose rows are whole blocks are stored as."""
+def write(
+    path: Path,
+    made: Any,
+    kind: gguf.GGMLQuantizationType | None = None,
+    tokenizer: dict[str, Any] | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> Path:
+    """`kind`: what matrices whose rows are whole blocks are stored as. `metadata` replaces values, or None drops them."""
     config, arch = made.config, made.config.model_type
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -48,6 +54,11 @@ def write(path: Path, made: Any, kind: gguf.GGMLQuantizationType | None = None, 
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     for key, value in (tokenizer or byte_level(tiny.byte_level())).items():
         writer.add_key_value(f"tokenizer.{key}", *typed(value))
+    fields = writer.kv_data[0]
+    for key, value in (metadata or {}).items():
+        fields.pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, *typed(value))
     for name, tensor in made.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -78,5 +89,10 @@ def byte_level(core: tokenizers.Tokenizer, pre: str = "gpt-2") -> dict[str, Any]
 
 
 def typed(value: Any) -> tuple[Any, gguf.GGUFValueType]:
-    kinds = {str: gguf.GGUFValueType.STRING, bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
+    kinds = {
+        str: gguf.GGUFValueType.STRING,
+        bool: gguf.GGUFValueType.BOOL,
+        int: gguf.GGUFValueType.UINT32,
+        float: gguf.GGUFValueType.FLOAT32,
+    }
     return value, gguf.GGUFValueType.ARRAY if isinstance(value, list) else kinds[type(value)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from stoker.base.errors import CheckpointError
 from stoker.builder import gguf as module
 from stoker.builder.build import build
 from stoker.builder.checkpoint import open_checkpoint
+from stoker.builder.config import BuildConfig
+from stoker.builder.gguf import GGUFWeights
 from stoker.builder.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+from stoker.builder.prepare import prepare
 from stoker.builder.probes import PROBES
 
 TEXTS = [*PROBES, "  two  spaces\tand\n\n\nlines ", "I'm we'LL 12345.678 x²", "<s>hello</s>"]
@@ -198,3 +202,52 @@ def test_damaged_files(tmp_path: Path) -> None:
         build(tmp_path / "other.gguf", tmp_path / "engine")
     with pytest.raises(CheckpointError, match=r"several GGUF files: cut\.gguf, m\.gguf, other\.gguf"):
         build(tmp_path, tmp_path / "engine")
+
+
+def test_as_many_key_heads_as_heads_need_not_be_told(tmp_path: Path) -> None:
+    made = tiny.model(num_key_value_heads=6)
+    source = gguf_files.write(tmp_path / "m.gguf", made, metadata={"llama.attention.head_count_kv": None})
+    assert torch.equal(GGUFWeights(source).read("model.layers.0.self_attn.k_proj.weight"), made.model.layers[0].self_attn.k_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.architecture": 7}, "the metadata general.architecture=7 is not str"),
+        ({"llama.block_count": "x"}, "num_hidden_layers|wrong value"),
+        ({"llama.attention.head_count": [6, 6, 6]}, "wrong value"),
+        ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4 is not supported.*Only 8 is"),
+        ({"llama.attention.value_length": 16}, "attention.value_length=16 is not supported"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor=2.0 is not supported"),
+        ({"llama.rope.scaling.type": 1}, "rope.scaling.type=1 is not str"),
+        ({"tokenizer.ggml.tokens": "x"}, "tokenizer.ggml.tokens=x is not an array of str"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "is not an array of str"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "tokens and merges make no tokenizer"),
+        ({"tokenizer.ggml.merges": ["a zzz"]}, "tokens and merges make no tokenizer"),
+        ({"tokenizer.ggml.token_type": 1}, "token_type=1 is not an array of int"),
+        ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id=x is not int"),
+        ({"tokenizer.ggml.model": [1]}, "tokenizer.ggml.model=.1. is not str"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.5]}, "unknown_token_id=0 and 1 scores do not fit 291 tokens"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.unknown_token_id": 999}, "unknown_token_id=999 and 291 scores do not fit"),
+    ],
+)
+def test_metadata_that_lies_is_refused_by_name(tmp_path: Path, metadata: dict, message: str) -> None:
+    source = gguf_files.write(tmp_path / "m.gguf", tiny.model(), metadata=metadata)
+    with pytest.raises(CheckpointError, match=message):
+        build(source, tmp_path / "engine", BuildConfig(device="cpu"), verify="none")
+
+
+def test_positions_that_older_files_stretch_are_stretched(tmp_path: Path) -> None:
+    source = gguf_files.write(tmp_path / "m.gguf", tiny.model(), metadata={"llama.rope.scale_linear": 4.0})
+    rope = prepare(source, BuildConfig(device="cpu")).config.model.layers[0].attention.rope
+    assert rope is not None and (rope.scaling, rope.factor) == ("linear", 4.0)
+
+
+def test_counts_and_offsets_that_lie(tmp_path: Path) -> None:
+    """The header's counts, lengths and offsets, each replaced by numbers far too large."""
+    whole = gguf_files.write(tmp_path / "m.gguf", tiny.model()).read_bytes()
+    for at in (8, 16, 24, *range(32, 4096, 61)):
+        for value in (2**31, 2**63, 2**64 - 1):
+            (tmp_path / "x.gguf").write_bytes(whole[:at] + value.to_bytes(8, "little") + whole[at + 8 :])
+            with contextlib.suppress(CheckpointError):
+                prepare(tmp_path / "x.gguf", BuildConfig(device="cpu"))

@@ -66,7 +66,7 @@ class GGUFWeights(Weights):
     def __init__(self, path: Path) -> None:
         self.files = [path]
         self.metadata, blocks = _read(path)
-        self.architecture = self.get("general.architecture", "")
+        self.architecture: str = self.get("general.architecture", str, "")
         if self.architecture not in ARCHITECTURES:
             near = nearest(self.architecture, list(ARCHITECTURES)) or list(ARCHITECTURES)
             raise CheckpointError(
@@ -80,9 +80,18 @@ class GGUFWeights(Weights):
         matrices = {name: t.kind for name, t in self._tensors.items() if t.kind in KEPT and len(self.stored[name].shape) == 2}
         self.kept = {name: KEPT[kind].format for name, kind in matrices.items()}
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value, or `default`."""
-        return self.metadata.get(key, default)
+    def get(self, key: str, kind: type | list[type], default: Any = None) -> Any:
+        """A metadata value, or `default`. Raises CheckpointError unless it is of `kind`; [kind]: an array of such."""
+        value = self.metadata.get(key)
+        if value is None:
+            return default
+        one = kind[0] if isinstance(kind, list) else kind
+        if isinstance(value, list) != isinstance(kind, list) or any(
+            type(v) is not one for v in (value if isinstance(value, list) else [value])
+        ):
+            what = f"an array of {one.__name__}" if isinstance(kind, list) else one.__name__
+            raise CheckpointError(f"{self.files[0]}: the metadata {key}={str(value)[:60]} is not {what}.", cure=FETCH)
+        return value
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         tensor, (rows, *rest) = self._tensors[name], self.stored[name].shape
@@ -114,28 +123,39 @@ class GGUFWeights(Weights):
         """Rows of one head where llama.cpp permuted them for interleaved rotary pairs; None elsewhere."""
         if self.architecture != "llama" or not re.search(r"\.self_attn\.[qk]_proj\.", name):
             return None
-        heads = self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        heads = self.config["num_attention_heads"]
+        if ".k_proj." in name:
+            heads = self.config.get("num_key_value_heads") or heads
         return self.stored[name].shape[0] // heads
 
     def _make_config(self) -> dict[str, Any]:
         row, model_type = ARCHITECTURES[self.architecture]
         config: dict[str, Any] = {"architectures": [row], "model_type": model_type, "hidden_act": "silu"}
         for key, name in _CONFIG_KEYS.items():
-            if (value := self.get(f"{self.architecture}.{key}")) is not None:
+            if (value := self.metadata.get(f"{self.architecture}.{key}")) is not None:
                 config[name] = value
         config.setdefault("vocab_size", self.stored.get("model.embed_tokens.weight", Stored((0,), torch.float32)).shape[0])
         config["tie_word_embeddings"] = "lm_head.weight" not in self.stored
         config["attention_bias"] = model_type == "llama" and "model.layers.0.self_attn.q_proj.bias" in self.stored
         config["dtype"] = self._own_dtype()
         for key in ("bos", "eos", "padding"):
-            if (token := self.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            if (token := self.get(f"tokenizer.ggml.{key}_token_id", int)) is not None:
                 config[f"{'pad' if key == 'padding' else key}_token_id"] = token
         if (scaling := self._rope_scaling()) is not None:
             config["rope_scaling"] = scaling
         missing = [name for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads") if name not in config]
         if missing:
             raise CheckpointError(f"{self.files[0]}: the metadata lacks {', '.join(missing)}.", cure=FETCH)
+        self._refuse_others(config)
         return config
+
+    def _refuse_others(self, config: dict[str, Any]) -> None:
+        """Raise CheckpointError for metadata that would change the model and has no place in config.json."""
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        size = config.get("head_dim") or (hidden // heads if type(heads) is type(hidden) is int and heads > 0 else None)
+        for key, only in (("rope.dimension_count", size), ("attention.value_length", size), ("rope.scaling.attn_factor", 1.0)):
+            if (value := self.metadata.get(f"{self.architecture}.{key}", only)) != only:
+                raise CheckpointError(f"{self.files[0]}: {key}={value!r} is not supported.", cure=f"Only {only} is.")
 
     def _own_dtype(self) -> str:
         """The dtype of the matrices; quantized ones came from a 16-bit model, whose range bfloat16 covers."""
@@ -148,14 +168,15 @@ class GGUFWeights(Weights):
         if "rope_freqs.weight" in self._tensors:
             # Llama 3.1's scaling, stored as one divisor a frequency.
             factors = self.read("rope_freqs.weight").tolist()
-            positions = self.get(f"{self.architecture}.context_length")
+            positions = self.get(f"{self.architecture}.context_length", int)
             same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
             return {"rope_type": "longrope", "original_max_position_embeddings": positions, **same}
-        kind = self.get(f"{self.architecture}.rope.scaling.type", "none")
+        kind = self.get(f"{self.architecture}.rope.scaling.type", str, "none")
         if kind == "none":
-            return None
-        scaling = {"rope_type": kind, "factor": self.get(f"{self.architecture}.rope.scaling.factor", 1.0)}
-        if (original := self.get(f"{self.architecture}.rope.scaling.original_context_length")) is not None:
+            factor = self.get(f"{self.architecture}.rope.scale_linear", float, 1.0)  # as older files write it
+            return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+        scaling = {"rope_type": kind, "factor": self.get(f"{self.architecture}.rope.scaling.factor", float, 1.0)}
+        if (original := self.get(f"{self.architecture}.rope.scaling.original_context_length", int)) is not None:
             scaling["original_max_position_embeddings"] = original
         return scaling
 
@@ -177,7 +198,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, _Blocks]]:
             t.name: _Blocks(t.tensor_type, tuple(int(n) for n in reversed(t.shape)), t.data_offset, t.n_bytes) for t in reader.tensors
         }
         return {name: _plain(field) for name, field in reader.fields.items()}, tensors
-    except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError, TypeError) as problem:
+    except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError) as problem:
         raise CheckpointError(f"{path} is not a whole GGUF file ({problem}).", cure=FETCH) from None
 
 
