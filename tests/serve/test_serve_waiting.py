@@ -35,6 +35,15 @@ def test_every_door_says_that_it_is_loading() -> None:
             assert httpx.get(f"{url}/ping").json()["again"]["status"] == "Loading"
 
 
+def test_any_free_port_of_the_metrics_shows_nothing_else() -> None:
+    settings = ServerSettings(http_port=0, metrics_port=0)
+    api, metrics = listen(settings)
+    with api, metrics, Waiting([api, metrics], settings, "tiny"):
+        for listener, status in ((api, 200), (metrics, 404)):
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            assert (httpx.get(f"{url}/v2").status_code, httpx.get(f"{url}/metrics").status_code) == (status, 200)
+
+
 def test_from_loading_to_ready_without_a_refusal(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "serving.properties").write_text(f"option.model_id={checkpoint}\noption.max_tokens=512\noption.rotary_base=10000\n")
     with bind("127.0.0.1", 0) as free:

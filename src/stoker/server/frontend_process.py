@@ -34,7 +34,7 @@ from stoker.server.tasks import FrontendTask
 log = get_logger(__name__)
 
 LOAD_TIMEOUT_S = 86400.0  # the parent watches the executor; a frontend only waits for it
-KEEP_ALIVE_S = 60
+KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers let go: none sends a request as its connection closes
 STOP_POLL_S = 0.1
 
 

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE, ST
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers; the parser itself would keep on collecting
 MAX_PIPELINED = 256  # requests that wait on one connection for the answers of earlier ones
-HEAD_S = 60.0  # a new connection, and one that has begun a request, has so long to complete the head
+HEAD_S = 75.0  # a new connection, and one that has begun a request, has so long to complete the head
 CYCLE = "stoker.cycle"  # its place among the scope's extensions
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
@@ -55,6 +57,13 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
         listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]
         stack.pop_all()
         return listeners
+
+
+def with_metrics_port(settings: ServerSettings, listeners: list[socket.socket]) -> ServerSettings:
+    """The settings with the port that the metrics were given where any free one was asked for: requests tell the doors by it."""
+    if settings.metrics_port is None:
+        return settings
+    return msgspec.structs.replace(settings, metrics_port=listeners[1].getsockname()[1])
 
 
 def reserve(host: str, port: int) -> socket.socket:
@@ -161,7 +170,8 @@ class Supervisor:
         self._port = self._listeners[0].getsockname()[1]
         self._doors = [_address(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
-        task = FrontendTask(str(self.tokenizer), self._name, self._settings, self._address, fds, self._grpc_address)
+        settings = with_metrics_port(self._settings, self._listeners)
+        task = FrontendTask(str(self.tokenizer), self._name, settings, self._address, fds, self._grpc_address)
         count = self._settings.num_frontends
         # Several frontends add their counts up through files, which prometheus-client keeps in this directory.
         shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}

@@ -14,6 +14,7 @@ from stoker.frontend.repository import ModelRepository, ModelState
 from stoker.server.app import make_app
 from stoker.server.frontend_process import HttpServer, http_config
 from stoker.server.metrics import FrontendMetrics
+from stoker.server.process import with_metrics_port
 from stoker.server.protocol import Context
 from stoker.server.schemas.settings import ServerSettings
 
@@ -28,7 +29,7 @@ class Waiting:
         repository = ModelRepository()
         self._model = repository.register(name, _never, _never)
         self._model.state, self._model.reason = ModelState.LOADING, "being fetched and built"
-        brief = msgspec.structs.replace(settings, drain_timeout_s=0.0)
+        brief = msgspec.structs.replace(with_metrics_port(settings, listeners), drain_timeout_s=0.0)
         self._server = HttpServer(http_config(make_app(Context(repository, brief, FrontendMetrics())), brief))
         self._sockets = [listener.dup() for listener in listeners]
         self._thread = threading.Thread(target=self._run, name="stoker-waiting", daemon=True)
