@@ -15,6 +15,7 @@ from stoker.base.config import Limits, Mapping
 from stoker.base.errors import CheckpointError, ConfigError, EngineError
 from stoker.builder.build import build, build_cached
 from stoker.builder.config import BuildConfig, fit_limits
+from stoker.builder.prepare import prepare
 from stoker.engine.config import decode, encode
 from stoker.engine.reader import Engine
 
@@ -175,6 +176,50 @@ def test_an_engine_is_replaced_only_when_forced_and_whole(tmp_path: Path, llama:
     with pytest.raises(EngineError, match="is not an engine"):
         build(llama, tmp_path / "mine", force=True)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+def test_of_two_builds_at_once_the_later_one_replaces_nothing(tmp_path: Path, llama: Path) -> None:
+    """The other build is done while this one verifies."""
+    out, config = tmp_path / "engine", BuildConfig(device="cpu")
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "verify" and not out.exists():
+            build(llama, tmp_path / "other", config, verify="none").path.rename(out)
+            (out / "theirs").touch()
+
+    with pytest.raises(EngineError, match="holds an engine already"):
+        build(llama, out, config, verify="files", progress=progress)
+    assert (out / "theirs").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["engine"]
+    build(llama, out, config, verify="files", force=True)
+    assert not (out / "theirs").exists()
+
+
+@pytest.mark.parametrize("stage", ["weights", "verify"])
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_a_build_that_ends_early_leaves_nothing(tmp_path: Path, llama: Path, stage: str, problem: BaseException) -> None:
+    def progress(name: str, done: int, total: int) -> None:
+        if name == stage:
+            raise problem
+
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        build(llama, tmp_path / "engine", BuildConfig(device="cpu"), verify="files", progress=progress)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_perplexity_increase": float("nan")}, "max_perplexity_increase=nan is refused"),
+        ({"max_perplexity_increase": float("inf")}, "max_perplexity_increase=inf is refused"),
+        ({"max_perplexity_increase": 0.1}, "nothing is quantized"),
+        ({"compute_capability": "9.0"}, "compute_capability='9.0' is refused: device=cpu has none"),
+        ({"quantization": "GPTQ", "quantization_settings": {"damp": "nan"}}, "damp=nan is refused"),
+        ({"quantization": "GPTQ", "quantization_settings": {"damp": -1}}, "damp=-1.0 is refused"),
+    ],
+)
+def test_options_without_effect_or_sense_are_refused(llama: Path, given: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(llama, BuildConfig(device="cpu", **given))
 
 
 def test_config_round_trip(tmp_path: Path, llama: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +28,7 @@ from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import Prepared, prepare
 from stoker.distributed.group import SINGLE
 from stoker.engine.reader import Engine
-from stoker.engine.stream import LayerStream, windows
+from stoker.engine.stream import LayerStream, Scores, windows
 from stoker.layers.decoder import layer_specs
 from stoker.layers.loader import Loader
 from stoker.layers.specs import LinearSpec
@@ -416,6 +418,19 @@ def test_the_accuracy_check_reports_and_refuses(checkpoint: Path, tmp_path: Path
     with pytest.raises(EngineError, match=r"WEIGHTS_ONLY_INT4 raises perplexity by .*% is allowed.*--max-perplexity-increase"):
         build(checkpoint, tmp_path / "refused", strict)
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize(("after", "says"), [(math.nan, "makes a model without a perplexity"), (0.0, None), (1e-3, "and 0.0% is allowed")])
+def test_the_accuracy_check_at_its_edges(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float, says: str | None
+) -> None:
+    """Nothing may be lost: what loses nothing passes, what has no perplexity does not."""
+    runs = iter((Scores(nll=100.0, count=50), Scores(nll=100.0 + after, count=50)))
+    monkeypatch.setattr("stoker.builder.accuracy._run", lambda *_: next(runs))
+    config = BuildConfig(quantization="WEIGHTS_ONLY_INT8", max_perplexity_increase=0.0, **QUICK)
+    with pytest.raises(EngineError, match=says) if says else contextlib.nullcontext():
+        build(checkpoint, tmp_path / "engine", config)
+    assert (tmp_path / "engine").exists() is (says is None)
 
 
 @pytest.mark.parametrize("recipe", ["FP8", "WEIGHTS_KV_INT8"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,7 +110,12 @@ def _run(prepared: Prepared, recipe: Recipe, source: TensorSource, tokens: list[
 def _refuse(prepared: Prepared, found: Accuracy) -> None:
     asked, name = prepared.build.max_perplexity_increase, prepared.config.recipe.name
     most = limit(name) if asked is None else asked
-    if not found.increase <= most:
+    if not math.isfinite(found.increase):
+        raise EngineError(
+            f"{name} makes a model without a perplexity ({found.perplexity_before:.4g} before, {found.perplexity_after:.4g} after).",
+            cure="Use another quantization or dtype; --verify files builds without the measurement.",
+        )
+    if found.increase > most:
         raise EngineError(
             f"{name} raises perplexity by {found.increase:.1%} ({found.perplexity_before:.2f} to {found.perplexity_after:.2f} "
             f"over {found.tokens} tokens), and {most:.1%} is allowed.",

@@ -17,7 +17,7 @@ from stoker.builder.calibration_text import calibration_windows
 from stoker.builder.config import VERIFY, BuildConfig
 from stoker.builder.convert import convert, stored_tensors
 from stoker.builder.generation import write_generation
-from stoker.builder.prepare import Prepared, prepare
+from stoker.builder.prepare import Prepared, prepare, quantizes
 from stoker.builder.shares import RankShare, file_order
 from stoker.builder.tokenizer import write_tokenizer
 from stoker.builder.verify import Greedy, verify_files, verify_tokens
@@ -53,7 +53,7 @@ def build(
     check_choice("verify", verify, VERIFY)
     out = Path(out)
     check_free(out, force)
-    return _carry_out(prepare(source, config).with_fingerprint(), out, verify, progress or _silent, kernels)
+    return _carry_out(prepare(source, config).with_fingerprint(), out, verify, progress or _silent, kernels, force=force)
 
 
 def build_cached(
@@ -67,10 +67,10 @@ def build_cached(
     """The engine of `source` from the cache, built there first when it is not. Raises as `build` does."""
     check_choice("verify", verify, VERIFY)
     prepared = prepare(source, config).with_fingerprint()
-    return cached_engine(prepared.config, lambda path: _carry_out(prepared, path, verify, progress or _silent, kernels))
+    return cached_engine(prepared.config, lambda path: _carry_out(prepared, path, verify, progress or _silent, kernels, force=True))
 
 
-def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress, kernels: CompileKernels | None) -> Engine:
+def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress, kernels: CompileKernels | None, *, force: bool) -> Engine:
     with workspace(out) as work:
         written = _write(prepared, work, progress)
         if kernels is not None:
@@ -78,6 +78,7 @@ def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress, k
             written = _with_new_files(written, work)
         if verify != "none":
             write_config(work, msgspec.structs.replace(written, checks=_check(prepared, work, verify, progress)))
+        check_free(out, force)  # another build may have been faster
         publish(work, out)
     forget(prepared)
     return Engine.open(out)
@@ -150,7 +151,7 @@ def _check(prepared: Prepared, work: Path, verify: str, progress: Progress) -> d
     if verify != "files":
         found["greedy"] = msgspec.to_builtins(_compare(prepared, work, ask=verify == "full"))
     progress("verify", 2, 2)
-    if verify != "files" and (config.recipe.name != "NO_QUANT" or config.recipe.kv_cache is not None):
+    if verify != "files" and quantizes(config.recipe):
         # The files of several ranks hold parts: what calibration finished is read again.
         whole = _calibrated(prepared, work, progress) if config.mapping.world_size > 1 else None
         accuracy = check_accuracy(prepared, work, ask=verify == "full", progress=progress, calibrated=whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -51,6 +52,12 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
             check_choice("device", self.device, DEVICES)
         if self.compute_capability is not None and not re.fullmatch(r"[1-9]\d?\.\d", self.compute_capability):
             raise ConfigError(f"compute_capability={self.compute_capability!r} is refused.", cure="Use a number such as 9.0.")
+        if self.device == "cpu" and self.compute_capability is not None:
+            raise ConfigError(
+                f"compute_capability={self.compute_capability!r} is refused: device=cpu has none.", cure="Leave one of them out."
+            )
+        if self.max_perplexity_increase is not None and not -1 <= self.max_perplexity_increase < math.inf:
+            raise ConfigError(f"max_perplexity_increase={self.max_perplexity_increase} is refused.", cure="Use a share such as 0.05.")
         check_range("calibration_size", self.calibration_size, 1, 1 << 20)
         check_range("calibration_seq_len", self.calibration_seq_len, 2, 1 << 20)
 

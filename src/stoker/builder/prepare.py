@@ -78,6 +78,8 @@ def prepare(source: str | Path, build: BuildConfig) -> Prepared:
     )
     makings = {} if build.dummy_weights else plan(architecture, model, checkpoint.weights)
     config = msgspec.structs.replace(config, recipe=_find_recipe(build, config, makings, checkpoint))
+    if build.max_perplexity_increase is not None and not quantizes(config.recipe):
+        raise ConfigError("max_perplexity_increase is refused: nothing is quantized.", cure="Leave it out, or name a quantization.")
     config = msgspec.structs.replace(config, recipe=_measured_on(build, config))
     config = msgspec.structs.replace(config, recipe=fit_recipe(config))
     check_shares(config)
@@ -119,6 +121,11 @@ def _measured_on(build: BuildConfig, config: EngineConfig) -> Recipe:
         return config.recipe
     asked = {"data": build.calibration_data or "default", "size": build.calibration_size, "seq_len": build.calibration_seq_len}
     return msgspec.structs.replace(config.recipe, calibration=asked)
+
+
+def quantizes(recipe: Recipe) -> bool:
+    """Whether an engine of this recipe says something else than its checkpoint, so that its accuracy is measured."""
+    return recipe.name != "NO_QUANT" or recipe.kv_cache is not None
 
 
 def measures(model: ModelConfig, recipe: Recipe) -> bool:

@@ -23,6 +23,11 @@ class GPTQ(Int4, frozen=True, kw_only=True, tag="gptq"):
     scales: bool = True
     damp: float = 0.01  # of the mean diagonal is added to the diagonal
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.damp <= 1:
+            raise ConfigError(f"damp={self.damp} is refused.", cure="Use a share above 0 and at most 1, such as 0.01.")
+
     @property
     def needs_calibration(self) -> bool:
         return True
