@@ -290,3 +290,16 @@ def test_a_long_tokenization_lets_others_through() -> None:
                 answered.append(time.monotonic())
         thread.join()
         assert sum(at < ended[0] for at in answered) > 10
+
+
+def test_numbers_beyond_any_reader(server: Running) -> None:
+    for path in ("generate", "generate_stream", "infer"):
+        answer = httpx.post(f"http://{server.http}/v2/models/ensemble/{path}", content=b'{"max_tokens": ' + b"9" * 5000 + b"}")
+        assert (answer.status_code, answer.json()["error"].partition(" at ")[0]) == (
+            500, "failed to parse the request JSON buffer: Number too big to be stored in double."
+        )  # fmt: skip
+
+
+def test_bodies_may_be_longer_than_grpc_s_messages() -> None:
+    with running(max_request_bytes=1 << 32) as server, tgrpc.InferenceServerClient(server.grpc) as client:
+        assert client.is_server_live()

@@ -28,6 +28,7 @@ log = get_logger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_STREAM_REQUESTS = 4096  # in flight on one stream; more wait until some have ended
+MAX_MESSAGE = (1 << 31) - 1  # protobuf's own limit
 EMPTY_FINAL = "triton_enable_empty_final_response"
 OPEN = ("ServerLive", "ServerReady", "ModelReady")
 
@@ -249,7 +250,8 @@ def open_door(context: Context, address: str, core: Core | None = None) -> Any:
     """
     settings = context.settings
     options = [
-        ("grpc.max_receive_message_length", settings.max_request_bytes), ("grpc.max_send_message_length", -1), ("grpc.so_reuseport", 1),
+        ("grpc.max_receive_message_length", min(settings.max_request_bytes, MAX_MESSAGE)),
+        ("grpc.max_send_message_length", -1), ("grpc.so_reuseport", 1),
         ("grpc.max_metadata_size", 64 << 10), ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]  # fmt: skip

@@ -43,6 +43,8 @@ def _rapidjson(body: bytes, error: Exception) -> tuple[str, int]:
         return _WORDS.get(found.msg, "Invalid value."), at
     except UnicodeDecodeError as found:
         return "Invalid encoding in string.", found.start
+    except ValueError:  # a whole number of more digits than Python takes
+        return "Number too big to be stored in double.", 0
     except RecursionError:
         return "Terminate parsing due to Handler error.", len(body)
     return "Invalid value.", 0  # NaN and the like, which the standard library takes
