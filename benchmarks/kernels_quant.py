@@ -40,7 +40,11 @@ from stoker.kernels.types import Fusion
 READ_TB_S = 4.42  # measured read-only stream of one H200
 ROTATED_BYTES = 256 << 20
 FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
-CODES = {"fp8": "fp8", "int8": "digits", "w8a8": "int8", "int4/128": "digits", "int4/64": "digits", "int4/32": "digits"}
+WIDENED = "/widened"  # ends the name of a format whose codes become the rows' dtype
+CODES = {
+    "fp8": "fp8", "int8": "digits", "w8a8": "int8",
+    **{f"int4/{group}": "digits" for group in (128, 64, 32)}, **{f"int4/{group}{WIDENED}": "" for group in (128, 64, 32)},
+}  # fmt: skip
 LINEARS = {
     "qkv": (6144, 4096, "n"), "out": (4096, 4096, "r"), "up": (14336, 4096, "ng"), "down": (4096, 14336, "r"), "head": (128256, 4096, "n"),
 }  # fmt: skip
@@ -106,6 +110,8 @@ class Case:
     def run(self, x: Tensor, stored: Stored, fusion: Fusion, tile: QuantTile | None) -> Tensor:
         if self.form == "block":
             return quant_linear.block_rows(x, stored, None, fusion, tile)
+        if self.form.endswith(WIDENED):
+            return quant_linear.plain_rows(x, stored, None, fusion, tile)
         return quant_linear.few_rows(x, stored, CODES[self.form], self.form, None, None, fusion, tile)
 
 
@@ -131,7 +137,7 @@ def candidates(case: Case) -> Iterator[QuantTile]:
             if case.k // 128 % splits == 0 and 100 <= case.n // block_n * splits <= 1200:
                 yield QuantTile(block_n, 128, splits, 4, stages, columns=16)
         return
-    columns = case.rows * (2 if CODES[case.form] == "digits" else 1)
+    columns = case.rows * (1 if CODES[case.form] in ("fp8", "int8") else 2)  # bytes of a feature: two digits, or one value of 16 bits
     one = case.rows == 1
     depths = (256,) if case.group else (128, 256) if one else (128, 256, 512)
     for block_n, block_k, splits in itertools.product((32, 64) if one else (64, 128), depths, (1, 2, 4)):
@@ -141,6 +147,9 @@ def candidates(case: Case) -> Iterator[QuantTile]:
         if not fits or stored * 4 > 200_000 or (block_n == 128 and case.gated and columns >= 64):
             continue
         warps = 8 if block_n == 128 or (case.gated and columns >= 64) else 2 if block_n == 32 else 4
+        if case.form.endswith(WIDENED):
+            yield from (QuantTile(block_n, block_k, splits, *shape) for shape in itertools.product((4, 8), (2, 3, 4)))
+            continue
         widths = (8, 16) if one and case.form == "fp8" and block_n == 64 else (8,)
         for encode, wide in itertools.product((True, False) if one else (False,), widths):
             yield QuantTile(block_n, block_k, splits, warps, 4 if stored * 6 > 160_000 else 6, wide, encode)

@@ -215,6 +215,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     },
     "quant fp8 weights, 64 rows": lambda: quantized("fp8 weights", 64),
     "quant int4 in groups of 32, 1 row": lambda: quantized("int4", 1, True, group=32),
+    "quant int4 in groups of 32, 64 rows": lambda: quantized("int4", 64, True, group=32),
     "quant int4 in groups of 32, 256 rows": lambda: quantized("int4", 256, True, group=32),
     **{
         f"experts {dtype}, {rows} rows": (

@@ -16,7 +16,18 @@ from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
-from stoker.kernels.triton import activation, linear, quant_codes, quant_fp8, quant_gemv, quant_int4, quant_int8, quant_linear, stream
+from stoker.kernels.triton import (
+    activation,
+    linear,
+    quant_codes,
+    quant_fp8,
+    quant_gemv,
+    quant_int4,
+    quant_int8,
+    quant_linear,
+    quant_tuning,
+    stream,
+)
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.triton.quant_tuning import QuantTile
 from stoker.kernels.triton.stream_tuning import StreamTile
@@ -276,6 +287,17 @@ def test_int4_tiles(zero: str) -> None:
     for tile in (QuantTile(32, 128, 2, encode=True), QuantTile(16, 256, 1), QuantTile(64, 64, 4, encode=True)):
         assert relative_error(quant_linear.few_rows(x, stored, "digits", "int4/32", None, bias, around, tile), want) < 1e-2
     assert relative_error(quant_linear.plain_rows(x, stored, bias, around, QuantTile(32, 128)), want) < 1e-2
+
+
+@pytest.mark.parametrize(("m", "group"), [(9, 32), (33, 32), (17, 64), (35, 128)])
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize("parts", ["br", "ng"])
+def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: int, group: int) -> None:
+    x, bias, around, rows = problem(m, 72, 648, torch.bfloat16, parts)
+    assert not quant_tuning.digits_pay(m, group, x.element_size())
+    weight = int4_weight(rows, 648, group, zero)
+    want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
+    assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(weight), bias, around), want) < 1e-2
 
 
 STREAM_TILES = [StreamTile(4, 1, 8, 1), StreamTile(2, 2, 4, 4), StreamTile(2, 8, 1, 2)]

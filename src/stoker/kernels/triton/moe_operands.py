@@ -16,8 +16,9 @@ from stoker.kernels.routing import Routing
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 from stoker.kernels.triton.quant_codes import encode_groups, encode_rows
 from stoker.kernels.triton.quant_fp8 import BLOCK_COLUMNS
-from stoker.kernels.triton.quant_int4 import SMALLEST_INTEGER_GROUP, Packed
+from stoker.kernels.triton.quant_int4 import Packed
 from stoker.kernels.triton.quant_linear import Stored
+from stoker.kernels.triton.quant_tuning import SMALLEST_INTEGER_GROUP
 
 DIGIT_ROWS = 32  # of an expert's tile: up to so many become digits, more are multiplied as they are by widened weights
 _BLOCK = 1024

@@ -18,14 +18,13 @@ from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows, ungated
-from stoker.kernels.triton.quant_tuning import FEW_ROWS
+from stoker.kernels.triton.quant_tuning import FEW_ROWS, digits_pay
 from stoker.kernels.triton.quant_unpack import nibbles
 from stoker.kernels.triton.stream import stream, takes
 from stoker.kernels.types import PLAIN, Fusion
 
 LARGEST_GROUP = 128  # larger ones, and such as 48, are cut into some that share a scale
 SMALLEST_GROUP = 16  # the depth of a 16-bit matrix instruction
-SMALLEST_INTEGER_GROUP = 32  # of an 8-bit one
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def _paired(codes: Tensor, pairs: int, group: int) -> Tensor:
 
 
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.int4_linear`. Few rows become two int8 digits each, which multiply codes that no one widens.
+    """See `ops.int4_linear`. Few rows become two int8 digits each, which multiply codes that no one widens; more meet widened codes.
 
     A weight that `pack_int4` left as stored is widened in plain torch, every time.
     """
@@ -95,11 +94,10 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
     rows, stored = x.shape[0], packed.stored()
     if takes(x, "int4", stored):
         return stream(x, "int4", stored, None, bias, fusion)
-    most = FEW_ROWS if packed.group >= LARGEST_GROUP else FEW_ROWS // 2  # the scales of small groups cost more than narrow codes save
-    if rows <= most:
-        if packed.group < SMALLEST_INTEGER_GROUP:
-            return plain_rows(x, stored, bias, fusion)
-        return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)
+    if rows <= FEW_ROWS:
+        if digits_pay(rows, packed.group, x.element_size()):
+            return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)
+        return plain_rows(x, stored, bias, fusion)
     x, fusion = ungated(x, fusion)
     return many_rows(x, stored.n, lambda a, b: dequantize_int4(packed, a, b, x.shape[1], x.dtype), bias, fusion)
 

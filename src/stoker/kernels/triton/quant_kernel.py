@@ -90,41 +90,40 @@ def add_group(acc, w, v, sums, scale, zero, place, ZERO: tl.constexpr, PACKED: t
 @triton.jit
 def add_int4(acc, codes, low_v, high_v, sums, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
     """acc + the products of two neighbouring groups: the low nibbles are one's codes, the high ones the next one's."""
-    s1, b1 = grid_of(grid[: len(grid) // 2], ZERO)
-    s2, b2 = grid_of(grid[len(grid) // 2 :], ZERO)
+    low_grid = grid[: len(grid) // 2]
+    high_grid = grid[len(grid) // 2 :]
     if low_v.dtype == tl.int8:
         low, high = nibbles(codes, PACKED)
-        product = joined_digits(tl.dot(low, low_v, out_dtype=tl.int32)).to(tl.float32)
-        acc = (acc + b1[:, None] * sums[0][None, :]) + product * s1[:, None]
-        product = joined_digits(tl.dot(high, high_v, out_dtype=tl.int32)).to(tl.float32)
-        acc = (acc + b2[:, None] * sums[1][None, :]) + product * s2[:, None]
+        s, b = grid_of(low_grid, ZERO)
+        acc = (acc + b[:, None] * sums[0][None, :]) + joined_digits(tl.dot(low, low_v, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
+        s, b = grid_of(high_grid, ZERO)
+        acc = (acc + b[:, None] * sums[1][None, :]) + joined_digits(tl.dot(high, high_v, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
     else:
         low, high = wide_nibbles(codes, low_v.dtype, PACKED)
-        base: tl.constexpr = nibble_base(low_v.dtype)
-        low = scaled_nibbles(low, base, s1, b1, ZERO, PACKED)
-        high = scaled_nibbles(high, base, s2, b2, ZERO, PACKED)
-        acc = tl.dot(low, low_v, acc, input_precision="ieee")
-        acc = tl.dot(high, high_v, acc, input_precision="ieee")
+        acc = tl.dot(scaled_nibbles(low, low_grid, ZERO, PACKED), low_v, acc, input_precision="ieee")
+        acc = tl.dot(scaled_nibbles(high, high_grid, ZERO, PACKED), high_v, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def scaled_nibbles(codes, base: tl.constexpr, scale, low, ZERO: tl.constexpr, PACKED: tl.constexpr):
-    """(code + base - (base - low ÷ scale)) × scale: exact but for the last product when the zero point, - low ÷ scale, is whole.
-
-    One that is not (ZERO float) would be rounded to whole ones beside `base`: there `low` is added instead.
-    """
-    if ZERO == "float":
-        if PACKED:
-            return (codes - base) * scale.to(codes.dtype)[:, None] + low.to(codes.dtype)[:, None]
-        else:
-            return ((codes.to(tl.float32) - base) * scale[:, None] + low[:, None]).to(codes.dtype)
+def scaled_nibbles(codes, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
+    """Values of `wide_nibbles`: (code - zero point) × scale, exact but for the product, or code × scale + low where ZERO is float."""
+    base: tl.constexpr = nibble_base(codes.dtype)
+    if ZERO == "none":
+        zero = base + 8.0
+    elif ZERO == "int":
+        zero = (base + grid[1].to(tl.float32))[:, None]
     else:
-        zero = base - low / tl.where(scale == 0.0, 1.0, scale)
-        if PACKED:
-            return (codes - zero.to(codes.dtype)[:, None]) * scale.to(codes.dtype)[:, None]
-        else:
-            return ((codes.to(tl.float32) - zero[:, None]) * scale[:, None]).to(codes.dtype)
+        zero = base
+    if PACKED:
+        if ZERO == "int":
+            zero = zero.to(codes.dtype)
+        made = (codes - zero) * grid[0].to(codes.dtype)[:, None]
+    else:
+        made = (codes.to(tl.float32) - zero) * grid[0].to(tl.float32)[:, None]
+    if ZERO == "float":
+        made += grid[1].to(made.dtype)[:, None]
+    return made.to(codes.dtype)
 
 
 @triton.jit
@@ -150,10 +149,7 @@ def grid_of(stored, ZERO: tl.constexpr):
 
 @triton.jit
 def take_grids(scale, zero, col, rows, n, ZERO: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr):
-    """The grids of UNITS pairs of groups of int4 from feature `col` on, by row: of each pair both groups', then those of the `up` rows.
-
-    A turn takes the next one's. Nothing else asks for them early, and read where they are used they hold each turn up for a trip to memory.
-    """
+    """The grids of UNITS pairs of groups of int4 from feature `col` on, by row: of each pair both groups', then those of the `up` rows."""
     LINES = n * (2 if GATED else 1)
     made = ()
     for part in tl.static_range(UNITS):
@@ -301,13 +297,19 @@ def quant_linear_kernel(
     up_rows = w_rows
     if GATED:
         up_rows = weight + (safe + n) * stride_w
-    if FORM == "int4":
-        EACH: tl.constexpr = 2 if ZERO == "none" else 4  # tensors of a pair of groups
+    EACH: tl.constexpr = 2 if ZERO == "none" else 4  # tensors of a pair of groups' grids
+    # Beside digits a turn asks for the next one's grids: read where they are used they would hold it up for a trip to memory. Where they
+    # scale operands, grids from the turn before would send the operands through shared memory once more.
+    AHEAD: tl.constexpr = FORM == "int4" and DIGITS == 2
+    if AHEAD:
         ahead = take_grids(scale, zero, tl.minimum(begin, k - BLOCK_K), safe, n, ZERO, GROUP, UNITS, GATED)
     for start in range(begin, stop, BLOCK_K):
         if FORM == "int4":
-            grids = ahead
-            ahead = take_grids(scale, zero, tl.minimum(start + BLOCK_K, k - BLOCK_K), safe, n, ZERO, GROUP, UNITS, GATED)
+            if AHEAD:
+                grids = ahead
+                ahead = take_grids(scale, zero, tl.minimum(start + BLOCK_K, k - BLOCK_K), safe, n, ZERO, GROUP, UNITS, GATED)
+            else:
+                grids = take_grids(scale, zero, start, safe, n, ZERO, GROUP, UNITS, GATED)
             for part in tl.static_range(UNITS):
                 first_col = start + part * 2 * GROUP
                 sums = ()

@@ -15,7 +15,7 @@ from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.quant_codes import LIMITS, Codes, empty_codes, encode_groups, encode_rows
 from stoker.kernels.triton.quant_kernel import quant_linear_kernel
-from stoker.kernels.triton.quant_tuning import FEW_ROWS, QuantTile, middle_tile, padded_tokens, stream_tile
+from stoker.kernels.triton.quant_tuning import FEW_ROWS, QuantTile, middle_tile, padded_tokens, stream_tile, widened_tile
 from stoker.kernels.types import Fusion
 
 MOST_TOKENS = 128  # of one tile
@@ -85,6 +85,9 @@ def plain_rows(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, t
     """Rows as they are: a tile of weights becomes their dtype in registers."""
     x = normed(x, fusion)
     tokens = min(padded_tokens(x.shape[0]), MOST_TOKENS // (1 if fusion.gate is None else 2))
+    if tile is None and stored.form == "int4" and x.element_size() == 2:
+        n = stored.n // (1 if fusion.gate is None else 2)
+        tile = widened_tile(tokens, n, stored.k, stored.group, num_multiprocessors(x.device))
     tile = tile or middle_tile(tokens, x.element_size(), stored.group, stored.k)
     return launch(x, stored, tile, bias, replace(fusion, norm_kind=None), x, tokens)
 

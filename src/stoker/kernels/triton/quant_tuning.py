@@ -23,6 +23,7 @@ class QuantTile:
     encode: bool = False  # one row: every program makes the codes it reads, instead of a launch before this one
 
 
+SMALLEST_INTEGER_GROUP = 32  # the depth of an 8-bit matrix instruction
 FEW_ROWS = 64  # rows up to which weights are streamed once
 # More rows than these: weight-only formats widen the weight once and use the library's GEMM. Llama-3.1-8B's up and down projections on an
 # H200, µs: int8 digits against 256 rows 144 and 71, widened 238 and 121; int4 against 128 rows 163 and 92, widened 165 and 84.
@@ -109,11 +110,33 @@ def stream_tile(form: str, rows: int, n: int, k: int, gated: bool, multiprocesso
         block_k = largest_block(k, 2 * group, 256 if group < 128 else 2 * group)
     else:
         block_k = 256 if k % 256 == 0 else 128
-    splits, programs = 1, triton.cdiv(n, block_n)
-    while programs * splits < 2 * multiprocessors and k // (block_k * splits * 2) >= 3:
-        splits *= 2
+    splits = splits_of(triton.cdiv(n, block_n), k, block_k, multiprocessors)
     wide = (gated and rows >= 32) or (group and rows > 32)  # 128 columns of sums need the registers of eight warps
     return QuantTile(block_n, block_k, splits, 8 if wide else 4, 4, columns=16 if form == "fp8" else 8, encode=rows == 1 and k <= 8192)
+
+
+def splits_of(programs: int, k: int, block_k: int, multiprocessors: int) -> int:
+    """Programs that share the features, so that each multiprocessor has two and each program three turns."""
+    splits = 1
+    while programs * splits < 2 * multiprocessors and k // (block_k * splits * 2) >= 3:
+        splits *= 2
+    return splits
+
+
+def digits_pay(rows: int, group: int, item: int) -> bool:
+    """Whether up to FEW_ROWS rows of `item` bytes meet int4 in groups as digits, not with the codes widened.
+
+    Every group's sums are joined and scaled, for every row; codes are widened once. 64 rows of weights × 256 features take sm_90, in
+    groups of 128, 1,584 instructions against digits of 32 rows and 1,848 widened, 3,144 and 1,896 against 64 rows; in groups of 32 4,888
+    and 2,664, 9,808 and 2,768 (counted in the compiled loops, all warps together).
+    """
+    return group >= SMALLEST_INTEGER_GROUP and (rows <= group // 4 or item > 2)
+
+
+def widened_tile(tokens: int, n: int, k: int, group: int, multiprocessors: int) -> QuantTile:
+    """The tile of few 16-bit rows against int4 that is widened in registers. By rule: not measured on a device yet."""
+    block_k = largest_block(k, 2 * group, 256)
+    return QuantTile(64, block_k, splits_of(triton.cdiv(n, 64), k, block_k, multiprocessors), 4, 4 if tokens <= 32 else 3)
 
 
 def digits_tile(rows: int, n: int, multiprocessors: int) -> QuantTile:

@@ -31,22 +31,18 @@ def wide_nibbles(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """
     if PACKED and tl.bfloat16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
-            """{ .reg .b32 t, u;
-            prmt.b32 t, $4, 0, 0x4140; prmt.b32 u, $4, 0, 0x4342;
-            lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; lop3.b32 $1, u, 0x000f000f, 0x43004300, 0xea;
-            shr.u32 t, t, 4; shr.u32 u, u, 4;
-            lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea; lop3.b32 $3, u, 0x000f000f, 0x43004300, 0xea; }""",
-            "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            """{ .reg .b32 t;
+            prmt.b32 t, $2, 0, 0x4140; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea;
+            shr.u32 t, t, 4; lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xea; }""",
+            "=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
         return low, high
     elif PACKED and tl.float16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
-            """{ .reg .b32 t, u;
-            prmt.b32 t, $4, 0, 0x4140; prmt.b32 u, $4, 0, 0x4342;
-            lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; lop3.b32 $1, u, 0x000f000f, 0x64006400, 0xea;
-            shr.u32 t, t, 4; shr.u32 u, u, 4;
-            lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea; lop3.b32 $3, u, 0x000f000f, 0x64006400, 0xea; }""",
-            "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+            """{ .reg .b32 t;
+            prmt.b32 t, $2, 0, 0x4140; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea;
+            shr.u32 t, t, 4; lop3.b32 $1, t, 0x000f000f, 0x64006400, 0xea; }""",
+            "=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
         return low, high
     else:
