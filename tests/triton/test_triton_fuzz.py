@@ -134,3 +134,16 @@ def test_one_output_of_several_rows(server: Running, name: str, datatype: str, r
     assert (output["name"], output["datatype"], output["shape"]) == (name, datatype, [rows, n])
     if name == "text_output":
         assert all(f"row {i // n}" in text for i, text in enumerate(output["data"]))
+
+
+def test_a_row_that_streams_is_more_than_one_response(server: Running) -> None:
+    """Its pieces are no sequences of the row."""
+    body = {
+        "inputs": [
+            {"name": "text_input", "datatype": "BYTES", "shape": [2, 1], "data": ["a", "b"]},
+            {"name": "max_tokens", "datatype": "INT32", "shape": [2, 1], "data": [3, 3]},
+            {"name": "stream", "datatype": "BOOL", "shape": [2, 1], "data": [False, True]},
+        ]
+    }
+    answer = httpx.post(f"http://{server.http}/v2/models/ensemble/infer", json=body, timeout=20)
+    assert "expects model to produce exactly 1 response" in answer.json().get("error", ""), answer.text

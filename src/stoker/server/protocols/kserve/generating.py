@@ -104,7 +104,7 @@ class Generating(ABC):
 
     def _side_by_side(self, planned: list[Planned], inference: Inference, service: Service) -> Responses:
         stream = merged([self._row(row, service) for row in planned]) if len(planned) > 1 else self._row(planned[0], service)
-        whole = not planned[0].streaming and (inference.single or not inference.model.decoupled)
+        whole = not any(row.streaming for row in planned) and (inference.single or not inference.model.decoupled)
         several = len(planned) > 1 or planned[0].request.params.n > 1
         return gather(stream, self._pad_id(inference)) if whole and several else stream
 
