@@ -1,4 +1,4 @@
-"""Streamed linears on the device, where matrix instructions run that the interpreter has only a plain branch for.
+"""Streamed linears and tiles of int4 on the device, where matrix instructions run that the interpreter has only a plain branch for.
 
 Triton is imported inside functions: tests/kernels, collected after this area, must ask for the interpreter before Triton is imported.
 """
@@ -41,13 +41,14 @@ def expected(x: Tensor, real: Tensor, bias: Tensor | None, fusion: Fusion) -> Te
     return around(x.double(), wide, lambda h: h @ real.double().T + (0 if bias is None else bias.double()))
 
 
+def moved(value: Any) -> Any:
+    return value.cuda() if isinstance(value, Tensor) else value
+
+
 def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fusion, want: Tensor, most: float) -> None:
     """Every tile, twice: the second time what the first one left in memory is another problem's."""
     from stoker.kernels.triton import stream
     from stoker.kernels.triton.stream_tuning import StreamTile
-
-    def moved(value: Any) -> Any:
-        return value.cuda() if isinstance(value, Tensor) else value
 
     given = type(stored)(*(moved(getattr(stored, name)) for name in stored.__slots__))
     late = Fusion(*(moved(getattr(fusion, name)) for name in Fusion.__slots__))
@@ -80,6 +81,14 @@ def test_whole_numbers_and_floats(form: str, m: int, parts: str, shape: tuple[in
         check(form, Stored("same", weight, scale, rows, k), x, bias, fusion, want, 1e-2)
 
 
+def int4(rows: int, k: int, zero: str, group: int) -> Int4Weight:
+    groups = -(-k // group)
+    scale = ((torch.rand(rows, groups) + 0.5) / (5 * k**0.5)).half()
+    zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
+    offset = (-torch.rand(rows, groups) / k**0.5).half() if zero == "float" else None
+    return Int4Weight(torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), scale, zeros, offset, group)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
 @pytest.mark.parametrize(("zero", "group"), [("none", 64), ("int", 128), ("float", 64), ("int", 64)])
@@ -88,10 +97,21 @@ def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int])
 
     (n, k) = shape
     x, bias, fusion, rows = problem(m, n, k, parts)
-    groups = -(-k // group)
-    scale = ((torch.rand(rows, groups) + 0.5) / (5 * k**0.5)).half()
-    zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
-    offset = (-torch.rand(rows, groups) / k**0.5).half() if zero == "float" else None
-    weight = Int4Weight(torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), scale, zeros, offset, group)
+    weight = int4(rows, k, zero, group)
     want = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
     check("int4", quant_int4.pack(weight).stored(), x, bias, fusion, want, 1e-2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("m", "parts"), [(12, "nbgr"), (32, "br"), (64, "ng")])
+@pytest.mark.parametrize(("zero", "group"), [("none", 128), ("int", 128), ("int", 64), ("none", 32), ("float", 32), ("float", 16)])
+def test_int4_of_more_rows_in_tiles(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
+    from stoker.kernels.triton import quant_int4
+
+    (n, k) = shape
+    x, bias, fusion, rows = problem(m, n, k, parts)
+    weight = int4(rows, k, zero, group)
+    want = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
+    packed = quant_int4.pack_int4(Int4Weight(*(moved(getattr(weight, name)) for name in Int4Weight.__slots__)))
+    late = Fusion(*(moved(getattr(fusion, name)) for name in Fusion.__slots__))
+    assert relative_error(quant_int4.int4_linear(x.cuda(), packed, moved(bias), late).cpu(), want) < 1e-2
