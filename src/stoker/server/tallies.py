@@ -40,7 +40,7 @@ class CounterTally:
         self._child, self._tallies, self._amount = child, tallies, 0.0
 
     def inc(self, amount: float = 1) -> None:
-        if not self._amount:
+        if amount and not self._amount:
             self._tallies.note(self)
         self._amount += amount
 
