@@ -111,6 +111,7 @@ WRONG = [
     (["generate", "ENGINE", "hi", "--devices", "0"], 2, "devices=[0] name GPUs, and"),
     (["generate", "ENGINE", "hi", "--devices", "0;1"], 2, "devices='0;1' is refused. Write indices with commas between them: 0,1."),
     (["serve", "NOWHERE"], 1, "does not exist."),
+    (["serve", "NOWHERE.gguf"], 2, "does not exist. Correct the path."),
     (["serve", "DAMAGED"], 2, "Its config.json is damaged, or of something else."),
     (["serve", "ENGINE", "--port", "65536"], 2, "http_port=65536 is refused. Use a whole number from 0 to 65535."),
     (["serve", "ENGINE", "--host", "no-such-host.invalid", "--port", "0"], 2, "cannot be used"),

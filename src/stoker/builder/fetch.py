@@ -23,20 +23,21 @@ def fetch(source: str | Path, revision: str | None = None) -> tuple[Path, str]:
 
 
 def _from_hub(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     token = env.hub_token()
+    network: tuple[type[Exception], ...] = (OSError, getattr(errors, "HTTPError", OSError))  # HTTPError: httpx's, since hub 1.0
     try:
         files = [*WANTED] if not _has_safetensors(repo, revision, token) else [name for name in WANTED if name not in ("*.bin", "*.gguf")]
         return Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=files))
     except GatedRepoError:
         raise CheckpointError(f"{repo} is gated on the hub.", cure="Accept its terms there and set HF_TOKEN.") from None
-    except RepositoryNotFoundError:
+    except (RepositoryNotFoundError, errors.HFValidationError):
         raise CheckpointError(
             f"{repo} is not a local path, and the hub has no such model (or no access).", cure="Check the id, or set HF_TOKEN."
         ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as problem:
+    except (LocalEntryNotFoundError, HfHubHTTPError, *network) as problem:
         raise CheckpointError(
             f"{repo} is not a local path, and the hub cannot be reached ({reason(problem)}).",
             cure="Download the checkpoint elsewhere and name its directory, or name a .gguf file.",

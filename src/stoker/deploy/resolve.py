@@ -47,6 +47,8 @@ def read(location: str | Path | None, environment: Environment[str, str], progre
         if not path.exists() and "/" not in str(location):  # a hub's models have owners; this is a typing error
             raise ConfigError(f"{location} does not exist.", cure="Name a directory, a .gguf file, ORG/NAME or s3://BUCKET/PREFIX.")
         path = sources.resolve(str(location), token=secrets.find("HF_TOKEN", environment), progress=progress)
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist.", cure="Correct the path.")
     return recognise(path).load(path, environment)
 
 
