@@ -159,6 +159,13 @@ def test_generation_config_keeps_every_end_id(tmp_path: Path, llama: Path) -> No
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 999]}))
     with pytest.raises(CheckpointError, match="eos_token_id 999 is outside the vocabulary of 320"):
         build(source, tmp_path / "other")
+    for name, wrong in (("eos_token_id", "</s>"), ("eos_token_id", [2, None]), ("bos_token_id", True), ("pad_token_id", {"id": 1})):
+        (source / "generation_config.json").write_text(json.dumps({name: wrong}))
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json has {name}=.*, which is no token id"):
+            build(source, tmp_path / "other")
+    (source / "generation_config.json").write_text(json.dumps({"bos_token_id": 999, "pad_token_id": -1}))
+    engine = build(source, tmp_path / "other", verify="files")
+    assert json.loads((engine.path / "generation_config.json").read_text()) == {"eos_token_id": [2]}
 
 
 def test_an_engine_is_replaced_only_when_forced_and_whole(tmp_path: Path, llama: Path) -> None:

@@ -25,6 +25,7 @@ from stoker.builder.gguf import GGUFWeights
 from stoker.builder.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
 from stoker.builder.prepare import prepare
 from stoker.builder.probes import PROBES
+from stoker.builder.sentencepiece import from_sentencepiece, parse
 
 TEXTS = [*PROBES, "  two  spaces\tand\n\n\nlines ", "I'm we'LL 12345.678 x²", "<s>hello</s>"]
 
@@ -251,3 +252,24 @@ def test_counts_and_offsets_that_lie(tmp_path: Path) -> None:
             (tmp_path / "x.gguf").write_bytes(whole[:at] + value.to_bytes(8, "little") + whole[at + 8 :])
             with contextlib.suppress(CheckpointError):
                 prepare(tmp_path / "x.gguf", BuildConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        ({"tokenizer_class": "LlamaTokenizer"}, {"bos_id": -1}, r"bos_id=-1 is none of its \d+ pieces.*add_bos_token"),
+        ({"add_bos_token": True}, {"bos_id": 9999}, "bos_id=9999 is none of its"),
+        ({}, {"unk_id": 9999}, "unk_id=9999 is none of its"),
+        ({"added_tokens_decoder": {"x": {"content": "a"}}}, {}, r"wrong added_tokens_decoder \(ValueError"),
+        ({"added_tokens_decoder": {"3": "a"}}, {}, r"wrong added_tokens_decoder \(TypeError"),
+        ({"added_tokens_decoder": {"3": {"content": 7}}}, {}, "a content is no text"),
+        ({"added_tokens_decoder": [1]}, {}, r"wrong added_tokens_decoder \(AttributeError"),
+    ],
+)
+def test_sentencepiece_files_that_lie(tmp_path: Path, pieces: Path, config: dict, change: dict, message: str) -> None:
+    proto = parse(pieces)
+    for name, value in change.items():
+        setattr(proto.trainer_spec, name, value)
+    (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
+    with pytest.raises(CheckpointError, match=message):
+        from_sentencepiece(tmp_path / "tokenizer.model", config)

@@ -103,3 +103,9 @@ def test_tokenizers_that_cannot_be_right(source: Path, tmp_path: Path) -> None:
     lossy.save(str(source / "tokenizer.json"))
     with pytest.raises(CheckpointError, match=r"the tokenizer turns 'Hello world!.*into 'hello world!"):
         build(source, tmp_path / "engine")
+
+
+def test_a_template_that_is_no_text_is_named(source: Path, tmp_path: Path) -> None:
+    (source / "chat_template.jinja").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is not UTF-8"):
+        build(source, tmp_path / "engine")

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.probes import PROBES
+from stoker.builder.weights import FETCH
 
 UNIGRAM, BPE = 1, 2  # TrainerSpec.model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.type
@@ -29,13 +30,35 @@ def from_sentencepiece(file: Path, config: dict[str, Any]) -> Tokenizer | None:
         return None
     if proto.trainer_spec.model_type not in _MODELS:
         raise CheckpointError(f"{file} is a word or character model.", cure="Name another tokenizer with --tokenizer.")
-    _rename(proto, config)
+    added, first = _added_tokens(config, file), proto.trainer_spec.bos_id
+    _check_id(proto, "unk_id", file)
+    _rename(proto, added)
     tokenizer = convert(proto)
     _check(tokenizer, file)
-    _add_later_tokens(tokenizer, config, file)
+    _add_later_tokens(tokenizer, added, file)
     if config.get("add_bos_token", str(config.get("tokenizer_class")).removesuffix("Fast") in BEGIN_BY_DEFAULT):
-        begin(tokenizer, proto.pieces[proto.trainer_spec.bos_id].piece, proto.trainer_spec.bos_id)
+        _check_id(proto, "bos_id", file)
+        begin(tokenizer, proto.pieces[first].piece, first)
     return tokenizer
+
+
+def _check_id(proto: Any, name: str, file: Path) -> None:
+    found = getattr(proto.trainer_spec, name)
+    if not 0 <= found < len(proto.pieces):
+        message = f"{file}: {name}={found} is none of its {len(proto.pieces)} pieces"
+        raise CheckpointError(f"{message}.", cure="Add a tokenizer.json, or set add_bos_token to false." if name == "bos_id" else FETCH)
+
+
+def _added_tokens(config: dict[str, Any], file: Path) -> dict[int, dict[str, Any]]:
+    """tokenizer_config.json's added_tokens_decoder by id. Raises CheckpointError unless each has its content."""
+    try:
+        added = {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
+        if all(isinstance(token["content"], str) for token in added.values()):
+            return added
+        what = "a content is no text"
+    except (TypeError, ValueError, AttributeError, KeyError) as problem:
+        what = f"{type(problem).__name__}: {problem}"
+    raise CheckpointError(f"{file.parent}: tokenizer_config.json has a wrong added_tokens_decoder ({what}).", cure="Download it again.")
 
 
 def convert(proto: Any) -> Tokenizer:
@@ -109,11 +132,11 @@ def _unigram(tokens: list[str], scores: list[float], trainer: Any) -> models.Uni
 _MODELS = {UNIGRAM: _unigram, BPE: _bpe}
 
 
-def _rename(proto: Any, config: dict[str, Any]) -> None:
+def _rename(proto: Any, added: dict[int, dict[str, Any]]) -> None:
     """Reserved pieces that tokenizer_config.json gives a name (InternLM 2: [UNUSED_TOKEN_145] is <|im_end|>)."""
-    for i, token in config.get("added_tokens_decoder", {}).items():
-        if 0 <= int(i) < len(proto.pieces):
-            proto.pieces[int(i)].piece = token["content"]
+    for i, token in added.items():
+        if 0 <= i < len(proto.pieces):
+            proto.pieces[i].piece = token["content"]
 
 
 def _normalizers(spec: Any) -> list[Any]:
@@ -123,14 +146,13 @@ def _normalizers(spec: Any) -> list[Any]:
     return found
 
 
-def _add_later_tokens(tokenizer: Tokenizer, config: dict[str, Any], file: Path) -> None:
+def _add_later_tokens(tokenizer: Tokenizer, tokens: dict[int, dict[str, Any]], file: Path) -> None:
     """Tokens that tokenizer_config.json adds after the sentencepiece vocabulary, in the order of their ids."""
-    later = sorted((int(i), token) for i, token in config.get("added_tokens_decoder", {}).items())
-    for i, token in later:
+    for i, token in sorted(tokens.items()):
         if tokenizer.token_to_id(token["content"]) is None and i != tokenizer.get_vocab_size():
             sides = f"has id {i}, and {tokenizer.get_vocab_size()} is next"
             raise CheckpointError(f"{file}: added token {token['content']!r} {sides}.", cure="Add a tokenizer.json.")
-        added = AddedToken(token["content"], normalized=token.get("normalized", False), special=token.get("special", False))
+        added = AddedToken(token["content"], normalized=bool(token.get("normalized")), special=bool(token.get("special")))
         (tokenizer.add_special_tokens if added.special else tokenizer.add_tokens)([added])
 
 

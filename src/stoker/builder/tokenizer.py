@@ -124,7 +124,7 @@ def _chat_template(path: Path, config: dict[str, Any]) -> str | list[dict[str, s
     """chat_template.jinja before chat_template.json before tokenizer_config.json; several named ones stay a list of {name, template}."""
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    found = {name: _text(file) for name, file in files.items() if file.is_file()}
     if found:
         return found["default"] if set(found) == {"default"} else [{"name": name, "template": text} for name, text in found.items()]
     if (path / "chat_template.json").is_file():
@@ -133,3 +133,10 @@ def _chat_template(path: Path, config: dict[str, Any]) -> str | list[dict[str, s
     if isinstance(template, dict):
         return [{"name": name, "template": text} for name, text in template.items()]
     return template
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise CheckpointError(f"{file} is not UTF-8 ({problem}).", cure="Download it again.") from None
