@@ -191,9 +191,12 @@ class ZmqMailbox(Mailbox):
         if now < self._next_check_s:
             return
         self._next_check_s = now + min(HEARTBEAT_S, self._client_timeout_s / 4)
-        for name in [name for name, peer in self._peers.items() if now - peer.heard_s > self._client_timeout_s]:
+        for name, peer in [entry for entry in self._peers.items() if now - entry[1].heard_s > self._client_timeout_s]:
             log.warning("frontend %s was silent for %.1f s; its requests are cancelled", name, self._client_timeout_s)
-            self._lose(name)
+            peer.heard_s = now
+            self._messages.extend(Cancel(request_id) for request_id in peer.open)
+            # It stays, for if it only stood still it must hear how they ended; one whose connection is gone is lost by this.
+            self._send(name, Pong())
 
 
 def configure(socket: zmq.Socket, timeout_s: float) -> None:
