@@ -60,7 +60,7 @@ class Row:
         for role, array in self._arrays.items():
             if role in REFUSED and _asks(array):
                 raise RequestError(role, _shown(array), REFUSED[role], cure="Leave it out.")
-            if role in NEUTRAL and array.size and abs(float(array.flat[0]) - NEUTRAL[role]) > 1e-5:
+            if role in NEUTRAL and array.size and not abs(float(array.flat[0]) - NEUTRAL[role]) <= 1e-5:
                 raise RequestError(role, _shown(array), f"only {NEUTRAL[role]:g} is honoured", cure="Leave it out.")
 
     def value(self, role: str, default: Any = None) -> Any:

@@ -42,10 +42,11 @@ def common(row: Row, options: TritonOptions) -> dict[str, Any]:
 def _choosing(row: Row, beams: int, options: TritonOptions) -> dict[str, Any]:
     """TensorRT-LLM decodes greedily unless top_k or top_p is given; a top_p of 0 or less counts as absent."""
     top_k = max(0, row.value("runtime_top_k", row.value("top_k", 0))) if options.decoding_mode != "top_p" else 0
-    top_p = max(0.0, row.value("runtime_top_p", row.value("top_p", 0.0))) if options.decoding_mode != "top_k" else 0.0
+    top_p = row.value("runtime_top_p", row.value("top_p", 0.0)) if options.decoding_mode != "top_k" else 0.0
+    top_p = 0.0 if top_p <= 0.0 else top_p  # no number stays none, and is refused
     temperature = row.value("temperature", 1.0)
     if not (top_k or top_p) or beams > 1:
-        if temperature < 0.0:
+        if not temperature >= 0.0:
             raise RequestError("temperature", temperature, "it must be at least 0")
         return {"temperature": 0.0}
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p or 1.0}
