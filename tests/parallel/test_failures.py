@@ -30,6 +30,7 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.request import TokenRequest
 from stoker.runtime.worker.rank import Capacity
 from stoker.runtime.worker.ranks import Follower, Ranks
+from stoker.runtime.worker.ring import NUM_SLOTS
 
 TWO = Mapping(tensor_parallel=2)
 
@@ -155,6 +156,21 @@ def test_processes_that_started_end_when_another_cannot(tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="no more processes"):
         Ranks(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 3)  # type: ignore[arg-type]
     assert started[0].process.returncode == -signal.SIGKILL and not started[0].log_file.parent.exists()
+
+
+def test_closing_does_not_wait_for_a_rank_that_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    model = SimpleNamespace(config=SimpleNamespace(mapping=TWO, limits=Limits()), path=tmp_path)
+    ranks = Ranks(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 2)  # type: ignore[arg-type]
+    for block in range(NUM_SLOTS):
+        ranks.forget([block])
+    closing = threading.Thread(target=ranks.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive() and ranks._followers[0].process.returncode == -signal.SIGKILL
 
 
 def test_a_leader_that_fails_within_a_step_ends_all(engine: Path) -> None:

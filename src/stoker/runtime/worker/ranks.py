@@ -182,9 +182,15 @@ class Ranks:
             return
         self._closing.set()
         self._noticed.set()
-        if self._failure is None:
-            self._ring.publish((END,), np.empty(0, dtype=np.int32), self.check)
         deadline = time.monotonic() + GRACE_S
+
+        def give_up() -> None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+        if self._failure is None:
+            with contextlib.suppress(TimeoutError):  # a rank that reads nothing more is killed below
+                self._ring.publish((END,), np.empty(0, dtype=np.int32), give_up)
         for follower in self._followers:
             while follower.process.poll() is None and time.monotonic() < deadline and self._failure is None:
                 time.sleep(0.01)
