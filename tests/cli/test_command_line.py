@@ -86,6 +86,20 @@ def test_every_command_resolves_and_its_help_has_an_example(row: Command) -> Non
     assert all(option.help for option in command.params)
 
 
+@pytest.mark.parametrize("row", leaves(COMMANDS), ids=lambda row: row.name)
+def test_an_example_stays_on_one_line_in_a_narrow_terminal(row: Command) -> None:
+    command = load(row)
+    shown = command.get_help(command.make_context(row.name, [], resilient_parsing=True, terminal_width=40)).splitlines()
+    examples = [line.strip() for line in command.help.splitlines() if line.strip().startswith("stoker ")]
+    assert examples and set(examples) <= {line.strip() for line in shown}
+
+
+def test_examples_of_a_table_stay_on_one_line() -> None:
+    assert (
+        "$ stoker bench latency engine --batch 1 --batch 8 --context 128 --context 1024\n" in stoker("bench", "--help", COLUMNS="40").stdout
+    )
+
+
 @pytest.mark.parametrize("code", ["import stoker", "from stoker.cli.main import main; main()"])
 def test_start_up_imports_nothing_heavy(code: str) -> None:
     heavy = ("torch", "transformers", "fastapi", "numpy", "tokenizers", "rich.table", "prometheus_client", "huggingface_hub")

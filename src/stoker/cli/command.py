@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,7 +51,7 @@ class Group(TyperGroup):
         with formatter.section("Commands"):
             for row in self.rows.values():
                 formatter.write_text(f"{row.name:<10} {row.summary}")
-                formatter.write_text(f"{'':<10} $ {row.example}")
+                formatter.write(f"{'':<{formatter.current_indent + 10}} $ {row.example}\n")  # whole, to be pasted
 
 
 def group(name: str, rows: tuple[Command, ...], summary: str, callback: Callable[..., None] | None = None) -> Any:
@@ -73,6 +74,8 @@ def load(row: Command) -> Any:
 
 
 def _help(row: Command, function: Any) -> str:
-    """The function's docstring; with the row's example where it shows none."""
+    """The function's docstring; with the row's example where it shows none. Examples are not wrapped, so that they can be pasted."""
     text = inspect.getdoc(function) or row.summary
-    return text if "stoker " in text else f"{text}\n\nExample:\n\n  {row.example}"
+    if not re.search(r"^ +stoker ", text, flags=re.MULTILINE):
+        text = f"{text}\n\nExample:\n\n  {row.example}"
+    return re.sub(r"^( +stoker )", "\b\n\\1", text, flags=re.MULTILINE)  # click leaves a paragraph that begins with \b as it is
