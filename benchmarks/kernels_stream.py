@@ -1,6 +1,6 @@
 """Few rows against streamed weights on one CUDA device: every format checked against float64, timed for a choice of tiles.
 
-    PYTHONPATH=src python benchmarks/kernels_stream.py [--forms int4/128,int4/64,bytes,fp8,same] [--rows 1,8,32] [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels_stream.py [--forms int4/128,int4/64,int4/32,bytes,fp8,same] [--rows 1,8,32] [--json FILE]
 
 Shapes are Llama-3.1-8B's, or those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line
 gives the best tile, ready for a row of `stream_tuning.TUNED`, beside what the rule takes and what tiles in shared memory need.
@@ -147,7 +147,9 @@ def tiles(case: Case) -> Iterator[StreamTile]:
 
 
 def chunks_of(case: Case) -> int:
-    return case.k // (2 * case.group) if case.form == "int4" else case.k * (2 if case.form == "same" else 1) // CHUNK_BYTES
+    return (
+        case.k // (2 * max(case.group, CHUNK_BYTES)) if case.form == "int4" else case.k * (2 if case.form == "same" else 1) // CHUNK_BYTES
+    )
 
 
 def compile_tile(job: tuple[Case, StreamTile | None]) -> None:
@@ -197,7 +199,7 @@ def many(case: Case, x: Tensor, weights: list[Stored], fusion: Fusion, tile: Str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--forms", default="int4/128,int4/64,bytes,fp8,same")
+    parser.add_argument("--forms", default="int4/128,int4/64,int4/32,bytes,fp8,same")
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--model", default="8b")
     parser.add_argument("--linears", default="qkv,out,up,down,head")

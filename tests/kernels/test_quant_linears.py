@@ -309,11 +309,13 @@ def streamed(x: Tensor, form: str, stored: Stored, bias: Tensor | None, around: 
     return made
 
 
-@pytest.mark.parametrize(("zero", "group"), [("none", 64), ("int", 64), ("float", 128), ("int", 128)])
+@pytest.mark.parametrize(
+    ("zero", "group", "k"), [("none", 64, 648), ("int", 64, 648), ("float", 128, 648), ("int", 128, 648), ("int", 32, 640)]
+)
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (5, "br"), (33, "lgr")])
-def test_streamed_int4(m: int, parts: str, zero: str, group: int) -> None:
-    x, bias, around, rows = problem(m, 40, 648, torch.float32, parts)
-    weight = int4_weight(rows, 648, group, zero)
+def test_streamed_int4(m: int, parts: str, zero: str, group: int, k: int) -> None:
+    x, bias, around, rows = problem(m, 40, k, torch.float32, parts)
+    weight = int4_weight(rows, k, group, zero)
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
     for got in streamed(x, "int4", quant_int4.pack(weight).stored(), bias, around):
         assert relative_error(got, want) < 3e-4

@@ -78,16 +78,6 @@ TUNED: dict[str, dict[tuple[int, int, int, bool], QuantTile]] = {
         (1, 128256, 4096, False): QuantTile(block_n=64, block_k=512, splits=1, num_warps=4, num_stages=4, columns=8, encode=False),
         (64, 128256, 4096, False): QuantTile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=6, columns=8, encode=False),
     },
-    "int4/32": {
-        (1, 6144, 4096, False): QuantTile(block_n=64, block_k=256, splits=4, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 6144, 4096, False): QuantTile(block_n=128, block_k=256, splits=4, num_warps=8, num_stages=4, columns=8, encode=False),
-        (16, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=4, num_warps=4, num_stages=6, columns=8, encode=False),
-        (1, 14336, 4096, True): QuantTile(block_n=32, block_k=256, splits=1, num_warps=2, num_stages=6, columns=8, encode=True),
-        (16, 14336, 4096, True): QuantTile(block_n=128, block_k=256, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-        (32, 14336, 4096, True): QuantTile(block_n=64, block_k=256, splits=4, num_warps=8, num_stages=4, columns=8, encode=False),
-        (32, 128256, 4096, False): QuantTile(block_n=128, block_k=256, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-    },
-    "int4/64": {},
     "int4/128": {
         (32, 14336, 4096, True): QuantTile(block_n=64, block_k=256, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
         (32, 4096, 14336, False): QuantTile(block_n=128, block_k=256, splits=4, num_warps=8, num_stages=4, columns=8, encode=False),

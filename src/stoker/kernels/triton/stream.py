@@ -20,7 +20,7 @@ from stoker.kernels.types import Fusion
 CODES = {"int4": "digits", "bytes": "digits", "fp8": "fp8"}  # what x becomes
 CHUNK_BYTES = 64
 XTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-SMALLEST_GROUP = 64  # of int4: a chunk's low nibbles are of one group
+SMALLEST_GROUP = 32  # of int4: a lane's 16 bytes are of one pair of groups, a chunk's of one or two
 
 
 def takes(x: Tensor, form: str, stored: Stored) -> bool:
@@ -51,7 +51,7 @@ def stream(
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     weight = stored.weight
     size, digits = weight.element_size(), 2 if CODES.get(form) == "digits" else 1
-    chunks = weight.shape[1] * size // (stored.group if form == "int4" else CHUNK_BYTES)
+    chunks = weight.shape[1] * size // max(stored.group if form == "int4" else 0, CHUNK_BYTES)
     tile = tile or stream_tile(form, m, n, chunks, gated, num_multiprocessors(x.device))
     n_tiles = token_tiles(m, digits)
     grid = (triton.cdiv(n, 16 * tile.m_tiles // (2 if gated else 1)), tile.splits, triton.cdiv(m * digits, 8 * n_tiles))

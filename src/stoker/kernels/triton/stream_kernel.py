@@ -1,8 +1,8 @@
 """Few tokens against weights that are read once, in the order in which they lie: from memory into the registers that are multiplied.
 
-Warps of a program take turns at chunks of some rows (64 bytes, of int4 a pair of groups); each has asked for the chunks of its next STAGES
-turns, and for the first ones before the kernel before this one has ended. Their sums meet at the end, first those of a program's warps,
-then those of programs that split the features.
+Warps of a program take turns at chunks of some rows (64 bytes; of int4 whole pairs of groups); each has asked for the chunks of its next
+STAGES turns, and for the first ones before the kernel before this one has ended. Their sums meet at the end, first those of a program's
+warps, then those of programs that split the features.
 FORM: int4 (paired groups, see `quant_int4`) and bytes (int8), against tokens' digits (see `quant_codes`); fp8, against e4m3 tokens; same
 (16-bit, as XTYPE says).
 """
@@ -52,11 +52,11 @@ def take_weights(places, chunk, is_there, COUNT: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def take_grid(scale, zero, rows, pair, is_there, stride_groups, ZERO: tl.constexpr, COUNT: tl.constexpr):
-    """The scales of each row's two groups in a chunk of int4, and what stands for their zeros."""
+def take_grid(scale, zero, rows, chunk, is_there, stride_groups, ZERO: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr):
+    """The scales of each row's groups in a chunk of int4, and what stands for their zeros."""
     made = ()
-    for side in tl.static_range(2):
-        first = (2 * pair + side).to(tl.int64) * stride_groups
+    for group in tl.static_range(2 * PAIRS):
+        first = (chunk * (2 * PAIRS) + group).to(tl.int64) * stride_groups
         for i in tl.static_range(COUNT):
             made = made + (tl.load(scale + first + rows[i], mask=is_there, other=0, volatile=True),)
             if ZERO != "none":
@@ -75,8 +75,11 @@ def group_sums(sums, group, is_there, lane, m, column, N_TILES: tl.constexpr):
 
 
 @triton.jit
-def add_group(acc, raw, total, grid, SIDE: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr, ZERO: tl.constexpr):
-    """acc + (a group's sums - zero × the tokens' `total`) × scale, by row. Of four sums two are a row's coarse and fine ones."""
+def add_group(acc, raw, total, grid, GROUP: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr, ZERO: tl.constexpr):
+    """acc + (a group's sums - zero × the tokens' `total`) × scale, by row. Of four sums two are a row's coarse and fine ones.
+
+    GROUP: its number in the chunk.
+    """
     EACH: tl.constexpr = 1 if ZERO == "none" else 2
     made = ()
     for tile in tl.static_range(M_TILES):
@@ -84,14 +87,14 @@ def add_group(acc, raw, total, grid, SIDE: tl.constexpr, M_TILES: tl.constexpr, 
             for half in tl.static_range(2):
                 digits = raw[4 * (N_TILES * tile + column) + 2 * half] * 254 + raw[4 * (N_TILES * tile + column) + 2 * half + 1]
                 value = digits.to(tl.float32)
-                s = grid[EACH * (2 * M_TILES * SIDE + 2 * tile + half)].to(tl.float32)
+                s = grid[EACH * (2 * M_TILES * GROUP + 2 * tile + half)].to(tl.float32)
                 before = acc[2 * (N_TILES * tile + column) + half]
                 if ZERO == "none":
                     value -= 8.0 * total[column]
                 elif ZERO == "int":
-                    value -= grid[EACH * (2 * M_TILES * SIDE + 2 * tile + half) + 1].to(tl.float32) * total[column]
+                    value -= grid[EACH * (2 * M_TILES * GROUP + 2 * tile + half) + 1].to(tl.float32) * total[column]
                 else:
-                    before += grid[EACH * (2 * M_TILES * SIDE + 2 * tile + half) + 1].to(tl.float32) * total[column]
+                    before += grid[EACH * (2 * M_TILES * GROUP + 2 * tile + half) + 1].to(tl.float32) * total[column]
                 made = made + (before + s * value,)
     return made
 
@@ -122,20 +125,33 @@ def take_tokens(tokens, offset, is_there, FORM: tl.constexpr, N_TILES: tl.conste
 
 
 @triton.jit
+def of_pair(given, lane, PAIR: tl.constexpr, GROUP: tl.constexpr):
+    """Tokens' operands where several lanes' 16 bytes are of several pairs of groups: zeros in the lanes of the others."""
+    made = ()
+    for i in tl.static_range(len(given)):
+        made = made + (tl.where(lane % 4 * 16 // GROUP == PAIR, given[i], 0),)
+    return made
+
+
+@triton.jit
 def add_chunk(
     acc, words, grid, tokens, sums, chunk, is_there, lane, m, column,
     FORM: tl.constexpr, XTYPE: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr,
 ):  # fmt: skip
     """acc + a chunk's products: four registers a tile, of int4 two, with the digits joined."""
     if FORM == "int4":
+        PAIRS: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
         for side in tl.static_range(2):  # low nibbles are one group, high ones the next
-            raw = same(tl.zeros_like(lane), 4 * M_TILES * N_TILES)
-            for part in tl.static_range(GROUP // 64):
-                given = take_tokens(tokens, chunk * (2 * GROUP) + side * GROUP + part * 64, is_there, FORM, N_TILES)
-                mine = words[8 * M_TILES * part : 8 * M_TILES * (part + 1)]
-                raw = products(raw, mine, given, "low" if side == 0 else "high", 4, M_TILES, N_TILES)
-            total = group_sums(sums, 2 * chunk + side, is_there, lane, m, column, N_TILES)
-            acc = add_group(acc, raw, total, grid, side, M_TILES, N_TILES, ZERO)
+            for pair in tl.static_range(PAIRS):
+                raw = same(tl.zeros_like(lane), 4 * M_TILES * N_TILES)
+                for part in tl.static_range(GROUP // 64 if GROUP > 64 else 1):
+                    given = take_tokens(tokens, chunk * (2 * GROUP * PAIRS) + side * GROUP + part * 64, is_there, FORM, N_TILES)
+                    if PAIRS > 1:
+                        given = of_pair(given, lane, pair, GROUP)
+                    mine = words[8 * M_TILES * part : 8 * M_TILES * (part + 1)]
+                    raw = products(raw, mine, given, "low" if side == 0 else "high", 4, M_TILES, N_TILES)
+                total = group_sums(sums, 2 * (chunk * PAIRS + pair) + side, is_there, lane, m, column, N_TILES)
+                acc = add_group(acc, raw, total, grid, 2 * pair + side, M_TILES, N_TILES, ZERO)
         return acc
     else:
         given = take_tokens(tokens, chunk * 64, is_there, FORM, N_TILES)
@@ -166,22 +182,19 @@ def plain_sums(
     DIGITS: tl.constexpr = 2 if FORM == "int4" or FORM == "bytes" else 1
     FEATURES: tl.constexpr = 32 if FORM == "same" else 64
     for chunk in range(begin, end):
-        first = chunk * FEATURES
-        if FORM == "int4":
-            pair = chunk // (GROUP // 64)
-            first = pair * (2 * GROUP) + chunk % (GROUP // 64) * 64
-        at = tl.arange(0, FEATURES)
-        byte = weight + (rows[:, None].to(tl.int64) * stride_w + chunk * 64) // (64 // FEATURES) + at[None, :]
+        at = chunk * FEATURES + tl.arange(0, FEATURES)
+        byte = weight + rows[:, None].to(tl.int64) * (stride_w // (64 // FEATURES)) + at[None, :]
         for side in tl.static_range(2 if FORM == "int4" else 1):
-            cols = first + side * GROUP + at
+            group = 2 * (at // GROUP) + side
+            cols = group * GROUP + at % GROUP if FORM == "int4" else at
             v = tl.zeros([FEATURES, tokens.shape[0]], tl.float32)
             for digit in tl.static_range(DIGITS):
                 part = tl.load(x + (digit * m + tokens)[None, :] * stride_x + cols[:, None]).to(tl.float32)
                 v = v * 254.0 + part
             if FORM == "int4":
                 low, high = nibbles(tl.load(byte), PACKED)
-                s, offset = grid_of(stored_grid(scale, zero, (2 * pair + side) * stride_groups + rows, ZERO), ZERO)
-                w = (low if side == 0 else high).to(tl.float32) * s[:, None] + offset[:, None]
+                s, offset = grid_of(stored_grid(scale, zero, group[None, :] * stride_groups + rows[:, None], ZERO), ZERO)
+                w = (low if side == 0 else high).to(tl.float32) * s + offset
             else:
                 w = tl.load(byte).to(tl.float32)
             acc += tl.dot(w, v, input_precision="ieee")
@@ -241,7 +254,8 @@ def stream_kernel(
     PARTS: tl.constexpr = 2 if GATED else 1
     DIGITS: tl.constexpr = 2 if FORM == "int4" or FORM == "bytes" else 1
     TOKENS: tl.constexpr = 8 * N_TILES // DIGITS
-    PIECES: tl.constexpr = GROUP // 64 if FORM == "int4" else 1  # of 64 bytes in a chunk
+    PIECES: tl.constexpr = GROUP // 64 if FORM == "int4" and GROUP > 64 else 1  # of 64 bytes in a chunk
+    PAIRS: tl.constexpr = 64 // GROUP if FORM == "int4" and GROUP < 64 else 1  # of groups in a chunk
     tile = tl.program_id(0)
     split = tl.program_id(1)
     column = tl.program_id(2) * TOKENS
@@ -250,7 +264,7 @@ def stream_kernel(
     last = tl.minimum(tl.cdiv(chunks, WARPS), first + turns)
     if PACKED:
         COUNT: tl.constexpr = 2 * M_TILES
-        GRID: tl.constexpr = 0 if FORM != "int4" else 2 * COUNT * (1 if ZERO == "none" else 2)
+        GRID: tl.constexpr = 0 if FORM != "int4" else 2 * PAIRS * COUNT * (1 if ZERO == "none" else 2)
         thread = tl.arange(0, 32 * WARPS)
         lane = thread % 32
         warp = thread // 32
@@ -265,14 +279,17 @@ def stream_kernel(
             is_there = (chunk < chunks) & (first + stage < last)
             words = words + take_weights(places, chunk, is_there, COUNT, PIECES)
             if FORM == "int4":
-                grid = grid + take_grid(scale, zero, rows, chunk, is_there, stride_groups, ZERO, COUNT)
+                grid = grid + take_grid(scale, zero, rows, chunk, is_there, stride_groups, ZERO, COUNT, PAIRS)
         wait_for_previous(CHAINED)
         let_next_start(CHAINED)
         SIZE_X: tl.constexpr = 2 if FORM == "same" else 1
         tokens = ()
+        feature = lane % 4 * 16  # the lane's first one in a chunk, in bytes of x
+        if PAIRS > 1:
+            feature = feature // GROUP * (2 * GROUP) + feature % GROUP
         for i in tl.static_range(N_TILES):
             token = tl.minimum(column + (8 * i + lane // 4) // DIGITS, m - 1) + (lane // 4) % DIGITS * m
-            tokens = tokens + (x.to(tl.int64) + token.to(tl.int64) * (stride_x * SIZE_X) + lane % 4 * 16,)
+            tokens = tokens + (x.to(tl.int64) + token.to(tl.int64) * (stride_x * SIZE_X) + feature,)
         nothing = tl.zeros_like(lane)
         if FORM == "int4":
             sums = same(nothing.to(tl.float32), 2 * M_TILES * N_TILES)
@@ -295,7 +312,7 @@ def stream_kernel(
                 is_there = (after < chunks) & (start + stage + STAGES < last)
                 new_words = new_words + take_weights(places, after, is_there, COUNT, PIECES)
                 if FORM == "int4":
-                    new_grid = new_grid + take_grid(scale, zero, rows, after, is_there, stride_groups, ZERO, COUNT)
+                    new_grid = new_grid + take_grid(scale, zero, rows, after, is_there, stride_groups, ZERO, COUNT, PAIRS)
             words = new_words
             grid = new_grid
         if FORM == "bytes":

@@ -1,0 +1,96 @@
+"""What `fragments` asks of a device, for the interpreter: loads of 16 bytes a lane, and matrix instructions over a warp's registers.
+
+Operands lie where PTX puts them ("Warp Level Matrix Multiply-Accumulate Instructions", m16n8k16 of 16-bit and m16n8k32 of 8-bit types),
+so that a kernel's register branch can be checked where there is no device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from numpy.typing import NDArray
+from triton.runtime.interpreter import TensorHandle
+
+from stoker.kernels.triton import stream, stream_kernel
+
+Register = NDArray[Any]  # one element a thread
+_LANE = np.arange(32)
+_ROW, _TURN = _LANE // 4, _LANE % 4  # the row (or column) and the place along the features that a lane holds
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Streamed linears take their register branch until the patch is undone."""
+    kernel = stream.stream_kernel
+
+    class InRegisters:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **kwargs: kernel[grid](*args, **{**kwargs, "PACKED": True})
+
+    patch.setattr(stream, "stream_kernel", InRegisters())
+    for name, function in (("load_weights", _load), ("load_tokens", _load), ("widened", _widened), ("add_products", _add_products)):
+        patch.setattr(stream_kernel, name, function)
+
+
+def _tensor(data: Register, dtype: tl.dtype) -> tl.tensor:
+    data = np.ascontiguousarray(data)
+    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)))
+
+
+def _load(address: tl.tensor, inside: tl.tensor) -> tuple[tl.tensor, ...]:
+    pairs = zip(address.handle.data.ravel(), inside.handle.data.ravel(), strict=True)
+    words = np.frombuffer(b"".join(ctypes.string_at(int(at), 16) if there else bytes(16) for at, there in pairs), np.int32)
+    return tuple(_tensor(column, tl.int32) for column in words.reshape(-1, 4).T)
+
+
+def _widened(codes: tuple[tl.tensor, ...]) -> tuple[tl.tensor, ...]:
+    return tuple(_tensor(word, tl.int32) for code in codes for word in _halves(code.handle.data.ravel()))
+
+
+def _halves(codes: Register) -> Register:
+    """Two registers of float16 of one of e4m3."""
+    values = torch.from_numpy(codes.view(np.uint8).copy()).view(torch.float8_e4m3fn).half()
+    return values.numpy().view(np.int32).reshape(-1, 2).T
+
+
+def _add_products(
+    sums: tuple[tl.tensor, ...], upper: tuple[tl.tensor, ...], lower: tuple[tl.tensor, ...], tokens: tuple[tl.tensor, ...], KIND: Any
+) -> tuple[tl.tensor, ...]:
+    kind = getattr(KIND, "value", KIND)
+    u, v, t = ([np.ascontiguousarray(part.handle.data.ravel()).view(np.uint32) for part in parts] for parts in (upper, lower, tokens))
+    total = [part.handle.data.ravel() for part in sums]
+    if kind == "e4m3":
+        for i in range(4):
+            (a, c), (b, d) = _halves(u[i]), _halves(v[i])
+            total = _multiply((a, b, c, d), (t[2 * i], t[2 * i + 1]), total, torch.float16)
+    else:
+        shift = 4 if kind == "high" else 0
+        if kind in ("low", "high"):
+            u, v = ([(word >> shift) & 0x0F0F0F0F for word in words] for words in (u, v))
+        dtype = getattr(torch, kind) if kind in ("bfloat16", "float16") else torch.int8
+        for i in (0, 2):
+            total = _multiply((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1]), total, dtype)
+    return tuple(_tensor(part, sums[0].dtype.scalar) for part in total)
+
+
+def _multiply(a: tuple[Register, ...], b: tuple[Register, ...], c: list[Register], dtype: torch.dtype) -> list[Register]:
+    """c + a × b of each warp: four registers of the 16 rows, two of the 8 columns, four of sums."""
+    each = 4 // dtype.itemsize
+    depth, half = 8 * each, 4 * each
+    warps = len(c[0]) // 32
+    rows, columns = np.zeros((warps, 16, depth)), np.zeros((warps, depth, 8))
+    along = _TURN[:, None] * each + np.arange(each)
+    for i, register in enumerate(a):
+        rows[:, (_ROW + 8 * (i % 2))[:, None], along + half * (i // 2)] = _elements(register, dtype, warps, each)
+    for i, register in enumerate(b):
+        columns[:, along + half * i, _ROW[:, None]] = _elements(register, dtype, warps, each)
+    product = rows @ columns
+    return [part + product[:, _ROW + 8 * (i // 2), 2 * _TURN + i % 2].ravel().astype(part.dtype) for i, part in enumerate(c)]
+
+
+def _elements(register: Register, dtype: torch.dtype, warps: int, each: int) -> Register:
+    return torch.from_numpy(register.view(np.int32).copy()).view(dtype).double().numpy().reshape(warps, 32, each)

@@ -1,0 +1,54 @@
+"""The branch of streamed linears that a device takes, with matrix instructions emulated: which lane holds what, to the last register."""
+
+from __future__ import annotations
+
+import matrix_instructions
+import pytest
+import torch
+from oracle import relative_error
+from test_quant_linears import expected, fp8_weight, int4_weight, int8_weight, problem
+
+from stoker.kernels.reference import quant_fp8 as fp8_reference
+from stoker.kernels.reference.quant_int4 import dequantize_int4
+from stoker.kernels.triton import quant_int4, quant_linear, stream
+from stoker.kernels.triton.quant_linear import Stored
+from stoker.kernels.triton.stream_tuning import StreamTile
+
+TILES = [StreamTile(2, 1, 4, 1), StreamTile(2, 3, 1, 2)]
+CASES = [(1, "nbgr"), (3, "br"), (8, "ng")]
+
+
+@pytest.fixture(autouse=True)
+def registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix_instructions.install(monkeypatch)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("m", "parts"), CASES)
+@pytest.mark.parametrize(("group", "zero"), [(32, "none"), (32, "int"), (32, "float"), (64, "int"), (128, "float"), (128, "none")])
+def test_int4(group: int, zero: str, m: int, parts: str, tile: StreamTile) -> None:
+    x, bias, around, rows = problem(m, 40, 640, torch.bfloat16, parts)
+    weight = int4_weight(rows, 640, group, zero)
+    stored = quant_int4.pack(weight).stored()
+    assert stream.takes(x, "int4", stored)
+    want = expected(x, dequantize_int4(weight, torch.float64), bias, around)
+    assert relative_error(stream.stream(x, "int4", stored, None, bias, around, tile), want) < 1e-2
+    assert not quant_linear.arrived(x.device).any()
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("m", "parts"), CASES)
+@pytest.mark.parametrize("form", ["bytes", "fp8", "bfloat16", "float16"])
+def test_whole_bytes(form: str, m: int, parts: str, tile: StreamTile) -> None:
+    x, bias, around, rows = problem(m, 40, 576, torch.float16 if form == "float16" else torch.bfloat16, parts)
+    if form == "fp8":
+        weight, scale = fp8_weight(rows, 576)
+        want = fp8_reference.fp8_linear(x.float(), weight, scale, "token", None, bias, around)
+    elif form == "bytes":
+        weight, scale = int8_weight(rows, 576)
+        want = expected(x, weight.double() * scale.double()[:, None], bias, around)
+    else:
+        weight, scale = (torch.randn(rows, 576) / 24).to(x.dtype), None
+        want = expected(x, weight, bias, around)
+    got = stream.stream(x, "same" if scale is None else form, Stored("same", weight, scale, rows, 576), None, bias, around, tile)
+    assert relative_error(got, want) < 1e-2
