@@ -27,7 +27,8 @@ def _from_hub(repo: str, revision: str | None) -> Path:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     token = env.hub_token()
-    network: tuple[type[Exception], ...] = (OSError, getattr(errors, "HTTPError", OSError))  # HTTPError: httpx's, since hub 1.0
+    http_error = getattr(errors, "HTTPError", OSError)  # httpx's, since hub 1.0
+    unreachable: tuple[type[Exception], ...] = (LocalEntryNotFoundError, HfHubHTTPError, OSError, http_error)
     try:
         files = [*WANTED] if not _has_safetensors(repo, revision, token) else [name for name in WANTED if name not in ("*.bin", "*.gguf")]
         return Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=files))
@@ -37,7 +38,7 @@ def _from_hub(repo: str, revision: str | None) -> Path:
         raise CheckpointError(
             f"{repo} is not a local path, and the hub has no such model (or no access).", cure="Check the id, or set HF_TOKEN."
         ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, *network) as problem:
+    except unreachable as problem:
         raise CheckpointError(
             f"{repo} is not a local path, and the hub cannot be reached ({reason(problem)}).",
             cure="Download the checkpoint elsewhere and name its directory, or name a .gguf file.",
