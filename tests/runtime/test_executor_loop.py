@@ -282,3 +282,9 @@ async def _until(condition: Callable[[], bool]) -> None:
 def test_a_step_timeout_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="step_timeout_s"):
         RuntimeConfig(step_timeout_s=value)
+
+
+def test_a_queue_that_holds_nothing_is_refused() -> None:
+    """It would refuse every request, of an idle server too."""
+    with pytest.raises(ConfigError, match="max_queue_size"):
+        RuntimeConfig(max_queue_size=0)

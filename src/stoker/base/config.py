@@ -90,7 +90,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             check_range("num_threads", self.num_threads, 1, MAX_THREADS)
         for index in self.devices or ():
             check_range("devices", index, 0, 1023)
-        check_range("max_queue_size", self.max_queue_size, 0, 1 << 24)
+        check_range("max_queue_size", self.max_queue_size, 1, 1 << 24)
         if self.kv_cache_fraction is not None and not 0.0 < self.kv_cache_fraction <= 1.0:
             raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction} is outside (0, 1].", cure="Use a fraction such as 0.9.")
         if self.step_timeout_s is not None and not 1.0 <= self.step_timeout_s <= 86400.0:

@@ -50,7 +50,7 @@ _NO_NETTY = "it tunes the Java server, which does not run here"
 
 _MODEL_SERVER = (
     no_effect("engine", names("Python", "MPI"), "Stoker is the engine"),
-    honoured("job_queue_size", Whole(0, 1 << 24), "runtime.max_queue_size", "default 1000"),
+    honoured("job_queue_size", Whole(1, 1 << 24), "runtime.max_queue_size", "default 1000"),
     honoured("batch_size", Whole(1, 65536), "options.batch_size", "above 1 it turns the rolling batch off, as in LMI"),
     no_effect("max_batch_delay", Whole(0, 3_600_000), "no request waits for others: they are batched in flight"),
     no_effect("max_idle_time", _UNSIGNED, _ONE_COPY),
