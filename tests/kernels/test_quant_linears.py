@@ -294,7 +294,7 @@ def test_int4_tiles(zero: str) -> None:
 @pytest.mark.parametrize("parts", ["br", "ng"])
 def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: int, group: int) -> None:
     x, bias, around, rows = problem(m, 72, 648, torch.bfloat16, parts)
-    assert not quant_tuning.digits_pay(m, group, x.element_size())
+    assert not quant_tuning.digits_pay(m, group)
     weight = int4_weight(rows, 648, group, zero)
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
     assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(weight), bias, around), want) < 1e-2

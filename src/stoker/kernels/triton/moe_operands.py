@@ -18,9 +18,8 @@ from stoker.kernels.triton.quant_codes import encode_groups, encode_rows
 from stoker.kernels.triton.quant_fp8 import BLOCK_COLUMNS
 from stoker.kernels.triton.quant_int4 import Packed
 from stoker.kernels.triton.quant_linear import Stored
-from stoker.kernels.triton.quant_tuning import SMALLEST_INTEGER_GROUP
+from stoker.kernels.triton.quant_tuning import digits_pay
 
-DIGIT_ROWS = 32  # of an expert's tile: up to so many become digits, more are multiplied as they are by widened weights
 _BLOCK = 1024
 
 
@@ -77,8 +76,8 @@ def _groups(x: Tensor, weight: Int8Experts, tile_rows: int, is_sorted: bool) -> 
 
 
 def _digits(x: Tensor, stored: Stored, padded: int, tile_rows: int, is_sorted: bool) -> Operands:
-    """A few rows as digits of `padded` features with the sum of each group's, more as they are."""
-    if tile_rows > DIGIT_ROWS or stored.group < SMALLEST_INTEGER_GROUP:
+    """A few rows as digits of `padded` features with the sum of each group's, more as they are, to be multiplied by widened weights."""
+    if not digits_pay(tile_rows, stored.group):
         return Operands(x, stored, is_sorted=is_sorted)
     made = encode_rows(x, "digits", padded, stored.group)
     return Operands(made.codes, stored, made.scale, made.sums, 2, is_sorted)

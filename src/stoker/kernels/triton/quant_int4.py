@@ -18,7 +18,7 @@ from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows, ungated
-from stoker.kernels.triton.quant_tuning import FEW_ROWS, digits_pay
+from stoker.kernels.triton.quant_tuning import FEW_ROWS, SMALLEST_INTEGER_GROUP, digits_pay
 from stoker.kernels.triton.quant_unpack import nibbles
 from stoker.kernels.triton.stream import stream, takes
 from stoker.kernels.types import PLAIN, Fusion
@@ -95,7 +95,7 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
     if takes(x, "int4", stored):
         return stream(x, "int4", stored, None, bias, fusion)
     if rows <= FEW_ROWS:
-        if digits_pay(rows, packed.group, x.element_size()):
+        if digits_pay(rows, packed.group) or (x.dtype == torch.float32 and packed.group >= SMALLEST_INTEGER_GROUP):
             return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)
         return plain_rows(x, stored, bias, fusion)
     x, fusion = ungated(x, fusion)

@@ -113,14 +113,14 @@ def splits_of(programs: int, k: int, block_k: int, multiprocessors: int) -> int:
     return splits
 
 
-def digits_pay(rows: int, group: int, item: int) -> bool:
-    """Whether up to FEW_ROWS rows of `item` bytes meet int4 in groups as digits, not with the codes widened.
+def digits_pay(rows: int, group: int) -> bool:
+    """Whether rows of 16 bits meet weights in groups as digits, not with the codes widened.
 
     Every group's sums are joined and scaled, for every row; codes are widened once. 64 rows of weights × 256 features take sm_90, in
     groups of 128, 1,584 instructions against digits of 32 rows and 1,848 widened, 3,144 and 1,896 against 64 rows; in groups of 32 4,888
     and 2,664, 9,808 and 2,768 (counted in the compiled loops, all warps together).
     """
-    return group >= SMALLEST_INTEGER_GROUP and (rows <= group // 4 or item > 2)
+    return group >= SMALLEST_INTEGER_GROUP and rows <= group // 4
 
 
 def widened_tile(tokens: int, n: int, k: int, group: int, multiprocessors: int) -> QuantTile:
