@@ -14,8 +14,7 @@ from stoker.kernels.triton import quant_int4, quant_linear, stream
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.triton.stream_tuning import StreamTile
 
-TILES = [StreamTile(2, 1, 4, 1), StreamTile(2, 3, 1, 2)]
-CASES = [(1, "nbgr"), (3, "br"), (8, "ng")]
+CASES = [(1, "nbgr", StreamTile(2, 1, 4, 1)), (3, "br", StreamTile(2, 3, 1, 2)), (8, "ng", StreamTile(2, 1, 2, 2))]
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +22,7 @@ def registers(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix_instructions.install(monkeypatch)
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("m", "parts"), CASES)
+@pytest.mark.parametrize(("m", "parts", "tile"), CASES)
 @pytest.mark.parametrize(("group", "zero"), [(32, "none"), (32, "int"), (32, "float"), (64, "int"), (128, "float"), (128, "none")])
 def test_int4(group: int, zero: str, m: int, parts: str, tile: StreamTile) -> None:
     x, bias, around, rows = problem(m, 40, 640, torch.bfloat16, parts)
@@ -36,8 +34,7 @@ def test_int4(group: int, zero: str, m: int, parts: str, tile: StreamTile) -> No
     assert not quant_linear.arrived(x.device).any()
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("m", "parts"), CASES)
+@pytest.mark.parametrize(("m", "parts", "tile"), CASES)
 @pytest.mark.parametrize("form", ["bytes", "fp8", "bfloat16", "float16"])
 def test_whole_bytes(form: str, m: int, parts: str, tile: StreamTile) -> None:
     x, bias, around, rows = problem(m, 40, 576, torch.float16 if form == "float16" else torch.bfloat16, parts)
