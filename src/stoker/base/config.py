@@ -10,6 +10,7 @@ from stoker.base.env import MAX_THREADS
 from stoker.base.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
+DEVICES = ("cpu", "cuda")
 TOKENS_PER_BLOCK = (16, 32, 64, 128)
 
 
@@ -81,7 +82,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.device is not None:
-            check_choice("device", self.device, ("cpu", "cuda"))
+            check_choice("device", self.device, DEVICES)
         check_choice("policy", self.policy, ("guaranteed_no_evict", "max_utilization", "static"))
         for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window"):
             if getattr(self, name) is not None:

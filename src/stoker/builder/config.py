@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.config import DTYPES, Limits, Mapping, check_choice, check_range
+from stoker.base.config import DEVICES, DTYPES, Limits, Mapping, check_choice, check_range
 from stoker.base.errors import ConfigError
 
-DEVICES = ("cpu", "cuda")
 VERIFY = ("auto", "full", "files", "none")
 
 

@@ -34,16 +34,14 @@ def read_awq(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dict
         check(stored, f"{stem}.scales", (count, out), *FLOATS)
         chosen = Int4(group_size=_fit(group), zero="int", scale_dtype=dtype_name(stored[f"{stem}.scales"].dtype), clip=False)
         sources = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
-        found[f"{stem}.weight"] = Kept(sources, (out, rows), chosen, _awq_taker(group, rows))
+        found[f"{stem}.weight"] = Kept(sources, (out, rows), chosen, _awq_taker(group))
     return found
 
 
-def _awq_taker(group: int, rows: int) -> Callable[[list[Tensor]], dict[str, Tensor]]:
-    fit = _fit(group)
-
+def _awq_taker(group: int) -> Callable[[list[Tensor]], dict[str, Tensor]]:
     def take(parts: list[Tensor]) -> dict[str, Tensor]:
         codes, zeros = (_awq_columns(nibbles(words)) for words in parts[:2])
-        return _int4(codes.t(), parts[2].t(), zeros.t(), 1 if fit == group else -(-group // fit), rows, fit)
+        return _int4(codes.t(), parts[2].t(), zeros.t(), group)
 
     return take
 
@@ -64,7 +62,7 @@ def read_gptq(stored: Mapping[str, Stored], quantization: dict[str, Any]) -> dic
         ordered = bool(quantization.get("desc_act")) and grouped
         if grouped:
             check(stored, f"{stem}.g_idx", (rows,), torch.int32)
-        sources = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", *(("g_idx",) if f"{stem}.g_idx" in stored else ())))
+        sources = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", *(("g_idx",) if grouped else ())))
         take = _gptq_taker(stem, bits, bias, group, rows, ordered)
         found[f"{stem}.weight"] = Kept(sources, (out, rows), _gptq_format(bits, group, ordered, stored[f"{stem}.scales"].dtype), take)
     return found
@@ -79,20 +77,17 @@ def _gptq_format(bits: int, group: int, ordered: bool, dtype: torch.dtype) -> Fo
 
 
 def _gptq_taker(stem: str, bits: int, bias: int, group: int, rows: int, ordered: bool) -> Callable[[list[Tensor]], dict[str, Tensor]]:
-    fit = _fit(group)
-    repeat = 1 if fit == group else -(-group // fit)
-
     def take(parts: list[Tensor]) -> dict[str, Tensor]:
         order = _order(stem, parts[3], group, ordered) if len(parts) > 3 else torch.arange(rows)
         codes = nibbles(parts[0].t().contiguous(), bits)  # [out, in]
         zero, scale = nibbles(parts[1], bits).t().int() + bias, parts[2].t()
         if bits == 8:
-            wide = scale.float().repeat_interleave(repeat, 1)[:, : -(-rows // fit)].contiguous()
-            offset = (128 - zero).float().repeat_interleave(repeat, 1)[:, : -(-rows // fit)] * wide
-            return {"weight": (codes.int() - 128).to(torch.int8), "scale": wide, "offset": offset.contiguous()}
+            wide = _spread(scale.float(), group, rows)
+            offset = _spread((128 - zero).float(), group, rows) * wide
+            return {"weight": (codes.int() - 128).to(torch.int8), "scale": wide, "offset": offset}
         if not ordered:
-            return _int4(codes, scale, zero, repeat, rows, fit)
-        return _int4(codes[:, order], scale, zero, repeat, rows, fit) | {"order": order.int()}
+            return _int4(codes, scale, zero, group)
+        return _int4(codes[:, order], scale, zero, group) | {"order": order.int()}
 
     return take
 
@@ -119,7 +114,6 @@ def read_compressed_int4(stored: Mapping[str, Stored], weights: dict[str, Any]) 
         out, packed = matrix(stored, f"{stem}.weight_packed")
         rows = packed * 8
         group = rows if size == -1 else size
-        fit = _fit(group)
         zero = f"{stem}.weight_zero_point"
         asymmetric = not weights.get("symmetric", True) and zero in stored
         check(stored, f"{stem}.weight_packed", (out, packed), torch.int32)
@@ -127,13 +121,11 @@ def read_compressed_int4(stored: Mapping[str, Stored], weights: dict[str, Any]) 
         if asymmetric:
             check(stored, zero, (-(-out // 8), -(-rows // group)), torch.int32)
         dtype = dtype_name(stored[f"{stem}.weight_scale"].dtype)
-        chosen = Int4(group_size=fit, zero="int" if asymmetric else "none", scale_dtype=dtype, clip=False)
+        chosen = Int4(group_size=_fit(group), zero="int" if asymmetric else "none", scale_dtype=dtype, clip=False)
 
-        def take(
-            parts: list[Tensor], group: int = group, fit: int = fit, rows: int = rows, asymmetric: bool = asymmetric
-        ) -> dict[str, Tensor]:
+        def take(parts: list[Tensor], group: int = group, asymmetric: bool = asymmetric) -> dict[str, Tensor]:
             zeros = nibbles(parts[2].t().contiguous()).t() if asymmetric else None
-            return _int4(nibbles(parts[0]), parts[1], zeros, 1 if fit == group else -(-group // fit), rows, fit)
+            return _int4(nibbles(parts[0]), parts[1], zeros, group)
 
         extra = (f"{stem}.weight_shape",) if f"{stem}.weight_shape" in stored else ()
         sources = (f"{stem}.weight_packed", f"{stem}.weight_scale", *((zero,) if asymmetric else ()), *extra)
@@ -153,14 +145,17 @@ def _awq_columns(codes: Tensor) -> Tensor:
     return codes.unflatten(-1, (-1, 8))[..., inverse].flatten(-2)
 
 
-def _int4(codes: Tensor, scale: Tensor, zero: Tensor | None, repeat: int, size: int, group: int) -> dict[str, Tensor]:
-    """Stored tensors of codes [out, in], scale and zero [out, groups]; each group told `repeat` times, for those larger than any here."""
+def _int4(codes: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> dict[str, Tensor]:
+    """Stored tensors of codes [out, in], scale and zero [out, groups of `group`]."""
+    rows = codes.shape[1]
+    stored = {"weight": groups.pack(codes), "scale": _spread(scale, group, rows)}
+    return stored if zero is None else stored | {"zero": _spread(zero.to(torch.uint8), group, rows)}
 
-    def spread(t: Tensor) -> Tensor:
-        return (t if repeat == 1 else t.repeat_interleave(repeat, 1)[:, : -(-size // group)]).contiguous()
 
-    stored = {"weight": groups.pack(codes), "scale": spread(scale)}
-    return stored if zero is None else stored | {"zero": spread(zero.to(torch.uint8))}
+def _spread(t: Tensor, group: int, rows: int) -> Tensor:
+    """[out, groups of `_fit(group)`] of [out, groups of `group`]: those that are larger than any here are told several times."""
+    fit = _fit(group)
+    return t.repeat_interleave(-(-group // fit), 1)[:, : -(-rows // fit)].contiguous()
 
 
 def _fit(group: int) -> int:

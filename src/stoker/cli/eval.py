@@ -44,14 +44,14 @@ def perplexity(
     from tokenizers import Tokenizer
 
     from stoker.base import env
-    from stoker.base.config import check_choice
+    from stoker.base.config import DEVICES, check_choice
     from stoker.base.errors import EngineError
     from stoker.cli.progress import Bars
     from stoker.engine.reader import Engine
     from stoker.engine.stream import LayerStream, windows
 
     if device is not None:
-        check_choice("device", device, ("cpu", "cuda"))
+        check_choice("device", device, DEVICES)
     opened = Engine.open(engine)
     opened.check_world(1)
     if not (engine / "tokenizer.json").is_file():

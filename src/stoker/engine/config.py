@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.config import DTYPES, Limits, Mapping, check_choice
+from stoker.base.config import DEVICES, DTYPES, Limits, Mapping, check_choice
 from stoker.base.errors import ConfigError, EngineError
 from stoker.engine.tensor_file import FileRecord
 from stoker.layers import config as layers_config
@@ -51,7 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
-        check_choice("target.device", self.target.device, ("cpu", "cuda"))
+        check_choice("target.device", self.target.device, DEVICES)
         check_choice("weights", self.weights, ("files", "dummy"))
         check_choice("recipe.kv_cache", self.recipe.kv_cache, (None, *recipes.KV_DTYPES))
 
