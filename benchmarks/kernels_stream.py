@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/kernels_stream.py [--forms int4/128,int4/64,int4/32,bytes,fp8,same] [--rows 1,8,32] [--json FILE]
 
-Shapes are Llama-3.1-8B's, or those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line
-gives the best tile, ready for a row of `stream_tuning.TUNED`, beside what the rule takes and what tiles in shared memory need.
+Of int4 and same, more rows than are streamed go through bands (`band_kernel`), and with --bands any number. Shapes are Llama-3.1-8B's, or
+those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line gives the best tile, ready for
+a row of `stream_tuning.TUNED` or `band_tuning.TUNED`, beside what the rule takes and what tiles in shared memory need.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -25,13 +27,15 @@ from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
-from stoker.kernels.triton import linear, norm, quant_fp8, quant_int4, quant_linear, stream
+from stoker.kernels.triton import band, linear, norm, quant_fp8, quant_int4, quant_linear, stream
+from stoker.kernels.triton.band_tuning import BandTile, band_tile
+from stoker.kernels.triton.band_tuning import token_tiles as band_token_tiles
 from stoker.kernels.triton.compile import compiling
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.quant_codes import encode_rows
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.triton.stream import CHUNK_BYTES
-from stoker.kernels.triton.stream_tuning import StreamTile, stream_tile, token_tiles
+from stoker.kernels.triton.stream_tuning import MOST_TOKENS, StreamTile, stream_tile, token_tiles
 from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import Fusion
 
@@ -59,6 +63,23 @@ class Case:
     k: int
     parts: str
     rows: int
+    bands: bool
+
+    @property
+    def chunks(self) -> int:
+        if self.form == "int4":
+            return self.k // (2 * max(self.group, CHUNK_BYTES))
+        return self.k * (2 if self.form == "same" else 1) // CHUNK_BYTES
+
+    @property
+    def token_tiles(self) -> int:
+        if self.bands:
+            return band_token_tiles(self.rows)
+        return token_tiles(self.rows, 2 if self.form in ("int4", "bytes") else 1)
+
+    def by_rule(self, multiprocessors: int) -> StreamTile | BandTile:
+        choose = band_tile if self.bands else stream_tile
+        return choose(self.form, self.rows, self.n, self.chunks, self.gated, multiprocessors)
 
     @property
     def gated(self) -> bool:
@@ -90,8 +111,10 @@ class Case:
         weight = integers(device, torch.int8, 127, n, k) if self.form == "bytes" else fp8_values(device, n, k)
         return Stored("same", weight, scale, n, k), (weight, scale)
 
-    def run(self, x: Tensor, weight: Stored, fusion: Fusion, tile: StreamTile | None) -> Tensor:
-        return stream.stream(x, self.form, weight, None, None, fusion, tile)
+    def run(self, x: Tensor, weight: Stored, fusion: Fusion, tile: StreamTile | BandTile | None) -> Tensor:
+        if self.bands:
+            return band.band(x, self.form, weight, None, fusion, tile)  # type: ignore[arg-type]
+        return stream.stream(x, self.form, weight, None, None, fusion, tile)  # type: ignore[arg-type]
 
     def tiled(self, x: Tensor, weight: Stored, fusion: Fusion) -> Tensor:
         """The same through tiles in shared memory (of one FP8 row, through its GEMV)."""
@@ -100,6 +123,8 @@ class Case:
         if self.form == "fp8":
             return quant_fp8.fp8_linear(x, weight.weight, weight.scale, "token", None, None, fusion)
         name = f"int4/{self.group}" if self.group else "bytes"
+        if self.bands and self.group:
+            return quant_linear.plain_rows(x, weight, None, fusion)
         return quant_linear.few_rows(x, weight, "digits", name, None, None, fusion)
 
     def expected(self, x: Tensor, given: object, fusion: Fusion) -> Tensor:
@@ -135,24 +160,31 @@ def fp8_values(device: str, n: int, k: int) -> Tensor:
     return made.to(torch.float8_e4m3fn) if device == "meta" else (made * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def tiles(case: Case) -> Iterator[StreamTile]:
+def tiles(case: Case) -> Iterator[StreamTile | BandTile]:
     """Tiles worth trying: enough programs, something for every warp, and what a thread holds fits its registers."""
-    chunks = chunks_of(case)
+    if case.bands:
+        yield from band_tiles(case)
+        return
     for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 3, 4, 6, 8), (1, 2, 4)):
         programs = -(-case.n // (16 * m_tiles // (2 if case.gated else 1))) * splits
-        turns = -(-chunks // (warps * splits))
+        turns = -(-case.chunks // (warps * splits))
         fits = m_tiles * stages * max(1, case.group // 64) <= 8 and turns >= stages and (m_tiles > 1 or not case.gated)
         if fits and programs >= 100 and (splits == 1 or programs * warps <= 6000):
             yield StreamTile(m_tiles, splits, warps, stages)
 
 
-def chunks_of(case: Case) -> int:
-    return (
-        case.k // (2 * max(case.group, CHUNK_BYTES)) if case.form == "int4" else case.k * (2 if case.form == "same" else 1) // CHUNK_BYTES
-    )
+def band_tiles(case: Case) -> Iterator[BandTile]:
+    words = 16 * max(1, case.group // 64) if case.form == "int4" else 8  # registers of a chunk of a tile
+    wide = 16 if case.form == "int4" else 0
+    for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (2, 4, 8), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 4)):
+        programs = -(-case.n // (16 * m_tiles * warps // (2 if case.gated else 1))) * splits
+        held = m_tiles * (4 * case.token_tiles + words * (stages + 1) // 2 + wide) + (8 if case.form == "int4" else 4) * case.token_tiles
+        enough = programs * warps >= 500 and -(-case.chunks // splits) >= 2 * stages and (splits == 1 or programs * warps <= 4400)
+        if held <= 230 and enough and (m_tiles > 1 or not case.gated):
+            yield BandTile(m_tiles, splits, warps, stages)
 
 
-def compile_tile(job: tuple[Case, StreamTile | None]) -> None:
+def compile_tile(job: tuple[Case, StreamTile | BandTile]) -> None:
     case, tile = job
     with compiling():
         weight, _ = case.weight("meta")
@@ -163,7 +195,7 @@ def measure(case: Case, fast: bool) -> dict[str, object]:
     copies = max(2, ROTATED_BYTES // case.num_bytes + 1)
     made = [case.weight("cuda") for _ in range(copies)]
     weights, x, fusion = [weight for weight, _ in made], make("cuda", case.rows, case.k), case.fusion("cuda")
-    default = stream_tile(case.form, case.rows, case.n, chunks_of(case), case.gated, num_multiprocessors(x.device))
+    default = case.by_rule(num_multiprocessors(x.device))
     want = case.expected(x, made[0][1], fusion)
     del made
     errors, times = {}, {}
@@ -179,20 +211,20 @@ def measure(case: Case, fast: bool) -> dict[str, object]:
         return row | {"wrong": True}
     best = min(times, key=lambda tile: times[tile])
     row["tiled_us"] = time_graph(lambda: [case.tiled(x, weight, fusion) for weight in weights]) / copies
-    shape = (token_tiles(case.rows, 2 if case.form in ("int4", "bytes") else 1), case.n, chunks_of(case), case.gated)
+    shape = (case.token_tiles, case.n, case.chunks, case.gated)
     print(f"{row['form']:9} {case.name:5} M={case.rows:<3} {times[best]:7.1f} us {case.num_bytes / times[best] / 1e6 / READ_TB_S:6.1%}  "
           f"err {errors[best]:.1e}  rule {times.get(default, 0):6.1f}  tiled {row['tiled_us']:6.1f}  "
-          f"(\"{case.form}\", {shape[0]}, {shape[1]}, {shape[2]}, {case.gated}): StreamTile({name_of(best).replace('/', ', ')}),"
+          f"(\"{case.form}\", {shape[0]}, {shape[1]}, {shape[2]}, {case.gated}): {type(best).__name__}({name_of(best).replace('/', ', ')}),"
           f"  {[f'{name_of(t)} {times[t]:.1f}' for t in sorted(times, key=lambda t: times[t])[1:4]]}", flush=True)  # fmt: skip
     every = {name_of(t): round(us, 2) for t, us in times.items()}
     return row | {"us": times[best], "share": case.num_bytes / times[best] / 1e6 / READ_TB_S, "every": every}
 
 
-def name_of(tile: StreamTile) -> str:
+def name_of(tile: StreamTile | BandTile) -> str:
     return f"{tile.m_tiles}/{tile.splits}/{tile.num_warps}/{tile.num_stages}"
 
 
-def many(case: Case, x: Tensor, weights: list[Stored], fusion: Fusion, tile: StreamTile) -> None:
+def many(case: Case, x: Tensor, weights: list[Stored], fusion: Fusion, tile: StreamTile | BandTile) -> None:
     for weight in weights:
         case.run(x, weight, fusion, tile)
 
@@ -203,11 +235,19 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--model", default="8b")
     parser.add_argument("--linears", default="qkv,out,up,down,head")
+    parser.add_argument("--bands", action="store_true", help="bands for few rows too")
     parser.add_argument("--fast", action="store_true", help="the rule's tiles only")
     parser.add_argument("--json")
     args = parser.parse_args()
     cases = [
-        Case(form.split("/")[0], int(form.split("/")[1]) if "/" in form else 0, name, *MODELS[args.model][name], rows)
+        Case(
+            form.split("/")[0],
+            int(form.split("/")[1]) if "/" in form else 0,
+            name,
+            *MODELS[args.model][name],
+            rows,
+            args.bands or rows > MOST_TOKENS[form.split("/")[0]],
+        )
         for form in args.forms.split(",")
         for rows in map(int, args.rows.split(","))
         for name in args.linears.split(",")
@@ -216,11 +256,11 @@ def main() -> None:
     began = time.monotonic()
     jobs = {}
     for case in cases:
-        for tile in {stream_tile(case.form, case.rows, case.n, chunks_of(case), case.gated, 132), *(() if args.fast else tiles(case))}:
-            key = (case.form, case.group, case.parts, token_tiles(case.rows, 2 if case.form in ("int4", "bytes") else 1), tile.m_tiles,
-                   tile.num_warps, tile.num_stages, tile.splits > 1)  # fmt: skip
+        for tile in {case.by_rule(132), *(() if args.fast else tiles(case))}:
+            key = (case.form, case.group, case.parts, case.token_tiles, case.bands, tile.m_tiles, tile.num_warps, tile.num_stages,
+                   tile.splits > 1)  # fmt: skip
             jobs.setdefault(key, (case, tile))
-    with ProcessPoolExecutor(multiprocessing.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_tile, jobs.values(), chunksize=1))
     print(f"{origin(device='cuda')['device']}: {len(jobs)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
     rows = [measure(case, args.fast) for case in cases]

@@ -16,7 +16,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime.interpreter import TensorHandle
 
-from stoker.kernels.triton import stream, stream_kernel
+from stoker.kernels.triton import band_kernel, stream, stream_kernel
 
 Register = NDArray[Any]  # one element a thread
 _LANE = np.arange(32)
@@ -24,7 +24,7 @@ _ROW, _TURN = _LANE // 4, _LANE % 4  # the row (or column) and the place along t
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Streamed linears take their register branch until the patch is undone."""
+    """Streamed linears take their register branch, and linears in bands run, until the patch is undone."""
     kernel = stream.stream_kernel
 
     class InRegisters:
@@ -34,6 +34,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stream, "stream_kernel", InRegisters())
     for name, function in (("load_weights", _load), ("load_tokens", _load), ("widened", _widened), ("add_products", _add_products)):
         patch.setattr(stream_kernel, name, function)
+    for name, function in (("load_tokens", _load), ("wide_nibbles", _wide_nibbles), ("add_products", _add_products)):
+        patch.setattr(band_kernel, name, function)
 
 
 def _tensor(data: Register, dtype: tl.dtype) -> tl.tensor:
@@ -55,6 +57,30 @@ def _halves(codes: Register) -> Register:
     """Two registers of float16 of one of e4m3."""
     values = torch.from_numpy(codes.view(np.uint8).copy()).view(torch.float8_e4m3fn).half()
     return values.numpy().view(np.int32).reshape(-1, 2).T
+
+
+def _wide_nibbles(words: tuple[tl.tensor, ...], grid: tuple[tl.tensor, ...], SIDE: Any, XTYPE: Any, ZERO: Any) -> tuple[tl.tensor, ...]:
+    side, name, zero = (getattr(part, "value", part) for part in (SIDE, XTYPE, ZERO))
+    dtype = getattr(torch, name)
+    first, *second = (torch.from_numpy(part.handle.data.astype(np.float32)) for part in _plain(grid))
+    made = []
+    for word in words:
+        codes = torch.from_numpy(word.handle.data.view(np.uint8).reshape(-1, 4).astype(np.int32)) >> (4 * side) & 15
+        for chosen in ([0, 2], [1, 3]):
+            values = codes[:, chosen].to(dtype)
+            low = torch.zeros(len(values), 1)
+            if zero == "float":
+                low = second[0][:, None]
+            else:
+                values = values - (torch.full((1, 1), 8.0) if zero == "none" else second[0][:, None]).to(dtype)
+            exact = values.float() * first[:, None].to(dtype).float() + low.to(dtype).float()
+            made.append(_tensor(exact.to(dtype).view(torch.int32).numpy().ravel(), tl.int32))
+    return tuple(made)
+
+
+def _plain(grid: tuple[tl.tensor, ...]) -> list[tl.tensor]:
+    """bfloat16, of which the interpreter keeps the bits, as float32."""
+    return [part.to(tl.float32) for part in grid]
 
 
 def _add_products(

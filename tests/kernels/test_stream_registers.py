@@ -1,4 +1,4 @@
-"""The branch of streamed linears that a device takes, with matrix instructions emulated: which lane holds what, to the last register."""
+"""Linears whose operands lie in registers as a device has them, with matrix instructions emulated: which lane holds what, to the last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from test_quant_linears import expected, fp8_weight, int4_weight, int8_weight, p
 
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference.quant_int4 import dequantize_int4
-from stoker.kernels.triton import quant_int4, quant_linear, stream
+from stoker.kernels.triton import band, quant_int4, quant_linear, stream
+from stoker.kernels.triton.band_tuning import BandTile
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.triton.stream_tuning import StreamTile
 
@@ -49,3 +50,25 @@ def test_whole_bytes(form: str, m: int, parts: str, tile: StreamTile) -> None:
         want = expected(x, weight, bias, around)
     got = stream.stream(x, "same" if scale is None else form, Stored("same", weight, scale, rows, 576), None, bias, around, tile)
     assert relative_error(got, want) < 1e-2
+
+
+BANDS = [(5, "nbgr", BandTile(2, 1, 2, 1)), (19, "br", BandTile(1, 3, 1, 2)), (12, "ng", BandTile(2, 2, 1, 1))]
+
+
+@pytest.mark.parametrize(("m", "parts", "tile"), BANDS)
+@pytest.mark.parametrize(("group", "zero"), [(16, "int"), (32, "float"), (64, "int"), (128, "float"), (128, "none")])
+def test_int4_in_bands(group: int, zero: str, m: int, parts: str, tile: BandTile) -> None:
+    x, bias, around, rows = problem(m, 40, 640, torch.float16 if group == 64 else torch.bfloat16, parts)
+    weight = int4_weight(rows, 640, group, zero)
+    stored = quant_int4.pack(weight).stored()
+    want = expected(x, dequantize_int4(weight, torch.float64), bias, around)
+    assert relative_error(band.band(x, "int4", stored, bias, around, tile), want) < 1e-2
+    assert not quant_linear.arrived(x.device).any()
+
+
+@pytest.mark.parametrize(("m", "parts", "tile"), BANDS)
+def test_plain_weights_in_bands(m: int, parts: str, tile: BandTile) -> None:
+    x, bias, around, rows = problem(m, 40, 576, torch.bfloat16, parts)
+    weight = (torch.randn(rows, 576) / 24).to(x.dtype)
+    got = band.band(x, "same", Stored("same", weight, None, rows, 576), bias, around, tile)
+    assert relative_error(got, expected(x, weight, bias, around)) < 1e-2

@@ -7,6 +7,8 @@ side by side, and uses them where they arrive. Tensors here have one element a t
 lane computes from its own number is where it stands.
 """
 
+# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+
 from __future__ import annotations
 
 import triton
@@ -46,6 +48,36 @@ def widened(codes):
 
 
 @triton.jit
+def wide_nibbles(words, grid, SIDE: tl.constexpr, XTYPE: tl.constexpr, ZERO: tl.constexpr):
+    """Eight registers of XTYPE from the low (SIDE 0) or high nibbles of four: two for each, of its bytes 0 and 2, and 1 and 3.
+
+    grid: the scale, and unless ZERO is none (codes around 8) a whole number for the zero (int), or the value of code 0 (float).
+    A code becomes the last bits of a number that is known to be 128 (of float16 1024) more, exactly; what is done to it after rounds once.
+    """
+    NARROW: tl.constexpr = tl.bfloat16 if XTYPE == "bfloat16" else tl.float16
+    BASE: tl.constexpr = 128 if XTYPE == "bfloat16" else 1024
+    scale = twice(grid[0].to(NARROW))
+    if ZERO == "int":
+        zero = twice((grid[1].to(tl.int32) + BASE).to(tl.float32).to(NARROW))
+    else:
+        zero = twice(tl.full(scale.shape, BASE + (8 if ZERO == "none" else 0), tl.float32).to(NARROW))
+    low = scale
+    if ZERO == "float":
+        low = twice(grid[1].to(NARROW))
+    kinds: tl.constexpr = registers(8)
+    code: tl.constexpr = widening(SIDE, XTYPE, ZERO == "float")
+    return tl.inline_asm_elementwise(
+        code, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", words + (scale, zero, low), dtype=kinds, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def twice(value):
+    """A register of the same 16-bit number in both halves."""
+    return (value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+
+
+@triton.jit
 def add_products(sums, upper, lower, tokens, KIND: tl.constexpr):
     """sums + a chunk's products, of an m-tile's two rows and one tile of tokens.
 
@@ -67,6 +99,24 @@ def registers(count):
 @triton.constexpr_function
 def floats(count):
     return (tl.float32,) * count
+
+
+@triton.constexpr_function
+def widening(side, xtype, is_float):
+    """PTX of `wide_nibbles`: $0 … 7 from $8 … 11 by the scale $12, the zero $13 and the value of code 0, $14."""
+    base, narrow = ("0x43004300", "bf16x2") if xtype == "bfloat16" else ("0x64006400", "f16x2")
+    rounding = ".rn" if narrow == "bf16x2" else ""
+    lines = []
+    for word in range(4):
+        for odd in range(2):
+            made, shift = f"${2 * word + odd}", 4 * side + 8 * odd
+            source = f"${8 + word}"
+            if shift:
+                lines.append(f"shr.b32 t, {source}, {shift};")
+                source = "t"
+            lines.append(f"lop3.b32 t, {source}, 0x000f000f, {base}, 0xea; sub{rounding}.{narrow} t, t, $13;")
+            lines.append(f"fma.rn.{narrow} {made}, t, $12, $14;" if is_float else f"mul{rounding}.{narrow} {made}, t, $12;")
+    return "{ .reg .b32 t; " + " ".join(lines) + " }"
 
 
 @triton.constexpr_function

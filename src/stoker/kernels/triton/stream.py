@@ -25,10 +25,13 @@ SMALLEST_GROUP = 32  # of int4: a lane's 16 bytes are of one pair of groups, a c
 
 def takes(x: Tensor, form: str, stored: Stored) -> bool:
     """Whether `stream` is for these rows: few, and against a weight of whole chunks."""
-    weight = stored.weight
-    size = weight.element_size()
-    whole = weight.shape[1] * size % CHUNK_BYTES == 0 and weight.stride(0) * size % 16 == 0 and weight.stride(1) == 1
-    return 0 < x.shape[0] <= MOST_TOKENS[form] and whole and (form != "int4" or stored.group >= SMALLEST_GROUP)
+    return 0 < x.shape[0] <= MOST_TOKENS[form] and is_whole(stored) and (form != "int4" or stored.group >= SMALLEST_GROUP)
+
+
+def is_whole(stored: Stored) -> bool:
+    """Whether a weight is of whole chunks, each row of which begins on 16 bytes."""
+    weight, size = stored.weight, stored.weight.element_size()
+    return weight.shape[1] * size % CHUNK_BYTES == 0 and weight.stride(0) * size % 16 == 0 and weight.stride(1) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +82,13 @@ def _given(x: Tensor, form: str, stored: Stored, input_scale: Tensor | None, fus
         if fusion.norm_kind is not None:
             x = norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
             fusion = replace(fusion, norm_kind=None)
-        return Given(_aligned(x)), fusion
+        return Given(aligned(x)), fusion
     x, fusion = without_layer_norm(x, fusion)
     made = encode_rows(x, CODES[form], stored.k, stored.group, fusion.norm_weight, fusion.norm_eps, input_scale, fusion.input_gate)
     return Given(made.codes, made.scale, made.sums), fusion
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Rows that begin on 16 bytes."""
     unit = 16 // x.element_size()
     return x if x.stride(-1) == 1 and x.stride(0) % unit == 0 and x.storage_offset() % unit == 0 else x.contiguous()

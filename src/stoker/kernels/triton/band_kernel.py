@@ -1,0 +1,215 @@
+"""Some tokens against weights that are read once: each warp of a program has a band of rows, and all of them read the same tokens.
+
+What `stream_kernel` is for eight tokens, with two differences. There warps split the features, so each reads tokens of its own, and at 32
+tokens those are several times the weights' bytes; here the first warp that asks brings them into the multiprocessor's cache for the others.
+And int4 codes become the tokens' 16-bit dtype in registers, once for all tokens: digits of tokens would have every group's sums joined and
+scaled for each of them.
+FORM: int4 (paired groups, see `quant_int4`), whose tokens `arrange_kernel` lays out; same (16-bit, as XTYPE says), tokens as they are.
+"""
+
+# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from stoker.kernels.triton.chain import let_next_start, wait_for_previous
+from stoker.kernels.triton.fragments import add_products, load_tokens, wide_nibbles
+from stoker.kernels.triton.quant_codes import row_values
+from stoker.kernels.triton.stream_kernel import finish, lane_rows, products, same, take_weights
+
+PIECE = tl.constexpr(64)  # bytes of a row that four lanes read at once
+OPERAND = tl.constexpr(512)  # bytes of tokens that a warp reads at once
+
+
+@triton.jit
+def place_of(feature, token, token_tiles, GROUP: tl.constexpr):
+    """Where `arrange_kernel` puts a feature of a token: in the order in which lanes take their operands.
+
+    A piece's 16 bytes of a lane hold 16 features of one group in their low nibbles and 16 of the next one in the high ones, and each word's
+    bytes 0 and 2 become one register, 1 and 3 another.
+    """
+    byte = feature // (2 * GROUP) * GROUP + feature % GROUP
+    side = feature // GROUP % 2
+    word, at = byte % 16 // 4, byte % 4
+    block = byte // PIECE * 2 + side
+    lane = token % 8 * 4 + byte % PIECE // 16
+    return (((block * token_tiles + token // 8) * 2 + word // 2) * 32 + lane) * 8 + word % 2 * 4 + at % 2 * 2 + at // 2
+
+
+@triton.jit
+def arrange_kernel(
+    x, norm_weight, out, token_tiles, k, padded, stride_x, eps,
+    NORM: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: one token's features, after an RMS norm and a gate, for int4. WHOLE: a chunk holds them all."""
+    token = tl.program_id(0)
+    wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
+    row = x + token.to(tl.int64) * stride_x
+    if WHOLE:
+        cols = tl.arange(0, CHUNK)
+        v, weighted = row_values(row, norm_weight, cols, k, NORM, GATE)
+        if NORM:
+            weighted *= tl.rsqrt(tl.sum(v * v, 0) / k + eps)
+        tl.store(out + place_of(cols, token, token_tiles, GROUP), weighted.to(out.dtype.element_ty), mask=cols < padded)
+    else:
+        factor = 1.0
+        if NORM:
+            squares = tl.zeros([CHUNK], tl.float32)
+            for start in range(0, k, CHUNK):
+                v, weighted = row_values(row, norm_weight, start + tl.arange(0, CHUNK), k, NORM, GATE)
+                squares += v * v
+            factor = tl.rsqrt(tl.sum(squares, 0) / k + eps)
+        for start in range(0, padded, CHUNK):
+            cols = start + tl.arange(0, CHUNK)
+            v, weighted = row_values(row, norm_weight, cols, k, NORM, GATE)
+            tl.store(out + place_of(cols, token, token_tiles, GROUP), (weighted * factor).to(out.dtype.element_ty), mask=cols < padded)
+
+
+@triton.jit
+def take_grid(scale, zero, rows, pair, is_there, stride_groups, ZERO: tl.constexpr, COUNT: tl.constexpr):
+    """The scales of each row's two groups of a lane's bytes, and what stands for their zeros."""
+    made = ()
+    for side in tl.static_range(2):
+        first = (2 * pair + side).to(tl.int64) * stride_groups
+        for i in tl.static_range(COUNT):
+            made = made + (tl.load(scale + first + rows[i], mask=is_there, other=0, volatile=True),)
+            if ZERO != "none":
+                made = made + (tl.load(zero + first + rows[i], mask=is_there, other=0, volatile=True),)
+    return made
+
+
+@triton.jit
+def add_int4(acc, words, grid, tokens, is_there, XTYPE: tl.constexpr, ZERO: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr):
+    """acc + the products of 64 bytes of each row. Their low nibbles' tokens lie at `tokens`, N_TILES × 2 operands on the high ones'."""
+    EACH: tl.constexpr = 1 if ZERO == "none" else 2
+    for side in tl.static_range(2):
+        given = ()
+        for i in tl.static_range(2 * N_TILES):
+            given = given + load_tokens(tokens[side] + i * OPERAND, is_there.to(tl.int32))
+        wide = ()
+        mine = grid[EACH * 2 * M_TILES * side : EACH * 2 * M_TILES * (side + 1)]
+        for i in tl.static_range(2 * M_TILES):
+            wide = wide + wide_nibbles(words[4 * i : 4 * i + 4], mine[EACH * i : EACH * (i + 1)], side, XTYPE, ZERO)
+        made = ()
+        for tile in tl.static_range(M_TILES):
+            for column in tl.static_range(N_TILES):
+                total = acc[4 * (N_TILES * tile + column) : 4 * (N_TILES * tile + column) + 4]
+                for half in tl.static_range(2):
+                    upper = wide[16 * tile + 4 * half : 16 * tile + 4 * half + 4]
+                    lower = wide[16 * tile + 8 + 4 * half : 16 * tile + 8 + 4 * half + 4]
+                    total = add_products(total, upper, lower, given[8 * column + 4 * half : 8 * column + 4 * half + 4], XTYPE)
+                made = made + total
+        acc = made
+    return acc
+
+
+@triton.jit
+def summed(sums, partial, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """sums + COUNT registers of each thread, as another program left them."""
+    made = ()
+    for i in tl.static_range(COUNT):
+        made = made + (sums[i] + tl.load(partial + i * SIZE + tl.arange(0, SIZE)),)
+    return made
+
+
+@triton.jit(do_not_specialize=["m", "splits", "token_tiles"])
+def band_kernel(
+    x, weight, scale, zero, bias, residual, out, partial, arrived,
+    m, n, chunks, splits, token_tiles, stride_x, stride_w, stride_groups,
+    FORM: tl.constexpr, XTYPE: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    M_TILES: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Grid: (programs over rows, splits of the features, tiles of tokens). A warp has 16 × M_TILES rows, of a GATED weight half gates.
+
+    x [m, k] 16-bit, of int4 as arranged for token_tiles × 8 tokens; weight [n (twice when GATED), stride_w bytes]; scale and zero of int4
+    [groups, rows]. A chunk is 64 bytes of a row, of int4 whole pairs of groups. partial float32 [tiles, splits, sums × threads]; arrived
+    [tiles] counts finished splits and is left at zero.
+    """
+    PIECES: tl.constexpr = GROUP // 64 if FORM == "int4" and GROUP > 64 else 1
+    PART: tl.constexpr = M_TILES // 2 if GATED else M_TILES
+    COUNT: tl.constexpr = 2 * M_TILES
+    GRID: tl.constexpr = 0 if FORM != "int4" else 2 * COUNT * (1 if ZERO == "none" else 2)
+    WORDS: tl.constexpr = 4 * COUNT * PIECES
+    SUMS: tl.constexpr = 4 * M_TILES * N_TILES
+    thread = tl.arange(0, 32 * WARPS)
+    lane = thread % 32
+    band = tl.program_id(0) * WARPS + thread // 32
+    first_tile = tl.program_id(2) * N_TILES
+    share = tl.cdiv(chunks, splits)
+    first = tl.program_id(1) * share
+    last = tl.minimum(first + share, chunks)
+    rows = lane_rows(band, lane, n, M_TILES, GATED)
+    places = ()
+    for i in tl.static_range(COUNT):
+        places = places + (weight.to(tl.int64) + rows[i].to(tl.int64) * stride_w + lane % 4 * 16,)
+    PAIRS: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    mine = lane % 4 * 16 // GROUP if PAIRS > 1 else 0
+    nothing = tl.zeros_like(lane)
+    words = ()
+    grid = ()
+    for stage in tl.static_range(STAGES):
+        chunk = nothing + (first + stage)
+        is_there = chunk < last
+        words = words + take_weights(places, chunk, is_there, COUNT, PIECES)
+        if FORM == "int4":
+            grid = grid + take_grid(scale, zero, rows, chunk * PAIRS + mine, is_there, stride_groups, ZERO, COUNT)
+    wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
+    tokens = ()
+    if FORM == "int4":
+        tokens = tokens + (x.to(tl.int64) + first_tile.to(tl.int64) * (2 * OPERAND) + lane * 16,)
+    else:
+        for i in tl.static_range(N_TILES):
+            token = tl.minimum((first_tile + i) * 8 + lane // 4, m - 1)
+            tokens = tokens + (x.to(tl.int64) + token.to(tl.int64) * (stride_x * 2) + lane % 4 * 16,)
+    sums = same(nothing.to(tl.float32), SUMS)
+    for start in range(first, last, STAGES):
+        new_words = ()
+        new_grid = ()
+        for stage in tl.static_range(STAGES):
+            chunk = nothing + (start + stage)
+            is_there = chunk < last
+            after = chunk + STAGES
+            new_words = new_words + take_weights(places, after, after < last, COUNT, PIECES)
+            if FORM == "int4":
+                new_grid = new_grid + take_grid(scale, zero, rows, after * PAIRS + mine, after < last, stride_groups, ZERO, COUNT)
+                for part in tl.static_range(PIECES):
+                    block = (chunk * PIECES + part).to(tl.int64) * 2
+                    at = tokens[0] + block * (token_tiles * (2 * OPERAND))
+                    sums = add_int4(
+                        sums, words[WORDS * stage + 4 * COUNT * part : WORDS * stage + 4 * COUNT * (part + 1)],
+                        grid[GRID * stage : GRID * (stage + 1)], (at, at + token_tiles * (2 * OPERAND)), is_there, XTYPE, ZERO, M_TILES,
+                        N_TILES,
+                    )  # fmt: skip
+            else:
+                given = ()
+                for i in tl.static_range(N_TILES):
+                    given = given + load_tokens(tokens[i] + chunk.to(tl.int64) * PIECE, is_there.to(tl.int32))
+                sums = products(sums, words[WORDS * stage : WORDS * (stage + 1)], given, XTYPE, 4, M_TILES, N_TILES)
+        words = new_words
+        grid = new_grid
+    if SPLIT:
+        SIZE: tl.constexpr = 32 * WARPS
+        unit = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        whole = partial + (unit * splits).to(tl.int64) * (SUMS * SIZE)
+        for i in tl.static_range(SUMS):
+            tl.store(whole + tl.program_id(1) * (SUMS * SIZE) + i * SIZE + thread, sums[i])
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + unit, 1, sem="acq_rel", scope="gpu") != splits - 1:
+            return
+        tl.store(arrived + unit, 0)
+        sums = same(nothing.to(tl.float32), SUMS)
+        for other in range(splits):
+            sums = summed(sums, whole + other * (SUMS * SIZE), SUMS, SIZE)
+    for tile in tl.static_range(PART):
+        for column in tl.static_range(N_TILES):
+            for i in tl.static_range(4):
+                row = (band * PART + tile) * 16 + i // 2 * 8 + lane // 4
+                columns = (first_tile + column) * 8 + lane % 4 * 2 + i % 2
+                up = sums[4 * (N_TILES * (tile + PART if GATED else tile) + column) + i]
+                finish(
+                    sums[4 * (N_TILES * tile + column) + i], up, row, columns, m, scale, None, bias, residual, out, n, GATED, ACT, False,
+                )  # fmt: skip
