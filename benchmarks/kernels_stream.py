@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/kernels_stream.py [--forms int4/128,int4/64,int4/32,bytes,fp8,same] [--rows 1,8,32] [--json FILE]
 
-Of int4 and same, more rows than are streamed go through bands (`band_kernel`), and with --bands any number. Shapes are Llama-3.1-8B's, or
+Of int4, more rows than are streamed go through bands (`band_kernel`), and with --bands any number. Shapes are Llama-3.1-8B's, or
 those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line gives the best tile, ready for
 a row of `stream_tuning.TUNED` or `band_tuning.TUNED`, beside what the rule takes and what tiles in shared memory need.
 """
@@ -78,8 +78,9 @@ class Case:
         return token_tiles(self.rows, 2 if self.form in ("int4", "bytes") else 1)
 
     def by_rule(self, multiprocessors: int) -> StreamTile | BandTile:
-        choose = band_tile if self.bands else stream_tile
-        return choose(self.form, self.rows, self.n, self.chunks, self.gated, multiprocessors)
+        if self.bands:
+            return band_tile(self.group, self.rows, self.n, self.chunks, self.gated, multiprocessors)
+        return stream_tile(self.form, self.rows, self.n, self.chunks, self.gated, multiprocessors)
 
     @property
     def gated(self) -> bool:
@@ -113,7 +114,7 @@ class Case:
 
     def run(self, x: Tensor, weight: Stored, fusion: Fusion, tile: StreamTile | BandTile | None) -> Tensor:
         if self.bands:
-            return band.band(x, self.form, weight, None, fusion, tile)  # type: ignore[arg-type]
+            return band.band(x, weight, None, fusion, tile)  # type: ignore[arg-type]
         return stream.stream(x, self.form, weight, None, None, fusion, tile)  # type: ignore[arg-type]
 
     def tiled(self, x: Tensor, weight: Stored, fusion: Fusion) -> Tensor:
@@ -174,13 +175,12 @@ def tiles(case: Case) -> Iterator[StreamTile | BandTile]:
 
 
 def band_tiles(case: Case) -> Iterator[BandTile]:
-    words = 16 * max(1, case.group // 64) if case.form == "int4" else 8  # registers of a chunk of a tile
-    wide = 16 if case.form == "int4" else 0
-    for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (2, 4, 8), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 4)):
+    words = 16 * max(1, case.group // 64)  # registers of a chunk of a tile
+    for m_tiles, warps, splits, stages in itertools.product((1, 2), (2, 4), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2)):
         programs = -(-case.n // (16 * m_tiles * warps // (2 if case.gated else 1))) * splits
-        held = m_tiles * (4 * case.token_tiles + words * (stages + 1) // 2 + wide) + (8 if case.form == "int4" else 4) * case.token_tiles
+        held = m_tiles * (4 * case.token_tiles + words * (stages + 1) // 2 + 16) + 8 * case.token_tiles
         enough = programs * warps >= 500 and -(-case.chunks // splits) >= 2 * stages and (splits == 1 or programs * warps <= 4400)
-        if held <= 230 and enough and (m_tiles > 1 or not case.gated):
+        if held <= 200 and enough and (m_tiles > 1 or not case.gated):
             yield BandTile(m_tiles, splits, warps, stages)
 
 
@@ -211,10 +211,10 @@ def measure(case: Case, fast: bool) -> dict[str, object]:
         return row | {"wrong": True}
     best = min(times, key=lambda tile: times[tile])
     row["tiled_us"] = time_graph(lambda: [case.tiled(x, weight, fusion) for weight in weights]) / copies
-    shape = (case.token_tiles, case.n, case.chunks, case.gated)
+    key = (case.group if case.bands else case.form, case.token_tiles, case.n, case.chunks, case.gated)
     print(f"{row['form']:9} {case.name:5} M={case.rows:<3} {times[best]:7.1f} us {case.num_bytes / times[best] / 1e6 / READ_TB_S:6.1%}  "
           f"err {errors[best]:.1e}  rule {times.get(default, 0):6.1f}  tiled {row['tiled_us']:6.1f}  "
-          f"(\"{case.form}\", {shape[0]}, {shape[1]}, {shape[2]}, {case.gated}): {type(best).__name__}({name_of(best).replace('/', ', ')}),"
+          f"{key}: {type(best).__name__}({name_of(best).replace('/', ', ')}),"
           f"  {[f'{name_of(t)} {times[t]:.1f}' for t in sorted(times, key=lambda t: times[t])[1:4]]}", flush=True)  # fmt: skip
     every = {name_of(t): round(us, 2) for t, us in times.items()}
     return row | {"us": times[best], "share": case.num_bytes / times[best] / 1e6 / READ_TB_S, "every": every}

@@ -32,10 +32,13 @@ def install(patch: pytest.MonkeyPatch) -> None:
             return lambda *args, **kwargs: kernel[grid](*args, **{**kwargs, "PACKED": True})
 
     patch.setattr(stream, "stream_kernel", InRegisters())
-    for name, function in (("load_weights", _load), ("load_tokens", _load), ("widened", _widened), ("add_products", _add_products)):
-        patch.setattr(stream_kernel, name, function)
-    for name, function in (("load_tokens", _load), ("wide_nibbles", _wide_nibbles), ("add_products", _add_products)):
-        patch.setattr(band_kernel, name, function)
+    functions = {
+        "load_weights": _load, "load_tokens": _load, "load_operand": _load_operand, "asked": lambda value: value, "widened": _widened,
+        "wide_nibbles": _wide_nibbles, "add_products": _add_products,
+    }  # fmt: skip
+    for kernels in (stream_kernel, band_kernel):
+        for name in functions.keys() & vars(kernels).keys():
+            patch.setattr(kernels, name, functions[name])
 
 
 def _tensor(data: Register, dtype: tl.dtype) -> tl.tensor:
@@ -43,10 +46,15 @@ def _tensor(data: Register, dtype: tl.dtype) -> tl.tensor:
     return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)))
 
 
-def _load(address: tl.tensor, inside: tl.tensor) -> tuple[tl.tensor, ...]:
+def _load(address: tl.tensor, inside: tl.tensor, OFFSET: Any = 0) -> tuple[tl.tensor, ...]:
     pairs = zip(address.handle.data.ravel(), inside.handle.data.ravel(), strict=True)
-    words = np.frombuffer(b"".join(ctypes.string_at(int(at), 16) if there else bytes(16) for at, there in pairs), np.int32)
+    offset = getattr(OFFSET, "value", OFFSET)
+    words = np.frombuffer(b"".join(ctypes.string_at(int(at) + offset, 16) if there else bytes(16) for at, there in pairs), np.int32)
     return tuple(_tensor(column, tl.int32) for column in words.reshape(-1, 4).T)
+
+
+def _load_operand(address: tl.tensor, OFFSET: Any) -> tuple[tl.tensor, ...]:
+    return _load(address, address, OFFSET)
 
 
 def _widened(codes: tuple[tl.tensor, ...]) -> tuple[tl.tensor, ...]:

@@ -1,10 +1,9 @@
-"""Some tokens against weights that are read once: each warp of a program has a band of rows, and all of them read the same tokens.
+"""Some tokens against int4 that is read once: each warp of a program has a band of rows, and all of them read the same tokens.
 
 What `stream_kernel` is for eight tokens, with two differences. There warps split the features, so each reads tokens of its own, and at 32
 tokens those are several times the weights' bytes; here the first warp that asks brings them into the multiprocessor's cache for the others.
-And int4 codes become the tokens' 16-bit dtype in registers, once for all tokens: digits of tokens would have every group's sums joined and
-scaled for each of them.
-FORM: int4 (paired groups, see `quant_int4`), whose tokens `arrange_kernel` lays out; same (16-bit, as XTYPE says), tokens as they are.
+And codes become the tokens' 16-bit dtype in registers, once for all tokens: digits of tokens would have every group's sums joined and
+scaled for each of them. (16-bit weights were tried too; tiles in shared memory are faster from nine tokens on.)
 """
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
@@ -15,16 +14,16 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
-from stoker.kernels.triton.fragments import add_products, load_tokens, wide_nibbles
+from stoker.kernels.triton.fragments import add_products, asked, load_operand, wide_nibbles
 from stoker.kernels.triton.quant_codes import row_values
-from stoker.kernels.triton.stream_kernel import finish, lane_rows, products, same, take_weights
+from stoker.kernels.triton.stream_kernel import finish, lane_rows, same, take_weights
 
 PIECE = tl.constexpr(64)  # bytes of a row that four lanes read at once
 OPERAND = tl.constexpr(512)  # bytes of tokens that a warp reads at once
 
 
 @triton.jit
-def place_of(feature, token, token_tiles, GROUP: tl.constexpr):
+def place_of(feature, token, TOKEN_TILES: tl.constexpr, GROUP: tl.constexpr):
     """Where `arrange_kernel` puts a feature of a token: in the order in which lanes take their operands.
 
     A piece's 16 bytes of a lane hold 16 features of one group in their low nibbles and 16 of the next one in the high ones, and each word's
@@ -35,15 +34,16 @@ def place_of(feature, token, token_tiles, GROUP: tl.constexpr):
     word, at = byte % 16 // 4, byte % 4
     block = byte // PIECE * 2 + side
     lane = token % 8 * 4 + byte % PIECE // 16
-    return (((block * token_tiles + token // 8) * 2 + word // 2) * 32 + lane) * 8 + word % 2 * 4 + at % 2 * 2 + at // 2
+    return (((block * TOKEN_TILES + token // 8) * 2 + word // 2) * 32 + lane) * 8 + word % 2 * 4 + at % 2 * 2 + at // 2
 
 
 @triton.jit
 def arrange_kernel(
-    x, norm_weight, out, token_tiles, k, padded, stride_x, eps,
-    NORM: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,
+    x, norm_weight, out, k, padded, stride_x, eps,
+    NORM: tl.constexpr, TOKEN_TILES: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one token's features, after an RMS norm and a gate, for int4. WHOLE: a chunk holds them all."""
+    """Grid: (tokens, parts of their features), one part where there is an RMS norm. WHOLE: a chunk holds all features."""
     token = tl.program_id(0)
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
@@ -53,19 +53,21 @@ def arrange_kernel(
         v, weighted = row_values(row, norm_weight, cols, k, NORM, GATE)
         if NORM:
             weighted *= tl.rsqrt(tl.sum(v * v, 0) / k + eps)
-        tl.store(out + place_of(cols, token, token_tiles, GROUP), weighted.to(out.dtype.element_ty), mask=cols < padded)
-    else:
-        factor = 1.0
-        if NORM:
-            squares = tl.zeros([CHUNK], tl.float32)
-            for start in range(0, k, CHUNK):
-                v, weighted = row_values(row, norm_weight, start + tl.arange(0, CHUNK), k, NORM, GATE)
-                squares += v * v
-            factor = tl.rsqrt(tl.sum(squares, 0) / k + eps)
+        tl.store(out + place_of(cols, token, TOKEN_TILES, GROUP), weighted.to(out.dtype.element_ty), mask=cols < padded)
+    elif NORM:
+        squares = tl.zeros([CHUNK], tl.float32)
+        for start in range(0, k, CHUNK):
+            v, weighted = row_values(row, norm_weight, start + tl.arange(0, CHUNK), k, NORM, GATE)
+            squares += v * v
+        factor = tl.rsqrt(tl.sum(squares, 0) / k + eps)
         for start in range(0, padded, CHUNK):
             cols = start + tl.arange(0, CHUNK)
             v, weighted = row_values(row, norm_weight, cols, k, NORM, GATE)
-            tl.store(out + place_of(cols, token, token_tiles, GROUP), (weighted * factor).to(out.dtype.element_ty), mask=cols < padded)
+            tl.store(out + place_of(cols, token, TOKEN_TILES, GROUP), (weighted * factor).to(out.dtype.element_ty), mask=cols < padded)
+    else:
+        cols = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        v, weighted = row_values(row, norm_weight, cols, k, NORM, GATE)
+        tl.store(out + place_of(cols, token, TOKEN_TILES, GROUP), weighted.to(out.dtype.element_ty), mask=cols < padded)
 
 
 @triton.jit
@@ -82,13 +84,15 @@ def take_grid(scale, zero, rows, pair, is_there, stride_groups, ZERO: tl.constex
 
 
 @triton.jit
-def add_int4(acc, words, grid, tokens, is_there, XTYPE: tl.constexpr, ZERO: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr):
-    """acc + the products of 64 bytes of each row. Their low nibbles' tokens lie at `tokens`, N_TILES × 2 operands on the high ones'."""
+def add_int4(
+    acc, words, grid, tokens, PART: tl.constexpr, XTYPE: tl.constexpr, ZERO: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr
+):
+    """acc + the products of 64 bytes of each row, part PART of a chunk, whose tokens lie at `tokens`."""
     EACH: tl.constexpr = 1 if ZERO == "none" else 2
     for side in tl.static_range(2):
         given = ()
         for i in tl.static_range(2 * N_TILES):
-            given = given + load_tokens(tokens[side] + i * OPERAND, is_there.to(tl.int32))
+            given = given + load_operand(tokens, ((2 * PART + side) * 2 * N_TILES + i) * OPERAND)
         wide = ()
         mine = grid[EACH * 2 * M_TILES * side : EACH * 2 * M_TILES * (side + 1)]
         for i in tl.static_range(2 * M_TILES):
@@ -115,29 +119,28 @@ def summed(sums, partial, COUNT: tl.constexpr, SIZE: tl.constexpr):
     return made
 
 
-@triton.jit(do_not_specialize=["m", "splits", "token_tiles"])
+@triton.jit(do_not_specialize=["m", "splits"])
 def band_kernel(
     x, weight, scale, zero, bias, residual, out, partial, arrived,
-    m, n, chunks, splits, token_tiles, stride_x, stride_w, stride_groups,
-    FORM: tl.constexpr, XTYPE: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    m, n, chunks, splits, stride_w, stride_groups,
+    XTYPE: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     M_TILES: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (programs over rows, splits of the features, tiles of tokens). A warp has 16 × M_TILES rows, of a GATED weight half gates.
+    """Grid: (programs over rows, splits of the features). A warp has 16 × M_TILES rows, of a GATED weight half gates.
 
-    x [m, k] 16-bit, of int4 as arranged for token_tiles × 8 tokens; weight [n (twice when GATED), stride_w bytes]; scale and zero of int4
-    [groups, rows]. A chunk is 64 bytes of a row, of int4 whole pairs of groups. partial float32 [tiles, splits, sums × threads]; arrived
-    [tiles] counts finished splits and is left at zero.
+    x 16-bit, as arranged for N_TILES × 8 tokens; weight [n (twice when GATED), stride_w bytes]; scale and zero [groups, rows]. A chunk
+    is whole pairs of groups of a row, and 64 bytes at least. partial float32 [tiles, splits, sums × threads]; arrived [tiles] counts
+    finished splits and is left at zero.
     """
-    PIECES: tl.constexpr = GROUP // 64 if FORM == "int4" and GROUP > 64 else 1
+    PIECES: tl.constexpr = GROUP // 64 if GROUP > 64 else 1
     PART: tl.constexpr = M_TILES // 2 if GATED else M_TILES
     COUNT: tl.constexpr = 2 * M_TILES
-    GRID: tl.constexpr = 0 if FORM != "int4" else 2 * COUNT * (1 if ZERO == "none" else 2)
+    GRID: tl.constexpr = 2 * COUNT * (1 if ZERO == "none" else 2)
     WORDS: tl.constexpr = 4 * COUNT * PIECES
     SUMS: tl.constexpr = 4 * M_TILES * N_TILES
     thread = tl.arange(0, 32 * WARPS)
     lane = thread % 32
     band = tl.program_id(0) * WARPS + thread // 32
-    first_tile = tl.program_id(2) * N_TILES
     share = tl.cdiv(chunks, splits)
     first = tl.program_id(1) * share
     last = tl.minimum(first + share, chunks)
@@ -154,46 +157,30 @@ def band_kernel(
         chunk = nothing + (first + stage)
         is_there = chunk < last
         words = words + take_weights(places, chunk, is_there, COUNT, PIECES)
-        if FORM == "int4":
-            grid = grid + take_grid(scale, zero, rows, chunk * PAIRS + mine, is_there, stride_groups, ZERO, COUNT)
+        grid = grid + take_grid(scale, zero, rows, chunk * PAIRS + mine, is_there, stride_groups, ZERO, COUNT)
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
-    tokens = ()
-    if FORM == "int4":
-        tokens = tokens + (x.to(tl.int64) + first_tile.to(tl.int64) * (2 * OPERAND) + lane * 16,)
-    else:
-        for i in tl.static_range(N_TILES):
-            token = tl.minimum((first_tile + i) * 8 + lane // 4, m - 1)
-            tokens = tokens + (x.to(tl.int64) + token.to(tl.int64) * (stride_x * 2) + lane % 4 * 16,)
+    tokens = x.to(tl.int64) + lane * 16
     sums = same(nothing.to(tl.float32), SUMS)
     for start in range(first, last, STAGES):
         new_words = ()
         new_grid = ()
         for stage in tl.static_range(STAGES):
-            chunk = nothing + (start + stage)
-            is_there = chunk < last
-            after = chunk + STAGES
+            after = nothing + (start + stage + STAGES)
             new_words = new_words + take_weights(places, after, after < last, COUNT, PIECES)
-            if FORM == "int4":
-                new_grid = new_grid + take_grid(scale, zero, rows, after * PAIRS + mine, after < last, stride_groups, ZERO, COUNT)
-                for part in tl.static_range(PIECES):
-                    block = (chunk * PIECES + part).to(tl.int64) * 2
-                    at = tokens[0] + block * (token_tiles * (2 * OPERAND))
-                    sums = add_int4(
-                        sums, words[WORDS * stage + 4 * COUNT * part : WORDS * stage + 4 * COUNT * (part + 1)],
-                        grid[GRID * stage : GRID * (stage + 1)], (at, at + token_tiles * (2 * OPERAND)), is_there, XTYPE, ZERO, M_TILES,
-                        N_TILES,
-                    )  # fmt: skip
-            else:
-                given = ()
-                for i in tl.static_range(N_TILES):
-                    given = given + load_tokens(tokens[i] + chunk.to(tl.int64) * PIECE, is_there.to(tl.int32))
-                sums = products(sums, words[WORDS * stage : WORDS * (stage + 1)], given, XTYPE, 4, M_TILES, N_TILES)
+            new_grid = new_grid + take_grid(scale, zero, rows, after * PAIRS + mine, after < last, stride_groups, ZERO, COUNT)
+            chunk = asked(nothing + (start + stage))
+            at = tokens + tl.minimum(chunk, last - 1).to(tl.int64) * (PIECES * 4 * N_TILES * OPERAND)  # past the end weights are zeros
+            for part in tl.static_range(PIECES):
+                sums = add_int4(
+                    sums, words[WORDS * stage + 4 * COUNT * part : WORDS * stage + 4 * COUNT * (part + 1)],
+                    grid[GRID * stage : GRID * (stage + 1)], at, part, XTYPE, ZERO, M_TILES, N_TILES,
+                )  # fmt: skip
         words = new_words
         grid = new_grid
     if SPLIT:
         SIZE: tl.constexpr = 32 * WARPS
-        unit = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        unit = tl.program_id(0)
         whole = partial + (unit * splits).to(tl.int64) * (SUMS * SIZE)
         for i in tl.static_range(SUMS):
             tl.store(whole + tl.program_id(1) * (SUMS * SIZE) + i * SIZE + thread, sums[i])
@@ -208,7 +195,7 @@ def band_kernel(
         for column in tl.static_range(N_TILES):
             for i in tl.static_range(4):
                 row = (band * PART + tile) * 16 + i // 2 * 8 + lane // 4
-                columns = (first_tile + column) * 8 + lane % 4 * 2 + i % 2
+                columns = column * 8 + lane % 4 * 2 + i % 2
                 up = sums[4 * (N_TILES * (tile + PART if GATED else tile) + column) + i]
                 finish(
                     sums[4 * (N_TILES * tile + column) + i], up, row, columns, m, scale, None, bias, residual, out, n, GATED, ACT, False,

@@ -1,4 +1,4 @@
-"""Which bands a weight is cut into for some tokens: measured choices for known shapes, a rule for the rest."""
+"""Which bands int4 is cut into for some tokens: measured choices for known shapes, a rule for the rest."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import triton
 
-MOST_TOKENS = 64  # rows of x up to which a weight is read once
-MOST_TOKEN_TILES = 8  # of 8 tokens each, that a program has
+MOST_TOKENS = 64  # rows of x
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +19,18 @@ class BandTile:
     num_stages: int = 1  # chunks that a warp has asked for besides the one that it multiplies
 
 
-# (form, tiles of tokens, rows of a part, chunks of a row, gated) → tile.
-TUNED: dict[tuple[str, int, int, int, bool], BandTile] = {}
+# (group, tiles of tokens, rows of a part, chunks of a row, gated) → tile.
+TUNED: dict[tuple[int, int, int, int, bool], BandTile] = {}
 
 
 def token_tiles(tokens: int) -> int:
-    """Tiles of 8 tokens that a program has: a power of two."""
-    return min(triton.next_power_of_2(triton.cdiv(tokens, 8)), MOST_TOKEN_TILES)
+    """Tiles of 8 tokens: a power of two."""
+    return triton.next_power_of_2(triton.cdiv(tokens, 8))
 
 
-def band_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, multiprocessors: int) -> BandTile:
+def band_tile(group: int, tokens: int, n: int, chunks: int, gated: bool, multiprocessors: int) -> BandTile:
     """The tile for a weight of n rows (twice when gated) of `chunks` chunks."""
-    tuned = TUNED.get((form, token_tiles(tokens), n, chunks, gated))
+    tuned = TUNED.get((group, token_tiles(tokens), n, chunks, gated))
     if tuned is not None:
         return tuned
     programs, splits = triton.cdiv(n, 128 // (2 if gated else 1)), 1

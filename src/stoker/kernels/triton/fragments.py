@@ -14,20 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_ZEROS = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; @p ")
-_LOAD_WEIGHTS = tl.constexpr(_ZEROS.value + "ld.relaxed.gpu.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4]; }")
-_LOAD_TOKENS = tl.constexpr(_ZEROS.value + "ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }")
+_ZEROS = "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; @p "
+_LOAD_TOKENS = tl.constexpr(_ZEROS + "ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }")
 _WIDEN = tl.constexpr("{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }")
 
 
 @triton.jit
-def load_weights(address, inside):
-    """Four registers from 16 bytes at `address` (int64), which no kernel of a step writes; zeros where not `inside`.
+def load_weights(address, inside, OFFSET: tl.constexpr):
+    """Four registers from 16 bytes at `address` (int64) + OFFSET, which no kernel of a step writes; zeros where not `inside`.
 
     A plain load before the wait for the kernel before is moved behind it by the assembler; a `relaxed` one stays.
     """
     kinds: tl.constexpr = registers(4)
-    return tl.inline_asm_elementwise(_LOAD_WEIGHTS, "=&r,=&r,=&r,=&r,l,r", [address, inside], dtype=kinds, is_pure=False, pack=1)
+    code: tl.constexpr = loading_weights(OFFSET)
+    return tl.inline_asm_elementwise(code, "=&r,=&r,=&r,=&r,l,r", [address, inside], dtype=kinds, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -35,6 +35,21 @@ def load_tokens(address, inside):
     """The same of what the kernel before may have written: not to be moved before the wait for it."""
     kinds: tl.constexpr = registers(4)
     return tl.inline_asm_elementwise(_LOAD_TOKENS, "=&r,=&r,=&r,=&r,l,r", [address, inside], dtype=kinds, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_operand(address, OFFSET: tl.constexpr):
+    """Four registers from 16 bytes at `address` (int64) + OFFSET, as `load_tokens`."""
+    kinds: tl.constexpr = registers(4)
+    code: tl.constexpr = loading(OFFSET)
+    return tl.inline_asm_elementwise(code, "=&r,=&r,=&r,=&r,l", [address], dtype=kinds, is_pure=False, pack=1)
+
+
+@triton.jit
+def asked(value):
+    """`value`, once the loads before have been asked for: the assembler moves loads down to where their registers are needed, past no
+    point at which a warp's lanes meet."""
+    return tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -89,6 +104,16 @@ def add_products(sums, upper, lower, tokens, KIND: tl.constexpr):
     given: tl.constexpr = operands(KIND)
     code: tl.constexpr = products(KIND)
     return tl.inline_asm_elementwise(code, given, upper + lower + tokens + sums, dtype=kinds, is_pure=True, pack=1)
+
+
+@triton.constexpr_function
+def loading_weights(offset):
+    return _ZEROS + f"ld.relaxed.gpu.global.L1::no_allocate.L2::128B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}]; }}"
+
+
+@triton.constexpr_function
+def loading(offset):
+    return f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
 
 
 @triton.constexpr_function

@@ -82,13 +82,13 @@ def _given(x: Tensor, form: str, stored: Stored, input_scale: Tensor | None, fus
         if fusion.norm_kind is not None:
             x = norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
             fusion = replace(fusion, norm_kind=None)
-        return Given(aligned(x)), fusion
+        return Given(_aligned(x)), fusion
     x, fusion = without_layer_norm(x, fusion)
     made = encode_rows(x, CODES[form], stored.k, stored.group, fusion.norm_weight, fusion.norm_eps, input_scale, fusion.input_gate)
     return Given(made.codes, made.scale, made.sums), fusion
 
 
-def aligned(x: Tensor) -> Tensor:
+def _aligned(x: Tensor) -> Tensor:
     """Rows that begin on 16 bytes."""
     unit = 16 // x.element_size()
     return x if x.stride(-1) == 1 and x.stride(0) % unit == 0 and x.storage_offset() % unit == 0 else x.contiguous()

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
-from stoker.kernels.triton.fragments import add_products, load_tokens, load_weights, widened
+from stoker.kernels.triton.fragments import add_products, asked, load_tokens, load_weights, widened
 from stoker.kernels.triton.quant_kernel import grid_of, stored_grid
 from stoker.kernels.triton.quant_unpack import nibbles
 
@@ -47,7 +47,7 @@ def take_weights(places, chunk, is_there, COUNT: tl.constexpr, PARTS: tl.constex
     made = ()
     for part in tl.static_range(PARTS):
         for i in tl.static_range(COUNT):
-            made = made + load_weights(places[i] + chunk.to(tl.int64) * (64 * PARTS) + part * 64, is_there.to(tl.int32))
+            made = made + load_weights(places[i] + chunk.to(tl.int64) * (64 * PARTS), is_there.to(tl.int32), part * 64)
     return made
 
 
@@ -302,17 +302,17 @@ def stream_kernel(
             new_grid = ()
             for stage in tl.static_range(STAGES):
                 chunk = (start + stage) * WARPS + warp
-                is_there = (chunk < chunks) & (start + stage < last)
-                mine = words[4 * COUNT * PIECES * stage : 4 * COUNT * PIECES * (stage + 1)]
-                sums = add_chunk(
-                    sums, mine, grid[GRID * stage : GRID * (stage + 1)], tokens, x_sums, chunk, is_there, lane, m, column,
-                    FORM, XTYPE, ZERO, GROUP, M_TILES, N_TILES,
-                )  # fmt: skip
                 after = chunk + STAGES * WARPS
                 is_there = (after < chunks) & (start + stage + STAGES < last)
                 new_words = new_words + take_weights(places, after, is_there, COUNT, PIECES)
                 if FORM == "int4":
                     new_grid = new_grid + take_grid(scale, zero, rows, after, is_there, stride_groups, ZERO, COUNT, PAIRS)
+                chunk = asked(chunk)
+                is_there = (chunk < chunks) & (start + stage < last)
+                sums = add_chunk(
+                    sums, words[4 * COUNT * PIECES * stage : 4 * COUNT * PIECES * (stage + 1)], grid[GRID * stage : GRID * (stage + 1)],
+                    tokens, x_sums, chunk, is_there, lane, m, column, FORM, XTYPE, ZERO, GROUP, M_TILES, N_TILES,
+                )  # fmt: skip
             words = new_words
             grid = new_grid
         if FORM == "bytes":
