@@ -166,7 +166,7 @@ def tiles(case: Case) -> Iterator[StreamTile | BandTile]:
     if case.bands:
         yield from band_tiles(case)
         return
-    for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 3, 4, 6, 8), (1, 2, 4)):
+    for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4)):
         programs = -(-case.n // (16 * m_tiles // (2 if case.gated else 1))) * splits
         turns = -(-case.chunks // (warps * splits))
         fits = m_tiles * stages * max(1, case.group // 64) <= 8 and turns >= stages and (m_tiles > 1 or not case.gated)
