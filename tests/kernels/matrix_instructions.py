@@ -33,7 +33,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(stream, "stream_kernel", InRegisters())
     functions = {
-        "load_weights": _load, "load_tokens": _load, "load_operand": _load_operand, "asked": lambda value: value, "widened": _widened,
+        "load_weights": _load, "load_tokens": _load, "load_operand": _load_operand, "widened": _widened,
         "wide_nibbles": _wide_nibbles, "add_products": _add_products,
     }  # fmt: skip
     for kernels in (stream_kernel, band_kernel):

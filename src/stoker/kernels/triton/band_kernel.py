@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
-from stoker.kernels.triton.fragments import add_products, asked, load_operand, wide_nibbles
+from stoker.kernels.triton.fragments import add_products, load_operand, wide_nibbles
 from stoker.kernels.triton.quant_codes import row_values
 from stoker.kernels.triton.stream_kernel import finish, lane_rows, same, take_weights
 
@@ -169,7 +169,7 @@ def band_kernel(
             after = nothing + (start + stage + STAGES)
             new_words = new_words + take_weights(places, after, after < last, COUNT, PIECES)
             new_grid = new_grid + take_grid(scale, zero, rows, after * PAIRS + mine, after < last, stride_groups, ZERO, COUNT)
-            chunk = asked(nothing + (start + stage))
+            chunk = nothing + (start + stage)
             at = tokens + tl.minimum(chunk, last - 1).to(tl.int64) * (PIECES * 4 * N_TILES * OPERAND)  # past the end weights are zeros
             for part in tl.static_range(PIECES):
                 sums = add_int4(

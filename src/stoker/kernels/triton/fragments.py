@@ -46,13 +46,6 @@ def load_operand(address, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def asked(value):
-    """`value`, once the loads before have been asked for: the assembler moves loads down to where their registers are needed, past no
-    point at which a warp's lanes meet."""
-    return tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def widened(codes):
     """Two registers of float16 for each of four of e4m3."""
     kinds: tl.constexpr = registers(2)

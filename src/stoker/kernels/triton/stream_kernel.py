@@ -16,7 +16,7 @@ import triton.language as tl
 
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
-from stoker.kernels.triton.fragments import add_products, asked, load_tokens, load_weights, widened
+from stoker.kernels.triton.fragments import add_products, load_tokens, load_weights, widened
 from stoker.kernels.triton.quant_kernel import grid_of, stored_grid
 from stoker.kernels.triton.quant_unpack import nibbles
 
@@ -302,17 +302,16 @@ def stream_kernel(
             new_grid = ()
             for stage in tl.static_range(STAGES):
                 chunk = (start + stage) * WARPS + warp
-                after = chunk + STAGES * WARPS
-                is_there = (after < chunks) & (start + stage + STAGES < last)
-                new_words = new_words + take_weights(places, after, is_there, COUNT, PIECES)
-                if FORM == "int4":
-                    new_grid = new_grid + take_grid(scale, zero, rows, after, is_there, stride_groups, ZERO, COUNT, PAIRS)
-                chunk = asked(chunk)
                 is_there = (chunk < chunks) & (start + stage < last)
                 sums = add_chunk(
                     sums, words[4 * COUNT * PIECES * stage : 4 * COUNT * PIECES * (stage + 1)], grid[GRID * stage : GRID * (stage + 1)],
                     tokens, x_sums, chunk, is_there, lane, m, column, FORM, XTYPE, ZERO, GROUP, M_TILES, N_TILES,
                 )  # fmt: skip
+                after = chunk + STAGES * WARPS
+                is_there = (after < chunks) & (start + stage + STAGES < last)
+                new_words = new_words + take_weights(places, after, is_there, COUNT, PIECES)
+                if FORM == "int4":
+                    new_grid = new_grid + take_grid(scale, zero, rows, after, is_there, stride_groups, ZERO, COUNT, PAIRS)
             words = new_words
             grid = new_grid
         if FORM == "bytes":
