@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -172,7 +173,7 @@ def signature(case: Case, tile: QuantTile) -> tuple[object, ...]:
 
 def precompile(work: list[tuple[Case, QuantTile]]) -> None:
     chosen = {signature(*job): job for job in work}
-    with ProcessPoolExecutor(max(1, multiprocessing.cpu_count()), mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
         for problem in filter(None, pool.map(compile_one, chosen.values(), chunksize=2)):
             print("does not compile:", problem, flush=True)
 
@@ -390,6 +391,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--formats", default="fp8,int8,w8a8,int4/128,int4/32,block,moe")
     options.add_argument("--rows", default="1,16,32,64")
+    options.add_argument("--linears", default=",".join(LINEARS))
     options.add_argument("--json", help="write the results there")
     chosen = options.parse_args()
     forms, counts = chosen.formats.split(","), [int(n) for n in chosen.rows.split(",")]
@@ -398,18 +400,18 @@ def main() -> None:
     cases = [
         Case(form, linear, rows)
         for form in forms if form != "moe"
-        for linear in LINEARS for rows in counts
+        for linear in chosen.linears.split(",") for rows in counts
         if not (CODES.get(form) == "digits" and rows > 32) and not (form == "block" and rows not in (1, 64))
     ]  # fmt: skip
     precompile([(case, tile) for case in cases for tile in candidates(case)])
     if "moe" in forms:
-        with ProcessPoolExecutor(max(1, multiprocessing.cpu_count()), mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
             for problem in filter(None, pool.map(compile_experts, expert_cases())):
                 print("does not compile:", problem, flush=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: compiled in {time.monotonic() - began:.0f} s", flush=True)
     results = [measure(case) for case in cases]
     for form in forms:
-        if form != "moe":
+        if form != "moe" and not form.endswith(WIDENED) and "up" in chosen.linears:
             results += middle_and_many(form)
     if "moe" in forms:
         for job in expert_cases():

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from stoker.kernels.triton.band_kernel import arrange_kernel, band_kernel
-from stoker.kernels.triton.band_tuning import MOST_TOKENS, BandTile, band_tile, token_tiles
+from stoker.kernels.triton.band_tuning import LARGEST_GROUP, MOST_TOKENS, BandTile, band_tile, token_tiles
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.quant_linear import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
@@ -19,11 +19,13 @@ _WHOLE = 16384  # features of a token that stay in registers
 
 
 def takes(x: Tensor, stored: Stored) -> bool:
-    """Whether `band` is for these rows: not more than it has columns for, 16-bit, against a weight of whole chunks.
+    """Whether `band` is for these rows: 16-bit, not more than it has columns for, against whole chunks of small groups.
 
-    Not in Triton's interpreter, which has no matrix instructions.
+    Larger groups' sums are scaled late in tiles, which costs less. Not in Triton's interpreter, which has no matrix
+    instructions.
     """
-    return 0 < x.shape[0] <= MOST_TOKENS and x.dtype in XTYPES and not x.is_cpu and is_whole(stored)
+    few = 0 < x.shape[0] <= MOST_TOKENS and stored.group <= LARGEST_GROUP
+    return few and x.dtype in XTYPES and not x.is_cpu and is_whole(stored)
 
 
 def band(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: BandTile | None = None) -> Tensor:

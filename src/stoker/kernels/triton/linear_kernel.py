@@ -93,7 +93,7 @@ def finish(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def small_linear(
     x, weight, bias, norm_weight, residual, out, partial, arrived, m, n, k, stride_x, eps,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import quant_int4 as reference
+from stoker.kernels.triton.band import band
+from stoker.kernels.triton.band import takes as band_takes
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 from stoker.kernels.triton.quant_linear import Stored, few_rows, many_rows, plain_rows, ungated
 from stoker.kernels.triton.quant_tuning import FEW_ROWS, SMALLEST_INTEGER_GROUP, digits_pay
@@ -94,6 +96,8 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
     rows, stored = x.shape[0], packed.stored()
     if takes(x, "int4", stored):
         return stream(x, "int4", stored, None, bias, fusion)
+    if band_takes(x, stored):
+        return band(x, stored, bias, fusion)
     if rows <= FEW_ROWS:
         if digits_pay(rows, packed.group) or (x.dtype == torch.float32 and packed.group >= SMALLEST_INTEGER_GROUP):
             return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)

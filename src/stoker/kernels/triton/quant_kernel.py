@@ -17,7 +17,10 @@ import triton.language as tl
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 from stoker.kernels.triton.quant_codes import encode, row_step
-from stoker.kernels.triton.quant_unpack import nibble_base, nibbles, wide_bytes, wide_nibbles
+from stoker.kernels.triton.quant_unpack import nibble_base, nibbles, shifted_and_scaled, wide_bytes, wide_nibbles
+
+LATE_GROUP = tl.constexpr(64)  # from this size of groups on their sums are scaled, not their widened codes, for up to LATE_TOKENS
+LATE_TOKENS = tl.constexpr(32)
 
 
 @triton.jit
@@ -100,15 +103,38 @@ def add_int4(acc, codes, low_v, high_v, sums, grid, ZERO: tl.constexpr, PACKED: 
         acc = (acc + b[:, None] * sums[1][None, :]) + joined_digits(tl.dot(high, high_v, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
     else:
         low, high = wide_nibbles(codes, low_v.dtype, PACKED)
-        acc = tl.dot(scaled_nibbles(low, low_grid, ZERO, PACKED), low_v, acc, input_precision="ieee")
-        acc = tl.dot(scaled_nibbles(high, high_grid, ZERO, PACKED), high_v, acc, input_precision="ieee")
+        if ZERO != "float" and codes.shape[1] >= LATE_GROUP and acc.shape[1] <= LATE_TOKENS:
+            acc += tl.dot(whole_nibbles(low, low_grid, ZERO, PACKED), low_v, input_precision="ieee") * low_grid[0].to(tl.float32)[:, None]
+            acc += (
+                tl.dot(whole_nibbles(high, high_grid, ZERO, PACKED), high_v, input_precision="ieee") * high_grid[0].to(tl.float32)[:, None]
+            )
+        else:
+            acc = tl.dot(scaled_nibbles(low, low_grid, ZERO, PACKED), low_v, acc, input_precision="ieee")
+            acc = tl.dot(scaled_nibbles(high, high_grid, ZERO, PACKED), high_v, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def whole_nibbles(codes, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
+    """code - zero point of `wide_nibbles`, exactly."""
+    base: tl.constexpr = nibble_base(codes.dtype)
+    if ZERO == "none":
+        zero = base + 8.0
+    else:
+        zero = (base + grid[1].to(tl.float32))[:, None]
+    if PACKED:
+        if ZERO == "int":
+            zero = zero.to(codes.dtype)
+        return (codes - zero).to(codes.dtype)
+    else:  # which knows no arithmetic of bfloat16
+        return (codes.to(tl.float32) - zero).to(codes.dtype)
 
 
 @triton.jit
 def scaled_nibbles(codes, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
     """Values of `wide_nibbles`: (code - zero point) × scale, exact but for the product, or code × scale + low where ZERO is float."""
     base: tl.constexpr = nibble_base(codes.dtype)
+    scale = grid[0].to(codes.dtype)[:, None]
     if ZERO == "none":
         zero = base + 8.0
     elif ZERO == "int":
@@ -116,14 +142,16 @@ def scaled_nibbles(codes, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
     else:
         zero = base
     if PACKED:
-        if ZERO == "int":
-            zero = zero.to(codes.dtype)
-        made = (codes - zero) * grid[0].to(codes.dtype)[:, None]
+        zero = (tl.zeros_like(scale) + zero).to(codes.dtype)
+        if ZERO == "float":
+            return shifted_and_scaled(codes, zero, scale, grid[1].to(codes.dtype)[:, None])
+        else:
+            return shifted_and_scaled(codes, zero, scale, None)
     else:
-        made = (codes.to(tl.float32) - zero) * grid[0].to(tl.float32)[:, None]
-    if ZERO == "float":
-        made += grid[1].to(made.dtype)[:, None]
-    return made.to(codes.dtype)
+        made = (codes.to(tl.float32) - zero) * scale.to(tl.float32)
+        if ZERO == "float":
+            made += grid[1].to(tl.float32)[:, None]
+        return made.to(codes.dtype)
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def plain_rows(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, t
     tokens = min(padded_tokens(x.shape[0]), MOST_TOKENS // (1 if fusion.gate is None else 2))
     if tile is None and stored.form == "int4" and x.element_size() == 2:
         n = stored.n // (1 if fusion.gate is None else 2)
-        tile = widened_tile(tokens, n, stored.k, stored.group, num_multiprocessors(x.device))
+        tile = widened_tile(tokens, n, stored.k, stored.group, fusion.gate is not None, num_multiprocessors(x.device))
     tile = tile or middle_tile(tokens, x.element_size(), stored.group, stored.k)
     return launch(x, stored, tile, bias, replace(fusion, norm_kind=None), x, tokens)
 

@@ -28,6 +28,7 @@ TUNED: dict[tuple[str, int, int, int, bool], StreamTile] = {
     ("int4", 1, 14336, 16, True): StreamTile(2, 1, 8, 1),
     ("int4", 1, 4096, 56, False): StreamTile(1, 1, 8, 2),
     ("int4", 1, 128256, 16, False): StreamTile(1, 1, 4, 1),
+    ("int4", 1, 6144, 32, False): StreamTile(1, 1, 4, 2),
     ("int4", 2, 6144, 16, False): StreamTile(1, 1, 4, 2),
     ("int4", 2, 4096, 16, False): StreamTile(1, 1, 4, 4),
     ("int4", 2, 14336, 16, True): StreamTile(2, 1, 4, 1),
