@@ -1,6 +1,6 @@
 """Few rows against streamed weights on one CUDA device: every format checked against float64, timed for a choice of tiles.
 
-    PYTHONPATH=src python benchmarks/kernels_stream.py [--forms int4/128,int4/64,int4/32,bytes,fp8,same] [--rows 1,8,32] [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels_stream.py [--forms int4/128,int4/64,int4/32,bytes,fp8] [--rows 1,8,32] [--json FILE]
 
 Of int4, more rows than are streamed go through bands (`band_kernel`), and with --bands any number. Shapes are Llama-3.1-8B's, or
 those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line gives the best tile, ready for
@@ -27,7 +27,7 @@ from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
-from stoker.kernels.triton import band, linear, norm, quant_fp8, quant_int4, quant_linear, stream
+from stoker.kernels.triton import band, norm, quant_fp8, quant_int4, quant_linear, stream
 from stoker.kernels.triton.band_tuning import BandTile, band_tile
 from stoker.kernels.triton.band_tuning import token_tiles as band_token_tiles
 from stoker.kernels.triton.compile import compiling
@@ -69,7 +69,7 @@ class Case:
     def chunks(self) -> int:
         if self.form == "int4":
             return self.k // (2 * max(self.group, CHUNK_BYTES))
-        return self.k * (2 if self.form == "same" else 1) // CHUNK_BYTES
+        return self.k // CHUNK_BYTES
 
     @property
     def token_tiles(self) -> int:
@@ -89,7 +89,7 @@ class Case:
     @property
     def num_bytes(self) -> int:
         weights = self.n * self.k * (2 if self.gated else 1)
-        return weights // 2 + weights // self.group * 2 if self.group else weights * (2 if self.form == "same" else 1)
+        return weights // 2 + weights // self.group * 2 if self.group else weights
 
     def fusion(self, device: str) -> Fusion:
         return Fusion(
@@ -105,9 +105,6 @@ class Case:
             zero = integers(device, torch.uint8, 16, n, k // self.group)
             given = Int4Weight(integers(device, torch.uint8, 256, n, k // 2), scale, zero, None, self.group)
             return quant_int4.pack(given).stored(), given
-        if self.form == "same":
-            weight = make(device, n, k)
-            return Stored("same", weight, None, n, k), weight
         scale = (make(device, n, dtype=torch.float32).abs() + 0.5) / (60 * k**0.5)
         weight = integers(device, torch.int8, 127, n, k) if self.form == "bytes" else fp8_values(device, n, k)
         return Stored("same", weight, scale, n, k), (weight, scale)
@@ -119,8 +116,6 @@ class Case:
 
     def tiled(self, x: Tensor, weight: Stored, fusion: Fusion) -> Tensor:
         """The same through tiles in shared memory (of one FP8 row, through its GEMV)."""
-        if self.form == "same":
-            return linear.linear(x, weight.weight, None, fusion)
         if self.form == "fp8":
             return quant_fp8.fp8_linear(x, weight.weight, weight.scale, "token", None, None, fusion)
         name = f"int4/{self.group}" if self.group else "bytes"
@@ -132,8 +127,6 @@ class Case:
         """float64, of the first rows of a large weight."""
         if isinstance(given, Int4Weight):
             real = dequantize_int4(given, torch.float32).double()
-        elif self.form == "same":
-            real = given.double()
         else:
             real = given[0].double() * given[1].double()[:, None]
         h = x.double()
@@ -231,7 +224,7 @@ def many(case: Case, x: Tensor, weights: list[Stored], fusion: Fusion, tile: Str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--forms", default="int4/128,int4/64,int4/32,bytes,fp8,same")
+    parser.add_argument("--forms", default="int4/128,int4/64,int4/32,bytes,fp8")
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--model", default="8b")
     parser.add_argument("--linears", default="qkv,out,up,down,head")
@@ -246,7 +239,7 @@ def main() -> None:
             name,
             *MODELS[args.model][name],
             rows,
-            args.bands or rows > MOST_TOKENS[form.split("/")[0]],
+            "/" in form and (args.bands or rows > MOST_TOKENS),
         )
         for form in args.forms.split(",")
         for rows in map(int, args.rows.split(","))

@@ -82,6 +82,6 @@ def test_refused() -> None:
         kernels.linear(torch.zeros(1, 8), torch.zeros(8, 6).t())
     with pytest.raises(ValueError, match="residual"):
         kernels.linear(torch.zeros(1, 8), torch.zeros(6, 8), fusion=Fusion(residual=torch.zeros(1, 5)))
-    for rows in (1, 2, 16):  # 32 features: a weight that is streamed when it is of the rows' type
+    for rows in (1, 2, 16):
         with pytest.raises(ValueError, match=r"one dtype; they are \S+bfloat16 and \S+float32"):
             kernels.linear(torch.zeros(rows, 32, dtype=torch.bfloat16), torch.zeros(6, 32))

@@ -341,14 +341,6 @@ def test_streamed_fp8(m: int, parts: str, static: bool) -> None:
         assert relative_error(got, want) < (3e-3 if around.norm_kind else 1e-5)
 
 
-@pytest.mark.parametrize("m", [1, 17, 64])
-def test_streamed_16_bit(m: int) -> None:
-    x, bias, around, rows = problem(m, 40, 288, torch.bfloat16, "nbgr")
-    weight = (torch.randn(rows, 288) / 17).bfloat16()
-    for got in streamed(x, "same", Stored("same", weight, None, rows, 288), bias, around):
-        assert relative_error(got, expected(x, weight, bias, around)) < 1e-2
-
-
 def test_int4_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quant_int4, "FEW_ROWS", 40)
     monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 1)

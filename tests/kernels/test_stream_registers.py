@@ -36,19 +36,16 @@ def test_int4(group: int, zero: str, m: int, parts: str, tile: StreamTile) -> No
 
 
 @pytest.mark.parametrize(("m", "parts", "tile"), CASES)
-@pytest.mark.parametrize("form", ["bytes", "fp8", "bfloat16", "float16"])
+@pytest.mark.parametrize("form", ["bytes", "fp8"])
 def test_whole_bytes(form: str, m: int, parts: str, tile: StreamTile) -> None:
-    x, bias, around, rows = problem(m, 40, 576, torch.float16 if form == "float16" else torch.bfloat16, parts)
+    x, bias, around, rows = problem(m, 40, 576, torch.bfloat16, parts)
     if form == "fp8":
         weight, scale = fp8_weight(rows, 576)
         want = fp8_reference.fp8_linear(x.float(), weight, scale, "token", None, bias, around)
-    elif form == "bytes":
+    else:
         weight, scale = int8_weight(rows, 576)
         want = expected(x, weight.double() * scale.double()[:, None], bias, around)
-    else:
-        weight, scale = (torch.randn(rows, 576) / 24).to(x.dtype), None
-        want = expected(x, weight, bias, around)
-    got = stream.stream(x, "same" if scale is None else form, Stored("same", weight, scale, rows, 576), None, bias, around, tile)
+    got = stream.stream(x, form, Stored("same", weight, scale, rows, 576), None, bias, around, tile)
     assert relative_error(got, want) < 1e-2
 
 

@@ -11,9 +11,10 @@ from stoker.kernels.triton.band_tuning import LARGEST_GROUP, MOST_TOKENS, BandTi
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.quant_linear import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
-from stoker.kernels.triton.stream import CHUNK_BYTES, XTYPES, is_whole
+from stoker.kernels.triton.stream import CHUNK_BYTES, is_whole
 from stoker.kernels.types import Fusion
 
+XTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _CHUNK = 2048  # features of a token in registers at a time
 _WHOLE = 16384  # features of a token that stay in registers
 
@@ -25,7 +26,7 @@ def takes(x: Tensor, stored: Stored) -> bool:
     instructions.
     """
     few = 0 < x.shape[0] <= MOST_TOKENS and stored.group <= LARGEST_GROUP
-    return few and x.dtype in XTYPES and not x.is_cpu and is_whole(stored)
+    return few and x.dtype in XTYPES and not x.is_cpu and is_whole(stored.weight)
 
 
 def band(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: BandTile | None = None) -> Tensor:

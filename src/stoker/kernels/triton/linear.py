@@ -14,8 +14,6 @@ from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.linear_kernel import gemv, small_linear
 from stoker.kernels.triton.linear_tuning import MAX_ROWS, LinearTile, linear_tile, padded_rows
-from stoker.kernels.triton.quant_linear import Stored
-from stoker.kernels.triton.stream import XTYPES, stream, takes
 from stoker.kernels.types import PLAIN, Fusion
 
 MAX_TILES = 1 << 16
@@ -29,9 +27,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
         return x.new_empty(0, weight.shape[0] // (2 if fusion.gate else 1))
     if x.shape[0] > MAX_ROWS:
         return many_rows(x, weight, bias, fusion)
-    stored = Stored("same", weight, None, *weight.shape)
-    if x.shape[0] > 1 and x.dtype == weight.dtype and x.dtype in XTYPES and takes(x, "same", stored):
-        return stream(x, "same", stored, None, bias, fusion)
     if fusion.norm_apart:  # a layer norm subtracts a mean, which the stream over K knows too late
         x = norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
         fusion = Fusion(gate=fusion.gate, residual=fusion.residual)

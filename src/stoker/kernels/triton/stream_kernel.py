@@ -3,8 +3,7 @@
 Warps of a program take turns at chunks of some rows (64 bytes; of int4 whole pairs of groups); each has asked for the chunks of its next
 STAGES turns, and for the first ones before the kernel before this one has ended. Their sums meet at the end, first those of a program's
 warps, then those of programs that split the features.
-FORM: int4 (paired groups, see `quant_int4`) and bytes (int8), against tokens' digits (see `quant_codes`); fp8, against e4m3 tokens; same
-(16-bit, as XTYPE says).
+FORM: int4 (paired groups, see `quant_int4`) and bytes (int8), against tokens' digits (see `quant_codes`); fp8, against e4m3 tokens.
 """
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
@@ -136,7 +135,7 @@ def of_pair(given, lane, PAIR: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def add_chunk(
     acc, words, grid, tokens, sums, chunk, is_there, lane, m, column,
-    FORM: tl.constexpr, XTYPE: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr,
+    FORM: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr,
 ):  # fmt: skip
     """acc + a chunk's products: four registers a tile, of int4 two, with the digits joined."""
     if FORM == "int4":
@@ -155,8 +154,7 @@ def add_chunk(
         return acc
     else:
         given = take_tokens(tokens, chunk * 64, is_there, FORM, N_TILES)
-        KIND: tl.constexpr = XTYPE if FORM == "same" else "e4m3" if FORM == "fp8" else "bytes"
-        return products(acc, words, given, KIND, 8 if FORM == "fp8" else 4, M_TILES, N_TILES)
+        return products(acc, words, given, "e4m3" if FORM == "fp8" else "bytes", 8 if FORM == "fp8" else 4, M_TILES, N_TILES)
 
 
 @triton.jit
@@ -180,14 +178,13 @@ def plain_sums(
     """What the sums of a tile's lanes come to, [rows, tokens], for the interpreter. `begin` and `end` count 64 bytes of a row."""
     acc = tl.zeros([rows.shape[0], tokens.shape[0]], tl.float32)
     DIGITS: tl.constexpr = 2 if FORM == "int4" or FORM == "bytes" else 1
-    FEATURES: tl.constexpr = 32 if FORM == "same" else 64
     for chunk in range(begin, end):
-        at = chunk * FEATURES + tl.arange(0, FEATURES)
-        byte = weight + rows[:, None].to(tl.int64) * (stride_w // (64 // FEATURES)) + at[None, :]
+        at = chunk * 64 + tl.arange(0, 64)
+        byte = weight + rows[:, None].to(tl.int64) * stride_w + at[None, :]
         for side in tl.static_range(2 if FORM == "int4" else 1):
             group = 2 * (at // GROUP) + side
             cols = group * GROUP + at % GROUP if FORM == "int4" else at
-            v = tl.zeros([FEATURES, tokens.shape[0]], tl.float32)
+            v = tl.zeros([64, tokens.shape[0]], tl.float32)
             for digit in tl.static_range(DIGITS):
                 part = tl.load(x + (digit * m + tokens)[None, :] * stride_x + cols[:, None]).to(tl.float32)
                 v = v * 254.0 + part
@@ -240,13 +237,13 @@ def joined_digits(sums, COUNT: tl.constexpr):
 def stream_kernel(
     x, row_scale, x_sums, weight, scale, zero, bias, residual, out, partial, arrived,
     m, n, chunks, splits, stride_x, stride_w, stride_groups,
-    FORM: tl.constexpr, XTYPE: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    FORM: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     M_TILES: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
     PACKED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of rows, splits, tiles of tokens). A tile is 16 × M_TILES rows of the weight, of a GATED one half of them gates.
 
-    x [m, k] 16-bit or e4m3, or int8 digits [2 × m, k]; row_scale float32 [m]; x_sums float32 [groups, m] (int4). weight [n (twice when
+    x [m, k] e4m3, or int8 digits [2 × m, k]; row_scale float32 [m]; x_sums float32 [groups, m] (int4). weight [n (twice when
     GATED), stride_w bytes]; scale float32 [rows], or of int4 [groups, rows] with `zero` alike.
     partial float32 [tiles, splits, sums of a tile]; arrived [tiles] counts finished splits and is left at zero.
     """
@@ -282,14 +279,13 @@ def stream_kernel(
                 grid = grid + take_grid(scale, zero, rows, chunk, is_there, stride_groups, ZERO, COUNT, PAIRS)
         wait_for_previous(CHAINED)
         let_next_start(CHAINED)
-        SIZE_X: tl.constexpr = 2 if FORM == "same" else 1
         tokens = ()
-        feature = lane % 4 * 16  # the lane's first one in a chunk, in bytes of x
+        feature = lane % 4 * 16  # the lane's first one in a chunk
         if PAIRS > 1:
             feature = feature // GROUP * (2 * GROUP) + feature % GROUP
         for i in tl.static_range(N_TILES):
             token = tl.minimum(column + (8 * i + lane // 4) // DIGITS, m - 1) + (lane // 4) % DIGITS * m
-            tokens = tokens + (x.to(tl.int64) + token.to(tl.int64) * (stride_x * SIZE_X) + feature,)
+            tokens = tokens + (x.to(tl.int64) + token.to(tl.int64) * stride_x + feature,)
         nothing = tl.zeros_like(lane)
         if FORM == "int4":
             sums = same(nothing.to(tl.float32), 2 * M_TILES * N_TILES)
@@ -305,7 +301,7 @@ def stream_kernel(
                 is_there = (chunk < chunks) & (start + stage < last)
                 sums = add_chunk(
                     sums, words[4 * COUNT * PIECES * stage : 4 * COUNT * PIECES * (stage + 1)], grid[GRID * stage : GRID * (stage + 1)],
-                    tokens, x_sums, chunk, is_there, lane, m, column, FORM, XTYPE, ZERO, GROUP, M_TILES, N_TILES,
+                    tokens, x_sums, chunk, is_there, lane, m, column, FORM, ZERO, GROUP, M_TILES, N_TILES,
                 )  # fmt: skip
                 after = chunk + STAGES * WARPS
                 is_there = (after < chunks) & (start + stage + STAGES < last)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import triton
 
-MOST_TOKENS = {"int4": 8, "bytes": 8, "fp8": 8, "same": 8}  # rows of x up to which a weight is streamed
+MOST_TOKENS = 8  # rows of x up to which a weight is streamed
 MOST_TOKEN_TILES = 4  # of 8 columns each; more are other programs', that read the weight again
 
 
@@ -49,11 +49,6 @@ TUNED: dict[tuple[str, int, int, int, bool], StreamTile] = {
     ("fp8", 1, 14336, 64, True): StreamTile(2, 1, 4, 1),
     ("fp8", 1, 4096, 224, False): StreamTile(2, 4, 8, 1),
     ("fp8", 1, 128256, 64, False): StreamTile(2, 1, 8, 4),
-    ("same", 1, 6144, 128, False): StreamTile(2, 1, 8, 4),
-    ("same", 1, 4096, 128, False): StreamTile(2, 4, 8, 1),
-    ("same", 1, 14336, 128, True): StreamTile(4, 1, 4, 1),
-    ("same", 1, 4096, 448, False): StreamTile(2, 4, 8, 1),
-    ("same", 1, 128256, 128, False): StreamTile(2, 1, 8, 1),
 }
 
 
