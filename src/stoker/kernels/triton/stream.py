@@ -11,7 +11,7 @@ from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.quant_codes import encode_rows
 from stoker.kernels.triton.quant_linear import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
 from stoker.kernels.triton.stream_kernel import stream_kernel
-from stoker.kernels.triton.stream_tuning import MOST_TOKENS, StreamTile, stream_tile, token_tiles
+from stoker.kernels.triton.stream_tuning import MOST_OF_SMALL_GROUPS, MOST_TOKENS, StreamTile, stream_tile, token_tiles
 from stoker.kernels.types import Fusion
 
 CODES = {"int4": "digits", "bytes": "digits", "fp8": "fp8"}  # what x becomes
@@ -21,7 +21,10 @@ SMALLEST_GROUP = 32  # of int4: a lane's 16 bytes are of one pair of groups, a c
 
 def takes(x: Tensor, form: str, stored: Stored) -> bool:
     """Whether `stream` is for these rows: few, and against a weight of whole chunks."""
-    return 0 < x.shape[0] <= MOST_TOKENS and is_whole(stored.weight) and (form != "int4" or stored.group >= SMALLEST_GROUP)
+    most = MOST_TOKENS
+    if form == "int4":
+        most = 0 if stored.group < SMALLEST_GROUP else MOST_OF_SMALL_GROUPS if stored.group < CHUNK_BYTES else MOST_TOKENS
+    return 0 < x.shape[0] <= most and is_whole(stored.weight)
 
 
 def is_whole(weight: Tensor) -> bool:
