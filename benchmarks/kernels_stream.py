@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/kernels_stream.py [--forms int4/128,int4/64,int4/32,bytes,fp8] [--rows 1,8,32] [--json FILE]
 
-Of int4, more rows than are streamed go through bands (`band_kernel`), and with --bands any number. Shapes are Llama-3.1-8B's, or
-those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line gives the best tile, ready for
-a row of `stream_tuning.TUNED` or `band_tuning.TUNED`, beside what the rule takes and what tiles in shared memory need.
+Of int4 in small groups, more rows than are streamed go through bands (`band_kernel`), and with --bands any number. Shapes are
+Llama-3.1-8B's, or those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line gives the
+best tile, ready for a row of `stream_tuning.TUNED` or `band_tuning.TUNED`, beside what the rule takes and what tiles in shared memory need.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.triton import band, norm, quant_fp8, quant_int4, quant_linear, stream
-from stoker.kernels.triton.band_tuning import BandTile, band_tile
+from stoker.kernels.triton.band_tuning import LARGEST_GROUP, BandTile, band_tile
 from stoker.kernels.triton.band_tuning import token_tiles as band_token_tiles
 from stoker.kernels.triton.compile import compiling
 from stoker.kernels.triton.device import num_multiprocessors
@@ -168,7 +168,7 @@ def tiles(case: Case) -> Iterator[StreamTile | BandTile]:
 
 
 def band_tiles(case: Case) -> Iterator[BandTile]:
-    words = 16 * max(1, case.group // 64)  # registers of a chunk of a tile
+    words = 16  # registers of a chunk of a tile
     for m_tiles, warps, splits, stages in itertools.product((1, 2), (2, 4), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2)):
         programs = -(-case.n // (16 * m_tiles * warps // (2 if case.gated else 1))) * splits
         held = m_tiles * (4 * case.token_tiles + words * (stages + 1) // 2 + 16) + 8 * case.token_tiles
@@ -239,7 +239,7 @@ def main() -> None:
             name,
             *MODELS[args.model][name],
             rows,
-            "/" in form and (args.bands or rows > MOST_TOKENS),
+            "/" in form and int(form.split("/")[1]) <= LARGEST_GROUP and (args.bands or rows > MOST_TOKENS),
         )
         for form in args.forms.split(",")
         for rows in map(int, args.rows.split(","))

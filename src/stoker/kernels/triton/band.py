@@ -22,8 +22,7 @@ _WHOLE = 16384  # features of a token that stay in registers
 def takes(x: Tensor, stored: Stored) -> bool:
     """Whether `band` is for these rows: 16-bit, not more than it has columns for, against whole chunks of small groups.
 
-    Larger groups' sums are scaled late in tiles, which costs less. Not in Triton's interpreter, which has no matrix
-    instructions.
+    Larger groups' sums are scaled late in tiles, which costs less. Not in Triton's interpreter, which has no matrix instructions.
     """
     few = 0 < x.shape[0] <= MOST_TOKENS and stored.group <= LARGEST_GROUP
     return few and x.dtype in XTYPES and not x.is_cpu and is_whole(stored.weight)
@@ -35,7 +34,7 @@ def band(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: B
     n = stored.n // (2 if gated else 1)
     check_residual(fusion, m, n)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    chunks = stored.weight.shape[1] // max(stored.group, CHUNK_BYTES)
+    chunks = stored.weight.shape[1] // CHUNK_BYTES
     n_tiles = token_tiles(m)
     given = arranged(x, stored, fusion, n_tiles)
     tile = tile or band_tile(stored.group, m, n, chunks, gated, num_multiprocessors(x.device))

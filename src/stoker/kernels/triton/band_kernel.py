@@ -1,4 +1,4 @@
-"""Some tokens against int4 that is read once: each warp of a program has a band of rows, and all of them read the same tokens.
+"""Some tokens against int4 in small groups, read once: each warp of a program has a band of rows, and all of them read the same tokens.
 
 What `stream_kernel` is for eight tokens, with two differences. There warps split the features, so each reads tokens of its own, and at 32
 tokens those are several times the weights' bytes; here the first warp that asks brings them into the multiprocessor's cache for the others.
@@ -18,7 +18,7 @@ from stoker.kernels.triton.fragments import add_products, load_operand, wide_nib
 from stoker.kernels.triton.quant_codes import row_values
 from stoker.kernels.triton.stream_kernel import finish, lane_rows, same, take_weights
 
-PIECE = tl.constexpr(64)  # bytes of a row that four lanes read at once
+CHUNK_BYTES = tl.constexpr(64)  # of a row, that four lanes read at once
 OPERAND = tl.constexpr(512)  # bytes of tokens that a warp reads at once
 
 
@@ -26,14 +26,14 @@ OPERAND = tl.constexpr(512)  # bytes of tokens that a warp reads at once
 def place_of(feature, token, TOKEN_TILES: tl.constexpr, GROUP: tl.constexpr):
     """Where `arrange_kernel` puts a feature of a token: in the order in which lanes take their operands.
 
-    A piece's 16 bytes of a lane hold 16 features of one group in their low nibbles and 16 of the next one in the high ones, and each word's
+    A chunk's 16 bytes of a lane hold 16 features of one group in their low nibbles and 16 of the next one in the high ones, and each word's
     bytes 0 and 2 become one register, 1 and 3 another.
     """
     byte = feature // (2 * GROUP) * GROUP + feature % GROUP
     side = feature // GROUP % 2
     word, at = byte % 16 // 4, byte % 4
-    block = byte // PIECE * 2 + side
-    lane = token % 8 * 4 + byte % PIECE // 16
+    block = byte // CHUNK_BYTES * 2 + side
+    lane = token % 8 * 4 + byte % CHUNK_BYTES // 16
     return (((block * TOKEN_TILES + token // 8) * 2 + word // 2) * 32 + lane) * 8 + word % 2 * 4 + at % 2 * 2 + at // 2
 
 
@@ -84,15 +84,13 @@ def take_grid(scale, zero, rows, pair, is_there, stride_groups, ZERO: tl.constex
 
 
 @triton.jit
-def add_int4(
-    acc, words, grid, tokens, PART: tl.constexpr, XTYPE: tl.constexpr, ZERO: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr
-):
-    """acc + the products of 64 bytes of each row, part PART of a chunk, whose tokens lie at `tokens`."""
+def add_chunk(acc, words, grid, tokens, XTYPE: tl.constexpr, ZERO: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr):
+    """acc + the products of a chunk of each row, whose tokens lie at `tokens`."""
     EACH: tl.constexpr = 1 if ZERO == "none" else 2
     for side in tl.static_range(2):
         given = ()
         for i in tl.static_range(2 * N_TILES):
-            given = given + load_operand(tokens, ((2 * PART + side) * 2 * N_TILES + i) * OPERAND)
+            given = given + load_operand(tokens, (2 * N_TILES * side + i) * OPERAND)
         wide = ()
         mine = grid[EACH * 2 * M_TILES * side : EACH * 2 * M_TILES * (side + 1)]
         for i in tl.static_range(2 * M_TILES):
@@ -129,14 +127,13 @@ def band_kernel(
     """Grid: (programs over rows, splits of the features). A warp has 16 × M_TILES rows, of a GATED weight half gates.
 
     x 16-bit, as arranged for N_TILES × 8 tokens; weight [n (twice when GATED), stride_w bytes]; scale and zero [groups, rows]. A chunk
-    is whole pairs of groups of a row, and 64 bytes at least. partial float32 [tiles, splits, sums × threads]; arrived [tiles] counts
-    finished splits and is left at zero.
+    is 64 bytes of a row, of one pair of groups or of some. partial float32 [tiles, splits, sums × threads]; arrived [tiles] counts finished
+    splits and is left at zero.
     """
-    PIECES: tl.constexpr = GROUP // 64 if GROUP > 64 else 1
     PART: tl.constexpr = M_TILES // 2 if GATED else M_TILES
     COUNT: tl.constexpr = 2 * M_TILES
     GRID: tl.constexpr = 2 * COUNT * (1 if ZERO == "none" else 2)
-    WORDS: tl.constexpr = 4 * COUNT * PIECES
+    WORDS: tl.constexpr = 4 * COUNT
     SUMS: tl.constexpr = 4 * M_TILES * N_TILES
     thread = tl.arange(0, 32 * WARPS)
     lane = thread % 32
@@ -148,15 +145,15 @@ def band_kernel(
     places = ()
     for i in tl.static_range(COUNT):
         places = places + (weight.to(tl.int64) + rows[i].to(tl.int64) * stride_w + lane % 4 * 16,)
-    PAIRS: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
-    mine = lane % 4 * 16 // GROUP if PAIRS > 1 else 0
+    PAIRS: tl.constexpr = CHUNK_BYTES // GROUP
+    mine = lane % 4 * 16 // GROUP  # the pair of the lane's bytes in a chunk
     nothing = tl.zeros_like(lane)
     words = ()
     grid = ()
     for stage in tl.static_range(STAGES):
         chunk = nothing + (first + stage)
         is_there = chunk < last
-        words = words + take_weights(places, chunk, is_there, COUNT, PIECES)
+        words = words + take_weights(places, chunk, is_there, COUNT, 1)
         grid = grid + take_grid(scale, zero, rows, chunk * PAIRS + mine, is_there, stride_groups, ZERO, COUNT)
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
@@ -167,15 +164,14 @@ def band_kernel(
         new_grid = ()
         for stage in tl.static_range(STAGES):
             after = nothing + (start + stage + STAGES)
-            new_words = new_words + take_weights(places, after, after < last, COUNT, PIECES)
+            new_words = new_words + take_weights(places, after, after < last, COUNT, 1)
             new_grid = new_grid + take_grid(scale, zero, rows, after * PAIRS + mine, after < last, stride_groups, ZERO, COUNT)
             chunk = nothing + (start + stage)
-            at = tokens + tl.minimum(chunk, last - 1).to(tl.int64) * (PIECES * 4 * N_TILES * OPERAND)  # past the end weights are zeros
-            for part in tl.static_range(PIECES):
-                sums = add_int4(
-                    sums, words[WORDS * stage + 4 * COUNT * part : WORDS * stage + 4 * COUNT * (part + 1)],
-                    grid[GRID * stage : GRID * (stage + 1)], at, part, XTYPE, ZERO, M_TILES, N_TILES,
-                )  # fmt: skip
+            at = tokens + tl.minimum(chunk, last - 1).to(tl.int64) * (4 * N_TILES * OPERAND)  # past the end weights are zeros
+            sums = add_chunk(
+                sums, words[WORDS * stage : WORDS * (stage + 1)], grid[GRID * stage : GRID * (stage + 1)], at,
+                XTYPE, ZERO, M_TILES, N_TILES,
+            )  # fmt: skip
         words = new_words
         grid = new_grid
     if SPLIT:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import triton
 
 MOST_TOKENS = 64  # rows of x
-LARGEST_GROUP = 64
+LARGEST_GROUP = 64  # a pair fits a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class BandTile:
     num_stages: int = 1  # chunks that a warp has asked for besides the one that it multiplies
 
 
-# (group, tiles of tokens, rows of a part, chunks of a row, gated) → tile.
+# (group, tiles of tokens, rows of a part, chunks of 64 bytes of a row, gated) → tile.
 # Measured on one H200 for Llama-3.1-8B's shapes (benchmarks/kernels_stream.py).
 TUNED: dict[tuple[int, int, int, int, bool], BandTile] = {
     (32, 2, 6144, 32, False): BandTile(1, 4, 2, 2),

@@ -86,7 +86,8 @@ def _paired(codes: Tensor, pairs: int, group: int) -> Tensor:
 
 
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.int4_linear`. Few rows become two int8 digits each, which multiply codes that no one widens; more meet widened codes.
+    """See `ops.int4_linear`. Few rows become two int8 digits each, which multiply codes that no one widens; more meet widened codes: in
+    registers (bands, tiles), and many of them in memory.
 
     A weight that `pack_int4` left as stored is widened in plain torch, every time.
     """
