@@ -251,6 +251,7 @@ def test_settings_that_cannot_be_built_are_refused(tmp_path: Path, llama: Path) 
         (BuildConfig(quantization="NO_QUANTS"), "unknown quantization 'NO_QUANTS'.*NO_QUANT"),
         (BuildConfig(mapping=Mapping(pipeline_parallel=9)), "pipeline_parallel=9: the model has . layers"),
         (BuildConfig(mapping=Mapping(tensor_parallel=2, expert_parallel=True)), "no experts"),
+        (BuildConfig(mapping=Mapping(expert_parallel=True)), "one rank has all experts"),
         (BuildConfig(limits=Limits(max_input_len=300)), "max_input_len=300.*256 positions"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from stoker.base.errors import CheckpointError, ConfigError, EngineError, StokerError
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
 from stoker.cli.main import main
 from stoker.deploy import lmi, resolve, truss
 from stoker.deploy.deployment import BuildOptions, EngineInfo
@@ -138,18 +140,25 @@ def test_dry_run_tells_settings_and_origins(checkpoint: Path, tmp_path: Path, ca
 @pytest.mark.parametrize("kind", ["engine", "checkpoint", "triton", "lmi", "truss"])
 def test_dry_run_of_every_format(kind: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each tells where its settings were written, and nothing is built or served for it."""
-    engine = folder(tmp_path / "engine", "config.json", '{"format_version": 1}')
+    engine = build(checkpoint, tmp_path / "engine", BuildConfig(device="cpu", dummy_weights=True), verify="none").path
     info = EngineInfo(path=str(engine), architecture="LlamaForCausalLM", vocab_size=320)
     export_triton(info, tmp_path / "triton", {"max_queue_size": "9"})
     folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint))
     folder(tmp_path / "truss", "config.yaml", TRUSS.format(checkpoint) + "    max_seq_len: 128\n")
+    cached = sorted((tmp_path / "cache").rglob("*"))
     place = checkpoint if kind == "checkpoint" else tmp_path / kind
     assert stoker("serve", place, "--dry-run") == 0
     out = capsys.readouterr().out
     assert f"is of the format {kind}." in out
     written = {"triton": "config.pbtxt:", "lmi": "serving.properties:", "truss": "config.yaml:"}
     assert written.get(kind, "") in out
-    assert not (tmp_path / "cache").exists()
+    assert sorted((tmp_path / "cache").rglob("*")) == cached
+
+
+def test_dry_run_refuses_what_a_start_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = folder(tmp_path / "engine", "config.json", '{"format_version": 999}')
+    assert stoker("serve", engine, "--dry-run") == 1
+    assert "engine format 999" in capsys.readouterr().err
 
 
 QUANTIZED = {

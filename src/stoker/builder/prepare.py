@@ -141,6 +141,8 @@ def check_mapping(mapping: Mapping, model: ModelConfig) -> None:
     stages = mapping.pipeline_parallel
     if stages > model.num_layers:
         raise ConfigError(f"pipeline_parallel={stages}: the model has {model.num_layers} layers.", cure="Lower it.")
+    if mapping.expert_parallel and mapping.tensor_parallel == 1:
+        raise ConfigError("expert_parallel is refused: one rank has all experts.", cure="Leave it out, or raise tensor_parallel.")
     if mapping.expert_parallel and not any(isinstance(layer.mlp, MoEConfig) for layer in model.layers):
         raise ConfigError("expert_parallel is refused: the model has no experts.", cure="Leave it out.")
 

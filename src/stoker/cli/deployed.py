@@ -73,8 +73,21 @@ def made(deployment: Deployment, progress: resolve.Progress | None = None) -> De
 
 def waits(deployment: Deployment) -> bool:
     """Whether an engine must be fetched or built first; what is in the cache already is there at once."""
+    return _engine(deployment) is None
+
+
+def check_engine(deployment: Deployment) -> None:
+    """Raise EngineError where an engine that is there is not whole, or of another format version: no start would take it."""
+    path = _engine(deployment)
+    if path is not None:
+        Engine.open(path)
+
+
+def _engine(deployment: Deployment) -> Path | None:
+    """The engine's directory, where nothing must be fetched or built for it."""
     source = deployment.source
-    return not (isinstance(source, EngineSource) and Path(source.location).expanduser().is_dir())
+    path = Path(source.location).expanduser() if isinstance(source, EngineSource) else None
+    return path if path is not None and path.is_dir() else None
 
 
 def overridden(

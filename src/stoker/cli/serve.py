@@ -84,10 +84,12 @@ def serve(
 
 
 def _dry_run(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, named: frozenset[str]) -> None:
-    from stoker.cli.deployed import asked
+    from stoker.cli.deployed import asked, check_engine
     from stoker.cli.understood import understood
 
-    typer.echo("\n".join(understood(asked(model, settings, runtime, named), named)))
+    deployment = asked(model, settings, runtime, named)
+    check_engine(deployment)
+    typer.echo("\n".join(understood(deployment, named)))
 
 
 def _serve(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, named: frozenset[str]) -> int:
