@@ -77,7 +77,7 @@ def _groups(x: Tensor, weight: Int8Experts, tile_rows: int, is_sorted: bool) -> 
 
 def _digits(x: Tensor, stored: Stored, padded: int, tile_rows: int, is_sorted: bool) -> Operands:
     """A few rows as digits of `padded` features with the sum of each group's, more as they are, to be multiplied by widened weights."""
-    if not digits_pay(tile_rows, stored.group):
+    if not digits_pay(tile_rows, stored.group, 4 if stored.form == "int4" else 8):
         return Operands(x, stored, is_sorted=is_sorted)
     made = encode_rows(x, "digits", padded, stored.group)
     return Operands(made.codes, stored, made.scale, made.sums, 2, is_sorted)
