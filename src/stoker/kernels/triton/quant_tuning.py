@@ -111,9 +111,9 @@ def splits_of(programs: int, k: int, block_k: int, multiprocessors: int) -> int:
 def digits_pay(rows: int, group: int, bits: int = 4) -> bool:
     """Whether rows of 16 bits meet weights of so many bits in groups as digits, not with the codes widened.
 
-    Every group's sums are joined and scaled, for every row; codes are widened once. A layer of Llama-3.1-8B's on an H200, four int4 linears,
-    in groups of 128: 16 rows take 70 µs as digits and 72 with the codes widened, 32 rows 102 and 84; in groups of 32 133 and 110, 231 and
-    122. Whole bytes are operands as they lie, which was not timed.
+    Every group's sums are joined and scaled, for every row; codes are widened once. Four int4 linears of a layer of Llama-3.1-8B's on an
+    H200, in groups of 128: 16 rows take 70 µs as digits and 72 with the codes widened, 32 rows 102 and 84; in groups of 32 133 and 110, 231
+    and 122. Whole bytes are operands as they lie, which was not timed.
     """
     return group >= SMALLEST_INTEGER_GROUP and rows <= group // (8 if bits == 4 else 4)
 
