@@ -1,4 +1,4 @@
-"""Streamed linears and tiles of int4 on the device, where matrix instructions run that the interpreter has only a plain branch for.
+"""Streamed linears, bands and tiles of int4 on the device, where matrix instructions run that the interpreter has only a plain branch for.
 
 Triton is imported inside functions: tests/kernels, collected after this area, must ask for the interpreter before Triton is imported.
 """
@@ -102,7 +102,7 @@ def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("m", "parts"), [(12, "nbgr"), (32, "br"), (64, "ng")])
 @pytest.mark.parametrize(("zero", "group"), [("none", 128), ("int", 128), ("int", 64), ("none", 32), ("float", 32), ("float", 16)])
-def test_int4_of_more_rows_in_tiles(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
+def test_int4_of_more_rows_in_bands_and_tiles(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
     from stoker.kernels.triton import quant_int4
 
     (n, k) = shape

@@ -300,6 +300,26 @@ def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: i
     assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(weight), bias, around), want) < 1e-2
 
 
+@pytest.mark.parametrize(
+    ("rows", "group", "dtype", "way"),
+    [
+        (4, 32, torch.bfloat16, "stream"), (5, 32, torch.bfloat16, "band"), (64, 32, torch.float16, "band"),
+        (1, 16, torch.bfloat16, "band"), (8, 64, torch.bfloat16, "stream"), (9, 64, torch.bfloat16, "band"), (8, 128, torch.bfloat16, "stream"),
+        (16, 128, torch.bfloat16, "few_rows"), (17, 128, torch.bfloat16, "plain_rows"), (9, 32, torch.float32, "few_rows"),
+        (65, 32, torch.bfloat16, "many_rows"),
+    ],
+)  # fmt: skip
+def test_ways_of_int4(rows: int, group: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which kernel takes how many rows on a device; nothing runs."""
+    taken: list[str] = []
+    for name in ("stream", "band", "few_rows", "plain_rows", "many_rows"):
+        monkeypatch.setattr(quant_int4, name, lambda *args, name=name: taken.append(name))
+    codes, scale = torch.empty(64, 512, dtype=torch.uint8, device="meta"), torch.empty(64, 1024 // group, device="meta")
+    weight = quant_int4.pack_int4(Int4Weight(codes, scale, None, None, group))
+    quant_int4.int4_linear(torch.empty(rows, 1024, dtype=dtype, device="meta"), weight)
+    assert taken == [way]
+
+
 STREAM_TILES = [StreamTile(4, 1, 8, 1), StreamTile(2, 2, 4, 4), StreamTile(2, 8, 1, 2)]
 
 
