@@ -242,16 +242,17 @@ def test_launches_of_several_ranks_are_told_apart(tmp_path: Path) -> None:
 
 NAMES_A_TYPE = """
 import torch
-from stoker.kernels.triton import stream
+from stoker.kernels.triton import band
 from stoker.kernels.triton.ahead import collecting
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.types import PLAIN
-x, weight = (torch.empty(rows, 64, dtype=torch.bfloat16, device="meta") for rows in (2, 32))
+x, scale = (torch.empty(rows, columns, dtype=torch.bfloat16, device="meta") for rows, columns in ((8, 128), (4, 32)))
+weight = Stored("int4", torch.empty(32, 64, dtype=torch.uint8, device="meta"), scale, 32, 128, group=32)
 with collecting(90) as jobs:
     for name in ("bfloat16", "bf16"):
-        stream.XTYPES[torch.bfloat16] = name
+        band.XTYPES[torch.bfloat16] = name
         try:
-            stream.stream(x, "same", Stored("same", weight, None, 32, 64), None, None, PLAIN)
+            band.band(x, weight, None, PLAIN)
         except ValueError as error:
             print(len(jobs), error)
 """
@@ -261,4 +262,4 @@ def test_a_constant_that_names_a_type_is_refused() -> None:
     """Triton's serialization would compile the kernel of the type instead."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", NAMES_A_TYPE], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("1 ") and "'bf16', which is the name of a type" in done.stdout
+    assert done.stdout.startswith("2 ") and "'bf16', which is the name of a type" in done.stdout
