@@ -16,7 +16,7 @@ import triton.language as tl
 from stoker.kernels.triton.chain import let_next_start, wait_for_previous
 from stoker.kernels.triton.fragments import add_products, load_operand, wide_nibbles
 from stoker.kernels.triton.quant_codes import row_values
-from stoker.kernels.triton.stream_kernel import finish, lane_rows, same, take_weights
+from stoker.kernels.triton.stream_kernel import finish, lane_rows, same, take_grid, take_weights
 
 CHUNK_BYTES = tl.constexpr(64)  # of a row, that four lanes read at once
 OPERAND = tl.constexpr(512)  # bytes of tokens that a warp reads at once
@@ -68,19 +68,6 @@ def arrange_kernel(
         cols = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         v, weighted = row_values(row, norm_weight, cols, k, NORM, GATE)
         tl.store(out + place_of(cols, token, TOKEN_TILES, GROUP), weighted.to(out.dtype.element_ty), mask=cols < padded)
-
-
-@triton.jit
-def take_grid(scale, zero, rows, pair, is_there, stride_groups, ZERO: tl.constexpr, COUNT: tl.constexpr):
-    """The scales of each row's two groups of a lane's bytes, and what stands for their zeros."""
-    made = ()
-    for side in tl.static_range(2):
-        first = (2 * pair + side).to(tl.int64) * stride_groups
-        for i in tl.static_range(COUNT):
-            made = made + (tl.load(scale + first + rows[i], mask=is_there, other=0, volatile=True),)
-            if ZERO != "none":
-                made = made + (tl.load(zero + first + rows[i], mask=is_there, other=0, volatile=True),)
-    return made
 
 
 @triton.jit
@@ -154,7 +141,7 @@ def band_kernel(
         chunk = nothing + (first + stage)
         is_there = chunk < last
         words = words + take_weights(places, chunk, is_there, COUNT, 1)
-        grid = grid + take_grid(scale, zero, rows, chunk * PAIRS + mine, is_there, stride_groups, ZERO, COUNT)
+        grid = grid + take_grid(scale, zero, rows, 2 * (chunk * PAIRS + mine), is_there, stride_groups, ZERO, COUNT, 2)
     wait_for_previous(CHAINED)
     let_next_start(CHAINED)
     tokens = x.to(tl.int64) + lane * 16
@@ -165,7 +152,7 @@ def band_kernel(
         for stage in tl.static_range(STAGES):
             after = nothing + (start + stage + STAGES)
             new_words = new_words + take_weights(places, after, after < last, COUNT, 1)
-            new_grid = new_grid + take_grid(scale, zero, rows, after * PAIRS + mine, after < last, stride_groups, ZERO, COUNT)
+            new_grid = new_grid + take_grid(scale, zero, rows, 2 * (after * PAIRS + mine), after < last, stride_groups, ZERO, COUNT, 2)
             chunk = nothing + (start + stage)
             at = tokens + tl.minimum(chunk, last - 1).to(tl.int64) * (4 * N_TILES * OPERAND)  # past the end weights are zeros
             sums = add_chunk(

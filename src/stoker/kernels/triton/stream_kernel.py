@@ -51,11 +51,11 @@ def take_weights(places, chunk, is_there, COUNT: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def take_grid(scale, zero, rows, chunk, is_there, stride_groups, ZERO: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr):
-    """The scales of each row's groups in a chunk of int4, and what stands for their zeros."""
+def take_grid(scale, zero, rows, group, is_there, stride_groups, ZERO: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr):
+    """The scales of each row's next GROUPS groups of int4, and what stands for their zeros."""
     made = ()
-    for group in tl.static_range(2 * PAIRS):
-        first = (chunk * (2 * PAIRS) + group).to(tl.int64) * stride_groups
+    for later in tl.static_range(GROUPS):
+        first = (group + later).to(tl.int64) * stride_groups
         for i in tl.static_range(COUNT):
             made = made + (tl.load(scale + first + rows[i], mask=is_there, other=0, volatile=True),)
             if ZERO != "none":
@@ -276,7 +276,7 @@ def stream_kernel(
             is_there = (chunk < chunks) & (first + stage < last)
             words = words + take_weights(places, chunk, is_there, COUNT, PIECES)
             if FORM == "int4":
-                grid = grid + take_grid(scale, zero, rows, chunk, is_there, stride_groups, ZERO, COUNT, PAIRS)
+                grid = grid + take_grid(scale, zero, rows, chunk * (2 * PAIRS), is_there, stride_groups, ZERO, COUNT, 2 * PAIRS)
         wait_for_previous(CHAINED)
         let_next_start(CHAINED)
         tokens = ()
@@ -307,7 +307,7 @@ def stream_kernel(
                 is_there = (after < chunks) & (start + stage + STAGES < last)
                 new_words = new_words + take_weights(places, after, is_there, COUNT, PIECES)
                 if FORM == "int4":
-                    new_grid = new_grid + take_grid(scale, zero, rows, after, is_there, stride_groups, ZERO, COUNT, PAIRS)
+                    new_grid = new_grid + take_grid(scale, zero, rows, after * (2 * PAIRS), is_there, stride_groups, ZERO, COUNT, 2 * PAIRS)
             words = new_words
             grid = new_grid
         if FORM == "bytes":
