@@ -7,12 +7,14 @@ import tarfile
 import zlib
 from lzma import LZMAError
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stoker.base.errors import CheckpointError
 from stoker.deploy.sources.store import Counter, Store, inside, unwrapped
 
 _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+Mode = Literal["r:", "r:gz", "r:bz2", "r:xz"]
+_MAGIC: dict[bytes, Mode] = {b"\x1f\x8b": "r:gz", b"BZh": "r:bz2", b"\xfd7zXZ\0": "r:xz", b"\x5d\0\0": "r:xz"}
 _MAX_HEADER = 1 << 20
 # Python 3.11.4 brought the filter. Before it _check_member stands alone, and it is the stricter of the two.
 _FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
@@ -49,10 +51,17 @@ def extract(path: Path, folder: Path, store: Store) -> None:
     Raises CheckpointError for a name or link that leaves the folder, a device, too many or too large members, or a damaged archive.
     """
     try:
-        with tarfile.open(path, tarinfo=_BoundedInfo) as tar:
+        with tarfile.open(path, _mode(path), tarinfo=_BoundedInfo) as tar:
             _extract_all(tar, path, folder, store)
     except (tarfile.TarError, EOFError, zlib.error, LZMAError, OSError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} cannot be unpacked: {_reason(error)}.", cure="Make or fetch the archive again.") from None
+
+
+def _mode(path: Path) -> Mode:
+    """How tarfile reads it, by its first bytes: left to try, it takes some compressed file in a thousand for a plain archive."""
+    with path.open("rb") as file:
+        start = file.read(6)
+    return next((mode for magic, mode in _MAGIC.items() if start.startswith(magic)), "r:")
 
 
 def _extract_all(tar: tarfile.TarFile, path: Path, folder: Path, store: Store) -> None:
