@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -144,6 +145,22 @@ def test_huge_extended_header_is_not_read(tmp_path: Path, kind: bytes) -> None:
     info.size = 1 << 33
     path = tmp_path / "m.tar.gz"
     path.write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + b"\0" * (1 << 21)))
+    with pytest.raises(CheckpointError, match="an extended header has"):
+        resolve(str(path), cache=tmp_path / "c")
+
+
+def test_a_compressed_archive_is_never_taken_for_a_plain_one(tmp_path: Path) -> None:
+    """The time in gzip's header makes one file in 300 one that tarfile takes for a plain archive of one strange member."""
+    info = special("header", tarfile.GNUTYPE_LONGNAME)
+    info.size = 1 << 33
+    data = bytearray(gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + b"\0" * (1 << 21)))
+    path = tmp_path / "m.tar.gz"
+    for time in range(1 << 16):
+        data[4:8] = time.to_bytes(4, "little")
+        with contextlib.suppress(tarfile.HeaderError):
+            tarfile.TarInfo.frombuf(bytes(data[:512]), "utf-8", "surrogateescape")
+            break
+    path.write_bytes(data)
     with pytest.raises(CheckpointError, match="an extended header has"):
         resolve(str(path), cache=tmp_path / "c")
 
