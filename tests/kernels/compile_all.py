@@ -86,10 +86,10 @@ def linear_of(rows: int, gated: bool, dtype: torch.dtype = BF16, n: int = 4096, 
     linear.linear(meta(rows, k, dtype=dtype), meta(n * (2 if gated else 1), k, dtype=dtype), None, fusion)
 
 
-def quantized(kind: str, rows: int, gated: bool = False, n: int = 4096, k: int = 4096, group: int = 128) -> None:
+def quantized(kind: str, rows: int, gated: bool = False, n: int = 4096, k: int = 4096, group: int = 128, dtype: torch.dtype = BF16) -> None:
     """The launches of one linear: n rows of weights, or twice as many gated ones after a norm."""
     fusion = Fusion("rms", meta(k), None, 1e-5, "silu") if gated else PLAIN
-    x, n = meta(rows, k), n * (2 if gated else 1)
+    x, n = meta(rows, k, dtype=dtype), n * (2 if gated else 1)
     scale = meta(n, dtype=FP32)
     if kind in ("fp8", "fp8 weights"):
         quant_fp8.fp8_linear(x, meta(n, k, dtype=FP8), scale, "token" if kind == "fp8" else "none", None, None, fusion)
@@ -214,6 +214,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         for gated in (False, True)
     },
     "quant fp8 weights, 64 rows": lambda: quantized("fp8 weights", 64),
+    "quant int4 in groups of 16, 32 rows of float32": lambda: quantized("int4", 32, group=16, dtype=FP32),
     "quant int4 in groups of 32, 1 row": lambda: quantized("int4", 1, True, group=32),
     "quant int4 in groups of 32, 64 rows": lambda: quantized("int4", 64, True, group=32),
     "quant int4 in groups of 32, 256 rows": lambda: quantized("int4", 256, True, group=32),

@@ -141,7 +141,7 @@ def scaled_nibbles(codes, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
         zero = (base + grid[1].to(tl.float32))[:, None]
     else:
         zero = base
-    if PACKED:
+    if PACKED and codes.dtype.primitive_bitwidth == 16:
         zero = (tl.zeros_like(scale) + zero).to(codes.dtype)
         if ZERO == "float":
             return shifted_and_scaled(codes, zero, scale, grid[1].to(codes.dtype)[:, None])
