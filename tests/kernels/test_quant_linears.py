@@ -159,12 +159,12 @@ def test_fp8(m: int, activations: str, parts: str) -> None:
 
 
 @pytest.mark.parametrize("activations", ["token", "static"])
-@pytest.mark.parametrize(("n", "k", "parts"), [(24, 160, ""), (37, 4100, "br"), (300, 1028, "nbr"), (5, 64, "n")])
+@pytest.mark.parametrize(("n", "k", "parts"), [(24, 160, ""), (37, 4092, "br"), (300, 1028, "nbr"), (5, 64, "n")])
 def test_fp8_one_row(n: int, k: int, parts: str, activations: str) -> None:
     x, bias, around, _ = problem(1, n, k, torch.bfloat16, parts)
     weight, scale = fp8_weight(n, k)
     step = torch.tensor([0.05]) if activations == "static" else None
-    assert quant_gemv.fits_one_row(x, weight, around)
+    assert quant_gemv.gemv_tile(x, weight, around) is not None
     got = quant_fp8.fp8_linear(x, weight, scale, activations, step, bias, around)
     want = fp8_reference.fp8_linear(x.float(), weight, scale, activations, step, bias, around)
     assert relative_error(got, want) < 1e-2

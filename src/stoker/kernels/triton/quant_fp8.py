@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stoker.kernels.reference import quant_fp8 as reference
 from stoker.kernels.triton.quant_codes import encode_rows
-from stoker.kernels.triton.quant_gemv import fits_one_row, one_row
+from stoker.kernels.triton.quant_gemv import gemv_tile, one_row
 from stoker.kernels.triton.quant_linear import (
     Stored,
     after,
@@ -53,9 +53,10 @@ def fp8_linear(
         return many_rows(x, n, lambda a, b: (weight[a:b].float() * scale[a:b, None]).to(x.dtype), bias, fusion)
     step = input_scale if activations == "static" else None
     x, fusion = ungated(x, fusion) if x.shape[0] == 1 else (x, fusion)
-    if fits_one_row(x, weight, fusion):
+    one = gemv_tile(x, weight, fusion)
+    if one is not None:
         check_residual(fusion, 1, n)
-        return one_row(x, weight, scale, step, bias, fusion)
+        return one_row(x, weight, scale, step, bias, fusion, one)
     stored = Stored("same", weight, scale, n, k)
     if takes(x, "fp8", stored):
         return stream(x, "fp8", stored, step, bias, fusion)

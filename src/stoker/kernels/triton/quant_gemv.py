@@ -7,6 +7,8 @@ products of at most 448 × 1.75 in float16; the lanes are summed in float32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +19,9 @@ from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.quant_codes import FP8_LIMIT, row_step
 from stoker.kernels.types import Fusion
 
-MAX_FEATURES = 8192  # 16 products a lane stay below float16's largest number; rows of more are read too long for their largest
-MANY_ROWS = 65536  # of a weight
+MAX_FEATURES = 4096  # rows of more are read too long for their largest; up to 8,192, 16 products a lane stay below float16's largest number
+MANY_ROWS = 8192  # of a weight
 _WORDS = 256  # of four weights, a tile's width
-_CHUNK = 4096
 
 _CODES = tl.constexpr(
     "{ .reg .b16 p; .reg .b32 h, c; mov.b32 c, 0x1C001C00; cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; cvt.rn.f16x2.e4m3x2 h, p; "
@@ -110,32 +111,35 @@ def fp8_gemv_kernel(
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=kept)
 
 
-def fits_one_row(x: Tensor, weight: Tensor, fusion: Fusion) -> bool:
-    """Whether `one_row` takes this product.
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    """One program's share of the weight."""
+
+    block_n: int  # rows
+    num_warps: int = 4
+
+
+def gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:
+    """The tile with which `one_row` takes this product, or None.
 
     Others run faster through `stream` (Llama-3.1-8B on an H200, µs: up and gate 39 and 32, down 20.7 and 19.2, head 150 and 123; qkv 9.6
-    and 10.1, out 7.2 and 7.9).
+    and 10.1, out 7.2 and 7.9). The 70B's qkv and out lose 13 µs a layer here, and what one of two or four ranks has of them 5 to 12.
     """
-    k = weight.shape[1]
-    return (
-        x.shape[0] == 1
-        and fusion.gate is None
-        and not fusion.norm_apart
-        and k % 4 == 0
-        and k <= MAX_FEATURES
-        and weight.shape[0] < MANY_ROWS
-    )
+    n, k = weight.shape
+    if x.shape[0] != 1 or fusion.gate is not None or fusion.norm_apart or k % 4 or k > MAX_FEATURES or n >= MANY_ROWS:
+        return None
+    return GemvTile(16 if triton.cdiv(n, 16) >= 2 * num_multiprocessors(x.device) else 8)
 
 
-def one_row(x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, fusion: Fusion) -> Tensor:
+def one_row(
+    x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, fusion: Fusion, tile: GemvTile
+) -> Tensor:  # fmt: skip
     """y [1, n] of x [1, k] and weight float8_e4m3fn [n, k], with an RMS norm before it and a residual after it."""
     n, k = weight.shape
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    # Llama-3.1-8B on an H200, µs: qkv 9.8 (through the matrix units 12.9), out 7.3 (9.8), down 21.0 (25.2).
-    block_n = 16 if triton.cdiv(n, 16) >= 2 * num_multiprocessors(x.device) else 8
-    fp8_gemv_kernel[(triton.cdiv(n, block_n),)](
+    fp8_gemv_kernel[(triton.cdiv(n, tile.block_n),)](
         x, fusion.norm_weight, input_scale, weight, scale, bias, fusion.residual, out, n, k, fusion.norm_eps,
-        NORM=fusion.norm_weight is not None, LIMIT=FP8_LIMIT, BLOCK_N=block_n, WORDS=_WORDS,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(k)), PACKED=not x.is_cpu, num_warps=4, **chained(x),
+        NORM=fusion.norm_weight is not None, LIMIT=FP8_LIMIT, BLOCK_N=tile.block_n, WORDS=_WORDS,
+        CHUNK=triton.next_power_of_2(k), PACKED=not x.is_cpu, num_warps=tile.num_warps, **chained(x),
     )  # fmt: skip
     return out

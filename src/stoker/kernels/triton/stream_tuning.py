@@ -22,7 +22,8 @@ class StreamTile:
 
 
 # (form, tiles of 8 columns of tokens, rows of a part, chunks of a row, gated) → tile.
-# Measured on one H200 for Llama-3.1-8B's shapes, and of the 70B's where the rule does worse (benchmarks/kernels_stream.py).
+# Measured on one H200 for Llama-3.1-8B's shapes (benchmarks/kernels_stream.py), and where the rule does worse for those that one, two and
+# four ranks have of the 70B's, in a step (benchmarks/step_tiles.py).
 TUNED: dict[tuple[str, int, int, int, bool], StreamTile] = {
     ("int4", 1, 6144, 16, False): StreamTile(1, 1, 4, 2),
     ("int4", 1, 4096, 16, False): StreamTile(1, 1, 4, 2),
@@ -51,7 +52,13 @@ TUNED: dict[tuple[str, int, int, int, bool], StreamTile] = {
     ("fp8", 1, 4096, 224, False): StreamTile(2, 4, 8, 1),
     ("fp8", 1, 128256, 64, False): StreamTile(2, 1, 8, 4),
     ("fp8", 1, 10240, 128, False): StreamTile(1, 1, 8, 1),
+    ("fp8", 1, 8192, 128, False): StreamTile(2, 1, 8, 2),
     ("fp8", 1, 5120, 128, False): StreamTile(1, 2, 8, 1),
+    ("fp8", 1, 8192, 64, False): StreamTile(1, 1, 8, 1),
+    ("fp8", 1, 2560, 128, False): StreamTile(1, 4, 8, 1),
+    ("fp8", 1, 8192, 32, False): StreamTile(2, 1, 8, 1),
+    ("fp8", 1, 7168, 128, True): StreamTile(2, 1, 8, 1),
+    ("fp8", 1, 8192, 112, False): StreamTile(1, 1, 8, 1),
 }
 
 

@@ -1,0 +1,256 @@
+"""Tiles of a decode step's linears, tuned where they run: between each other, in a captured step.
+
+    PYTHONPATH=src python benchmarks/step_tiles.py --config benchmarks/models/llama-3.1-8b --quantize FP8_KV --rows 1,8 [--json FILE]
+
+A tile that is best when one linear follows itself (`kernels_stream.py`) need not be best here: what runs before decides when and on which
+multiprocessors its programs start. One linear after another tries its tiles, and keeps the best; then the best few of each once more.
+`--ranks` takes the shapes that one of so many tensor-parallel ranks has, without its sums; `--layers` fewer layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import step
+import torch
+from kernels_stream import make
+
+from stoker.base.config import Limits, RuntimeConfig
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.cli.bench.report import origin
+from stoker.kernels.triton import linear, quant_fp8, quant_gemv, stream
+from stoker.kernels.triton.compile import compiling
+from stoker.kernels.triton.device import H200_MULTIPROCESSORS
+from stoker.kernels.triton.linear_tuning import LinearTile
+from stoker.kernels.triton.quant_gemv import GemvTile
+from stoker.kernels.triton.quant_linear import Stored
+from stoker.kernels.triton.stream_tuning import StreamTile, token_tiles
+from stoker.kernels.types import Fusion
+from stoker.runtime.bulk import BulkMailbox
+from stoker.runtime.load import load_executor
+from stoker.runtime.worker.graphs import Graphs
+
+Tile = StreamTile | LinearTile | GemvTile
+FORMS = {"none": "dense", "FP8_KV": "fp8", "FP8": "fp8", "WEIGHTS_ONLY_INT8": "bytes", "AWQ": "int4/128", "WEIGHTS_ONLY_INT4": "int4/32"}
+AGAIN = 4  # tiles of each linear that are tried in the second round
+MOST_PROGRAMS = 1600
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of the model in its format, for some rows."""
+
+    name: str
+    n: int
+    k: int
+    gated: bool
+    form: str
+    rows: int
+
+    @property
+    def group(self) -> int:
+        return int(self.form.split("/")[1]) if "/" in self.form else 0
+
+    @property
+    def chunks(self) -> int:
+        return self.k // (2 * max(self.group, 64)) if self.group else self.k // 64
+
+    def tiles(self) -> Iterator[Tile]:
+        """Those worth trying."""
+        if self.form == "dense":
+            yield from self.dense_tiles()
+            return
+        for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4)):
+            programs = -(-self.n // (16 * m_tiles // (2 if self.gated else 1))) * splits
+            turns = -(-self.chunks // (warps * splits))
+            held = m_tiles * stages * max(1, self.group // 64) * (1 if self.group != 32 else 2)
+            if held <= 8 and turns >= stages and (m_tiles > 1 or not self.gated) and 60 <= programs <= MOST_PROGRAMS:
+                yield StreamTile(m_tiles, splits, warps, stages)
+        if self.form == "fp8" and self.rows == 1 and not self.gated and self.k <= quant_gemv.MAX_FEATURES:
+            for block_n, warps in itertools.product((4, 8, 16, 32), (2, 4, 8)):
+                yield GemvTile(block_n, warps)
+
+    def dense_tiles(self) -> Iterator[LinearTile]:
+        if self.rows == 1:
+            for block_n, block_k, warps, stages in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8), (1, 3)):
+                weights = block_n * block_k * (2 if self.gated else 1) // (32 * warps)  # of a thread
+                if 16 <= weights <= 64 and 250 <= self.n // block_n <= 8192:
+                    yield LinearTile(block_n, block_k, 1, warps, stages)
+            return
+        side = max(16, self.rows)
+        for block_n, block_k, splits, stages in itertools.product((32, 64), (64, 128, 256), (1, 2, 4), (3, 4, 6)):
+            shared = stages * block_k * 2 * (block_n * (2 if self.gated else 1) + side)
+            programs = -(-self.n // block_n) * splits
+            if 60_000 <= shared <= 220_000 and 120 <= programs <= 1000 and self.k // (splits * block_k) >= stages:
+                yield LinearTile(block_n, block_k, splits, 4, stages, self.rows <= 16 and self.name != "up" and self.name != "qkv")
+
+    def run(self) -> None:
+        """Launch it on meta tensors."""
+        parts, rows = 2 if self.gated else 1, self.n * (2 if self.gated else 1)
+        normed, x = self.name in ("qkv", "up"), make("meta", self.rows, self.k)
+        residual = None if normed else make("meta", self.rows, rows // parts)
+        fusion = Fusion("rms" if normed else None, make("meta", self.k) if normed else None, None, 1e-5, "silu" if self.gated else None,
+                        residual)  # fmt: skip
+        if self.form == "dense":
+            linear.linear(x, make("meta", rows, self.k), None, fusion)
+        elif self.form == "fp8":
+            weight = make("meta", rows, self.k, dtype=torch.float8_e4m3fn)
+            quant_fp8.fp8_linear(x, weight, make("meta", rows, dtype=torch.float32), "token", None, None, fusion)
+        elif self.group:
+            codes, grid = make("meta", rows, self.k // 2, dtype=torch.uint8), make("meta", self.k // self.group, rows)
+            zero = make("meta", self.k // self.group, rows, dtype=torch.uint8)
+            stored = Stored("int4", codes, grid, rows, self.k, zero, "int", self.group)
+            stream.stream(x, "int4", stored, None, None, fusion)
+        else:
+            weight, scale = make("meta", rows, self.k, dtype=torch.int8), make("meta", rows, dtype=torch.float32)
+            stream.stream(x, "bytes", Stored("same", weight, scale, rows, self.k), None, None, fusion)
+
+
+chosen: dict[tuple[int, int, bool], Tile] = {}  # (rows of a part, features, gated) → the tile on trial
+_rules = (stream.stream_tile, linear.linear_tile, quant_gemv.gemv_tile)
+
+
+def _stream_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, multiprocessors: int) -> StreamTile:
+    features = chunks * 64 * (2 * max(1, _group // 64) if form == "int4" else 1)
+    tile = chosen.get((n, features, gated))
+    return tile if isinstance(tile, StreamTile) else _rules[0](form, tokens, n, chunks, gated, multiprocessors)
+
+
+def _linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, multiprocessors: int) -> LinearTile:
+    tile = chosen.get((n, k, gated))
+    return tile if isinstance(tile, LinearTile) else _rules[1](rows, n, k, gated, itemsize, multiprocessors)
+
+
+def _gemv_tile(x: Any, weight: Any, fusion: Fusion) -> GemvTile | None:
+    tile = chosen.get((*weight.shape, False)) if fusion.gate is None else None
+    return _rules[2](x, weight, fusion) if tile is None else tile if isinstance(tile, GemvTile) else None
+
+
+_group = 0
+
+
+def take_chosen(form: str) -> None:
+    """Let launchers use `chosen`."""
+    global _group
+    _group = int(form.split("/")[1]) if "/" in form else 0
+    stream.stream_tile, linear.linear_tile, quant_fp8.gemv_tile = _stream_tile, _linear_tile, _gemv_tile
+
+
+def forget_device() -> None:
+    """Compiling needs none, and opening it takes seconds."""
+    for module in (stream, linear, quant_gemv):
+        module.num_multiprocessors = lambda device: H200_MULTIPROCESSORS
+
+
+def compile_tile(job: tuple[Linear, Tile]) -> None:
+    one, tile = job
+    take_chosen(one.form)
+    chosen[one.n, one.k, one.gated] = tile
+    with compiling():
+        one.run()
+
+
+def shapes(config: dict[str, Any], form: str, rows: int) -> list[Linear]:
+    hidden, size, heads, kv_heads = (config[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"))
+    head = config.get("head_dim") or hidden // heads
+    dims = {"qkv": ((heads + 2 * kv_heads) * head, hidden), "out": (hidden, heads * head), "up": (size, hidden), "down": (hidden, size)}
+    return [Linear(name, n, k, name == "up", form, rows) for name, (n, k) in dims.items()]
+
+
+def tune(executor: Any, linears: list[Linear], context: int) -> list[dict[str, Any]]:
+    def timed(times: int) -> float:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return min(step.measure(executor, linears[0].rows, context, False)["ms"] for _ in range(times))
+
+    chosen.clear()
+    before = best = timed(3)
+    results: list[dict[str, Any]] = []
+    seen: dict[str, dict[Tile, float]] = {}
+    for turn in range(2):
+        for one in linears:
+            key = (one.n, one.k, one.gated)
+            kept, times = chosen.get(key), {}
+            tiles = list(one.tiles()) if turn == 0 else sorted(seen[one.name], key=lambda t: seen[one.name][t])[:AGAIN]
+            for tile in tiles:
+                chosen[key] = tile
+                try:
+                    times[tile] = timed(1 + 2 * turn)
+                except Exception as error:
+                    print(f"{one.name} {tile}: {error}"[:200], flush=True)
+            if times and min(times.values()) < best * (0.999 if turn == 0 else 1.0):
+                kept = min(times, key=lambda t: times[t])
+                best = times[kept]
+            chosen.pop(key)
+            if kept is not None:
+                chosen[key] = kept
+            seen[one.name] = times
+            ranked = [f"{type(t).__name__[0]}{astuple(t)} {times[t]:.3f}" for t in sorted(times, key=lambda t: times[t])[:5]]
+            print(f"rows {one.rows} {one.name} ({one.n}, {one.k}): {best:.3f} ms with {kept}; {'; '.join(ranked)}", flush=True)
+    for one in linears:
+        tile = chosen.get((one.n, one.k, one.gated))
+        where = one.chunks if one.form != "dense" else one.k
+        tiles_ = token_tiles(one.rows, 1 if one.form == "fp8" else 2)
+        results.append(
+            {"linear": one.name, "n": one.n, "k": one.k, "chunks": where, "tokens": tiles_, "tile": None if tile is None else repr(tile)}
+        )
+        print(f"  {one.form} {tiles_} {one.n} {where} {one.gated}: {tile}", flush=True)
+    print(f"rows {linears[0].rows}: {before:.3f} → {best:.3f} ms", flush=True)
+    return [{"rows": linears[0].rows, "context": context, "before_ms": before, "ms": best, "tiles": results}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--quantize", default="none", choices=FORMS)
+    parser.add_argument("--rows", default="1,8")
+    parser.add_argument("--context", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    config = json.loads(Path(args.config, "config.json").read_text())
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        config[key] //= args.ranks
+    config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
+    all_rows, form = [int(r) for r in args.rows.split(",")], FORMS[args.quantize]
+    began = time.monotonic()
+    jobs = [(one, tile) for rows in all_rows for one in shapes(config, form, rows) for tile in one.tiles()]
+    with ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn"), initializer=forget_device
+    ) as pool:
+        list(pool.map(compile_tile, jobs, chunksize=2))
+    print(f"{len(jobs)} tiles compiled in {time.monotonic() - began:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        limits = Limits(max_batch_size=max(all_rows), max_input_len=4096, max_output_len=4096)
+        quantization = None if args.quantize == "none" else args.quantize
+        built = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=quantization)
+        build(folder, folder + "/engine", built, verify="none")
+        Graphs.warm_up = lambda self: 0  # type: ignore[method-assign]
+        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), BulkMailbox)
+    take_chosen(form)
+    print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+    results: list[dict[str, Any]] = []
+    for rows in all_rows:
+        results += tune(executor, shapes(config, form, rows), args.context)
+        if args.json:
+            found = {**origin(device="cuda"), "config": args.config, "ranks": args.ranks, "quantize": args.quantize, "results": results}
+            Path(args.json).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
