@@ -5,6 +5,10 @@ anarchism; dpkg-deb -x; zcat usr/share/doc/anarchism/markdown/secA[12].md.gz > b
 Calibration reads the text that Stoker ships.
 
 PYTHONPATH=src python benchmarks/accuracy.py --text book.md --json benchmarks/results/accuracy.json
+
+--untied gives the model a head of its own, a copy of the embedding, as larger models have one, and measures what the head's format costs:
+
+PYTHONPATH=src python benchmarks/accuracy.py --text book.md --max-bytes 40000 --untied --json benchmarks/results/accuracy_untied_head.json
 """
 
 from __future__ import annotations
@@ -12,20 +16,26 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from stoker.builder.build import build
+from stoker.builder.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
+from stoker.builder.tokenizer import write_tokenizer
 from stoker.cli.default_model import default_checkpoint
 from stoker.engine.reader import Engine
 from stoker.engine.stream import LayerStream, Scores, windows
+from stoker.layers.loader import Loader
 
 WINDOW = 1024
 
@@ -66,18 +76,83 @@ ROWS: dict[str, tuple[dict[str, Any], float | str | None]] = {
     "GPTQ g64": (int4("GPTQ", 64), "RTN g64"),
     "GPTQ g32": (int4("GPTQ", 32), 0.12),
 }
+UNTIED = ("NO_QUANT", "WEIGHTS_ONLY_INT8", "FP8", "WEIGHTS_ONLY_INT4", "AWQ g128")  # the rows whose head has a format of its own
 
 
-def built(asked: dict[str, Any], out: Path) -> tuple[Engine, float]:
-    """The engine, and the seconds that it took."""
+def untied(out: Path) -> Path:
+    """The model as a Hugging Face directory in bfloat16, with a copy of the embedding for its head."""
+    checkpoint = open_checkpoint(default_checkpoint())
+    tensors = {name: checkpoint.weights.read(name).bfloat16() for name in checkpoint.weights.stored}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(checkpoint.config | {"tie_word_embeddings": False}))
+    write_tokenizer(checkpoint, None, out, trust_remote_code=False)
+    return out
+
+
+def built(source: Path, asked: dict[str, Any], out: Path) -> tuple[Engine, float]:
+    """The engine, in place of one that is there, and the seconds that it took."""
     started = time.perf_counter()
-    engine = build(default_checkpoint(), out, BuildConfig(device="cpu", max_perplexity_increase=9.0, **asked), verify="files")
+    engine = build(source, out, BuildConfig(device="cpu", **asked), force=True, verify="files")
     return engine, time.perf_counter() - started
 
 
-def measured(engine: Engine, text: str) -> Scores:
+@dataclass
+class Measured:
+    """The stream after the engine's last layer, and what its own head makes of each window."""
+
+    engine: Engine
+    stream: LayerStream
+    scores: list[Scores]
+
+    @property
+    def total(self) -> Scores:
+        return total(self.scores)
+
+
+def measured(engine: Engine, text: str) -> Measured:
     ids = Tokenizer.from_file(str(engine.path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    return LayerStream(engine.config.model, windows(ids, WINDOW)).run(engine.loader())
+    stream, loader = LayerStream(engine.config.model, windows(ids, WINDOW)), engine.loader()
+    stream.begin(loader)
+    for _ in range(engine.config.model.num_layers):
+        stream.advance(loader)
+    return Measured(engine, stream, scored(stream, loader))
+
+
+def scored(stream: LayerStream, loader: Loader) -> list[Scores]:
+    """What the loader's head makes of each window."""
+    found = []
+    for window, hidden in zip(stream.tokens, stream.hidden, strict=True):
+        one = LayerStream(stream.config, [window])
+        one.hidden = [hidden]
+        found.append(one.score(loader))
+    return found
+
+
+def total(scores: list[Scores]) -> Scores:
+    return Scores(sum(one.nll for one in scores), sum(one.count for one in scores), [best for one in scores for best in one.best])
+
+
+def head_costs(plain: Measured, row: Measured) -> dict[str, dict[str, float]]:
+    """What the row's head adds: to the row's own layers under the head as built, and to layers as built.
+
+    No format measures the head or changes the norm before it, so an engine that is built with another head has these very layers.
+    """
+    below, above = scored(row.stream, plain.engine.loader()), scored(plain.stream, row.engine.loader())
+    return {
+        "head_as_built": {"perplexity": total(below).perplexity, **added(below, row.scores)},
+        "head_only": {"perplexity": total(above).perplexity, **added(plain.scores, above)},
+    }
+
+
+def added(before: list[Scores], after: list[Scores]) -> dict[str, float]:
+    """The share by which a head lets perplexity grow, and the standard error of that share by windows."""
+    growth = torch.tensor([b.nll - a.nll for a, b in zip(before, after, strict=True)], dtype=torch.float64)
+    count = total(before).count
+    error = float(growth.std()) * math.sqrt(len(growth)) / count
+    share = math.expm1(float(growth.sum()) / count)
+    return {"head_adds": share, "standard_error": error, "greedy_agreement": total(before).agreement(total(after))}
 
 
 def bound(asked: float | str | None, rows: dict[str, Any]) -> float | None:
@@ -93,31 +168,37 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="rows to measure (again), after NO_QUANT; without it, those that the JSON file lacks")
     parser.add_argument("--commit", default=head(), help="of what is measured")
     parser.add_argument("--calibration-size", type=int, default=32, help="windows of 512 tokens")
+    parser.add_argument("--untied", action="store_true", help="a head apart from the embedding, and what its format costs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     raw = args.text.read_bytes()[: args.max_bytes]
     about = {
-        "model": "SmolLM2-135M-Instruct", "text_sha256": hashlib.sha256(raw).hexdigest(), "text_bytes": len(raw),
+        "model": "SmolLM2-135M-Instruct" + (" in bfloat16, with a copy of the embedding for its head" if args.untied else ""),
+        "text_sha256": hashlib.sha256(raw).hexdigest(), "text_bytes": len(raw),
         "calibration_size": args.calibration_size, "window": WINDOW, "torch": torch.__version__,
     }  # fmt: skip
-    rows = earlier(args.json, about)
-    plain: Scores | None = None
-    for name, (asked, _) in ROWS.items():
-        if name != "NO_QUANT" and (name in rows if args.only is None else name not in args.only):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            engine, seconds = built({"calibration_size": args.calibration_size, **asked}, Path(folder) / "engine")
-            scores = measured(engine, raw.decode(errors="ignore"))
-            plain = plain or scores
+    rows, table = earlier(args.json, about), {name: ROWS[name] for name in UNTIED} if args.untied else ROWS
+    plain: Measured | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        source = untied(Path(folder) / "untied") if args.untied else default_checkpoint()
+        for name, (asked, _) in table.items():
+            if name != "NO_QUANT" and (name in rows if args.only is None else name not in args.only):
+                continue
+            out = Path(folder) / ("plain" if plain is None else "engine")
+            engine, seconds = built(source, {"calibration_size": args.calibration_size, **asked}, out)
+            row = measured(engine, raw.decode(errors="ignore"))
+            plain, scores = plain or row, row.total
             rows[name] = {
                 "bytes": (engine.path / "rank0.safetensors").stat().st_size, "tokens": scores.count, "perplexity": scores.perplexity,
-                "increase": scores.perplexity / plain.perplexity - 1, "greedy_agreement": plain.agreement(scores), "build_s": seconds,
-                "commit": args.commit,
+                "increase": scores.perplexity / plain.total.perplexity - 1, "greedy_agreement": plain.total.agreement(scores),
+                "build_s": seconds, "commit": args.commit,
             }  # fmt: skip
-        print(f"{name:36}", json.dumps(rows[name]), flush=True)
-        if args.json:
-            found = {row: rows[row] | {"asked": bound(most, rows)} for row, (_, most) in ROWS.items() if row in rows}
-            args.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+            if args.untied and row is not plain:
+                rows[name] |= head_costs(plain, row)
+            print(f"{name:36}", json.dumps(rows[name]), flush=True)
+            if args.json:
+                found = {row: rows[row] | {"asked": bound(most, rows)} for row, (_, most) in table.items() if row in rows}
+                args.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
 
 
 def earlier(path: Path | None, about: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class WholeSource(TensorSource):
             prepared, config = self.prepared, self.prepared.config
             weights, recipe = prepared.checkpoint.weights, config.recipe
             spec = self._specs[name]
-            self._made = dict(convert(spec, prepared.makings, weights, config.model, recipe, self._dtype, self.calibrated))
+            made = convert(spec, prepared.makings, weights, config.model, recipe, self._dtype, self.calibrated, self.device)
+            self._made = dict(made)
         return TensorTable(self._made).get(name, shape, dtype).to(self.device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from stoker.base.config import check_choice
 from stoker.builder.accuracy import check_accuracy
-from stoker.builder.calibrate import Calibrated, calibrate, forget, needs_calibration
+from stoker.builder.calibrate import Calibrated, calibrate, forget, needs_calibration, work_device
 from stoker.builder.calibration_text import calibration_windows
 from stoker.builder.config import VERIFY, BuildConfig
 from stoker.builder.convert import convert, stored_tensors
@@ -123,7 +124,9 @@ def _write_weights(prepared: Prepared, work: Path, progress: Progress) -> dict[s
         }
         for spec in specs:
             parts = {file: share.of(spec) for file, share in shares.items()}
-            for name, tensor in convert(spec, prepared.makings, checkpoint.weights, config.model, config.recipe, dtype, calibrated):
+            for name, tensor in convert(
+                spec, prepared.makings, checkpoint.weights, config.model, config.recipe, dtype, calibrated, work_device(prepared)
+            ):
                 for file in shares:
                     if name in parts[file]:
                         writers[file].write(name, shares[file].cut(spec, name, tensor))
@@ -144,14 +147,24 @@ def _calibrated(prepared: Prepared, work: Path, progress: Progress) -> Calibrate
 def _check(prepared: Prepared, work: Path, verify: str, progress: Progress) -> dict[str, Any]:
     """Verify what was written. Returns the findings."""
     config = prepared.config
+    planned = [RankShare(config, rank).layouts() for rank in range(config.mapping.world_size)]
     progress("verify", 0, 2)
-    verify_files(work, [RankShare(config, rank).layouts() for rank in range(config.mapping.world_size)])
-    progress("verify", 1, 2)
-    found: dict[str, Any] = {"files": "digests and tensors as planned"}
-    if verify != "files":
-        found["greedy"] = msgspec.to_builtins(_compare(prepared, work, ask=verify == "full"))
+    with ThreadPoolExecutor(1, "verify") as pool:
+        files = pool.submit(verify_files, work, planned)
+        try:
+            found = _measure(prepared, work, verify, progress) if verify != "files" else {}
+        finally:
+            files.result()  # a damaged file is what is told, whatever else it led to
     progress("verify", 2, 2)
-    if verify != "files" and quantizes(config.recipe):
+    return {"files": "digests and tensors as planned"} | found
+
+
+def _measure(prepared: Prepared, work: Path, verify: str, progress: Progress) -> dict[str, Any]:
+    """How the engine in `work` does beside its checkpoint."""
+    config = prepared.config
+    found: dict[str, Any] = {"greedy": msgspec.to_builtins(_compare(prepared, work, ask=verify == "full"))}
+    progress("verify", 1, 2)
+    if quantizes(config.recipe):
         # The files of several ranks hold parts: what calibration finished is read again.
         whole = _calibrated(prepared, work, progress) if config.mapping.world_size > 1 else None
         accuracy = check_accuracy(prepared, work, ask=verify == "full", progress=progress, calibrated=whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -14,8 +15,12 @@ from stoker.builder.names import Making, combine
 from stoker.builder.weights import Weights
 from stoker.layers.config import ModelConfig
 from stoker.layers.specs import LinearSpec, Spec
-from stoker.quant.format import Layout
+from stoker.quant.format import Format, Layout
 from stoker.quant.recipe import AS_STORED, Recipe
+
+PIECE_VALUES = 1 << 21  # of a weight, quantized at a time: what that takes on the way stays small, and in the processor's caches
+
+CPU = torch.device("cpu")
 
 # (shape, dtype) of stored tensors by engine name, in file order.
 Layouts = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -44,19 +49,29 @@ def convert(
     recipe: Recipe,
     dtype: torch.dtype,
     calibrated: Ready | None = None,
+    device: torch.device = CPU,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors of one spec, whole, in the order of `stored_tensors`; `calibrated` may have them ready."""
+    """The stored tensors of one spec, whole, on the CPU, in the order of `stored_tensors`; `calibrated` may have them ready.
+
+    `device` does the arithmetic of quantization.
+    """
     if calibrated is not None and spec.name in calibrated:
         yield from ((name, calibrated[name]) for name in stored_tensors(spec, recipe, dtype))
     elif isinstance(spec, LinearSpec):
-        yield from _linear(spec, makings, weights, config, recipe, dtype)
+        yield from _linear(spec, makings, weights, config, recipe, dtype, device)
     else:
         wanted = getattr(torch, spec.dtype) if spec.dtype else dtype
         yield spec.name, make(makings[spec.name], weights, config, wanted)
 
 
 def _linear(
-    spec: LinearSpec, makings: Mapping[str, Making], weights: Weights, config: ModelConfig, recipe: Recipe, dtype: torch.dtype
+    spec: LinearSpec,
+    makings: Mapping[str, Making],
+    weights: Weights,
+    config: ModelConfig,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
     chosen = recipe.format_for(spec)
     if recipe.name == AS_STORED and keepable(spec, makings, weights) is not None:
@@ -64,11 +79,27 @@ def _linear(
         for suffix, tensor in stored.items():
             _check_taken(f"{spec.name}.{suffix}", tensor, weights.locate(makings[f"{spec.name}.weight"].sources[0][0]))
     else:
-        stored = chosen.quantize(make(makings[f"{spec.name}.weight"], weights, config, dtype), spec)
+        stored = quantized(chosen, make(makings[f"{spec.name}.weight"], weights, config, dtype), spec, device)
     for suffix in chosen.layout(spec, dtype):
         yield f"{spec.name}.{suffix}", stored.pop(suffix)
     if spec.bias:
         yield f"{spec.name}.bias", make(makings[f"{spec.name}.bias"], weights, config, dtype)
+
+
+def quantized(chosen: Format, weight: Tensor, spec: LinearSpec, device: torch.device = CPU) -> dict[str, Tensor]:
+    """`chosen.quantize` of weight [(experts,) out, in], some rows at a time and on `device` where rows do not depend on each other."""
+    rows, together = weight.shape[-2], chosen.rows_together
+    if together is None or (weight.numel() <= PIECE_VALUES and device.type == "cpu"):
+        return chosen.quantize(weight, spec)
+    step = max(together, PIECE_VALUES // weight.shape[-1] // together * together)
+    layout = chosen.layout(spec, weight.dtype)
+    stored = {suffix: torch.empty(part.shape, dtype=part.dtype) for suffix, part in layout.items()}
+    places = [stored] if weight.dim() == 2 else [{suffix: t[e] for suffix, t in stored.items()} for e in range(len(weight))]
+    for matrix, into in zip(weight.view(-1, *weight.shape[-2:]), places, strict=True):
+        for first in range(0, rows, step):
+            for suffix, part in chosen.quantize(matrix[first : first + step].to(device), spec).items():
+                into[suffix].narrow(0, first // layout[suffix].row_unit, len(part)).copy_(part)
+    return stored
 
 
 def make(making: Making, weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Tensor:
@@ -89,11 +120,9 @@ def _fill(flat: Tensor, sources: tuple[str, ...], weights: Weights) -> None:
     """Sources one after another: rows concatenated are elements concatenated."""
     done = 0
     for source in sources:
-        for piece in weights.chunks(source):
-            part = flat[done : done + piece.numel()]
-            part.copy_(piece)
+        for part in weights.fill(source, flat[done : done + math.prod(weights.stored[source].shape)]):
             _check_finite(part, source, weights)
-            done += piece.numel()
+            done += part.numel()
 
 
 def _check_taken(name: str, tensor: Tensor, where: str) -> None:
@@ -106,6 +135,7 @@ def _check_taken(name: str, tensor: Tensor, where: str) -> None:
 
 
 def _check_finite(values: Tensor, source: str, weights: Weights) -> None:
-    if not bool(torch.isfinite(values).all()):
+    least, most = values.aminmax() if values.numel() else (torch.zeros(()), torch.zeros(()))  # a NaN is both; isfinite takes thrice as long
+    if not bool(torch.isfinite(least) & torch.isfinite(most)):
         what = "holds NaN or infinity, or overflows" if values.dtype == torch.float16 else "holds NaN or infinity in"
         raise CheckpointError(f"{weights.locate(source)} {what} {values.dtype}.", cure="Download it again, or build with --dtype bfloat16.")

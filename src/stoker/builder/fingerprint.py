@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stoker.base import env
+
+MOST_AT_ONCE = 8  # files: sha256 takes 1.4 GB/s a core, a page cache gives more
 
 
 def fingerprint(files: Iterable[Path]) -> str:
     """sha256 over the names and contents of `files`, in the order of their names."""
     total = hashlib.sha256()
-    for file in sorted(set(files), key=lambda file: (file.name, file)):
-        total.update(f"{file.name} {digest(file)}\n".encode())
+    ordered = sorted(set(files), key=lambda file: (file.name, file))
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+        for file, found in zip(ordered, pool.map(digest, ordered), strict=True):
+            total.update(f"{file.name} {found}\n".encode())
     return total.hexdigest()
 
 

@@ -44,6 +44,12 @@ class LogicalWeights(Weights):
         else:
             yield from self.inner.chunks(self._names[name])
 
+    def fill(self, name: str, out: Tensor) -> Iterator[Tensor]:
+        if name in self._packed:
+            yield from super().fill(name, out)
+        else:
+            yield from self.inner.fill(self._names[name], out)
+
     def read(self, name: str) -> Tensor:
         if name not in self._packed:
             return self.inner.read(self._names[name])

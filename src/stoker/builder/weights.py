@@ -44,14 +44,21 @@ class Weights(ABC):
     def chunks(self, name: str) -> Iterator[Tensor]:
         """The tensor's elements in order, in flat pieces of about CHUNK_BYTES. A piece is valid until the next one is asked for."""
 
+    def fill(self, name: str, out: Tensor) -> Iterator[Tensor]:
+        """Put the tensor's elements into `out`, flat, in its dtype; gives each part of it that is done."""
+        done = 0
+        for piece in self.chunks(name):
+            part = out[done : done + piece.numel()]
+            part.copy_(piece)
+            yield part
+            done += piece.numel()
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, in its stored dtype."""
         entry = self.stored[name]
         out = torch.empty(entry.shape, dtype=entry.dtype)
-        flat, done = out.view(-1), 0
-        for piece in self.chunks(name):
-            flat[done : done + piece.numel()] = piece
-            done += piece.numel()
+        for _ in self.fill(name, out.view(-1)):
+            pass
         return out
 
     def take(self, name: str) -> dict[str, Tensor]:
@@ -90,6 +97,16 @@ class SafetensorsWeights(Weights):
     def chunks(self, name: str) -> Iterator[Tensor]:
         path, entry = self._where[name]
         yield from self._open[path].pieces(entry.start, entry.stop, entry.dtype)
+
+    def fill(self, name: str, out: Tensor) -> Iterator[Tensor]:
+        path, entry = self._where[name]
+        if entry.dtype != out.dtype:
+            yield from super().fill(name, out)
+            return
+        for at in range(0, entry.stop - entry.start, CHUNK_BYTES):
+            part = out[at // out.itemsize : (at + CHUNK_BYTES) // out.itemsize]
+            self._open[path].read(part.view(torch.uint8), entry.start + at)
+            yield part
 
     def locate(self, name: str) -> str:
         return f"{self._where[name][0]}: {name}"
@@ -141,11 +158,15 @@ class _File:
         buffer = torch.empty(min(CHUNK_BYTES, stop - start), dtype=torch.uint8)
         for at in range(start, stop, CHUNK_BYTES):
             part = buffer[: min(CHUNK_BYTES, stop - at)]
-            try:
-                read_into(self._file.fileno(), as_bytes(part), at)
-            except EOFError as problem:
-                raise CheckpointError(f"{self.path} is truncated: {problem}.", cure=FETCH) from None
+            self.read(part, at)
             yield part.view(dtype)
+
+    def read(self, out: Tensor, start: int) -> None:
+        """Fill `out` with the bytes from `start` on."""
+        try:
+            read_into(self._file.fileno(), as_bytes(out), start)
+        except EOFError as problem:
+            raise CheckpointError(f"{self.path} is truncated: {problem}.", cure=FETCH) from None
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:

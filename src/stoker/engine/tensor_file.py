@@ -11,6 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,10 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 class TensorFileWriter:
-    """Writes a safetensors file whose layout is known before its contents: tensors go out in the order of `layouts`, hashed on the way."""
+    """Writes a safetensors file whose layout is known before its contents: tensors go out in the order of `layouts`, hashed on the way.
+
+    A thread writes and hashes one tensor while the caller makes the next; what goes wrong there is raised by the call after.
+    """
 
     def __init__(
         self, path: Path, layouts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str] | None = None
@@ -137,10 +141,12 @@ class TensorFileWriter:
         self._pending = list(self._layouts)[::-1]
         self._file = path.open("xb")
         self._hash = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, "write")
+        self._underway: Future[None] | None = None
         self._emit(_header(self._layouts, metadata or {}))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Append the next tensor. Raises ValueError unless it is the next one of the layout, with its shape and dtype."""
+        """Append the next tensor, which may not change after. Raises ValueError unless it is the layout's next one in shape and dtype."""
         expected = self._pending.pop() if self._pending else None
         if name != expected or (tuple(tensor.shape), tensor.dtype) != self._layouts[name]:
             got = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
@@ -152,17 +158,28 @@ class TensorFileWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._thread.shutdown()
         self._file.close()
 
     def finish(self) -> FileRecord:
         """Flush to the disk. Raises ValueError when tensors are missing."""
         if self._pending:
             raise ValueError(f"tensors were not written: {self._pending[::-1][:5]}")
+        self._wait()
         self._file.flush()
         os.fsync(self._file.fileno())
         return FileRecord(self._file.tell(), self._hash.hexdigest())
 
     def _emit(self, data: bytes | memoryview) -> None:
+        self._wait()
+        self._underway = self._thread.submit(self._append, data)
+
+    def _wait(self) -> None:
+        underway, self._underway = self._underway, None
+        if underway is not None:
+            underway.result()
+
+    def _append(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         self._hash.update(data)
 

@@ -33,6 +33,10 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name}={value} is refused.", cure="Use 128.")
 
+    @property
+    def rows_together(self) -> int | None:
+        return self.rows
+
     def fitted(self, rows: int, columns: int) -> BlockFp8:
         return msgspec.structs.replace(self, rows=math.gcd(self.rows, rows), columns=math.gcd(self.columns, columns))
 

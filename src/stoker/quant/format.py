@@ -77,6 +77,11 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
         """Whether `quantize` and `smooth` want the linear's calibration statistics."""
         return False
 
+    @property
+    def rows_together(self) -> int | None:
+        """The rows that `quantize` must see at once when nothing was measured: those of a block, or None for the whole weight."""
+        return None
+
     def fitted(self, rows: int, columns: int) -> Format:
         """The same format with units that ranks can be cut between: at every multiple of `rows` and `columns`, where it has a choice."""
         return self

@@ -39,6 +39,10 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
     def needs_calibration(self) -> bool:
         return self.compensate or self.activations == "static"
 
+    @property
+    def rows_together(self) -> int | None:
+        return 1 if self.weights == "channel" else None
+
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
         lead = len(spec.weight_shape) - 2
         stored = {
@@ -52,8 +56,11 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
             what = "static activations need" if self.activations == "static" else "compensation needs"
             raise ConfigError(f"{spec.name}: {what} measured inputs.", cure="Calibrate, or use activations=token and compensate=false.")
         scale = self._scale(weight, spec)
-        wide = compensated(weight, scale, stats, DAMP, TOGETHER, _codes) if stats is not None and self.compensate else weight.float()
-        stored = {"weight": _codes(wide / scale), "scale": scale.squeeze(-1).contiguous()}
+        if stats is not None and self.compensate:
+            codes = _codes(compensated(weight, scale, stats, DAMP, TOGETHER, _codes) / scale)
+        else:
+            codes = (weight / scale).to(torch.float8_e4m3fn)  # within ± 448 by its scale; a pass over the weight less
+        stored = {"weight": codes, "scale": scale.squeeze(-1).contiguous()}
         if stats is None or self.activations != "static":
             return stored
         return stored | {"input_scale": (stats.amax.amax() / FP8_MAX).clamp(min=1e-12).reshape(1)}

@@ -43,6 +43,10 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("scale_dtype", self.scale_dtype, SCALE_DTYPES)
 
+    @property
+    def rows_together(self) -> int | None:
+        return 1
+
     def fitted(self, rows: int, columns: int) -> Int4:
         return msgspec.structs.replace(self, group_size=groups.largest(GROUP_SIZES, self.group_size, columns))
 

@@ -16,6 +16,10 @@ from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 class Int8(Format, frozen=True, kw_only=True, tag="int8"):
     """`weight` int8 [(experts,) out, in], `scale` float32 [(experts,) out]: real = weight × scale."""
 
+    @property
+    def rows_together(self) -> int | None:
+        return 1
+
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
         lead = len(spec.weight_shape) - 2
         return {

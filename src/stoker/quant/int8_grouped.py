@@ -34,6 +34,10 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("scale_dtype", self.scale_dtype, SCALE_DTYPES)
 
+    @property
+    def rows_together(self) -> int | None:
+        return 1
+
     def fitted(self, rows: int, columns: int) -> GroupedInt8:
         return msgspec.structs.replace(self, group_size=groups.largest(GROUP_SIZES, self.group_size, columns))
 

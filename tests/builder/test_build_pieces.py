@@ -1,0 +1,67 @@
+"""A weight that is quantized some rows at a time is the weight quantized whole, and a file written by a thread is the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoker.builder import convert, fingerprint
+from stoker.engine.tensor_file import TensorFileWriter
+from stoker.layers.specs import LinearSpec
+from stoker.quant.block_fp8 import BlockFp8
+from stoker.quant.dense import Dense
+from stoker.quant.format import Format
+from stoker.quant.fp8 import Fp8
+from stoker.quant.int4 import Int4
+from stoker.quant.int8 import Int8
+from stoker.quant.int8_grouped import GroupedInt8
+
+FORMATS = [
+    Dense(), Fp8(), Fp8(weights="tensor"), BlockFp8(rows=16, columns=32), Int8(), GroupedInt8(shifted=True), Int4(group_size=32),
+    Int4(group_size=64, zero="none", clip=False), Int4(group_size=32, zero="float"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", FORMATS, ids=lambda f: type(f).__name__)
+@pytest.mark.parametrize("experts", [0, 3])
+@pytest.mark.parametrize("piece", [1, 96 * 20, 96 * 64])
+def test_rows_at_a_time(chosen: Format, experts: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = LinearSpec(name="up", in_features=96, parts=(64, 36), num_experts=experts)
+    weight = torch.randn(spec.weight_shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = chosen.quantize(weight, spec)
+    monkeypatch.setattr(convert, "PIECE_VALUES", piece)
+    got = convert.quantized(chosen, weight, spec)
+    assert got.keys() == whole.keys()
+    for suffix, tensor in whole.items():
+        assert got[suffix].dtype == tensor.dtype and torch.equal(got[suffix].float(), tensor.float()), suffix
+
+
+def test_what_a_thread_cannot_write_is_raised(tmp_path: Path) -> None:
+    layouts = dict.fromkeys("ab", ((4,), torch.float32))
+
+    def full(data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with TensorFileWriter(tmp_path / "f", layouts) as writer:
+        writer.write("a", torch.zeros(4))
+        writer._wait()
+        writer._append = full  # type: ignore[method-assign, assignment]
+        writer.write("b", torch.zeros(4))
+        with pytest.raises(OSError, match="No space"):
+            writer.finish()
+
+
+def test_files_are_read_at_once_and_named_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+    files = [tmp_path / name for name in ("c", "a", "b")]
+    for file in files:
+        file.write_text(file.name)
+    found = fingerprint.fingerprint(files)
+    assert found == fingerprint.fingerprint(files[::-1])
+    files[1].write_text("other")
+    assert found != fingerprint.fingerprint(files)
+    files[0].unlink()
+    with pytest.raises(FileNotFoundError):
+        fingerprint.fingerprint(files)
