@@ -141,7 +141,10 @@ def breakdown(bench: Bench, batch: int, context: int) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> None:
     """Every latency, then every load, then breakdowns: a failure loses nothing that was measured."""
     started = time.monotonic()
-    bench = Bench(Path(args.engine), RuntimeConfig(prefix_reuse=False, custom_all_reduce=not args.nccl, max_batch_size=args.max_batch))
+    runtime = RuntimeConfig(
+        prefix_reuse=False, custom_all_reduce=not args.nccl, max_batch_size=args.max_batch, kv_cache_fraction=args.memory_fraction
+    )
+    bench = Bench(Path(args.engine), runtime)
     about = {"what": args.name, **origin(Path(args.engine), bench.executor.info.device)}
 
     def tell(row: dict[str, Any]) -> None:
@@ -198,6 +201,7 @@ def main() -> None:
     parser.add_argument("--throughput", default="", help="INPUT/OUTPUT:REQUESTS,...")
     parser.add_argument("--breakdown", default="", help="BATCHxCONTEXT,...")
     parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--memory-fraction", type=float, help="of what is free, for the cache")
     parser.add_argument("--nccl", action="store_true", help="without peers' memory")
     parser.add_argument("--json", default="parallel.jsonl")
     args = parser.parse_args()

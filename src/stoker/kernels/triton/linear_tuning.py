@@ -66,10 +66,12 @@ def linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, multiproc
         while block_n > 1 and n // block_n < 2 * multiprocessors:
             block_n //= 2
         return LinearTile(block_n // 2 if gated and block_n > 1 else block_n, min(1024, triton.next_power_of_2(k)), 1, 4, 2)
-    block_n = 64 if n >= 64 * multiprocessors else 32
+    # 64 rows of what one of two and of four ranks has of Llama-3.1-8B: 3.96 and 2.73 ms a step, tile by tile tuned. With smaller tiles, more
+    # splits and the norm inside they were 7.28 and 4.38.
+    block_n = 32 if itemsize > 2 else 64
     block_k = 32 if itemsize > 2 else 128 if k % 128 == 0 else 64
     programs = triton.cdiv(n, block_n)
     splits = 1
-    while programs * splits < 2 * multiprocessors and k // (block_k * splits * 2) >= 4:
+    while programs * splits < 0.9 * multiprocessors and k // (block_k * splits * 2) >= 4:
         splits *= 2
-    return LinearTile(block_n, block_k, splits, 4, 4)
+    return LinearTile(block_n, block_k, splits, 4, 4, fuse_norm=itemsize > 2)
