@@ -39,6 +39,13 @@ class Captured:
     logits_rows: int
 
 
+def _unused() -> int:
+    """Bytes of the device, once what the allocator only keeps is given back: a graph's memory may come from there too."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
 def row_buckets(max_rows: int) -> list[int]:
     """1, 2, 4, 8, then steps that waste at most a fifth of a step's rows."""
     buckets = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
@@ -114,15 +121,32 @@ class Graphs:
 
         Returns bytes taken.
         """
-        started, before = time.monotonic(), torch.cuda.mem_get_info()[0]
-        # The largest first: later graphs live in the memory it took.
-        shapes = [Shape(rows, rows, is_decode=True) for rows in reversed(self.row_buckets)]
-        shapes += [Shape(tokens, self.mixed_rows[0], is_decode=False) for tokens in reversed(self.token_buckets)]
+        started = time.monotonic()
+        taken = self._take([*self._decodes(), *self._prefills()])
+        log.info("captured %d graphs in %.1f s", len(self._captured), time.monotonic() - started)
+        return taken
+
+    def footprint(self) -> int:
+        """Bytes that `warm_up` is going to take: what the largest graphs do, and for each other one what the smallest takes beside them."""
+        decodes, prefills = self._decodes(), self._prefills()
+        largest = self._take([*decodes[:1], *prefills[:1]])
+        others = max(len(decodes) + len(prefills) - 2, 0)
+        return largest + (others * self._take(decodes[-1:]) if others else 0)
+
+    def _decodes(self) -> list[Shape]:
+        """The largest first: later graphs live in the memory it took."""
+        return [Shape(rows, rows, is_decode=True) for rows in reversed(self.row_buckets)]
+
+    def _prefills(self) -> list[Shape]:
+        return [Shape(tokens, self.mixed_rows[0], is_decode=False) for tokens in reversed(self.token_buckets)]
+
+    def _take(self, shapes: list[Shape]) -> int:
+        """Capture them, greedy and sampled. Returns bytes taken from the device."""
+        before = _unused()
         for shape in shapes:
             for all_greedy in (True, False):
                 self.capture(shape, all_greedy)
-        log.info("captured %d graphs in %.1f s", len(self._captured), time.monotonic() - started)
-        return max(before - torch.cuda.mem_get_info()[0], 0)
+        return max(before - _unused(), 0)
 
     def _blank(self, shape: Shape) -> StepInputs:
         """A step of padding in the fixed buffers."""

@@ -142,6 +142,11 @@ class ModelRunner:
         return 0 if self.graphs is None else self.graphs.warm_up()
 
     @torch.inference_mode()
+    def graph_footprint(self) -> int:
+        """Bytes that `warm_up` is going to take."""
+        return 0 if self.graphs is None else self.graphs.footprint()
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle | LazyHandle:
         """Start a step. Its rows' tokens go to `last_ids`, so that the next step can start before this one is read."""
         table = self.sampler.table

@@ -65,11 +65,17 @@ class LoadedRank:
     activations: int | None = None
 
     def num_blocks(self) -> int:
-        """KV blocks for which this rank has room, beside the largest step. On several ranks all must ask: a step is theirs together."""
+        """KV blocks for which this rank has room, beside the largest step and the graphs.
+
+        On several ranks all must ask: a step is theirs together.
+        """
+        graphs = 0
         if self.device.type == "cuda":
             self.activations = self._largest_step()
+            graphs = self._runner(1, self.capacity.max_seq_len, use_graphs=self._captures).graph_footprint()
+            torch.cuda.empty_cache()
         self.free = self._free()
-        room = self.free - (self.activations or 0)
+        room = self.free - (self.activations or 0) - graphs
         return num_kv_blocks(room, self._block_bytes(), self.engine.config.limits, self.config, self.device.type)
 
     def _free(self) -> int:
@@ -103,9 +109,12 @@ class LoadedRank:
         """Allocate the cache, and make the runner."""
         max_seq_len = min(self.capacity.max_seq_len, num_blocks * self.engine.config.limits.tokens_per_block)
         grammars = Grammars(self.engine.path, self.engine.config.model.vocab_size) if self.world.is_leader else None
-        # A captured step has no second positions; models that need them are small and old.
-        use_graphs = self.config.cuda_graphs and not self.engine.config.model.requires_whole_prompt
-        return self._runner(num_blocks, max_seq_len, use_graphs=use_graphs, tell=tell, grammars=grammars)
+        return self._runner(num_blocks, max_seq_len, use_graphs=self._captures, tell=tell, grammars=grammars)
+
+    @property
+    def _captures(self) -> bool:
+        """Whether steps are captured. One has no second positions; models that need them are small and old."""
+        return self.config.cuda_graphs and not self.engine.config.model.requires_whole_prompt
 
     def _runner(
         self, num_blocks: int, max_seq_len: int, *, use_graphs: bool, tell: Tell | None = None, grammars: Grammars | None = None
