@@ -1,4 +1,4 @@
-"""How long a quantized build takes from local files, and how much host memory: a checkpoint of random weights, then `stoker build`.
+"""How long a quantized build takes from local files, and how much host memory: a checkpoint of random weights, then its engine.
 
     PYTHONPATH=src python benchmarks/build_time.py --config benchmarks/models/llama-3.1-8b --quantize FP8 --folder scratch [--json FILE]
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -68,6 +67,24 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def build_in_stages(folder: str, engine: str, quantize: str, *, kernels: bool) -> None:
+    """What `stoker build` does, in this process; prints when each stage began, in seconds."""
+    began = time.monotonic()
+    from stoker.builder.build import build
+    from stoker.builder.config import BuildConfig
+    from stoker.runtime.ahead import compile_ahead
+
+    stages = {"imported": round(time.monotonic() - began, 1)}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        stages.setdefault(stage, round(time.monotonic() - began, 1))
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = BuildConfig(quantization=quantize, device=device)
+    build(folder, engine, config, force=True, progress=progress, kernels=compile_ahead if kernels and device == "cuda" else None)
+    print(json.dumps(stages | {"done": round(time.monotonic() - began, 1)}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
@@ -75,40 +92,41 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--json")
+    parser.add_argument("--build", choices=["kernels", "plain"], help=argparse.SUPPRESS)  # this process only builds
     args = parser.parse_args()
+    folder, engine = Path(args.folder, "checkpoint"), Path(args.folder, "engine")
+    if args.build:
+        build_in_stages(str(folder), str(engine), args.quantize, kernels=args.build == "kernels")
+        return
     config = json.loads(Path(args.config, "config.json").read_text())
     config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
-    folder, engine = Path(args.folder, "checkpoint"), Path(args.folder, "engine")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    began = time.monotonic()
     write_tokenizer(folder)
+    began = time.monotonic()
     size = write_checkpoint(config, folder)
     print(f"{size / 1e9:.1f} GB written in {time.monotonic() - began:.1f} s", flush=True)
     results = []
-    for kernels in (["--no-kernels"], []):
+    for kind in ("kernels", "plain"):
         began = time.monotonic()
-        command = ["-m", "stoker", "build", str(folder), "-o", str(engine), "--quantize", args.quantize, "--force"]
-        with subprocess.Popen([sys.executable, *command, *kernels]) as build:
+        cache = {"STOKER_CACHE": str(Path(args.folder, f"cache-{kind}"))}  # a first build: no digest is known, no kernel compiled
+        command = [sys.executable, __file__, "--config", args.config, "--quantize", args.quantize, "--folder", args.folder, "--build", kind]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | cache) as build:
+            assert build.stdout is not None
+            told = build.stdout.read()
             _, status, usage = os.wait4(build.pid, 0)
+            build.returncode = os.waitstatus_to_exitcode(status)
         row = {
-            "command": " ".join(command[1:3] + command[6:] + kernels), "exit": os.waitstatus_to_exitcode(status),
-            "seconds": round(time.monotonic() - began, 1), "peak_host_gb": round(usage.ru_maxrss * 1024 / 1e9, 2),
+            "kernels": kind == "kernels", "exit": build.returncode, "seconds": round(time.monotonic() - began, 1),
+            "peak_host_gb": round(usage.ru_maxrss * 1024 / 1e9, 2), "began_s": json.loads(told.splitlines()[-1]) if told else None,
             "engine_gb": round(sum(f.stat().st_size for f in engine.rglob("*") if f.is_file()) / 1e9, 2),
         }  # fmt: skip
         print(json.dumps(row), flush=True)
         results.append(row)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
     shutil.rmtree(args.folder)
     if args.json:
-        found = {
-            **origin(),
-            "config": args.config,
-            "quantize": args.quantize,
-            "checkpoint_gb": size / 1e9,
-            "peak_of_any_child_gb": children,
-        }
-        Path(args.json).write_text(json.dumps(found | {"builds": results}, indent=1))
+        found = {**origin(), "config": args.config, "quantize": args.quantize, "checkpoint_gb": size / 1e9, "builds": results}
+        Path(args.json).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
