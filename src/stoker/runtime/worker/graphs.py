@@ -7,8 +7,10 @@ tokens and rows; longer steps keep the device busy for so long that launching th
 from __future__ import annotations
 
 import bisect
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,18 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     token_ids: Tensor
     logits_rows: int
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A capture fails when a graph of another engine is destroyed meanwhile, which the garbage collector may do at any time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _unused() -> int:
@@ -73,6 +87,7 @@ class Graphs:
         self._tables = torch.zeros(max_rows, blocks, dtype=torch.int32, device=device)
         self._captured: dict[tuple[Shape, bool], Captured] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
         """The padded shape whose graph runs `plan`; None: it runs without one."""
@@ -98,9 +113,10 @@ class Graphs:
         """Record the step of a shape. The first run outside the graph compiles kernels and sizes the libraries' workspaces."""
         step = self._blank(shape)
         batch = step.batch
-        stream = torch.cuda.Stream()
+        # One stream for all: a library's workspace belongs to a stream, and stays.
+        stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _nothing_collected():
             self.forward(batch, step.rows, step.counters, all_greedy)
             batch.shared.clear()
             graph = torch.cuda.CUDAGraph()
@@ -127,11 +143,17 @@ class Graphs:
         return taken
 
     def footprint(self) -> int:
-        """Bytes that `warm_up` is going to take: what the largest graphs do, and for each other one what the smallest takes beside them."""
+        """Bytes that `warm_up` is going to take: what the largest graphs do, and for each other one what the smallest takes beside them.
+
+        Nothing stays captured.
+        """
         decodes, prefills = self._decodes(), self._prefills()
         largest = self._take([*decodes[:1], *prefills[:1]])
         others = max(len(decodes) + len(prefills) - 2, 0)
-        return largest + (others * self._take(decodes[-1:]) if others else 0)
+        taken = largest + (others * self._take(decodes[-1:]) if others else 0)
+        self._captured.clear()
+        self._pool = None
+        return taken
 
     def _decodes(self) -> list[Shape]:
         """The largest first: later graphs live in the memory it took."""
