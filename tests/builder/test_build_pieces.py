@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from stoker.base.errors import EngineError
 from stoker.builder import convert, fingerprint
+from stoker.builder.build import Progress, build
+from stoker.builder.config import BuildConfig
+from stoker.engine import directory
+from stoker.engine.reader import Engine
 from stoker.engine.tensor_file import TensorFileWriter
 from stoker.layers.specs import LinearSpec
 from stoker.quant.block_fp8 import BlockFp8
@@ -65,3 +70,42 @@ def test_files_are_read_at_once_and_named_in_order(tmp_path: Path, monkeypatch: 
     files[0].unlink()
     with pytest.raises(FileNotFoundError):
         fingerprint.fingerprint(files)
+
+
+def test_kernels_are_made_beside_the_weights(tmp_path: Path, llama: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+
+    def kernels(path: Path, progress: Progress) -> None:
+        assert Engine.open(path).config.weights == "dummy"
+        (path / "kernels.zip").write_bytes(b"code")
+        progress("kernels", 3, 3)
+
+    engine = build(
+        llama, tmp_path / "engine", BuildConfig(device="cpu"), verify="files", progress=lambda *s: told.append(s), kernels=kernels
+    )
+    assert engine.config.files["kernels.zip"].size == 4 and engine.config.weights == "files"
+    engine.verify()
+    stages = [stage for stage, _, _ in told]
+    assert stages.index("kernels") > max(i for i, stage in enumerate(stages) if stage == "weights")
+    assert ("kernels", 3, 3) in told
+
+
+def test_kernels_that_fail_leave_no_engine(tmp_path: Path, llama: Path) -> None:
+    def kernels(path: Path, progress: Progress) -> None:
+        raise EngineError("no compiler.", cure="Install one.")
+
+    with pytest.raises(EngineError, match="no compiler"):
+        build(llama, tmp_path / "engine", BuildConfig(device="cpu"), kernels=kernels)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_is_on_the_disk_before_it_appears(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, synced = tmp_path / "engine", []
+
+    def sync(path: Path) -> None:
+        synced.append((path.name, out.exists()))
+
+    monkeypatch.setattr(directory, "_sync", sync)
+    build(llama, out, BuildConfig(device="cpu"), verify="none")
+    assert {("rank0.safetensors", False), ("config.json", False)} <= set(synced)
+    assert synced[-1] == (tmp_path.name, True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,7 +27,7 @@ from stoker.builder.tokenizer import write_tokenizer
 from stoker.builder.verify import Greedy, verify_files, verify_tokens
 from stoker.engine.cache import cached_engine
 from stoker.engine.config import EngineConfig, rank_metadata
-from stoker.engine.directory import check_free, publish, record, workspace, write_config
+from stoker.engine.directory import check_free, publish, record, sync_files, workspace, write_config
 from stoker.engine.reader import CONFIG, Engine, rank_file
 from stoker.engine.tensor_file import FileRecord, TensorFileWriter, num_bytes
 
@@ -72,17 +75,44 @@ def build_cached(
 
 
 def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress, kernels: CompileKernels | None, *, force: bool) -> Engine:
-    with workspace(out) as work:
-        written = _write(prepared, work, progress)
-        if kernels is not None:
-            kernels(work, progress)
-            written = _with_new_files(written, work)
+    with workspace(out) as work, ThreadPoolExecutor(1, "disk") as disk:
+        written = _write_with_kernels(prepared, work, progress, kernels)
+        on_disk = disk.submit(sync_files, work)  # which takes as long as the disk does: what is left to do needs no disk
         if verify != "none":
             write_config(work, msgspec.structs.replace(written, checks=_check(prepared, work, verify, progress)))
         check_free(out, force)  # another build may have been faster
+        on_disk.result()
         publish(work, out)
     forget(prepared)
     return Engine.open(out)
+
+
+def _write_with_kernels(prepared: Prepared, work: Path, progress: Progress, kernels: CompileKernels | None) -> EngineConfig:
+    """Write the engine into `work`, and meanwhile compile its kernels: they follow from its config, and processes of their own do it."""
+    if kernels is None:
+        return _write(prepared, work, progress)
+    last: list[tuple[str, int, int]] = []  # that the kernels told; shown once the weights are written
+
+    def told(stage: str, done: int, total: int) -> None:
+        last[:] = [(stage, done, total)]
+        if weights_done.is_set():
+            progress(stage, done, total)
+
+    weights_done = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="stoker-kernels-") as beside, ThreadPoolExecutor(1, "kernels") as pool:
+        write_config(Path(beside), msgspec.structs.replace(prepared.config, weights="dummy", files={}))
+        compiled = pool.submit(kernels, Path(beside), told)
+        written = _write(prepared, work, progress)
+        weights_done.set()
+        for seen in last:
+            progress(*seen)
+        compiled.result()
+        for seen in last:
+            progress(*seen)
+        for file in Path(beside).iterdir():
+            if file.name != CONFIG:
+                shutil.move(file, work / file.name)
+    return _with_new_files(written, work)
 
 
 def _write(prepared: Prepared, work: Path, progress: Progress) -> EngineConfig:

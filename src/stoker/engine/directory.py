@@ -52,7 +52,8 @@ def leftovers(out: Path) -> list[Path]:
 
 
 def publish(work: Path, out: Path) -> None:
-    """Put the finished directory in its place; an engine that is there goes only when the new one is whole."""
+    """Put the finished directory in its place; an engine that is there goes only when the new one is whole, and on the disk."""
+    sync_files(work)
     _sync(work)
     if out.exists():
         old = work.with_name(work.name + _OLD)
@@ -62,6 +63,13 @@ def publish(work: Path, out: Path) -> None:
     else:
         work.rename(out)
     _sync(out.parent)
+
+
+def sync_files(directory: Path) -> None:
+    """Wait until the contents of its files are on the disk."""
+    for file in directory.iterdir():
+        if file.is_file():
+            _sync(file)
 
 
 def write_config(directory: Path, config: EngineConfig) -> None:
@@ -93,9 +101,9 @@ def _start_of(pid: str) -> str | None:
         return None
 
 
-def _sync(directory: Path) -> None:
-    """Names in a directory reach the disk with the directory."""
-    fd = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Wait until a file's contents, or the names in a directory, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

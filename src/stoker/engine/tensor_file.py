@@ -162,12 +162,11 @@ class TensorFileWriter:
         self._file.close()
 
     def finish(self) -> FileRecord:
-        """Flush to the disk. Raises ValueError when tensors are missing."""
+        """The file as it is now whole; `directory.publish` sees to the disk. Raises ValueError when tensors are missing."""
         if self._pending:
             raise ValueError(f"tensors were not written: {self._pending[::-1][:5]}")
         self._wait()
         self._file.flush()
-        os.fsync(self._file.fileno())
         return FileRecord(self._file.tell(), self._hash.hexdigest())
 
     def _emit(self, data: bytes | memoryview) -> None:
