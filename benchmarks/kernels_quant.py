@@ -33,6 +33,7 @@ from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import moe, quant_fp8, quant_int4, quant_int8, quant_linear
 from stoker.kernels.triton.compile import compiling
+from stoker.kernels.triton.quant_codes import encode_rows
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.triton.quant_tuning import QuantTile, padded_tokens, stream_tile
 from stoker.kernels.triton.tune import time_graph
@@ -285,7 +286,7 @@ def widener(form: str, stored: Stored, x: Tensor) -> Callable[[int, int], Tensor
 
 
 def expert_cases() -> Iterator[tuple[str, str, int]]:
-    for rows in (1, 8, 64, 2048):
+    for rows in (1, 8, 64, 2048, 8192):
         yield "mixtral-8x7b", "dense", rows
         yield "mixtral-8x7b", "fp8", rows
     for rows in (1, 64):
@@ -304,7 +305,7 @@ def expert_tiles(rows: int, tokens: int, down: bool, form: str) -> list[QuantTil
     if form == "int4":
         return [None, *(QuantTile(n, 256, s, w, st) for n, w in ((64, 4), (64, 8), (128, 8)) for s in (1, 2) for st in (2, 4))]
     if tokens > 64:
-        return [None, QuantTile(128, 64, 1, 8, 4), QuantTile(128, 64, 1, 8, 3), QuantTile(128, 128, 1, 8, 3)]
+        return [None, *(QuantTile(n, k, 1, 8, st) for n, k, st in ((128, 64, 4), (128, 64, 3), (128, 128, 3), (128, 128, 4), (256, 64, 3)))]
     splits = (1, 2, 4) if rows <= 16 or down else (1, 2)
     return [None, *(QuantTile(n, k, s, 4, st) for n, k, st in ((64, 128, 4), (64, 256, 4), (32, 256, 4)) for s in splits)]
 
@@ -339,6 +340,31 @@ def project(x: Tensor, weight: Tensor | StoredExperts, routing: Routing, down: b
     if isinstance(weight, Tensor):
         return (moe.expert_down if down else moe.expert_up)(x, weight, None, routing, tile)
     return (moe.quant_expert_down if down else moe.quant_expert_up)(x, weight, None, routing, tile)
+
+
+def library_grouped(x: Tensor, weight: Tensor | ExpertWeights, routing: Routing, down: bool) -> Tensor:
+    """The same through PyTorch's grouped product, [T × k, n] in the order of routing.order; rows are gathered (up) and made codes (FP8)."""
+    rows = x if down else x.index_select(0, routing.order // routing.top_k)
+    ends = routing.offsets[1:]
+    if isinstance(weight, Tensor):
+        return torch._grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    made = encode_rows(rows, "fp8", rows.shape[1])
+    columns = weight.weight.transpose(-2, -1)
+    return torch._scaled_grouped_mm(made.codes, columns, made.scale, weight.scale, offs=ends, out_dtype=x.dtype, use_fast_accum=True)
+
+
+def library_note(x: Tensor, stored: object, routing: Routing, down: bool) -> str:
+    """Its time, and how far it is from the kernel's sums before they are combined; where there is none, why."""
+    if not isinstance(stored, Tensor) and not (isinstance(stored, ExpertWeights) and stored.activations == "token"):
+        return ""
+    try:
+        us = time_graph(lambda: library_grouped(x, stored, routing, down))
+        if down:
+            return f"  library {us:.1f}"
+        error = error_of(library_grouped(x, stored, routing, down), project(x, stored, routing, down, None).double())
+        return f"  library {us:.1f} (differs by {error:.1e})"
+    except (RuntimeError, AttributeError, TypeError) as problem:
+        return f"  library: {str(problem).splitlines()[0]:.80}"
 
 
 def compile_experts(job: tuple[str, str, int]) -> str | None:
@@ -382,6 +408,7 @@ def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, objec
         bytes_read = int(used * n * k * {"dense": 2, "int4": 0.5}.get(form, 1))
         tflops = 2 * rows * top_k * n * k / times[best] / 1e6
         note = f"default {default:.1f}  {used} experts, {tflops:.0f} TFLOP/s  {(tokens, n, k)}: {best}"
+        note += library_note(x, stored, routing, down) if tokens > 64 else ""
         yield line(form, f"{name} {'down' if down else 'up'}", rows, times[best], bytes_read, error_of(got, want.double()), note)
     us = time_graph(lambda: moe.route(logits, None, RoutingParams(top_k)))
     print(f"          {name} routing of {rows}: {us:.1f} us", flush=True)
