@@ -302,5 +302,5 @@ def test_heads_have_eight_bits_where_the_layers_have_so_few() -> None:
     head, table = (LinearSpec(name=name, in_features=64, parts=(320,), quantize=False) for name in ("head", "embed"))
     for name in ("WEIGHTS_ONLY_INT4", "WEIGHTS_ONLY_INT8", "AWQ", "GPTQ"):
         assert isinstance(find_recipe(name).format_for(head), Int8) and isinstance(find_recipe(name).format_for(table), Int8)
-    assert isinstance(find_recipe("FP8_KV").format_for(head), Fp8)  # a table that is also the head stays as built
+    assert isinstance(find_recipe("FP8_KV").format_for(head), Int8)  # a table that is also the head stays as built
     assert isinstance(find_recipe("FP8_KV").format_for(table), Dense) and isinstance(find_recipe(None).format_for(head), Dense)

@@ -115,9 +115,11 @@ class Ranks:
         others = [rank for rank in range(mapping.world_size) if rank != self._leader]
         size = step_size(capacity.max_num_tokens, capacity.max_batch_size, -(-capacity.max_seq_len // limits.tokens_per_block))
         self._ring = Ring.create(len(others), size)
-        # Where the ranks meet. The leader, too, comes as a guest: when a rank fails this goes, and who waits there is told at once.
+        # Where the ranks meet. The leader, too, comes as a guest: when a rank fails this goes, and who waits there is told at once. It
+        # comes before anything can fail: who finds nobody there looks for five minutes.
         self._meeting: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._port = self._meeting.port
+        self._guest = dist.TCPStore("127.0.0.1", self._port, is_master=False)
         self._folder = tempfile.TemporaryDirectory(prefix="stoker-ranks-", ignore_cleanup_errors=True)
         self._stall_s = config.step_timeout_s or STALL_S[self._device.type]
         self._failure: RankError | None = None
@@ -140,9 +142,8 @@ class Ranks:
     def join(self) -> World:
         """Meet the other ranks, once they are all there. Raises RuntimeError when one of them ends meanwhile."""
         self.wait()
-        store = dist.TCPStore("127.0.0.1", self._port, is_master=False)
         custom = self._config.custom_all_reduce
-        return join(store, self._leader, self._engine.config.mapping, self._device, custom_all_reduce=custom)
+        return join(self._guest, self._leader, self._engine.config.mapping, self._device, custom_all_reduce=custom)
 
     def wait(self) -> None:
         """Until every follower told its next state. Raises RankError when one ends before."""
