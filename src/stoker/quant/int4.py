@@ -45,7 +45,7 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
 
     @property
     def rows_together(self) -> int | None:
-        return 1
+        return None if self.reorder else 1  # an order is of all rows
 
     def fitted(self, rows: int, columns: int) -> Int4:
         return msgspec.structs.replace(self, group_size=groups.largest(GROUP_SIZES, self.group_size, columns))
