@@ -70,9 +70,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill: bool = True  # split prompts over steps, mixed with decodes
     prefix_reuse: bool = True  # keep full blocks of finished sequences for later prompts that begin alike
     kv_cache_tokens: int | None = None  # KV places; with kv_cache_fraction, the smaller wins
-    kv_cache_fraction: float | None = (
-        None  # of the memory that weights, the largest step and graphs leave; None: 0.9 on a GPU, 0.5 on a CPU
-    )
+    # Of the memory that weights, the largest step and graphs leave. None: 0.9 on a GPU, 0.5 on a CPU.
+    kv_cache_fraction: float | None = None
     kv_cache_dtype: str | None = None  # None: as built
     max_queue_size: int = 1024  # waiting requests; more are refused with 429
     overlap: bool = True  # plan and launch step N + 1 while step N runs; GPU only

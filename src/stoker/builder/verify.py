@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoker.base.errors import EngineError
 from stoker.builder.checkpoint import Checkpoint
-from stoker.builder.convert import Layouts
+from stoker.builder.convert import CPU, Layouts
 from stoker.builder.weights import reason
 from stoker.distributed.group import SINGLE
 from stoker.engine.config import EngineConfig
@@ -26,7 +26,6 @@ from stoker.layers.decoder import Decoder, kv_shapes
 from stoker.layers.loader import Loader
 from stoker.quant.format import TensorSource
 
-CPU = torch.device("cpu")
 NUM_TOKENS = 16  # generated for each prompt
 PROMPT_TOKENS = 12
 MAX_FLOAT32_BYTES = 8 << 30  # of a model that is verified without being asked: larger ones take minutes on a CPU

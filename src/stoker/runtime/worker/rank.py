@@ -72,7 +72,7 @@ class LoadedRank:
         graphs = 0
         if self.device.type == "cuda":
             self.activations = self._largest_step()
-            graphs = self._runner(1, self.capacity.max_seq_len, use_graphs=self._captures).graph_footprint()
+            graphs = self._runner(1, self.capacity.max_seq_len, use_graphs=self._use_graphs).graph_footprint()
             torch.cuda.empty_cache()
         self.free = self._free()
         room = self.free - (self.activations or 0) - graphs
@@ -109,12 +109,11 @@ class LoadedRank:
         """Allocate the cache, and make the runner."""
         max_seq_len = min(self.capacity.max_seq_len, num_blocks * self.engine.config.limits.tokens_per_block)
         grammars = Grammars(self.engine.path, self.engine.config.model.vocab_size) if self.world.is_leader else None
-        return self._runner(num_blocks, max_seq_len, use_graphs=self._captures, tell=tell, grammars=grammars)
+        return self._runner(num_blocks, max_seq_len, use_graphs=self._use_graphs, tell=tell, grammars=grammars)
 
     @property
-    def _captures(self) -> bool:
-        """Whether steps are captured. One has no second positions; models that need them are small and old."""
-        return self.config.cuda_graphs and not self.engine.config.model.requires_whole_prompt
+    def _use_graphs(self) -> bool:
+        return captures_steps(self.config, self.engine.config.model)
 
     def _runner(
         self, num_blocks: int, max_seq_len: int, *, use_graphs: bool, tell: Tell | None = None, grammars: Grammars | None = None
@@ -138,6 +137,11 @@ class LoadedRank:
             tell=tell,
             grammars=grammars,
         )
+
+
+def captures_steps(config: RuntimeConfig, model: ModelConfig) -> bool:
+    """Whether a model's steps are captured. A captured one has no second positions; models that need them are small and old."""
+    return config.cuda_graphs and not model.requires_whole_prompt
 
 
 def largest_steps(capacity: Capacity) -> list[tuple[Shape, Bounds]]:

@@ -33,7 +33,7 @@ from stoker.runtime.worker.graphs import Graphs
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import make_caches
 from stoker.runtime.worker.model_runner import ModelRunner
-from stoker.runtime.worker.rank import Capacity
+from stoker.runtime.worker.rank import Capacity, captures_steps
 
 META = torch.device("meta")
 EAGER_ROWS = (1, 3, 16, 20, 32, 40, 64, 100)
@@ -104,7 +104,7 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     return ModelRunner(
         model, caches, num_rows=capacity.max_num_sequences, max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
         max_seq_len=capacity.max_seq_len, block_size=size, device=META,
-        use_graphs=config.cuda_graphs and not settings.model.requires_whole_prompt,
+        use_graphs=captures_steps(config, settings.model),
         world=World(rank, mapping.world_size, group, stage, Absent(rank, mapping.world_size), leader(mapping)),
     )  # fmt: skip
 
