@@ -24,9 +24,11 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import kernels_stream
 import step
 import torch
-from kernels_stream import make
+from kernels_stream import Case, make
+from torch import Tensor
 
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
@@ -34,17 +36,18 @@ from stoker.builder.config import BuildConfig
 from stoker.cli.bench.report import origin
 from stoker.kernels.triton import linear, quant_fp8, quant_gemv, stream
 from stoker.kernels.triton.compile import compiling
-from stoker.kernels.triton.device import H200_MULTIPROCESSORS
 from stoker.kernels.triton.linear_tuning import LinearTile
 from stoker.kernels.triton.quant_gemv import GemvTile
-from stoker.kernels.triton.quant_linear import Stored
-from stoker.kernels.triton.stream_tuning import StreamTile, token_tiles
+from stoker.kernels.triton.stream import CHUNK_BYTES
+from stoker.kernels.triton.stream_tuning import StreamTile
 from stoker.kernels.types import Fusion
 from stoker.runtime.bulk import BulkMailbox
+from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.worker.graphs import Graphs
 
 Tile = StreamTile | LinearTile | GemvTile
+Key = tuple[int, int, bool]  # rows of a part; features of a dense weight, chunks of a streamed one; gated
 FORMS = {"none": "dense", "FP8_KV": "fp8", "FP8": "fp8", "WEIGHTS_ONLY_INT8": "bytes", "AWQ": "int4/128", "WEIGHTS_ONLY_INT4": "int4/32"}
 AGAIN = 4  # tiles of each linear that are tried in the second round
 MOST_PROGRAMS = 1600
@@ -57,76 +60,65 @@ class Linear:
     name: str
     n: int
     k: int
-    gated: bool
     form: str
     rows: int
 
     @property
-    def group(self) -> int:
-        return int(self.form.split("/")[1]) if "/" in self.form else 0
+    def gated(self) -> bool:
+        return self.name == "up"
 
     @property
-    def chunks(self) -> int:
-        return self.k // (2 * max(self.group, 64)) if self.group else self.k // 64
+    def fuses_norm(self) -> bool:
+        return self.name in ("qkv", "up")
+
+    @property
+    def case(self) -> Case:
+        """The same for `kernels_stream`."""
+        form, _, group = self.form.partition("/")
+        parts = ("n" if self.fuses_norm else "r") + ("g" if self.gated else "")
+        return Case(form, int(group or 0), self.name, self.n, self.k, parts, self.rows, False)
+
+    @property
+    def key(self) -> Key:
+        return self.n, self.k if self.form == "dense" else self.case.chunks, self.gated
 
     def tiles(self) -> Iterator[Tile]:
         """Those worth trying."""
         if self.form == "dense":
-            yield from self.dense_tiles()
+            yield from self.gemv_tiles() if self.rows == 1 else self.dense_tiles()
             return
+        case = self.case
         for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4)):
             programs = -(-self.n // (16 * m_tiles // (2 if self.gated else 1))) * splits
-            turns = -(-self.chunks // (warps * splits))
-            held = m_tiles * stages * max(1, self.group // 64) * (1 if self.group != 32 else 2)
+            turns = -(-case.chunks // (warps * splits))
+            held = m_tiles * stages * max(1, case.group // 64) * (1 if case.group != 32 else 2)
             if held <= 8 and turns >= stages and (m_tiles > 1 or not self.gated) and 60 <= programs <= MOST_PROGRAMS:
                 yield StreamTile(m_tiles, splits, warps, stages)
         if self.form == "fp8" and self.rows == 1 and not self.gated and self.k <= quant_gemv.MAX_FEATURES:
             for block_n, warps in itertools.product((4, 8, 16, 32), (2, 4, 8)):
                 yield GemvTile(block_n, warps)
 
+    def gemv_tiles(self) -> Iterator[LinearTile]:
+        for block_n, block_k, warps, stages in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8), (1, 3)):
+            weights = block_n * block_k * (2 if self.gated else 1) // (32 * warps)  # of a thread
+            if 16 <= weights <= 64 and 250 <= self.n // block_n <= 8192:
+                yield LinearTile(block_n, block_k, 1, warps, stages)
+
     def dense_tiles(self) -> Iterator[LinearTile]:
-        if self.rows == 1:
-            for block_n, block_k, warps, stages in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8), (1, 3)):
-                weights = block_n * block_k * (2 if self.gated else 1) // (32 * warps)  # of a thread
-                if 16 <= weights <= 64 and 250 <= self.n // block_n <= 8192:
-                    yield LinearTile(block_n, block_k, 1, warps, stages)
-            return
         side = max(16, self.rows)
         for block_n, block_k, splits, stages in itertools.product((32, 64), (64, 128, 256), (1, 2, 4), (3, 4, 6)):
             shared = stages * block_k * 2 * (block_n * (2 if self.gated else 1) + side)
             programs = -(-self.n // block_n) * splits
             if 60_000 <= shared <= 220_000 and 120 <= programs <= 1000 and self.k // (splits * block_k) >= stages:
-                yield LinearTile(block_n, block_k, splits, 4, stages, self.rows <= 16 and self.name != "up" and self.name != "qkv")
-
-    def run(self) -> None:
-        """Launch it on meta tensors."""
-        parts, rows = 2 if self.gated else 1, self.n * (2 if self.gated else 1)
-        normed, x = self.name in ("qkv", "up"), make("meta", self.rows, self.k)
-        residual = None if normed else make("meta", self.rows, rows // parts)
-        fusion = Fusion("rms" if normed else None, make("meta", self.k) if normed else None, None, 1e-5, "silu" if self.gated else None,
-                        residual)  # fmt: skip
-        if self.form == "dense":
-            linear.linear(x, make("meta", rows, self.k), None, fusion)
-        elif self.form == "fp8":
-            weight = make("meta", rows, self.k, dtype=torch.float8_e4m3fn)
-            quant_fp8.fp8_linear(x, weight, make("meta", rows, dtype=torch.float32), "token", None, None, fusion)
-        elif self.group:
-            codes, grid = make("meta", rows, self.k // 2, dtype=torch.uint8), make("meta", self.k // self.group, rows)
-            zero = make("meta", self.k // self.group, rows, dtype=torch.uint8)
-            stored = Stored("int4", codes, grid, rows, self.k, zero, "int", self.group)
-            stream.stream(x, "int4", stored, None, None, fusion)
-        else:
-            weight, scale = make("meta", rows, self.k, dtype=torch.int8), make("meta", rows, dtype=torch.float32)
-            stream.stream(x, "bytes", Stored("same", weight, scale, rows, self.k), None, None, fusion)
+                yield LinearTile(block_n, block_k, splits, 4, stages, self.rows <= 16 and not self.fuses_norm)
 
 
-chosen: dict[tuple[int, int, bool], Tile] = {}  # (rows of a part, features, gated) → the tile on trial
+chosen: dict[Key, Tile] = {}  # the tiles on trial
 _rules = (stream.stream_tile, linear.linear_tile, quant_gemv.gemv_tile)
 
 
 def _stream_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, multiprocessors: int) -> StreamTile:
-    features = chunks * 64 * (2 * max(1, _group // 64) if form == "int4" else 1)
-    tile = chosen.get((n, features, gated))
+    tile = chosen.get((n, chunks, gated))
     return tile if isinstance(tile, StreamTile) else _rules[0](form, tokens, n, chunks, gated, multiprocessors)
 
 
@@ -135,58 +127,47 @@ def _linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, multipro
     return tile if isinstance(tile, LinearTile) else _rules[1](rows, n, k, gated, itemsize, multiprocessors)
 
 
-def _gemv_tile(x: Any, weight: Any, fusion: Fusion) -> GemvTile | None:
-    tile = chosen.get((*weight.shape, False)) if fusion.gate is None else None
+def _gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:
+    n, k = weight.shape
+    tile = chosen.get((n, k // CHUNK_BYTES, False)) if fusion.gate is None else None
     return _rules[2](x, weight, fusion) if tile is None else tile if isinstance(tile, GemvTile) else None
-
-
-_group = 0
-
-
-def take_chosen(form: str) -> None:
-    """Let launchers use `chosen`."""
-    global _group
-    _group = int(form.split("/")[1]) if "/" in form else 0
-    stream.stream_tile, linear.linear_tile, quant_fp8.gemv_tile = _stream_tile, _linear_tile, _gemv_tile
-
-
-def forget_device() -> None:
-    """Compiling needs none, and opening it takes seconds."""
-    for module in (stream, linear, quant_gemv):
-        module.num_multiprocessors = lambda device: H200_MULTIPROCESSORS
 
 
 def compile_tile(job: tuple[Linear, Tile]) -> None:
     one, tile = job
-    take_chosen(one.form)
-    chosen[one.n, one.k, one.gated] = tile
+    if isinstance(tile, StreamTile):
+        kernels_stream.compile_tile((one.case, tile))
+        return
+    x, fusion, rows = make("meta", one.rows, one.k), one.case.fusion("meta"), one.n * (2 if one.gated else 1)
     with compiling():
-        one.run()
+        if isinstance(tile, LinearTile):
+            linear.few_rows(x, make("meta", rows, one.k), None, fusion, tile)
+        else:
+            weight, scale = make("meta", rows, one.k, dtype=torch.float8_e4m3fn), make("meta", rows, dtype=torch.float32)
+            quant_gemv.one_row(x, weight, scale, None, None, fusion, tile)
 
 
 def shapes(config: dict[str, Any], form: str, rows: int) -> list[Linear]:
     hidden, size, heads, kv_heads = (config[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"))
     head = config.get("head_dim") or hidden // heads
     dims = {"qkv": ((heads + 2 * kv_heads) * head, hidden), "out": (hidden, heads * head), "up": (size, hidden), "down": (hidden, size)}
-    return [Linear(name, n, k, name == "up", form, rows) for name, (n, k) in dims.items()]
+    return [Linear(name, n, k, form, rows) for name, (n, k) in dims.items()]
 
 
-def tune(executor: Any, linears: list[Linear], context: int) -> list[dict[str, Any]]:
+def tune(executor: Executor, linears: list[Linear], context: int) -> dict[str, Any]:
     def timed(times: int) -> float:
         with contextlib.redirect_stdout(io.StringIO()):
             return min(step.measure(executor, linears[0].rows, context, False)["ms"] for _ in range(times))
 
     chosen.clear()
     before = best = timed(3)
-    results: list[dict[str, Any]] = []
     seen: dict[str, dict[Tile, float]] = {}
     for turn in range(2):
         for one in linears:
-            key = (one.n, one.k, one.gated)
-            kept, times = chosen.get(key), {}
+            kept, times = chosen.get(one.key), {}
             tiles = list(one.tiles()) if turn == 0 else sorted(seen[one.name], key=lambda t: seen[one.name][t])[:AGAIN]
             for tile in tiles:
-                chosen[key] = tile
+                chosen[one.key] = tile
                 try:
                     times[tile] = timed(1 + 2 * turn)
                 except Exception as error:
@@ -194,22 +175,17 @@ def tune(executor: Any, linears: list[Linear], context: int) -> list[dict[str, A
             if times and min(times.values()) < best * (0.999 if turn == 0 else 1.0):
                 kept = min(times, key=lambda t: times[t])
                 best = times[kept]
-            chosen.pop(key)
+            chosen.pop(one.key)
             if kept is not None:
-                chosen[key] = kept
+                chosen[one.key] = kept
             seen[one.name] = times
             ranked = [f"{type(t).__name__[0]}{astuple(t)} {times[t]:.3f}" for t in sorted(times, key=lambda t: times[t])[:5]]
             print(f"rows {one.rows} {one.name} ({one.n}, {one.k}): {best:.3f} ms with {kept}; {'; '.join(ranked)}", flush=True)
     for one in linears:
-        tile = chosen.get((one.n, one.k, one.gated))
-        where = one.chunks if one.form != "dense" else one.k
-        tiles_ = token_tiles(one.rows, 1 if one.form == "fp8" else 2)
-        results.append(
-            {"linear": one.name, "n": one.n, "k": one.k, "chunks": where, "tokens": tiles_, "tile": None if tile is None else repr(tile)}
-        )
-        print(f"  {one.form} {tiles_} {one.n} {where} {one.gated}: {tile}", flush=True)
+        print(f"  {one.form} {one.case.token_tiles} {one.key}: {chosen.get(one.key)}", flush=True)
     print(f"rows {linears[0].rows}: {before:.3f} → {best:.3f} ms", flush=True)
-    return [{"rows": linears[0].rows, "context": context, "before_ms": before, "ms": best, "tiles": results}]
+    tiles = {one.name: {"key": one.key, "tile": repr(chosen.get(one.key))} for one in linears}
+    return {"rows": linears[0].rows, "context": context, "before_ms": before, "ms": best, "tiles": tiles}
 
 
 def main() -> None:
@@ -229,9 +205,7 @@ def main() -> None:
     all_rows, form = [int(r) for r in args.rows.split(",")], FORMS[args.quantize]
     began = time.monotonic()
     jobs = [(one, tile) for rows in all_rows for one in shapes(config, form, rows) for tile in one.tiles()]
-    with ProcessPoolExecutor(
-        len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn"), initializer=forget_device
-    ) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_tile, jobs, chunksize=2))
     print(f"{len(jobs)} tiles compiled in {time.monotonic() - began:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -242,11 +216,11 @@ def main() -> None:
         build(folder, folder + "/engine", built, verify="none")
         Graphs.warm_up = lambda self: 0  # type: ignore[method-assign]
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), BulkMailbox)
-    take_chosen(form)
+    stream.stream_tile, linear.linear_tile, quant_fp8.gemv_tile = _stream_tile, _linear_tile, _gemv_tile
     print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
     results: list[dict[str, Any]] = []
     for rows in all_rows:
-        results += tune(executor, shapes(config, form, rows), args.context)
+        results.append(tune(executor, shapes(config, form, rows), args.context))
         if args.json:
             found = {**origin(device="cuda"), "config": args.config, "ranks": args.ranks, "quantize": args.quantize, "results": results}
             Path(args.json).write_text(json.dumps(found, indent=1))
