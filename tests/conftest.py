@@ -38,6 +38,19 @@ def script() -> Callable[[str], ModuleType]:
 
 
 @pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with some tokenizer: a build wants one, and these tests look at token ids only."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("tokenizer")
+    core = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The embedded default model's checkpoint, fetched once for the user."""
     from stoker.cli.default_model import default_checkpoint

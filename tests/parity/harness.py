@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,18 +32,18 @@ class Sequence:
 
 
 class Harness:
-    """One engine on the CPU with a pool of blocks in random order."""
+    """One engine with a pool of blocks in random order, on the CPU unless `device` is another."""
 
-    def __init__(self, engine: Path, num_positions: int, num_blocks: int = 96) -> None:
-        self.config = Engine.open(engine).config.model
+    def __init__(self, engine: Path, num_positions: int, num_blocks: int = 96, device: torch.device = CPU) -> None:
+        self.config, self.device = Engine.open(engine).config.model, device
         with torch.inference_mode():
             self.load(Engine.open(engine), num_positions, num_blocks)
         self.free = list(range(num_blocks))
         random.Random(7).shuffle(self.free)
 
     def load(self, engine: Engine, num_positions: int, num_blocks: int) -> None:
-        self.model = Decoder(self.config, engine.loader(0, CPU), num_positions)
-        self.caches = make_caches(self.config, num_blocks, BLOCK, torch.float32, CPU)
+        self.model = Decoder(self.config, engine.loader(0, self.device), num_positions)
+        self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, self.device)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [T, vocab]."""
@@ -68,7 +69,7 @@ class Harness:
         """Compute so many tokens of each sequence, and append the likeliest token to those that are caught up."""
         work = sorted(work, key=lambda pair: pair[1] != 1)
         with torch.inference_mode():
-            logits = self.forward(self._batch(work))
+            logits = self.forward(self._batch(work)).cpu()
         done = 0
         for sequence, count in work:
             for i in range(count):
@@ -84,28 +85,28 @@ class Harness:
                 sequence.blocks.append(self.free.pop())
         spans = [(s, range(s.computed, s.computed + n)) for s, n in work]
         width = max(len(s.blocks) for s, _ in work)
+
+        def ints(values: Iterable[int] | list[list[int]]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
         starts = [0]
         for _, count in work:
             starts.append(starts[-1] + count)
         prefixes = [s.prefix for s, _ in work if s.prefix is not None]
         return ForwardBatch(
-            token_ids=_int([s.tokens[i] for s, span in spans for i in span]),
-            positions=_int([s.prefix.position(i) if s.prefix else i for s, span in spans for i in span]),
-            slots=_int([s.blocks[i // BLOCK] * BLOCK + i % BLOCK for s, span in spans for i in span]),
-            query_starts=_int(starts),
-            seq_lens=_int([span.stop for _, span in spans]),
-            block_tables=_int([[*s.blocks, *[1 << 20] * (width - len(s.blocks))] for s, _ in spans]),
+            token_ids=ints([s.tokens[i] for s, span in spans for i in span]),
+            positions=ints([s.prefix.position(i) if s.prefix else i for s, span in spans for i in span]),
+            slots=ints([s.blocks[i // BLOCK] * BLOCK + i % BLOCK for s, span in spans for i in span]),
+            query_starts=ints(starts),
+            seq_lens=ints([span.stop for _, span in spans]),
+            block_tables=ints([[*s.blocks, *[1 << 20] * (width - len(s.blocks))] for s, _ in spans]),
             num_decodes=sum(count == 1 for _, count in work),
             max_query_len=max(count for _, count in work),
             max_seq_len=max(span.stop for _, span in spans),
-            logits_idx=_int(range(starts[-1])),
-            prefix_lens=_int([p.length for p in prefixes]) if prefixes else None,
-            block_positions=_int([s.prefix.block_position(i) for s, span in spans for i in span if s.prefix]) if prefixes else None,
+            logits_idx=ints(range(starts[-1])),
+            prefix_lens=ints([p.length for p in prefixes]) if prefixes else None,
+            block_positions=ints([s.prefix.block_position(i) for s, span in spans for i in span if s.prefix]) if prefixes else None,
         )
-
-
-def _int(values: object) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int32)  # type: ignore[call-overload]
 
 
 def alone(harness: Harness, prompt: list[int]) -> Tensor:

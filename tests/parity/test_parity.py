@@ -64,11 +64,11 @@ def reused(harness: Harness, reference: Reference, prompt: list[int], main: obje
     close(torch.stack([again.logits[i] for i in range(16, 21)]), reference.logits(again.tokens[:-1], 21)[16:])
 
 
-def served(engine: Path, reference: Reference, asked: list[list[int]], whole: bool) -> None:
+def served(engine: Path, reference: Reference, asked: list[list[int]], whole: bool, device: str = "cpu") -> None:
     """The same through the executor, with a cache too small for all sequences, and steps too small for a prompt unless it must be whole."""
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
     with LLM(
-        engine, device="cpu", policy="max_utilization", max_num_tokens=40 if whole else 16, kv_cache_tokens=14 * 16, num_threads=1
+        engine, device=device, policy="max_utilization", max_num_tokens=40 if whole else 16, kv_cache_tokens=14 * 16, num_threads=1
     ) as llm:
         answers = llm.generate(asked, params)
         later = llm.generate([*asked[2][:33], *(asked[2][-2:] if whole else [4])], params)  # two blocks of a prompt that came before

@@ -16,7 +16,7 @@ from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
-from stoker.quant.fp8 import FP8_MAX
+from stoker.quant.fp8 import FP8_MAX, FP8_UNIT
 
 
 class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
@@ -56,7 +56,7 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
         rows, size = weight.shape[-2:]
         padded = F.pad(weight.float(), (0, -size % self.columns, 0, -rows % self.rows))
         blocks = padded.unflatten(-1, (-1, self.columns)).unflatten(-3, (-1, self.rows))  # [..., out blocks, rows, in blocks, columns]
-        scale = (blocks.abs().amax(dim=(-3, -1), keepdim=True) / FP8_MAX).clamp(min=1e-12)
+        scale = (blocks.abs().amax(dim=(-3, -1), keepdim=True) * FP8_UNIT).clamp(min=1e-12)
         codes = (blocks / scale).clamp_(-FP8_MAX, FP8_MAX).flatten(-2).flatten(-3, -2)[..., :rows, :size]
         return {"weight": codes.to(torch.float8_e4m3fn).contiguous(), "scale": scale.squeeze(-1).squeeze(-2).contiguous()}
 

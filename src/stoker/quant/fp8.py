@@ -19,6 +19,8 @@ from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.stats import InputStats
 
 FP8_MAX = 448.0  # of e4m3fn
+# A factor, not a divisor: a GPU divides by a constant as it multiplies by this, and all devices shall store the same scales.
+FP8_UNIT = 1 / FP8_MAX
 DAMP = 0.01  # of compensation
 TOGETHER = 16  # columns that are rounded at once: on SmolLM2 as good as one at a time, and a sixteenth of the steps
 _LIBRARY_ROWS = 65  # on a GPU, codes of so many rows are made in a pass of their own, which takes a gate along
@@ -63,14 +65,14 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
         stored = {"weight": codes, "scale": scale.squeeze(-1).contiguous()}
         if stats is None or self.activations != "static":
             return stored
-        return stored | {"input_scale": (stats.amax.amax() / FP8_MAX).clamp(min=1e-12).reshape(1)}
+        return stored | {"input_scale": (stats.amax.amax() * FP8_UNIT).clamp(min=1e-12).reshape(1)}
 
     def _scale(self, weight: Tensor, spec: LinearSpec) -> Tensor:
         """float32 [..., out, 1]."""
         most = weight.abs().amax(dim=-1, keepdim=True).float()
         if self.weights == "tensor":
             most = torch.cat([part.amax(dim=-2, keepdim=True).expand_as(part) for part in most.split(spec.parts, dim=-2)], dim=-2)
-        return (most / FP8_MAX).clamp(min=1e-12)
+        return (most * FP8_UNIT).clamp(min=1e-12)
 
     def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
         weight, scale, step = tensors.pop("weight"), tensors["scale"], tensors.get("input_scale")

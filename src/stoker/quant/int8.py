@@ -12,6 +12,8 @@ from stoker.layers.specs import LinearSpec
 from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 
+INT8_UNIT = 1 / 127  # a factor, see FP8_UNIT
+
 
 class Int8(Format, frozen=True, kw_only=True, tag="int8"):
     """`weight` int8 [(experts,) out, in], `scale` float32 [(experts,) out]: real = weight × scale."""
@@ -59,7 +61,7 @@ class Int8Linear:
 def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 codes within ± 127, float32 scale): each row of [..., out, in] to the nearest step of its largest magnitude ÷ 127."""
     wide = weight.float()
-    scale = (wide.abs().amax(dim=-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = (wide.abs().amax(dim=-1) * INT8_UNIT).clamp(min=torch.finfo(torch.float32).tiny)
     return (wide / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8), scale
 
 

@@ -14,6 +14,7 @@ from stoker.quant.dense import DenseExperts, DenseLinear
 from stoker.quant.experts import GroupedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.groups import SCALE_DTYPES
+from stoker.quant.int8 import INT8_UNIT
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 
@@ -54,7 +55,7 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         low, high = split.amin(-1, keepdim=True), split.amax(-1, keepdim=True)
         offset = ((low + high) / 2 if self.shifted else torch.zeros_like(low)).to(dtype)
         most = (split - offset.float()).abs().amax(-1, keepdim=True)
-        scale = (most / 127).clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
+        scale = (most * INT8_UNIT).clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
         codes = ((split - offset.float()) / scale.float()).round().clamp(-127, 127).to(torch.int8)
         stored = {"weight": groups.join(codes, weight.shape[-1]).contiguous(), "scale": scale.squeeze(-1)}
         return stored | {"offset": offset.squeeze(-1)} if self.shifted else stored

@@ -13,6 +13,7 @@ from stoker.layers.specs import LinearSpec
 from stoker.quant.compensate import Compensation, compensated
 from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.int8 import INT8_UNIT
 from stoker.quant.stats import InputStats
 
 DAMP = 0.01  # of compensation
@@ -79,11 +80,11 @@ class SmoothQuant(Format, frozen=True, kw_only=True, tag="smoothquant"):
             return stored
         if stats is None:
             raise ConfigError(f"{spec.name}: activations with one scale need a measured one.", cure="Calibrate, or set per_token.")
-        return stored | {"input_scale": (stats.amax.amax() / 127).clamp(min=1e-12).reshape(1)}
+        return stored | {"input_scale": (stats.amax.amax() * INT8_UNIT).clamp(min=1e-12).reshape(1)}
 
     def _scale(self, weight: Tensor, spec: LinearSpec) -> Tensor:
         """float32 [..., out, 1]."""
-        return torch.cat([self._largest(part) for part in weight.split(spec.parts, dim=-2)], dim=-1)[..., None] / 127
+        return torch.cat([self._largest(part) for part in weight.split(spec.parts, dim=-2)], dim=-1)[..., None] * INT8_UNIT
 
     def _largest(self, part: Tensor) -> Tensor:
         """The magnitude [..., out] that code 127 stands for in each row of a part of the weight."""
