@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from stoker.base.errors import EngineError
+from stoker.builder import build as build_module
 from stoker.builder import convert, fingerprint
 from stoker.builder.build import Progress, build
 from stoker.builder.config import BuildConfig
@@ -36,7 +40,7 @@ def test_rows_at_a_time(chosen: Format, experts: int, piece: int, monkeypatch: p
     spec = LinearSpec(name="up", in_features=96, parts=(64, 36), num_experts=experts)
     weight = torch.randn(spec.weight_shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     whole = chosen.quantize(weight, spec)
-    monkeypatch.setattr(convert, "PIECE_VALUES", piece)
+    monkeypatch.setattr(convert, "PIECE_VALUES", {"cpu": piece})
     got = convert.quantized(chosen, weight, spec)
     assert got.keys() == whole.keys()
     for suffix, tensor in whole.items():
@@ -51,11 +55,21 @@ def test_what_a_thread_cannot_write_is_raised(tmp_path: Path) -> None:
 
     with TensorFileWriter(tmp_path / "f", layouts) as writer:
         writer.write("a", torch.zeros(4))
-        writer._wait()
-        writer._append = full  # type: ignore[method-assign, assignment]
+        writer._threads = {full: writer._threads[writer._hash.update]}
         writer.write("b", torch.zeros(4))
         with pytest.raises(OSError, match="No space"):
             writer.finish()
+
+
+def test_a_file_s_digest_is_that_of_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprint, "PIECE_BYTES", 4)
+    (tmp_path / "f").write_bytes(b"0123456789")
+    with ThreadPoolExecutor(3) as pool:
+        found = fingerprint.digest(tmp_path / "f", pool)
+        assert found == fingerprint.digest(tmp_path / "f", pool), "from the note"
+    pieces = b"".join(hashlib.sha256(piece).digest() for piece in (b"0123", b"4567", b"89"))
+    assert found == hashlib.sha256(pieces).hexdigest()
 
 
 def test_files_are_read_at_once_and_named_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +109,24 @@ def test_kernels_that_fail_leave_no_engine(tmp_path: Path, llama: Path) -> None:
         raise EngineError("no compiler.", cure="Install one.")
 
     with pytest.raises(EngineError, match="no compiler"):
+        build(llama, tmp_path / "engine", BuildConfig(device="cpu"), kernels=kernels)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_build_that_fails_ends_the_kernels_beside_it(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = threading.Event()
+
+    def kernels(path: Path, progress: Progress) -> None:
+        while True:
+            progress("kernels", 0, 1)
+            started.set()
+
+    def write(*args: object) -> None:
+        started.wait()
+        raise EngineError("the disk is full.", cure="Make room.")
+
+    monkeypatch.setattr(build_module, "_write", write)
+    with pytest.raises(EngineError, match="disk is full"):
         build(llama, tmp_path / "engine", BuildConfig(device="cpu"), kernels=kernels)
     assert not list(tmp_path.iterdir())
 

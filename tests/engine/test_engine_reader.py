@@ -14,6 +14,7 @@ from stoker.base.errors import EngineError
 from stoker.builder.build import build
 from stoker.engine.reader import Engine
 from stoker.engine.source import DummySource
+from stoker.engine.tensor_file import read_header
 
 FILE = "rank0.safetensors"
 
@@ -153,13 +154,17 @@ def test_dummy_scales_are_positive_and_norms_near_one() -> None:
 
 def test_a_source_for_a_device_copies_every_byte(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The staging path with stand-ins for pinned memory and events, in pieces smaller than a tensor."""
-    from stoker.engine import source as module
+    from stoker.engine import staging as module
 
     monkeypatch.setattr(module, "STAGING_BYTES", 1000)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None))
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: real(*args, **kwargs))
-    staging = module._Staging(engine / FILE, torch.device("cpu"))
-    entries = module.read_header(engine / FILE, EngineError, "")
-    for name, tensor in load_file(engine / FILE).items():
-        assert torch.equal(staging.load(entries[name]), tensor)
+    staging, entries = module.Staging(), read_header(engine / FILE, EngineError, "")
+    with (engine / FILE).open("rb") as file:
+        for name, tensor in load_file(engine / FILE).items():
+            out = torch.empty_like(tensor)
+            staging.fill(out, file.fileno(), entries[name].start)
+            assert torch.equal(out, tensor)
+        with pytest.raises(EOFError):
+            staging.fill(torch.empty(100), file.fileno(), (engine / FILE).stat().st_size - 9)

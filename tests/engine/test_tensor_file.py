@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from stoker.base.errors import CheckpointError
+from stoker.engine import tensor_file
 from stoker.engine.tensor_file import DTYPES, TensorFileWriter, read_header
 
 TENSORS = {
@@ -43,6 +46,32 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     )
     (length,) = struct.unpack("<Q", data[:8])
     assert (8 + length) % 64 == 0
+
+
+class Elsewhere(torch.Tensor):
+    """Stands for a tensor of a device."""
+
+    is_cpu = False
+
+
+def test_a_device_s_tensors_come_over_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pieces than buffers, beside tensors that are here; memory that is pinned elsewhere is plain here."""
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 64)
+    real, made = torch.empty, []
+
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        made.extend([args] * pin_memory)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    whole = {"a": torch.randn(100, 33), "b": torch.randn(7), "c": torch.arange(1000).to(torch.int8), "d": torch.randn(3, 5).t()}
+    with TensorFileWriter(tmp_path / "f", {n: (tuple(t.shape), t.dtype) for n, t in whole.items()}) as writer:
+        for name, tensor in whole.items():
+            writer.write(name, tensor if name == "b" else tensor.as_subclass(Elsewhere))
+        record = writer.finish()
+    assert len(made) == tensor_file.MOST_PIECES
+    assert all(torch.equal(load_file(tmp_path / "f")[name], tensor) for name, tensor in whole.items())
+    assert record.sha256 == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
 
 
 def test_headers_that_the_library_writes_are_read(tmp_path: Path) -> None:

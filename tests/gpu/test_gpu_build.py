@@ -21,9 +21,9 @@ def test_the_device_quantizes_as_a_cpu_does(chosen: Format, experts: int) -> Non
     spec = LinearSpec(name="up", in_features=4096, parts=(1024, 640), num_experts=experts)
     weight = torch.randn(spec.weight_shape, generator=torch.Generator().manual_seed(3)).bfloat16()
     weight[..., 5, :] = 0
-    here, there = quantized(chosen, weight, spec), quantized(chosen, weight, spec, torch.device("cuda"))
+    here, there = quantized(chosen, weight, spec), quantized(chosen, weight.cuda(), spec)
     assert here.keys() == there.keys()
     for suffix, tensor in here.items():
-        assert there[suffix].is_cpu and there[suffix].dtype == tensor.dtype
-        differs = (there[suffix].float() != tensor.float()).float().mean()
+        assert there[suffix].is_cuda and there[suffix].dtype == tensor.dtype
+        differs = (there[suffix].cpu().float() != tensor.float()).float().mean()
         assert differs <= (1e-3 if isinstance(chosen, Int4) else 0), suffix  # clips that fit as well as each other are a matter of rounding

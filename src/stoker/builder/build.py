@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,13 @@ def build_cached(
 
 
 def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress, kernels: CompileKernels | None, *, force: bool) -> Engine:
-    with workspace(out) as work, ThreadPoolExecutor(1, "disk") as disk:
-        written = _write_with_kernels(prepared, work, progress, kernels)
+    with workspace(out) as work, ThreadPoolExecutor(1, "disk") as disk, _compiling(prepared, kernels, progress) as compiled:
+        written = _write(prepared, work, progress)
         on_disk = disk.submit(sync_files, work)  # which takes as long as the disk does: what is left to do needs no disk
-        if verify != "none":
-            write_config(work, msgspec.structs.replace(written, checks=_check(prepared, work, verify, progress)))
+        checks = _check(prepared, work, verify, progress) if verify != "none" else {}
+        for file in compiled():
+            shutil.move(file, work / file.name)
+        write_config(work, msgspec.structs.replace(written, checks=checks, files=_files(work, written.files)))
         check_free(out, force)  # another build may have been faster
         on_disk.result()
         publish(work, out)
@@ -87,32 +89,47 @@ def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress, k
     return Engine.open(out)
 
 
-def _write_with_kernels(prepared: Prepared, work: Path, progress: Progress, kernels: CompileKernels | None) -> EngineConfig:
-    """Write the engine into `work`, and meanwhile compile its kernels: they follow from its config, and processes of their own do it."""
+class _Abandoned(Exception):
+    """The build failed elsewhere."""
+
+
+@contextmanager
+def _compiling(prepared: Prepared, kernels: CompileKernels | None, progress: Progress) -> Iterator[Callable[[], list[Path]]]:
+    """Compile the kernels beside everything else: they follow from the engine's config, and processes of their own do it.
+
+    Gives what waits for the files that were made. A build that fails meanwhile ends it after the kernels that are being compiled.
+    """
     if kernels is None:
-        return _write(prepared, work, progress)
-    last: list[tuple[str, int, int]] = []  # that the kernels told; shown once the weights are written
+        yield list
+        return
+    last: list[tuple[str, int, int]] = []  # that the kernels told; shown once nothing else is
+    is_awaited, is_abandoned = threading.Event(), threading.Event()
 
     def told(stage: str, done: int, total: int) -> None:
+        if is_abandoned.is_set():
+            raise _Abandoned
         last[:] = [(stage, done, total)]
-        if weights_done.is_set():
+        if is_awaited.is_set():
             progress(stage, done, total)
 
-    weights_done = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="stoker-kernels-") as beside, ThreadPoolExecutor(1, "kernels") as pool:
-        write_config(Path(beside), msgspec.structs.replace(prepared.config, weights="dummy", files={}))
-        compiled = pool.submit(kernels, Path(beside), told)
-        written = _write(prepared, work, progress)
-        weights_done.set()
-        for seen in last:
-            progress(*seen)
-        compiled.result()
-        for seen in last:
-            progress(*seen)
-        for file in Path(beside).iterdir():
-            if file.name != CONFIG:
-                shutil.move(file, work / file.name)
-    return _with_new_files(written, work)
+    with tempfile.TemporaryDirectory(prefix="stoker-kernels-") as folder, ThreadPoolExecutor(1, "kernels") as pool:
+        beside = Path(folder)
+        write_config(beside, msgspec.structs.replace(prepared.config, weights="dummy", files={}))
+        compiling = pool.submit(kernels, beside, told)
+
+        def compiled() -> list[Path]:
+            is_awaited.set()
+            for seen in last:
+                progress(*seen)
+            compiling.result()
+            for seen in last:
+                progress(*seen)
+            return [file for file in beside.iterdir() if file.name != CONFIG]
+
+        try:
+            yield compiled
+        finally:
+            is_abandoned.set()
 
 
 def _write(prepared: Prepared, work: Path, progress: Progress) -> EngineConfig:
@@ -131,12 +148,10 @@ def _write(prepared: Prepared, work: Path, progress: Progress) -> EngineConfig:
     return done
 
 
-def _with_new_files(config: EngineConfig, work: Path) -> EngineConfig:
-    """The config with the files that were added to `work` since it was written."""
-    new = {file.name: record(file) for file in sorted(work.iterdir()) if file.name not in config.files and file.name != CONFIG}
-    done = msgspec.structs.replace(config, files=config.files | new)
-    write_config(work, done)
-    return done
+def _files(work: Path, known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Those of the engine: what was recorded as it was written, and what came to `work` since."""
+    new = {file.name: record(file) for file in sorted(work.iterdir()) if file.name not in known and file.name != CONFIG}
+    return dict(known) | new
 
 
 def _write_weights(prepared: Prepared, work: Path, progress: Progress) -> dict[str, FileRecord]:

@@ -57,7 +57,7 @@ class CheckpointSource(TensorSource):
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         prepared = self.prepared
-        return make(prepared.makings[name], prepared.checkpoint.weights, prepared.config.model, dtype).to(self.device)
+        return make(prepared.makings[name], prepared.checkpoint.weights, prepared.config.model, dtype, self.device)
 
 
 class RecordingLoader(Loader):

@@ -18,7 +18,8 @@ from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant.format import Format, Layout
 from stoker.quant.recipe import AS_STORED, Recipe
 
-PIECE_VALUES = 1 << 21  # of a weight, quantized at a time: what that takes on the way stays small, and in the processor's caches
+# Of a weight, quantized at a time: what that takes on the way stays small, and on a CPU in its caches.
+PIECE_VALUES = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 CPU = torch.device("cpu")
 
@@ -51,9 +52,9 @@ def convert(
     calibrated: Ready | None = None,
     device: torch.device = CPU,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors of one spec, whole, on the CPU, in the order of `stored_tensors`; `calibrated` may have them ready.
+    """The stored tensors of one spec, whole, in the order of `stored_tensors`; `calibrated` may have them ready.
 
-    `device` does the arithmetic of quantization.
+    They are made on `device`, and stay there.
     """
     if calibrated is not None and spec.name in calibrated:
         yield from ((name, calibrated[name]) for name in stored_tensors(spec, recipe, dtype))
@@ -61,7 +62,7 @@ def convert(
         yield from _linear(spec, makings, weights, config, recipe, dtype, device)
     else:
         wanted = getattr(torch, spec.dtype) if spec.dtype else dtype
-        yield spec.name, make(makings[spec.name], weights, config, wanted)
+        yield spec.name, make(makings[spec.name], weights, config, wanted, device)
 
 
 def _linear(
@@ -79,32 +80,32 @@ def _linear(
         for suffix, tensor in stored.items():
             _check_taken(f"{spec.name}.{suffix}", tensor, weights.locate(makings[f"{spec.name}.weight"].sources[0][0]))
     else:
-        stored = quantized(chosen, make(makings[f"{spec.name}.weight"], weights, config, dtype), spec, device)
+        stored = quantized(chosen, make(makings[f"{spec.name}.weight"], weights, config, dtype, device), spec)
     for suffix in chosen.layout(spec, dtype):
         yield f"{spec.name}.{suffix}", stored.pop(suffix)
     if spec.bias:
-        yield f"{spec.name}.bias", make(makings[f"{spec.name}.bias"], weights, config, dtype)
+        yield f"{spec.name}.bias", make(makings[f"{spec.name}.bias"], weights, config, dtype, device)
 
 
-def quantized(chosen: Format, weight: Tensor, spec: LinearSpec, device: torch.device = CPU) -> dict[str, Tensor]:
-    """`chosen.quantize` of weight [(experts,) out, in], some rows at a time and on `device` where rows do not depend on each other."""
-    rows, together = weight.shape[-2], chosen.rows_together
-    if together is None or (weight.numel() <= PIECE_VALUES and device.type == "cpu"):
+def quantized(chosen: Format, weight: Tensor, spec: LinearSpec) -> dict[str, Tensor]:
+    """`chosen.quantize` of weight [(experts,) out, in], some rows at a time where rows do not depend on each other."""
+    rows, together, piece = weight.shape[-2], chosen.rows_together, PIECE_VALUES[weight.device.type]
+    if together is None or weight.numel() <= piece:
         return chosen.quantize(weight, spec)
-    step = max(together, PIECE_VALUES // weight.shape[-1] // together * together)
+    step = max(together, piece // weight.shape[-1] // together * together)
     layout = chosen.layout(spec, weight.dtype)
-    stored = {suffix: torch.empty(part.shape, dtype=part.dtype) for suffix, part in layout.items()}
+    stored = {suffix: torch.empty(part.shape, dtype=part.dtype, device=weight.device) for suffix, part in layout.items()}
     places = [stored] if weight.dim() == 2 else [{suffix: t[e] for suffix, t in stored.items()} for e in range(len(weight))]
     for matrix, into in zip(weight.view(-1, *weight.shape[-2:]), places, strict=True):
         for first in range(0, rows, step):
-            for suffix, part in chosen.quantize(matrix[first : first + step].to(device), spec).items():
+            for suffix, part in chosen.quantize(matrix[first : first + step], spec).items():
                 into[suffix].narrow(0, first // layout[suffix].row_unit, len(part)).copy_(part)
     return stored
 
 
-def make(making: Making, weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Tensor:
-    """One engine tensor in `dtype`. Raises CheckpointError when a value is not finite, before or after the cast."""
-    out = torch.empty(making.shape, dtype=dtype)
+def make(making: Making, weights: Weights, config: ModelConfig, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """One engine tensor in `dtype` on `device`. Raises CheckpointError when a value is not finite, before or after the cast."""
+    out = torch.empty(making.shape, dtype=dtype, device=device)
     shares = out.unbind(0) if making.stacked else (out,)
     for share, group in zip(shares, making.sources, strict=True):
         if making.custom is not None:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.json_object import FETCH, read_json
+from stoker.engine.staging import Staging
 from stoker.engine.tensor_file import Entry, as_bytes, num_bytes, read_header, read_into
 from stoker.quant.format import Format
 
@@ -45,7 +46,7 @@ class Weights(ABC):
         """The tensor's elements in order, in flat pieces of about CHUNK_BYTES. A piece is valid until the next one is asked for."""
 
     def fill(self, name: str, out: Tensor) -> Iterator[Tensor]:
-        """Put the tensor's elements into `out`, flat, in its dtype; gives each part of it that is done."""
+        """Put the tensor's elements into `out`, flat, in its dtype and on its device; gives each part of it that is done."""
         done = 0
         for piece in self.chunks(name):
             part = out[done : done + piece.numel()]
@@ -93,6 +94,7 @@ class SafetensorsWeights(Weights):
                 self._where[name] = (file, entry)
         self.stored = {name: Stored(entry.shape, entry.dtype) for name, (_, entry) in self._where.items()}
         self._open = {file: _File(file) for file in files}
+        self._staging: Staging | None = None
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         path, entry = self._where[name]
@@ -102,6 +104,11 @@ class SafetensorsWeights(Weights):
         path, entry = self._where[name]
         if entry.dtype != out.dtype:
             yield from super().fill(name, out)
+            return
+        if not out.is_cpu:
+            self._staging = self._staging or Staging()
+            self._open[path].send(out, entry.start, self._staging)
+            yield out
             return
         for at in range(0, entry.stop - entry.start, CHUNK_BYTES):
             part = out[at // out.itemsize : (at + CHUNK_BYTES) // out.itemsize]
@@ -163,8 +170,18 @@ class _File:
 
     def read(self, out: Tensor, start: int) -> None:
         """Fill `out` with the bytes from `start` on."""
-        try:
+        with self._whole():
             read_into(self._file.fileno(), as_bytes(out), start)
+
+    def send(self, out: Tensor, start: int, staging: Staging) -> None:
+        """The same for a tensor of a device."""
+        with self._whole():
+            staging.fill(out, self._file.fileno(), start)
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        try:
+            yield
         except EOFError as problem:
             raise CheckpointError(f"{self.path} is truncated: {problem}.", cure=FETCH) from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import EngineError
-from stoker.engine.tensor_file import Entry, as_bytes, read_header, read_into
+from stoker.engine.staging import Staging
+from stoker.engine.tensor_file import Entry, read_header
 from stoker.quant.format import TensorSource
 
 REBUILD = "Build the engine again."
-STAGING_BYTES = 32 << 20
-READERS = 4  # one thread copies out of the page cache at 5 to 10 GB/s; several keep ahead of the bus
 
 
 class FileSource(TensorSource):
@@ -30,7 +28,8 @@ class FileSource(TensorSource):
         if device.type == "cpu":
             self._mapped: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
         else:
-            self._staging = _Staging(path, device)
+            self._file = path.open("rb")
+            self._staging = Staging()
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         entry = self.entries.get(name)
@@ -39,45 +38,18 @@ class FileSource(TensorSource):
         if (entry.shape, entry.dtype) != (tuple(shape), dtype):
             stored, wanted = f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(shape)}"
             raise EngineError(f"{self.path}: tensor {name!r} is {stored} where {wanted} is expected.", cure=REBUILD)
-        return self._view(entry) if self.device.type == "cpu" else self._staging.load(entry)
+        return self._view(entry) if self.device.type == "cpu" else self._copy(entry)
+
+    def _copy(self, entry: Entry) -> Tensor:
+        out = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+        self._staging.fill(out, self._file.fileno(), entry.start)
+        return out
 
     def _view(self, entry: Entry) -> Tensor:
         flat = torch.empty(0, dtype=torch.uint8).set_(self._mapped)[entry.start : entry.stop]
         if entry.start % entry.dtype.itemsize:
             flat = flat.clone()
         return flat.view(entry.dtype).view(entry.shape)
-
-
-class _Staging:
-    """Copies parts of a file to a device through two pinned buffers: one is filled while the other is on the bus."""
-
-    def __init__(self, path: Path, device: torch.device) -> None:
-        self._file = path.open("rb")
-        self._device = device
-        self._buffers = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._sent = [torch.cuda.Event() for _ in range(2)]
-        self._readers = ThreadPoolExecutor(READERS)
-        self._turn = 0
-
-    def load(self, entry: Entry) -> Tensor:
-        out = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-        flat = out.view(-1).view(torch.uint8)
-        for start in range(0, entry.stop - entry.start, STAGING_BYTES):
-            part = flat[start : start + STAGING_BYTES]
-            buffer, sent = self._buffers[self._turn], self._sent[self._turn]
-            self._turn ^= 1
-            sent.synchronize()
-            self._fill(buffer[: part.numel()], entry.start + start)
-            part.copy_(buffer[: part.numel()], non_blocking=True)
-            sent.record()
-        return out
-
-    def _fill(self, buffer: Tensor, start: int) -> None:
-        view, share = as_bytes(buffer), -(-buffer.numel() // READERS)
-        fd = self._file.fileno()
-        jobs = [self._readers.submit(read_into, fd, view[a : a + share], start + a) for a in range(0, len(view), share)]
-        for job in jobs:
-            job.result()
 
 
 class DummySource(TensorSource):

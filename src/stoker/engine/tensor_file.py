@@ -10,6 +10,7 @@ import json
 import math
 import os
 import struct
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 from stoker.base.errors import StokerError
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+PIECE_BYTES, MOST_PIECES = 32 << 20, 8  # of tensors on their way from a device to the file
 ALIGNMENT = 64  # the first tensor's offset, so that rows of whole cache lines stay aligned when the file is mapped
 
 DTYPES: dict[str, torch.dtype] = {
@@ -131,7 +133,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
 class TensorFileWriter:
     """Writes a safetensors file whose layout is known before its contents: tensors go out in the order of `layouts`, hashed on the way.
 
-    A thread writes and hashes one tensor while the caller makes the next; what goes wrong there is raised by the call after.
+    One thread writes and one hashes what the caller made, while the caller makes what follows; what goes wrong there is raised by a later
+    call. A tensor of a device comes over in pieces, through pinned memory.
     """
 
     def __init__(
@@ -141,8 +144,9 @@ class TensorFileWriter:
         self._pending = list(self._layouts)[::-1]
         self._file = path.open("xb")
         self._hash = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1, "write")
-        self._underway: Future[None] | None = None
+        self._threads = {work: ThreadPoolExecutor(1, "weights") for work in (self._file.write, self._hash.update)}
+        self._underway: deque[list[Future[Any]]] = deque()  # of each piece, the oldest first
+        self._buffers: deque[Tensor] = deque()  # the one that was used longest ago first
         self._emit(_header(self._layouts, metadata or {}))
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -151,36 +155,47 @@ class TensorFileWriter:
         if name != expected or (tuple(tensor.shape), tensor.dtype) != self._layouts[name]:
             got = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
             raise ValueError(f"tensor {got} was written where {expected} {self._layouts.get(expected or '')} belongs")
-        if tensor.numel():
+        if not tensor.numel():
+            return
+        if tensor.is_cpu:
+            self._wait(0)  # so that two tensors are in memory at most
             self._emit(as_bytes(tensor.contiguous()))
+        else:
+            for part in tensor.contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
+                self._emit(as_bytes(self._brought(part)))
 
     def __enter__(self) -> TensorFileWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._thread.shutdown()
+        for thread in self._threads.values():
+            thread.shutdown()
         self._file.close()
 
     def finish(self) -> FileRecord:
         """The file as it is now whole; `directory.publish` sees to the disk. Raises ValueError when tensors are missing."""
         if self._pending:
             raise ValueError(f"tensors were not written: {self._pending[::-1][:5]}")
-        self._wait()
+        self._wait(0)
         self._file.flush()
         return FileRecord(self._file.tell(), self._hash.hexdigest())
 
+    def _brought(self, part: Tensor) -> Tensor:
+        """A device's bytes in the buffer whose last piece is written by now."""
+        self._wait(MOST_PIECES - 1)
+        is_new = len(self._buffers) < MOST_PIECES
+        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) if is_new else self._buffers.popleft()
+        self._buffers.append(buffer)
+        return buffer[: part.numel()].copy_(part)
+
     def _emit(self, data: bytes | memoryview) -> None:
-        self._wait()
-        self._underway = self._thread.submit(self._append, data)
+        self._underway.append([thread.submit(work, data) for work, thread in self._threads.items()])
 
-    def _wait(self) -> None:
-        underway, self._underway = self._underway, None
-        if underway is not None:
-            underway.result()
-
-    def _append(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
+    def _wait(self, most: int) -> None:
+        """Until so many pieces at most are underway."""
+        while len(self._underway) > most:
+            for work in self._underway.popleft():
+                work.result()
 
 
 def _header(layouts: dict[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]) -> bytes:
