@@ -385,6 +385,13 @@ def compile_experts(job: tuple[str, str, int]) -> str | None:
     return None
 
 
+def time_if_it_fits(work: Callable[[], object]) -> float:
+    try:
+        return time_graph(work)
+    except OutOfResources:  # a tile with more shared memory than a multiprocessor has
+        return math.inf
+
+
 def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, object]]:
     experts, top_k, hidden, size = EXPERTS[name]
     logits = torch.randn(rows, experts, device="cuda")
@@ -398,7 +405,7 @@ def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, objec
         weight = as_read(stored)
         x = make("cuda", rows * (top_k if down else 1), k)
         tiles = expert_tiles(rows, tokens, down, form)
-        times = {tile: time_graph(partial(project, x, weight, routing, down, tile)) for tile in tiles}
+        times = {tile: time_if_it_fits(partial(project, x, weight, routing, down, tile)) for tile in tiles}
         default = times.pop(None)
         best = min(times, key=lambda tile: times[tile])
         got = project(x, weight, routing, down, best)
@@ -419,9 +426,11 @@ def main() -> None:
     options.add_argument("--formats", default="fp8,int8,w8a8,int4/128,int4/32,block,moe")
     options.add_argument("--rows", default="1,16,32,64")
     options.add_argument("--linears", default=",".join(LINEARS))
+    options.add_argument("--expert-rows", help="of --formats moe: only these")
     options.add_argument("--json", help="write the results there")
     chosen = options.parse_args()
     forms, counts = chosen.formats.split(","), [int(n) for n in chosen.rows.split(",")]
+    wanted = [job for job in expert_cases() if chosen.expert_rows is None or str(job[2]) in chosen.expert_rows.split(",")]
     torch.manual_seed(0)
     began = time.monotonic()
     cases = [
@@ -433,7 +442,7 @@ def main() -> None:
     precompile([(case, tile) for case in cases for tile in candidates(case)])
     if "moe" in forms:
         with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
-            for problem in filter(None, pool.map(compile_experts, expert_cases())):
+            for problem in filter(None, pool.map(compile_experts, wanted)):
                 print("does not compile:", problem, flush=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: compiled in {time.monotonic() - began:.0f} s", flush=True)
     results = [measure(case) for case in cases]
@@ -441,7 +450,7 @@ def main() -> None:
         if form != "moe" and not form.endswith(WIDENED) and "up" in chosen.linears:
             results += middle_and_many(form)
     if "moe" in forms:
-        for job in expert_cases():
+        for job in wanted:
             results += measure_experts(*job)
     for form, rows in itertools.product(forms, counts):
         step = {str(r["what"]): float(r["us"]) for r in results if r["form"] == form and r["rows"] == rows and r["what"] in LINEARS}  # type: ignore[arg-type]

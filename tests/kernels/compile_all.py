@@ -161,6 +161,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "embedding": lambda: embedding.embedding(index(64), meta(128256, 4096)),
     "embedding int8": lambda: quant_int8.int8_embedding(index(64), meta(128256, 4096, dtype=torch.int8), meta(128256, dtype=FP32), BF16),
     "resolve": lambda: embedding.resolve(index(64), index(257)),
+    "remember": lambda: embedding.remember(index(257), index(64), index(64)),
     **{
         f"linear, {rows} rows{', gated' if gated else ''}": lambda rows=rows, gated=gated: linear_of(rows, gated)  # type: ignore[misc]
         for rows in (1, 8, 32, 64)

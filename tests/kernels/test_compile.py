@@ -44,7 +44,7 @@ def compiled(*names: str) -> dict[str, dict]:
 
 
 GROUPS = [
-    ("norm", "gated", "activate", "embedding", "resolve", "rope", "sample"),
+    ("norm", "gated", "activate", "embedding", "resolve", "remember", "rope", "sample"),
     ("linear", "streamed"),
     ("decode", "four", "sum of"),
     ("prefill by", "prefill f", "prefill i", "prefill b", "prefill,"),

@@ -42,6 +42,20 @@ def test_tokens_that_were_not_read_back(count: int) -> None:
     assert kernels.resolve(ids, last).tolist() == reference.resolve(ids, last).tolist() == want
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 1500])
+def test_tokens_for_the_next_step(count: int) -> None:
+    """Rows in any order, padding in the place past the last, -1 where there was no token."""
+    rows = torch.randperm(2000)[:count].int()
+    rows[count // 2 :] = torch.where(torch.rand(count - count // 2) < 0.3, 2000, rows[count // 2 :])
+    ids, before = torch.randint(-1, 5000, (count,), dtype=torch.int32), torch.randint(0, 5000, (2001,), dtype=torch.int32)
+    want, (here, there) = before.tolist(), (before.clone(), before.clone())
+    for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
+        want[row] = max(token_id, 0)
+    kernels.remember(here, rows, ids)
+    reference.remember(there, rows, ids)
+    assert here.tolist()[:-1] == there.tolist()[:-1] == want[:-1], "which of the padding's tokens stays is open"
+
+
 @pytest.mark.parametrize("size", [5, 1500])
 def test_int8_rows(size: int) -> None:
     table, scale = torch.randint(-127, 128, (10, size), dtype=torch.int8), torch.rand(10)

@@ -31,7 +31,7 @@ from stoker.engine.directory import check_free, publish, record, sync_files, wor
 from stoker.engine.reader import CONFIG, Engine, rank_file
 from stoker.engine.tensor_file import FileRecord, TensorFileWriter, num_bytes
 
-# (what is being done, how much is done, of how much): bytes for weights, else steps.
+# (what is being done, how much is done, of how much): bytes for what is read and for weights, else steps. Called from several threads.
 Progress = Callable[[str, int, int], None]
 # Compiles the kernels of an engine directory that is otherwise whole, and adds a file with them.
 CompileKernels = Callable[[Path, Progress], None]
@@ -57,7 +57,8 @@ def build(
     check_choice("verify", verify, VERIFY)
     out = Path(out)
     check_free(out, force)
-    return _carry_out(prepare(source, config).with_fingerprint(), out, verify, progress or _silent, kernels, force=force)
+    progress = progress or _silent
+    return _carry_out(prepare(source, config).with_fingerprint(progress), out, verify, progress, kernels, force=force)
 
 
 def build_cached(
@@ -70,8 +71,9 @@ def build_cached(
 ) -> Engine:
     """The engine of `source` from the cache, built there first when it is not. Raises as `build` does."""
     check_choice("verify", verify, VERIFY)
-    prepared = prepare(source, config).with_fingerprint()
-    return cached_engine(prepared.config, lambda path: _carry_out(prepared, path, verify, progress or _silent, kernels, force=True))
+    progress = progress or _silent
+    prepared = prepare(source, config).with_fingerprint(progress)
+    return cached_engine(prepared.config, lambda path: _carry_out(prepared, path, verify, progress, kernels, force=True))
 
 
 def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress, kernels: CompileKernels | None, *, force: bool) -> Engine:
@@ -102,15 +104,12 @@ def _compiling(prepared: Prepared, kernels: CompileKernels | None, progress: Pro
     if kernels is None:
         yield list
         return
-    last: list[tuple[str, int, int]] = []  # that the kernels told; shown once nothing else is
-    is_awaited, is_abandoned = threading.Event(), threading.Event()
+    is_abandoned = threading.Event()
 
     def told(stage: str, done: int, total: int) -> None:
         if is_abandoned.is_set():
             raise _Abandoned
-        last[:] = [(stage, done, total)]
-        if is_awaited.is_set():
-            progress(stage, done, total)
+        progress(stage, done, total)
 
     with tempfile.TemporaryDirectory(prefix="stoker-kernels-") as folder, ThreadPoolExecutor(1, "kernels") as pool:
         beside = Path(folder)
@@ -118,12 +117,7 @@ def _compiling(prepared: Prepared, kernels: CompileKernels | None, progress: Pro
         compiling = pool.submit(kernels, beside, told)
 
         def compiled() -> list[Path]:
-            is_awaited.set()
-            for seen in last:
-                progress(*seen)
             compiling.result()
-            for seen in last:
-                progress(*seen)
             return [file for file in beside.iterdir() if file.name != CONFIG]
 
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,28 +14,45 @@ PIECE_BYTES = 64 << 20
 MOST_AT_ONCE = 8  # pieces: sha256 takes 1.4 GB/s a core, a page cache gives more
 
 
-def fingerprint(files: Iterable[Path]) -> str:
-    """sha256 over the names and digests of `files`, in the order of their names."""
-    total = hashlib.sha256()
-    ordered, at_once = sorted(set(files), key=lambda file: (file.name, file)), min(MOST_AT_ONCE, os.cpu_count() or 1)
-    with ThreadPoolExecutor(at_once) as pieces, ThreadPoolExecutor(at_once) as pool:
-        for file, found in zip(ordered, pool.map(lambda file: digest(file, pieces), ordered), strict=True):
-            total.update(f"{file.name} {found}\n".encode())
+def fingerprint(files: Iterable[Path], progress: Callable[[int, int], None] = lambda done, total: None) -> str:
+    """sha256 over the names and digests of `files`, in the order of their names. `progress` is told (bytes done, of how many)."""
+    total, done = hashlib.sha256(), 0
+    ordered = sorted(set(files), key=lambda file: (file.name, file))
+    pool = ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1))
+    try:
+        digests = [Digest(file, pool) for file in ordered]
+        num_bytes = sum(len(digest.pieces) for digest in digests) * PIECE_BYTES
+        for digest in digests:
+            for piece in digest.pieces:
+                piece.result()
+                done += PIECE_BYTES
+                progress(done, num_bytes)
+            total.update(f"{digest.file.name} {digest.read()}\n".encode())
+    finally:
+        pool.shutdown(cancel_futures=True)
     return total.hexdigest()
 
 
-def digest(file: Path, pool: ThreadPoolExecutor) -> str:
-    """sha256 over the sha256 of a file's pieces, remembered in the cache directory under its path, size, inode and time of change."""
-    status = file.stat()
-    seen = f"{file.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns} {PIECE_BYTES}"
-    note = env.cache_dir() / "digests" / hashlib.sha256(seen.encode()).hexdigest()
-    if note.is_file() and len(known := note.read_text()) == 64:
-        return known
-    found = hashlib.sha256()
-    for piece in pool.map(lambda start: _piece(file, start), range(0, status.st_size, PIECE_BYTES)):
-        found.update(piece)
-    _remember(note, found.hexdigest())
-    return found.hexdigest()
+class Digest:
+    """sha256 over the sha256 of a file's `pieces`, remembered in the cache directory under its path, size, inode and time of change.
+
+    There are no pieces to wait for where it is known.
+    """
+
+    def __init__(self, file: Path, pool: ThreadPoolExecutor) -> None:
+        status = file.stat()
+        seen = f"{file.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns} {PIECE_BYTES}"
+        self.file = file
+        self._note = env.cache_dir() / "digests" / hashlib.sha256(seen.encode()).hexdigest()
+        self._known = self._note.read_text() if self._note.is_file() else ""
+        starts = () if len(self._known) == 64 else range(0, status.st_size, PIECE_BYTES)
+        self.pieces = [pool.submit(_piece, file, start) for start in starts]
+
+    def read(self) -> str:
+        if len(self._known) != 64:
+            self._known = hashlib.sha256(b"".join(piece.result() for piece in self.pieces)).hexdigest()
+            _remember(self._note, self._known)
+        return self._known
 
 
 def _piece(file: Path, start: int) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -44,11 +46,11 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     makings: dict[str, Making]  # empty for dummy weights
 
-    def with_fingerprint(self) -> Prepared:
+    def with_fingerprint(self, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> Prepared:
         """The same with the checkpoint's fingerprint, which costs reading it once."""
         tokenizer = Path(self.build.tokenizer) if self.build.tokenizer else None
         others = sorted(f for f in tokenizer.iterdir() if f.is_file()) if tokenizer is not None and tokenizer.is_dir() else []
-        found = fingerprint([*self.checkpoint.files, *others])
+        found = fingerprint([*self.checkpoint.files, *others], partial(progress, "read"))
         origin = msgspec.structs.replace(self.config.checkpoint, fingerprint=found)
         return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, checkpoint=origin))
 

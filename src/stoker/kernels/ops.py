@@ -104,6 +104,11 @@ def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
     return _pick(token_ids, embedding_ref).resolve(token_ids, last_ids)
 
 
+def remember(last_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+    """last_ids[rows[i]] = token_ids[i], for `resolve`; int32. -1, where there was no token, becomes 0: some token that exists."""
+    _pick(token_ids, embedding_ref).remember(last_ids, rows, token_ids)
+
+
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     """Rows of `table` [vocab, hidden] for int32 `token_ids` [T]."""
     return _pick(table, embedding_ref).embedding(token_ids, table)

@@ -11,5 +11,9 @@ def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
     return torch.where(token_ids < 0, last_ids[(-1 - token_ids).clamp(min=0)], token_ids)
 
 
+def remember(last_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+    last_ids.index_copy_(0, rows.long(), token_ids.clamp(min=0))
+
+
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(token_ids, table)

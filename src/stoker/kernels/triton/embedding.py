@@ -63,3 +63,20 @@ def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
     if count:
         resolve_kernel[(triton.cdiv(count, 1024),)](token_ids, last_ids, out, count, BLOCK=1024, num_warps=4, **chained(token_ids))
     return out
+
+
+@triton.jit
+def remember_kernel(last_ids, rows, token_ids, count, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    wait_for_previous(CHAINED)
+    let_next_start(CHAINED)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    ids = tl.load(token_ids + at, mask=inside, other=0)
+    tl.store(last_ids + tl.load(rows + at, mask=inside, other=0), tl.maximum(ids, 0), mask=inside)
+
+
+def remember(last_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+    """See `ops.remember`."""
+    count = token_ids.shape[0]
+    if count:
+        remember_kernel[(triton.cdiv(count, 1024),)](last_ids, rows, token_ids, count, BLOCK=1024, num_warps=4, **chained(token_ids))

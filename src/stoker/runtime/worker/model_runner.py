@@ -253,5 +253,4 @@ class ModelRunner:
         """Keep the leader's choice for the next step."""
         if self._shares_ids:
             token_ids = self.world.tensor.broadcast(token_ids)
-        # A row without a number has -1; the step that may already be planned for it reads some token that exists.
-        self.last_ids.index_copy_(0, rows.long(), token_ids.clamp(min=0))
+        ops.remember(self.last_ids, rows, token_ids)
