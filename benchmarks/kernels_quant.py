@@ -31,9 +31,8 @@ from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton import moe, quant_fp8, quant_int4, quant_int8, quant_linear
+from stoker.kernels.triton import moe, moe_library, quant_fp8, quant_int4, quant_int8, quant_linear
 from stoker.kernels.triton.compile import compiling
-from stoker.kernels.triton.quant_codes import encode_rows
 from stoker.kernels.triton.quant_linear import Stored
 from stoker.kernels.triton.quant_tuning import QuantTile, padded_tokens, stream_tile
 from stoker.kernels.triton.tune import time_graph
@@ -286,7 +285,7 @@ def widener(form: str, stored: Stored, x: Tensor) -> Callable[[int, int], Tensor
 
 
 def expert_cases() -> Iterator[tuple[str, str, int]]:
-    for rows in (1, 8, 64, 2048, 8192):
+    for rows in (1, 8, 64, 512, 1024, 2048, 8192):
         yield "mixtral-8x7b", "dense", rows
         yield "mixtral-8x7b", "fp8", rows
     for rows in (1, 64):
@@ -294,7 +293,9 @@ def expert_cases() -> Iterator[tuple[str, str, int]]:
         yield "deepseek-64", "dense", rows
         yield "deepseek-64", "fp8", rows
         yield "deepseek-256", "fp8", rows
-    yield "deepseek-64", "dense", 4096
+    for rows in (1024, 4096):
+        yield "deepseek-64", "dense", rows
+        yield "deepseek-64", "fp8", rows
     for rows in (1, 64, 2048):
         yield "mixtral-8x7b", "int4", rows
         yield "mixtral-8x7b", "int8/32", rows
@@ -337,31 +338,18 @@ def as_read(weight: Tensor | StoredExperts) -> Tensor | StoredExperts:
 
 
 def project(x: Tensor, weight: Tensor | StoredExperts, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
-    if isinstance(weight, Tensor):
-        return (moe.expert_down if down else moe.expert_up)(x, weight, None, routing, tile)
-    return (moe.quant_expert_down if down else moe.quant_expert_up)(x, weight, None, routing, tile)
+    return (moe.expert_down if down else moe.expert_up)(x, weight, None, routing, tile)
 
 
-def library_grouped(x: Tensor, weight: Tensor | ExpertWeights, routing: Routing, down: bool) -> Tensor:
-    """The same through PyTorch's grouped product, [T × k, n] in the order of routing.order; rows are gathered (up) and made codes (FP8)."""
-    rows = x if down else x.index_select(0, routing.order // routing.top_k)
-    ends = routing.offsets[1:]
-    if isinstance(weight, Tensor):
-        return torch._grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
-    made = encode_rows(rows, "fp8", rows.shape[1])
-    columns = weight.weight.transpose(-2, -1)
-    return torch._scaled_grouped_mm(made.codes, columns, made.scale, weight.scale, offs=ends, out_dtype=x.dtype, use_fast_accum=True)
-
-
-def library_note(x: Tensor, stored: object, routing: Routing, down: bool) -> str:
+def library_note(x: Tensor, stored: Tensor | StoredExperts, routing: Routing, down: bool, tile: QuantTile | None) -> str:
     """Its time, and how far it is from the kernel's sums before they are combined; where there is none, why."""
     if not isinstance(stored, Tensor) and not (isinstance(stored, ExpertWeights) and stored.activations == "token"):
         return ""
     try:
-        us = time_graph(lambda: library_grouped(x, stored, routing, down))
+        us = time_graph(lambda: moe_library.product(x, stored, routing, is_sorted=down))
         if down:
             return f"  library {us:.1f}"
-        error = error_of(library_grouped(x, stored, routing, down), project(x, stored, routing, down, None).double())
+        error = error_of(moe_library.product(x, stored, routing, is_sorted=down), project(x, stored, routing, down, tile).double())
         return f"  library {us:.1f} (differs by {error:.1e})"
     except (RuntimeError, AttributeError, TypeError) as problem:
         return f"  library: {str(problem).splitlines()[0]:.80}"
@@ -415,7 +403,7 @@ def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, objec
         bytes_read = int(used * n * k * {"dense": 2, "int4": 0.5}.get(form, 1))
         tflops = 2 * rows * top_k * n * k / times[best] / 1e6
         note = f"default {default:.1f}  {used} experts, {tflops:.0f} TFLOP/s  {(tokens, n, k)}: {best}"
-        note += library_note(x, stored, routing, down) if tokens > 64 else ""
+        note += library_note(x, stored, routing, down, best) if tokens > 64 else ""
         yield line(form, f"{name} {'down' if down else 'up'}", rows, times[best], bytes_read, error_of(got, want.double()), note)
     us = time_graph(lambda: moe.route(logits, None, RoutingParams(top_k)))
     print(f"          {name} routing of {rows}: {us:.1f} us", flush=True)

@@ -27,7 +27,7 @@ def ask(checkpoint: Path, answers: Connection, gate: Connection | None = None) -
     seen: list[str] = []
 
     def progress(stage: str, done: int, total: int) -> None:
-        if not seen:
+        if stage != "read" and not seen:  # which comes before the lock
             seen.append(stage)
             answers.send(("began", os.getpid()))
             if gate is not None:

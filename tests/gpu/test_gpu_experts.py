@@ -51,7 +51,7 @@ def inputs(rows: int) -> list[torch.Tensor]:
     return [torch.randn(rows, IN).bfloat16(), torch.randn(2 * rows, IN).bfloat16(), torch.randn(rows, EXPERTS)]
 
 
-@pytest.mark.parametrize("rows", [1, 7, 48, 600])
+@pytest.mark.parametrize("rows", [1, 7, 48, 600, 1200])
 @pytest.mark.parametrize("name", FORMATS)
 def test_replayed_for_another_routing(name: str, rows: int) -> None:
     torch.manual_seed(rows)
@@ -74,3 +74,20 @@ def test_replayed_for_another_routing(name: str, rows: int) -> None:
         wanted = step(chosen, stored, "cpu", *(t.float() for t in fresh))()
         for got, want in zip((up, down), wanted, strict=True):
             assert relative_error(got.cpu(), want) < 1.5e-2
+
+
+@pytest.mark.parametrize("rows", [5, 700, 1300])
+def test_bfloat16(rows: int) -> None:
+    """1,300 rows go through the library, in any order of the choices, with experts that nobody chose."""
+    x, weight = torch.randn(rows, IN).bfloat16(), (torch.randn(EXPERTS, OUT, IN) / IN**0.5).bfloat16()
+    logits = torch.randn(rows, EXPERTS)
+    logits[:, 3] = -100.0
+
+    def both(given: torch.Tensor, stacked: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        routing = ops.route(scores, None, RoutingParams(2))
+        up = ops.expert_up(given, stacked, None, routing)
+        return up, ops.expert_down(up, stacked.transpose(1, 2).contiguous(), None, routing)
+
+    found, wanted = both(x.cuda(), weight.cuda(), logits.cuda()), both(x.float(), weight.float(), logits)
+    for got, want in zip(found, wanted, strict=True):
+        assert relative_error(got.cpu(), want) < 1.5e-2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from oracle import TOLERANCE, relative_error
@@ -10,7 +12,7 @@ from torch import Tensor
 from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.reference import moe as reference
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton import moe
+from stoker.kernels.triton import moe, moe_library
 from stoker.kernels.triton.quant_tuning import QuantTile
 
 ROUTINGS = [
@@ -70,7 +72,7 @@ def test_projections(tokens: int, experts: int, top_k: int, splits: int, ranks: 
     mine = range(experts)
     if ranks:  # experts 1 : 3 are here
         mine = range(1, 3)
-        routing = Routing(routing.weights, routing.order, routing.offsets[1:4].contiguous())
+        routing = Routing(routing.weights, routing.order, routing.offsets[1:4].contiguous(), is_whole=False)
     weight, bias = weight[mine.start : mine.stop], bias[mine.start : mine.stop]
     tile = QuantTile(16, 32, splits) if splits else None
     by_choice = experts_by_hand(x.repeat_interleave(top_k, 0), weight, bias, routing, mine)
@@ -115,3 +117,38 @@ def test_no_tokens() -> None:
 def test_refused() -> None:
     with pytest.raises(ValueError, match="10 experts in 4 groups"):
         moe.route(torch.zeros(1, 10), None, RoutingParams(2, num_groups=4))
+
+
+def grouped_by_hand(rows: Tensor, weight: Tensor, scale: Tensor, scales: Tensor, *, offs: Tensor, **options: object) -> Tensor:
+    """torch._scaled_grouped_mm, which has no CPU."""
+    out, bounds = torch.zeros(len(rows), weight.shape[-1]), [0, *offs.tolist()]
+    for i, (start, stop) in enumerate(pairwise(bounds)):
+        out[start:stop] = (rows[start:stop].float() @ weight[i].float()) * scale[start:stop, None] * scales[i]
+    return out.bfloat16()
+
+
+@pytest.mark.parametrize("activations", [None, "token", "static"])
+def test_many_rows_go_through_the_library(activations: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as tiles give, in the same order; a rank's own experts, biases and few rows stay with the tiles."""
+    monkeypatch.setattr(moe_library, "capability", lambda x: 90)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_by_hand)
+    monkeypatch.setattr(moe_library, "LIBRARY_ROWS", 4)
+    experts, top_k, n, k, tokens = 5, 2, 32, 64, 23
+    x, routing = torch.randn(tokens, k).bfloat16(), reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
+    if activations is None:
+        up, down = (torch.randn(experts, *shape).bfloat16() / 8 for shape in ((n, k), (k, n)))
+    else:
+        step = torch.tensor([0.02]) if activations == "static" else None
+        up, down = (
+            ExpertWeights(torch.randn(experts, *shape).to(torch.float8_e4m3fn), torch.rand(experts, shape[0]) / 8, activations, step)
+            for shape in ((n, k), (k, n))
+        )
+    assert moe_library.takes(x, up, None, routing)
+    got = moe.expert_up(x, up, None, routing)
+    assert relative_error(got, moe.expert_up(x, up, None, routing, QuantTile(16, 32))) < 1e-2
+    assert relative_error(moe.expert_down(got, down, None, routing), moe.expert_down(got, down, None, routing, QuantTile(16, 32))) < 1e-2
+    assert not moe_library.takes(x, up, torch.randn(experts, n), routing)
+    assert not moe_library.takes(x.float(), up, None, routing)
+    assert not moe_library.takes(x, up, None, Routing(routing.weights, routing.order, routing.offsets, is_whole=False))
+    monkeypatch.setattr(moe_library, "LIBRARY_ROWS", 12)
+    assert not moe_library.takes(x, up, None, routing)

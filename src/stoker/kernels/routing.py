@@ -26,9 +26,9 @@ class Routing:
 
     weights: Tensor  # float32 [T, k]
     order: Tensor  # int32 [T × k]: choices sorted by expert, then by token
-    # int32 [num_experts + 1]: choices order[offsets[e] : offsets[e + 1]] are expert e's. Where experts are on several ranks, these are
-    # a rank's own, and do not cover all of order: rows of the rest are zeros.
-    offsets: Tensor
+    offsets: Tensor  # int32 [num_experts + 1]: choices order[offsets[e] : offsets[e + 1]] are expert e's
+    # Where experts are on several ranks, `offsets` are a rank's own, and do not cover all of order: rows of the rest are zeros.
+    is_whole: bool = True
 
     @property
     def top_k(self) -> int:

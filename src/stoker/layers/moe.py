@@ -77,7 +77,7 @@ class MoE:
         routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
         if self._mine is not None:
             # The others' choices stay in the order: their rows are zeros here.
-            routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._mine))
+            routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._mine), is_whole=False)
         out = self.down.down(self._activate(self.up.up(x, routing)), routing)
         if self.shared is not None:
             shared = self.shared.partial(x)

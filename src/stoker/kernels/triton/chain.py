@@ -13,23 +13,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime import driver
+
+from stoker.kernels.triton.device import capability
 
 
 def chained(x: Tensor) -> dict[str, Any]:
     """Launch options for a kernel with a CHAINED parameter, for tensors on x's device."""
-    return {"CHAINED": True, "launch_pdl": True} if not x.is_cpu and _knows_chains(x) else {"CHAINED": False}
-
-
-def _knows_chains(x: Tensor) -> bool:
-    if x.is_cuda:
-        return torch.cuda.get_device_capability(x.device)[0] >= 9
-    return driver.active.get_current_target().arch >= 90  # compiled ahead
+    return {"CHAINED": True, "launch_pdl": True} if capability(x) >= 90 else {"CHAINED": False}
 
 
 @triton.jit

@@ -5,8 +5,19 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from triton.runtime import driver
 
 H200_MULTIPROCESSORS = 132
+
+
+def capability(x: torch.Tensor) -> int:
+    """90 for sm_90: of x's device, or of the one that is compiled for; 0 in the interpreter."""
+    if x.is_cpu:
+        return 0
+    if x.is_cuda:
+        major, minor = torch.cuda.get_device_capability(x.device)
+        return 10 * major + minor
+    return int(driver.active.get_current_target().arch)
 
 
 @cache

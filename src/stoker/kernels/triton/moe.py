@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stoker.kernels.quantized import StoredExperts
 from stoker.kernels.routing import Routing, RoutingParams
+from stoker.kernels.triton import moe_library
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.moe_operands import Operands, dense, quantized
@@ -53,24 +54,27 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     return Routing(weights, order, offsets)
 
 
-def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """See `ops.expert_up`."""
-    return _project(dense(x, weight, False), bias, routing, False, x.dtype, tile)
+def expert_up(x: Tensor, weight: Tensor | StoredExperts, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+    """See `ops.expert_up` and `ops.quant_expert_up`."""
+    if tile is None and moe_library.takes(x, weight, bias, routing):
+        return moe_library.product(x, weight, routing, is_sorted=False)
+    return _project(_operands(x, weight, routing, is_sorted=False), bias, routing, False, x.dtype, tile)
 
 
-def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """See `ops.expert_down`."""
-    return _combine(_project(dense(x, weight, True), bias, routing, True, x.dtype, tile), routing)
+def expert_down(x: Tensor, weight: Tensor | StoredExperts, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+    """See `ops.expert_down` and `ops.quant_expert_down`."""
+    if tile is None and moe_library.takes(x, weight, bias, routing):
+        return _combine(moe_library.product(x, weight, routing, is_sorted=True), routing, moe_library.places(routing))
+    return _combine(_project(_operands(x, weight, routing, is_sorted=True), bias, routing, True, x.dtype, tile), routing)
 
 
-def quant_expert_up(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """See `ops.quant_expert_up`."""
-    return _quantized(x, weight, bias, routing, False, tile)
+quant_expert_up, quant_expert_down = expert_up, expert_down
 
 
-def quant_expert_down(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """See `ops.quant_expert_down`."""
-    return _combine(_quantized(x, weight, bias, routing, True, tile), routing)
+def _operands(x: Tensor, weight: Tensor | StoredExperts, routing: Routing, *, is_sorted: bool) -> Operands:
+    if isinstance(weight, Tensor):
+        return dense(x, weight, is_sorted)
+    return quantized(x, weight, routing, tile_rows(routing.order.shape[0], routing.offsets.shape[0] - 1), is_sorted)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -113,11 +117,6 @@ def _project(given: Operands, bias: Tensor | None, routing: Routing, down: bool,
     return out
 
 
-def _quantized(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
-    tokens = tile_rows(routing.order.shape[0], routing.offsets.shape[0] - 1)
-    return _project(quantized(x, weight, routing, tokens, down), bias, routing, down, x.dtype, tile)
-
-
 def tile_rows(rows: int, experts: int) -> int:
     """Rows of a tile: twice an expert's share when choices spread evenly, lest weights be read again for a few rows more."""
     return min(128, max(8, triton.next_power_of_2(2 * triton.cdiv(rows, experts))))
@@ -147,10 +146,11 @@ def _depth(stored: Stored, most: int) -> int:
     return stored.group if stored.form == "block" else most
 
 
-def _combine(y: Tensor, routing: Routing) -> Tensor:
+def _combine(y: Tensor, routing: Routing, places: Tensor | None = None) -> Tensor:
+    """The sums [T, size] of rows of y, which are choices, or lie at `places` [T × k]."""
     tokens, size = routing.weights.shape[0], y.shape[1]
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     if tokens:
         grid = (tokens, triton.cdiv(size, _BLOCK))
-        combine_kernel[grid](y, routing.weights, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **chained(y))
+        combine_kernel[grid](y, places, routing.weights, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **chained(y))
     return out

@@ -106,8 +106,8 @@ def sort_kernel(ids, order, offsets, count, BLOCK: tl.constexpr, CHAINED: tl.con
 
 
 @triton.jit
-def combine_kernel(y, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    """One program: BLOCK features of a token's weighted sum over its choices, in their order."""
+def combine_kernel(y, places, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    """One program: BLOCK features of a token's weighted sum over its choices, in their order. Rows of y are choices, or at `places`."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(CHAINED)
@@ -115,7 +115,10 @@ def combine_kernel(y, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.constex
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP_K):
         choice = token * TOP_K + i
-        part = tl.load(y + choice * size + cols, mask=cols < size, other=0.0).to(tl.float32)
+        row = choice
+        if places is not None:
+            row = tl.load(places + choice).to(tl.int64)
+        part = tl.load(y + row * size + cols, mask=cols < size, other=0.0).to(tl.float32)
         total += part * tl.load(weights + choice)
     tl.store(out + token * size + cols, total.to(out.dtype.element_ty), mask=cols < size)
 
