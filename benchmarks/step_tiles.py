@@ -106,11 +106,12 @@ class Linear:
 
     def dense_tiles(self) -> Iterator[LinearTile]:
         side = max(16, self.rows)
-        for block_n, block_k, splits, stages in itertools.product((32, 64), (64, 128, 256), (1, 2, 4), (3, 4, 6)):
-            shared = stages * block_k * 2 * (block_n * (2 if self.gated else 1) + side)
+        for block_n, block_k, splits, stages in itertools.product((32, 64, 128), (64, 128, 256), (1, 2, 4), (2, 3, 4, 6)):
+            lines = block_n * (2 if self.gated else 1)
+            shared = stages * block_k * 2 * (lines + side)
             programs = -(-self.n // block_n) * splits
-            if 60_000 <= shared <= 220_000 and 120 <= programs <= 1000 and self.k // (splits * block_k) >= stages:
-                yield LinearTile(block_n, block_k, splits, 4, stages, self.rows <= 16 and not self.fuses_norm)
+            if 40_000 <= shared <= 220_000 and 120 <= programs <= 1000 and self.k // (splits * block_k) >= stages:
+                yield LinearTile(block_n, block_k, splits, 8 if lines > 128 else 4, stages, self.rows <= 16 and not self.fuses_norm)
 
 
 chosen: dict[Key, Tile] = {}  # the tiles on trial

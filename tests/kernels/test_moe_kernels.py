@@ -132,7 +132,7 @@ def test_many_rows_go_through_the_library(activations: str | None, monkeypatch: 
     """The same as tiles give, in the same order; a rank's own experts, biases and few rows stay with the tiles."""
     monkeypatch.setattr(moe_library, "capability", lambda x: 90)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_by_hand)
-    monkeypatch.setattr(moe_library, "LIBRARY_ROWS", 4)
+    monkeypatch.setattr(moe_library, "LIBRARY_ROWS", dict.fromkeys(moe_library.LIBRARY_ROWS, 4))
     experts, top_k, n, k, tokens = 5, 2, 32, 64, 23
     x, routing = torch.randn(tokens, k).bfloat16(), reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
     if activations is None:
@@ -150,5 +150,5 @@ def test_many_rows_go_through_the_library(activations: str | None, monkeypatch: 
     assert not moe_library.takes(x, up, torch.randn(experts, n), routing)
     assert not moe_library.takes(x.float(), up, None, routing)
     assert not moe_library.takes(x, up, None, Routing(routing.weights, routing.order, routing.offsets, is_whole=False))
-    monkeypatch.setattr(moe_library, "LIBRARY_ROWS", 12)
+    monkeypatch.setattr(moe_library, "LIBRARY_ROWS", dict.fromkeys(moe_library.LIBRARY_ROWS, 12))
     assert not moe_library.takes(x, up, None, routing)
