@@ -25,20 +25,20 @@ class LinearTile:
 
 
 # (rows padded to a tile, out_features of one part, in_features, gated) → tile.
-# Measured on one H200 (benchmarks/kernels_linear.py; benchmarks/step_tiles.py for up to 16 rows).
+# Measured on one H200 (benchmarks/kernels_linear.py; benchmarks/step_tiles.py for 16 and for 64 rows).
 TUNED: dict[tuple[int, int, int, bool], LinearTile] = {
     (1, 6144, 4096, False): LinearTile(8, 512, 1, 4, 1),
     (16, 6144, 4096, False): LinearTile(64, 128, 2, 4, 4, False),
     (32, 6144, 4096, False): LinearTile(64, 128, 2, 4, 4, False),
-    (64, 6144, 4096, False): LinearTile(64, 64, 2, 4, 6, False),
+    (64, 6144, 4096, False): LinearTile(64, 128, 2, 4, 3, False),
     (1, 4096, 4096, False): LinearTile(8, 1024, 1, 4, 3),
     (16, 4096, 4096, False): LinearTile(64, 256, 2, 4, 4),
     (32, 4096, 4096, False): LinearTile(64, 128, 2, 4, 6),
     (64, 4096, 4096, False): LinearTile(64, 128, 2, 4, 4),
     (1, 14336, 4096, True): LinearTile(4, 1024, 1, 4, 1),
-    (16, 14336, 4096, True): LinearTile(64, 128, 1, 4, 4, False),
+    (16, 14336, 4096, True): LinearTile(64, 128, 1, 4, 3, False),
     (32, 14336, 4096, True): LinearTile(64, 128, 1, 4, 4, False),
-    (64, 14336, 4096, True): LinearTile(64, 128, 1, 4, 4, False),
+    (64, 14336, 4096, True): LinearTile(64, 64, 1, 4, 3, False),
     (1, 4096, 14336, False): LinearTile(1, 1024, 1, 4, 3),
     (16, 4096, 14336, False): LinearTile(64, 256, 2, 4, 4),
     (32, 4096, 14336, False): LinearTile(64, 128, 2, 4, 6),
