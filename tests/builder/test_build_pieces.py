@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -135,10 +136,10 @@ def test_a_build_that_fails_ends_the_kernels_beside_it(tmp_path: Path, llama: Pa
 def test_an_engine_is_on_the_disk_before_it_appears(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, synced = tmp_path / "engine", []
 
-    def sync(path: Path) -> None:
-        synced.append((path.name, out.exists()))
+    def sync(paths: Iterable[Path]) -> None:
+        synced.extend((path.name, out.exists()) for path in paths)
 
-    monkeypatch.setattr(directory, "_sync", sync)
+    monkeypatch.setattr(directory, "sync", sync)
     build(llama, out, BuildConfig(device="cpu"), verify="none")
     assert {("rank0.safetensors", False), ("config.json", False)} <= set(synced)
     assert synced[-1] == (tmp_path.name, True)

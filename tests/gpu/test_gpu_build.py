@@ -1,11 +1,20 @@
-"""A weight that the device quantizes for a build is the one that a CPU would have made."""
+"""What a build makes on the device is what it would have made on a CPU."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from stoker.base.config import Mapping
+from stoker.builder import build as build_module
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
 from stoker.builder.convert import quantized
+from stoker.engine.reader import rank_file
 from stoker.layers.specs import LinearSpec
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
@@ -13,6 +22,9 @@ from stoker.quant.fp8 import Fp8
 from stoker.quant.int4 import Int4
 from stoker.quant.int8 import Int8
 from stoker.quant.int8_grouped import GroupedInt8
+
+sys.path.append(str(Path(__file__).parents[1] / "parity"))
+from cases import CASES
 
 
 @pytest.mark.parametrize("chosen", [Fp8(), BlockFp8(), Int8(), GroupedInt8(), Int4()], ids=lambda f: type(f).__name__)
@@ -27,3 +39,35 @@ def test_the_device_quantizes_as_a_cpu_does(chosen: Format, experts: int) -> Non
         assert there[suffix].is_cuda and there[suffix].dtype == tensor.dtype
         differs = (there[suffix].cpu().float() != tensor.float()).float().mean()
         assert differs <= (1e-3 if isinstance(chosen, Int4) else 0), suffix  # clips that fit as well as each other are a matter of rounding
+
+
+@pytest.mark.parametrize(
+    ("quantization", "ranks"),
+    [
+        ("NO_QUANT", 1),
+        ("NO_QUANT", 2),
+        ("FP8", 1),
+        ("FP8", 2),
+        ("WEIGHTS_ONLY_INT8", 1),
+        ("WEIGHTS_ONLY_INT8", 2),
+        ("WEIGHTS_ONLY_INT4", 1),
+    ],
+)
+@pytest.mark.parametrize("row", ["LlamaForCausalLM", "MixtralForCausalLM", "DeepseekV2ForCausalLM"])
+def test_a_build_on_the_device_writes_what_one_on_a_cpu_does(
+    row: str, quantization: str, ranks: int, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through pinned memory there and back, cut for ranks on the device."""
+    next(CASES[case]() for case in CASES if case[0] == row).save(tmp_path / "hf")
+    settings = {"FP8": {"compensate": False}, "WEIGHTS_ONLY_INT4": {"clip": False}}.get(quantization, {})
+    asked = BuildConfig(
+        tokenizer=str(tokenizer), device="cuda", dtype="bfloat16", quantization=quantization, quantization_settings=settings,
+        mapping=Mapping(tensor_parallel=ranks), max_perplexity_increase=None if quantization == "NO_QUANT" else 10.0,
+    )  # fmt: skip
+    there = build(tmp_path / "hf", tmp_path / "there", asked, verify="files").path
+    monkeypatch.setattr(build_module, "work_device", lambda prepared: torch.device("cpu"))
+    here = build(tmp_path / "hf", tmp_path / "here", asked, verify="files").path
+    for rank in range(ranks):
+        ours, theirs = (load_file(path / rank_file(rank)) for path in (there, here))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8)) for name, tensor in ours.items() if tensor.dim())

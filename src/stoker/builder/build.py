@@ -27,13 +27,13 @@ from stoker.builder.tokenizer import write_tokenizer
 from stoker.builder.verify import Greedy, verify_files, verify_tokens
 from stoker.engine.cache import cached_engine
 from stoker.engine.config import EngineConfig, rank_metadata
-from stoker.engine.directory import check_free, publish, record, sync_files, workspace, write_config
+from stoker.engine.directory import check_free, publish, record, sync, workspace, write_config
 from stoker.engine.reader import CONFIG, Engine, rank_file
 from stoker.engine.tensor_file import FileRecord, TensorFileWriter, num_bytes
 
 # (what is being done, how much is done, of how much): bytes for what is read and for weights, else steps. Called from several threads.
 Progress = Callable[[str, int, int], None]
-# Compiles the kernels of an engine directory that is otherwise whole, and adds a file with them.
+# Compiles the kernels of the engine whose config.json is in a directory, and adds a file with them.
 CompileKernels = Callable[[Path, Progress], None]
 
 
@@ -51,8 +51,7 @@ def build(
 
     `force` replaces an engine that is there. `verify`: files (re-read what was written), auto (and compare greedy tokens with the
     checkpoint's where that is quick), full (compare always), none. `kernels`: `runtime.ahead.compile_ahead`, where the engine is to
-    bring compiled kernels along. Raises CheckpointError, ConfigError or EngineError; `out` is
-    untouched then.
+    bring compiled kernels along. Raises CheckpointError, ConfigError or EngineError; `out` is untouched then.
     """
     check_choice("verify", verify, VERIFY)
     out = Path(out)
@@ -79,7 +78,7 @@ def build_cached(
 def _carry_out(prepared: Prepared, out: Path, verify: str, progress: Progress, kernels: CompileKernels | None, *, force: bool) -> Engine:
     with workspace(out) as work, ThreadPoolExecutor(1, "disk") as disk, _compiling(prepared, kernels, progress) as compiled:
         written = _write(prepared, work, progress)
-        on_disk = disk.submit(sync_files, work)  # which takes as long as the disk does: what is left to do needs no disk
+        on_disk = disk.submit(sync, [work / name for name in written.files])  # as long as the disk takes; what is left to do needs no disk
         checks = _check(prepared, work, verify, progress) if verify != "none" else {}
         for file in compiled():
             shutil.move(file, work / file.name)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stoker.base.errors import EngineError
@@ -53,8 +53,7 @@ def leftovers(out: Path) -> list[Path]:
 
 def publish(work: Path, out: Path) -> None:
     """Put the finished directory in its place; an engine that is there goes only when the new one is whole, and on the disk."""
-    sync_files(work)
-    _sync(work)
+    sync([*work.iterdir(), work])
     if out.exists():
         old = work.with_name(work.name + _OLD)
         out.rename(old)
@@ -62,14 +61,17 @@ def publish(work: Path, out: Path) -> None:
         shutil.rmtree(old)
     else:
         work.rename(out)
-    _sync(out.parent)
+    sync([out.parent])
 
 
-def sync_files(directory: Path) -> None:
-    """Wait until the contents of its files are on the disk."""
-    for file in directory.iterdir():
-        if file.is_file():
-            _sync(file)
+def sync(paths: Iterable[Path]) -> None:
+    """Wait until the contents of files, and the names in directories, are on the disk."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def write_config(directory: Path, config: EngineConfig) -> None:
@@ -99,12 +101,3 @@ def _start_of(pid: str) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return None
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's contents, or the names in a directory, are on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -44,7 +44,7 @@ def grid(low: Tensor, high: Tensor, zero: Zero, dtype: torch.dtype) -> tuple[Ten
     tiny = torch.finfo(dtype).smallest_normal
     # Symmetric codes run from 1 to 15 around 8, so that both extremes are reached.
     steps = 14 if zero == "none" else 15
-    scale = ((high - low) / steps).clamp(min=tiny).to(dtype).float()
+    scale = ((high - low) * (1 / steps)).clamp(min=tiny).to(dtype).float()  # a factor, see FP8_UNIT
     if zero == "none":
         return scale, torch.full_like(scale, 8.0)
     if zero == "int":
