@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from stoker.builder import build as build_module
 from stoker.builder import convert, fingerprint
 from stoker.builder.build import Progress, build
 from stoker.builder.config import BuildConfig
+from stoker.builder.prepare import prepare
 from stoker.engine import directory
 from stoker.engine.reader import Engine
 from stoker.engine.tensor_file import TensorFileWriter
+from stoker.layers.decoder import declare
 from stoker.layers.specs import LinearSpec
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.dense import Dense
@@ -46,6 +49,26 @@ def test_rows_at_a_time(chosen: Format, experts: int, piece: int, monkeypatch: p
     assert got.keys() == whole.keys()
     for suffix, tensor in whole.items():
         assert got[suffix].dtype == tensor.dtype and torch.equal(got[suffix].float(), tensor.float()), suffix
+
+
+def test_what_a_device_has_no_room_for_is_made_on_the_cpu(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(llama, BuildConfig(device="cpu", quantization="WEIGHTS_ONLY_INT8"))
+    config, spec = prepared.config, declare(prepared.config.model)["layers.0.mlp.up"]
+    real = convert.make
+
+    def full(*args: Any) -> torch.Tensor:
+        if args[-1].type != "cpu":
+            raise torch.OutOfMemoryError
+        return real(*args)
+
+    def made(device: str) -> dict[str, torch.Tensor]:
+        given = prepared.makings, prepared.checkpoint.weights, config.model, config.recipe, torch.float32, None, torch.device(device)
+        return dict(convert.convert(spec, *given))
+
+    monkeypatch.setattr(convert, "make", full)
+    here, there = made("cpu"), made("cuda")
+    assert here.keys() == there.keys() == {"layers.0.mlp.up.weight", "layers.0.mlp.up.scale"}
+    assert all(torch.equal(tensor, there[name]) for name, tensor in here.items())
 
 
 def test_what_a_thread_cannot_write_is_raised(tmp_path: Path) -> None:

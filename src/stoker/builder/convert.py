@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
+from stoker.base.logging import get_logger
 from stoker.builder.kept import keepable, take
 from stoker.builder.names import Making, combine
 from stoker.builder.weights import Weights
@@ -22,6 +23,8 @@ from stoker.quant.recipe import AS_STORED, Recipe
 PIECE_VALUES = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 CPU = torch.device("cpu")
+
+log = get_logger(__name__)
 
 # (shape, dtype) of stored tensors by engine name, in file order.
 Layouts = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -54,7 +57,7 @@ def convert(
 ) -> Iterator[tuple[str, Tensor]]:
     """The stored tensors of one spec, whole, in the order of `stored_tensors`; `calibrated` may have them ready.
 
-    They are made on `device`, and stay there.
+    They are made on `device`, and stay there; those that it has no room for are the CPU's.
     """
     if calibrated is not None and spec.name in calibrated:
         yield from ((name, calibrated[name]) for name in stored_tensors(spec, recipe, dtype))
@@ -80,7 +83,14 @@ def _linear(
         for suffix, tensor in stored.items():
             _check_taken(f"{spec.name}.{suffix}", tensor, weights.locate(makings[f"{spec.name}.weight"].sources[0][0]))
     else:
-        stored = quantized(chosen, make(makings[f"{spec.name}.weight"], weights, config, dtype, device), spec)
+        making = makings[f"{spec.name}.weight"]
+        try:
+            stored = quantized(chosen, make(making, weights, config, dtype, device), spec)
+        except torch.OutOfMemoryError:
+            if device == CPU:
+                raise
+            log.info("%s is made on the CPU: %s has no room for it", spec.name, device)
+            stored = quantized(chosen, make(making, weights, config, dtype, CPU), spec)
     for suffix in chosen.layout(spec, dtype):
         yield f"{spec.name}.{suffix}", stored.pop(suffix)
     if spec.bias:
