@@ -56,7 +56,6 @@ class Elsewhere(torch.Tensor):
 
 def test_a_device_s_tensors_come_over_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More pieces than buffers, beside tensors that are here; memory that is pinned elsewhere is plain here."""
-    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 64)
     real, made = torch.empty, []
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -65,7 +64,8 @@ def test_a_device_s_tensors_come_over_in_pieces(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(torch, "empty", empty)
     whole = {"a": torch.randn(100, 33), "b": torch.randn(7), "c": torch.arange(1000).to(torch.int8), "d": torch.randn(3, 5).t()}
-    with TensorFileWriter(tmp_path / "f", {n: (tuple(t.shape), t.dtype) for n, t in whole.items()}) as writer:
+    layouts = {n: (tuple(t.shape), t.dtype) for n, t in whole.items()}
+    with TensorFileWriter(tmp_path / "f", layouts, pinned_bytes=64 * tensor_file.MOST_PIECES) as writer:
         for name, tensor in whole.items():
             writer.write(name, tensor if name == "b" else tensor.as_subclass(Elsewhere))
         record = writer.finish()

@@ -29,7 +29,7 @@ from stoker.engine.cache import cached_engine
 from stoker.engine.config import EngineConfig, rank_metadata
 from stoker.engine.directory import check_free, publish, record, sync, workspace, write_config
 from stoker.engine.reader import CONFIG, Engine, rank_file
-from stoker.engine.tensor_file import FileRecord, TensorFileWriter, num_bytes
+from stoker.engine.tensor_file import PINNED_BYTES, FileRecord, TensorFileWriter, num_bytes
 
 # (what is being done, how much is done, of how much): bytes for what is read and for weights, else steps. Called from several threads.
 Progress = Callable[[str, int, int], None]
@@ -157,7 +157,9 @@ def _write_weights(prepared: Prepared, work: Path, progress: Progress) -> dict[s
     total, done = sum(num_bytes(part.shape, part.dtype) for s in specs for part in stored_tensors(s, config.recipe, dtype).values()), 0
     with ExitStack() as stack:
         writers = {
-            file: stack.enter_context(TensorFileWriter(work / file, share.layouts(), rank_metadata(config, rank)))
+            file: stack.enter_context(
+                TensorFileWriter(work / file, share.layouts(), rank_metadata(config, rank), PINNED_BYTES // len(shares))
+            )
             for rank, (file, share) in enumerate(shares.items())
         }
         for spec in specs:

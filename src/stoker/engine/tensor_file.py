@@ -23,7 +23,7 @@ from torch import Tensor
 from stoker.base.errors import StokerError
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-PIECE_BYTES, MOST_PIECES = 32 << 20, 8  # of tensors on their way from a device to the file
+PINNED_BYTES, MOST_PIECES = 256 << 20, 8  # of tensors on their way from a device to files
 ALIGNMENT = 64  # the first tensor's offset, so that rows of whole cache lines stay aligned when the file is mapped
 
 DTYPES: dict[str, torch.dtype] = {
@@ -134,13 +134,15 @@ class TensorFileWriter:
     """Writes a safetensors file whose layout is known before its contents: tensors go out in the order of `layouts`, hashed on the way.
 
     One thread writes and one hashes what the caller made, while the caller makes what follows; what goes wrong there is raised by a later
-    call. A tensor of a device comes over in pieces, through pinned memory.
+    call. A tensor of a device comes over in pieces, through pinned memory of `pinned_bytes`.
     """
 
     def __init__(
-        self, path: Path, layouts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str] | None = None
-    ) -> None:
+        self, path: Path, layouts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str] | None = None,
+        pinned_bytes: int = PINNED_BYTES,
+    ) -> None:  # fmt: skip
         self._layouts = dict(layouts)
+        self._piece_bytes = max(pinned_bytes // MOST_PIECES, 1)
         self._pending = list(self._layouts)[::-1]
         self._file = path.open("xb")
         self._hash = hashlib.sha256()
@@ -161,7 +163,7 @@ class TensorFileWriter:
             self._wait(0)  # so that two tensors are in memory at most
             self._emit(as_bytes(tensor.contiguous()))
         else:
-            for part in tensor.contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
+            for part in tensor.contiguous().view(-1).view(torch.uint8).split(self._piece_bytes):
                 self._emit(as_bytes(self._brought(part)))
 
     def __enter__(self) -> TensorFileWriter:
@@ -184,7 +186,7 @@ class TensorFileWriter:
         """A device's bytes in the buffer whose last piece is written by now."""
         self._wait(MOST_PIECES - 1)
         is_new = len(self._buffers) < MOST_PIECES
-        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) if is_new else self._buffers.popleft()
+        buffer = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=True) if is_new else self._buffers.popleft()
         self._buffers.append(buffer)
         return buffer[: part.numel()].copy_(part)
 
