@@ -13,9 +13,9 @@ _HEAD = """# Architectures
 Made from the table in `src/stoker/models/` by `python scripts/architectures.py`; a test compares it. `architectures` of config.json
 decides which row reads a checkpoint, or `model_type` where that is absent. The proof of each row is a tiny random checkpoint in its own
 layout, built and run in float32: all logits within 2e-4 of the oracle's and 64 greedy tokens equal, prefilled in chunks, in a crowd,
-after a preemption and on top of shared blocks (`tests/parity/`). On a GPU the same checkpoints run in float32, bfloat16, INT8 and FP8, by hand
-and through captured steps (`tests/gpu/test_gpu_architectures.py`; all did, on an H200, but InternLM 3, whose oracle that machine
-lacked).
+after a preemption and on top of shared blocks (`tests/parity/`). On a GPU the same checkpoints run in float32, bfloat16, INT8 and FP8,
+by hand and through captured steps (`tests/gpu/test_gpu_architectures.py`); all did on an H200 but InternLM 3, whose oracle that machine
+lacked.
 
 Each architecture can be built with every quantization: formats own linears, and all rows are made of the same ones. They are
 {recipes}.
