@@ -289,9 +289,8 @@ def test_int4_tiles(zero: str) -> None:
     assert relative_error(quant_linear.plain_rows(x, stored, bias, around, QuantTile(32, 128)), want) < 1e-2
 
 
-@pytest.mark.parametrize(("m", "group"), [(9, 32), (33, 32), (17, 64), (35, 128)])
+@pytest.mark.parametrize(("m", "group", "parts"), [(9, 32, "ng"), (33, 32, "br"), (17, 64, "br"), (35, 128, "ng")])
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
-@pytest.mark.parametrize("parts", ["br", "ng"])
 def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: int, group: int) -> None:
     x, bias, around, rows = problem(m, 72, 648, torch.bfloat16, parts)
     assert not quant_tuning.digits_pay(m, group)
@@ -330,9 +329,13 @@ def streamed(x: Tensor, form: str, stored: Stored, bias: Tensor | None, around: 
 
 
 @pytest.mark.parametrize(
-    ("zero", "group", "k"), [("none", 64, 648), ("int", 64, 648), ("float", 128, 648), ("int", 128, 648), ("int", 32, 640)]
-)
-@pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (5, "br"), (9, "lgr")])
+    ("m", "parts", "zero", "group", "k"),
+    [
+        *((1, "nbgr", *grid) for grid in (("none", 64, 648), ("int", 64, 648), ("float", 128, 648), ("int", 128, 648), ("int", 32, 640))),
+        (5, "br", "none", 64, 648), (5, "br", "float", 128, 648), (5, "br", "int", 32, 640),
+        (9, "lgr", "int", 64, 648), (9, "lgr", "int", 128, 648),
+    ],
+)  # fmt: skip
 def test_streamed_int4(m: int, parts: str, zero: str, group: int, k: int) -> None:
     x, bias, around, rows = problem(m, 40, k, torch.float32, parts)
     weight = int4_weight(rows, k, group, zero)
