@@ -44,12 +44,12 @@ class Digest:
         seen = f"{file.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns} {PIECE_BYTES}"
         self.file = file
         self._note = env.cache_dir() / "digests" / hashlib.sha256(seen.encode()).hexdigest()
-        self._known = self._note.read_text() if self._note.is_file() else ""
-        starts = () if len(self._known) == 64 else range(0, status.st_size, PIECE_BYTES)
-        self.pieces = [pool.submit(_piece, file, start) for start in starts]
+        known = self._note.read_text() if self._note.is_file() else ""
+        self._known = known if len(known) == 64 else ""  # else the note is not whole
+        self.pieces = [] if self._known else [pool.submit(_piece, file, start) for start in range(0, status.st_size, PIECE_BYTES)]
 
     def read(self) -> str:
-        if len(self._known) != 64:
+        if not self._known:
             self._known = hashlib.sha256(b"".join(piece.result() for piece in self.pieces)).hexdigest()
             _remember(self._note, self._known)
         return self._known
