@@ -220,6 +220,13 @@ def line(form: str, what: str, rows: int, us: float, num_bytes: float, error: fl
     return report({"form": form, "what": what, "rows": rows, "us": us, "tb_s": rate, "share": share, "error": error, "note": note + wrong})
 
 
+def time_if_it_fits(work: Callable[[], object]) -> float:
+    try:
+        return time_graph(work)
+    except OutOfResources:  # of shared memory, which a rule of candidates cannot foresee exactly
+        return math.inf
+
+
 def measure(case: Case) -> dict[str, object]:
     copies = max(2, ROTATED_BYTES // case.num_bytes + 1)
     x, fusion = make("cuda", case.rows, case.k), case.fusion("cuda")
@@ -227,10 +234,7 @@ def measure(case: Case) -> dict[str, object]:
     weights = [first, *(replace(first, weight=first.weight.clone(), scale=first.scale.clone()) for _ in range(copies - 1))]  # type: ignore[union-attr]
 
     def timed(tile: QuantTile | None) -> float:
-        try:
-            return time_graph(lambda: [case.run(x, stored, fusion, tile) for stored in weights]) / copies
-        except OutOfResources:  # of shared memory, which a rule of candidates cannot foresee exactly
-            return math.inf
+        return time_if_it_fits(lambda: [case.run(x, stored, fusion, tile) for stored in weights]) / copies
 
     times = {tile: timed(tile) for tile in candidates(case)}
     default = timed(None)
@@ -371,13 +375,6 @@ def compile_experts(job: tuple[str, str, int]) -> str | None:
     except Exception as problem:
         return f"{job}: {problem!r:.300}"
     return None
-
-
-def time_if_it_fits(work: Callable[[], object]) -> float:
-    try:
-        return time_graph(work)
-    except OutOfResources:  # a tile with more shared memory than a multiprocessor has
-        return math.inf
 
 
 def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, object]]:

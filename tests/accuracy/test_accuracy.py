@@ -114,7 +114,9 @@ def subject(smollm2_engine: Path) -> Subject:
         (Int8(), None, 0.015),
         (Dense(), "int8", 0.015),
         (Dense(), "float8_e4m3fn", 0.015),
-        (Fp8(compensate=True), None, 0.04),  # 0.014 on 9,828 tokens; here 0.02 or 0.035 by one bit of the scales
+        # 0.016 as promised, on 24,268 tokens of prose. On this text 0.024 on 3,072 tokens, and on 766 from 0.020 to 0.035, by the number of
+        # threads or a last bit of the scales.
+        (Fp8(compensate=True), None, 0.04),
         (SmoothQuant(), None, 0.03),
         (SmoothQuant(per_token=False), None, 0.08),
     ],

@@ -16,13 +16,12 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "parity"))
-from cases import CASES
+from cases import CASES, FIRST
 from harness import Harness, alone, crowded
 from oracles import Reference
 from test_parity import close, prompts, served
 
 CUDA = torch.device("cuda")
-FIRST = {row: (row, what) for row, what in reversed(CASES)}  # one case a row
 # Relative error of all logits: random weights of width 48, and most where a rounded score sends a token to another expert.
 TOLERANCE = {None: 0.15, "WEIGHTS_ONLY_INT8": 0.2, "FP8": 0.4}  # measured, on an H200: 0.11, under 0.2, 0.31
 

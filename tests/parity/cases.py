@@ -457,3 +457,5 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         rope_parameters=YARN | {"truncate": False},
     ),
 }
+
+FIRST = {row: (row, what) for row, what in reversed(CASES)}  # one case a row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases import CASES
+from cases import CASES, FIRST
 from harness import Harness, alone
 from test_parity import prompts
 
@@ -13,7 +13,6 @@ from stoker.base.config import Limits
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 
-FIRST = {row: (row, what) for row, what in reversed(CASES)}  # one case a row
 # Relative error of all logits. Random weights of width 48: 0.01 to 0.03, and 0.11 where a rounded score sends a token to another expert.
 TOLERANCE = 0.15
 

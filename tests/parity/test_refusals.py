@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, FIRST
 from safetensors.torch import load_file, save_file
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import prepare
 from stoker.models import ARCHITECTURES
-
-FIRST = {row: (row, what) for row, what in reversed(CASES)}  # one case a row
 
 
 @pytest.mark.parametrize("row", FIRST)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 from drive import Driven, plain_decode, request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,19 +61,15 @@ def test_a_steps_tokens_sit_where_each_prefix_says(rows: list[tuple[int, int, in
 
 
 @pytest.fixture(scope="session")
-def prefix_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prefix_engine(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     sys.path.insert(0, str(Path(__file__).parent.parent / "parity"))
     from cases import CASES
 
     folder = tmp_path_factory.mktemp("prefix")
     reference = CASES["ChatGLM1Model", "plain"]()
     reference.save(folder / "hf")
-    (folder / "tokenizer").mkdir()
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
-    words.save(str(folder / "tokenizer" / "tokenizer.json"))
-    (folder / "tokenizer" / "tokenizer_config.json").write_text("{}")
     limits = Limits(max_input_len=60, max_output_len=60, max_num_tokens=40, max_batch_size=4, tokens_per_block=16)
-    config = BuildConfig(tokenizer=str(folder / "tokenizer"), device="cpu", dtype="float32", limits=limits)
+    config = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=limits)
     return build(folder / "hf", folder / "engine", config, verify="none").path
 
 

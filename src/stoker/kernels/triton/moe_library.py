@@ -34,13 +34,14 @@ def product(x: Tensor, weight: Tensor | StoredExperts, routing: Routing, *, is_s
 
     x bfloat16 has a row a choice in that order with `is_sorted`, else a row a token.
     """
-    tokens, ends = torch.div(routing.order, routing.top_k, rounding_mode="floor"), routing.offsets[1:]
+    ends = routing.offsets[1:]
+    tokens = None if is_sorted else torch.div(routing.order, routing.top_k, rounding_mode="floor")
     if isinstance(weight, Tensor):
-        return torch._grouped_mm(x if is_sorted else x.index_select(0, tokens), weight.transpose(-2, -1), offs=ends)
+        return torch._grouped_mm(x if tokens is None else x.index_select(0, tokens), weight.transpose(-2, -1), offs=ends)
     assert isinstance(weight, ExpertWeights)
     made = encode_rows(x, "fp8", x.shape[1], input_scale=weight.input_scale if weight.activations == "static" else None)
     codes, scale = made.codes, made.scale
-    if not is_sorted:
+    if tokens is not None:
         codes = codes.view(torch.uint8).index_select(0, tokens).view(codes.dtype)
         scale = scale.index_select(0, tokens)
     columns = weight.weight.transpose(-2, -1)
