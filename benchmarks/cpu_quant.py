@@ -98,7 +98,7 @@ def main() -> None:
     }
     measures = {"one_stream": one_stream, "streams": streams, "prefill": prefill}
     with ExitStack() as stack:
-        loaded = {name: stack.enter_context(LLM(path, kv_cache_tokens=4096)) for name, path in engines.items()}
+        loaded = {name: stack.enter_context(LLM(path, kv_cache_tokens=4096, num_threads=args.threads)) for name, path in engines.items()}
         for turn in range(args.turns + 1):
             for name, llm in loaded.items():
                 for measure, work in measures.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.inbox import Inboxes
-from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts
+from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts, RowWeight, Tail, TailLinear
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import (
@@ -30,6 +31,7 @@ from stoker.kernels.triton import (
     quant_int8,
     rope,
     sampling,
+    tail,
 )
 from stoker.kernels.triton.attention_tuning import Tile
 from stoker.kernels.triton.compile import compile_for, compiling, resources
@@ -152,7 +154,35 @@ DEEPSEEK_ROUTING = RoutingParams(8, "sigmoid", num_groups=8, top_groups=4, group
 LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
 EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=FP32), "sinks": meta(32, dtype=FP32)}
 
+
+def tail_of(
+    form: str, zero: str = "none", *, last: bool = False, biased: bool = False, sizes: tuple[int, ...] = (4096, 4096, 14336, 6144)
+) -> None:  # fmt: skip
+    """A layer's tail for one token, by default of Llama-3.1-8B; sizes: heads' features, hidden, the MLP's, qkv."""
+    heads, hidden, size, qkv = sizes
+    norm = Fusion("rms", meta(hidden), None, 1e-5)
+
+    def linear_of(n: int, k: int, fusion: Fusion) -> TailLinear:
+        bias = meta(n) if biased else None
+        if form == "int4":
+            grid = meta(2 * -(-k // 256), n, dtype=torch.float16 if not last else BF16)
+            zeros = {"none": None, "int": meta(*grid.shape, dtype=torch.uint8), "float": grid}[zero]
+            weight = RowWeight("int4", meta(n, -(-k // 256) * 128, dtype=torch.uint8), grid, bias, zeros, zero)
+        else:
+            weight = RowWeight(form, meta(n, k, dtype=FP8 if form == "fp8" else torch.int8), meta(n, dtype=FP32), bias)
+        return TailLinear(lambda x, fusion: x, weight, fusion)
+
+    up = linear_of(2 * size, hidden, dataclasses.replace(norm, gate="gelu" if last else "silu"))
+    made = Tail(linear_of(hidden, heads, PLAIN), up, linear_of(hidden, size, PLAIN), None if last else linear_of(qkv, hidden, norm))
+    assert tail.takes_tail(made)
+    tail.tail(meta(1, heads), meta(1, hidden), made)
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
+    "tail fp8": lambda: tail_of("fp8"),
+    "tail int8 70B, last, with biases": lambda: tail_of("bytes", last=True, biased=True, sizes=(8192, 8192, 28672, 10240)),
+    "tail int4": lambda: tail_of("int4", "int"),
+    "tail int4, of one block": lambda: tail_of("int4", "float", last=True, sizes=(256, 256, 768, 512)),
     "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),
     "norm of heads": lambda: norm.norm(meta(64, 32, 128), meta(128), None, 1e-5, "rms"),
     "norm wide": lambda: norm.norm(meta(8, 16384), meta(16384), meta(16384), 1e-5, "layer"),
@@ -269,7 +299,9 @@ def main() -> None:
             launch()
         taken = [dataclasses.asdict(resources(kernel)) for kernel in kernels]
         ptx = kernels[-1].asm["ptx"]
-        print(json.dumps({"launch": name, "kernels": taken, "wgmma": "wgmma.mma_async" in ptx}), flush=True)
+        scratch = [int(offset) for offset in re.findall(r"global_smem\+(\d+)", ptx)]
+        found = {"launch": name, "kernels": taken, "wgmma": "wgmma.mma_async" in ptx, "scratch": min(scratch, default=None)}
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ BOUNDS = {
     "decode fp8 512": (224, 0),  # nine programs of one warp
     "decode int8": (144, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
     "decode latent": (192, 32),
-    "prefill 256 wide": (255, 32), "prefill latent": (255, 128),
+    "prefill latent": (255, 72),  # 0 or 68 by the machine that compiles: the same assembler orders it otherwise on another processor
+    # what is left is for the attention before, which runs while a tail's rings fill
+    "tail fp8": (168, 0), "tail int8 70B, last, with biases": (168, 8), "tail int4": (168, 0), "tail int4, of one block": (168, 0),
 }  # fmt: skip
 
 
@@ -53,6 +55,7 @@ GROUPS = [
     ("quant int8", "quant w8a8", "experts torch.b"),
     ("quant int4", "experts torch.f", "experts torch.i"),
     ("experts int4", "experts int8", "experts block"),
+    ("tail",),
 ]
 
 
@@ -66,6 +69,8 @@ def test_fits_sm_90(group: tuple[str, ...]) -> None:
             assert kernel["registers"] <= registers, (name, kernel)
             assert kernel["spill_bytes"] <= spill, (name, kernel)
             assert kernel["shared_bytes"] <= SHARED_LIMIT, (name, kernel)
+        if name.startswith("tail"):  # its PTX counts on it: what it keeps begins where shared memory does, and Triton's own comes after
+            assert launch["scratch"] is not None and launch["scratch"] >= launch["kernels"][0]["shared_bytes"] // 1024 * 1024
         # 128 tokens are too few tiles of 64 rows: tiles of 16 fill the device and take 6 µs instead of 15, without wgmma.
         if name.startswith("prefill") and name not in ("prefill fp32", "prefill 128 tokens"):
             assert launch["wgmma"], f"{name} runs on the slower matrix path"

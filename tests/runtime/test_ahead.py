@@ -19,7 +19,7 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
 from stoker.kernels.triton import cache
-from stoker.kernels.triton.ahead import Job
+from stoker.kernels.triton.ahead import Job, compile_jobs
 from stoker.kernels.triton.launchers import Launch
 from stoker.runtime import ahead
 from stoker.runtime.ahead import compile_ahead, launches
@@ -134,6 +134,19 @@ def test_steps_of_quantized_experts_read_nothing_back(
     grouped = [kernel for kernel in found if kernel["EXPERTS"] == experts]
     assert grouped and {kernel["FORM"] for kernel in grouped} == {form}
     assert {kernel["SCATTER"] for kernel in grouped} == {True, False}
+
+
+def test_a_tail_is_compiled_where_its_launch_looks(tmp_path: Path) -> None:
+    """It is written in Gluon, which Triton compiles from another kind of source."""
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}))
+    config = BuildConfig(
+        device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS, quantization="WEIGHTS_ONLY_INT8"
+    )
+    engine = build(tmp_path, tmp_path / "engine", config, verify="none")
+    tails = [job for job in launches(engine.path, 90) if job.name == "tail_kernel"]
+    assert len(tails) == 1
+    compile_jobs(tails, tmp_path / "cache", 90, 1)
+    assert tails[0].is_cached(tmp_path / "cache")
 
 
 def archive(path: Path, **files: bytes) -> Path:

@@ -33,6 +33,11 @@ def kernel_cache() -> Path:
     return Path(text("TRITON_CACHE_DIR") or cache_dir() / "kernels")
 
 
+def native() -> bool:
+    """STOKER_NATIVE: whether the CPU's kernels in C are compiled and used. 0 leaves all to PyTorch."""
+    return flag("STOKER_NATIVE", True)
+
+
 def log_level() -> str:
     """STOKER_LOG: debug, info, warning or error."""
     return text("STOKER_LOG", "info").upper()

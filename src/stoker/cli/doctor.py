@@ -51,7 +51,8 @@ def doctor(
       stoker doctor --json
     """
     checks: list[Callable[[], Finding]] = [
-        _python, _torch, _gpu, _triton, _processor, _memory, _cache, _port, *(_package(name) for name in OPTIONAL if name != "triton"),
+        _python, _torch, _gpu, _triton, _processor, _native, _memory, _cache, _port,
+        *(_package(name) for name in OPTIONAL if name != "triton"),
     ]  # fmt: skip
     findings = [check() for check in checks]
     if not offline:
@@ -135,6 +136,18 @@ def _processor() -> Finding:
     says = f"{cpu_name()}, {len(cores())} cores; {', '.join(known) or 'no vector extensions that are known'}"
     slow = "" if "BF16" in known or "AMX" in known else "; bfloat16 is slow here, build with --dtype float32"
     return Finding("ok", "processor", says + slow)
+
+
+def _native() -> Finding:
+    """Compiles the kernels, if they were not yet."""
+    if _imported("torch") is None:
+        return Finding("note", "CPU kernels", "unknown without torch")
+    from stoker.kernels.native.library import kernels
+
+    found = kernels()
+    if isinstance(found, str):
+        return Finding("note", "CPU kernels", f"PyTorch's, since those in C are not used: {found}")
+    return Finding("ok", "CPU kernels", "in C, compiled for this processor")
 
 
 def _memory() -> Finding:

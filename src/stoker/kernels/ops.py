@@ -1,12 +1,14 @@
 """The one place where a device is looked at: each op runs its Triton launcher on CUDA tensors, its reference elsewhere.
 
 Every op is a quartet: the name here, a launcher and a kernel in `triton/`, and a plain-torch `reference/` with the same
-file name and signature, which is the CPU path and the test oracle.
+file name and signature, which is the CPU path and the test oracle. For steps of few rows some have a C kernel too, in `native/`,
+which runs on the CPU where there is a compiler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.group import Group
-from stoker.kernels.quantized import Int4Weight, StoredExperts
+from stoker.kernels.quantized import Int4Weight, RowWeight, StoredExperts, Tail
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import all_reduce as all_reduce_ref
 from stoker.kernels.reference import attention as attention_ref
@@ -27,6 +29,7 @@ from stoker.kernels.reference import quant_int4 as int4_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
+from stoker.kernels.reference import tail as tail_ref
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion
 
@@ -52,11 +55,12 @@ def use_launchers() -> None:
         rope,
         sampling,
     )
+    from stoker.kernels.triton import tail as tail_launcher
 
     _GPU.update({
         activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
         moe_ref: moe, norm_ref: norm, fp8_ref: quant_fp8, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope,
-        sampling_ref: sampling,
+        sampling_ref: sampling, tail_ref: tail_launcher,
     })  # fmt: skip
 
 
@@ -64,8 +68,18 @@ if torch.cuda.is_available():
     use_launchers()
 
 
+@cache
+def _cpu() -> dict[ModuleType, ModuleType]:
+    """The launchers of C kernels; they are compiled by the first op of a CPU, if they were not yet."""
+    from stoker.kernels.native import attention, library, linear, quant_int4, quant_int8, rope
+
+    if isinstance(library.kernels(), str):
+        return {}
+    return {attention_ref: attention, linear_ref: linear, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope}
+
+
 def _pick(x: Tensor, reference: ModuleType) -> ModuleType:
-    return reference if x.is_cpu else _GPU.get(reference, reference)
+    return (_cpu() if x.is_cpu else _GPU).get(reference, reference)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
@@ -168,6 +182,11 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
     return _pick(x, int4_ref).int4_linear(x, weight, bias, fusion)
 
 
+def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight | None:
+    """A packed weight [N, K / 2] for `tail`, where its device's packing and its groups are such."""
+    return _pick(weight.codes, int4_ref).int4_row_weight(weight, bias)
+
+
 def prepare_fp8(weight: Tensor) -> Tensor:
     """The weight as its device's `fp8_linear` reads it: as stored, or widened where there is no e4m3 arithmetic. Called once, at load."""
     return _pick(weight, fp8_ref).prepare_fp8(weight)
@@ -203,6 +222,21 @@ def block_fp8_linear(
     Activations are rounded to e4m3 with a scale for every `columns` neighbours of a row (arXiv 2412.19437, section 3.3.2).
     """
     return _pick(x, fp8_ref).block_fp8_linear(x, weight, scale, block, bias, fusion)
+
+
+def takes_tail(parts: Tail) -> bool:
+    """Whether `tail` of these weights, on their device, is one launch."""
+    weight = parts.out.weight
+    return weight is not None and _pick(weight.weight, tail_ref).takes_tail(parts)
+
+
+def tail(x: Tensor, stream: Tensor, parts: Tail) -> tuple[Tensor, Tensor | None]:
+    """(the stream after a layer, the next layer's qkv) of one token: what attention gave, x [1, K], and the stream before it [1, hidden].
+
+    stream + out(x), then + down(up(it, normed)), and qkv of that, normed: None after the last layer. A GPU kernel does all four
+    products in one launch, where `takes_tail`.
+    """
+    return _pick(x, tail_ref).tail(x, stream, parts)
 
 
 def rope_store(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from stoker.kernels.types import Fusion
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,39 @@ class Int8Experts:
 
 
 StoredExperts = ExpertWeights | Int4Experts | Int8Experts | BlockExperts
+
+
+@dataclass(frozen=True, slots=True)
+class RowWeight:
+    """A weight as one row of activations meets it in a kernel of several linears. `form`: fp8 (activations by the row's own scale), bytes
+    (int8), int4 (paired groups of 128, with `scale` and `zero` [groups, n])."""
+
+    form: str
+    weight: Tensor  # [n, bytes]
+    scale: Tensor
+    bias: Tensor | None
+    zero: Tensor | None = None
+    zero_kind: str = "none"  # none, int, float
+
+
+@dataclass(frozen=True, slots=True)
+class TailLinear:
+    """One linear of a `Tail`: by itself, as a weight (None: no kernel of several linears takes it), and what is fused into it."""
+
+    alone: Callable[[Tensor, Fusion], Tensor]
+    weight: RowWeight | None
+    fusion: Fusion
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What follows attention in a layer, up to the next layer's queries, keys and values (None after the last layer)."""
+
+    out: TailLinear  # + the stream
+    up: TailLinear  # of the stream, normed; gated
+    down: TailLinear  # + the stream
+    qkv: TailLinear | None  # of the stream, normed
+
+    @property
+    def linears(self) -> tuple[TailLinear, ...]:
+        return (self.out, self.up, self.down) if self.qkv is None else (self.out, self.up, self.down, self.qkv)

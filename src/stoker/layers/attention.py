@@ -79,13 +79,13 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """attention(norm(x)) + residual."""
-        return joined(self.out, self._mixed(x, batch, cache, norm), self.group, residual)
+        qkv = self.qkv(x, PLAIN if norm is None else norm.fusion)
+        return joined(self.out, self.mixed(qkv, batch, cache), self.group, residual)
 
-    def _mixed(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None) -> Tensor:
-        """What this rank's heads see, [T, heads × head_size]."""
+    def mixed(self, qkv: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """What this rank's heads see, [T, heads × head_size], of their queries, keys and values."""
         config = self.config
         size = self.head_size
-        qkv = self.qkv(x, PLAIN if norm is None else norm.fusion)
         if config.clip_qkv is not None:
             qkv = qkv.clamp(-config.clip_qkv, config.clip_qkv)
         heads = qkv.view(qkv.shape[0], -1, size)

@@ -15,6 +15,7 @@ from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import num_local_kv_heads
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
+from stoker.layers.tail import Tails
 from stoker.layers.vocabulary import Embedding, Head
 
 
@@ -135,6 +136,7 @@ class Decoder:
         self.embed_norm = Norm(normed, loader, "embed_norm", config.embed_size or hidden) if normed else None
         tables, mine = RopeTables(num_positions, loader.device), stage.layers(config.num_layers)
         self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in mine]
+        self.tails = Tails.of(self.layers)
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         quantized = loader.recipe.kv_cache is not None
         self._kv_scales = [loader.load(kv_scale_specs(config, i)) for i in mine] if quantized else []
@@ -152,8 +154,11 @@ class Decoder:
         stage = self.stage
         shape = (batch.num_tokens, self.config.hidden_size)
         x = self.begin(batch) if stage.is_first else stage.receive(shape, self.dtype, self.device)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, batch, cache)
+        if self.tails is not None and batch.num_tokens == 1:
+            x = self.tails(x, batch, caches)
+        else:
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x = layer(x, batch, cache)
         if not stage.is_last:
             stage.send(x)
             return x.new_empty(0, self.config.vocab_size)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.registry import Registry
+from stoker.kernels.quantized import RowWeight
 from stoker.kernels.routing import Routing
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
@@ -32,6 +33,12 @@ class LinearOp(Protocol):
 def gates_input_from(linear: LinearOp) -> float:
     """Rows from which a linear would rather gate its input (`Fusion.input_gate`) than have the one before it gate its output."""
     return getattr(linear, "gates_input_from", math.inf)
+
+
+def row_weight(linear: LinearOp) -> RowWeight | None:
+    """The linear's weight for a kernel of several linears, of formats that have such a kernel."""
+    found = getattr(linear, "row_weight", None)
+    return None if found is None else found()
 
 
 class EmbeddingOp(LinearOp, Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.kernels import ops
-from stoker.kernels.quantized import ExpertWeights
+from stoker.kernels.quantized import ExpertWeights, RowWeight
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant.compensate import compensated
@@ -101,6 +101,9 @@ class Fp8Linear:
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
         return ops.fp8_linear(x, self.weight, self.scale, self.activations, self.step, self.bias, fusion)
+
+    def row_weight(self) -> RowWeight | None:
+        return RowWeight("fp8", self.weight, self.scale, self.bias) if self.activations == "token" else None
 
 
 FORMATS.add("fp8", Fp8)

@@ -11,7 +11,7 @@ from torch import Tensor
 from stoker.base.config import check_choice
 from stoker.base.errors import ConfigError
 from stoker.kernels import ops
-from stoker.kernels.quantized import Int4Experts, Int4Weight
+from stoker.kernels.quantized import Int4Experts, Int4Weight, RowWeight
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
@@ -140,6 +140,9 @@ class Int4Linear:
         if order is None:
             return ops.int4_linear(x, self.weight, self.bias, fusion)
         return ops.around(x, fusion, lambda rows: ops.int4_linear(rows.index_select(-1, order), self.weight, self.bias))
+
+    def row_weight(self) -> RowWeight | None:
+        return None if self.order is not None else ops.int4_row_weight(self.weight, self.bias)
 
 
 FORMATS.add("int4", Int4)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import ops
-from stoker.kernels.quantized import ExpertWeights
+from stoker.kernels.quantized import ExpertWeights, RowWeight
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant.experts import GroupedExperts, StackedExperts
@@ -53,6 +53,9 @@ class Int8Linear:
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
         return ops.int8_linear(x, self.weight, self.scale, self.bias, fusion)
+
+    def row_weight(self) -> RowWeight:
+        return RowWeight("bytes", self.weight, self.scale, self.bias)
 
     def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return ops.int8_embedding(token_ids, self.weight, self.scale, dtype)

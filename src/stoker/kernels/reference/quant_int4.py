@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.quantized import Int4Weight, RowWeight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -48,6 +48,10 @@ def pack_int4(weight: Int4Weight) -> Int4Weight:
     pair = pair.repeat_interleave(weight.group_size // group, dim=1)[:, : size // group]
     pair = F.pad(pair, (0, 0, 0, 0, 0, more)).transpose(0, 1).to(torch.bfloat16).contiguous()
     return Int4Weight(weight.codes, weight.scale, weight.zero, weight.offset, weight.group_size, (packed, pair, group))
+
+
+def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight | None:
+    return None
 
 
 def affine(weight: Int4Weight) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
 
@@ -78,7 +78,7 @@ def _job(fn: Any, compile: dict[str, Any], chosen: GPUTarget) -> Job:
     for value in compile["constants"].values():
         if isinstance(value, str) and tl.dtype.is_dtype(value):
             raise ValueError(f"{fn.module}.{fn.name} has a constant {value!r}, which is the name of a type: choose another name")
-    source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
+    source = fn.jit_function.ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
     backend = make_backend(chosen)
     options = backend.parse_options(_tuples(json.loads(compile["specialization_data"])["options"]))
     variables = triton.compiler.compiler.get_cache_invalidating_env_vars()

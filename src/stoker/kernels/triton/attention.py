@@ -123,7 +123,8 @@ def _launch(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SPLITS=triton.next_power_of_2(splits.count),
         COMBINE_ROWS=min(triton.next_power_of_2(tokens * tile_heads), max(1, 2048 * tile.num_warps // held)),
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",  # three tf32 products give float32's precision
-        PAIRED=pairs, PACKED=not q.is_cpu, num_warps=tile.num_warps, num_stages=tile.num_stages, LETS=_lets(q, programs), **chained(q),
+        PAIRED=pairs, PACKED=not q.is_cpu, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        LETS=_lets(q, programs, params), **chained(q),
     )  # fmt: skip
 
 
@@ -152,10 +153,11 @@ def _parts(size: int) -> tuple[int, int]:
     return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
 
 
-def _lets(q: Tensor, programs: int) -> bool:
+def _lets(q: Tensor, programs: int, params: AttentionParams) -> bool:
     """Whether the next kernel's programs may come in before a launch's are done. Of few programs they would take the multiprocessors that
-    its splits need (one row of 32 / 8 heads over 1,000 keys: 4.20 ms a step of Llama-3.1-8B, 3.98 otherwise; eight rows: 4.53 and 4.58)."""
-    return 4 * programs > num_multiprocessors(q.device)
+    its splits need (one row of 32 / 8 heads over 1,000 keys: 4.20 ms a step of Llama-3.1-8B, 3.98 otherwise; eight rows: 4.53 and 4.58).
+    A tail has one program for each, and its first weights arrive meanwhile (FP8 and one row: 1 µs a layer)."""
+    return 4 * programs > num_multiprocessors(q.device) or (params.before_tail and q.shape[0] == 1)
 
 
 @cached

@@ -90,7 +90,7 @@ def add_products(sums, upper, lower, tokens, KIND: tl.constexpr):
     """sums + a chunk's products, of an m-tile's two rows and one tile of tokens.
 
     KIND: bfloat16, float16 (four registers a row and of tokens), e4m3 (four a row, `widened` tokens), bytes (four), low, high (the nibbles
-    of four).
+    of four), upper (the high ones × 16, which takes no shift).
     sums: four registers; float32, of integers int32.
     """
     kinds: tl.constexpr = registers(4) if is_integer(KIND) else floats(4)
@@ -139,12 +139,12 @@ def widening(side, xtype, is_float):
 
 @triton.constexpr_function
 def is_integer(kind):
-    return kind in ("bytes", "low", "high")
+    return kind in ("bytes", "low", "high", "upper")
 
 
 @triton.constexpr_function
 def operands(kind):
-    sums = "r" if kind in ("bytes", "low", "high") else "f"
+    sums = "r" if kind in ("bytes", "low", "high", "upper") else "f"
     return ",".join(["=&" + sums] * 4 + ["r"] * (8 + (8 if kind == "e4m3" else 4)) + [sums] * 4)
 
 
@@ -172,11 +172,12 @@ def products(kind):
             lines += [f"mov.b32 {{l, h}}, {v[i]}; cvt.rn.f16x2.e4m3x2 b{i}, l; cvt.rn.f16x2.e4m3x2 d{i}, h;"]
         steps = [((f"a{i}", f"b{i}", f"c{i}", f"d{i}"), (wide[2 * i], wide[2 * i + 1])) for i in range(4)]
     else:
-        name = "m16n8k32.row.col.s32.s8.s8.s32"
+        name = f"m16n8k32.row.col.s32.{'u8' if kind == 'upper' else 's8'}.s8.s32"
+        mask = "0xf0f0f0f0" if kind == "upper" else "0x0f0f0f0f"
         for i in range(4):
-            shift = "" if kind == "low" else f"shr.b32 a{i}, {u[i]}, 4; shr.b32 b{i}, {v[i]}, 4; "
-            sources = (u[i], v[i]) if kind == "low" else (f"a{i}", f"b{i}")
-            lines += [f"{shift}and.b32 a{i}, {sources[0]}, 0x0f0f0f0f; and.b32 b{i}, {sources[1]}, 0x0f0f0f0f;"]
+            shift = "" if kind != "high" else f"shr.b32 a{i}, {u[i]}, 4; shr.b32 b{i}, {v[i]}, 4; "
+            sources = (f"a{i}", f"b{i}") if shift else (u[i], v[i])
+            lines += [f"{shift}and.b32 a{i}, {sources[0]}, {mask}; and.b32 b{i}, {sources[1]}, {mask};"]
         steps = [((f"a{i}", f"b{i}", f"a{i + 1}", f"b{i + 1}"), (t[i], t[i + 1])) for i in (0, 2)]
     made = "{$0, $1, $2, $3}"
     start = "{" + ", ".join(before) + "}"

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.quantized import Int4Weight, RowWeight
 from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.triton.band import band
 from stoker.kernels.triton.band import takes as band_takes
@@ -83,6 +83,14 @@ def _paired(codes: Tensor, pairs: int, group: int) -> Tensor:
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     each = F.pad(each, (0, pairs * 2 * group - each.shape[1])).unflatten(-1, (pairs, 2, group))
     return (each[:, :, 0] | (each[:, :, 1] << 4)).flatten(1).contiguous()
+
+
+def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight | None:
+    """See `ops.int4_row_weight`: groups of 128, and of more, which were cut."""
+    packed: Packed | None = weight.packed
+    if packed is None or packed.group != LARGEST_GROUP:
+        return None
+    return RowWeight("int4", packed.codes, packed.scale, bias, packed.zero, packed.zero_kind)
 
 
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:

@@ -1,0 +1,105 @@
+"""A layer's tail for one token on one CUDA device: one launch beside its linears one by one, in CUDA graphs of weights past the cache.
+
+    PYTHONPATH=src python benchmarks/tail.py [--forms fp8,bytes,int4] [--tiles] [--json FILE]
+
+Llama-3.1-8B's shapes. The floor is the weights' bytes ÷ 4.42 TB/s (a read-only stream, measured). With --tiles also other tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.cli.bench.report import origin
+from stoker.kernels.quantized import Int4Weight, Tail, TailLinear
+from stoker.kernels.reference.tail import tail as one_by_one
+from stoker.kernels.triton import tail as launcher
+from stoker.kernels.triton.quant_int4 import pack_int4
+from stoker.kernels.triton.tail import TILES, TailTile
+from stoker.kernels.triton.tune import time_graph
+from stoker.kernels.types import PLAIN, Fusion
+from stoker.quant.fp8 import Fp8Linear
+from stoker.quant.int4 import Int4Linear
+from stoker.quant.int8 import Int8Linear
+
+READ_TB_S = 4.42
+LAYERS = 8
+HIDDEN, SIZE, QKV = 4096, 14336, 6144
+
+
+def linear(form: str, n: int, k: int, fusion: Fusion) -> TailLinear:
+    op: Any
+    if form == "int4":
+        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+        scale = (torch.rand(n, k // 128, device="cuda") * k**-0.5 / 4).half()
+        op = Int4Linear(pack_int4(Int4Weight(codes, scale, torch.full_like(scale, 8).byte(), None, 128)), None, None)
+    else:
+        weight, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda"), torch.rand(n, device="cuda") * k**-0.5 / 64
+        op = (
+            Int8Linear(weight, scale, None)
+            if form == "bytes"
+            else Fp8Linear((weight / 16).to(torch.float8_e4m3fn), scale, "token", None, None)
+        )
+    return TailLinear(op, op.row_weight(), fusion)
+
+
+def layer(form: str) -> Tail:
+    norm = Fusion("rms", torch.rand(HIDDEN, device="cuda").bfloat16(), None, 1e-5)
+    return Tail(
+        linear(form, HIDDEN, HIDDEN, PLAIN), linear(form, 2 * SIZE, HIDDEN, replace(norm, gate="silu")), linear(form, HIDDEN, SIZE, PLAIN),
+        linear(form, QKV, HIDDEN, norm),
+    )  # fmt: skip
+
+
+def num_bytes(tail: Tail) -> int:
+    tensors = [t for one in tail.linears if one.weight for t in (one.weight.weight, one.weight.scale, one.weight.zero) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def tiles(form: str) -> list[TailTile]:
+    found = [TailTile(8, 1, ring << 10, 168) for ring in (64, 96, 128, 160)] + [
+        TailTile(8, 2, ring << 10, 168) for ring in (64, 96, 128, 160)
+    ]
+    return found + [TailTile(16, 1, ring << 10, 128) for ring in (96, 128)] if form != "fp8" else found
+
+
+def measure(form: str, try_tiles: bool) -> dict[str, Any]:
+    layers = [layer(form) for _ in range(LAYERS)]
+    x, stream = torch.randn(1, HIDDEN, device="cuda").bfloat16(), torch.randn(1, HIDDEN, device="cuda").bfloat16()
+    floor = num_bytes(layers[0]) / READ_TB_S / 1e6
+
+    def walk(run: Any) -> Tensor:
+        after = stream
+        for parts in layers:
+            after, _ = run(x, after, parts)
+        return after
+
+    result = {"form": form, "floor_us": round(floor, 2), "alone_us": round(time_graph(lambda: walk(one_by_one), 25) / LAYERS, 2)}
+    result["tail_us"] = round(time_graph(lambda: walk(launcher.tail), 25) / LAYERS, 2)
+    print(f"{form:<6} floor {floor:6.2f}   one by one {result['alone_us']:6.2f}   one launch {result['tail_us']:6.2f} µs", flush=True)
+    for tile in tiles(form) if try_tiles else []:
+        took = time_graph(lambda tile=tile: walk(lambda a, b, c: launcher.tail(a, b, c, tile)), 25) / LAYERS
+        print(f"   {tile}  {took:6.2f}", flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forms", default=",".join(TILES))
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    results = [measure(form, args.tiles) for form in args.forms.split(",")]
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({**origin(device="cuda"), "layers": LAYERS, "results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The C sources as a shared library in Stoker's cache, compiled once for a source, a compiler and a processor."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+from stoker.base import env
+
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = (
+    "-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-shared", "-fPIC",
+)  # fmt: skip
+TIMEOUT_S = 120.0
+_SOURCES = Path(__file__).parent
+
+
+class Unavailable(Exception):
+    """Why there are no compiled kernels."""
+
+
+def built() -> Path:
+    """The library for this machine, compiled now if the cache has none that is whole. Raises Unavailable."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise Unavailable(f"no C compiler: none of {', '.join(COMPILERS)} is installed")
+    try:
+        folder = _private_folder()
+        key = _key(_output([compiler, "--version"]))
+        return _cached(folder, key) or _compiled(compiler, folder, key)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(str(error)) from error
+
+
+def _private_folder() -> Path:
+    """The cache's folder of libraries. Code is loaded from it, so it must be ours and nobody else may write there."""
+    folder = env.cache_dir() / "native"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_private(folder):
+        raise Unavailable(f"{folder} can be written by others")
+    return folder
+
+
+def _is_private(path: Path) -> bool:
+    found = path.lstat()
+    return not stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _key(compiler: str) -> str:
+    """A digest of all that the library's code depends on; -march=native reads the processor."""
+    parts = [source.read_bytes() for source in _sources("*.[ch]")]
+    parts += [" ".join(FLAGS).encode(), compiler.encode(), repr((platform.machine(), platform.system(), platform.libc_ver())).encode()]
+    return hashlib.sha256(b"\0".join([*parts, _processor()])).hexdigest()[:32]
+
+
+def _sources(pattern: str) -> list[Path]:
+    return sorted(_SOURCES.glob(pattern))
+
+
+def _processor() -> bytes:
+    """Its model and features, those of its first core."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return platform.processor().encode()
+    names = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
+    return "\n".join(line for line in first.splitlines() if line.partition("\t")[0].partition(":")[0].strip() in names).encode()
+
+
+def _cached(folder: Path, key: str) -> Path | None:
+    """A library that is ours and whole: its name ends in the digest of its content."""
+    for path in folder.glob(f"{key}-*.so"):
+        if _is_private(path) and path.stem.rpartition("-")[2] == _digest(path):
+            return path
+    return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+
+
+def _compiled(compiler: str, folder: Path, key: str) -> Path:
+    """Compiled beside its place and moved there at once, so that processes that compile together don't meet."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        library = Path(scratch) / "kernels.so"
+        _output([compiler, *FLAGS, "-o", str(library), *map(str, _sources("*.c")), "-lm"])
+        library.chmod(0o700)
+        return library.replace(folder / f"{key}-{_digest(library)}.so")
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, stdin=subprocess.DEVNULL,
+        env=env.child_environment(LC_ALL="C"),
+    )  # fmt: skip
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise Unavailable(f"{command[0]} failed with status {done.returncode}: {lines[0] if lines else 'it says nothing'}")
+    return done.stdout

@@ -1,0 +1,251 @@
+/* Linears of few rows: the weight is read once, at the speed of memory, widened in registers and summed in float32. */
+
+#include <stdlib.h>
+
+#include "vector.h"
+
+#define BLOCK 16    /* output features that are finished together */
+#define TOGETHER 4  /* rows of x in one pass over a block's weights, which stay in the first cache for the next pass */
+#define AHEAD 8192  /* bytes of prefetch: [3072, 576] of int8 out of memory takes 195 µs; without it 420, 3072 ahead 240 */
+#define MOST_ROWS 64
+#define MOST_GROUPS 1024
+#define LEAST_PARALLEL (128 << 10)  /* bytes of a weight that are worth a second thread */
+
+enum norm { NO_NORM, RMS, LAYER };
+
+/* gate(norm(input_gate(x)) Wᵀ + bias) + residual, as `LINEAR` in library.py packs it.
+ * Sizes in elements; `out` is y's, half of the weight's rows when gated. */
+struct linear {
+    fork_function *fork;
+    int64_t threads;
+    const void *x, *weight, *scale, *zero, *offset, *bias, *residual, *norm_weight, *norm_bias;
+    void *y;
+    int64_t rows, in, out, x_stride;
+    int64_t dtype, weight_dtype, scale_dtype, group; /* group: of int4's codes, two a byte; 0: weight_dtype has a value for each feature */
+    int64_t bias_dtype, norm_weight_dtype, norm_bias_dtype;
+    int64_t norm, input_gate, gate;
+    double eps;
+};
+
+struct job {
+    const struct linear *of;
+    float *x;      /* [rows, pitch]: what the product takes, zeros behind `in` features */
+    int64_t pitch;
+    int64_t share; /* blocks a part */
+};
+
+static void normed(const struct linear *a, float *x, int64_t pitch) {
+    f32v sum = all(0), squares = all(0);
+    float mean = 0;
+    if (a->norm == LAYER) {
+        for (int64_t k = 0; k < pitch; k += LANES) sum += load(FLOAT32, x, k);
+        mean = total(sum) / a->in;
+        for (int64_t k = 0; k < a->in; k++) x[k] -= mean;
+    }
+    for (int64_t k = 0; k < pitch; k += LANES) {
+        f32v v = load(FLOAT32, x, k);
+        squares += v * v;
+    }
+    float factor = 1 / sqrtf(total(squares) / a->in + (float)a->eps);
+    for (int64_t k = 0; k < a->in; k += LANES) {
+        f32v v = load(FLOAT32, x, k) * factor;
+        if (a->norm_weight) v *= load_some(a->norm_weight_dtype, a->norm_weight, k, a->in - k);
+        if (a->norm_bias) v += load_some(a->norm_bias_dtype, a->norm_bias, k, a->in - k);
+        store_some(FLOAT32, x, k, v, LANES);
+    }
+}
+
+/* Each 2 × LANES features as the even ones, then the odd ones: the order of the nibbles in LANES bytes. */
+static void by_nibbles(float *x, int64_t pitch) {
+    for (float *end = x + pitch; x < end; x += 2 * LANES) {
+        float apart[2 * LANES];
+        for (int i = 0; i < LANES; i++) apart[i] = x[2 * i], apart[LANES + i] = x[2 * i + 1];
+        memcpy(x, apart, sizeof apart);
+    }
+}
+
+static void prepare(const struct linear *a, float *x, int64_t pitch, int64_t row) {
+    const char *from = (const char *)a->x + row * a->x_stride * size_of(a->dtype);
+    memset(x + pitch - 2 * LANES, 0, 2 * LANES * sizeof *x);
+    for (int64_t k = 0; k < a->in; k += LANES) {
+        f32v v = load_some(a->dtype, from, k, a->in - k);
+        if (a->input_gate) v = activated(a->input_gate, v) * load_some(a->dtype, from, a->in + k, a->in - k);
+        store_some(FLOAT32, x, k, v, a->in - k);
+    }
+    if (a->norm) normed(a, x, pitch);
+    if (a->group) by_nibbles(x, pitch);
+}
+
+/* Rows of the weight in one pass, for R rows of x: as many as their sums find registers. */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define WIDTH(R) 4
+#else
+#define WIDTH(R) ((R) <= 2 ? 4 : 2)
+#endif
+
+/* Rows of the weight, and their sums with rows of x, lane by lane. */
+struct tile {
+    const char *row[4];
+    f32v sum[4][TOGETHER];
+};
+
+static INLINE void add(struct tile *t, int w, int R, f32v v, const float *x, int64_t pitch) {
+    UNROLL for (int r = 0; r < R; r++) t->sum[w][r] += v * load(FLOAT32, x + r * pitch, 0);
+}
+
+static INLINE void plain_tile(int dtype, int W, int R, const struct job *job, const float *x, struct tile *t) {
+    int64_t in = job->of->in, k = 0;
+    for (; k + LANES <= in; k += LANES) {
+        UNROLL for (int w = 0; w < W; w++) {
+            __builtin_prefetch(t->row[w] + k * size_of(dtype) + AHEAD);
+            add(t, w, R, load(dtype, t->row[w], k), x + k, job->pitch);
+        }
+    }
+    if (k == in) return;
+    UNROLL for (int w = 0; w < W; w++) add(t, w, R, load_part(dtype, t->row[w], k, in - k), x + k, job->pitch);
+}
+
+/* A block's int4 groups. A value is code × scale + low, as in `reference/quant_int4.py`. */
+struct grid {
+    float scale[BLOCK * MOST_GROUPS + LANES], low[BLOCK * MOST_GROUPS + LANES];
+};
+
+static void load_grid(const struct linear *a, struct grid *grid, int64_t first, int64_t rows) {
+    int64_t groups = (a->in + a->group - 1) / a->group, at = first * groups, count = rows * groups;
+    for (int64_t i = 0; i < count; i += LANES) {
+        f32v scale = load_some(a->scale_dtype, a->scale, at + i, count - i), low = -8 * scale;
+        if (a->zero) low = -scale * load_some(UINT8, a->zero, at + i, count - i);
+        if (a->offset) low = load_some(a->scale_dtype, a->offset, at + i, count - i);
+        store_some(FLOAT32, grid->scale, i, scale, LANES);
+        store_some(FLOAT32, grid->low, i, low, LANES);
+    }
+}
+
+/* LANES bytes of codes, two features each, for R rows of x. */
+static INLINE void add_codes(struct tile *t, int w, int R, const void *codes, codebook book, const float *x, int64_t pitch) {
+    i32v wide = widen_u8(codes);
+    add(t, w, R, decoded(wide, book), x, pitch);
+    add(t, w, R, decoded(wide >> 4, book), x + LANES, pitch);
+}
+
+/* As plain_tile, for int4; row w's groups begin at at[w] of the grid. */
+static INLINE void
+int4_tile(int W, int R, const struct job *job, const struct grid *grid, const int64_t *at, const float *x, struct tile *t) {
+    int64_t row = job->of->in / 2, whole = row - row % LANES, bytes = job->of->group / 2, groups = (row + bytes - 1) / bytes;
+    for (int64_t g = 0, k = 0; g < groups; g++) {
+        codebook books[4];
+        UNROLL for (int w = 0; w < W; w++) books[w] = codebook_of(grid->scale[at[w] + g], grid->low[at[w] + g]);
+        for (int64_t end = least((g + 1) * bytes, whole); k < end; k += LANES) {
+            UNROLL for (int w = 0; w < W; w++) {
+                __builtin_prefetch(t->row[w] + k + AHEAD);
+                add_codes(t, w, R, t->row[w] + k, books[w], x + 2 * k, job->pitch);
+            }
+        }
+    }
+    if (whole == row) return;
+    UNROLL for (int w = 0; w < W; w++) {
+        int64_t last = at[w] + groups - 1;
+        char codes[LANES] = {0};
+        memcpy(codes, t->row[w] + whole, row - whole);
+        add_codes(t, w, R, codes, codebook_of(grid->scale[last], grid->low[last]), x + 2 * whole, job->pitch);
+    }
+}
+
+/* sums[r][n] = x's row r · the weight's row first + n, for R rows. Past the block's end tiles repeat its last row. */
+static INLINE void tiles(int dtype, int R, const struct job *job, const struct grid *grid, int64_t first, int64_t count, const float *x,
+                         float (*sums)[BLOCK]) {
+    const struct linear *a = job->of;
+    int64_t pitch = dtype == UINT8 ? a->in / 2 : a->in * size_of(dtype), groups = grid ? (a->in + a->group - 1) / a->group : 0;
+    for (int64_t n = 0; n < count; n += WIDTH(R)) {
+        struct tile t = {0};
+        int64_t at[4];
+        UNROLL for (int w = 0; w < WIDTH(R); w++) {
+            int64_t row = least(n + w, count - 1);
+            t.row[w] = (const char *)a->weight + (first + row) * pitch;
+            at[w] = row * groups;
+        }
+        if (dtype == UINT8) int4_tile(WIDTH(R), R, job, grid, at, x, &t);
+        else plain_tile(dtype, WIDTH(R), R, job, x, &t);
+        UNROLL for (int w = 0; w < WIDTH(R); w++) UNROLL for (int r = 0; r < R; r++) sums[r][n + w] = total(t.sum[w][r]);
+    }
+}
+
+/* One function a dtype, so that each is compiled with its own widening. Three rows are four, of which the last is zeros. */
+#define PRODUCTS(NAME, DTYPE)                                                                                                              \
+    static void NAME(const struct job *job, const struct grid *grid, int64_t first, int64_t count, float (*sums)[BLOCK]) {                 \
+        for (int64_t r = 0; r < job->of->rows; r += TOGETHER) {                                                                            \
+            const float *x = job->x + r * job->pitch;                                                                                      \
+            switch (job->of->rows - r) {                                                                                                   \
+            case 1: tiles(DTYPE, 1, job, grid, first, count, x, sums + r); break;                                                          \
+            case 2: tiles(DTYPE, 2, job, grid, first, count, x, sums + r); break;                                                          \
+            default: tiles(DTYPE, TOGETHER, job, grid, first, count, x, sums + r);                                                         \
+            }                                                                                                                              \
+        }                                                                                                                                  \
+    }
+PRODUCTS(float32_products, FLOAT32)
+PRODUCTS(bfloat16_products, BFLOAT16)
+PRODUCTS(int8_products, INT8)
+PRODUCTS(codes_products, UINT8)
+
+static void int4_products(const struct job *job, int64_t first, int64_t count, float (*sums)[BLOCK]) {
+    struct grid grid;
+    load_grid(job->of, &grid, first, count);
+    codes_products(job, &grid, first, count, sums);
+}
+
+/* sums[r][n] = x's row r · the weight's row first + n, for all rows and count <= BLOCK features. */
+static void products(const struct job *job, int64_t first, int64_t count, float (*sums)[BLOCK]) {
+    switch (job->of->weight_dtype) {
+    case FLOAT32: float32_products(job, NULL, first, count, sums); break;
+    case BFLOAT16: bfloat16_products(job, NULL, first, count, sums); break;
+    case INT8: int8_products(job, NULL, first, count, sums); break;
+    case UINT8: int4_products(job, first, count, sums);
+    }
+}
+
+/* LANES sums of the weight's rows from `at` on, scaled and with their bias. */
+static INLINE f32v finished(const struct linear *a, f32v sum, int64_t at, int64_t count) {
+    if (a->weight_dtype == INT8) sum *= load_some(FLOAT32, a->scale, at, count);
+    return a->bias ? sum + load_some(a->bias_dtype, a->bias, at, count) : sum;
+}
+
+static void block(const struct job *job, int64_t first) {
+    const struct linear *a = job->of;
+    int64_t count = least(BLOCK, a->out - first);
+    float sums[MOST_ROWS][BLOCK], ups[MOST_ROWS][BLOCK];
+    products(job, first, count, sums);
+    if (a->gate) products(job, a->out + first, count, ups);
+    for (int64_t r = 0; r < a->rows; r++) {
+        for (int64_t n = 0; n < count; n += LANES) {
+            int64_t left = count - n, at = r * a->out + first + n;
+            f32v y = finished(a, load(FLOAT32, sums[r], n), first + n, left);
+            if (a->gate) y = activated(a->gate, y) * finished(a, load(FLOAT32, ups[r], n), a->out + first + n, left);
+            if (a->residual) y += load_some(a->dtype, a->residual, at, left);
+            store_some(a->dtype, a->y, at, y, left);
+        }
+    }
+}
+
+static void part(void *data, int64_t index) {
+    const struct job *job = data;
+    int64_t first = index * job->share, end = least(first + job->share, (job->of->out + BLOCK - 1) / BLOCK);
+    for (int64_t b = first; b < end; b++) block(job, b * BLOCK);
+}
+
+/* 0, or 1 when this is not for us: no memory, or larger than the buffers above. */
+int stoker_linear(const struct linear *a) {
+    struct job job = {a, NULL, (a->in + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), 0};
+    if (a->rows > MOST_ROWS || (a->group && a->in > MOST_GROUPS * a->group) || a->in < 1) return 1;
+    if (!a->rows || !a->out) return 0;
+    int64_t rows = (a->rows + TOGETHER - 1) / TOGETHER * TOGETHER;
+    job.x = aligned_alloc(128, rows * job.pitch * sizeof *job.x);
+    if (!job.x) return 1;
+    if (a->rows % TOGETHER == 3) memset(job.x + a->rows * job.pitch, 0, job.pitch * sizeof *job.x);
+    for (int64_t r = 0; r < a->rows; r++) prepare(a, job.x + r * job.pitch, job.pitch, r);
+    int64_t blocks = (a->out + BLOCK - 1) / BLOCK, bytes = a->in * a->out * size_of(a->weight_dtype);
+    int64_t parts = bytes < LEAST_PARALLEL ? 1 : least(blocks, a->threads * 4);
+    job.share = (blocks + parts - 1) / parts;
+    run_parts(a->fork, a->threads, (blocks + job.share - 1) / job.share, part, &job);
+    free(job.x);
+    return 0;
+}

@@ -1,0 +1,51 @@
+"""Rotary positions and the write into the paged cache in C."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from stoker.kernels.native.library import FLOAT32, INT32, NOTHING, ROPE_STORE, Known, kernels, known
+from stoker.kernels.native.linear import STREAM
+from stoker.kernels.native.pages import pages_of
+from stoker.kernels.reference import rope as reference
+
+if TYPE_CHECKING:
+    from stoker.layers.batch import KVCache
+
+
+def rope_store(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
+) -> Tensor:
+    if _rope_store(q, k, v, known(positions), known(cos_sin), interleaved, cache, known(slots)):
+        return q
+    return reference.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+
+
+def _rope_store(q: Tensor, k: Tensor, v: Tensor, positions: Known, table: Known, interleaved: bool, cache: KVCache, slots: Known) -> bool:
+    """Whether the kernel took it."""
+    found, pages = kernels(), pages_of(cache, STREAM.get(q.dtype, -1))
+    if isinstance(found, str) or pages is None or not (k.dtype == v.dtype == q.dtype and k.is_cpu and v.is_cpu):
+        return False
+    (tokens, heads, size), q_stride, k_stride, v_stride = q.shape, q.stride(), k.stride(), v.stride()
+    num_blocks, kv_heads, block_size, _ = pages.keys.shape
+    if not (
+        pages.keys.shape[3] == size
+        and k.shape == (tokens, kv_heads, size)
+        and v.shape == (tokens, kv_heads, pages.values.shape[3])
+        and q_stride[2] == k_stride[2] == v_stride[2] == 1
+        and positions.dtype == slots.dtype == INT32
+        and positions.shape == slots.shape == (tokens,)
+        and (table is NOTHING or (table.dtype == FLOAT32 and len(table.shape) == 2))
+    ):
+        return False
+    num_positions, dim = table.shape or (0, 0)
+    return not found.rope_store(
+        ROPE_STORE(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.address, slots.address, table.address,
+            pages.key_scale.address, pages.value_scale.address, pages.keys.address, pages.values.address,
+            tokens, heads, kv_heads, size, pages.values.shape[3], *q_stride[:2], *k_stride[:2], *v_stride[:2],
+            dim, num_positions, interleaved, num_blocks, block_size, STREAM[q.dtype], pages.keys.dtype,
+        )
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""Shared memory as a ring that each warp fills for itself from memory, ahead of what it multiplies, and the meeting of all programs.
+
+Written in Gluon, Triton's language with layouts in sight, since only it gives a kernel shared memory to keep. Tensors have one element a
+thread, as in `fragments`: an address is a register, and what a thread does with it is PTX. A kernel's one allocation begins where its
+shared memory begins; what Triton itself needs for reductions comes after it.
+
+A slot of the ring holds blocks of 16 rows × 128 bytes of a weight. Eight lanes copy 128 bytes of a row, so that each request is of whole
+lines; a row's eight pieces of 16 bytes change places by the row's number (exclusive or), so that neither the copies nor the reads of
+operands, two rows × 64 bytes at a time, meet in a bank.
+"""
+
+# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from stoker.kernels.triton.fragments import registers
+
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # until Triton 3.6, and since
+BLOCK_BYTES = tl.constexpr(16 * 128)
+GRID_BYTES = tl.constexpr(128)  # of a block of int4: two groups' scales of 16 rows, then their zeros
+
+
+@gluon.jit
+def shared_address(thread):
+    """Where the kernel's shared memory begins, in every thread."""
+    return gl.inline_asm_elementwise("mov.u32 $0, global_smem; // $1", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def ask_blocks(place, source, four_rows, sizes, lane, BLOCKS: gl.constexpr):
+    """Copy blocks that lie side by side. place: of the slot; source (int64): this lane's piece of the first row, row lane / 8.
+
+    four_rows (int64): bytes to four rows on. sizes: 16, or 0 for a block that is not there and becomes zeros.
+    """
+    even = place + lane // 8 * 128 + ((lane % 8) ^ (lane // 8)) * 16
+    code: gl.constexpr = _copying(BLOCKS)
+    given: gl.constexpr = "=r,r,r,l,l" + ",r" * BLOCKS
+    gl.inline_asm_elementwise(code, given, (even, even ^ 64, source, four_rows) + sizes, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def ask_word(place, source, size):
+    """Copy 4 bytes a lane (size 4), or zeros (0)."""
+    gl.inline_asm_elementwise(
+        "cp.async.ca.shared.global [$1], [$2], 4, $3; mov.b32 $0, $1;", "=r,r,l,r", [place, source, size], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def asked(thread):
+    """What was asked for since the last call is one group, which `take_blocks` waits for."""
+    gl.inline_asm_elementwise("cp.async.commit_group; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_blocks(place, lane, BLOCKS: gl.constexpr, AFTER: gl.constexpr):
+    """16 registers for each block of a slot, once all but the last AFTER groups have arrived: of both halves, rows lane / 4, then 8 on.
+
+    The lane's bytes are 32 side by side, from lane % 4 × 32 on. Afterwards the slot may be asked for again.
+    """
+    even = place + lane // 4 * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16
+    kinds: gl.constexpr = registers(16 * BLOCKS)
+    code: gl.constexpr = _taking(BLOCKS, AFTER)
+    given: gl.constexpr = "=&r," * (16 * BLOCKS) + "r,r"
+    return gl.inline_asm_elementwise(code, given, [even, even ^ 16], dtype=kinds, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_operand(place, OFFSET: gl.constexpr):
+    """Four registers of 16 bytes."""
+    kinds: gl.constexpr = registers(4)
+    code: gl.constexpr = _taking_operand(OFFSET)
+    return gl.inline_asm_elementwise(code, "=r,=r,=r,=r,r", [place], dtype=kinds, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_float(place):
+    return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [place], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_number(place, KIND: gl.constexpr):
+    """float32 of a number of KIND: bfloat16, float16 or byte (unsigned)."""
+    code: gl.constexpr = _taking_number(KIND)
+    return gl.inline_asm_elementwise(code, "=f,r", [place], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def put_float(place, value, is_mine):
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.f32 [$1], $2; mov.b32 $0, $1; }", "=r,r,f,r",
+        [place, value, is_mine.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def put_codes(place, codes):
+    """int8 codes, at addresses that rise by one, four neighbours of a thread at a time."""
+    gl.inline_asm_elementwise(
+        "st.shared.b32 [$1], $5; mov.b32 $0, $5;", "=r,r,r,r,r,r", [place, codes], dtype=gl.int8, is_pure=False, pack=4
+    )  # fmt: skip
+
+
+@gluon.jit
+def warp_together(lane):
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def meet(arrived, programs, thread):
+    """Wait for all programs of the grid; what each has stored is then visible to all. They must all be on the device at once.
+
+    arrived int32 [1]: its highest bit flips when the last one has come, so it never needs to be reset (as cooperative groups do).
+    """
+    barrier()
+    mine = gl.where(gl.program_id(0) == 0, 2147483647 - (programs - 2), 1)
+    gl.inline_asm_elementwise(
+        _MEETING, "=r,l,r", [thread.to(gl.int64) * 0 + arrived.to(gl.int64), thread * 0 + mine], dtype=gl.int32, is_pure=False, pack=1
+    )
+    barrier()
+
+
+@gluon.jit
+def follow(thread, CHAINED: gl.constexpr):
+    """Wait for the kernel before, then let the next one start (see `chain`)."""
+    if CHAINED:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+_MEETING = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 t, o, n; mov.u32 t, %tid.x; setp.ne.b32 p, t, 0; @p bra MET; "
+    "atom.global.gpu.acq_rel.add.u32 o, [$1], $2; "
+    "AGAIN: ld.acquire.gpu.global.b32 n, [$1]; xor.b32 n, n, o; setp.ge.s32 p, n, 0; @p bra AGAIN; MET: mov.u32 $0, t; }"
+)
+
+
+@triton.constexpr_function
+def _copying(blocks):
+    """PTX of `ask_blocks`: $1 and $2 are where rows of even and odd fours go, $3 the source, $4 bytes of four rows, then the sizes."""
+    lines = ["add.s64 a, $3, $4; add.s64 b, a, $4; add.s64 c, b, $4;"]
+    for block in range(blocks):
+        for four, source in enumerate(("$3", "a", "b", "c")):
+            target = f"[${1 + four % 2} + {BLOCK_BYTES.value * block + 512 * four}]"
+            lines.append(f"cp.async.cg.shared.global.L2::128B {target}, [{source} + {128 * block}], 16, ${5 + block};")
+    return "{ .reg .b64 a, b, c; " + " ".join(lines) + " mov.b32 $0, $1; }"
+
+
+@triton.constexpr_function
+def _taking(blocks, after):
+    """PTX of `take_blocks`. What other lanes copied is there once they, too, have waited."""
+    lines, count = [f"cp.async.wait_group {after}; bar.warp.sync 0xffffffff;"], 16 * blocks
+    for block in range(blocks):
+        for half in range(2):
+            for lower in range(2):
+                first = 16 * block + 8 * half + 4 * lower
+                words = ", ".join(f"${first + i}" for i in range(4))
+                lines.append(f"ld.shared.v4.b32 {{{words}}}, [${count + half} + {BLOCK_BYTES.value * block + 1024 * lower}];")
+    return " ".join(lines) + " bar.warp.sync 0xffffffff;"
+
+
+@triton.constexpr_function
+def _taking_operand(offset):
+    return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+
+
+@triton.constexpr_function
+def _taking_number(kind):
+    if kind == "byte":
+        return "{ .reg .b16 h; ld.shared.u8 h, [$1]; cvt.rn.f32.u16 $0, h; }"
+    if kind == "float16":
+        return "{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.f32.f16 $0, h; }"
+    return "{ .reg .b16 h, z; .reg .b32 w; mov.b16 z, 0; ld.shared.b16 h, [$1]; mov.b32 w, {z, h}; mov.b32 $0, w; }"

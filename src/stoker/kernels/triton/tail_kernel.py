@@ -1,0 +1,520 @@
+"""The four linears between one layer's attention and the next one's, for one token, in one launch.
+
+Each alone ends with memory idle: programs finish, the next kernel starts, a row becomes codes, and only then are weights asked for.
+Here the programs stay, one a multiprocessor, and walk through the linears together: tiles of 16 rows of each weight, shared out
+evenly. A warp's ring (see `ring`) is asked for across the ends of tiles and of linears, since weights depend on nothing; it fills while
+programs meet, and while each makes the row's codes anew.
+
+FORM: fp8 (e4m3 codes × e4m3), bytes (int8) and int4 (groups of 128, paired, see `quant_int4`), both × the row's two int8 digits.
+"""
+
+# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from stoker.kernels.triton import activation, fragments
+from stoker.kernels.triton.ring import (
+    BLOCK_BYTES,
+    GRID_BYTES,
+    ask_blocks,
+    ask_word,
+    asked,
+    barrier,
+    follow,
+    meet,
+    put_codes,
+    put_float,
+    shared_address,
+    take_blocks,
+    take_float,
+    take_number,
+    take_operand,
+    warp_together,
+)
+
+GROUP = tl.constexpr(128)  # features of int4 that share a scale
+
+# A linear is a tuple, since Triton's language has no structs: these are its fields, as `tail_kernel` lists them,
+X, NORM, EPS, WEIGHT, SCALES, ZEROS, BIAS, RESIDUAL, OUT, N, K, STRIDE, LENGTH = map(tl.constexpr, range(13))
+# and these are those of `terms`, which is what asking for its tiles takes.
+AT_WEIGHT, AT_SCALES, AT_ZEROS, ROW_BYTES, ROW_BLOCKS, PART_ROWS, PARTS, FIRST_ROW, TILES, TURNS = map(tl.constexpr, range(10))
+
+add_products = gluon.jit(fragments.add_products.fn)
+widened = gluon.jit(fragments.widened.fn)
+activated = gluon.jit(activation.activated.fn)
+tanh = gluon.jit(activation.tanh.fn)
+
+
+@triton.constexpr_function
+def listed(numbers):
+    return tuple(int(number) for number in numbers.split())
+
+
+@triton.constexpr_function
+def slot_bytes(form, blocks):
+    return blocks * (BLOCK_BYTES.value + (GRID_BYTES.value if form == "int4" else 0))
+
+
+@triton.constexpr_function
+def shared_places(form, depth, warps, blocks, widths, rows):
+    """Where shared memory holds the row's codes, the groups' sums and the warps' sums, after the rings; and where it ends."""
+    codes = depth * warps * slot_bytes(form, blocks)
+    totals = codes + (1 if form == "fp8" else 2) * digits_apart(widths)
+    partial = totals + (4 * max(widths) // GROUP.value if form == "int4" else 0)
+    end = partial + 4 * warps * rows
+    return codes, totals, partial, -(-end // 1024) * 1024  # allocated as buffers of 1024 bytes: only their number may be no power of two
+
+
+@triton.constexpr_function
+def digits_apart(widths):
+    """Bytes from coarse digits to fine ones: the widest row, and as many more as let lanes of both read different banks."""
+    return max(widths) + 16
+
+
+@gluon.jit
+def share(n, programs):
+    """(first tile of 16 rows, how many) of this program."""
+    tiles = n // 16
+    each = gl.cdiv(tiles, programs)
+    first = gl.minimum(gl.program_id(0) * each, tiles)
+    return first, gl.minimum(each, tiles - first)
+
+
+@gluon.jit
+def chosen(links, linear, FIELD: gl.constexpr, AS: gl.constexpr, COUNT: gl.constexpr):
+    """A field of the linear of that number."""
+    value = gl.to_tensor(links[0][FIELD]).to(AS)
+    for i in gl.static_range(1, COUNT):
+        value = gl.where(linear == i, gl.to_tensor(links[i][FIELD]).to(AS), value)
+    return value
+
+
+@gluon.jit
+def terms(links, linear, programs, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
+    """(addresses of the weight, its scales and its zeros, bytes and blocks of a row, rows of a part, parts, this program's first row, tiles
+    to ask for, turns of a tile). No tiles after the last linear."""
+    weight = chosen(links, linear, WEIGHT, gl.int64, len(GATES))
+    scale = weight
+    zero = weight
+    if FORM == "int4":
+        scale = chosen(links, linear, SCALES, gl.int64, len(GATES))
+        if ZERO != "none":
+            zero = chosen(links, linear, ZEROS, gl.int64, len(GATES))
+    n = chosen(links, linear, N, gl.int32, len(GATES))
+    stride = chosen(links, linear, STRIDE, gl.int64, len(GATES))
+    blocks = chosen(links, linear, LENGTH, gl.int32, len(GATES))
+    parts = gl.to_tensor(2 if GATES[0] else 1)
+    for i in gl.static_range(1, len(GATES)):
+        parts = gl.where(linear == i, 2 if GATES[i] else 1, parts)
+    first, mine = share(n, programs)
+    tiles = gl.where(linear < len(GATES), mine * parts, 0)
+    return weight, scale, zero, stride, blocks, n, parts, first * 16, tiles, gl.cdiv(blocks, SPAN)
+
+
+@gluon.jit
+def from_linear(links, linear, programs, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
+    """(the first linear from that one on of which this program has tiles, and its `terms`)."""
+    found = terms(links, linear, programs, GATES, FORM, ZERO, SPAN)
+    while (found[TILES] == 0) & (linear < len(GATES)):
+        linear += 1
+        found = terms(links, linear, programs, GATES, FORM, ZERO, SPAN)
+    return linear, found
+
+
+@gluon.jit
+def tile_row(tile, found):
+    """A tile's first row in the weight: gates and what they gate take turns."""
+    return found[FIRST_ROW] + tile // found[PARTS] * 16 + tile % found[PARTS] * found[PART_ROWS]
+
+
+@gluon.jit
+def lane_source(row, found, lane, warp, BLOCKS: gl.constexpr):
+    """This lane's first 16 bytes of a tile."""
+    piece = (warp * (128 * BLOCKS) + lane % 8 * 16).to(gl.int64)
+    return found[AT_WEIGHT] + piece + (row + lane // 8).to(gl.int64) * found[ROW_BYTES]
+
+
+@gluon.jit
+def grid_source(row, found, lane, warp, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
+    """(this lane's first 4 bytes of a tile's scales and zeros, bytes from a group to the next).
+
+    Of a block, two groups: 16 lanes copy scales, the others zeros.
+    """
+    rows = (found[PART_ROWS] * found[PARTS]).to(gl.int64)
+    group = warp * (2 * BLOCKS)
+    place = found[AT_SCALES] + ((group + lane % 16 // 8) * rows + row + lane % 8 * 2) * 2
+    step = lane.to(gl.int64) * 0 + 2 * rows
+    if ZERO == "float":
+        place = gl.where(lane < 16, place, place - found[AT_SCALES] + found[AT_ZEROS])
+    elif ZERO == "int":
+        place = gl.where(lane < 16, place, found[AT_ZEROS] + (group + lane % 8 // 4) * rows + row + lane % 4 * 4)
+        step = gl.where(lane < 16, step, rows)
+    return place, step
+
+
+@gluon.jit
+def begin(
+    links, programs, lane, warp, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """Where asking starts: (linear, tile, turn, the lane's source, that of scales and its step, the linear's terms)."""
+    nothing = gl.to_tensor(0)
+    linear, found = from_linear(links, nothing, programs, GATES, FORM, ZERO, WARPS * BLOCKS)
+    row = tile_row(nothing, found)
+    return linear, nothing, nothing, lane_source(row, found, lane, warp, BLOCKS), grid_source(row, found, lane, warp, ZERO, BLOCKS), found
+
+
+@gluon.jit
+def ask(
+    state, links, programs, place, lane, warp,
+    GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Ask for the warp's blocks of the next turn, into the slot at `place`. Returns what comes after them."""
+    linear, tile, turn, source, grid, found = state
+    left = gl.where(tile < found[TILES], found[ROW_BLOCKS], 0) - (turn * WARPS + warp) * BLOCKS
+    sizes = ()
+    for block in gl.static_range(BLOCKS):
+        sizes = sizes + (gl.where(left > block, 16, 0),)
+    ask_blocks(place, source, lane.to(gl.int64) * 0 + 4 * found[ROW_BYTES], sizes, lane, BLOCKS)
+    if FORM == "int4":
+        LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
+        for block in gl.static_range(BLOCKS):
+            size = gl.where((lane < LANES) & (left > block), 4, 0)
+            ask_word(place + (BLOCKS * BLOCK_BYTES + GRID_BYTES * block) + lane * 4, grid[0] + 2 * block * grid[1], size)
+    asked(lane)
+    turn += 1
+    source += 128 * WARPS * BLOCKS
+    grid = (grid[0] + 2 * WARPS * BLOCKS * grid[1], grid[1])
+    if turn >= found[TURNS]:
+        turn = turn * 0
+        tile += 1
+        if tile >= found[TILES]:
+            tile = tile * 0
+            linear, found = from_linear(links, linear + 1, programs, GATES, FORM, ZERO, WARPS * BLOCKS)
+        row = tile_row(tile, found)
+        source = lane_source(row, found, lane, warp, BLOCKS)
+        grid = grid_source(row, found, lane, warp, ZERO, BLOCKS)
+    return linear, tile, turn, source, grid, found
+
+
+@gluon.jit
+def whole(x):
+    """A float whose last bits are the nearest integer of |x| < 2^22, to even on a tie."""
+    return x + 12582912.0
+
+
+@gluon.jit
+def encode(
+    link, norms, codes, totals, NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr
+):
+    """The row's codes in shared memory, normed on the way, zeros after them (as `quant_codes` makes them). Returns the value of a code.
+
+    codes: where they go, fine digits FAR bytes after the coarse ones; totals: where the groups' sums go, in fine units.
+    """
+    x = link[X]
+    k = link[K]
+    LIMIT: gl.constexpr = 448.0 if FORM == "fp8" else 127.0 * 254.0
+    cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
+    v = gl.load(x + cols, mask=cols < k, other=0.0, cache_modifier=".cg").to(gl.float32)
+    weighted = v
+    factor = 1.0
+    squares = 0.0
+    if NORMED:
+        weighted = v * norms.to(gl.float32)
+        squares = gl.sum(v * v, 0)
+        factor = gl.rsqrt(squares / k + link[EPS])
+    else:
+        squares = gl.sum(v, 0)  # a maximum passes over NaN; a sum does not
+    most = gl.max(gl.abs(weighted), 0)
+    step = gl.maximum(most * factor / LIMIT, 1e-12 if FORM == "fp8" else 1e-30) + squares * 0.0
+    units = weighted * factor * (1.0 / step)
+    if FORM == "fp8":
+        put_codes(codes + cols, units.to(gl.float8e4nv).to(gl.int8, bitcast=True))
+    else:
+        units = whole(units) - 12582912.0
+        coarse = whole(units * (1.0 / 254.0))
+        fine = whole(units - (coarse - 12582912.0) * 254.0)
+        put_codes(codes + cols, coarse.to(gl.int32, bitcast=True).to(gl.int8))
+        put_codes(codes + FAR + cols, fine.to(gl.int32, bitcast=True).to(gl.int8))
+        if FORM == "int4":
+            sums = gl.sum(gl.reshape(units, [WIDTH // GROUP, GROUP]), 1)
+            group = gl.arange(0, WIDTH // GROUP, layout=sums.type.layout)
+            put_float(totals + group * 4, sums, group >= 0)
+    return step
+
+
+@gluon.jit
+def same(value, COUNT: gl.constexpr):
+    made = ()
+    for _ in gl.static_range(COUNT):
+        made = made + (value,)
+    return made
+
+
+@gluon.jit
+def add_bytes(sums, words, codes, FORM: gl.constexpr, BLOCKS: gl.constexpr):
+    """sums + products of a turn, four registers for each half of a block: chains of their own, since each waits for its last product."""
+    made = ()
+    for half in gl.static_range(2 * BLOCKS):
+        given = take_operand(codes, half // 2 * 128 + half % 2 * 16)
+        if FORM == "fp8":
+            given = widened(given)
+        made = made + add_products(
+            sums[4 * half : 4 * half + 4], words[8 * half : 8 * half + 4], words[8 * half + 4 : 8 * half + 8], given,
+            "e4m3" if FORM == "fp8" else "bytes",
+        )  # fmt: skip
+    return made
+
+
+@gluon.jit
+def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
+    """(scales, zeros) of a slot's groups and a lane's two rows; the zeros of ZERO none are all the same."""
+    scales = ()
+    zeros = ()
+    for block in gl.static_range(BLOCKS):
+        for side in gl.static_range(2):
+            for row in gl.static_range(2):
+                at = place + (GRID_BYTES * block + 32 * side + 16 * row) + lane // 4 * 2
+                scales = scales + (take_number(at, SCALE),)
+                if ZERO == "int":
+                    zeros = zeros + (take_number(place + (GRID_BYTES * block + 64 + 16 * side + 8 * row) + lane // 4, "byte"),)
+                elif ZERO == "float":
+                    zeros = zeros + (take_number(at + 64, SCALE),)
+    return scales, zeros
+
+
+@gluon.jit
+def add_groups(sums, words, codes, totals, grid, lane, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
+    """sums (two registers: a lane's two rows) + a turn of int4. Each block is a pair of groups, low nibbles and high ones.
+
+    High nibbles are multiplied where they are, which makes their sums 16 times as large.
+    """
+    scales, zeros = grid
+    made = sums
+    for block in gl.static_range(BLOCKS):
+        for side in gl.static_range(2):
+            raw = same(lane * 0, 4)
+            for half in gl.static_range(2):
+                upper = words[16 * block + 8 * half : 16 * block + 8 * half + 4]
+                lower = words[16 * block + 8 * half + 4 : 16 * block + 8 * half + 8]
+                given = take_operand(codes, 256 * block + 128 * side + 16 * half)
+                raw = add_products(raw, upper, lower, given, "low" if side == 0 else "upper")
+            total = take_float(totals + (8 * block + 4 * side))
+            values = ()
+            for row in gl.static_range(2):
+                value = (raw[2 * row] * 254 + raw[2 * row + 1]).to(gl.float32)
+                if side == 1:
+                    value *= 0.0625
+                scale = scales[4 * block + 2 * side + row]
+                if ZERO == "none":
+                    values = values + (made[row] + scale * (value - 8.0 * total),)
+                elif ZERO == "int":
+                    values = values + (made[row] + scale * (value - zeros[4 * block + 2 * side + row] * total),)
+                else:
+                    values = values + (made[row] + scale * value + zeros[4 * block + 2 * side + row] * total,)
+            made = values
+    return made
+
+
+@gluon.jit
+def row_sums(sums, FORM: gl.constexpr, BLOCKS: gl.constexpr):
+    """A lane's two rows' sums: the first of each four lanes has the token's."""
+    if FORM == "int4":
+        made = sums
+    else:
+        made = ()
+        for row in gl.static_range(2):
+            first = sums[2 * row]
+            second = sums[2 * row + 1]
+            for half in gl.static_range(1, 2 * BLOCKS):
+                first += sums[4 * half + 2 * row]
+                second += sums[4 * half + 2 * row + 1]
+            if FORM == "bytes":
+                first = first.to(gl.float32) * 254.0 + second.to(gl.float32)
+            made = made + (first,)
+    return made
+
+
+@gluon.jit
+def multiply(
+    state, slot, links, link, programs, mine, codes, totals, partial, lane, warp,
+    GATES: gl.constexpr, GATED: gl.constexpr, FORM: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
+    DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, FAR: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """The sums of a linear's rows that this warp's features come to, into `partial`. mine: the warp's ring; slot: the next one to take."""
+    SLOT: gl.constexpr = slot_bytes(FORM, BLOCKS)
+    FEATURES: gl.constexpr = 256 if FORM == "int4" else 128  # of a block
+    _, tiles = share(link[N], programs)
+    code = codes + lane % 4 * 32 + warp * (FEATURES * BLOCKS)
+    if FORM != "fp8":
+        code += lane // 4 % 2 * FAR  # even columns are coarse digits
+    total = totals + warp * (8 * BLOCKS)
+    nothing = lane * 0
+    for tile in range(tiles * (2 if GATED else 1)):
+        if FORM == "int4":
+            sums = same(nothing.to(gl.float32), 2)
+        elif FORM == "bytes":
+            sums = same(nothing, 8 * BLOCKS)
+        else:
+            sums = same(nothing.to(gl.float32), 8 * BLOCKS)
+        for turn in range(gl.cdiv(link[LENGTH], WARPS * BLOCKS)):
+            place = mine + slot * SLOT
+            words = take_blocks(place, lane, BLOCKS, DEPTH - 1)
+            at = code + turn * (FEATURES * WARPS * BLOCKS)
+            if FORM == "int4":
+                grid = take_grid(place + BLOCKS * BLOCK_BYTES, lane, SCALE, ZERO, BLOCKS)
+                warp_together(lane)  # before the slot is asked for again
+            state = ask(state, links, programs, place, lane, warp, GATES, FORM, ZERO, WARPS, BLOCKS)
+            if FORM == "int4":
+                sums = add_groups(sums, words, at, total + turn * (8 * WARPS * BLOCKS), grid, lane, ZERO, BLOCKS)
+            else:
+                sums = add_bytes(sums, words, at, FORM, BLOCKS)
+            slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
+        made = row_sums(sums, FORM, BLOCKS)
+        for half in gl.static_range(2):
+            put_float(partial + (warp * ROWS + tile * 16 + 8 * half + lane // 4) * 4, made[half], lane % 4 == 0)
+    return state, slot
+
+
+@gluon.jit
+def joined(place, WARPS: gl.constexpr, ROWS: gl.constexpr):
+    """The sum over warps."""
+    y = take_float(place)
+    for warp in gl.static_range(1, WARPS):
+        y += take_float(place + 4 * ROWS * warp)
+    return y
+
+
+@gluon.jit
+def constants(
+    link, programs, thread,
+    NORMED: gl.constexpr, GATED: gl.constexpr, BIASED: gl.constexpr, FORM: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What a linear reads besides weights that no kernel of a step writes: (this thread's row's scale and bias, those of what it gates, the
+    norm's weights). Asked for while the linear before is multiplied."""
+    n = link[N]
+    first, tiles = share(n, programs)
+    row = first * 16 + thread
+    ok = thread < tiles * 16
+    scale = 1.0
+    up_scale = 1.0
+    bias = 0.0
+    up_bias = 0.0
+    norms = 0.0
+    if FORM != "int4":
+        scale = gl.load(link[SCALES] + row, mask=ok, other=0.0)
+        if GATED:
+            up_scale = gl.load(link[SCALES] + n + row, mask=ok, other=0.0)
+    if BIASED:
+        bias = gl.load(link[BIAS] + row, mask=ok, other=0.0)
+        if GATED:
+            up_bias = gl.load(link[BIAS] + n + row, mask=ok, other=0.0)
+    if NORMED:
+        cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
+        norms = gl.load(link[NORM] + cols, mask=cols < link[K], other=0.0)
+    return scale, up_scale, bias, up_bias, norms
+
+
+@gluon.jit
+def run(
+    state, slot, early, links, arrived, programs, shared, thread,
+    AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr,
+    SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr,
+    CHAINED: gl.constexpr,
+):  # fmt: skip
+    """One linear, number AT: meet, make codes, multiply, finish this program's rows."""
+    link = links[AT]
+    GATED: gl.constexpr = GATES[AT]
+    ADDS: gl.constexpr = AT % 2 == 0
+    FAR: gl.constexpr = digits_apart(WIDTHS)
+    places: gl.constexpr = shared_places(FORM, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS)
+    lane = thread % 32
+    warp = thread // 32
+    codes = shared + places[0]
+    totals = shared + places[1]
+    partial = shared + places[2]
+    scale, up_scale, bias, up_bias, norms = early
+    if AT > 0:
+        meet(arrived, programs, thread)
+    else:
+        follow(thread, CHAINED)
+    step = encode(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS[AT], FORM, WARPS, FAR)
+    n = link[N]
+    first, tiles = share(n, programs)
+    row = first * 16 + thread
+    ok = thread < tiles * 16
+    added = 0.0
+    if ADDS:
+        added = gl.load(link[RESIDUAL] + row, mask=ok, other=0.0, cache_modifier=".cg")
+    if len(GATES) > AT + 1:
+        early = constants(links[AT + 1], programs, thread, ADDS, GATES[AT + 1], BIASES[AT + 1], FORM, WIDTHS[AT + 1], WARPS)
+    barrier()
+    state, slot = multiply(
+        state, slot, links, link, programs, shared + warp * (DEPTH * slot_bytes(FORM, BLOCKS)), codes, totals, partial, lane, warp,
+        GATES, GATED, FORM, SCALE, ZERO, DEPTH, WARPS, BLOCKS, FAR, ROWS,
+    )  # fmt: skip
+    barrier()
+    between: gl.constexpr = 32 if GATED else 16  # rows from a tile to the next: what gates gate lies behind them
+    place = partial + gl.where(ok, (thread // 16 * between + thread % 16) * 4, 0)
+    y = joined(place, WARPS, ROWS) * step
+    if FORM != "int4":
+        y *= scale
+    if BIASES[AT]:
+        y += bias.to(gl.float32)
+    if GATED:
+        up = joined(place + 64, WARPS, ROWS) * step
+        if FORM != "int4":
+            up *= up_scale
+        if BIASES[AT]:
+            up += up_bias.to(gl.float32)
+        y = activated(y, ACT) * up
+    if ADDS:
+        y += added.to(gl.float32)
+    gl.store(link[OUT] + row, y.to(link[OUT].dtype.element_ty), mask=ok)
+    return state, slot, early
+
+
+@gluon.jit(do_not_specialize=["programs"])
+def tail_kernel(
+    x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, arrived, programs,
+    GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr, SCALE: gl.constexpr,
+    ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """Grid: (programs,), all of them on the device at once.
+
+    The first 13 have a part for each linear: x [k], norm's weights [k] and epsilon (of the second and the fourth), weight [n (twice when
+    gated), row's bytes], scale, zero, bias, residual [n] (of the first and the third), out [n], n, k, bytes from row to row, blocks of
+    128 bytes of a row. Anything stands for what is not there. scale float32 [rows], of int4 SCALE [groups, rows] with `zero` alike
+    (ZERO none, int, float). Lists with blanks between, since Triton compiles no constant ahead that is a tuple: GATES and BIASES, 1 for a
+    linear with them; WIDTHS, powers of two that its k and all turns of a row fit. ROWS: the most of a program, gates and what they gate.
+    """
+    gates: gl.constexpr = listed(GATES)
+    biases: gl.constexpr = listed(BIASES)
+    widths: gl.constexpr = listed(WIDTHS)
+    links = ()
+    for i in gl.static_range(len(gates)):
+        links = links + (
+            (x[i], norm[i], eps[i], weight[i], scale[i], zero[i], bias[i], residual[i], out[i], n[i], k[i], stride[i], blocks[i]),
+        )
+    places: gl.constexpr = shared_places(FORM, DEPTH, WARPS, BLOCKS, widths, ROWS)
+    SLOT: gl.constexpr = slot_bytes(FORM, BLOCKS)
+    kept = gl.allocate_shared_memory(gl.int8, [places[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    shared = shared_address(thread)
+    early = constants(links[0], programs, thread, False, gates[0], biases[0], FORM, widths[0], WARPS)
+    state = begin(links, programs, lane, warp, gates, FORM, ZERO, WARPS, BLOCKS)
+    for slot in range(DEPTH):
+        state = ask(state, links, programs, shared + (warp * DEPTH + slot) * SLOT, lane, warp, gates, FORM, ZERO, WARPS, BLOCKS)
+    taken = gl.to_tensor(0)
+    for at in gl.static_range(len(gates)):
+        state, taken, early = run(
+            state, taken, early, links, arrived, programs, shared, thread,
+            at, gates, biases, widths, ACT, FORM, SCALE, ZERO, DEPTH, WARPS, BLOCKS, ROWS, CHAINED,
+        )  # fmt: skip
+    kept._keep_alive()

@@ -1,0 +1,411 @@
+"""The CPU's kernels in C: against float64 and against the references, and what happens where they cannot be compiled."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import Case, expected_attention, relative_error
+from torch import Tensor
+
+from stoker.base import env
+from stoker.kernels import ops
+from stoker.kernels.native import attention, build, library, linear, quant_int4, quant_int8, rope
+from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.reference import activation as activation_reference
+from stoker.kernels.reference import attention as attention_reference
+from stoker.kernels.reference import linear as linear_reference
+from stoker.kernels.reference import quant_int4 as int4_reference
+from stoker.kernels.reference import quant_int8 as int8_reference
+from stoker.kernels.reference import rope as rope_reference
+from stoker.kernels.types import PLAIN, AttentionParams, Fusion
+from stoker.layers.batch import KVCache
+
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # bfloat16 is only rounded to, once
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C compiler is installed")
+
+
+@pytest.fixture
+def _no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs here is the kernel."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the reference ran")
+
+    for module, name in (
+        (linear_reference, "linear"), (int8_reference, "int8_linear"), (int4_reference, "int4_linear"),
+        (rope_reference, "rope_store"), (attention_reference, "attention"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, refuse)
+
+
+kernel_only = pytest.mark.usefixtures("_no_reference")
+
+
+def dense(rows: int, columns: int, dtype: torch.dtype) -> tuple[Callable, Tensor]:
+    weight = (torch.randn(rows, columns) / columns**0.5).to(dtype)
+    return lambda x, bias, fusion: linear.linear(x, weight, bias, fusion), weight.double()
+
+
+def int8(rows: int, columns: int) -> tuple[Callable, Tensor]:
+    weight, scale = torch.randint(-128, 128, (rows, columns), dtype=torch.int8), torch.rand(rows) / (70 * columns**0.5) + 1e-4
+    return lambda x, bias, fusion: quant_int8.int8_linear(x, weight, scale, bias, fusion), weight.double() * scale[:, None].double()
+
+
+def int4_weight(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = torch.float16) -> Int4Weight:
+    groups = -(-columns // group)
+    scale = ((torch.rand(rows, groups) + 0.1) / (4 * columns**0.5)).to(dtype)
+    return Int4Weight(
+        torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8), scale,
+        torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None,
+        (torch.randn(rows, groups) * scale.float()).to(dtype) if zero == "float" else None, group,
+    )  # fmt: skip
+
+
+def int4(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = torch.float16) -> tuple[Callable, Tensor]:
+    weight = int4_weight(rows, columns, group, zero, dtype)
+    return lambda x, bias, fusion: quant_int4.int4_linear(x, weight, bias, fusion), int4_reference.dequantize_int4(weight, torch.float64)
+
+
+def wanted(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
+    """The same in float64, by the reference."""
+    wide = {name: value.double() for name in ("norm_weight", "norm_bias", "residual") if (value := getattr(fusion, name)) is not None}
+    return linear_reference.around(
+        x.double(), replace(fusion, **wide), lambda rows: rows @ weight.t() + (0 if bias is None else bias.double())
+    )
+
+
+def fused(rows: int, out: int, size: int, dtype: torch.dtype, parts: str) -> Fusion:
+    """n: an RMS norm, l: a layer norm, g: a gate, i: a gate on the input, r: a residual."""
+    return Fusion(
+        norm_kind="rms" if "n" in parts else "layer" if "l" in parts else None,
+        norm_weight=torch.randn(size).to(dtype) if "n" in parts else None,
+        norm_bias=torch.randn(size).to(dtype) if "l" in parts else None,
+        norm_eps=1e-5,
+        gate="silu" if "g" in parts else None,
+        residual=torch.randn(rows, out).to(dtype) if "r" in parts else None,
+        input_gate="gelu_tanh" if "i" in parts else None,
+    )
+
+
+def check(made: tuple[Callable, Tensor], rows: int, parts: str, dtype: torch.dtype = torch.float32) -> None:
+    run, weight = made
+    size, out = weight.shape[1], weight.shape[0] // (2 if "g" in parts else 1)
+    width = 2 * size if "i" in parts else size
+    x = torch.randn(rows, width + 8).to(dtype)[:, :width]
+    bias = torch.randn(weight.shape[0]).to(dtype) if "b" in parts else None
+    fusion = fused(rows, out, size, dtype, parts)
+    y = run(x, bias, fusion)
+    assert y.dtype == dtype and y.shape == (rows, out)
+    assert relative_error(y, wanted(x, weight, bias, fusion)) < TOLERANCE[dtype]
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("parts", ["", "nbgr"])
+def test_any_few_rows(rows: int, parts: str) -> None:
+    check(dense(34, 80, torch.float32), rows, parts)
+    check(int8(34, 80), min(rows, quant_int8.few_rows()), parts)
+    check(int4(34, 80, 32, "int"), rows, parts)
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("parts", ["", "b", "l", "n", "gr", "ibr", "nbgr"])
+def test_all_that_surrounds_a_linear(parts: str, dtype: torch.dtype) -> None:
+    for made in (dense(48, 96, torch.float32), dense(48, 96, torch.bfloat16), int8(48, 96), int4(48, 96, 64, "float")):
+        check(made, 3, parts, dtype)
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("out", [1, 3, 17, 31, 200])
+@pytest.mark.parametrize("size", [1, 2, 15, 33, 130, 577])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sizes_that_no_vector_divides(rows: int, size: int, out: int) -> None:
+    for made in (dense(out, size, torch.float32), dense(out, size, torch.bfloat16), int8(out, size)):
+        check(made, rows, "lr")
+    if size % 2 == 0:
+        check(int4(out, size, 32, "int"), rows, "lr")
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("size", [128, 160, 276])
+def test_int4_groups_of_which_the_last_may_be_shorter(size: int, group: int, zero: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        check(int4(21, size, group, zero, dtype), 2, "n")
+
+
+@needs_compiler
+@kernel_only
+def test_small_float16_scales_keep_their_value() -> None:
+    weight = int4_weight(40, 64, 32, "none")
+    weight.scale.copy_(torch.arange(1, 81).view(40, 2).to(torch.float16) * 2**-24)  # subnormal
+    x = torch.randn(1, 64)
+    assert relative_error(quant_int4.int4_linear(x, weight), x.double() @ int4_reference.dequantize_int4(weight, torch.float64).t()) < 1e-6
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("name", activation_reference.ACTIVATIONS)
+def test_every_activation(name: str) -> None:
+    run, weight = dense(64, 32, torch.float32)
+    x = torch.randn(2, 32) * torch.tensor([[3.0], [60.0]])
+    fusion = Fusion(gate=name)
+    assert relative_error(run(x, None, fusion), wanted(x, weight, None, fusion)) < 2e-6
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_stays_none_and_in_its_row(value: float) -> None:
+    for run, _ in (dense(20, 64, torch.float32), int8(20, 64), int4(20, 64, 32, "int")):
+        x = torch.randn(3, 64)
+        x[1, 5] = value
+        for fusion in (PLAIN, Fusion(norm_kind="rms", norm_eps=1e-5)):
+            found = run(x, None, fusion)
+            assert not found[1].isfinite().any() and found[[0, 2]].isfinite().all()
+
+
+@needs_compiler
+@kernel_only
+def test_a_row_is_the_same_alone_and_among_others() -> None:
+    for run, weight in (dense(50, 130, torch.float32), int8(50, 130), int4(50, 130, 32, "int")):
+        x, norm = torch.randn(4, 130), Fusion(norm_kind="rms", norm_eps=1e-5)
+        together = run(x, None, norm)
+        assert together.shape[1] == len(weight)
+        for row in range(4):
+            assert torch.equal(run(x[row : row + 1], None, norm)[0], together[row])
+
+
+@needs_compiler
+@kernel_only
+def test_threads_change_nothing() -> None:
+    threads = torch.get_num_threads()
+    try:
+        for run, _ in (dense(1000, 64, torch.float32), int8(3000, 64), int4(5000, 64, 32, "int")):
+            x, found = torch.randn(2, 64), []
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                found.append(run(x, None, PLAIN))
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_nothing_to_do_and_what_is_not_taken() -> None:
+    run, _ = int8(8, 32)
+    assert run(torch.randn(0, 32), None, PLAIN).shape == (0, 8)
+    x, (_, weight) = torch.randn(3, 64), dense(8, 32, torch.float32)
+    apart = weight.float().repeat(1, 2)[:, ::2]  # a weight with strides, float16, and rows whose features lie apart
+    assert relative_error(linear.linear(x[:, :32], apart), x[:, :32].double() @ apart.double().t()) < 1e-6
+    assert linear.linear(x.half()[:, :32], weight.half()).dtype == torch.float16
+    assert relative_error(linear.linear(x[:, ::2], weight.float()), x[:, ::2].double() @ weight.t()) < 1e-6
+    with pytest.raises(RuntimeError):
+        linear.linear(x, weight.float())
+    with pytest.raises(RuntimeError):
+        linear.linear(x[:, :32], weight.float(), None, Fusion(norm_kind="rms", norm_weight=torch.randn(31)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("dim", "size"), [(0, 48), (16, 48), (48, 48), (20, 21)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_and_the_cache(interleaved: bool, dim: int, size: int, cache_dtype: torch.dtype) -> None:
+    dtype = torch.float32 if cache_dtype == torch.int8 else cache_dtype
+    scales = [torch.rand(2) * 0.02 + 0.01 if cache_dtype == torch.int8 else None for _ in range(2)]
+    caches = [KVCache(*(torch.full((5, 2, 4, size), 9).to(cache_dtype) for _ in range(2)), *scales) for _ in range(2)]
+    heads = torch.randn(3, 4 + 2 + 2, size).to(dtype)
+    q, k, v = heads.split((4, 2, 2), dim=1)
+    positions, slots = torch.tensor([7, 0, 39], dtype=torch.int32), torch.tensor([9, -1, 19], dtype=torch.int32)
+    table = torch.randn(40, dim) if dim else None
+    wanted = rope_reference.rope_store(q.clone(), k, v, positions, table, interleaved, caches[0], slots)
+    kept = k.clone(), v.clone()
+    found = rope.rope_store(q, k, v, positions, table, interleaved, caches[1], slots)
+    assert found.data_ptr() == q.data_ptr() and torch.equal(k, kept[0]) and torch.equal(v, kept[1])
+    torch.testing.assert_close(found, wanted)
+    for name in ("keys", "values"):
+        ours, theirs = (getattr(cache, name).float() for cache in caches)
+        away = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.int8: 1.0}[cache_dtype]
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=away)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("position", "slot"), [(40, 0), (-1, 0), (0, 20)])
+def test_a_place_that_is_not_there_is_refused_and_nothing_written(position: int, slot: int) -> None:
+    cache = KVCache(torch.zeros(5, 2, 4, 16), torch.zeros(5, 2, 4, 16))
+    q, k, v = torch.randn(1, 3 * 2, 16).split(2, dim=1)
+    positions, slots = (torch.tensor([index], dtype=torch.int32) for index in (position, slot))
+    with pytest.raises(IndexError):
+        rope.rope_store(q, k, v, positions, torch.randn(40, 16), False, cache, slots)
+    assert not cache.keys.any()
+
+
+CASES = {
+    "one": Case([(1, 1)]),
+    "tiles": Case([(1, 127), (1, 128), (1, 129), (1, 300)], heads=6, kv_heads=2),
+    "own keys": Case([(1, 40), (1, 5)], heads=3, kv_heads=3, size=32),
+    "many queries": Case([(1, 70)], heads=9, kv_heads=1, size=16, value_size=48),
+    "window": Case([(1, 200), (1, 20)], window=37),
+    "chunk": Case([(1, 64), (1, 65), (1, 150)], chunk=64),
+    "bfloat16": Case([(1, 33), (1, 140)], dtype=torch.bfloat16),
+    "int8": Case([(1, 33), (1, 140)], cache_dtype=torch.int8),
+}
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_attention_of_decode_rows(case: Case) -> None:
+    q, cache, batch, params = case.build()
+    found = attention.attention(q, cache, batch, params)
+    assert found.dtype == q.dtype
+    assert relative_error(found, expected_attention(q, cache, batch, params)) < TOLERANCE[case.dtype]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [([1], {"softcap": 5.0}), ([1], {"alibi": True}), ([1], {"sinks": True}), ([1, 7], {}), ([1], {"size": 18})],
+)
+def test_attention_that_the_reference_computes(rows: list[int], options: dict) -> None:
+    q, cache, batch, params = Case([(queries, 20) for queries in rows], **options).build()
+    assert relative_error(attention.attention(q, cache, batch, params), expected_attention(q, cache, batch, params)) < 1e-5
+
+
+@needs_compiler
+def test_blocks_that_are_not_there_are_not_read() -> None:
+    q, cache, batch, params = Case([(1, 40)]).build()
+    batch.block_tables[0, 1] = 10**9
+    with pytest.raises((IndexError, RuntimeError)):
+        attention.attention(q, cache, batch, params)
+
+
+@needs_compiler
+def test_scores_that_are_no_number_stay_none() -> None:
+    q, cache, batch, _ = Case([(1, 150), (1, 10)]).build()
+    q[0, 1, 3] = float("nan")
+    found = attention.attention(q, cache, batch, AttentionParams(0.1)).view(2, 4, -1)
+    assert found[0, 1].isnan().all() and found[0, [0, 2, 3]].isfinite().all() and found[1].isfinite().all()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A cache without a library, and a process that has not looked for one. Kernels that fail to load leave the references."""
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path))
+    forget()
+    yield tmp_path / "native"
+    forget()
+
+
+def forget() -> None:
+    library.kernels.cache_clear()
+    ops._cpu.cache_clear()
+
+
+def works() -> bool:
+    run, weight = int8(8, 32)
+    x = torch.randn(1, 32)
+    exact = x.double() @ weight.t()
+    return all(relative_error(found, exact) < 1e-4 for found in (run(x, None, PLAIN), ops.linear(x, weight.float())))
+
+
+def test_turned_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_NATIVE", "0")
+    assert library.kernels() == "turned off by STOKER_NATIVE"
+    assert not ops._cpu() and works() and not fresh.exists()
+
+
+def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert str(library.kernels()).startswith("no C compiler")
+    assert not ops._cpu() and works()
+
+
+@needs_compiler
+def test_a_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "FLAGS", ("-nonsense",))
+    assert "failed with status" in str(library.kernels()) and works()
+    assert not list(fresh.iterdir())
+
+
+@needs_compiler
+def test_no_second_pool_of_threads(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing() -> int:
+        raise build.Unavailable("PyTorch's OpenMP runtime was not found")
+
+    monkeypatch.setattr(library, "_fork", nothing)
+    assert "OpenMP" in str(library.kernels()) and works()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library in a cache of its own."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STOKER_CACHE", str(cache))
+        return build.built()
+
+
+@needs_compiler
+def test_a_library_is_private_and_compiled_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_CACHE", str(compiled.parent.parent))
+    assert (compiled.stat().st_mode & 0o777, compiled.parent.stat().st_mode & 0o777) == (0o700, 0o700)
+    monkeypatch.setattr(build, "_compiled", None)
+    assert build.built() == compiled
+    assert list(compiled.parent.iterdir()) == [compiled]
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_what_others_can_write_is_not_loaded(fresh: Path, mode: int) -> None:
+    fresh.mkdir()
+    fresh.chmod(mode)
+    assert "can be written by others" in str(library.kernels()) and works()
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_library_that_is_not_whole_is_compiled_again(compiled: Path, fresh: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.mkdir(mode=0o700)
+    content = compiled.read_bytes()
+    broken = {"cut": content[: len(content) // 2], "changed": content[:-9] + b"x" + content[-8:], "empty": b""}[damage]
+    path = fresh / compiled.name
+    path.write_bytes(broken)
+    path.chmod(0o700)
+
+    def again(compiler: str, folder: Path, key: str) -> Path:
+        return Path(shutil.copy(compiled, path))
+
+    monkeypatch.setattr(build, "_compiled", again)
+    assert not isinstance(library.kernels(), str) and path.read_bytes() == content
+
+
+@needs_compiler
+def test_another_processor_or_compiler_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {build._key("gcc 12"), build._key("gcc 13")}
+    monkeypatch.setattr(build, "_processor", lambda: b"another")
+    keys.add(build._key("gcc 12"))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
+    assert len(keys | {build._key("gcc 12")}) == 4
+
+
+@needs_compiler
+def test_two_processes_compile_at_once(tmp_path: Path) -> None:
+    program = "from stoker.kernels.native.library import kernels; assert not isinstance(kernels(), str), kernels()"
+    environment = env.child_environment(STOKER_CACHE=str(tmp_path))
+    both = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(2)]
+    assert [process.wait(100) for process in both] == [0, 0]
+    assert len(list((tmp_path / "native").iterdir())) == 1
