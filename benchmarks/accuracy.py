@@ -6,6 +6,11 @@ Calibration reads the text that Stoker ships.
 
 PYTHONPATH=src python benchmarks/accuracy.py --text book.md --json benchmarks/results/accuracy.json
 
+What a cache costs in longer contexts:
+
+PYTHONPATH=src python benchmarks/accuracy.py --text book.md --window 8192 --only "NO_QUANT, int8 KV" "NO_QUANT, FP8 KV" \\
+    --json benchmarks/results/accuracy_long_context.json
+
 --untied gives the model a head of its own, a copy of the embedding, as larger models have one, and measures what the head's format costs:
 
 PYTHONPATH=src python benchmarks/accuracy.py --text book.md --max-bytes 40000 --untied --json benchmarks/results/accuracy_untied_head.json
@@ -36,8 +41,6 @@ from stoker.cli.default_model import default_checkpoint
 from stoker.engine.reader import Engine
 from stoker.engine.stream import LayerStream, Scores, windows
 from stoker.layers.loader import Loader
-
-WINDOW = 1024
 
 
 def int4(name: str, size: int, **settings: Any) -> dict[str, Any]:
@@ -111,9 +114,9 @@ class Measured:
         return total(self.scores)
 
 
-def measured(engine: Engine, text: str) -> Measured:
+def measured(engine: Engine, text: str, window: int) -> Measured:
     ids = Tokenizer.from_file(str(engine.path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    stream, loader = LayerStream(engine.config.model, windows(ids, WINDOW)), engine.loader()
+    stream, loader = LayerStream(engine.config.model, windows(ids, window)), engine.loader()
     stream.begin(loader)
     for _ in range(engine.config.model.num_layers):
         stream.advance(loader)
@@ -168,6 +171,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="rows to measure (again), after NO_QUANT; without it, those that the JSON file lacks")
     parser.add_argument("--commit", default=head(), help="of what is measured")
     parser.add_argument("--calibration-size", type=int, default=32, help="windows of 512 tokens")
+    parser.add_argument("--window", type=int, default=1024, help="tokens that each is foretold from at most (%(default)s)")
     parser.add_argument("--untied", action="store_true", help="a head apart from the embedding, and what its format costs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -175,7 +179,7 @@ def main() -> None:
     about = {
         "model": "SmolLM2-135M-Instruct" + (" in bfloat16, with a copy of the embedding for its head" if args.untied else ""),
         "text_sha256": hashlib.sha256(raw).hexdigest(), "text_bytes": len(raw),
-        "calibration_size": args.calibration_size, "window": WINDOW, "torch": torch.__version__,
+        "calibration_size": args.calibration_size, "window": args.window, "torch": torch.__version__,
     }  # fmt: skip
     rows, table = earlier(args.json, about), {name: ROWS[name] for name in UNTIED} if args.untied else ROWS
     plain: Measured | None = None
@@ -186,7 +190,7 @@ def main() -> None:
                 continue
             out = Path(folder) / ("plain" if plain is None else "engine")
             engine, seconds = built(source, {"calibration_size": args.calibration_size, **asked}, out)
-            row = measured(engine, raw.decode(errors="ignore"))
+            row = measured(engine, raw.decode(errors="ignore"), args.window)
             plain, scores = plain or row, row.total
             rows[name] = {
                 "bytes": (engine.path / "rank0.safetensors").stat().st_size, "tokens": scores.count, "perplexity": scores.perplexity,

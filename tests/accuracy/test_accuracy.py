@@ -14,23 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.builder.calibrate import QueryKeyLoader, RecordingLoader, dense_tensors
+from stoker.builder.calibrate import CacheLoader, RecordingLoader, dense_tensors
 from stoker.builder.calibration_text import token_windows
 from stoker.distributed.group import SINGLE
 from stoker.engine.reader import Engine
 from stoker.engine.stream import LayerStream
-from stoker.layers.decoder import kv_scale_specs, layer_specs
+from stoker.layers.decoder import kv_cache_specs, layer_specs
 from stoker.layers.loader import Loader
-from stoker.layers.rope import rope_table
 from stoker.quant.awq import AWQ
-from stoker.quant.calibration import KVRange, TensorTable, default_text, held_out_text, quantize_layer
+from stoker.quant.calibration import CacheStats, TensorTable, default_text, held_out_text, quantize_layer
 from stoker.quant.dense import Dense
 from stoker.quant.format import Format
 from stoker.quant.fp8 import Fp8
 from stoker.quant.gptq import GPTQ
 from stoker.quant.int4 import Int4
 from stoker.quant.int8 import Int8
-from stoker.quant.keys import QueryKeys, turn
 from stoker.quant.recipe import Recipe
 from stoker.quant.smoothquant import SmoothQuant
 from stoker.quant.stats import InputStats
@@ -49,21 +47,13 @@ class Subject:
     engine: Engine
     tokens: list[Tensor]
     stats: list[dict[str, InputStats]] = field(default_factory=list)
-    ranges: list[dict[str, KVRange]] = field(default_factory=list)
-    turns: list[dict[str, Tensor]] = field(default_factory=list)
+    caches: list[dict[str, CacheStats]] = field(default_factory=list)
     perplexity: float = 0.0
 
-    def layer(self, index: int, kv_cache: str | None = None) -> dict[str, Tensor]:
-        """Dense weights by engine name, free to be written to; queries and keys turned as a build does for the cache."""
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """Dense weights by engine name, free to be written to."""
         specs, loader = layer_specs(self.engine.config.model, index).values(), self.engine.loader()
-        weights = {name: tensor.clone() for spec in specs for name, tensor in dense_tensors(spec, loader).items()}
-        if kv_cache is not None:
-            turn(
-                weights[f"layers.{index}.attention.qkv.weight"],
-                self.engine.config.model.layers[index].attention,
-                self.turns[index][kv_cache],
-            )
-        return weights
+        return {name: tensor.clone() for spec in specs for name, tensor in dense_tensors(spec, loader).items()}
 
     def increase(self, chosen: Format, kv_cache: str | None = None, layers: tuple[int, ...] | None = None) -> float:
         """The share by which perplexity grows with `layers` in a format, all of them unless told."""
@@ -75,10 +65,10 @@ class Subject:
                 stream.advance(dense)
                 continue
             specs = layer_specs(model, index)
-            stored = quantize_layer(model.layers[index], f"layers.{index}", specs, recipe, self.layer(index, kv_cache), self.stats[index])
+            stored = quantize_layer(model.layers[index], f"layers.{index}", specs, recipe, self.layer(index), self.stats[index])
             if kv_cache is not None:
-                scales = self.ranges[index][kv_cache].scales()
-                stored |= {spec.name: scales[key] for key, spec in kv_scale_specs(model, index).items()}
+                found = self.caches[index][kv_cache].tensors()
+                stored |= {spec.name: found[key] for key, spec in kv_cache_specs(model, index).items()}
             stream.advance(Loader(TensorTable(stored), recipe, torch.float32, CPU, SINGLE))
         return stream.score(dense).perplexity / self.perplexity - 1
 
@@ -93,14 +83,9 @@ def subject(smollm2_engine: Path) -> Subject:
     stream.begin(dense)
     with torch.inference_mode():
         for index in range(model.num_layers):
-            attention = model.layers[index].attention
-            seen = QueryKeys(attention, rope_table(attention.rope, 320, CPU))
-            stream.advance(QueryKeyLoader(engine.loader(), found.layer(index), seen), keep=True)
-            found.turns.append({kind: seen.factors(kind) for kind in KINDS})
-            found.ranges.append({kind: KVRange(kind) for kind in KINDS})
-            for kind, measured in found.ranges[index].items():
-                turned = Loader(TensorTable(found.layer(index, kind)), Recipe(), torch.float32, CPU, SINGLE)
-                stream.advance(turned, keep=True, visit=lambda cache, measured=measured: measured.add(cache.keys, cache.values))
+            found.caches.append({kind: CacheStats(model.layers[index].attention, kind) for kind in KINDS})
+            for measured in found.caches[index].values():
+                stream.advance(CacheLoader(engine.source(), Recipe(), torch.float32, CPU, measured), keep=True)
             recorder = RecordingLoader(engine.source(), Recipe(default=AWQ()), torch.float32, CPU)
             stream.advance(recorder)
             found.stats.append(recorder.stats)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from stoker.base.errors import EngineError
 from stoker.builder.build import build
+from stoker.engine.config import FORMAT_VERSION
 from stoker.engine.reader import Engine
 from stoker.engine.source import DummySource
 from stoker.engine.tensor_file import read_header
@@ -54,7 +55,7 @@ def test_versions_and_files(engine: Path) -> None:
     Engine.open(engine, verify=True)
     edit(engine, format_version=99, stoker_version="9.9")
     assert "engine format 99 (Stoker 9.9), and this Stoker" in refused(engine)
-    edit(engine, format_version=1)
+    edit(engine, format_version=FORMAT_VERSION)
     with (engine / FILE).open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x55")

@@ -52,7 +52,8 @@ def index(*shape: int) -> Tensor:
 def cache(kv_heads: int, block: int, size: int, value_size: int | None, dtype: torch.dtype) -> KVCache:
     scale = meta(kv_heads, dtype=FP32) if dtype in (torch.int8, FP8) else None
     values = None if value_size is None else meta(4096, kv_heads, block, value_size, dtype=dtype)
-    return KVCache(meta(4096, kv_heads, block, size, dtype=dtype), values, scale, scale)
+    balance = None if scale is None or values is None else meta(kv_heads, 2, size, dtype=FP32)
+    return KVCache(meta(4096, kv_heads, block, size, dtype=dtype), values, scale, scale, balance)
 
 
 def attend(

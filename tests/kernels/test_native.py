@@ -220,12 +220,15 @@ def test_nothing_to_do_and_what_is_not_taken() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize(("dim", "size"), [(0, 48), (16, 48), (48, 48), (20, 21)])
+@pytest.mark.parametrize(
+    ("cache_dtype", "balanced"), [(torch.float32, False), (torch.bfloat16, False), (torch.int8, False), (torch.int8, True)]
+)
+@pytest.mark.parametrize(("dim", "size"), [(0, 48), (16, 48), (48, 48), (20, 21), (64, 64)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_and_the_cache(interleaved: bool, dim: int, size: int, cache_dtype: torch.dtype) -> None:
+def test_rope_and_the_cache(interleaved: bool, dim: int, size: int, cache_dtype: torch.dtype, balanced: bool) -> None:
     dtype = torch.float32 if cache_dtype == torch.int8 else cache_dtype
     scales = [torch.rand(2) * 0.02 + 0.01 if cache_dtype == torch.int8 else None for _ in range(2)]
+    scales += [torch.rand(2, 2, size) + 0.5] if balanced else []
     caches = [KVCache(*(torch.full((5, 2, 4, size), 9).to(cache_dtype) for _ in range(2)), *scales) for _ in range(2)]
     heads = torch.randn(3, 4 + 2 + 2, size).to(dtype)
     q, k, v = heads.split((4, 2, 2), dim=1)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+
 import pytest
 import torch
 from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
+from stoker.kernels.reference import rope as reference
 from stoker.kernels.triton import rope as kernels
 from stoker.layers.batch import KVCache
 
@@ -100,6 +105,56 @@ def test_quantizes_by_head(dtype: torch.dtype, tokens: int) -> None:
         units = (x.float() / scale[:, None]).clamp(-limit, limit)
         want = units.round().to(torch.int8) if dtype == torch.int8 else units.to(dtype)
         assert torch.equal(read(stored, slots).view(torch.int8), want.view(torch.int8))
+
+
+def spread(size: int, dim: int, interleaved: bool) -> Tensor:
+    """float64 [size, size]: the coordinates of `reference.rope.spread`, by the bits that two indices of a block have in common."""
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+
+    def fill(count: int, place: Callable[[int, int], int], halves: int) -> None:
+        block = max(count & -count, 1)
+        for i, j, a, b in itertools.product(range(count), range(count), range(halves), range(halves)):
+            if i // block == j // block:
+                common = ((i % block) & (j % block)).bit_count() + (a & b)
+                matrix[place(i, a), place(j, b)] = (-1) ** common / (block * halves) ** 0.5
+
+    fill(dim // 2, lambda i, a: 2 * i + a if interleaved else a * dim // 2 + i, 2)
+    fill(size - dim, lambda i, _: dim + i, 1)
+    return matrix
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dim"),
+    [(4, 2, 64, 64), (8, 8, 80, 32), (5, 1, 128, 128), (6, 3, 96, 72), (9, 9, 20, 0), (2, 2, 256, 256)],
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("module", [kernels, reference], ids=["triton", "reference"])
+def test_balances_and_spreads_queries_and_keys(
+    module: ModuleType, heads: int, kv_heads: int, size: int, dim: int, interleaved: bool, cache_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = fused(6, heads, kv_heads, size, size, torch.float32)
+    before = q.clone(), k.clone()
+    positions = torch.tensor([0, 39, 3, 7, 21, 0], dtype=torch.int32)
+    slots = torch.tensor([5, 99, -1, 32, 17, -1], dtype=torch.int32)
+    balance, scale = torch.rand(kv_heads, 2, size) + 0.5, torch.rand(kv_heads) / 100 + 0.02
+    cache = KVCache(pages(kv_heads, 16, size, cache_dtype), pages(kv_heads, 16, size, cache_dtype), scale, scale, balance)
+    cos_sin = table(dim) if dim else None
+    out = module.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+    queries, keys = (expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in before)
+    matrix = spread(size, dim, interleaved)
+    assert torch.allclose(matrix @ matrix, torch.eye(size, dtype=torch.float64))
+    of_keys, of_queries = balance.double().unbind(1)
+    assert relative_error(out, (queries * of_queries.repeat_interleave(heads // kv_heads, 0)) @ matrix) < TOLERANCE[torch.float32]
+    stored = slots >= 0
+    want = ((keys * of_keys) @ matrix)[stored] / scale[:, None]
+    limit = 127.0 if cache_dtype == torch.int8 else 448.0
+    error = (read(cache.keys, slots[stored]).double() - want.clamp(-limit, limit)).abs()
+    # Half a step of int8; half of an e4m3's last bit, 1 / 16, and half of the smallest one.
+    assert (error <= (0.5001 if cache_dtype == torch.int8 else want.abs() / 15.99 + 2**-10)).all()
+    for part in (cache.keys, cache.values):
+        assert (untouched(part.view(torch.int8), slots) == 99).all()
 
 
 def test_latent_cache_has_no_values() -> None:

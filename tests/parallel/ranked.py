@@ -37,7 +37,7 @@ class RankHarness(Harness):
         self.model = Decoder(self.config, engine.loader(world.rank, CPU, world.tensor), num_positions, world.stage)
         mine = world.stage.layers(self.config.num_layers)
         self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, CPU, mine, mapping.tensor_parallel)
-        self.model.scale_caches(self.caches)
+        self.model.complete_caches(self.caches)
         self.leader = leader(mapping)
 
     def forward(self, batch: ForwardBatch) -> Tensor:

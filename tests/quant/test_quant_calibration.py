@@ -16,12 +16,14 @@ from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import Prepared, prepare
 from stoker.distributed.group import SINGLE
 from stoker.engine.stream import LayerStream, windows
+from stoker.kernels.reference.rope import spread
+from stoker.layers.config import AttentionConfig, MLAConfig, NormConfig, RopeConfig
 from stoker.layers.decoder import layer_specs
 from stoker.layers.loader import Loader
 from stoker.layers.specs import LinearSpec
 from stoker.quant import fold as folding
 from stoker.quant.awq import AWQ
-from stoker.quant.calibration import KVRange, TensorTable
+from stoker.quant.calibration import CacheStats, TensorTable
 from stoker.quant.compensate import Compensation
 from stoker.quant.format import Format
 from stoker.quant.fp8 import Fp8
@@ -255,20 +257,23 @@ def test_folds_leave_a_layer_as_it_was(model_type: str, tmp_path: Path) -> None:
         assert consumers >= {"layers.0.attention.qkv", "layers.0.attention.out"}
 
 
-def test_kv_ranges_are_the_largest_of_each_head() -> None:
-    keys = torch.randn(2, 3, 5, 8)
-    found = KVRange("int8")
-    found.add(keys[:1], keys[:1] * 2)
-    found.add(keys[1:], keys[1:] * 2)
-    scales = found.scales()
-    assert torch.allclose(scales["key_scale"], keys.abs().amax(dim=(0, 2, 3)) / 127)
-    assert torch.allclose(scales["value_scale"], scales["key_scale"] * 2)
+def test_scales_of_a_cache_are_by_the_largest_of_each_head() -> None:
+    queries, keys = torch.randn(2, 5, 6, 8), torch.randn(2, 3, 5, 8)
+    stats = CacheStats(AttentionConfig(num_heads=6, num_kv_heads=3, head_size=8), "int8")
+    for i in range(2):
+        stats.add(queries[i], keys[i : i + 1], keys[i : i + 1] * 2)
+    found = stats.tensors()
+    assert set(found) == {"key_scale", "value_scale", "key_balance"}
+    assert torch.allclose(found["value_scale"], keys.abs().amax(dim=(0, 2, 3)) * 2 / 127)
+    kept = spread(keys.transpose(1, 2).flatten(0, 1) * found["key_balance"][:, 0], 0, False)
+    assert torch.allclose(found["key_scale"], kept.abs().amax(dim=(0, 2)) / 127)
 
 
-def test_scales_of_e4m3_are_powers_of_two_that_hold_the_largest() -> None:
-    keys, latent = torch.randn(2, 3, 5, 8) * 30, KVRange("float8_e4m3fn")
-    latent.add(keys, None)
-    assert set(latent.scales()) == {"key_scale"}
-    scale, largest = latent.scales()["key_scale"], keys.abs().amax(dim=(0, 2, 3))
+def test_scales_of_latent_keys_in_e4m3_are_powers_of_two_that_hold_the_largest() -> None:
+    latent = MLAConfig(num_heads=2, q_rank=None, kv_rank=6, rope_size=2, nope_size=4, v_size=4, rope=RopeConfig(dim=2), norm=NormConfig())
+    keys, stats = torch.randn(2, 3, 5, 8) * 30, CacheStats(latent, "float8_e4m3fn")
+    stats.add(torch.randn(5, 2, 8), keys, None)
+    assert set(stats.tensors()) == {"key_scale"}
+    scale, largest = stats.tensors()["key_scale"], keys.abs().amax(dim=(0, 2, 3))
     assert torch.equal(scale.log2().round().exp2(), scale)
     assert bool((largest / scale <= 448).all()) and bool((largest / scale > 223).all())

@@ -1,4 +1,4 @@
-"""Keys turned and scaled for an 8-bit cache: every score stays as it is, and its rounding errs less."""
+"""Keys in an 8-bit cache: attention without rounding is what it was, and rounding errs less."""
 
 from __future__ import annotations
 
@@ -13,108 +13,143 @@ from torch import Tensor
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.stream import LayerStream, windows
-from stoker.layers.config import AttentionConfig, NormConfig, RopeConfig
+from stoker.kernels import ops
+from stoker.kernels.reference.rope import quantize, spread
+from stoker.kernels.types import AttentionParams
+from stoker.layers.attention import alibi_slopes
+from stoker.layers.batch import ForwardBatch, KVCache
+from stoker.layers.config import AttentionConfig, RopeConfig
 from stoker.layers.rope import rope_table
-from stoker.quant.keys import QueryKeys, pairs, search, turn
+from stoker.quant.calibration import unit_of
+from stoker.quant.keys import KeyStats
 
 KINDS = ("int8", "float8_e4m3fn")
+TOKENS = 30
 
 
 def attention(**changes: Any) -> AttentionConfig:
-    return AttentionConfig(**({"num_heads": 6, "num_kv_heads": 2, "head_size": 8} | changes))
+    return AttentionConfig(**({"num_heads": 6, "num_kv_heads": 2, "head_size": 24} | changes))
 
 
-def scores(qkv: Tensor, config: AttentionConfig) -> Tensor:
-    """float64 [heads, T, T]: queries times keys of one window, features rotated one by one as arXiv 2104.09864 writes them."""
-    heads = qkv.double().view(len(qkv), -1, config.head_size)[:, : config.num_heads + config.num_kv_heads].clone()
-    if (rope := config.rope) is not None:
-        for i in range(rope.dim // 2):
-            a, b = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + rope.dim // 2)
-            angle = torch.arange(len(qkv), dtype=torch.float64)[:, None] * rope.theta ** (-2 * i / rope.dim)
-            first, second = heads[..., a].clone(), heads[..., b].clone()
-            heads[..., a] = first * angle.cos() - second * angle.sin()
-            heads[..., b] = first * angle.sin() + second * angle.cos()
-    queries, keys = heads.split((config.num_heads, config.num_kv_heads), dim=1)
-    keys = keys.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1)
-    return torch.einsum("qhd,khd->hqk", queries, keys)
+def step(length: int) -> ForwardBatch:
+    places = torch.arange(length, dtype=torch.int32)
+    bounds, lens = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    return ForwardBatch(places, places, places, bounds, lens, torch.zeros(1, 1, dtype=torch.int32), 0, length, length)
 
 
 ROPES = {
     "none": None,
-    "halves": RopeConfig(dim=8),
-    "interleaved": RopeConfig(dim=8, interleaved=True),
-    "some of the features": RopeConfig(dim=4),
-    "some, interleaved": RopeConfig(dim=4, interleaved=True),
+    "halves": RopeConfig(dim=24),
+    "interleaved": RopeConfig(dim=24, interleaved=True),
+    "some of the features": RopeConfig(dim=8),
+    "some, interleaved": RopeConfig(dim=12, interleaved=True),
+}
+PARAMS = {
+    "plain": ({}, {}),
+    "sinks": ({"sinks": True}, {"sinks": torch.linspace(-1, 1, 6)}),
+    "softcap": ({"softcap": 3.0}, {"softcap": 3.0}),
+    "alibi": ({"alibi": True}, {"alibi_slopes": alibi_slopes(6)}),
+    "window": ({"window": 7}, {"window": 7}),
 }
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_arbitrary_factors_leave_scores_as_they_are(rope: RopeConfig | None) -> None:
+@pytest.mark.parametrize(("changes", "features"), PARAMS.values(), ids=PARAMS)
+def test_attention_over_keys_that_are_not_rounded_is_what_it_was(rope: RopeConfig | None, changes: dict, features: dict) -> None:
+    """A cache of float32 with scales of one rounds nothing: what is left are other coordinates, which may change no score."""
     torch.manual_seed(0)
-    config = attention(rope=rope)
-    weight, bias, x = torch.randn(80, 16).double(), torch.randn(80).double(), torch.randn(30, 16).double()
-    before = x @ weight.t() + bias
-    factors = torch.polar(torch.rand(2, 4) + 0.5, torch.randn(2, 4))
-    turn(weight, config, factors)
-    turn(bias, config, factors)
-    after = x @ weight.t() + bias
-    assert torch.allclose(scores(after, config), scores(before, config), rtol=1e-4, atol=1e-3)
-    assert torch.equal(after[:, 64:], before[:, 64:]), "values stay"
-    assert not torch.allclose(after[:, :64], before[:, :64], atol=0.1)
+    config, batch = attention(rope=rope, **changes), step(TOKENS)
+    table = None if rope is None else rope_table(rope, TOKENS, "cpu")
+    interleaved = rope is not None and rope.interleaved
+    params = AttentionParams(scale=24**-0.5, **features)
+    q, k, v = torch.randn(TOKENS, 6, 24), torch.randn(TOKENS, 2, 24) + 5 * torch.randn(2, 24), torch.randn(TOKENS, 2, 24)
 
+    def run(cache: KVCache) -> tuple[Tensor, Tensor]:
+        queries = ops.rope_store(q.clone(), k, v, batch.positions, table, interleaved, cache, batch.slots)
+        return queries, ops.attention(queries, cache, batch, params)
 
-def test_attention_that_would_change_is_left_alone() -> None:
-    changed = [attention(qk_norm=NormConfig()), attention(clip_qkv=8.0), attention(rope=RopeConfig(dim=8, two_axes=True))]
-    assert all(pairs(config) is None for config in [*changed, attention(head_size=7)])
+    pages = [torch.zeros(1, 2, TOKENS, 24) for _ in range(4)]
+    plain = KVCache(*pages[:2])
+    queries, expected = run(plain)
+    stats = KeyStats(config)
+    stats.add(queries, plain.keys[0].transpose(0, 1))
+    ones = torch.ones(2)
+    found = run(KVCache(*pages[2:], ones, ones, stats.balance()))
+    assert not torch.allclose(found[0], queries, atol=0.1), "queries are in other coordinates"
+    torch.testing.assert_close(found[1], expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(stats.largest(), pages[2].abs().amax((0, 2, 3)))
 
 
 def heads(seed: int) -> tuple[Tensor, Tensor]:
-    """Complex keys [T, pairs] and queries: slow pairs with a large mean and little else, as those of language models."""
+    """queries [T, 4, 16] and keys [T, 2, 16]: a few features with a large mean and little else, as those of language models."""
     torch.manual_seed(seed)
-    middle = torch.tensor([13 + 4j, 9 - 7j, 0, 0, 3j, 0, 0.5, 0])
-    return torch.randn(400, 8, dtype=torch.complex64) * 1.5 + middle, torch.randn(400, 8, dtype=torch.complex64) + middle / 3
+    middle = torch.zeros(16)
+    middle[torch.tensor([0, 3, 8, 11])] = torch.tensor([13.0, -9.0, 4.0, -7.0])
+    return torch.randn(400, 4, 16) + middle / 3, torch.randn(400, 2, 16) * 1.5 + middle
 
 
-def error(keys: Tensor, queries: Tensor, factors: Tensor, kv_cache: str) -> float:
-    """The variance over keys of what a cache with one scale adds to scores, in float64."""
-    turned = torch.view_as_real((keys * factors).to(torch.complex128))
-    most = turned.abs().max()
-    stored = (turned / most * 127).round() * most / 127 if kv_cache == "int8" else turned.float().to(torch.float8_e4m3fn).double()
-    wrong = torch.view_as_complex(stored) / factors - keys
-    added = (queries.conj().to(torch.complex128) @ wrong.t()).real
-    return float(added.var(1).mean())
+def stored(keys: Tensor, scale: Tensor, kv_cache: str) -> Tensor:
+    return quantize(keys / scale[:, None], getattr(torch, kv_cache)).double() * scale[:, None]
 
 
 @pytest.mark.parametrize("kv_cache", KINDS)
-def test_rounded_keys_err_less_on_keys_that_the_search_did_not_see(kv_cache: str) -> None:
-    factors = search(*heads(0), kv_cache)
-    keys, queries = heads(1)
-    assert error(keys, queries, factors, kv_cache) < 0.8 * error(keys, queries, torch.ones(8, dtype=torch.complex64), kv_cache)
+@pytest.mark.parametrize("rope", [None, RopeConfig(dim=16), RopeConfig(dim=8, interleaved=True)])
+def test_rounded_keys_err_less_on_keys_that_were_not_measured(rope: RopeConfig | None, kv_cache: str) -> None:
+    """By the variance over keys of what rounding adds to scores, in float64."""
+    stats = KeyStats(attention(num_heads=4, head_size=16, rope=rope))
+    for seed in range(6):  # more windows than the balance is found by
+        stats.add(*heads(seed))
+    (queries, keys), place = heads(9), (0 if rope is None else rope.dim, rope is not None and rope.interleaved)
+    of_keys, of_queries = stats.balance().unbind(1)
+    moved, asked = spread(keys * of_keys, *place), spread(queries * of_queries.repeat_interleave(2, 0), *place)
+    assert torch.allclose(
+        torch.einsum("qgd,kgd->gqk", asked[:, ::2], moved), torch.einsum("qgd,kgd->gqk", queries[:, ::2], keys), atol=1e-2
+    )
+
+    def error(keys: Tensor, scale: Tensor, queries: Tensor) -> float:
+        wrong = stored(keys, scale, kv_cache) - keys
+        return float(torch.einsum("qghd,kgd->ghqk", queries.double().unflatten(1, (2, 2)), wrong).var(-1).mean())
+
+    plain = unit_of(keys.abs().amax((0, 2)), kv_cache)
+    assert error(moved, unit_of(stats.largest(), kv_cache), asked) < 0.9 * error(keys, plain, queries)
 
 
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_queries_and_keys_are_taken_as_attention_multiplies_them(rope: RopeConfig | None) -> None:
-    config, qkv = attention(rope=rope), torch.randn(20, 80)
-    found = QueryKeys(config, None if rope is None else rope_table(rope, 20, "cpu"))
-    found.add(qkv)
-    queries, keys = found._found[0].split((6, 2), dim=1)
-    product = torch.einsum("qhp,khp->hqk", queries.conj(), keys.repeat_interleave(3, dim=1)).real
-    assert torch.allclose(product.double(), scores(qkv, config), atol=1e-3)
+def test_the_balance_is_by_features_that_rotate_together() -> None:
+    def balanced(rope: RopeConfig) -> Tensor:
+        stats = KeyStats(attention(num_heads=4, head_size=16, rope=rope))
+        stats.add(*heads(0))
+        found = stats.balance()
+        assert torch.allclose(found[:, 0] * found[:, 1], torch.ones(2, 16)) and found[:, 0].std() > 0.1
+        return found
+
+    halves, neighbours = balanced(RopeConfig(dim=12)), balanced(RopeConfig(dim=12, interleaved=True))
+    assert torch.equal(halves[..., :6], halves[..., 6:12]) and torch.equal(neighbours[..., 0:12:2], neighbours[..., 1:12:2])
+    assert not torch.equal(halves[..., 12], halves[..., 13]), "what does not rotate has factors of its own"
 
 
+def test_features_that_are_never_asked_for_do_no_harm() -> None:
+    stats = KeyStats(attention(num_heads=2, head_size=16))
+    queries, keys = torch.zeros(4, 2, 16), torch.zeros(4, 2, 16)
+    queries[..., :8], keys[..., 4:12] = 1.0, 1.0
+    stats.add(queries, keys)
+    assert stats.balance().isfinite().all() and (stats.balance() < 20).all()
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "gemma2", "gpt_oss", "phi", "bloom"])
 @pytest.mark.parametrize("kv_cache", KINDS)
-def test_a_build_turns_keys_and_stays_the_model_it_was(kv_cache: str, tmp_path: Path) -> None:
-    """Without its cache's rounding, the engine is the checkpoint's; queries and keys are not."""
-    checkpoint = tiny.save(tiny.model("qwen2"), tmp_path / "hf")
+def test_a_build_measures_any_attention(model: str, kv_cache: str, tmp_path: Path) -> None:
+    """Weights stay the checkpoint's; the engine with its cache is nearly the one without."""
+    checkpoint = tiny.save(tiny.model(model), tmp_path / "hf")
     quick: dict[str, Any] = {"calibration_size": 4, "calibration_seq_len": 64, "device": "cpu", "max_perplexity_increase": 1.0}
     plain = build(checkpoint, tmp_path / "plain", BuildConfig(device="cpu"), verify="files")
-    turned = build(checkpoint, tmp_path / "turned", BuildConfig(kv_cache_dtype=kv_cache, **quick), verify="files")
-    tokens, found = windows(list(range(1, 200)), 64), []
-    for engine in (plain, turned):
-        loader = engine.loader()
-        loader.recipe = plain.config.recipe
-        found.append(LayerStream(engine.config.model, tokens).run(loader).nll)
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    name = "layers.0.attention.qkv.weight"
-    before, after = (engine.source().get(name, (80, 48), torch.float32) for engine in (plain, turned))
-    assert not torch.allclose(before[:64], after[:64], atol=1e-3) and torch.equal(before[64:], after[64:])
+    engine = build(checkpoint, tmp_path / "engine", BuildConfig(kv_cache_dtype=kv_cache, **quick), verify="files")
+    tokens = windows(list(range(1, 200)), 64)
+    expected, found = (LayerStream(each.config.model, tokens).run(each.loader()) for each in (plain, engine))
+    assert found.nll != expected.nll and found.nll == pytest.approx(expected.nll, rel=1e-2)
+    config = engine.config.model.layers[0].attention
+    assert isinstance(config, AttentionConfig)
+    balance = engine.source().get("layers.0.attention.key_balance", (config.num_kv_heads, 2, config.head_size), torch.float32)
+    assert not torch.allclose(balance, torch.ones(()), atol=0.01)
+    loader = engine.loader()
+    loader.recipe = plain.config.recipe
+    assert LayerStream(engine.config.model, tokens).run(loader).nll == expected.nll, "the weights are the checkpoint's"

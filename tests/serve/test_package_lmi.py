@@ -71,7 +71,7 @@ def test_equal_engines_make_equal_bytes_and_options_are_written(engine: Path, tm
 
 def test_ranks_of_several_devices_are_named_as_lmi_does(tmp_path: Path) -> None:
     files = {f"rank{rank}.safetensors": {} for rank in range(12)}
-    (tmp_path / "config.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    (tmp_path / "config.json").write_text(json.dumps({"format_version": 2, "files": files}))
     for name in files:
         (tmp_path / name).write_text(name)
     mapping = Mapping(tensor_parallel=6, pipeline_parallel=2)

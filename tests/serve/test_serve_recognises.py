@@ -280,7 +280,7 @@ def test_a_version_of_another_model_is_refused(checkpoint: Path, tmp_path: Path)
 
 def test_a_damaged_engine_is_told_as_one(tmp_path: Path) -> None:
     with pytest.raises(EngineError):
-        ready(folder(tmp_path / "engine", "config.json", '{"format_version": 1}'))
+        ready(folder(tmp_path / "engine", "config.json", '{"format_version": 2}'))
 
 
 def test_a_folder_that_is_nothing(tmp_path: Path) -> None:

@@ -30,22 +30,19 @@ from stoker.builder.prepare import Prepared, measures
 from stoker.distributed.group import SINGLE
 from stoker.engine.stream import LayerStream
 from stoker.engine.tensor_file import read_header
-from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.config import AttentionConfig
+from stoker.kernels import ops
+from stoker.kernels.types import AttentionParams
+from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import encode as encode_model
-from stoker.layers.decoder import kv_scale_specs, layer_specs
+from stoker.layers.decoder import kv_cache_specs, layer_specs
 from stoker.layers.loader import Loader
-from stoker.layers.rope import rope_table
 from stoker.layers.specs import LinearSpec, Spec
-from stoker.quant.calibration import KVRange, TensorTable, check_counts, quantize_layer, record
+from stoker.quant.calibration import CacheStats, TensorTable, check_counts, quantize_layer, record
 from stoker.quant.format import TensorSource
-from stoker.quant.keys import QueryKeys, pairs, turn
 from stoker.quant.recipe import AS_STORED, Recipe, encode
 from stoker.quant.stats import InputStats
 
 log = get_logger(__name__)
-
-KEY_WINDOWS = 4  # whose queries and keys are looked at, where the cache is quantized
 
 
 class CheckpointSource(TensorSource):
@@ -74,28 +71,16 @@ class RecordingLoader(Loader):
         return record(loaded, spec, self.device, self.stats) if wanted else loaded
 
 
-class QueryKeyLoader(Loader):
-    """Loads layers that show `found` what their query and key projections make."""
+class CacheLoader(Loader):
+    """Loads layers whose attention shows `stats` what it reads."""
 
-    def __init__(self, dense: Loader, weights: dict[str, Tensor], found: QueryKeys) -> None:
-        super().__init__(TensorTable(weights), Recipe(), dense.dtype, dense.device, SINGLE)
-        self.found = found
+    def __init__(self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device, stats: CacheStats) -> None:
+        super().__init__(source, recipe, dtype, device, SINGLE)
+        self.stats = stats
 
-    def linear(self, spec: LinearSpec) -> Any:
-        loaded = super().linear(spec)
-        return Shown(loaded, self.found.add) if spec.name.endswith(".attention.qkv") else loaded
-
-
-class Shown:
-    """A linear whose outputs are shown."""
-
-    def __init__(self, inner: Any, show: Callable[[Tensor], None]) -> None:
-        self.inner, self.show = inner, show
-
-    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        y = self.inner(x, fusion)
-        self.show(y)
-        return y
+    def attention(self, q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+        self.stats.add(q, cache.keys, cache.values)
+        return ops.attention(q, cache, batch, params)
 
 
 def needs_calibration(prepared: Prepared) -> bool:
@@ -157,7 +142,6 @@ def _layer(prepared: Prepared, stream: LayerStream, dense: Loader) -> dict[str, 
         taken = (convert(spec, makings, checkpoint, config, recipe, dense.dtype) for spec in specs.values())
         return _passed(prepared, stream, dense, {name: tensor.to(dense.device) for found in taken for name, tensor in found})
     weights = {name: tensor for spec in specs.values() for name, tensor in dense_tensors(spec, dense).items()}
-    _turn_keys(prepared, stream, dense, weights)
     recorder = RecordingLoader(TensorTable(weights), recipe, dense.dtype, dense.device)
     if any(recipe.format_for(spec).needs_calibration for spec in specs.values() if isinstance(spec, LinearSpec)):
         stream.advance(recorder, keep=True)
@@ -166,33 +150,17 @@ def _layer(prepared: Prepared, stream: LayerStream, dense: Loader) -> dict[str, 
     return _passed(prepared, stream, dense, stored)
 
 
-def _turn_keys(prepared: Prepared, stream: LayerStream, dense: Loader, weights: dict[str, Tensor]) -> None:
-    """Make the stream's next layer lose less by an 8-bit cache, where that is free."""
-    attention, kv_cache = prepared.config.model.layers[stream.layer].attention, prepared.config.recipe.kv_cache
-    if kv_cache is None or not isinstance(attention, AttentionConfig) or pairs(attention) is None:
-        return
-    some = LayerStream(prepared.config.model, stream.tokens[:KEY_WINDOWS])
-    some.layer, some.hidden = stream.layer, stream.hidden[:KEY_WINDOWS]
-    longest = max(map(len, some.tokens))
-    found = QueryKeys(attention, None if attention.rope is None else rope_table(attention.rope, longest, dense.device))
-    some.advance(QueryKeyLoader(dense, weights, found), keep=True)
-    name, factors = f"layers.{stream.layer}.attention.qkv", found.factors(kv_cache)
-    for suffix in ("weight", "bias"):
-        if (tensor := weights.get(f"{name}.{suffix}")) is not None:
-            turn(tensor, attention, factors)
-
-
 def _passed(prepared: Prepared, stream: LayerStream, dense: Loader, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The stored tensors of a layer which the stream has passed, with the scales of its cache if that is quantized."""
+    """The stored tensors of a layer which the stream has passed, with what its cache needs if that is quantized."""
     config, recipe, index = prepared.config.model, prepared.config.recipe, stream.layer
-    quantized = Loader(TensorTable(stored), msgspec.structs.replace(recipe, kv_cache=None), dense.dtype, dense.device, SINGLE)
+    plain = msgspec.structs.replace(recipe, kv_cache=None)
     if recipe.kv_cache is None:
-        stream.advance(quantized)
+        stream.advance(Loader(TensorTable(stored), plain, dense.dtype, dense.device, SINGLE))
         return stored
-    measured = KVRange(recipe.kv_cache)
-    stream.advance(quantized, visit=lambda cache: measured.add(cache.keys, cache.values))
-    scales = measured.scales()
-    return stored | {spec.name: scales[key] for key, spec in kv_scale_specs(config, index).items()}
+    stats = CacheStats(config.layers[index].attention, recipe.kv_cache)
+    stream.advance(CacheLoader(TensorTable(stored), plain, dense.dtype, dense.device, stats))
+    found = stats.tensors()
+    return stored | {spec.name: found[key] for key, spec in kv_cache_specs(config, index).items()}
 
 
 def dense_tensors(spec: Spec, loader: Loader) -> dict[str, Tensor]:

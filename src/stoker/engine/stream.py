@@ -16,7 +16,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import ModelConfig
-from stoker.layers.decoder import Decoder, kv_scale_specs, kv_shapes
+from stoker.layers.decoder import Decoder, kv_cache_specs, kv_shapes
 from stoker.layers.layer import RopeTables, make_layer
 from stoker.layers.loader import Loader
 
@@ -71,18 +71,16 @@ class LayerStream:
         self.layer = 0
 
     @torch.inference_mode()
-    def advance(self, loader: Loader, *, keep: bool = False, visit: Callable[[KVCache], None] | None = None) -> None:
-        """Pass the next layer. `keep`: only run it; `visit` sees the cache of each window after it."""
+    def advance(self, loader: Loader, *, keep: bool = False) -> None:
+        """Pass the next layer. `keep`: only run it."""
         if self._tables is None:
             self._tables = RopeTables(max((len(window) for window in self.tokens), default=1), loader.device)
         config, index = self.config.layers[self.layer], self.layer
         layer = make_layer(config, loader, f"layers.{index}", self.config.hidden_size, self._tables)
-        scales = loader.load(kv_scale_specs(self.config, index)) if loader.recipe.kv_cache is not None else {}
+        of_cache = loader.load(kv_cache_specs(self.config, index)) if loader.recipe.kv_cache is not None else {}
         for i, window in enumerate(self.tokens):
-            cache = self._cache(len(window), loader, scales)
+            cache = self._cache(len(window), loader, of_cache)
             out = layer(self.hidden[i].to(loader.device), _batch(window.to(loader.device)), cache).cpu()
-            if visit is not None:
-                visit(cache)
             if not keep:
                 self.hidden[i] = out
         if not keep:
@@ -113,12 +111,12 @@ class LayerStream:
                 progress(index + 1, self.config.num_layers)
         return self.score(loader)
 
-    def _cache(self, length: int, loader: Loader, scales: dict[str, Tensor]) -> KVCache:
+    def _cache(self, length: int, loader: Loader, of_cache: dict[str, Tensor]) -> KVCache:
         heads, key_size, value_size = kv_shapes(self.config, self.layer)
         kv_cache = loader.recipe.kv_cache
         dtype = getattr(torch, kv_cache) if kv_cache is not None else loader.dtype
         keys, values = (torch.zeros(1, heads, length, size, dtype=dtype, device=loader.device) for size in (key_size, value_size))
-        return KVCache(keys, values if value_size else None, scales.get("key_scale"), scales.get("value_scale"))
+        return KVCache(keys, values if value_size else None, **of_cache)
 
 
 def _batch(window: Tensor) -> ForwardBatch:

@@ -27,7 +27,7 @@ class Attention:
         self.config = config
         weights = loader.load(self.specs(config, name, hidden))
         self.qkv, self.out = weights["qkv"], weights["out"]
-        self.group = loader.group
+        self.attend, self.group = loader.attention, loader.group
         self.num_heads = len(_heads(config, loader))
         self.num_kv_heads = num_local_kv_heads(config.num_kv_heads, loader.sharding.size)
         self.head_size = config.head_size
@@ -98,7 +98,7 @@ class Attention:
         q = ops.rope_store(q, k, v, positions, cos_sin, self.interleaved, cache, batch.slots)
         if config.logn_length is not None:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
-        return ops.attention(q, cache, batch, self.params)
+        return self.attend(q, cache, batch, self.params)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.qk_norm is not None

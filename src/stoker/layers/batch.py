@@ -51,12 +51,16 @@ class KVCache:
 
     keys [num_blocks, kv_heads, block_size, head_size] and values likewise (MLA: keys hold the rope part, then the latent; one head, and
     values is None). Quantized caches (int8, float8_e4m3fn) carry a scale a head, float32 [kv_heads]: real = stored × scale.
+
+    With `key_balance`, float32 [kv_heads, 2, head_size], keys are stored in other coordinates, to which `ops.rope_store` takes queries too:
+    attention sees the scores that it would see (`quant.keys`).
     """
 
     keys: Tensor
     values: Tensor | None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    key_balance: Tensor | None = None  # what a head's keys, and the queries that see them, are multiplied by before they are spread
 
     @property
     def block_size(self) -> int:

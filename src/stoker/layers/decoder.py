@@ -22,13 +22,13 @@ from stoker.layers.vocabulary import Embedding, Head
 def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALONE) -> dict[str, Spec]:
     """Every weight of a stage of the model by engine name, in file order.
 
-    With a quantized `kv_cache`, its scales too, which no checkpoint holds.
+    With a quantized `kv_cache`, what it has of its own too, which no checkpoint holds.
     """
     specs: list[Spec] = [*_outer_specs(config, stage).values()]
     for i in stage.layers(config.num_layers):
         specs += layer_specs(config, i).values()
         if kv_cache is not None:
-            specs += kv_scale_specs(config, i).values()
+            specs += kv_cache_specs(config, i).values()
     if config.norm is not None and stage.is_last:
         specs += Norm.specs(config.norm, "norm", config.hidden_size).values()
     return {spec.name: spec for spec in specs}
@@ -54,14 +54,14 @@ def local_kv_shapes(config: ModelConfig, layer: int, tensor_parallel: int) -> tu
     return num_local_kv_heads(heads, tensor_parallel) if value else heads, key, value
 
 
-def kv_scale_specs(config: ModelConfig, layer: int) -> dict[str, Spec]:
-    """The scales, one a head, of a layer's quantized keys and values."""
-    heads, _, value_size = kv_shapes(config, layer)
+def kv_cache_specs(config: ModelConfig, layer: int) -> dict[str, Spec]:
+    """What a layer's quantized cache has of its own, head by head: scales, and the balance of keys. The fields of `KVCache`."""
+    heads, key_size, value_size = kv_shapes(config, layer)
     name = f"layers.{layer}.attention"
     if not value_size:  # one latent head, whole on every rank
         return {"key_scale": TensorSpec(name=f"{name}.key_scale", shape=(heads,), dtype="float32")}
-    keys = ("key_scale", "value_scale")
-    return {key: TensorSpec(name=f"{name}.{key}", shape=(heads,), split="kv_heads", dtype="float32") for key in keys}
+    shapes = {"key_scale": (heads,), "value_scale": (heads,), "key_balance": (heads, 2, key_size)}
+    return {key: TensorSpec(name=f"{name}.{key}", shape=shape, split="kv_heads", dtype="float32") for key, shape in shapes.items()}
 
 
 def _outer_specs(config: ModelConfig, stage: Stage) -> dict[str, Spec]:
@@ -139,12 +139,13 @@ class Decoder:
         self.tails = Tails.of(self.layers)
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         quantized = loader.recipe.kv_cache is not None
-        self._kv_scales = [loader.load(kv_scale_specs(config, i)) for i in mine] if quantized else []
+        self._of_caches = [loader.load(kv_cache_specs(config, i)) for i in mine] if quantized else []
 
-    def scale_caches(self, caches: list[KVCache]) -> None:
-        """Give quantized caches their scales."""
-        for cache, scales in zip(caches, self._kv_scales, strict=bool(self._kv_scales)):
-            cache.key_scale, cache.value_scale = scales["key_scale"], scales.get("value_scale")
+    def complete_caches(self, caches: list[KVCache]) -> None:
+        """Give quantized caches their scales and balances."""
+        for cache, loaded in zip(caches, self._of_caches, strict=bool(self._of_caches)):
+            for field, tensor in loaded.items():
+                setattr(cache, field, tensor)
 
     def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """Logits [L, vocab] of the tokens that `batch.logits_idx` names (None: the last of each row), in the model's dtype.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.group import Group
+from stoker.kernels import ops
 from stoker.layers.shard import WHOLE, Sharding, has_bias, local_shape, local_spec
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 from stoker.quant.format import ExpertsOp, LinearOp, TensorSource
@@ -16,6 +17,8 @@ from stoker.quant.recipe import Recipe
 
 class Loader:
     """Loads this rank's share of each declared weight from `source`, through the recipe's formats."""
+
+    attention = staticmethod(ops.attention)  # what blocks attend with
 
     def __init__(
         self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device, group: Group, sharding: Sharding = WHOLE

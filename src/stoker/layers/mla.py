@@ -24,7 +24,7 @@ class MLA:
 
     def __init__(self, config: MLAConfig, loader: Loader, name: str, hidden: int, cos_sin: Tensor | None) -> None:
         assert cos_sin is not None
-        self.config, self.cos_sin, self.group = config, cos_sin, loader.group
+        self.config, self.cos_sin, self.group, self.attend = config, cos_sin, loader.group, loader.attention
         weights = loader.load(self.specs(config, name, hidden))
         self.down, self.q, self.out = weights["down"], weights["q"], weights["out"]
         self.k_up, self.v_up = weights["k_up"], weights["v_up"]
@@ -80,5 +80,5 @@ class MLA:
         k = torch.cat((k_rope, self.kv_norm(latent)), dim=-1).unsqueeze(1)
         q = ops.rope_store(q, k, k, batch.positions, self.cos_sin, config.rope.interleaved, cache, batch.slots)
         # The cache has no values: attention mixes whole keys, of which the latent is wanted.
-        mixed = ops.attention(q, cache, batch, self.params).unflatten(-1, (self.num_heads, -1))[..., config.rope_size :]
+        mixed = self.attend(q, cache, batch, self.params).unflatten(-1, (self.num_heads, -1))[..., config.rope_size :]
         return torch.einsum("thr,hvr->thv", mixed, self.v_up).flatten(1)

@@ -15,10 +15,11 @@ from stoker.base.errors import ConfigError, EngineError
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.config import LayerConfig
+from stoker.layers.config import AttentionConfig, LayerConfig, MLAConfig
 from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant import fold as folding
 from stoker.quant.format import LinearOp, TensorSource
+from stoker.quant.keys import KeyStats
 from stoker.quant.recipe import Recipe
 from stoker.quant.stats import InputStats
 
@@ -69,23 +70,33 @@ def unit_of(largest: Tensor, kv_cache: str) -> Tensor:
     return unit if kv_cache == "int8" else unit.log2().ceil().exp2()
 
 
-class KVRange:
-    """The largest magnitude of each head's keys and values over the calibration tokens."""
+class CacheStats:
+    """What a layer's quantized cache is made for, by the calibration tokens: `layers.decoder.kv_cache_specs`."""
 
-    def __init__(self, kv_cache: str) -> None:
+    def __init__(self, attention: AttentionConfig | MLAConfig, kv_cache: str) -> None:
         self.kv_cache = kv_cache
-        self._largest: dict[str, Tensor] = {}
+        self.keys = KeyStats(attention) if isinstance(attention, AttentionConfig) else None
+        self.largest: dict[str, Tensor] = {}
 
-    def add(self, keys: Tensor, values: Tensor | None) -> None:
-        """Pages [blocks, kv_heads, block_size, size] in the arithmetic dtype."""
-        for key, pages in (("key_scale", keys), ("value_scale", values)):
-            if pages is not None:
-                found = pages.float().abs().amax(dim=(0, 2, 3)).cpu()
-                self._largest[key] = torch.maximum(self._largest[key], found) if key in self._largest else found
+    def add(self, queries: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        """A window's queries [T, heads, size], and the block that holds its keys and values [1, kv_heads, T, size]; none is quantized."""
+        if self.keys is None:
+            self._add("key_scale", keys)
+        else:
+            self.keys.add(queries, keys[0].transpose(0, 1))
+        if values is not None:
+            self._add("value_scale", values)
 
-    def scales(self) -> dict[str, Tensor]:
-        """key_scale (and value_scale), float32 [kv_heads]."""
-        return {key: unit_of(largest, self.kv_cache) for key, largest in self._largest.items()}
+    def _add(self, name: str, pages: Tensor) -> None:
+        found = pages.float().abs().amax(dim=(0, 2, 3)).cpu()
+        self.largest[name] = torch.maximum(self.largest[name], found) if name in self.largest else found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """key_scale (and value_scale), float32 [kv_heads]; key_balance, float32 [kv_heads, 2, head_size], of keys that are no latents."""
+        scales = {name: unit_of(largest, self.kv_cache) for name, largest in self.largest.items()}
+        if self.keys is None:
+            return scales
+        return scales | {"key_scale": unit_of(self.keys.largest(), self.kv_cache), "key_balance": self.keys.balance()}
 
 
 class TensorTable(TensorSource):

@@ -14,7 +14,7 @@ struct rope_store {
     char *q;
     const char *k, *v;
     const int32_t *positions, *slots;
-    const float *cos_sin, *key_scale, *value_scale;
+    const float *cos_sin, *key_scale, *value_scale, *key_balance;
     void *keys, *values;
     int64_t tokens, heads, kv_heads, size, value_size, q_stride, q_head, k_stride, k_head, v_stride, v_head;
     int64_t dim, num_positions, interleaved, num_blocks, block_size, dtype, cache_dtype;
@@ -50,6 +50,36 @@ static void rotate(float *restrict x, const float *restrict cosines, int64_t dim
         for (int64_t i = 0; i < half; i++) turn(x + i, x + half + i, cosines[i], sines[i]);
 }
 
+/* `count` numbers that are `stride` apart, in blocks of the largest power of two that divides it, times Sylvester's orthonormal matrix. */
+static void hadamard(float *x, int64_t count, int64_t stride) {
+    int64_t size = count & -count;
+    float unit = 1.0f / sqrtf((float)size);
+    for (int64_t step = 1; step < size; step *= 2)
+        for (int64_t i = 0; i < count; i += 2 * step)
+            for (int64_t j = i; j < i + step; j++) {
+                float first = x[j * stride], second = x[(j + step) * stride];
+                x[j * stride] = first + second;
+                x[(j + step) * stride] = first - second;
+            }
+    for (int64_t i = 0; i < count; i++) x[i * stride] *= unit;
+}
+
+/* A head whose first `dim` features rotate, times its factors, in other coordinates: reference.rope.spread. */
+static void spread(float *x, const float *factors, int64_t size, int64_t dim, int64_t interleaved) {
+    int64_t half = dim / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
+    for (int64_t i = 0; i < size; i++) x[i] *= factors[i];
+    for (int64_t i = 0; i < half; i++) {
+        float *a = x + i * step, first = a[0], second = a[apart];
+        a[0] = (first + second) * (float)M_SQRT1_2;
+        a[apart] = (first - second) * (float)M_SQRT1_2;
+    }
+    if (half) {
+        hadamard(x, half, step);
+        hadamard(x + apart, half, step);
+    }
+    if (size > dim) hadamard(x + dim, size - dim, 1);
+}
+
 int stoker_rope_store(const struct rope_store *a) {
     int64_t bytes = size_of(a->dtype);
     if (a->size > MOST_SIZE || a->value_size > MOST_SIZE || a->dim > a->size) return 1;
@@ -60,10 +90,12 @@ int stoker_rope_store(const struct rope_store *a) {
     float head[MOST_SIZE];
     for (int64_t t = 0; t < a->tokens; t++) {
         const float *angles = a->cos_sin ? a->cos_sin + a->positions[t] * a->dim : NULL;
-        for (int64_t h = 0; angles && h < a->heads; h++) {
+        int64_t dim = angles ? a->dim : 0, group = a->heads / a->kv_heads;
+        for (int64_t h = 0; (angles || a->key_balance) && h < a->heads; h++) {
             char *q = a->q + (t * a->q_stride + h * a->q_head) * bytes;
             load_head(head, a->dtype, q, a->size);
-            rotate(head, angles, a->dim, a->interleaved);
+            if (angles) rotate(head, angles, dim, a->interleaved);
+            if (a->key_balance) spread(head, a->key_balance + (2 * (h / group) + 1) * a->size, a->size, dim, a->interleaved);
             store_head(q, a->dtype, 0, head, a->size, NULL);
         }
         if (a->slots[t] < 0) continue;
@@ -71,7 +103,8 @@ int stoker_rope_store(const struct rope_store *a) {
         for (int64_t h = 0; h < a->kv_heads; h++) {
             int64_t at = (block * a->kv_heads + h) * a->block_size + offset;
             load_head(head, a->dtype, a->k + (t * a->k_stride + h * a->k_head) * bytes, a->size);
-            if (angles) rotate(head, angles, a->dim, a->interleaved);
+            if (angles) rotate(head, angles, dim, a->interleaved);
+            if (a->key_balance) spread(head, a->key_balance + 2 * h * a->size, a->size, dim, a->interleaved);
             store_head(a->keys, a->cache_dtype, at * a->size, head, a->size, a->key_scale ? a->key_scale + h : NULL);
             load_head(head, a->dtype, a->v + (t * a->v_stride + h * a->v_head) * bytes, a->value_size);
             store_head(a->values, a->cache_dtype, at * a->value_size, head, a->value_size, a->value_scale ? a->value_scale + h : NULL);

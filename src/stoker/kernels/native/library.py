@@ -30,7 +30,7 @@ NORMS = {None: 0, "rms": 1, "layer": 2}
 
 # The structs of the sources. One pointer to a struct costs a call a quarter of what as many arguments do.
 LINEAR = struct.Struct("@26qd").pack
-ROPE_STORE = struct.Struct("@28q").pack
+ROPE_STORE = struct.Struct("@29q").pack
 ATTENTION = struct.Struct("@24qd").pack
 
 Function = Callable[[bytes], int]

@@ -44,7 +44,7 @@ def _rope_store(q: Tensor, k: Tensor, v: Tensor, positions: Known, table: Known,
     return not found.rope_store(
         ROPE_STORE(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.address, slots.address, table.address,
-            pages.key_scale.address, pages.value_scale.address, pages.keys.address, pages.values.address,
+            pages.key_scale.address, pages.value_scale.address, pages.key_balance.address, pages.keys.address, pages.values.address,
             tokens, heads, kv_heads, size, pages.values.shape[3], *q_stride[:2], *k_stride[:2], *v_stride[:2],
             dim, num_positions, interleaved, num_blocks, block_size, STREAM[q.dtype], pages.keys.dtype,
         )

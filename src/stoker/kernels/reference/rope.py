@@ -21,6 +21,11 @@ def rope_store(
             q, k = _turned(q, rotary, interleaved), _turned(k, rotary, interleaved)
         else:
             q, k = _turned(both, rotary, interleaved).split_with_sizes((q.shape[1], k.shape[1]), dim=1)
+    if cache.key_balance is not None:
+        of_keys, of_queries = cache.key_balance.unbind(1)
+        dim = 0 if cos_sin is None else cos_sin.shape[1]
+        q = spread(q * of_queries.repeat_interleave(q.shape[1] // k.shape[1], dim=0), dim, interleaved).to(q.dtype)
+        k = spread(k * of_keys, dim, interleaved)
     where = places(slots, cache.block_size)
     store(cache.keys, k, where, cache.key_scale)
     if cache.values is not None:
@@ -54,6 +59,29 @@ def _turned(x: Tensor, rotary: Tensor, interleaved: bool) -> Tensor:
     second.add_(first_crossed)
     out = (turned.transpose(-1, -2) if interleaved else turned).flatten(-2).to(x.dtype)
     return out if dim == x.shape[-1] else torch.cat((out, x[..., dim:]), dim=-1)
+
+
+def spread(x: Tensor, dim: int, interleaved: bool) -> Tensor:
+    """x [..., D] in coordinates in which no feature stands out, float32: times a Hadamard matrix, which is orthonormal and its own inverse.
+
+    Pairs of the first `dim` features, those that rotate together, become their sums and differences. Then these, those and the features
+    that do not rotate go each through `hadamard` by themselves. Products of two vectors stay what they were (QuaRot, arXiv 2404.00456).
+    """
+    turning, rest = x[..., :dim].float(), x[..., dim:].float()
+    first, second = (turning.unflatten(-1, (-1, 2)) if interleaved else turning.unflatten(-1, (2, -1)).transpose(-1, -2)).unbind(-1)
+    pairs = hadamard(torch.stack((first + second, first - second), dim=-2)) * 0.5**0.5
+    turning = (pairs.transpose(-1, -2) if interleaved else pairs).flatten(-2)
+    return torch.cat((turning, hadamard(rest)), dim=-1)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rows of x [..., n] in blocks of the largest power of two that divides n, each times Sylvester's orthonormal matrix."""
+    size, step = max(x.shape[-1] & -x.shape[-1], 1), 1
+    while step < size:
+        first, second = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        step *= 2
+    return x * size**-0.5
 
 
 class Places(NamedTuple):

@@ -50,46 +50,134 @@ def rotation(first, second, cos, sin):
 
 
 @triton.jit
+def load_pairs(source, offsets, inside, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both features [heads, BLOCK_HALF] of the first HALF pairs of some heads, float32. Offsets and masks are [heads, 1]."""
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        x = tl.load(source + offsets + cols, mask=inside & (cols < 2 * HALF), other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(x, (x.shape[0], BLOCK_HALF, 2)))
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, :]
+        first = tl.load(source + offsets + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
+        second = tl.load(source + offsets + HALF + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
+        return first, second
+
+
+@triton.jit
+def write_pairs(target, offsets, first, second, scale, inside, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The other way round."""
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        x = tl.reshape(tl.join(first, second), (first.shape[0], 2 * BLOCK_HALF))
+        write(target, offsets + cols, x, scale, inside & (cols < 2 * HALF))
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, :]
+        write(target, offsets + pair, first, scale, inside & (pair < HALF))
+        write(target, offsets + HALF + pair, second, scale, inside & (pair < HALF))
+
+
+@triton.jit
+def rotated_pairs(source, offsets, angles, inside, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """`load_pairs`, rotated."""
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    cos = tl.load(angles + pair, mask=pair < HALF, other=0.0)
+    sin = tl.load(angles + HALF + pair, mask=pair < HALF, other=0.0)
+    first, second = load_pairs(source, offsets, inside, HALF, BLOCK_HALF, INTERLEAVED)
+    return rotation(first, second, cos, sin)
+
+
+@triton.jit
 def rotate_heads(
     source, source_offsets, target, target_offsets, scale, angles, inside,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the first 2 × HALF features of some heads from `source` to `target`. Offsets and masks are [heads, 1]."""
-    pair = tl.arange(0, BLOCK_HALF)[None, :]
-    cos = tl.load(angles + pair, mask=pair < HALF, other=0.0)
-    sin = tl.load(angles + HALF + pair, mask=pair < HALF, other=0.0)
+    """Rotate the first 2 × HALF features of some heads from `source` to `target`."""
     dtype: tl.constexpr = source.dtype.element_ty
-    if INTERLEAVED:
-        cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        x = tl.load(source + source_offsets + cols, mask=inside & (cols < 2 * HALF), other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(x, (x.shape[0], BLOCK_HALF, 2)))
-        first, second = rotation(first, second, cos, sin)
-        turned = tl.reshape(tl.join(first, second), (x.shape[0], 2 * BLOCK_HALF)).to(dtype)
-        write(target, target_offsets + cols, turned, scale, inside & (cols < 2 * HALF))
-    else:
-        first = tl.load(source + source_offsets + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
-        second = tl.load(source + source_offsets + HALF + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
-        first, second = rotation(first, second, cos, sin)
-        write(target, target_offsets + pair, first.to(dtype), scale, inside & (pair < HALF))
-        write(target, target_offsets + HALF + pair, second.to(dtype), scale, inside & (pair < HALF))
+    first, second = rotated_pairs(source, source_offsets, angles, inside, HALF, BLOCK_HALF, INTERLEAVED)
+    write_pairs(target, target_offsets, first.to(dtype), second.to(dtype), scale, inside, HALF, BLOCK_HALF, INTERLEAVED)
+
+
+@triton.jit
+def load_part(source, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
+    """Features BEGIN : END [heads, BLOCK] of some heads."""
+    cols = BEGIN + tl.arange(0, BLOCK)[None, :]
+    return tl.load(source + offsets + cols, mask=inside & (cols < END), other=0.0)
+
+
+@triton.jit
+def write_part(target, offsets, x, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
+    """The other way round."""
+    cols = BEGIN + tl.arange(0, BLOCK)[None, :]
+    write(target, offsets + cols, x, scale, inside & (cols < END))
 
 
 @triton.jit
 def copy_heads(source, source_offsets, target, target_offsets, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
     """Write features BEGIN : END of some heads as they are."""
-    cols = BEGIN + tl.arange(0, BLOCK)[None, :]
-    keep = inside & (cols < END)
-    write(target, target_offsets + cols, tl.load(source + source_offsets + cols, mask=keep, other=0.0), scale, keep)
+    write_part(target, target_offsets, load_part(source, source_offsets, inside, BEGIN, END, BLOCK), scale, inside, BEGIN, END, BLOCK)
+
+
+@triton.jit
+def signs(SIZE: tl.constexpr):
+    """Sylvester's matrix [SIZE, SIZE], of at most eight rows."""
+    common = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
+    return (1 - 2 * ((common ^ (common >> 1) ^ (common >> 2)) & 1)).to(tl.float32)
+
+
+@triton.jit
+def across(x, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """SIZE features that are STRIDE apart, times `signs`."""
+    if SIZE > 1:
+        apart = tl.reshape(x, (x.shape[0] * x.shape[1] // (SIZE * STRIDE), SIZE, STRIDE))
+        sums = tl.sum(apart[:, :, None, :] * signs(SIZE)[None, :, :, None], axis=1)
+        return tl.reshape(sums, x.shape)
+    else:
+        return x
+
+
+@triton.jit
+def hadamard(x, SIZE: tl.constexpr):
+    """Rows of x [heads, n] in blocks of SIZE ≤ 512 features, each times Sylvester's orthonormal matrix."""
+    if SIZE >= 64:
+        x = across(across(across(x, 8, SIZE // 8), 8, SIZE // 64), SIZE // 64, 1)
+    elif SIZE >= 8:
+        x = across(across(x, 8, SIZE // 8), SIZE // 8, 1)
+    else:
+        x = across(x, SIZE, 1)
+    return x * (1.0 / SIZE**0.5)
+
+
+@triton.jit
+def spread_heads(
+    source, source_offsets, target, target_offsets, scale, balance, angles, inside,
+    SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    MIX_HALF: tl.constexpr, MIX_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate, balance and spread some heads from `source` to `target`. `balance`: where their factors are, [heads, 1]."""
+    if HALF > 0:
+        first, second = rotated_pairs(source, source_offsets, angles, inside, HALF, BLOCK_HALF, INTERLEAVED)
+        first_factor, second_factor = load_pairs(balance, 0, inside, HALF, BLOCK_HALF, INTERLEAVED)
+        first, second = first * first_factor * 0.5**0.5, second * second_factor * 0.5**0.5
+        plus, minus = hadamard(first + second, MIX_HALF), hadamard(first - second, MIX_HALF)
+    if SIZE > 2 * HALF:
+        rest = load_part(source, source_offsets, inside, 2 * HALF, SIZE, BLOCK_REST).to(tl.float32)
+        rest = hadamard(rest * load_part(balance, 0, inside, 2 * HALF, SIZE, BLOCK_REST), MIX_REST)
+    tl.debug_barrier()  # source and target may be the same: every feature was read
+    if HALF > 0:
+        write_pairs(target, target_offsets, plus, minus, scale, inside, HALF, BLOCK_HALF, INTERLEAVED)
+    if SIZE > 2 * HALF:
+        write_part(target, target_offsets, rest, scale, inside, 2 * HALF, SIZE, BLOCK_REST)
 
 
 @triton.jit(do_not_specialize=["q_tiles"])
 def rope_store_kernel(
-    q, k, v, positions, cos_sin, slots, key_cache, value_cache, key_scale, value_scale,
+    q, k, v, positions, cos_sin, slots, key_cache, value_cache, key_scale, value_scale, key_balance,
     num_heads, num_kv_heads, q_tiles, kv_tiles,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_key_block, stride_key_head, stride_value_block, stride_value_head,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, CHAINED: tl.constexpr,
+    MIX_HALF: tl.constexpr, MIX_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: HEADS heads of one token. Along axis 1 come the tiles of q (rotated in place), then of k, then of v (stored)."""
     token = tl.program_id(0).to(tl.int64)
@@ -101,10 +189,16 @@ def rope_store_kernel(
         angles = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
     lane = tl.arange(0, HEADS)[:, None]
     if tile < q_tiles:
-        if HALF > 0:
-            q_head = tile * HEADS + lane
-            q_known = q_head < num_heads
-            place = token * stride_q_token + q_head * stride_q_head
+        q_head = tile * HEADS + lane
+        q_known = q_head < num_heads
+        place = token * stride_q_token + q_head * stride_q_head
+        if key_balance is not None:
+            factors = key_balance + (q_head // (num_heads // num_kv_heads) * 2 + 1) * SIZE
+            spread_heads(
+                q, place, q, place, 1.0, factors, angles, q_known,
+                SIZE, HALF, BLOCK_HALF, BLOCK_REST, MIX_HALF, MIX_REST, INTERLEAVED,
+            )  # fmt: skip
+        elif HALF > 0:
             rotate_heads(q, place, q, place, 1.0, angles, q_known, HALF, BLOCK_HALF, INTERLEAVED)
     else:
         slot = tl.load(slots + token).to(tl.int64)
@@ -116,10 +210,16 @@ def rope_store_kernel(
             source = token * stride_k_token + head * stride_k_head
             target = block * stride_key_block + head * stride_key_head + row * SIZE
             key_unit = head_scale(key_scale, head, known)
-            if HALF > 0:
-                rotate_heads(k, source, key_cache, target, key_unit, angles, known, HALF, BLOCK_HALF, INTERLEAVED)
-            if SIZE > 2 * HALF:
-                copy_heads(k, source, key_cache, target, key_unit, known, 2 * HALF, SIZE, BLOCK_REST)
+            if key_balance is not None:
+                spread_heads(
+                    k, source, key_cache, target, key_unit, key_balance + head * (2 * SIZE), angles, known,
+                    SIZE, HALF, BLOCK_HALF, BLOCK_REST, MIX_HALF, MIX_REST, INTERLEAVED,
+                )  # fmt: skip
+            else:
+                if HALF > 0:
+                    rotate_heads(k, source, key_cache, target, key_unit, angles, known, HALF, BLOCK_HALF, INTERLEAVED)
+                if SIZE > 2 * HALF:
+                    copy_heads(k, source, key_cache, target, key_unit, known, 2 * HALF, SIZE, BLOCK_REST)
         else:
             if value_cache is not None:
                 value_source = token * stride_v_token + head * stride_v_head
@@ -132,7 +232,7 @@ def rope_store_kernel(
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:
-    """See `ops.rope_store`. q is rotated in place."""
+    """See `ops.rope_store`. q is rotated, and spread, in place."""
     tokens, num_heads, _ = q.shape
     if tokens == 0:
         return q
@@ -140,20 +240,25 @@ def rope_store(
     kv_heads, half = k.shape[1], 0 if cos_sin is None else cos_sin.shape[1] // 2
     value_size = 0 if cache.values is None else cache.values.shape[-1]
     heads = 8 if tokens >= 64 else 4
-    q_tiles = triton.cdiv(num_heads, heads) if half else 0
+    q_tiles = triton.cdiv(num_heads, heads) if half or cache.key_balance is not None else 0
     kv_tiles = triton.cdiv(kv_heads, heads)
     v, values = (k, cache.keys) if cache.values is None else (v, cache.values)
     rope_store_kernel[(tokens, q_tiles + kv_tiles * (1 if cache.values is None else 2))](
-        q, k, v, positions, cos_sin, slots, cache.keys, cache.values, cache.key_scale, cache.value_scale,
+        q, k, v, positions, cos_sin, slots, cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.key_balance,
         num_heads, kv_heads, q_tiles, kv_tiles,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cache.keys.stride(0), cache.keys.stride(1), values.stride(0), values.stride(1),
         SIZE=k.shape[2], VALUE_SIZE=value_size, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
         BLOCK_REST=triton.next_power_of_2(max(k.shape[2] - 2 * half, 1)), BLOCK_VALUE=triton.next_power_of_2(max(value_size, 1)),
-        INTERLEAVED=interleaved, BLOCK_SIZE=cache.block_size, HEADS=heads,
+        MIX_HALF=twos(half), MIX_REST=twos(k.shape[2] - 2 * half), INTERLEAVED=interleaved, BLOCK_SIZE=cache.block_size, HEADS=heads,
         num_warps=4 if heads == 8 else 2, **chained(q),
     )  # fmt: skip
     return q
+
+
+def twos(size: int) -> int:
+    """The largest power of two that divides it."""
+    return max(size & -size, 1)
 
 
 def require_dense_pages(cache: KVCache) -> None:

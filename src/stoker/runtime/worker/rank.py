@@ -122,7 +122,7 @@ class LoadedRank:
         size, tensor = config.limits.tokens_per_block, config.mapping.tensor_parallel
         layers = self.world.stage.layers(config.model.num_layers)
         caches = make_caches(config.model, num_blocks, size, self.engine.kv_dtype, self.device, layers, tensor)
-        self.model.scale_caches(caches)
+        self.model.complete_caches(caches)
         return ModelRunner(
             self.model,
             caches,

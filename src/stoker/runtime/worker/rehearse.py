@@ -97,7 +97,7 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     size = limits.tokens_per_block
     layers = stage.layers(settings.model.num_layers)
     caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel)
-    model.scale_caches(caches)
+    model.complete_caches(caches)
     kinds = [_kind(engine, layer) for layer in layers]
     first = [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]
     model.layers, caches = [model.layers[i] for i in first], [caches[i] for i in first]
