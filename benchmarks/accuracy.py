@@ -195,6 +195,7 @@ def main() -> None:
             rows[name] = {
                 "bytes": (engine.path / "rank0.safetensors").stat().st_size, "tokens": scores.count, "perplexity": scores.perplexity,
                 "increase": scores.perplexity / plain.total.perplexity - 1, "greedy_agreement": plain.total.agreement(scores),
+                "standard_error": added(plain.scores, row.scores)["standard_error"],
                 "build_s": seconds, "commit": args.commit,
             }  # fmt: skip
             if args.untied and row is not plain:
