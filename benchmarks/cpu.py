@@ -1,4 +1,5 @@
-"""Stoker beside transformers on this CPU: same weights, float32, one run. The figures of the README's table.
+"""Stoker beside transformers on this CPU, in one run: the same weights in float32, and as the checkpoint stores them (Q4_1), which is what a
+build keeps unless it is told otherwise. The figures of the README's table.
 
 PYTHONPATH=src python benchmarks/cpu.py --json benchmarks/results/cpu.json
 """
@@ -110,7 +111,8 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     checkpoint = default_checkpoint()
-    engine = build_cached(checkpoint, BuildConfig(device="cpu"), verify="files").path
+    stored = build_cached(checkpoint, BuildConfig(device="cpu"), verify="files").path
+    engine = build_cached(checkpoint, BuildConfig(device="cpu", quantization="NO_QUANT"), verify="files").path
     results: dict[str, Any] = {
         "cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__,
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
@@ -119,10 +121,11 @@ def main() -> None:
     results["help_s"] = command_s(sys.executable, "-m", "stoker.cli.main", "--help")
     print(f"import stoker {results['import_s']:.2f} s, stoker --help {results['help_s']:.2f} s", flush=True)
     model = reference_model(open_checkpoint(checkpoint, "SmolLM2", weights=True), "float32", False).eval()
-    with LLM(engine, kv_cache_tokens=16 * 1024) as llm, torch.no_grad():
-        for name, measure in {"one_stream": one_stream, "sixteen_streams": sixteen_streams}.items():
-            results[name] = measure(llm, model)
-            print(name, json.dumps(results[name]), flush=True)
+    for kind, path in {"": engine, "_as_stored": stored}.items():
+        with LLM(path, kv_cache_tokens=16 * 1024) as llm, torch.no_grad():
+            for name, measure in {"one_stream": one_stream, "sixteen_streams": sixteen_streams}.items():
+                results[name + kind] = measure(llm, model)
+                print(name + kind, json.dumps(results[name + kind]), flush=True)
     del model
     results["shared_prefix"] = shared_prefix(engine)
     print("shared_prefix", json.dumps(results["shared_prefix"]), flush=True)
