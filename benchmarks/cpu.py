@@ -1,5 +1,5 @@
-"""Stoker beside transformers on this CPU, in one run: the same weights in float32, and as the checkpoint stores them (Q4_1), which is what a
-build keeps unless it is told otherwise. The figures of the README's table.
+"""Stoker beside transformers on this CPU, in one run: the same weights in float32, and as the checkpoint stores them (Q4_1), which is what
+a build keeps unless it is told otherwise. The figures of the README's table.
 
 PYTHONPATH=src python benchmarks/cpu.py --json benchmarks/results/cpu.json
 """
