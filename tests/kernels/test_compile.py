@@ -20,7 +20,7 @@ FOUR_PROGRAMS = 128  # registers: four decode programs of four warps a multiproc
 BOUNDS = {
     "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0),
-    "rope fp8": (80, 0), "rope int8": (80, 0),  # keys and queries are spread
+    "rope fp8": (72, 0), "rope int8": (72, 0),  # keys and queries are spread
     "decode 1": (144, 0), "decode 64": (FOUR_PROGRAMS, 0), "decode 256": (FOUR_PROGRAMS, 0), "decode fp8": (FOUR_PROGRAMS, 0),
     "decode fp8 512": (224, 0),  # nine programs of one warp
     "decode int8": (144, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
