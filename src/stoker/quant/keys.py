@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.kernels.reference.rope import spread
+from stoker.kernels.reference.rope import in_features, in_pairs, spread
 from stoker.layers.config import AttentionConfig
 
 WINDOWS = 4  # of calibration, that the balance is found by
@@ -64,8 +64,6 @@ class KeyStats:
     def _together(self, sizes: Tensor) -> Tensor:
         """Of sizes [..., D]: the mean of the two features that rotate together, for both."""
         turning, rest = sizes.split((self.dim, sizes.shape[-1] - self.dim), dim=-1)
-        if self.interleaved:
-            means = turning.unflatten(-1, (-1, 2)).mean(-1).repeat_interleave(2, dim=-1)
-        else:
-            means = turning.unflatten(-1, (2, -1)).mean(-2).repeat(*[1] * (turning.dim() - 1), 2)
-        return torch.cat((means, rest), dim=-1)
+        pairs = in_pairs(turning, self.interleaved)
+        means = pairs.mean(-2, keepdim=True).expand_as(pairs)
+        return torch.cat((in_features(means, self.interleaved), rest), dim=-1)

@@ -50,15 +50,25 @@ def _turned(x: Tensor, rotary: Tensor, interleaved: bool) -> Tensor:
     """The same by rows of the table, [T, dim]: dim / 2 cosines, then as many sines."""
     dim = rotary.shape[-1]
     wide = (x if dim == x.shape[-1] else x[..., :dim]).float()
-    pairs = wide.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else wide.unflatten(-1, (2, -1))
+    pairs = in_pairs(wide, interleaved)
     # One product for all four: [T, heads, by cosines or sines, first or second of a pair, dim / 2].
     turned, crossed = (pairs.unsqueeze(2) * rotary.view(-1, 1, 2, 1, dim // 2)).unbind(2)
     first, second = turned.unbind(2)
     first_crossed, second_crossed = crossed.unbind(2)
     first.sub_(second_crossed)
     second.add_(first_crossed)
-    out = (turned.transpose(-1, -2) if interleaved else turned).flatten(-2).to(x.dtype)
+    out = in_features(turned, interleaved).to(x.dtype)
     return out if dim == x.shape[-1] else torch.cat((out, x[..., dim:]), dim=-1)
+
+
+def in_pairs(x: Tensor, interleaved: bool) -> Tensor:
+    """x [..., dim] as [..., first or second of a pair, dim / 2], of features that rotate together."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else x.unflatten(-1, (2, -1))
+
+
+def in_features(pairs: Tensor, interleaved: bool) -> Tensor:
+    """The other way round."""
+    return (pairs.transpose(-1, -2) if interleaved else pairs).flatten(-2)
 
 
 def spread(x: Tensor, dim: int, interleaved: bool) -> Tensor:
@@ -67,21 +77,24 @@ def spread(x: Tensor, dim: int, interleaved: bool) -> Tensor:
     Pairs of the first `dim` features, those that rotate together, become their sums and differences. Then these, those and the features
     that do not rotate go each through `hadamard` by themselves. Products of two vectors stay what they were (QuaRot, arXiv 2404.00456).
     """
-    turning, rest = x[..., :dim].float(), x[..., dim:].float()
-    first, second = (turning.unflatten(-1, (-1, 2)) if interleaved else turning.unflatten(-1, (2, -1)).transpose(-1, -2)).unbind(-1)
+    first, second = in_pairs(x[..., :dim].float(), interleaved).unbind(-2)
     pairs = hadamard(torch.stack((first + second, first - second), dim=-2)) * 0.5**0.5
-    turning = (pairs.transpose(-1, -2) if interleaved else pairs).flatten(-2)
-    return torch.cat((turning, hadamard(rest)), dim=-1)
+    return torch.cat((in_features(pairs, interleaved), hadamard(x[..., dim:].float())), dim=-1)
 
 
 def hadamard(x: Tensor) -> Tensor:
     """Rows of x [..., n] in blocks of the largest power of two that divides n, each times Sylvester's orthonormal matrix."""
-    size, step = max(x.shape[-1] & -x.shape[-1], 1), 1
+    size, step = twos(x.shape[-1]), 1
     while step < size:
         first, second = x.unflatten(-1, (-1, 2, step)).unbind(-2)
         x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         step *= 2
     return x * size**-0.5
+
+
+def twos(size: int) -> int:
+    """The largest power of two that divides it; 1 of nothing."""
+    return max(size & -size, 1)
 
 
 class Places(NamedTuple):

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.reference.rope import twos
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
 
 if TYPE_CHECKING:
@@ -129,30 +130,27 @@ def butterflies(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def hadamard(x, SIZE: tl.constexpr):
-    """Rows of x [heads, n] in blocks of SIZE ≤ 512 features, each times Sylvester's orthonormal matrix: eight features at a time.
+def sylvester(x, SIZE: tl.constexpr):
+    """x [n, SIZE] times Sylvester's matrix, eight columns at a time."""
+    if SIZE <= 8:
+        return butterflies(x, SIZE)
+    else:
+        rows: tl.constexpr = x.shape[0]
+        wide = tl.permute(tl.reshape(x, (rows, 8, SIZE // 8)), (0, 2, 1))
+        wide = tl.reshape(butterflies(tl.reshape(wide, (rows * SIZE // 8, 8)), 8), (rows, SIZE // 8, 8))
+        wide = tl.reshape(tl.permute(wide, (0, 2, 1)), (rows * 8, SIZE // 8))
+        return tl.reshape(sylvester(wide, SIZE // 8), (rows, SIZE))
 
-    Where a thread holds as many of a head, sums and differences need no other thread (one token of 32 / 8 heads of 128: 2,838 lines of
+
+@triton.jit
+def hadamard(x, SIZE: tl.constexpr):
+    """Rows of x [heads, n] in blocks of SIZE features, each times Sylvester's orthonormal matrix.
+
+    Where a thread holds eight of a head, sums and differences need no other thread (one token of 32 / 8 heads of 128: 2,902 lines of
     PTX with 12 barriers, of one warp; by sums over products with signs, in two warps, 4,559 with 44).
     """
-    shape: tl.constexpr = x.shape
-    blocks: tl.constexpr = shape[0] * shape[1] // SIZE
-    if SIZE > 64:
-        wide = tl.permute(tl.reshape(x, (blocks, 8, 8, SIZE // 64)), (0, 2, 3, 1))
-        wide = tl.reshape(butterflies(tl.reshape(wide, (blocks * SIZE // 8, 8)), 8), (blocks, 8, SIZE // 64, 8))
-        wide = tl.permute(wide, (0, 3, 2, 1))
-        wide = tl.reshape(butterflies(tl.reshape(wide, (blocks * SIZE // 8, 8)), 8), (blocks, 8, SIZE // 64, 8))
-        wide = tl.permute(wide, (0, 1, 3, 2))
-        wide = butterflies(tl.reshape(wide, (blocks * 64, SIZE // 64)), SIZE // 64)
-        x = tl.reshape(wide, shape)
-    elif SIZE > 8:
-        wide = tl.permute(tl.reshape(x, (blocks, 8, SIZE // 8)), (0, 2, 1))
-        wide = tl.reshape(butterflies(tl.reshape(wide, (blocks * SIZE // 8, 8)), 8), (blocks, SIZE // 8, 8))
-        wide = tl.permute(wide, (0, 2, 1))
-        x = tl.reshape(butterflies(tl.reshape(wide, (blocks * 8, SIZE // 8)), SIZE // 8), shape)
-    elif SIZE > 1:
-        x = tl.reshape(butterflies(tl.reshape(x, (blocks, SIZE)), SIZE), shape)
-    return x * (1.0 / SIZE**0.5)
+    blocks = tl.reshape(x, (x.shape[0] * x.shape[1] // SIZE, SIZE))
+    return tl.reshape(sylvester(blocks, SIZE), x.shape) * (1.0 / SIZE**0.5)
 
 
 @triton.jit
@@ -262,11 +260,6 @@ def rope_store(
         num_warps=num_warps, **chained(q),
     )  # fmt: skip
     return q
-
-
-def twos(size: int) -> int:
-    """The largest power of two that divides it."""
-    return max(size & -size, 1)
 
 
 def require_dense_pages(cache: KVCache) -> None:

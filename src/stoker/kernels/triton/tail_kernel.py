@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton import activation, fragments
+from stoker.kernels.triton import activation, fragments, stream_kernel
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
     GRID_BYTES,
@@ -46,6 +46,7 @@ AT_WEIGHT, AT_SCALES, AT_ZEROS, ROW_BYTES, ROW_BLOCKS, PART_ROWS, PARTS, FIRST_R
 
 add_products = gluon.jit(fragments.add_products.fn)
 widened = gluon.jit(fragments.widened.fn)
+same = gluon.jit(stream_kernel.same.fn)
 activated = gluon.jit(activation.activated.fn)
 tanh = gluon.jit(activation.tanh.fn)
 
@@ -245,14 +246,6 @@ def encode(
             group = gl.arange(0, WIDTH // GROUP, layout=sums.type.layout)
             put_float(totals + group * 4, sums, group >= 0)
     return step
-
-
-@gluon.jit
-def same(value, COUNT: gl.constexpr):
-    made = ()
-    for _ in gl.static_range(COUNT):
-        made = made + (value,)
-    return made
 
 
 @gluon.jit
