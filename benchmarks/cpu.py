@@ -118,7 +118,7 @@ def main() -> None:
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
     }  # fmt: skip
     results["import_s"] = command_s(sys.executable, "-c", "import stoker") - command_s(sys.executable, "-c", "pass")
-    results["help_s"] = command_s(sys.executable, "-m", "stoker.cli.main", "--help")
+    results["help_s"] = command_s(str(Path(sys.executable).with_name("stoker")), "--help")
     print(f"import stoker {results['import_s']:.2f} s, stoker --help {results['help_s']:.2f} s", flush=True)
     model = reference_model(open_checkpoint(checkpoint, "SmolLM2", weights=True), "float32", False).eval()
     for kind, path in {"": engine, "_as_stored": stored}.items():
