@@ -33,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--quantize")
+    parser.add_argument("--kv-cache", help="auto, int8 or float8_e4m3fn; default: as --quantize says")
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--profile", action="store_true")
@@ -42,7 +43,9 @@ def main() -> None:
     rows = [int(r) for r in args.rows.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         limits = Limits(max_batch_size=max(rows), max_input_len=4096, max_output_len=4096)
-        config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize)
+        config = BuildConfig(
+            dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize, kv_cache_dtype=args.kv_cache
+        )
         build(args.config, folder + "/engine", config, verify="none")
         Graphs.warm_up = lambda self: 0  # type: ignore[method-assign]
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), BulkMailbox)
@@ -56,7 +59,8 @@ def main() -> None:
                 undo()
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({**origin(device="cuda"), "config": args.config, "quantize": args.quantize, "results": results}, file, indent=1)
+            what = {"config": args.config, "quantize": args.quantize, "kv_cache": args.kv_cache}
+            json.dump({**origin(device="cuda"), **what, "results": results}, file, indent=1)
 
 
 @torch.inference_mode()

@@ -1,8 +1,9 @@
-"""A layer's tail for one token on one CUDA device: one launch beside its linears one by one, in CUDA graphs of weights past the cache.
+"""A layer's tail on one CUDA device: one launch beside its linears one by one, in CUDA graphs of weights past the cache.
 
-    PYTHONPATH=src python benchmarks/tail.py [--forms fp8,bytes,int4] [--tiles] [--json FILE]
+    PYTHONPATH=src python benchmarks/tail.py [--forms fp8,bytes,int4] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
 
-Llama-3.1-8B's shapes. The floor is the weights' bytes ÷ 4.42 TB/s (a read-only stream, measured). With --tiles also other tiles.
+Llama-3.1-8B's shapes; more than one row against int4. The floor is the weights' bytes ÷ 4.42 TB/s (a read-only stream, measured). With
+--tiles also other tiles of one row, and other parts of some.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ from torch import Tensor
 from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import Int4Weight, Tail, TailLinear
 from stoker.kernels.reference.tail import tail as one_by_one
-from stoker.kernels.triton import tail as launcher
 from stoker.kernels.triton.quant_int4 import pack_int4
-from stoker.kernels.triton.tail import TILES, TailTile
+from stoker.kernels.triton.tail_one import TILES, TailTile, tail_one
+from stoker.kernels.triton.tail_rows import Plan, plan_of, plan_with, tail_rows
 from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant.fp8 import Fp8Linear
@@ -68,34 +70,55 @@ def tiles(form: str) -> list[TailTile]:
     return found + [TailTile(16, 1, ring << 10, 128) for ring in (96, 128)] if form != "fp8" else found
 
 
-def measure(form: str, try_tiles: bool) -> dict[str, Any]:
+def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
     layers = [layer(form) for _ in range(LAYERS)]
-    x, stream = torch.randn(1, HIDDEN, device="cuda").bfloat16(), torch.randn(1, HIDDEN, device="cuda").bfloat16()
+    x, stream = torch.randn(rows, HIDDEN, device="cuda").bfloat16(), torch.randn(rows, HIDDEN, device="cuda").bfloat16()
     floor = num_bytes(layers[0]) / READ_TB_S / 1e6
 
-    def walk(run: Any) -> Tensor:
-        after = stream
-        for parts in layers:
-            after, _ = run(x, after, parts)
-        return after
+    def took(run: Any) -> float:
+        def walk() -> Tensor:
+            after = stream
+            for parts in layers:
+                after, _ = run(x, after, parts)
+            return after
 
-    result = {"form": form, "floor_us": round(floor, 2), "alone_us": round(time_graph(lambda: walk(one_by_one), 25) / LAYERS, 2)}
-    result["tail_us"] = round(time_graph(lambda: walk(launcher.tail), 25) / LAYERS, 2)
-    print(f"{form:<6} floor {floor:6.2f}   one by one {result['alone_us']:6.2f}   one launch {result['tail_us']:6.2f} µs", flush=True)
-    for tile in tiles(form) if try_tiles else []:
-        took = time_graph(lambda tile=tile: walk(lambda a, b, c: launcher.tail(a, b, c, tile)), 25) / LAYERS
-        print(f"   {tile}  {took:6.2f}", flush=True)
+        return round(time_graph(walk, 25) / LAYERS, 2)
+
+    launch = tail_one if rows == 1 else tail_rows
+    result = {"form": form, "rows": rows, "floor_us": round(floor, 2), "alone_us": took(one_by_one), "tail_us": took(launch)}
+    print(" ".join(f"{name} {value:<8}" for name, value in result.items()), flush=True)
+    others = [] if not try_tiles else tiles(form) if rows == 1 else plans(layers[0], rows)
+    for other in others:
+        print(f"   {other}  {took(partial(launch, **{'tile' if rows == 1 else 'plan': other})):6.2f}", flush=True)
     return result
+
+
+def plans(parts: Tail, rows: int) -> list[Plan]:
+    """The plan, and those with one linear cut otherwise."""
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    first = plan_of(parts, rows, programs)
+    assert first is not None
+    found = [first]
+    for place in range(4):
+        for count in (1, 2, 4, 8, 16):
+            cuts = list(first.parts)
+            cuts[place] = count
+            other = plan_with(parts, first.tokens, tuple(cuts))
+            if count != first.parts[place] and other is not None:
+                found.append(other)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", default=",".join(TILES))
+    parser.add_argument("--rows", default="1")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.manual_seed(0)
-    results = [measure(form, args.tiles) for form in args.forms.split(",")]
+    rows = [int(count) for count in args.rows.split(",")]
+    results = [measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if count == 1 or form == "int4"]
     if args.json:
         with open(args.json, "w") as file:
             json.dump({**origin(device="cuda"), "layers": LAYERS, "results": results}, file, indent=1)

@@ -96,7 +96,7 @@ def test_a_tail_is_its_linears(form: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     for dtype, biases, last, gate in ((torch.bfloat16, False, False, "silu"), (torch.float16, True, True, "gelu_tanh")):
         parts, weights = problem(form, shape, dtype, biases, last, gate)
-        assert launcher.takes_tail(parts)
+        assert launcher.takes_tail(parts, 1)
         x, stream = torch.randn(1, shape[0]).to(dtype).cuda(), torch.randn(1, shape[1]).to(dtype).cuda()
         x[0, 3] *= 20
         torch.full((1 << 22,), float("nan"), device="cuda")  # what is allocated next holds this
@@ -108,14 +108,52 @@ def test_a_tail_is_its_linears(form: str, shape: tuple[int, ...]) -> None:
             assert max(wrong) < BOUND
 
 
-@pytest.mark.parametrize("form", ["fp8", "int4 int"])
-def test_tails_meet_in_every_replay(form: str) -> None:
-    """Programs meet three times a launch and leave their counter as it is: 200 replays of 8 launches end where the first one did."""
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("kind", ["none", "int", "float"])
+def test_a_tail_of_rows_is_its_linears(kind: str, shape: tuple[int, ...]) -> None:
+    """Rows that fill no tile of tokens too; what one row is does not depend on the others."""
+    from stoker.kernels.triton import tail as launcher
+
+    torch.manual_seed(0)
+    for rows, biases, last, gate in (
+        (6, False, False, "silu"),
+        (16, True, False, "silu"),
+        (27, True, True, "gelu_tanh"),
+        (64, False, False, "silu"),
+    ):
+        parts, weights = problem(f"int4 {kind}", shape, torch.bfloat16, biases, last, gate)
+        assert launcher.takes_tail(parts, rows)
+        x, stream = torch.randn(rows, shape[0]).bfloat16().cuda(), torch.randn(rows, shape[1]).bfloat16().cuda()
+        x[0, 3] *= 20
+        torch.full((1 << 24,), float("nan"), device="cuda")  # what is allocated next holds this
+        got = launcher.tail(x, stream, parts)
+        assert max(errors(got, in_float64(x, stream, parts, weights))) < BOUND
+        others = torch.randperm(rows)
+        others[rows // 2] = rows // 2
+        moved = launcher.tail(x[others].contiguous(), stream[others].contiguous(), parts)
+        for mine, theirs in zip(got, moved, strict=True):
+            assert mine is None or torch.equal(mine[others], theirs)
+
+
+def test_rows_of_other_kinds_are_left_alone() -> None:
+    from stoker.kernels.triton import tail as launcher
+
+    parts, _ = problem("int4 int", SHAPES[0], torch.bfloat16, False, False, "silu")
+    halves, _ = problem("int4 int", SHAPES[0], torch.float16, False, False, "silu")
+    codes, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")
+    ragged, _ = problem("int4 int", (256, 384, 768, 320), torch.bfloat16, False, False, "silu")
+    assert [rows for rows in (1, 2, 5, 6, 33, 64, 65) if launcher.takes_tail(parts, rows)] == [1, 6, 33, 64]
+    assert not any(launcher.takes_tail(other, 32) for other in (halves, codes, ragged))
+
+
+@pytest.mark.parametrize(("form", "rows"), [("fp8", 1), ("int4 int", 1), ("int4 int", 27)])
+def test_tails_meet_in_every_replay(form: str, rows: int) -> None:
+    """Programs meet a few times a launch and leave their counters as they are: 200 replays of 8 launches end where the first one did."""
     from stoker.kernels.triton import tail as launcher
 
     torch.manual_seed(1)
     parts, _ = problem(form, SHAPES[1], torch.bfloat16, False, False, "silu")
-    x, stream = torch.randn(1, 1280).bfloat16().cuda(), torch.randn(1, 1024).bfloat16().cuda()
+    x, stream = torch.randn(rows, 1280).bfloat16().cuda(), torch.randn(rows, 1024).bfloat16().cuda()
     first = launcher.tail(x, stream, parts)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -129,15 +167,16 @@ def test_tails_meet_in_every_replay(form: str) -> None:
         assert torch.equal(qkv, first[1])
 
 
-def test_nan_stays_in_sight() -> None:
+@pytest.mark.parametrize(("form", "rows"), [("bytes", 1), ("int4 int", 12)])
+def test_nan_stays_in_sight_and_in_its_row(form: str, rows: int) -> None:
     from stoker.kernels.triton import tail as launcher
 
-    parts, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")
-    x, stream = torch.randn(1, 256).bfloat16().cuda(), torch.randn(1, 512).bfloat16().cuda()
+    parts, _ = problem(form, SHAPES[0], torch.bfloat16, False, False, "silu")
+    x, stream = torch.randn(rows, 256).bfloat16().cuda(), torch.randn(rows, 512).bfloat16().cuda()
     x[0, 7] = float("nan")
-    after, qkv = launcher.tail(x, stream, parts)
-    assert after.isnan().all()
-    assert qkv.isnan().all()
+    for made in launcher.tail(x, stream, parts):
+        assert made[0].isnan().all()
+        assert not made[1:].isnan().any()
 
 
 def test_weights_of_other_kinds_are_left_alone() -> None:
@@ -146,7 +185,7 @@ def test_weights_of_other_kinds_are_left_alone() -> None:
     parts, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")
     other, _ = problem("int4 int", SHAPES[0], torch.bfloat16, False, False, "silu")
     odd, _ = linear("bytes", 500, 256, False)
-    assert not launcher.takes_tail(replace(parts, up=other.up))
-    assert not launcher.takes_tail(replace(parts, out=TailLinear(odd, odd.row_weight(), PLAIN)))
-    assert not launcher.takes_tail(replace(parts, up=replace(parts.up, fusion=replace(parts.up.fusion, norm_kind="layer"))))
-    assert not launcher.takes_tail(replace(parts, down=replace(parts.down, weight=None)))
+    assert not launcher.takes_tail(replace(parts, up=other.up), 1)
+    assert not launcher.takes_tail(replace(parts, out=TailLinear(odd, odd.row_weight(), PLAIN)), 1)
+    assert not launcher.takes_tail(replace(parts, up=replace(parts.up, fusion=replace(parts.up.fusion, norm_kind="layer"))), 1)
+    assert not launcher.takes_tail(replace(parts, down=replace(parts.down, weight=None)), 1)

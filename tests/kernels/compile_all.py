@@ -157,9 +157,10 @@ EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=
 
 
 def tail_of(
-    form: str, zero: str = "none", *, last: bool = False, biased: bool = False, sizes: tuple[int, ...] = (4096, 4096, 14336, 6144)
+    form: str, zero: str = "none", *, rows: int = 1, last: bool = False, biased: bool = False,
+    sizes: tuple[int, ...] = (4096, 4096, 14336, 6144),
 ) -> None:  # fmt: skip
-    """A layer's tail for one token, by default of Llama-3.1-8B; sizes: heads' features, hidden, the MLP's, qkv."""
+    """A layer's tail, by default of Llama-3.1-8B; sizes: heads' features, hidden, the MLP's, qkv."""
     heads, hidden, size, qkv = sizes
     norm = Fusion("rms", meta(hidden), None, 1e-5)
 
@@ -175,14 +176,19 @@ def tail_of(
 
     up = linear_of(2 * size, hidden, dataclasses.replace(norm, gate="gelu" if last else "silu"))
     made = Tail(linear_of(hidden, heads, PLAIN), up, linear_of(hidden, size, PLAIN), None if last else linear_of(qkv, hidden, norm))
-    assert tail.takes_tail(made)
-    tail.tail(meta(1, heads), meta(1, hidden), made)
+    assert tail.takes_tail(made, rows)
+    tail.tail(meta(rows, heads), meta(rows, hidden), made)
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
     "tail fp8": lambda: tail_of("fp8"),
     "tail int8 70B, last, with biases": lambda: tail_of("bytes", last=True, biased=True, sizes=(8192, 8192, 28672, 10240)),
     "tail int4": lambda: tail_of("int4", "int"),
+    "tail of 6 rows": lambda: tail_of("int4", "int", rows=6),
+    "tail of 16 rows, last, with biases": lambda: tail_of("int4", "float", rows=16, last=True, biased=True),
+    "tail of 32 rows": lambda: tail_of("int4", "int", rows=32),
+    "tail of 64 rows": lambda: tail_of("int4", "int", rows=64),
+    "tail of 64 rows 70B": lambda: tail_of("int4", "none", rows=64, sizes=(8192, 8192, 28672, 10240)),
     "tail int4, of one block": lambda: tail_of("int4", "float", last=True, sizes=(256, 256, 768, 512)),
     "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),
     "norm of heads": lambda: norm.norm(meta(64, 32, 128), meta(128), None, 1e-5, "rms"),

@@ -27,6 +27,9 @@ BOUNDS = {
     "decode latent": (192, 32),
     "prefill latent": (255, 72),  # 0 or 68 by the machine that compiles: the same assembler orders it otherwise on another processor
     # what is left is for the attention before, which runs while a tail's rings fill
+    # 16 warps; what is spilled lies outside the loops over blocks
+    "tail of 6 rows": (128, 64), "tail of 16 rows, last, with biases": (128, 64), "tail of 32 rows": (128, 192),
+    "tail of 64 rows": (128, 256), "tail of 64 rows 70B": (128, 192),
     "tail fp8": (168, 0), "tail int8 70B, last, with biases": (168, 8), "tail int4": (168, 0), "tail int4, of one block": (168, 0),
 }  # fmt: skip
 
@@ -71,7 +74,8 @@ def test_fits_sm_90(group: tuple[str, ...]) -> None:
             assert kernel["spill_bytes"] <= spill, (name, kernel)
             assert kernel["shared_bytes"] <= SHARED_LIMIT, (name, kernel)
         if name.startswith("tail"):  # its PTX counts on it: what it keeps begins where shared memory does, and Triton's own comes after
-            assert launch["scratch"] is not None and launch["scratch"] >= launch["kernels"][0]["shared_bytes"] // 1024 * 1024
+            is_alone = launch["scratch"] is None and "rows" in name
+            assert is_alone or launch["scratch"] >= launch["kernels"][0]["shared_bytes"] // 1024 * 1024
         # 128 tokens are too few tiles of 64 rows: tiles of 16 fill the device and take 6 µs instead of 15, without wgmma.
         if name.startswith("prefill") and name not in ("prefill fp32", "prefill 128 tokens"):
             assert launch["wgmma"], f"{name} runs on the slower matrix path"

@@ -224,14 +224,14 @@ def block_fp8_linear(
     return _pick(x, fp8_ref).block_fp8_linear(x, weight, scale, block, bias, fusion)
 
 
-def takes_tail(parts: Tail) -> bool:
-    """Whether `tail` of these weights, on their device, is one launch."""
+def takes_tail(parts: Tail, rows: int) -> bool:
+    """Whether `tail` of so many rows and these weights, on their device, is one launch."""
     weight = parts.out.weight
-    return weight is not None and _pick(weight.weight, tail_ref).takes_tail(parts)
+    return weight is not None and _pick(weight.weight, tail_ref).takes_tail(parts, rows)
 
 
 def tail(x: Tensor, stream: Tensor, parts: Tail) -> tuple[Tensor, Tensor | None]:
-    """(the stream after a layer, the next layer's qkv) of one token: what attention gave, x [1, K], and the stream before it [1, hidden].
+    """(the stream after a layer, the next layer's qkv): of what attention gave, x [T, K], and the stream before it [T, hidden].
 
     stream + out(x), then + down(up(it, normed)), and qkv of that, normed: None after the last layer. A GPU kernel does all four
     products in one launch, where `takes_tail`.

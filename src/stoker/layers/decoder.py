@@ -155,7 +155,7 @@ class Decoder:
         stage = self.stage
         shape = (batch.num_tokens, self.config.hidden_size)
         x = self.begin(batch) if stage.is_first else stage.receive(shape, self.dtype, self.device)
-        if self.tails is not None and batch.num_tokens == 1:
+        if self.tails is not None and self.tails.take(batch.num_tokens):
             x = self.tails(x, batch, caches)
         else:
             for layer, cache in zip(self.layers, caches, strict=True):

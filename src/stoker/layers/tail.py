@@ -1,4 +1,4 @@
-"""A step of one token: between one layer's attention and the next one's, all linears in one launch, where weights and device allow it."""
+"""A step of few tokens: between one layer's attention and the next one's, all linears in one launch, where weights and device allow it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,28 @@ class Tails:
         self.attentions: list[Attention] = [layer.attention for layer in layers]
         self.first = layers[0].attention_norm.fusion
         self.tails = list(_tails(layers))
+        self._taken: dict[int, bool] = {}
 
     @staticmethod
     def of(layers: Sequence[Layer]) -> Tails | None:
-        """None where a layer is of another kind, or a linear's kernel does better alone."""
+        """None where a layer is of another kind, or one token's linears do better alone."""
         if not layers or not all(_is_plain(layer) for layer in layers):
             return None
         made = Tails(layers)
-        if not all(ops.takes_tail(tail) for tail in made.tails):
+        if not made.take(1):
             return None
         for attention in made.attentions:
             attention.params = replace(attention.params, before_tail=True)
         return made
 
+    def take(self, rows: int) -> bool:
+        """Whether so many rows are taken."""
+        if rows not in self._taken:
+            self._taken[rows] = all(ops.takes_tail(tail, rows) for tail in self.tails)
+        return self._taken[rows]
+
     def __call__(self, x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
-        """The stream [1, hidden] after the last layer."""
+        """The stream [T, hidden] after the last layer, of as many rows as they `take`."""
         qkv: Tensor | None = self.attentions[0].qkv(x, self.first)
         for attention, tail, cache in zip(self.attentions, self.tails, caches, strict=True):
             assert qkv is not None

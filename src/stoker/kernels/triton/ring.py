@@ -32,15 +32,16 @@ def shared_address(thread):
 
 
 @gluon.jit
-def ask_blocks(place, source, four_rows, sizes, lane, BLOCKS: gl.constexpr):
-    """Copy blocks that lie side by side. place: of the slot; source (int64): this lane's piece of the first row, row lane / 8.
+def ask_blocks(place, source, four_rows, eight_rows, sizes, lane, BLOCKS: gl.constexpr):
+    """Copy blocks that lie side by side. They leave the device's cache first: a step reads them once (tails of 32 rows 70.9 → 68.8 µs).
 
-    four_rows (int64): bytes to four rows on. sizes: 16, or 0 for a block that is not there and becomes zeros.
+    place: of the slot; source (int64): this lane's piece of the first row, row lane / 8. four_rows (int64): bytes to four rows on;
+    eight_rows: to the block's second eight. sizes: 16, or 0 for a block that is not there and becomes zeros.
     """
     even = place + lane // 8 * 128 + ((lane % 8) ^ (lane // 8)) * 16
     code: gl.constexpr = _copying(BLOCKS)
-    given: gl.constexpr = "=r,r,r,l,l" + ",r" * BLOCKS
-    gl.inline_asm_elementwise(code, given, (even, even ^ 64, source, four_rows) + sizes, dtype=gl.int32, is_pure=False, pack=1)
+    given: gl.constexpr = "=r,r,r,l,l,l" + ",r" * BLOCKS
+    gl.inline_asm_elementwise(code, given, (even, even ^ 64, source, four_rows, eight_rows) + sizes, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -113,13 +114,13 @@ def warp_together(lane):
 
 
 @gluon.jit
-def meet(arrived, programs, thread):
-    """Wait for all programs of the grid; what each has stored is then visible to all. They must all be on the device at once.
+def meet(arrived, programs, is_first, thread):
+    """Wait for some programs, one of which is the first; what each has stored is then visible to all. All must be on the device at once.
 
     arrived int32 [1]: its highest bit flips when the last one has come, so it never needs to be reset (as cooperative groups do).
     """
     barrier()
-    mine = gl.where(gl.program_id(0) == 0, 2147483647 - (programs - 2), 1)
+    mine = gl.where(is_first, 2147483647 - (programs - 2), 1)
     gl.inline_asm_elementwise(
         _MEETING, "=r,l,r", [thread.to(gl.int64) * 0 + arrived.to(gl.int64), thread * 0 + mine], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -145,13 +146,13 @@ _MEETING = tl.constexpr(
 
 @triton.constexpr_function
 def _copying(blocks):
-    """PTX of `ask_blocks`: $1 and $2 are where rows of even and odd fours go, $3 the source, $4 bytes of four rows, then the sizes."""
-    lines = ["add.s64 a, $3, $4; add.s64 b, a, $4; add.s64 c, b, $4;"]
+    """PTX of `ask_blocks`: $1 and $2 are where rows of even and odd fours go, $3 the source, $4 and $5 ways to rows, then the sizes."""
+    lines = ["add.s64 a, $3, $4; add.s64 b, $3, $5; add.s64 c, b, $4; createpolicy.fractional.L2::evict_first.b64 q, 1.0;"]
     for block in range(blocks):
         for four, source in enumerate(("$3", "a", "b", "c")):
             target = f"[${1 + four % 2} + {BLOCK_BYTES.value * block + 512 * four}]"
-            lines.append(f"cp.async.cg.shared.global.L2::128B {target}, [{source} + {128 * block}], 16, ${5 + block};")
-    return "{ .reg .b64 a, b, c; " + " ".join(lines) + " mov.b32 $0, $1; }"
+            lines.append(f"cp.async.cg.shared.global.L2::cache_hint.L2::128B {target}, [{source} + {128 * block}], 16, ${6 + block}, q;")
+    return "{ .reg .b64 a, b, c, q; " + " ".join(lines) + " mov.b32 $0, $1; }"
 
 
 @triton.constexpr_function

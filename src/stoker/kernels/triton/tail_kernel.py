@@ -180,7 +180,8 @@ def ask(
     sizes = ()
     for block in gl.static_range(BLOCKS):
         sizes = sizes + (gl.where(left > block, 16, 0),)
-    ask_blocks(place, source, lane.to(gl.int64) * 0 + 4 * found[ROW_BYTES], sizes, lane, BLOCKS)
+    four_rows = lane.to(gl.int64) * 0 + 4 * found[ROW_BYTES]
+    ask_blocks(place, source, four_rows, 2 * four_rows, sizes, lane, BLOCKS)
     if FORM == "int4":
         LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
         for block in gl.static_range(BLOCKS):
@@ -432,7 +433,7 @@ def run(
     partial = shared + places[2]
     scale, up_scale, bias, up_bias, norms = early
     if AT > 0:
-        meet(arrived, programs, thread)
+        meet(arrived, programs, gl.program_id(0) == 0, thread)
     else:
         follow(thread, CHAINED)
     step = encode(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS[AT], FORM, WARPS, FAR)

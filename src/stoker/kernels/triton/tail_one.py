@@ -1,0 +1,167 @@
+"""The launch of `tail_kernel`: a layer's tail for one token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from stoker.kernels.quantized import RowWeight, Tail, TailLinear
+from stoker.kernels.reference.activation import ACTIVATIONS
+from stoker.kernels.triton.chain import chained
+from stoker.kernels.triton.device import capability, num_multiprocessors
+from stoker.kernels.triton.ring import BLOCK_BYTES
+from stoker.kernels.triton.tail_kernel import shared_places, slot_bytes, tail_kernel
+
+BLOCK = BLOCK_BYTES.value // 16  # bytes of a row
+CAPABILITY = 90  # whose shared memory it is laid out for
+SHARED_BYTES = 227 << 10  # of one program
+REDUCTIONS = 2 << 10  # of them, Triton's own, and what is lost to whole kilobytes
+
+
+@dataclass(frozen=True, slots=True)
+class TailTile:
+    """How a program's warps share a tile of 16 rows, and how far ahead they ask."""
+
+    num_warps: int
+    blocks: int  # of 128 bytes of each row that a warp takes at a time
+    ring: int  # bytes of all warps' rings
+    registers: int  # of a thread: what is left is for the kernel before, which runs while rings fill
+
+
+# Measured on one H200 in steps of Llama-3.1-8B's shapes (benchmarks/results/h200_tails.json).
+TILES = {"fp8": TailTile(8, 1, 96 << 10, 168), "bytes": TailTile(8, 1, 112 << 10, 168), "int4": TailTile(8, 1, 64 << 10, 168)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the kernel is compiled for."""
+
+    depth: int
+    rows: int  # the most of a program
+    widths: tuple[int, ...]
+
+
+def takes(tail: Tail) -> bool:
+    """Whether `tail_one` is for these weights, which are `alike`: a program has room for them."""
+    first = tail.out.weight
+    assert first is not None
+    return _plan(tail, num_multiprocessors(first.weight.device), TILES[first.form]) is not None
+
+
+def are_alike(tail: Tail) -> bool:
+    """Whether these are four weights of one form on one device, in whole blocks and tiles, and each linear does what its place asks for."""
+    weights = [linear.weight for linear in tail.linears]
+    first = weights[0]
+    if first is None or capability(first.weight) != CAPABILITY or first.form not in TILES:
+        return False
+    return all(w is not None and _kind(w) == _kind(first) and _is_whole(w) for w in weights) and _fits(tail)
+
+
+def tail_one(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = None) -> tuple[Tensor, Tensor | None]:
+    """`ops.tail` of one row.
+
+    All programs must be on the device at once, so the launch is a cooperative one: where processes share a device, half of a grid must not
+    wait there for the other half. Without it a step is up to 2 % faster, since programs come in one by one while attention still runs.
+    """
+    assert x.shape[0] == 1 and x.is_contiguous() and stream.is_contiguous()
+    first = parts.out.weight
+    assert first is not None
+    tile, programs = tile or TILES[first.form], num_multiprocessors(x.device)
+    plan = _plan(parts, programs, tile)
+    assert plan is not None
+    middle, inner, after = torch.empty_like(stream), _row(x, parts.up), torch.empty_like(stream)
+    links = [
+        link(parts.out, x, x.shape[1], stream, middle),
+        link(parts.up, middle, middle.shape[1], None, inner),
+        link(parts.down, inner, inner.shape[1], middle, after),
+    ]
+    qkv = None
+    if parts.qkv is not None:
+        qkv = _row(x, parts.qkv)
+        links.append(link(parts.qkv, after, after.shape[1], None, qkv))
+    tail_kernel[(programs,)](
+        *zip(*links, strict=True), _arrived(x.device), programs,
+        GATES=listed(linear.fusion.gate is not None for linear in parts.linears),
+        BIASES=listed(linear.weight is not None and linear.weight.bias is not None for linear in parts.linears),
+        WIDTHS=listed(plan.widths), ACT=parts.up.fusion.gate, FORM=first.form, SCALE=scale_name(first), ZERO=first.zero_kind,
+        DEPTH=plan.depth, WARPS=tile.num_warps, BLOCKS=tile.blocks, ROWS=plan.rows,
+        num_warps=tile.num_warps, maxnreg=tile.registers, launch_cooperative_grid=True, **chained(x),
+    )  # fmt: skip
+    return after, qkv
+
+
+def listed(numbers: Iterable[int]) -> str:
+    return " ".join(str(int(number)) for number in numbers)
+
+
+def _kind(weight: RowWeight) -> tuple[object, ...]:
+    return weight.form, weight.zero_kind, weight.scale.dtype if weight.form == "int4" else None, weight.weight.device
+
+
+def _is_whole(weight: RowWeight) -> bool:
+    """Tiles of 16 rows, also of a gated half, and blocks of 128 bytes; int4 in the groups that a block is a pair of, with 16-bit scales."""
+    n, size = weight.weight.shape
+    whole = n % 32 == 0 and size % BLOCK == 0 and weight.weight.stride(1) == 1 and weight.weight.stride(0) % 16 == 0
+    narrow = weight.form != "int4" or (weight.scale.element_size() == 2 and weight.scale.shape[0] == 2 * size // BLOCK)
+    return whole and narrow
+
+
+def _fits(tail: Tail) -> bool:
+    """Whether each linear does what its place in the kernel does."""
+    norms = [linear.fusion for linear in (tail.up, tail.qkv) if linear is not None]
+    plain = all(f.norm_kind == "rms" and f.norm_weight is not None and f.norm_bias is None for f in norms)
+    return plain and tail.up.fusion.gate in ACTIVATIONS and all(f.input_gate is None for f in norms)
+
+
+def _plan(tail: Tail, programs: int, tile: TailTile) -> _Plan | None:
+    """None where a program's rows are more than its threads, or shared memory has no room for a ring of two slots."""
+    widths, rows, together = [], 0, tile.num_warps * tile.blocks
+    for linear in tail.linears:
+        weight, parts = linear.weight, 1 if linear.fusion.gate is None else 2
+        assert weight is not None
+        n, size = weight.weight.shape
+        mine = 16 * triton.cdiv(n // parts // 16, programs)
+        if mine > 32 * tile.num_warps:
+            return None
+        rows = max(rows, mine * parts)
+        turns = triton.cdiv(size // BLOCK, together)
+        widths.append(triton.next_power_of_2(turns * together * BLOCK * (2 if weight.form == "int4" else 1)))
+    form = weight.form
+    rest = shared_places(form, 0, tile.num_warps, tile.blocks, tuple(widths), rows)[-1] + REDUCTIONS
+    slots = tile.num_warps * slot_bytes(form, tile.blocks)
+    depth = min(tile.ring, SHARED_BYTES - rest) // slots
+    return _Plan(depth, rows, tuple(widths)) if depth >= 2 else None
+
+
+def link(linear: TailLinear, x: Tensor, k: int, residual: Tensor | None, out: Tensor | None) -> tuple[object, ...]:
+    """A linear's part of a kernel's arguments, k its features: x stands for what it has not."""
+    weight, fusion = linear.weight, linear.fusion
+    assert weight is not None
+    norm, zero, bias, added, given = (x if t is None else t for t in (fusion.norm_weight, weight.zero, weight.bias, residual, out))
+    n, size = weight.weight.shape
+    return (
+        x, norm, fusion.norm_eps, weight.weight, weight.scale, zero, bias, added, given,
+        n // (1 if fusion.gate is None else 2), k, weight.weight.stride(0), size // BLOCK,
+    )  # fmt: skip
+
+
+def _row(x: Tensor, linear: TailLinear) -> Tensor:
+    """Room for what a linear gives."""
+    assert linear.weight is not None
+    return x.new_empty(1, linear.weight.weight.shape[0] // (1 if linear.fusion.gate is None else 2))
+
+
+def scale_name(weight: RowWeight) -> str:
+    """As a constant of the kernel: no type's name in Triton (`ahead` says why)."""
+    return {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(weight.scale.dtype, "float")
+
+
+@cache
+def _arrived(device: torch.device) -> Tensor:
+    """Where programs meet. Launches of one device run one after another."""
+    return torch.zeros(1, dtype=torch.int32, device=device)

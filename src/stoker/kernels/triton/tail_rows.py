@@ -1,0 +1,139 @@
+"""The launch of `tail_rows_kernel`: a layer's tail for some tokens, against int4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from stoker.kernels.quantized import Tail, TailLinear
+from stoker.kernels.triton.chain import chained
+from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.operand import block_bytes
+from stoker.kernels.triton.tail_one import BLOCK, SHARED_BYTES, link, listed, scale_name
+from stoker.kernels.triton.tail_rows_kernel import GROUPS, SLOT, TILE, WARPS, shared_places, tail_rows_kernel
+
+FEWEST, MOST = 6, 64  # tokens: fewer are as fast one linear after another (benchmarks/results/h200_tail_rows.json)
+MOST_PARTS, DEEPEST = 32, 4
+TRITONS = 1 << 10  # bytes of shared memory that Triton may take itself
+REGISTERS = 128  # of a thread: 16 warps have no more
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the kernel is compiled for."""
+
+    tokens: int  # a power of two
+    parts: tuple[int, ...]  # of each linear's features
+    share: int  # the most blocks of a part
+    depth: int  # of the rings
+
+
+def takes(tail: Tail, rows: int) -> bool:
+    """Whether `tail_rows` is for these weights, which are `tail_one.are_alike`: int4, whose outputs are whole blocks of the next linear."""
+    first, norms = tail.out.weight, [linear.fusion.norm_weight for linear in (tail.up, tail.qkv) if linear is not None]
+    if first is None or first.form != "int4" or not FEWEST <= rows <= MOST or any(norm.dtype != torch.bfloat16 for norm in norms):
+        return False
+    given = [_outputs(linear) for linear in tail.linears]
+    wanted = [2 * linear.weight.weight.shape[1] for linear in tail.linears[1:] if linear.weight is not None]
+    whole = given[: len(wanted)] == wanted and all(
+        linear.weight.weight.shape[0] % TILE.value == 0 for linear in tail.linears if linear.weight
+    )
+    return whole and plan_of(tail, rows, num_multiprocessors(first.weight.device)) is not None
+
+
+def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) -> tuple[Tensor, Tensor | None]:
+    """`ops.tail` of FEWEST to MOST rows of bfloat16.
+
+    All programs must be on the device at once, so the launch is a cooperative one, as that of one row.
+    """
+    (m, hidden), programs = stream.shape, num_multiprocessors(x.device)
+    plan = plan or plan_of(parts, m, programs)
+    assert plan is not None
+    size = _outputs(parts.up)
+    middle, after = torch.empty_like(stream), torch.empty_like(stream)
+    operands = [x.new_empty(features * plan.tokens) for features in (hidden, size, hidden)]
+    links = [
+        link(parts.out, x, x.shape[1], stream, middle),
+        link(parts.up, operands[0], hidden, None, None),
+        link(parts.down, operands[1], size, middle, after),
+    ]
+    qkv = None
+    if parts.qkv is not None:
+        qkv = x.new_empty(m, _outputs(parts.qkv))
+        links.append(link(parts.qkv, operands[2], hidden, None, qkv))
+    most = max(_tiles(linear) * each for linear, each in zip(parts.linears, plan.parts, strict=True))
+    partial = torch.empty(most * 2 * TILE.value * plan.tokens, dtype=torch.float32, device=x.device)
+    squares = torch.empty(hidden // 16 * plan.tokens, dtype=torch.float32, device=x.device)
+    weight = parts.out.weight
+    assert weight is not None
+    tail_rows_kernel[(programs,)](
+        *zip(*links, strict=True), partial, squares, _arrived(x.device, programs), programs, m,
+        GATES=listed(linear.fusion.gate is not None for linear in parts.linears),
+        BIASES=listed(linear.weight is not None and linear.weight.bias is not None for linear in parts.linears),
+        PARTS=listed(plan.parts), ACT=parts.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
+        DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share,
+        num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **chained(x),
+    )  # fmt: skip
+    return after, qkv
+
+
+def plan_of(tail: Tail, rows: int, programs: int) -> Plan | None:
+    """None where shared memory has no room for a ring of two slots."""
+    tokens = max(8, triton.next_power_of_2(rows))
+    most = max((count for count in range(1, 257) if _depth(tokens, count) >= 2), default=0)
+    parts = tuple(_parts(_tiles(linear), _blocks(linear), tokens, programs, most) for linear in tail.linears)
+    return plan_with(tail, tokens, parts) if all(parts) else None
+
+
+def plan_with(tail: Tail, tokens: int, parts: tuple[int, ...]) -> Plan | None:
+    """The same with the features cut so."""
+    share = max(triton.cdiv(_blocks(linear), each) for linear, each in zip(tail.linears, parts, strict=True))
+    depth = min(_depth(tokens, share), DEEPEST)
+    return Plan(tokens, parts, share, depth) if depth >= 2 else None
+
+
+def _depth(tokens: int, share: int) -> int:
+    """The slots of a ring that shared memory has room for beside the tokens of so many blocks."""
+    return (SHARED_BYTES - TRITONS - shared_places(0, tokens, share)[-1]) // (WARPS.value * SLOT.value)
+
+
+def _parts(tiles: int, blocks: int, tokens: int, programs: int, most: int) -> int:
+    """Into how many parts to cut a linear's features, of which no program takes more than `most` blocks; 0: none will do.
+
+    Measured on an H200 (µs, docs/log.md): a program multiplies its four groups' blocks in 1.4 together, and brings tokens and partial sums
+    at the rate of the cache.
+    """
+
+    def cost(parts: int) -> float:
+        share, each = triton.cdiv(blocks, parts), programs // parts
+        turns = max(triton.cdiv(triton.cdiv(tiles, each) * share, GROUPS.value), share)
+        sums = triton.cdiv(tiles, each) * parts * 256 * tokens
+        return 1.4 * turns + (share * block_bytes(tokens) + sums) / 32e3
+
+    whole = [parts for parts in range(1, min(blocks, MOST_PARTS, programs) + 1) if triton.cdiv(blocks, triton.cdiv(blocks, parts)) == parts]
+    return min((parts for parts in whole if triton.cdiv(blocks, parts) <= most), key=cost, default=0)
+
+
+def _outputs(linear: TailLinear) -> int:
+    assert linear.weight is not None
+    return int(linear.weight.weight.shape[0]) // (1 if linear.fusion.gate is None else 2)
+
+
+def _tiles(linear: TailLinear) -> int:
+    assert linear.weight is not None
+    return int(linear.weight.weight.shape[0]) // TILE.value
+
+
+def _blocks(linear: TailLinear) -> int:
+    assert linear.weight is not None
+    return int(linear.weight.weight.shape[1]) // BLOCK
+
+
+@cache
+def _arrived(device: torch.device, programs: int) -> Tensor:
+    """Where programs meet, all and in groups. Launches of one device run one after another."""
+    return torch.zeros(1 + programs, dtype=torch.int32, device=device)

@@ -1,0 +1,499 @@
+"""The four linears between one layer's attention and the next one's, for some tokens against int4, in one launch.
+
+What `tail_kernel` is for one token. The features are cut into parts. A program has one of them, whose tokens stay in its shared memory (see
+`operand`); each of its four groups of four warps walks through tiles of 64 rows, widens their codes in registers, multiplies them by the
+tokens and leaves the sums in memory. Programs that have the parts of the same rows then meet, add the sums in one order, and store the
+outputs: row by row where others want them so, and as the operand of the next linear.
+
+Weights come through the warps' rings (see `ring`) and depend on nothing, so rings fill while programs meet. A norm's weight goes into the
+operand; its factor multiplies the sums.
+"""
+
+# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from stoker.kernels.triton import activation, stream_kernel
+from stoker.kernels.triton.operand import (
+    CODE_SCALES,
+    SUM_SCALE,
+    add_block,
+    ask_tokens,
+    block_bytes,
+    expect_blocks,
+    over_rows,
+    pair_of,
+    place_of,
+    put_bricks,
+    put_sums,
+    seen_by_products,
+    take_pieces,
+    take_sums,
+    wait_for_tokens,
+    warp_number,
+)
+from stoker.kernels.triton.ring import (
+    BLOCK_BYTES,
+    GRID_BYTES,
+    ask_blocks,
+    ask_word,
+    asked,
+    barrier,
+    follow,
+    meet,
+    put_float,
+    shared_address,
+    take_blocks,
+    take_float,
+    take_number,
+    warp_together,
+)
+from stoker.kernels.triton.tail_kernel import chosen, listed
+
+GROUPS = tl.constexpr(4)  # of four warps each
+WARPS = tl.constexpr(16)
+THREADS = tl.constexpr(512)
+TILE = tl.constexpr(64)  # rows of a weight; of a gated one half are gates
+SLOT = tl.constexpr(BLOCK_BYTES.value + GRID_BYTES.value)  # a warp's 16 rows of a block
+AT_ONCE = tl.constexpr(16)  # squares that a thread asks for at once
+
+# A linear is a tuple, since Triton's language has no structs: these are its fields, as `tail_rows_kernel` lists them,
+X, NORM, EPS, WEIGHT, SCALES, ZEROS, BIAS, RESIDUAL, OUT, N, K, STRIDE, LENGTH = map(tl.constexpr, range(13))
+# and these are those of `terms`, which is what asking for its tiles takes.
+FOUR_ROWS, EIGHT_ROWS, NEXT_TILE, GRID_STEP, NEXT_GRID, BLOCKS, FIRST, COUNT_OF = map(tl.constexpr, range(8))
+
+same = gluon.jit(stream_kernel.same.fn)
+activated = gluon.jit(activation.activated.fn)
+tanh = gluon.jit(activation.tanh.fn)
+
+
+@triton.constexpr_function
+def shared_places(depth, tokens, blocks):
+    """Where shared memory holds the tokens, what threads exchange, and copies' barriers, after the rings; and where it ends.
+
+    blocks: the most of a part.
+    """
+    operand = depth * WARPS.value * SLOT.value
+    spare = operand + blocks * block_bytes(tokens)
+    barriers = spare + 4 * THREADS.value
+    return operand, spare, barriers, -(-(barriers + 3 * 8 * blocks) // 1024) * 1024  # as buffers of 1024 bytes: their number may be any
+
+
+@gluon.jit
+def part_of(parts, programs):
+    """(which part of the features this program has, which it is of the programs that have that part, how many these are)."""
+    return gl.program_id(0) % parts, gl.program_id(0) // parts, programs // parts
+
+
+@gluon.jit
+def blocks_of(blocks, part, parts):
+    """(the first block of a part of the features, how many it has)."""
+    share = gl.cdiv(blocks, parts)
+    return part * share, gl.minimum(share, blocks - part * share)
+
+
+@gluon.jit
+def tiles_of(n, rows, index, step):
+    """How many tiles of `rows` rows a program has: index, index + step, …"""
+    return gl.where(index < step, gl.maximum(0, gl.cdiv(n // rows - index, step)), 0)
+
+
+@gluon.jit
+def share_of(tiles, blocks):
+    """How many of a program's blocks, tile by tile, are a group's: so many that no tile has more than two groups."""
+    return gl.maximum(gl.cdiv(tiles * blocks, GROUPS), blocks)
+
+
+@gluon.jit
+def blocks_of_group(tiles, blocks, warp):
+    """(the first of a program's blocks that are this warp's group's, the one after the last)."""
+    share = share_of(tiles, blocks)
+    first = gl.minimum(warp // 4 * share, tiles * blocks)
+    return first, gl.minimum(first + share, tiles * blocks)
+
+
+@gluon.jit
+def number(flags, linear, COUNT: gl.constexpr):
+    """A compile-time number of the linear of that number."""
+    value = gl.to_tensor(flags[0])
+    for i in gl.static_range(1, COUNT):
+        value = gl.where(linear == i, flags[i], value)
+    return value
+
+
+@gluon.jit
+def grid_bytes(lane, numbers, ZERO: gl.constexpr):
+    """Bytes of so many scales or whole zeros, whichever the lane copies."""
+    if ZERO == "int":
+        return gl.where(lane < 16, 2 * numbers, numbers)
+    else:
+        return lane * 0 + 2 * numbers
+
+
+@gluon.jit
+def terms(links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr):
+    """(the lane's source of the warp's first block, and of its scales and zeros; what asking takes of the linear).
+
+    No blocks after the last linear.
+    """
+    COUNT: gl.constexpr = len(GATES)
+    weight = chosen(links, linear, WEIGHT, gl.int64, COUNT)
+    scale = chosen(links, linear, SCALES, gl.int64, COUNT)
+    n = chosen(links, linear, N, gl.int32, COUNT)
+    stride = chosen(links, linear, STRIDE, gl.int64, COUNT)
+    length = chosen(links, linear, LENGTH, gl.int32, COUNT)
+    gates = 1 + number(GATES, linear, COUNT)
+    parts = number(PARTS, linear, COUNT)
+    part, index, step = part_of(parts, programs)
+    block, blocks = blocks_of(length, part, parts)
+    rows = TILE // gates
+    tiles = gl.where(linear < COUNT, tiles_of(n, rows, index, step), 0)
+    first, end = blocks_of_group(tiles, blocks, warp)
+    tile = index + first // blocks * step
+    block += first % blocks
+    far = gl.where(gates == 2, n, 8)  # from a warp's first eight rows to its second
+    row = tile * rows + warp % 4 * (16 // gates)
+    source = weight + (row + lane // 8).to(gl.int64) * stride + (block * 128 + lane % 8 * 16)
+    all_rows = n * gates
+    pair = lane % 8 * 2
+    place = (2 * block + lane % 16 // 8).to(gl.int64) * all_rows + row + pair % 8 + pair // 8 * far
+    grid = scale + 2 * place
+    if ZERO == "float":
+        grid = gl.where(lane < 16, grid, chosen(links, linear, ZEROS, gl.int64, COUNT) + 2 * place)
+    elif ZERO == "int":
+        four = lane % 4 * 4
+        place = (2 * block + lane % 8 // 4).to(gl.int64) * all_rows + row + four % 8 + four // 8 * far
+        grid = gl.where(lane < 16, grid, chosen(links, linear, ZEROS, gl.int64, COUNT) + place)
+    away = step * rows
+    return source, grid, (
+        4 * stride, far * stride, away * stride - 128 * blocks,
+        grid_bytes(lane, 2 * all_rows, ZERO), grid_bytes(lane, away - 2 * blocks * all_rows, ZERO), blocks, first % blocks, end - first,
+    )  # fmt: skip
+
+
+@gluon.jit
+def from_linear(links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr):
+    """(the first linear from that one on of which this group has blocks, and its `terms`)."""
+    source, grid, found = terms(links, linear, programs, lane, warp, GATES, PARTS, ZERO)
+    while (found[COUNT_OF] == 0) & (linear < len(GATES)):
+        linear += 1
+        source, grid, found = terms(links, linear, programs, lane, warp, GATES, PARTS, ZERO)
+    return linear, source, grid, found
+
+
+@gluon.jit
+def begin(links, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr):
+    """Where asking starts: (linear, the block's place in its tile, blocks left, the lane's sources, the linear's terms)."""
+    linear, source, grid, found = from_linear(links, gl.to_tensor(0), programs, lane, warp, GATES, PARTS, ZERO)
+    return linear, found[FIRST], found[COUNT_OF], source, grid, found
+
+
+@gluon.jit
+def ask(state, links, programs, place, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr):
+    """Ask for the warp's rows of its next block, into the slot at `place`. Returns what comes after them."""
+    linear, block, left, source, grid, found = state
+    wide = lane.to(gl.int64) * 0
+    ask_blocks(place, source, wide + found[FOUR_ROWS], wide + found[EIGHT_ROWS], (gl.where(left > 0, 16, 0),), lane, 1)
+    LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
+    ask_word(place + BLOCK_BYTES + lane * 4, grid, gl.where((lane < LANES) & (left > 0), 4, 0))
+    asked(lane)
+    block += 1
+    left -= 1
+    source += 128
+    grid += found[GRID_STEP]
+    if block == found[BLOCKS]:
+        block = block * 0
+        source += found[NEXT_TILE]
+        grid += found[NEXT_GRID]
+    if left == 0:
+        linear, source, grid, found = from_linear(links, linear + 1, programs, lane, warp, GATES, PARTS, ZERO)
+        block = found[FIRST]
+        left = found[COUNT_OF]
+    return linear, block, left, source, grid, found
+
+
+@gluon.jit
+def prepare(link, operand, programs, m, lane, warp, PARTS: gl.constexpr, TOKENS: gl.constexpr):
+    """This program's part of rows x [m, k], as an operand."""
+    COLUMNS: gl.constexpr = TOKENS // 8
+    part, _, _ = part_of(PARTS, programs)
+    block, blocks = blocks_of(link[LENGTH], part, PARTS)
+    for unit in range(warp, 2 * blocks * COLUMNS, WARPS):
+        group = unit // COLUMNS
+        token = unit % COLUMNS * 8 + lane % 8
+        feature = (2 * block + group) * 128 + lane // 8 * 8
+        are_there = ()
+        for piece in gl.static_range(4):
+            are_there = are_there + (((token < m) & (feature + 32 * piece < link[K])).to(gl.int32),)
+        values = take_pieces(link[X].to(gl.int64) + 2 * (token.to(gl.int64) * link[K] + feature), are_there)
+        place = operand + group * (block_bytes(TOKENS) // 2) + unit % COLUMNS * 256
+        put_bricks(place + lane // 8 * (64 * TOKENS) + lane % 8 * 16, values, TOKENS)
+
+
+@gluon.jit
+def fetch(link, operand, barriers, programs, thread, PARTS: gl.constexpr, TOKENS: gl.constexpr):
+    """Ask for this program's part of an operand, block by block."""
+    part, _, _ = part_of(PARTS, programs)
+    block, blocks = blocks_of(link[LENGTH], part, PARTS)
+    SIZE: gl.constexpr = block_bytes(TOKENS)
+    source = link[X].to(gl.int64) + block.to(gl.int64) * SIZE
+    for i in range(blocks):
+        ask_tokens(operand + i * SIZE, source + i * SIZE, barriers + 8 * i, thread, SIZE)
+
+
+@gluon.jit
+def add_squares(link, squares, spare, thread, TOKENS: gl.constexpr):
+    """A norm's squares, which `finish` left in memory for every 16 rows, to one number a thread: of token thread % TOKENS."""
+    count = link[K] // 16
+    total = thread.to(gl.float32) * 0.0
+    for first in range(0, count, AT_ONCE * (THREADS // TOKENS)):
+        for i in gl.static_range(AT_ONCE):
+            entry = first + i * (THREADS // TOKENS) + thread // TOKENS
+            total += gl.load(squares + entry * TOKENS + thread % TOKENS, mask=entry < count, other=0.0, cache_modifier=".cg")
+    put_float(spare + 4 * thread, total, thread >= 0)
+
+
+@gluon.jit
+def factor_of(link, spare, token, TOKENS: gl.constexpr):
+    """The norm's factor of a token."""
+    total = take_float(spare + 4 * token)
+    for i in gl.static_range(1, THREADS // TOKENS):
+        total += take_float(spare + 4 * (i * TOKENS + token))
+    return gl.rsqrt(total / link[K] + link[EPS])
+
+
+@gluon.jit
+def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr):
+    """(scales, lows) of a lane's two rows in a block's two groups, as `add_block` takes them."""
+    scales = ()
+    lows = ()
+    for row in gl.static_range(2):
+        for side in gl.static_range(2):
+            at = place + (32 * side + 16 * row) + lane // 4 * 2
+            scale = take_number(at, SCALE)
+            scales = scales + (pair_of(scale * CODE_SCALES[side]),)
+            if ZERO == "none":
+                low = scale * (-8.0 * SUM_SCALE)
+            elif ZERO == "int":
+                low = scale * -SUM_SCALE * take_number(place + (64 + 16 * side + 8 * row) + lane // 4, "byte")
+            else:
+                low = take_number(at + 64, SCALE) * SUM_SCALE
+            lows = lows + (pair_of(low),)
+    return scales, lows
+
+
+@gluon.jit
+def multiply(
+    state, slot, links, link, partial, programs, ring, operand, barriers, thread, lane, warp,
+    GATES: gl.constexpr, PARTS: gl.constexpr, AT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """The sums of this group's tiles over the program's part of the features, into `partial`. slot: of the ring, the next one to take."""
+    part, index, step = part_of(PARTS[AT], programs)
+    _, blocks = blocks_of(link[LENGTH], part, PARTS[AT])
+    first, end = blocks_of_group(tiles_of(link[N], TILE // (1 + GATES[AT]), index, step), blocks, warp)
+    for nth in range(first // blocks, gl.cdiv(end, blocks)):
+        sums = same(lane.to(gl.float32) * 0.0, TOKENS // 2)
+        begins = gl.maximum(first - nth * blocks, 0)
+        for block in range(begins, gl.minimum(end - nth * blocks, blocks)):
+            place = ring + slot * SLOT
+            words = take_blocks(place, lane, 1, DEPTH - 1)
+            scales, lows = take_grid(place + BLOCK_BYTES, lane, SCALE, ZERO)
+            warp_together(lane)  # before the slot is asked for again
+            state = ask(state, links, programs, place, lane, warp, GATES, PARTS, ZERO)
+            slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
+            if AT > 0:
+                wait_for_tokens(barriers + 8 * block, thread)
+            sums = add_block(sums, words, scales, lows, lane * 0 + operand + block * block_bytes(TOKENS), TOKENS)
+        at = place_of_sums(partial, index + nth * step, part, gl.where(begins > 0, 1, 0), PARTS[AT], TOKENS) + thread % 128 * 16
+        for column in gl.static_range(TOKENS // 8):
+            put_sums(at, sums, 4 * column, 2048 * column)
+    return state, slot
+
+
+@gluon.jit
+def place_of_sums(partial, tile, part, piece, PARTS: gl.constexpr, TOKENS: gl.constexpr):
+    """Where the sums of a part of a tile's features lie, of the group that has its first block or of the next one."""
+    return partial.to(gl.int64) + ((tile * PARTS + part) * 2 + piece).to(gl.int64) * (256 * TOKENS)
+
+
+@gluon.jit
+def is_cut(nth, tiles, blocks):
+    """Whether two groups have blocks of a program's tile of that number."""
+    share = share_of(tiles, blocks)
+    return nth * blocks % share + blocks > share
+
+
+@gluon.jit
+def sums_of(link, place, nth, tiles, thread, PARTS: gl.constexpr, TOKENS: gl.constexpr):
+    """Four registers of a lane: a tile's sums over all features, of eight tokens. nth: which of the program's tiles it is."""
+    _, last = blocks_of(link[LENGTH], PARTS - 1, PARTS)
+    are_cut = thread * 0 + gl.where(is_cut(nth, tiles, gl.cdiv(link[LENGTH], PARTS)), 1, 0)
+    last_is_cut = thread * 0 + gl.where(is_cut(nth, tiles, last), 1, 0)
+    sums = same(thread.to(gl.float32) * 0.0, 4)
+    for part in gl.static_range(PARTS):
+        for piece in gl.static_range(2):
+            is_there = thread * 0 + 1
+            if piece == 1:
+                is_there = last_is_cut if part == PARTS - 1 else are_cut
+            more = take_sums(place, is_there, (2 * part + piece) * 256 * TOKENS)
+            sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2], sums[3] + more[3])
+    return sums
+
+
+@gluon.jit
+def finish(
+    link, norm, operand, partial, squares, spare, programs, m, thread, lane, warp,
+    GATED: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr, NEXT: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """From sums to outputs: norm, bias, gate, residual. A group of warps has a tile of eight tokens at a time, a lane two of each.
+
+    NEXT: whether these are the next linear's features, which go into its operand, times its norm's weights after a residual, and with the
+    sums of their squares.
+    """
+    COLUMNS: gl.constexpr = TOKENS // 8
+    ROWS: gl.constexpr = TILE // 2 if GATED else TILE
+    HALVES: gl.constexpr = 1 if GATED else 2
+    part, index, step = part_of(PARTS, programs)
+    n = link[N]
+    tiles = tiles_of(n, ROWS, index, step)
+    for unit in range(part * GROUPS + warp // 4, tiles * COLUMNS, PARTS * GROUPS):
+        tile = index + unit // COLUMNS * step
+        row = tile * ROWS + warp % 4 * (8 * HALVES) + lane // 4
+        token = unit % COLUMNS * 8 + lane % 4 * 2
+        # All that is read is asked for before anything is stored: each waits for memory once.
+        added = ()
+        factors = ()
+        for column in gl.static_range(2):
+            if ADDS:
+                factors = factors + (1.0 / SUM_SCALE,)
+            else:
+                factors = factors + (factor_of(link, spare, token + column, TOKENS) * (1.0 / SUM_SCALE),)
+            for half in gl.static_range(HALVES):
+                if ADDS:
+                    at = link[RESIDUAL] + (token + column) * n + row + 8 * half
+                    added = added + (gl.load(at, mask=token + column < m, other=0.0, cache_modifier=".cg").to(gl.float32),)
+        biases = ()
+        norms = ()
+        for half in gl.static_range(2):
+            if BIASED:
+                biases = biases + (gl.load(link[BIAS] + row + half * (n if GATED else 8)).to(gl.float32),)
+            if NEXT and ADDS:
+                norms = norms + (gl.load(norm + row + 8 * half).to(gl.float32),)
+        place = place_of_sums(partial, tile, 0, 0, PARTS, TOKENS) + (unit % COLUMNS * 2048 + thread % 128 * 16)
+        sums = sums_of(link, place, unit // COLUMNS, tiles, thread, PARTS, TOKENS)
+        for column in gl.static_range(2):
+            square = thread.to(gl.float32) * 0.0
+            for half in gl.static_range(HALVES):
+                y = sums[2 * half + column] * factors[column]
+                if BIASED:
+                    y += biases[half]
+                if GATED:
+                    up = sums[2 + column] * factors[column]
+                    if BIASED:
+                        up += biases[1]
+                    y = activated(y, ACT) * up
+                if ADDS:
+                    y += added[HALVES * column + half]
+                rounded = y.to(gl.bfloat16)
+                if not GATED:
+                    gl.store(link[OUT] + (token + column) * n + row + 8 * half, rounded, mask=token + column < m)
+                if NEXT:
+                    y = rounded.to(gl.float32)
+                    square += y * y
+                    if ADDS:
+                        y *= norms[half]
+                    gl.store(operand + place_of(row + 8 * half, token + column, TOKENS), y.to(gl.bfloat16))
+            if NEXT and ADDS:
+                gl.store(squares + (tile * 4 + warp % 4) * TOKENS + token + column, over_rows(square), mask=lane < 4)
+
+
+@gluon.jit
+def run(
+    state, slot, links, partial, squares, arrived, programs, m, shared, thread, lane, warp,
+    AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr,
+    ZERO: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """One linear, number AT: meet, bring the tokens, multiply, meet those who have the same rows, finish."""
+    link = links[AT]
+    ADDS: gl.constexpr = AT % 2 == 0
+    NEXT: gl.constexpr = len(GATES) > AT + 1
+    places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE)
+    operand = shared + places[0]
+    spare = shared + places[1]
+    barriers = shared + places[2] + (AT - 1) * (8 * SHARE)
+    if AT == 0:
+        follow(thread, CHAINED)
+        prepare(link, operand, programs, m, lane, warp, PARTS[0], TOKENS)
+        seen_by_products(thread)
+        barrier()
+    else:
+        meet(arrived, programs, gl.program_id(0) == 0, thread)
+        fetch(link, operand, barriers, programs, thread, PARTS[AT], TOKENS)
+    if not ADDS:
+        add_squares(link, squares, spare, thread, TOKENS)
+    state, slot = multiply(
+        state, slot, links, link, partial, programs, shared + warp * (DEPTH * SLOT), operand, barriers, thread, lane, warp,
+        GATES, PARTS, AT, SCALE, ZERO, DEPTH, TOKENS,
+    )  # fmt: skip
+    part, index, step = part_of(PARTS[AT], programs)
+    if index < step:
+        meet(arrived + 1 + index, PARTS[AT], part == 0, thread)
+    after = links[AT + 1 if NEXT else AT]
+    finish(
+        link, after[NORM], after[X], partial, squares, spare, programs, m, thread, lane, warp,
+        GATES[AT], BIASES[AT], ADDS, NEXT, PARTS[AT], ACT, TOKENS,
+    )  # fmt: skip
+    return state, slot
+
+
+@gluon.jit(do_not_specialize=["programs", "m"])
+def tail_rows_kernel(
+    x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, partial, squares, arrived, programs, m,
+    GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
+    DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """Grid: (programs,), all of them on the device at once.
+
+    The first 13 have a part for each linear, as `tail_kernel` takes them. All 16-bit rows are bfloat16: x [m, k] of the first, room for
+    operands [k × TOKENS] of the others; residual and out [m, n] (no out of a gated one); blocks of 128 bytes of a row. m is TOKENS at most.
+    partial float32 [tiles × parts, 2, TOKENS × 64] of the linear with the most; squares float32 [hidden / 16, TOKENS]; arrived int32
+    [1 + programs] (see `meet`). Lists with blanks between: GATES, BIASES, 1 for a linear with them; PARTS of its features. SHARE: the most
+    blocks of a part.
+    """
+    gates: gl.constexpr = listed(GATES)
+    biases: gl.constexpr = listed(BIASES)
+    parts: gl.constexpr = listed(PARTS)
+    links = ()
+    for i in gl.static_range(len(gates)):
+        links = links + (
+            (x[i], norm[i], eps[i], weight[i], scale[i], zero[i], bias[i], residual[i], out[i], n[i], k[i], stride[i], blocks[i]),
+        )
+    places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE)
+    kept = gl.allocate_shared_memory(gl.int8, [places[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Triton declares shared memory to the assembler only where an operation of its own uses it.
+    last = kept.index(places[3] // 1024 - 1)
+    last.store(gl.zeros([1024], gl.int8, gl.BlockedLayout([2], [32], [WARPS], [0])))
+    thread = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    lane = thread % 32
+    warp = warp_number()
+    shared = shared_address(gl.to_tensor(0))
+    barrier()
+    expect_blocks(shared + places[2], 3 * SHARE, thread)
+    ring = shared + warp * (DEPTH * SLOT)
+    state = begin(links, programs, lane, warp, gates, parts, ZERO)
+    for slot in range(DEPTH):
+        state = ask(state, links, programs, lane * 0 + ring + slot * SLOT, lane, warp, gates, parts, ZERO)
+    taken = gl.to_tensor(0)
+    for at in gl.static_range(len(gates)):
+        state, taken = run(
+            state, taken, links, partial, squares, arrived, programs, m, shared, thread, lane, warp,
+            at, gates, biases, parts, ACT, SCALE, ZERO, DEPTH, TOKENS, SHARE, CHAINED,
+        )  # fmt: skip
+    last._keep_alive()
