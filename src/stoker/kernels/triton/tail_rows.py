@@ -16,7 +16,7 @@ from stoker.kernels.triton.operand import block_bytes
 from stoker.kernels.triton.tail_one import BLOCK, SHARED_BYTES, link, listed, scale_name
 from stoker.kernels.triton.tail_rows_kernel import GROUPS, SLOT, TILE, WARPS, shared_places, tail_rows_kernel
 
-FEWEST, MOST = 6, 64  # tokens: fewer are as fast one linear after another (benchmarks/results/h200_tail_rows.json)
+FEWEST, MOST = 5, 64  # tokens: fewer are as fast one linear after another (benchmarks/results/h200_tail_rows.json)
 MOST_PARTS, DEEPEST = 32, 4
 TRITONS = 1 << 10  # bytes of shared memory that Triton may take itself
 REGISTERS = 128  # of a thread: 16 warps have no more
@@ -85,7 +85,7 @@ def plan_of(tail: Tail, rows: int, programs: int) -> Plan | None:
     """None where shared memory has no room for a ring of two slots."""
     tokens = max(8, triton.next_power_of_2(rows))
     most = max((count for count in range(1, 257) if _depth(tokens, count) >= 2), default=0)
-    parts = tuple(_parts(_tiles(linear), _blocks(linear), tokens, programs, most) for linear in tail.linears)
+    parts = tuple(_parts(linear, tokens, programs, most, linear is tail.out) for linear in tail.linears)
     return plan_with(tail, tokens, parts) if all(parts) else None
 
 
@@ -101,18 +101,19 @@ def _depth(tokens: int, share: int) -> int:
     return (SHARED_BYTES - TRITONS - shared_places(0, tokens, share)[-1]) // (WARPS.value * SLOT.value)
 
 
-def _parts(tiles: int, blocks: int, tokens: int, programs: int, most: int) -> int:
+def _parts(linear: TailLinear, tokens: int, programs: int, most: int, is_first: bool) -> int:
     """Into how many parts to cut a linear's features, of which no program takes more than `most` blocks; 0: none will do.
 
-    Measured on an H200 (µs, docs/log.md): a program multiplies its four groups' blocks in 1.4 together, and brings tokens and partial sums
-    at the rate of the cache.
+    By what was measured on an H200 with Llama-3.1-8B's shapes: a block of each of its four groups takes a program 1.4 µs, tokens and sums
+    come at 32 KB a µs, and nothing else happens while the first linear's tokens are made an operand.
     """
+    tiles, blocks = _tiles(linear), _blocks(linear)
 
     def cost(parts: int) -> float:
-        share, each = triton.cdiv(blocks, parts), programs // parts
-        turns = max(triton.cdiv(triton.cdiv(tiles, each) * share, GROUPS.value), share)
-        sums = triton.cdiv(tiles, each) * parts * 256 * tokens
-        return 1.4 * turns + (share * block_bytes(tokens) + sums) / 32e3
+        share, mine = triton.cdiv(blocks, parts), triton.cdiv(tiles, programs // parts)
+        turns = max(triton.cdiv(mine * share, GROUPS.value), share)
+        brought = (3 if is_first else 1) * share * block_bytes(tokens)
+        return 1.4 * turns + (brought + 2 * mine * 256 * tokens) / 32e3
 
     whole = [parts for parts in range(1, min(blocks, MOST_PARTS, programs) + 1) if triton.cdiv(blocks, triton.cdiv(blocks, parts)) == parts]
     return min((parts for parts in whole if triton.cdiv(blocks, parts) <= most), key=cost, default=0)
