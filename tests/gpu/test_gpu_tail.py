@@ -41,11 +41,12 @@ def linear(form: str, n: int, k: int, bias: bool) -> tuple[Any, Tensor]:
         return Int8Linear(codes, scale, given), codes.double() * scale.double()[:, None]
     from stoker.kernels.triton.quant_int4 import dequantize_int4, pack_int4
 
-    kind, groups = form.split()[1], -(-k // 128)
+    kind, group = (*form.split()[1:], "128")[:2]
+    groups = -(-k // int(group))
     scale = (torch.rand(n, groups, device="cuda") * 0.5 + 0.5).mul(k**-0.5 / 4).half()
     zero = torch.randint(5, 11, (n, groups), dtype=torch.uint8, device="cuda") if kind == "int" else None
     offset = (-8 * scale.float() + torch.randn(n, groups, device="cuda") * k**-0.5 / 8).half() if kind == "float" else None
-    packed = pack_int4(Int4Weight(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"), scale, zero, offset, 128))
+    packed = pack_int4(Int4Weight(torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"), scale, zero, offset, int(group)))
     return Int4Linear(packed, given, None), dequantize_int4(packed.packed, 0, n, k, torch.float32).double()
 
 
@@ -109,7 +110,7 @@ def test_a_tail_is_its_linears(form: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-@pytest.mark.parametrize("kind", ["none", "int", "float"])
+@pytest.mark.parametrize("kind", ["none 128", "int 128", "float 128", "int 64", "none 32", "float 32"])
 def test_a_tail_of_rows_is_its_linears(kind: str, shape: tuple[int, ...]) -> None:
     """Rows that fill no tile of tokens too; what one row is does not depend on the others."""
     from stoker.kernels.triton import tail as launcher
@@ -138,15 +139,16 @@ def test_a_tail_of_rows_is_its_linears(kind: str, shape: tuple[int, ...]) -> Non
 def test_rows_of_other_kinds_are_left_alone() -> None:
     from stoker.kernels.triton import tail as launcher
 
-    parts, _ = problem("int4 int", SHAPES[0], torch.bfloat16, False, False, "silu")
+    parts, small = (problem(f"int4 int {group}", SHAPES[0], torch.bfloat16, False, False, "silu")[0] for group in (128, 32))
     halves, _ = problem("int4 int", SHAPES[0], torch.float16, False, False, "silu")
     codes, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")
     ragged, _ = problem("int4 int", (256, 384, 768, 320), torch.bfloat16, False, False, "silu")
     assert [rows for rows in (1, 2, 4, 5, 33, 64, 65) if launcher.takes_tail(parts, rows)] == [1, 5, 33, 64]
+    assert [rows for rows in (1, 2, 4, 5, 33, 64, 65) if launcher.takes_tail(small, rows)] == [5, 33, 64]
     assert not any(launcher.takes_tail(other, 32) for other in (halves, codes, ragged))
 
 
-@pytest.mark.parametrize(("form", "rows"), [("fp8", 1), ("int4 int", 1), ("int4 int", 27)])
+@pytest.mark.parametrize(("form", "rows"), [("fp8", 1), ("int4 int", 1), ("int4 int", 27), ("int4 float 32", 27)])
 def test_tails_meet_in_every_replay(form: str, rows: int) -> None:
     """Programs meet a few times a launch and leave their counters as they are: 200 replays of 8 launches end where the first one did."""
     from stoker.kernels.triton import tail as launcher

@@ -157,7 +157,7 @@ EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=
 
 
 def tail_of(
-    form: str, zero: str = "none", *, rows: int = 1, last: bool = False, biased: bool = False,
+    form: str, zero: str = "none", *, rows: int = 1, group: int = 128, last: bool = False, biased: bool = False,
     sizes: tuple[int, ...] = (4096, 4096, 14336, 6144),
 ) -> None:  # fmt: skip
     """A layer's tail, by default of Llama-3.1-8B; sizes: heads' features, hidden, the MLP's, qkv."""
@@ -167,9 +167,9 @@ def tail_of(
     def linear_of(n: int, k: int, fusion: Fusion) -> TailLinear:
         bias = meta(n) if biased else None
         if form == "int4":
-            grid = meta(2 * -(-k // 256), n, dtype=torch.float16 if not last else BF16)
+            grid = meta(256 // group * -(-k // 256), n, dtype=torch.float16 if not last else BF16)
             zeros = {"none": None, "int": meta(*grid.shape, dtype=torch.uint8), "float": grid}[zero]
-            weight = RowWeight("int4", meta(n, -(-k // 256) * 128, dtype=torch.uint8), grid, bias, zeros, zero)
+            weight = RowWeight("int4", meta(n, -(-k // 256) * 128, dtype=torch.uint8), grid, bias, zeros, zero, group)
         else:
             weight = RowWeight(form, meta(n, k, dtype=FP8 if form == "fp8" else torch.int8), meta(n, dtype=FP32), bias)
         return TailLinear(lambda x, fusion: x, weight, fusion)
@@ -188,6 +188,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "tail of 16 rows, last, with biases": lambda: tail_of("int4", "float", rows=16, last=True, biased=True),
     "tail of 32 rows": lambda: tail_of("int4", "int", rows=32),
     "tail of 64 rows": lambda: tail_of("int4", "int", rows=64),
+    "tail of 32 rows in groups of 32": lambda: tail_of("int4", "float", rows=32, group=32),
+    "tail of 64 rows in groups of 64": lambda: tail_of("int4", "int", rows=64, group=64),
     "tail of 64 rows 70B": lambda: tail_of("int4", "none", rows=64, sizes=(8192, 8192, 28672, 10240)),
     "tail int4, of one block": lambda: tail_of("int4", "float", last=True, sizes=(256, 256, 768, 512)),
     "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),

@@ -29,7 +29,8 @@ BOUNDS = {
     # what is left is for the attention before, which runs while a tail's rings fill
     # 16 warps; what is spilled lies outside the loops over blocks
     "tail of 6 rows": (128, 64), "tail of 16 rows, last, with biases": (128, 64), "tail of 32 rows": (128, 192),
-    "tail of 64 rows": (128, 256), "tail of 64 rows 70B": (128, 192),
+    "tail of 64 rows": (128, 256), "tail of 64 rows 70B": (128, 256),
+    "tail of 32 rows in groups of 32": (128, 256), "tail of 64 rows in groups of 64": (128, 256),
     "tail fp8": (168, 0), "tail int8 70B, last, with biases": (168, 8), "tail int4": (168, 0), "tail int4, of one block": (168, 0),
 }  # fmt: skip
 

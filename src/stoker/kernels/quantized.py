@@ -74,8 +74,8 @@ StoredExperts = ExpertWeights | Int4Experts | Int8Experts | BlockExperts
 
 @dataclass(frozen=True, slots=True)
 class RowWeight:
-    """A weight as one row of activations meets it in a kernel of several linears. `form`: fp8 (activations by the row's own scale), bytes
-    (int8), int4 (paired groups of 128, with `scale` and `zero` [groups, n])."""
+    """A weight as it lies for a kernel of several linears. `form`: fp8 (activations by the row's own scale), bytes (int8), int4 (paired
+    groups of `group` features, with `scale` and `zero` [groups, n])."""
 
     form: str
     weight: Tensor  # [n, bytes]
@@ -83,6 +83,7 @@ class RowWeight:
     bias: Tensor | None
     zero: Tensor | None = None
     zero_kind: str = "none"  # none, int, float
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from stoker.layers.layer import Layer, PreNorm
 from stoker.layers.mlp import MLP
 from stoker.quant.format import LinearOp, row_weight
 
+SOME = 32  # rows: a tail takes one of them, or some
+
 
 class Tails:
     """The layers of a stage as attention and tails: the layouts of `layer`, cut between a layer's attention and its other linears."""
@@ -28,15 +30,14 @@ class Tails:
 
     @staticmethod
     def of(layers: Sequence[Layer]) -> Tails | None:
-        """None where a layer is of another kind, or one token's linears do better alone."""
+        """None where a layer is of another kind, or linears do better alone."""
         if not layers or not all(_is_plain(layer) for layer in layers):
             return None
         made = Tails(layers)
-        if not made.take(1):
-            return None
-        for attention in made.attentions:
-            attention.params = replace(attention.params, before_tail=True)
-        return made
+        if made.take(1):
+            for attention in made.attentions:
+                attention.params = replace(attention.params, before_tail=True)
+        return made if made.take(1) or made.take(SOME) else None
 
     def take(self, rows: int) -> bool:
         """Whether so many rows are taken."""

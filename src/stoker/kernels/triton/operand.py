@@ -1,10 +1,10 @@
 """Tokens in shared memory as the right operand of Hopper's matrix instructions (wgmma), and int4 from registers as the left one.
 
 An instruction multiplies 64 rows × 16 features, of four warps, by 16 features × all tokens. It finds the tokens in bricks of 8 tokens ×
-8 features, 128 bytes without a gap: of a group of 128 features first the eight instructions, then the tokens by eights, then the two bricks
-of an instruction. Which features these are is a matter of agreement with the rows (see `fragments`): lane l of a warp has 32 bytes of a row
-side by side, those from l % 4 × 32 on, as they lie in memory. Byte i of a lane is feature l % 4 × 32 + i of the group, and word t of its
-eight goes into instruction t: bytes 0 and 2 meet the first brick, 1 and 3 the second.
+8 features, 128 bytes without a gap: of a block's 256 features first those of low nibbles, then of high ones; of these first the eight
+instructions, then the tokens by eights, then the two bricks of an instruction. Which features these are is a matter of agreement with the
+rows (see `fragments`): lane l of a warp has 32 bytes of a row side by side, those from l % 4 × 32 on, as they lie in memory, of one pair of
+groups (`quant_int4`). Word t of its eight goes into instruction t: bytes 0 and 2 meet the first brick, 1 and 3 the second.
 """
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
@@ -29,27 +29,36 @@ def block_bytes(tokens):
     return 512 * tokens
 
 
+@triton.constexpr_function
+def column_features(group):
+    """The first features of low nibbles that the four lanes of a row have, in groups of 32, 64 or 128."""
+    return tuple(column * 32 // group * 2 * group + column * 32 % group for column in range(4))
+
+
 @gluon.jit
-def place_of(feature, token, TOKENS: gl.constexpr):
+def place_of(feature, token, TOKENS: gl.constexpr, GROUP: gl.constexpr):
     """Where a feature of a token lies, in elements."""
-    brick = ((feature >> 7) * 8 + ((feature & 31) >> 2)) * (TOKENS // 4) + (token >> 3) * 2 + (feature & 1)
-    return brick * 64 + (token & 7) * 8 + ((feature & 127) >> 5) * 2 + ((feature & 3) >> 1)
+    within = feature & 255
+    byte = within // (2 * GROUP) * GROUP + within % GROUP
+    half = (feature >> 8) * 2 + (within // GROUP & 1)
+    brick = (half * 8 + ((byte & 31) >> 2)) * (TOKENS // 4) + (token >> 3) * 2 + (byte & 1)
+    return brick * 64 + (token & 7) * 8 + (byte >> 5) * 2 + ((byte & 3) >> 1)
 
 
 @gluon.jit
-def take_pieces(address, are_there):
-    """16 registers: 16 bytes at `address` (int64), then at 64, 128 and 192 more, past the multiprocessor's own cache.
+def take_pieces(address, are_there, GROUP: gl.constexpr):
+    """16 registers: 16 bytes from `address` (int64) on for each of `column_features`, past the multiprocessor's own cache.
 
     are_there: four numbers, 0 where a piece is not there and becomes zeros.
     """
     kinds: gl.constexpr = registers(16)
-    code: gl.constexpr = _taking_pieces()
+    code: gl.constexpr = _taking_pieces(column_features(GROUP))
     return gl.inline_asm_elementwise(code, "=&r," * 16 + "l,r,r,r,r", (address,) + are_there, dtype=kinds, is_pure=False, pack=1)
 
 
 @gluon.jit
 def put_bricks(place, values, TOKENS: gl.constexpr):
-    """Store the pieces of `take_pieces`, from feature 8 × p of a group on, as a token's part of instructions 2 × p and 2 × p + 1.
+    """Store the pieces of `take_pieces`, 8 × p features further, as a token's part of instructions 2 × p and 2 × p + 1.
 
     place: of the token's 16 bytes in the first of these four bricks.
     """
@@ -167,11 +176,11 @@ def _tied(count):
 
 
 @triton.constexpr_function
-def _taking_pieces():
+def _taking_pieces(features):
     lines = [f"mov.b32 ${i}, 0;" for i in range(16)]
-    for piece in range(4):
+    for piece, feature in enumerate(features):
         words = ", ".join(f"${4 * piece + i}" for i in range(4))
-        lines.append(f"setp.ne.b32 p, ${17 + piece}, 0; @p ld.global.cg.v4.b32 {{{words}}}, [$16 + {64 * piece}];")
+        lines.append(f"setp.ne.b32 p, ${17 + piece}, 0; @p ld.global.cg.v4.b32 {{{words}}}, [$16 + {2 * feature}];")
     return "{ .reg .pred p; " + " ".join(lines) + " }"
 
 

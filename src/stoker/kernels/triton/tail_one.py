@@ -15,7 +15,7 @@ from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import capability, num_multiprocessors
 from stoker.kernels.triton.ring import BLOCK_BYTES
-from stoker.kernels.triton.tail_kernel import shared_places, slot_bytes, tail_kernel
+from stoker.kernels.triton.tail_kernel import GROUP, shared_places, slot_bytes, tail_kernel
 
 BLOCK = BLOCK_BYTES.value // 16  # bytes of a row
 CAPABILITY = 90  # whose shared memory it is laid out for
@@ -47,10 +47,10 @@ class _Plan:
 
 
 def takes(tail: Tail) -> bool:
-    """Whether `tail_one` is for these weights, which are `alike`: a program has room for them."""
+    """Whether `tail_one` is for these weights, which `are_alike`: int4 is in groups of 128, and a program has room for them."""
     first = tail.out.weight
     assert first is not None
-    return _plan(tail, num_multiprocessors(first.weight.device), TILES[first.form]) is not None
+    return first.group in (0, GROUP.value) and _plan(tail, num_multiprocessors(first.weight.device), TILES[first.form]) is not None
 
 
 def are_alike(tail: Tail) -> bool:
@@ -100,14 +100,14 @@ def listed(numbers: Iterable[int]) -> str:
 
 
 def _kind(weight: RowWeight) -> tuple[object, ...]:
-    return weight.form, weight.zero_kind, weight.scale.dtype if weight.form == "int4" else None, weight.weight.device
+    return weight.form, weight.zero_kind, weight.group, weight.scale.dtype if weight.form == "int4" else None, weight.weight.device
 
 
 def _is_whole(weight: RowWeight) -> bool:
-    """Tiles of 16 rows, also of a gated half, and blocks of 128 bytes; int4 in the groups that a block is a pair of, with 16-bit scales."""
+    """Tiles of 16 rows, also of a gated half, and blocks of 128 bytes; int4 in groups that a block has pairs of, with 16-bit scales."""
     n, size = weight.weight.shape
     whole = n % 32 == 0 and size % BLOCK == 0 and weight.weight.stride(1) == 1 and weight.weight.stride(0) % 16 == 0
-    narrow = weight.form != "int4" or (weight.scale.element_size() == 2 and weight.scale.shape[0] == 2 * size // BLOCK)
+    narrow = weight.form != "int4" or (weight.scale.element_size() == 2 and weight.scale.shape[0] == 2 * size // weight.group)
     return whole and narrow
 
 

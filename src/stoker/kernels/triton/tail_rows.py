@@ -14,7 +14,7 @@ from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.operand import block_bytes
 from stoker.kernels.triton.tail_one import BLOCK, SHARED_BYTES, link, listed, scale_name
-from stoker.kernels.triton.tail_rows_kernel import GROUPS, SLOT, TILE, WARPS, shared_places, tail_rows_kernel
+from stoker.kernels.triton.tail_rows_kernel import GROUPS, TILE, WARPS, shared_places, slot_bytes, tail_rows_kernel
 
 FEWEST, MOST = 5, 64  # tokens: fewer are as fast one linear after another (benchmarks/results/h200_tail_rows.json)
 MOST_PARTS, DEEPEST = 32, 4
@@ -75,7 +75,7 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
         GATES=listed(linear.fusion.gate is not None for linear in parts.linears),
         BIASES=listed(linear.weight is not None and linear.weight.bias is not None for linear in parts.linears),
         PARTS=listed(plan.parts), ACT=parts.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
-        DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share,
+        DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share, GROUP=weight.group,
         num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **chained(x),
     )  # fmt: skip
     return after, qkv
@@ -83,8 +83,8 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
 
 def plan_of(tail: Tail, rows: int, programs: int) -> Plan | None:
     """None where shared memory has no room for a ring of two slots."""
-    tokens = max(8, triton.next_power_of_2(rows))
-    most = max((count for count in range(1, 257) if _depth(tokens, count) >= 2), default=0)
+    tokens, group = max(8, triton.next_power_of_2(rows)), _group(tail)
+    most = max((count for count in range(1, 257) if _depth(tokens, count, group) >= 2), default=0)
     parts = tuple(_parts(linear, tokens, programs, most, linear is tail.out) for linear in tail.linears)
     return plan_with(tail, tokens, parts) if all(parts) else None
 
@@ -92,13 +92,18 @@ def plan_of(tail: Tail, rows: int, programs: int) -> Plan | None:
 def plan_with(tail: Tail, tokens: int, parts: tuple[int, ...]) -> Plan | None:
     """The same with the features cut so."""
     share = max(triton.cdiv(_blocks(linear), each) for linear, each in zip(tail.linears, parts, strict=True))
-    depth = min(_depth(tokens, share), DEEPEST)
+    depth = min(_depth(tokens, share, _group(tail)), DEEPEST)
     return Plan(tokens, parts, share, depth) if depth >= 2 else None
 
 
-def _depth(tokens: int, share: int) -> int:
+def _depth(tokens: int, share: int, group: int) -> int:
     """The slots of a ring that shared memory has room for beside the tokens of so many blocks."""
-    return (SHARED_BYTES - TRITONS - shared_places(0, tokens, share)[-1]) // (WARPS.value * SLOT.value)
+    return int(SHARED_BYTES - TRITONS - shared_places(0, tokens, share, group)[-1]) // (WARPS.value * slot_bytes(group))
+
+
+def _group(tail: Tail) -> int:
+    assert tail.out.weight is not None
+    return tail.out.weight.group
 
 
 def _parts(linear: TailLinear, tokens: int, programs: int, most: int, is_first: bool) -> int:

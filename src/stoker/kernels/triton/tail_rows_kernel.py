@@ -25,6 +25,7 @@ from stoker.kernels.triton.operand import (
     add_block,
     ask_tokens,
     block_bytes,
+    column_features,
     expect_blocks,
     over_rows,
     pair_of,
@@ -39,7 +40,6 @@ from stoker.kernels.triton.operand import (
 )
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
-    GRID_BYTES,
     ask_blocks,
     ask_word,
     asked,
@@ -59,13 +59,12 @@ GROUPS = tl.constexpr(4)  # of four warps each
 WARPS = tl.constexpr(16)
 THREADS = tl.constexpr(512)
 TILE = tl.constexpr(64)  # rows of a weight; of a gated one half are gates
-SLOT = tl.constexpr(BLOCK_BYTES.value + GRID_BYTES.value)  # a warp's 16 rows of a block
 AT_ONCE = tl.constexpr(16)  # squares that a thread asks for at once
 
 # A linear is a tuple, since Triton's language has no structs: these are its fields, as `tail_rows_kernel` lists them,
 X, NORM, EPS, WEIGHT, SCALES, ZEROS, BIAS, RESIDUAL, OUT, N, K, STRIDE, LENGTH = map(tl.constexpr, range(13))
 # and these are those of `terms`, which is what asking for its tiles takes.
-FOUR_ROWS, EIGHT_ROWS, NEXT_TILE, GRID_STEP, NEXT_GRID, BLOCKS, FIRST, COUNT_OF = map(tl.constexpr, range(8))
+FOUR_ROWS, EIGHT_ROWS, NEXT_TILE, ALL_ROWS, NEXT_GRID, BLOCKS, FIRST, COUNT_OF = map(tl.constexpr, range(8))
 
 same = gluon.jit(stream_kernel.same.fn)
 activated = gluon.jit(activation.activated.fn)
@@ -73,12 +72,23 @@ tanh = gluon.jit(activation.tanh.fn)
 
 
 @triton.constexpr_function
-def shared_places(depth, tokens, blocks):
+def slot_bytes(group):
+    """A warp's 16 rows of a block: codes, the groups' scales of 16 bits, their zeros of up to as many."""
+    return BLOCK_BYTES.value + 64 * groups_of_block(group)
+
+
+@triton.constexpr_function
+def groups_of_block(group):
+    return 256 // group
+
+
+@triton.constexpr_function
+def shared_places(depth, tokens, blocks, group):
     """Where shared memory holds the tokens, what threads exchange, and copies' barriers, after the rings; and where it ends.
 
     blocks: the most of a part.
     """
-    operand = depth * WARPS.value * SLOT.value
+    operand = depth * WARPS.value * slot_bytes(group)
     spare = operand + blocks * block_bytes(tokens)
     barriers = spare + 4 * THREADS.value
     return operand, spare, barriers, -(-(barriers + 3 * 8 * blocks) // 1024) * 1024  # as buffers of 1024 bytes: their number may be any
@@ -127,23 +137,49 @@ def number(flags, linear, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def grid_bytes(lane, numbers, ZERO: gl.constexpr):
-    """Bytes of so many scales or whole zeros, whichever the lane copies."""
-    if ZERO == "int":
-        return gl.where(lane < 16, 2 * numbers, numbers)
+def further(grids, lane, numbers, GROUP: gl.constexpr, ZERO: gl.constexpr):
+    """The lane's sources of scales and zeros so many numbers on: scales are of 16 bits, whole zeros of 8."""
+    scales, zeros = grids
+    if GROUP == 128:
+        if ZERO == "int":
+            scales += gl.where(lane < 16, 2 * numbers, numbers)
+        else:
+            scales += 2 * numbers
     else:
-        return lane * 0 + 2 * numbers
+        scales += 2 * numbers
+        zeros += numbers if ZERO == "int" else 2 * numbers
+    return scales, zeros
 
 
 @gluon.jit
-def terms(links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr):
-    """(the lane's source of the warp's first block, and of its scales and zeros; what asking takes of the linear).
+def ask_grids(place, grids, all_rows, is_there, lane, GROUP: gl.constexpr, ZERO: gl.constexpr):
+    """Ask for a block's scales and zeros: of two groups in one request, of more 4 groups' scales, or 8 groups' whole zeros, in each."""
+    COUNT: gl.constexpr = groups_of_block(GROUP)
+    scales, zeros = grids
+    if GROUP == 128:
+        LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
+        ask_word(place + lane * 4, scales, gl.where((lane < LANES) & is_there, 4, 0))
+    else:
+        for four in gl.static_range(COUNT // 4):
+            ask_word(place + 128 * four + lane * 4, scales + four * 8 * all_rows, gl.where(is_there, 4, 0) + lane * 0)
+            if ZERO == "float":
+                ask_word(place + 32 * COUNT + 128 * four + lane * 4, zeros + four * 8 * all_rows, gl.where(is_there, 4, 0) + lane * 0)
+        if ZERO == "int":
+            ask_word(place + 32 * COUNT + lane * 4, zeros, gl.where((lane < 4 * COUNT) & is_there, 4, 0))
+
+
+@gluon.jit
+def terms(
+    links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr
+):  # fmt: skip
+    """(the lane's source of the warp's first block, and those of its scales and zeros; what asking takes of the linear).
 
     No blocks after the last linear.
     """
     COUNT: gl.constexpr = len(GATES)
     weight = chosen(links, linear, WEIGHT, gl.int64, COUNT)
     scale = chosen(links, linear, SCALES, gl.int64, COUNT)
+    zero = chosen(links, linear, SCALES if ZERO == "none" else ZEROS, gl.int64, COUNT)
     n = chosen(links, linear, N, gl.int32, COUNT)
     stride = chosen(links, linear, STRIDE, gl.int64, COUNT)
     length = chosen(links, linear, LENGTH, gl.int32, COUNT)
@@ -159,79 +195,81 @@ def terms(links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.co
     far = gl.where(gates == 2, n, 8)  # from a warp's first eight rows to its second
     row = tile * rows + warp % 4 * (16 // gates)
     source = weight + (row + lane // 8).to(gl.int64) * stride + (block * 128 + lane % 8 * 16)
+    GROUPS_HERE: gl.constexpr = groups_of_block(GROUP)
     all_rows = n * gates
-    pair = lane % 8 * 2
-    place = (2 * block + lane % 16 // 8).to(gl.int64) * all_rows + row + pair % 8 + pair // 8 * far
-    grid = scale + 2 * place
-    if ZERO == "float":
-        grid = gl.where(lane < 16, grid, chosen(links, linear, ZEROS, gl.int64, COUNT) + 2 * place)
-    elif ZERO == "int":
-        four = lane % 4 * 4
-        place = (2 * block + lane % 8 // 4).to(gl.int64) * all_rows + row + four % 8 + four // 8 * far
-        grid = gl.where(lane < 16, grid, chosen(links, linear, ZEROS, gl.int64, COUNT) + place)
+    two = lane % 8 * 2
+    of_two = (GROUPS_HERE * block + lane // 8 % GROUPS_HERE).to(gl.int64) * all_rows + row + two % 8 + two // 8 * far
+    four = lane % 4 * 4
+    of_four = (GROUPS_HERE * block + lane // 4 % GROUPS_HERE).to(gl.int64) * all_rows + row + four % 8 + four // 8 * far
+    scales = scale + 2 * of_two
+    zeros = zero + (of_four if ZERO == "int" else 2 * of_two)
+    if GROUP == 128 and ZERO != "none":
+        scales = gl.where(lane < 16, scales, zeros)
     away = step * rows
-    return source, grid, (
+    return source, (scales, zeros), (
         4 * stride, far * stride, away * stride - 128 * blocks,
-        grid_bytes(lane, 2 * all_rows, ZERO), grid_bytes(lane, away - 2 * blocks * all_rows, ZERO), blocks, first % blocks, end - first,
+        all_rows, away - GROUPS_HERE * blocks * all_rows, blocks, first % blocks, end - first,
     )  # fmt: skip
 
 
 @gluon.jit
-def from_linear(links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr):
+def from_linear(
+    links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr
+):  # fmt: skip
     """(the first linear from that one on of which this group has blocks, and its `terms`)."""
-    source, grid, found = terms(links, linear, programs, lane, warp, GATES, PARTS, ZERO)
+    source, grids, found = terms(links, linear, programs, lane, warp, GATES, PARTS, GROUP, ZERO)
     while (found[COUNT_OF] == 0) & (linear < len(GATES)):
         linear += 1
-        source, grid, found = terms(links, linear, programs, lane, warp, GATES, PARTS, ZERO)
-    return linear, source, grid, found
+        source, grids, found = terms(links, linear, programs, lane, warp, GATES, PARTS, GROUP, ZERO)
+    return linear, source, grids, found
 
 
 @gluon.jit
-def begin(links, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr):
+def begin(links, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
     """Where asking starts: (linear, the block's place in its tile, blocks left, the lane's sources, the linear's terms)."""
-    linear, source, grid, found = from_linear(links, gl.to_tensor(0), programs, lane, warp, GATES, PARTS, ZERO)
-    return linear, found[FIRST], found[COUNT_OF], source, grid, found
+    linear, source, grids, found = from_linear(links, gl.to_tensor(0), programs, lane, warp, GATES, PARTS, GROUP, ZERO)
+    return linear, found[FIRST], found[COUNT_OF], source, grids, found
 
 
 @gluon.jit
-def ask(state, links, programs, place, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, ZERO: gl.constexpr):
+def ask(state, links, programs, place, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
     """Ask for the warp's rows of its next block, into the slot at `place`. Returns what comes after them."""
-    linear, block, left, source, grid, found = state
+    linear, block, left, source, grids, found = state
     wide = lane.to(gl.int64) * 0
     ask_blocks(place, source, wide + found[FOUR_ROWS], wide + found[EIGHT_ROWS], (gl.where(left > 0, 16, 0),), lane, 1)
-    LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
-    ask_word(place + BLOCK_BYTES + lane * 4, grid, gl.where((lane < LANES) & (left > 0), 4, 0))
+    ask_grids(place + BLOCK_BYTES, grids, found[ALL_ROWS], left > 0, lane, GROUP, ZERO)
     asked(lane)
     block += 1
     left -= 1
     source += 128
-    grid += found[GRID_STEP]
+    grids = further(grids, lane, groups_of_block(GROUP) * found[ALL_ROWS], GROUP, ZERO)
     if block == found[BLOCKS]:
         block = block * 0
         source += found[NEXT_TILE]
-        grid += found[NEXT_GRID]
+        grids = further(grids, lane, found[NEXT_GRID], GROUP, ZERO)
     if left == 0:
-        linear, source, grid, found = from_linear(links, linear + 1, programs, lane, warp, GATES, PARTS, ZERO)
+        linear, source, grids, found = from_linear(links, linear + 1, programs, lane, warp, GATES, PARTS, GROUP, ZERO)
         block = found[FIRST]
         left = found[COUNT_OF]
-    return linear, block, left, source, grid, found
+    return linear, block, left, source, grids, found
 
 
 @gluon.jit
-def prepare(link, operand, programs, m, lane, warp, PARTS: gl.constexpr, TOKENS: gl.constexpr):
+def prepare(link, operand, programs, m, lane, warp, PARTS: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr):
     """This program's part of rows x [m, k], as an operand."""
     COLUMNS: gl.constexpr = TOKENS // 8
+    firsts: gl.constexpr = column_features(GROUP)
     part, _, _ = part_of(PARTS, programs)
     block, blocks = blocks_of(link[LENGTH], part, PARTS)
     for unit in range(warp, 2 * blocks * COLUMNS, WARPS):
-        group = unit // COLUMNS
+        half = unit // COLUMNS
         token = unit % COLUMNS * 8 + lane % 8
-        feature = (2 * block + group) * 128 + lane // 8 * 8
+        feature = (block + half // 2) * 256 + half % 2 * GROUP + lane // 8 * 8
         are_there = ()
         for piece in gl.static_range(4):
-            are_there = are_there + (((token < m) & (feature + 32 * piece < link[K])).to(gl.int32),)
-        values = take_pieces(link[X].to(gl.int64) + 2 * (token.to(gl.int64) * link[K] + feature), are_there)
-        place = operand + group * (block_bytes(TOKENS) // 2) + unit % COLUMNS * 256
+            are_there = are_there + (((token < m) & (feature + firsts[piece] < link[K])).to(gl.int32),)
+        values = take_pieces(link[X].to(gl.int64) + 2 * (token.to(gl.int64) * link[K] + feature), are_there, GROUP)
+        place = operand + half * (block_bytes(TOKENS) // 2) + unit % COLUMNS * 256
         put_bricks(place + lane // 8 * (64 * TOKENS) + lane % 8 * 16, values, TOKENS)
 
 
@@ -268,21 +306,23 @@ def factor_of(link, spare, token, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr):
-    """(scales, lows) of a lane's two rows in a block's two groups, as `add_block` takes them."""
+def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.constexpr):
+    """(scales, lows) of a lane's two rows in its pair of a block's groups, as `add_block` takes them."""
+    ZEROS_AT: gl.constexpr = 32 * groups_of_block(GROUP)
+    pair = lane % 4 * 32 // GROUP
     scales = ()
     lows = ()
     for row in gl.static_range(2):
         for side in gl.static_range(2):
-            at = place + (32 * side + 16 * row) + lane // 4 * 2
+            at = place + 64 * pair + (32 * side + 16 * row) + lane // 4 * 2
             scale = take_number(at, SCALE)
             scales = scales + (pair_of(scale * CODE_SCALES[side]),)
             if ZERO == "none":
                 low = scale * (-8.0 * SUM_SCALE)
             elif ZERO == "int":
-                low = scale * -SUM_SCALE * take_number(place + (64 + 16 * side + 8 * row) + lane // 4, "byte")
+                low = scale * -SUM_SCALE * take_number(place + 32 * pair + (ZEROS_AT + 16 * side + 8 * row) + lane // 4, "byte")
             else:
-                low = take_number(at + 64, SCALE) * SUM_SCALE
+                low = take_number(at + ZEROS_AT, SCALE) * SUM_SCALE
             lows = lows + (pair_of(low),)
     return scales, lows
 
@@ -291,7 +331,7 @@ def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr):
 def multiply(
     state, slot, links, link, partial, programs, ring, operand, barriers, thread, lane, warp,
     GATES: gl.constexpr, PARTS: gl.constexpr, AT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr,
-    TOKENS: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The sums of this group's tiles over the program's part of the features, into `partial`. slot: of the ring, the next one to take."""
     part, index, step = part_of(PARTS[AT], programs)
@@ -301,11 +341,11 @@ def multiply(
         sums = same(lane.to(gl.float32) * 0.0, TOKENS // 2)
         begins = gl.maximum(first - nth * blocks, 0)
         for block in range(begins, gl.minimum(end - nth * blocks, blocks)):
-            place = ring + slot * SLOT
+            place = ring + slot * slot_bytes(GROUP)
             words = take_blocks(place, lane, 1, DEPTH - 1)
-            scales, lows = take_grid(place + BLOCK_BYTES, lane, SCALE, ZERO)
+            scales, lows = take_grid(place + BLOCK_BYTES, lane, SCALE, ZERO, GROUP)
             warp_together(lane)  # before the slot is asked for again
-            state = ask(state, links, programs, place, lane, warp, GATES, PARTS, ZERO)
+            state = ask(state, links, programs, place, lane, warp, GATES, PARTS, GROUP, ZERO)
             slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
             if AT > 0:
                 wait_for_tokens(barriers + 8 * block, thread)
@@ -350,7 +390,7 @@ def sums_of(link, place, nth, tiles, thread, PARTS: gl.constexpr, TOKENS: gl.con
 def finish(
     link, norm, operand, partial, squares, spare, programs, m, thread, lane, warp,
     GATED: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr, NEXT: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr,
-    TOKENS: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """From sums to outputs: norm, bias, gate, residual. A group of warps has a tile of eight tokens at a time, a lane two of each.
 
@@ -409,7 +449,7 @@ def finish(
                     square += y * y
                     if ADDS:
                         y *= norms[half]
-                    gl.store(operand + place_of(row + 8 * half, token + column, TOKENS), y.to(gl.bfloat16))
+                    gl.store(operand + place_of(row + 8 * half, token + column, TOKENS, GROUP), y.to(gl.bfloat16))
             if NEXT and ADDS:
                 gl.store(squares + (tile * 4 + warp % 4) * TOKENS + token + column, over_rows(square), mask=lane < 4)
 
@@ -418,19 +458,19 @@ def finish(
 def run(
     state, slot, links, partial, squares, arrived, programs, m, shared, thread, lane, warp,
     AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr,
-    ZERO: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, CHAINED: gl.constexpr,
+    ZERO: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """One linear, number AT: meet, bring the tokens, multiply, meet those who have the same rows, finish."""
     link = links[AT]
     ADDS: gl.constexpr = AT % 2 == 0
     NEXT: gl.constexpr = len(GATES) > AT + 1
-    places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE)
+    places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE, GROUP)
     operand = shared + places[0]
     spare = shared + places[1]
     barriers = shared + places[2] + (AT - 1) * (8 * SHARE)
     if AT == 0:
         follow(thread, CHAINED)
-        prepare(link, operand, programs, m, lane, warp, PARTS[0], TOKENS)
+        prepare(link, operand, programs, m, lane, warp, PARTS[0], TOKENS, GROUP)
         seen_by_products(thread)
         barrier()
     else:
@@ -439,8 +479,8 @@ def run(
     if not ADDS:
         add_squares(link, squares, spare, thread, TOKENS)
     state, slot = multiply(
-        state, slot, links, link, partial, programs, shared + warp * (DEPTH * SLOT), operand, barriers, thread, lane, warp,
-        GATES, PARTS, AT, SCALE, ZERO, DEPTH, TOKENS,
+        state, slot, links, link, partial, programs, shared + warp * (DEPTH * slot_bytes(GROUP)), operand, barriers, thread, lane, warp,
+        GATES, PARTS, AT, SCALE, ZERO, DEPTH, TOKENS, GROUP,
     )  # fmt: skip
     part, index, step = part_of(PARTS[AT], programs)
     if index < step:
@@ -448,7 +488,7 @@ def run(
     after = links[AT + 1 if NEXT else AT]
     finish(
         link, after[NORM], after[X], partial, squares, spare, programs, m, thread, lane, warp,
-        GATES[AT], BIASES[AT], ADDS, NEXT, PARTS[AT], ACT, TOKENS,
+        GATES[AT], BIASES[AT], ADDS, NEXT, PARTS[AT], ACT, TOKENS, GROUP,
     )  # fmt: skip
     return state, slot
 
@@ -457,7 +497,7 @@ def run(
 def tail_rows_kernel(
     x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, partial, squares, arrived, programs, m,
     GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
-    DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, CHAINED: gl.constexpr,
+    DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), all of them on the device at once.
 
@@ -465,7 +505,7 @@ def tail_rows_kernel(
     operands [k × TOKENS] of the others; residual and out [m, n] (no out of a gated one); blocks of 128 bytes of a row. m is TOKENS at most.
     partial float32 [tiles × parts, 2, TOKENS × 64] of the linear with the most; squares float32 [hidden / 16, TOKENS]; arrived int32
     [1 + programs] (see `meet`). Lists with blanks between: GATES, BIASES, 1 for a linear with them; PARTS of its features. SHARE: the most
-    blocks of a part.
+    blocks of a part. GROUP: 32, 64 or 128 features that share a scale.
     """
     gates: gl.constexpr = listed(GATES)
     biases: gl.constexpr = listed(BIASES)
@@ -475,7 +515,7 @@ def tail_rows_kernel(
         links = links + (
             (x[i], norm[i], eps[i], weight[i], scale[i], zero[i], bias[i], residual[i], out[i], n[i], k[i], stride[i], blocks[i]),
         )
-    places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE)
+    places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE, GROUP)
     kept = gl.allocate_shared_memory(gl.int8, [places[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # Triton declares shared memory to the assembler only where an operation of its own uses it.
     last = kept.index(places[3] // 1024 - 1)
@@ -486,14 +526,14 @@ def tail_rows_kernel(
     shared = shared_address(gl.to_tensor(0))
     barrier()
     expect_blocks(shared + places[2], 3 * SHARE, thread)
-    ring = shared + warp * (DEPTH * SLOT)
-    state = begin(links, programs, lane, warp, gates, parts, ZERO)
+    ring = shared + warp * (DEPTH * slot_bytes(GROUP))
+    state = begin(links, programs, lane, warp, gates, parts, GROUP, ZERO)
     for slot in range(DEPTH):
-        state = ask(state, links, programs, lane * 0 + ring + slot * SLOT, lane, warp, gates, parts, ZERO)
+        state = ask(state, links, programs, lane * 0 + ring + slot * slot_bytes(GROUP), lane, warp, gates, parts, GROUP, ZERO)
     taken = gl.to_tensor(0)
     for at in gl.static_range(len(gates)):
         state, taken = run(
             state, taken, links, partial, squares, arrived, programs, m, shared, thread, lane, warp,
-            at, gates, biases, parts, ACT, SCALE, ZERO, DEPTH, TOKENS, SHARE, CHAINED,
+            at, gates, biases, parts, ACT, SCALE, ZERO, DEPTH, TOKENS, SHARE, GROUP, CHAINED,
         )  # fmt: skip
     last._keep_alive()
