@@ -201,7 +201,7 @@ def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, si
     sizes: list[int] = []
 
     def launch(*args: object, **kwargs: object) -> None:
-        partial = args[14]
+        partial = args[15]
         sizes.append(0 if partial is None else partial.numel() * 4)  # type: ignore[attr-defined]
 
     def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

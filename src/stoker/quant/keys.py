@@ -23,7 +23,7 @@ WINDOWS = 4  # of calibration, that the balance and the mean are found by
 
 
 def has_mean(attention: AttentionConfig, kv_cache: str) -> bool:
-    """Whether keys are stored less their mean. int8's steps depend little on it, and on two axes no place tells how its key turned."""
+    """Whether keys are stored less their mean. int8 gains nothing by it, and on two axes a key's place does not tell how it turned."""
     return kv_cache == "float8_e4m3fn" and not (attention.rope and attention.rope.two_axes)
 
 

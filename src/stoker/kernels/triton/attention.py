@@ -117,10 +117,11 @@ def _launch(
     attention_kernel[(programs, splits.count)](
         q, keys, values, *_page_descriptors(cache, tile), out, batch.block_tables, batch.seq_lens, batch.query_starts, batch.prefix_lens,
         cache.key_scale, cache.key_scale if values is None else cache.value_scale, cache.key_mean,
-        0 if cache.key_mean is None else cache.key_mean.stride(0), params.alibi_slopes, params.sinks,
-        partial, lse, _arrived(q.device), params.scale, batch.num_decodes, batch.num_rows, splits.count, splits.min_tiles,
+        params.alibi_slopes, params.sinks, partial, lse, _arrived(q.device), params.scale,
+        batch.num_decodes, batch.num_rows, splits.count, splits.min_tiles,
         q.stride(0), q.stride(1), batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
         0 if values is None else values.stride(0), 0 if values is None else values.stride(1),
+        0 if cache.key_mean is None else cache.key_mean.stride(0),
         DECODE=is_decode, NUM_HEADS=num_heads, GROUP=num_heads // keys.shape[1], TILE_HEADS=tile_heads, TOKENS=tokens,
         SIZE=size, PART1=part1, PART2=part2, VALUE_SIZE=value_size, VALUE_PART1=value_part1, VALUE_PART2=value_part2,
         SOFTCAP=params.softcap, WINDOW=params.window, CHUNK=params.chunk, BLOCK_SIZE=cache.block_size,

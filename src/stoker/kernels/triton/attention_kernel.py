@@ -35,8 +35,8 @@ def find_row(tile, query_starts, first_row, num_rows, TOKENS: tl.constexpr):
 @triton.jit(do_not_specialize=["first_row", "num_rows", "splits", "min_tiles", "stride_table"])
 def attention_kernel(
     q, keys, values, key_pages, value_pages, out, block_tables, seq_lens, query_starts, prefix_lens, key_scale, value_scale,
-    key_mean, stride_mean_head, alibi_slopes, sinks, partial, partial_lse, arrived, scale, first_row, num_rows, splits, min_tiles,
-    stride_q_token, stride_q_head, stride_table, stride_key_block, stride_key_head, stride_value_block, stride_value_head,
+    key_mean, alibi_slopes, sinks, partial, partial_lse, arrived, scale, first_row, num_rows, splits, min_tiles,
+    stride_q_token, stride_q_head, stride_table, stride_key_block, stride_key_head, stride_value_block, stride_value_head, stride_mean_head,
     DECODE: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr,
     SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
     VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr,
