@@ -68,7 +68,7 @@ class Subject:
             stored = quantize_layer(model.layers[index], f"layers.{index}", specs, recipe, self.layer(index), self.stats[index])
             if kv_cache is not None:
                 found = self.caches[index][kv_cache].tensors()
-                stored |= {spec.name: found[key] for key, spec in kv_cache_specs(model, index).items()}
+                stored |= {spec.name: found[key] for key, spec in kv_cache_specs(model, index, kv_cache).items()}
             stream.advance(Loader(TensorTable(stored), recipe, torch.float32, CPU, SINGLE))
         return stream.score(dense).perplexity / self.perplexity - 1
 
@@ -83,7 +83,8 @@ def subject(smollm2_engine: Path) -> Subject:
     stream.begin(dense)
     with torch.inference_mode():
         for index in range(model.num_layers):
-            found.caches.append({kind: CacheStats(model.layers[index].attention, kind) for kind in KINDS})
+            attention = model.layers[index].attention
+            found.caches.append({kind: CacheStats(attention, kind, stream.tables(CPU).get(attention.rope)) for kind in KINDS})
             for measured in found.caches[index].values():
                 stream.advance(CacheLoader(engine.source(), Recipe(), torch.float32, CPU, measured), keep=True)
             recorder = RecordingLoader(engine.source(), Recipe(default=AWQ()), torch.float32, CPU)

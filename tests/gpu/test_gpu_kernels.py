@@ -93,6 +93,26 @@ def test_attention(sizes: tuple[int, int, int], features: dict, block: int, dtyp
     assert relative_error(got, want) < BOUND[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("sizes", "features", "block"), [*SHAPES[:5], (SIZES[0], {"window": 40}, 16), (SIZES[1], {"softcap": 20.0}, 64)])
+def test_attention_over_e4m3_keys_less_their_mean(sizes: tuple[int, int, int], features: dict, block: int, dtype: torch.dtype) -> None:
+    """Rows that end before, at and past the positions of a mean."""
+    heads, kv_heads, size = sizes
+    rows = [(1, keys) for keys in (1, 1023, 1025, 2500)] + [(q, q + seen) for q, seen in ((2, 0), (70, 1000), (190, 1900))]
+    cache, batch = ragged(rows, kv_heads, size, block, dtype)
+    pages = [page.nan_to_num().to(torch.float8_e4m3fn) for page in (cache.keys, cache.values)]  # type: ignore[union-attr]
+    scale, means = torch.rand(kv_heads) / 4 + 0.5, (torch.randn(kv_heads, 3, size) * 3).bfloat16().float()
+    q = torch.randn(int(batch.query_starts[-1]), heads, size).to(dtype)
+    params = AttentionParams(size**-0.5, **features)
+    want = attention_reference.attention(q.double(), KVCache(*pages, scale, scale, key_mean=means), batch, params)
+    on_device = ForwardBatch(
+        *(t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
+        batch.num_decodes, batch.max_query_len, batch.max_seq_len,
+    )  # fmt: skip
+    moved = KVCache(*(page.cuda() for page in pages), scale.cuda(), scale.cuda(), key_mean=means.cuda())
+    assert relative_error(ops.attention(q.cuda(), moved, on_device, params), want) < BOUND[torch.bfloat16]
+
+
 def test_sample_agrees_with_the_reference() -> None:
     rows, vocab = 64, 50_000
     logits = torch.randn(rows, vocab) * 4

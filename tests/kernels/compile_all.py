@@ -53,7 +53,8 @@ def cache(kv_heads: int, block: int, size: int, value_size: int | None, dtype: t
     scale = meta(kv_heads, dtype=FP32) if dtype in (torch.int8, FP8) else None
     values = None if value_size is None else meta(4096, kv_heads, block, value_size, dtype=dtype)
     balance = None if scale is None or values is None else meta(kv_heads, 2, size, dtype=FP32)
-    return KVCache(meta(4096, kv_heads, block, size, dtype=dtype), values, scale, scale, balance)
+    mean = meta(kv_heads, 8, size, dtype=FP32) if dtype == FP8 and balance is not None else None
+    return KVCache(meta(4096, kv_heads, block, size, dtype=dtype), values, scale, scale, balance, mean)
 
 
 def attend(
@@ -220,6 +221,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode 256": lambda: attend(256, 1),
     "decode fp8": lambda: attend(64, 1, cache_dtype=FP8),
     "decode fp8 512": lambda: attend(512, 1, cache_dtype=FP8),
+    "decode fp8, every feature": lambda: attend(64, 1, cache_dtype=FP8, **EVERY_FEATURE),  # type: ignore[arg-type]
     "decode int8": lambda: attend(64, 1, cache_dtype=torch.int8),
     "decode fp32": lambda: attend(4, 1, dtype=FP32, cache_dtype=FP32),
     "decode 64 wide": lambda: attend(64, 1, heads=12, kv_heads=12, size=64, value_size=64, block=32),
@@ -232,6 +234,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "prefill 128 tokens": lambda: attend(1, 128),
     "prefill block 16": lambda: attend(4, 2048, block=16),
     "prefill fp8": lambda: attend(4, 2048, cache_dtype=FP8),
+    "prefill fp8, every feature": lambda: attend(4, 2048, cache_dtype=FP8, prefix=True, **EVERY_FEATURE),  # type: ignore[arg-type]
     "prefill int8": lambda: attend(4, 2048, cache_dtype=torch.int8),
     "prefill fp32": lambda: attend(4, 512, dtype=FP32, cache_dtype=FP32),
     "prefill 64 wide": lambda: attend(4, 2048, heads=12, kv_heads=12, size=64, value_size=64),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.types import MEAN_TOKENS, AttentionParams
 from stoker.layers.batch import ForwardBatch, KVCache
 
 NO_BLOCK = 10**9  # reading through this entry leaves the process's memory
@@ -42,6 +42,7 @@ class Case:
     softcap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    mean: bool = False  # keys are stored less one, which is larger than what is left
     prefix_lens: list[int] | None = None
     padding_tokens: int = 0
 
@@ -70,7 +71,8 @@ class Case:
             self.size**-0.5, self.window, self.chunk, self.softcap,
             torch.rand(self.heads) if self.alibi else None, torch.randn(self.heads) if self.sinks else None,
         )  # fmt: skip
-        return q, KVCache(keys, values, key_scale, value_scale), batch, params
+        means = torch.randn(self.kv_heads, -(-int(lens.max()) // MEAN_TOKENS), self.size) * 3 if self.mean else None
+        return q, KVCache(keys, values, key_scale, value_scale, key_mean=means), batch, params
 
     def _pages(self, table: Tensor, blocks_each: list[int], size: int) -> tuple[Tensor, Tensor | None]:
         dtype = self.cache_dtype or self.dtype
@@ -113,6 +115,7 @@ def expected_attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: A
             for head in range(heads):
                 kv_head = head // (heads // kv_heads)
                 keys, values = (torch.stack([pages[b, kv_head, i] for b, i in places]) for pages in real)
+                keys = keys + _missing(cache, kv_head, seen)
                 scores = keys @ q[token, head].double() * params.scale
                 if params.softcap is not None:
                     scores = params.softcap * torch.tanh(scores / params.softcap)
@@ -127,6 +130,14 @@ def expected_attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: A
 
 def _real(pages: Tensor, scale: Tensor | None) -> Tensor:
     return pages.double() if scale is None else pages.double() * scale.double()[None, :, None, None]
+
+
+def _missing(cache: KVCache, kv_head: int, positions: list[int]) -> Tensor | float:
+    """What a head's stored keys lack, [keys, D]: the mean of their place, but for a sequence's first."""
+    if cache.key_mean is None or cache.key_scale is None:
+        return 0.0
+    means = [cache.key_mean[kv_head, at // MEAN_TOKENS].double() * (at > 0) for at in positions]
+    return torch.stack(means) * cache.key_scale[kv_head].double()
 
 
 def _sees(query: int, key: int, prefix: int, params: AttentionParams) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from stoker.layers.batch import ForwardBatch, KVCache
 
 MIXED = [(1, 37), (1, 5), (1, 16), (3, 3), (13, 50)]
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+LESS: dict[str, Any] = {"mean": True, "cache_dtype": FP8, "heads": 3, "kv_heads": 1}
 
 CASES = {
     "mixed": Case(MIXED),
@@ -59,6 +61,19 @@ CASES = {
     "int8 bf16": Case(MIXED, cache_dtype=torch.int8, dtype=BF16, heads=8),
     "fp8 bf16": Case(MIXED, cache_dtype=FP8, dtype=BF16, size=128),
     "fp8 soft cap": Case(MIXED, cache_dtype=FP8, dtype=FP16, softcap=3.0),
+    "less a mean": Case([(1, 37), (1, 1), (1, 1024), (1, 1025), (2, 2), (9, 1029)], mean=True, cache_dtype=FP8, dtype=BF16),
+    "less a mean fp16": Case([(1, 2100), (5, 1040)], **LESS, dtype=FP16, block_size=64),
+    "less a mean int8": Case([(1, 37), (1, 1030), (5, 1030)], mean=True, cache_dtype=torch.int8),
+    "less a mean fp32": Case([(1, 1030), (2, 2050)], **LESS),
+    "less a mean, head 80": Case([(1, 1030), (3, 1030)], **LESS, size=80, dtype=BF16),
+    "less a mean, block 128": Case([(1, 1030), (9, 1100)], **LESS, dtype=BF16, block_size=128),
+    "less a mean, window": Case([(1, 1100), (1, 1024), (40, 1130), (3, 50)], **LESS, window=90, dtype=BF16),
+    "less a mean, window to the first": Case([(1, 20), (5, 21)], **LESS, window=20, dtype=BF16),
+    "less a mean, chunk": Case([(1, 1100), (40, 1130)], **LESS, chunk=48, dtype=BF16),
+    "less a mean, soft cap": Case([(1, 1030), (5, 1030)], **LESS, softcap=9.0, dtype=FP16),
+    "less a mean, alibi": Case([(1, 1030), (5, 1030)], **LESS, alibi=True, dtype=FP16),
+    "less a mean, sinks": Case([(1, 1030), (5, 1030)], **LESS, sinks=True, dtype=BF16),
+    "less a mean, prefix": Case([(9, 1040), (20, 40)], **LESS, prefix_lens=[1038, 13], dtype=BF16),
     "fp8 alibi": Case(MIXED, cache_dtype=FP8, dtype=FP16, alibi=True, size=80),
 }
 
@@ -78,7 +93,9 @@ def test_equals_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("most", [1 << 20, 700, 1])
-@pytest.mark.parametrize("name", ["mixed", "latent", "window", "chunk", "soft cap, alibi", "sinks", "prefix", "prefix, window", "int8"])
+@pytest.mark.parametrize(
+    "name", ["mixed", "latent", "window", "chunk", "soft cap, alibi", "sinks", "prefix", "prefix, window", "int8", "less a mean int8"]
+)
 def test_the_reference_takes_some_queries_at_a_time(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_MOST_SCORES", most)
     q, cache, batch, params = CASES[name].build()
@@ -136,6 +153,17 @@ def test_any_split_gives_the_same(tile: Tile, splits: Splits) -> None:
     assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < 1e-5
 
 
+@pytest.mark.parametrize("splits", [Splits(1), Splits(3), Splits(8, 2), Splits(16)])
+@pytest.mark.parametrize("block_n", [16, 64, 128])
+def test_means_are_found_wherever_a_split_begins(block_n: int, splits: Splits) -> None:
+    tile = Tile(16, block_n, 4, 2)
+    q, cache, batch, params = Case([(1, 2060), (1, 1), (1, 1023), (2, 1026)], **LESS, dtype=BF16, block_size=32).build()
+    out = torch.empty(q.shape, dtype=BF16)
+    kernels.decode(q, cache, batch, params, out, tile, splits)
+    kernels.prefill(q, cache, batch, params, out, tile, splits)
+    assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < TOLERANCE[BF16]
+
+
 def test_bulk_copies_give_the_same() -> None:
     q, cache, batch, params = Case([(40, 100), (7, 7)], size=64, block_size=32, dtype=BF16).build()
     out = torch.empty(q.shape, dtype=BF16)
@@ -173,7 +201,7 @@ def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, si
     sizes: list[int] = []
 
     def launch(*args: object, **kwargs: object) -> None:
-        partial = args[14]
+        partial = args[15]
         sizes.append(0 if partial is None else partial.numel() * 4)  # type: ignore[attr-defined]
 
     def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -208,3 +236,9 @@ def test_refused(change: dict[str, torch.Tensor], words: str) -> None:
     cache = KVCache(change.get("keys", cache.keys), cache.values)
     with pytest.raises(ValueError, match=words):
         kernels.attention(change.get("q", q), cache, batch, AttentionParams(1.0))
+
+
+def test_latent_keys_are_stored_whole() -> None:
+    q, cache, batch, params = Case([(1, 5)], latent=True, **LESS).build()
+    with pytest.raises(ValueError, match="latent keys are values too"):
+        kernels.attention(q, cache, batch, params)

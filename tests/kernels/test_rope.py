@@ -157,6 +157,37 @@ def test_balances_and_spreads_queries_and_keys(
         assert (untouched(part.view(torch.int8), slots) == 99).all()
 
 
+@pytest.mark.parametrize(("size", "dim"), [(64, 64), (80, 32), (96, 72), (20, 0)])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("module", [kernels, reference], ids=["triton", "reference"])
+def test_stores_all_keys_but_the_first_less_the_mean_of_their_positions(
+    module: ModuleType, size: int, dim: int, interleaved: bool
+) -> None:  # fmt: skip
+    q, k, v = fused(6, 4, 2, size, size, torch.float32)
+    before = q.clone(), k.clone()
+    positions = torch.tensor([0, 1023, 1024, 1, 2047, 2048], dtype=torch.int32)
+    slots = torch.tensor([5, 99, -1, 32, 17, 18], dtype=torch.int32)
+    balance, scale, means = torch.rand(2, 2, size) + 0.5, torch.tensor([0.25, 2.0]), torch.randn(2, 3, size) * 9
+    cache = KVCache(*(pages(2, 16, size, torch.float8_e4m3fn) for _ in range(2)), scale, scale, balance, means)
+    cos_sin = torch.randn(2049, dim) if dim else None
+    out = module.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
+    queries, keys = (expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in before)
+    matrix, (of_keys, of_queries) = spread(size, dim, interleaved), balance.double().unbind(1)
+    assert relative_error(out, (queries * of_queries.repeat_interleave(2, 0)) @ matrix) < TOLERANCE[torch.float32]
+    missing = means.double()[:, positions // 1024].transpose(0, 1) * (positions > 0)[:, None, None]
+    stored = slots >= 0
+    want = (((keys * of_keys) @ matrix) / scale[:, None] - missing)[stored]
+    error = (read(cache.keys, slots[stored]).double() - want).abs()
+    assert (error <= want.abs() / 15.99 + 2**-10).all()
+
+
+def test_a_mean_without_a_balance_is_refused() -> None:
+    q, k, v = fused(1, 4, 2, 64, 64, torch.float32)
+    cache = KVCache(*(pages(2, 16, 64, torch.float8_e4m3fn) for _ in range(2)), torch.ones(2), torch.ones(2), key_mean=torch.ones(2, 1, 64))
+    with pytest.raises(ValueError, match="key_balance"):
+        kernels.rope_store(q, k, v, torch.ones(1, dtype=torch.int32), None, False, cache, torch.zeros(1, dtype=torch.int32))
+
+
 def test_latent_cache_has_no_values() -> None:
     q, k, _ = fused(3, 4, 1, 576, 16, torch.float32)
     positions, slots = torch.tensor([1, 2, 3]), torch.tensor([3, 20, -1])

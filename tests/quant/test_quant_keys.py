@@ -14,14 +14,16 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.stream import LayerStream, windows
 from stoker.kernels import ops
+from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.reference.rope import quantize, spread
 from stoker.kernels.types import AttentionParams
 from stoker.layers.attention import alibi_slopes
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import AttentionConfig, RopeConfig
 from stoker.layers.rope import rope_table
+from stoker.quant import keys as keys_module
 from stoker.quant.calibration import unit_of
-from stoker.quant.keys import KeyStats
+from stoker.quant.keys import KeyStats, has_mean, stored_means
 
 KINDS = ("int8", "float8_e4m3fn")
 TOKENS = 30
@@ -53,10 +55,15 @@ PARAMS = {
 }
 
 
+@pytest.mark.parametrize("less_mean", [False, True])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 @pytest.mark.parametrize(("changes", "features"), PARAMS.values(), ids=PARAMS)
-def test_attention_over_keys_that_are_not_rounded_is_what_it_was(rope: RopeConfig | None, changes: dict, features: dict) -> None:
-    """A cache of float32 with scales of one rounds nothing: what is left are other coordinates, which may change no score."""
+def test_attention_over_keys_that_are_not_rounded_is_what_it_was(
+    rope: RopeConfig | None, changes: dict, features: dict, less_mean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of float32 with scales of one rounds nothing: what is left are other coordinates and means, which may change no score."""
+    for module in (keys_module, rope_reference):
+        monkeypatch.setattr(module, "MEAN_TOKENS", 8)
     torch.manual_seed(0)
     config, batch = attention(rope=rope, **changes), step(TOKENS)
     table = None if rope is None else rope_table(rope, TOKENS, "cpu")
@@ -71,13 +78,18 @@ def test_attention_over_keys_that_are_not_rounded_is_what_it_was(rope: RopeConfi
     pages = [torch.zeros(1, 2, TOKENS, 24) for _ in range(4)]
     plain = KVCache(*pages[:2])
     queries, expected = run(plain)
-    stats = KeyStats(config)
+    stats = KeyStats(config, table, less_mean)
     stats.add(queries, plain.keys[0].transpose(0, 1))
-    ones = torch.ones(2)
-    found = run(KVCache(*pages[2:], ones, ones, stats.balance()))
+    ones, means = torch.ones(2), None
+    if less_mean:
+        assert torch.allclose(stats.mean(), k.mean(0), atol=1e-4)
+        measured = {"key_scale": ones, "key_balance": stats.balance(), "key_mean": stats.mean()}
+        means = stored_means(measured, config, table, TOKENS)
+        assert means.shape == (2, 4, 24)
+    found = run(KVCache(*pages[2:], ones, ones, stats.balance(), means))
     assert not torch.allclose(found[0], queries, atol=0.1), "queries are in other coordinates"
     torch.testing.assert_close(found[1], expected, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(stats.largest(), pages[2].abs().amax((0, 2, 3)))
+    assert torch.allclose(stats.largest(), pages[2].abs().amax((0, 2, 3)), rtol=1e-2 if less_mean else 1e-5)  # means are of 8 bits
 
 
 def heads(seed: int) -> tuple[Tensor, Tensor]:
@@ -112,6 +124,40 @@ def test_rounded_keys_err_less_on_keys_that_were_not_measured(rope: RopeConfig |
 
     plain = unit_of(keys.abs().amax((0, 2)), kv_cache)
     assert error(moved, unit_of(stats.largest(), kv_cache), asked) < 0.9 * error(keys, plain, queries)
+
+
+@pytest.mark.parametrize("rope", [None, RopeConfig(dim=16, theta=1e9), RopeConfig(dim=8, interleaved=True)])
+def test_keys_less_their_mean_err_less_at_any_position(rope: RopeConfig | None) -> None:
+    """By the variance of what e4m3 adds to scores, at positions that were not measured. What turns fast has no mean, here half of it."""
+    config = attention(num_heads=4, head_size=16, rope=rope)
+    table = None if rope is None else rope_table(rope, 4096, "cpu")
+
+    def window(seed: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        both = heads(seed)
+        rows = None if table is None else table[positions, None].chunk(2, dim=-1)
+        return both if rows is None or rope is None else tuple(rope_reference.rotate(x, *rows, rope.interleaved) for x in both)
+
+    errors, place = [], (0 if rope is None else rope.dim, rope is not None and rope.interleaved)
+    for less_mean in (False, True):
+        stats = KeyStats(config, table, less_mean)
+        for seed in range(6):
+            stats.add(*window(seed, torch.arange(400)))
+        found = {"key_scale": unit_of(stats.largest(), "float8_e4m3fn"), "key_balance": stats.balance()}
+        of_keys, of_queries = found["key_balance"].unbind(1)
+        positions = torch.arange(2900, 3300)
+        queries, keys = window(9, positions)
+        asked, moved = spread(queries * of_queries.repeat_interleave(2, 0), *place), spread(keys * of_keys, *place)
+        if less_mean:
+            means = stored_means(found | {"key_mean": stats.mean()}, config, table, 4096)[:, positions // 1024].transpose(0, 1)
+            moved = moved - means * found["key_scale"][:, None]
+        wrong = stored(moved, found["key_scale"], "float8_e4m3fn") - moved
+        errors.append(float(torch.einsum("qghd,kgd->ghqk", asked.double().unflatten(1, (2, 2)), wrong).var(-1).mean()))
+    assert errors[1] < (0.5 if rope is None else 0.9) * errors[0]
+
+
+def test_what_has_a_mean() -> None:
+    two_axes = attention(rope=RopeConfig(dim=24, two_axes=True))
+    assert has_mean(attention(), "float8_e4m3fn") and not has_mean(attention(), "int8") and not has_mean(two_axes, "float8_e4m3fn")
 
 
 def test_the_balance_is_by_features_that_rotate_together() -> None:

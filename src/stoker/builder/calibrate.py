@@ -157,10 +157,11 @@ def _passed(prepared: Prepared, stream: LayerStream, dense: Loader, stored: dict
     if recipe.kv_cache is None:
         stream.advance(Loader(TensorTable(stored), plain, dense.dtype, dense.device, SINGLE))
         return stored
-    stats = CacheStats(config.layers[index].attention, recipe.kv_cache)
+    attention = config.layers[index].attention
+    stats = CacheStats(attention, recipe.kv_cache, stream.tables(dense.device).get(attention.rope))
     stream.advance(CacheLoader(TensorTable(stored), plain, dense.dtype, dense.device, stats))
     found = stats.tensors()
-    return stored | {spec.name: found[key] for key, spec in kv_cache_specs(config, index).items()}
+    return stored | {spec.name: found[key] for key, spec in kv_cache_specs(config, index, recipe.kv_cache).items()}
 
 
 def dense_tensors(spec: Spec, loader: Loader) -> dict[str, Tensor]:

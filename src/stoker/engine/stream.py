@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.kernels.types import MEAN_TOKENS
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import ModelConfig
-from stoker.layers.decoder import Decoder, kv_cache_specs, kv_shapes
+from stoker.layers.decoder import Decoder, kv_shapes, load_cache_fields
 from stoker.layers.layer import RopeTables, make_layer
 from stoker.layers.loader import Loader
 
@@ -73,11 +74,9 @@ class LayerStream:
     @torch.inference_mode()
     def advance(self, loader: Loader, *, keep: bool = False) -> None:
         """Pass the next layer. `keep`: only run it."""
-        if self._tables is None:
-            self._tables = RopeTables(max((len(window) for window in self.tokens), default=1), loader.device)
-        config, index = self.config.layers[self.layer], self.layer
-        layer = make_layer(config, loader, f"layers.{index}", self.config.hidden_size, self._tables)
-        of_cache = loader.load(kv_cache_specs(self.config, index)) if loader.recipe.kv_cache is not None else {}
+        config, index, tables = self.config.layers[self.layer], self.layer, self.tables(loader.device)
+        layer = make_layer(config, loader, f"layers.{index}", self.config.hidden_size, tables)
+        of_cache = load_cache_fields(self.config, index, loader, tables)
         for i, window in enumerate(self.tokens):
             cache = self._cache(len(window), loader, of_cache)
             out = layer(self.hidden[i].to(loader.device), _batch(window.to(loader.device)), cache).cpu()
@@ -85,6 +84,12 @@ class LayerStream:
                 self.hidden[i] = out
         if not keep:
             self.layer += 1
+
+    def tables(self, device: torch.device) -> RopeTables:
+        """The rotary rows of all windows' positions, and of as many as share a mean of keys."""
+        if self._tables is None:
+            self._tables = RopeTables(max(MEAN_TOKENS, max(map(len, self.tokens), default=0)), device)
+        return self._tables
 
     @torch.inference_mode()
     def score(self, loader: Loader) -> Scores:

@@ -247,7 +247,8 @@ def rope_store(
     q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv]: views with unit stride in the last axis; q may be rotated in place.
     cos_sin float32 [max_positions, dim] holds dim/2 cosines, then dim/2 sines; None: no rotation.
     slots int32 [T]: block × block_size + offset; -1 stores nowhere. A quantized cache stores round(x ÷ scale),
-    and with `key_balance` it has other coordinates (`reference.rope.spread`), in which q is returned.
+    and with `key_balance` it has other coordinates (`reference.rope.spread`), in which q is returned. With `key_mean`, `positions` are
+    the tokens' places in their sequences.
     """
     return _pick(q, rope_ref).rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MEAN_TOKENS = 1024  # positions whose keys have one mean (`KVCache.key_mean`); tiles of keys are powers of two, and divide it
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:

@@ -53,7 +53,8 @@ class KVCache:
     values is None). Quantized caches (int8, float8_e4m3fn) carry a scale a head, float32 [kv_heads]: real = stored × scale.
 
     With `key_balance`, float32 [kv_heads, 2, head_size], keys are stored in other coordinates, to which `ops.rope_store` takes queries too:
-    attention sees the scores that it would see (`quant.keys`).
+    attention sees the scores that it would see (`quant.keys`). With `key_mean` too, float32 [kv_heads, means, head_size] in units of the
+    scale, the key at a position, but for the first, is stored less mean number position ÷ MEAN_TOKENS, which attention adds again.
     """
 
     keys: Tensor
@@ -61,6 +62,7 @@ class KVCache:
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     key_balance: Tensor | None = None  # what a head's keys, and the queries that see them, are multiplied by before they are spread
+    key_mean: Tensor | None = None
 
     @property
     def block_size(self) -> int:

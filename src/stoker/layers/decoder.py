@@ -17,6 +17,7 @@ from stoker.layers.shard import num_local_kv_heads
 from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 from stoker.layers.tail import Tails
 from stoker.layers.vocabulary import Embedding, Head
+from stoker.quant.keys import has_mean, stored_means
 
 
 def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALONE) -> dict[str, Spec]:
@@ -28,7 +29,7 @@ def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALO
     for i in stage.layers(config.num_layers):
         specs += layer_specs(config, i).values()
         if kv_cache is not None:
-            specs += kv_cache_specs(config, i).values()
+            specs += kv_cache_specs(config, i, kv_cache).values()
     if config.norm is not None and stage.is_last:
         specs += Norm.specs(config.norm, "norm", config.hidden_size).values()
     return {spec.name: spec for spec in specs}
@@ -54,14 +55,27 @@ def local_kv_shapes(config: ModelConfig, layer: int, tensor_parallel: int) -> tu
     return num_local_kv_heads(heads, tensor_parallel) if value else heads, key, value
 
 
-def kv_cache_specs(config: ModelConfig, layer: int) -> dict[str, Spec]:
-    """What a layer's quantized cache has of its own, head by head: scales, and the balance of keys. The fields of `KVCache`."""
+def kv_cache_specs(config: ModelConfig, layer: int, kv_cache: str) -> dict[str, Spec]:
+    """What an engine stores for a layer's quantized cache, head by head: scales, the balance of keys, and their mean before they rotate."""
     heads, key_size, value_size = kv_shapes(config, layer)
     name = f"layers.{layer}.attention"
     if not value_size:  # one latent head, whole on every rank
         return {"key_scale": TensorSpec(name=f"{name}.key_scale", shape=(heads,), dtype="float32")}
-    shapes = {"key_scale": (heads,), "value_scale": (heads,), "key_balance": (heads, 2, key_size)}
+    shapes: dict[str, tuple[int, ...]] = {"key_scale": (heads,), "value_scale": (heads,), "key_balance": (heads, 2, key_size)}
+    attention = config.layers[layer].attention
+    if isinstance(attention, AttentionConfig) and has_mean(attention, kv_cache):
+        shapes["key_mean"] = (heads, key_size)
     return {key: TensorSpec(name=f"{name}.{key}", shape=shape, split="kv_heads", dtype="float32") for key, shape in shapes.items()}
+
+
+def load_cache_fields(config: ModelConfig, layer: int, loader: Loader, tables: RopeTables) -> dict[str, Tensor]:
+    """What a layer's cache has besides its pages: fields of `KVCache`."""
+    if loader.recipe.kv_cache is None:
+        return {}
+    found, attention = loader.load(kv_cache_specs(config, layer, loader.recipe.kv_cache)), config.layers[layer].attention
+    if isinstance(attention, AttentionConfig) and "key_mean" in found:
+        found["key_mean"] = stored_means(found, attention, tables.get(attention.rope), tables.num_positions)
+    return found
 
 
 def _outer_specs(config: ModelConfig, stage: Stage) -> dict[str, Spec]:
@@ -138,12 +152,11 @@ class Decoder:
         self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in mine]
         self.tails = Tails.of(self.layers)
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
-        quantized = loader.recipe.kv_cache is not None
-        self._of_caches = [loader.load(kv_cache_specs(config, i)) for i in mine] if quantized else []
+        self._of_caches = [load_cache_fields(config, i, loader, tables) for i in mine]
 
     def complete_caches(self, caches: list[KVCache]) -> None:
-        """Give quantized caches their scales and balances."""
-        for cache, loaded in zip(caches, self._of_caches, strict=bool(self._of_caches)):
+        """Give quantized caches what they have besides their pages."""
+        for cache, loaded in zip(caches, self._of_caches, strict=True):
             for field, tensor in loaded.items():
                 setattr(cache, field, tensor)
 

@@ -19,7 +19,7 @@ from stoker.layers.config import AttentionConfig, LayerConfig, MLAConfig
 from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant import fold as folding
 from stoker.quant.format import LinearOp, TensorSource
-from stoker.quant.keys import KeyStats
+from stoker.quant.keys import KeyStats, has_mean
 from stoker.quant.recipe import Recipe
 from stoker.quant.stats import InputStats
 
@@ -71,11 +71,14 @@ def unit_of(largest: Tensor, kv_cache: str) -> Tensor:
 
 
 class CacheStats:
-    """What a layer's quantized cache is made for, by the calibration tokens: `layers.decoder.kv_cache_specs`."""
+    """What a layer's quantized cache is made for, by the calibration tokens: `layers.decoder.kv_cache_specs`.
 
-    def __init__(self, attention: AttentionConfig | MLAConfig, kv_cache: str) -> None:
+    `table`: the rotary rows of the windows' positions, which begin at 0, and of the rest of MEAN_TOKENS; None: nothing rotates.
+    """
+
+    def __init__(self, attention: AttentionConfig | MLAConfig, kv_cache: str, table: Tensor | None = None) -> None:
         self.kv_cache = kv_cache
-        self.keys = KeyStats(attention) if isinstance(attention, AttentionConfig) else None
+        self.keys = KeyStats(attention, table, has_mean(attention, kv_cache)) if isinstance(attention, AttentionConfig) else None
         self.largest: dict[str, Tensor] = {}
 
     def add(self, queries: Tensor, keys: Tensor, values: Tensor | None) -> None:
@@ -92,11 +95,13 @@ class CacheStats:
         self.largest[name] = torch.maximum(self.largest[name], found) if name in self.largest else found
 
     def tensors(self) -> dict[str, Tensor]:
-        """key_scale (and value_scale), float32 [kv_heads]; key_balance, float32 [kv_heads, 2, head_size], of keys that are no latents."""
+        """key_scale (and value_scale), float32 [kv_heads]; key_balance, float32 [kv_heads, 2, head_size], of keys that are no latents, and
+        key_mean, float32 [kv_heads, head_size], of those that have one (`keys.has_mean`)."""
         scales = {name: unit_of(largest, self.kv_cache) for name, largest in self.largest.items()}
         if self.keys is None:
             return scales
-        return scales | {"key_scale": unit_of(self.keys.largest(), self.kv_cache), "key_balance": self.keys.balance()}
+        found = {"key_scale": unit_of(self.keys.largest(), self.kv_cache), "key_balance": self.keys.balance()}
+        return scales | found | ({"key_mean": self.keys.mean()} if self.keys.less_mean else {})
 
 
 class TensorTable(TensorSource):

@@ -22,8 +22,8 @@ class Pages(NamedTuple):
 
 
 def pages_of(cache: KVCache, dtype: int) -> Pages | None:
-    """None where the kernels do not read it: they read values of the stream's `dtype`, or int8 with scales."""
-    if cache.values is None or dtype < 0:
+    """None where the kernels do not read it: they read values of the stream's `dtype`, or int8 with scales and no means of keys."""
+    if cache.values is None or cache.key_mean is not None or dtype < 0:
         return None
     pages = Pages(*map(known, (cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.key_balance)))
     keys, values, *scales, balance = pages

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.reference.rope import missing
 from stoker.kernels.types import AttentionParams
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPar
     if cache.values is None or not _is_plain(q, cache, params):
         return _attend(q.unsqueeze(1), cache, plan, params).flatten(1)
     # One kernel for what `_attend` does in ten; a group's queries share their keys.
-    keys, values = plan.gather(cache.keys, cache.key_scale), plan.gather(cache.values, cache.value_scale)
+    keys, values = plan.keys(cache), plan.gather(cache.values, cache.value_scale)
     grouped = q.view(rows, keys.shape[1], -1, size)
     return F.scaled_dot_product_attention(grouped, keys, values, plan.mask(params), scale=params.scale).reshape(rows, -1)
 
@@ -75,6 +76,11 @@ class _RowPlan:
         self.prefix = None if batch.prefix_lens is None else batch.prefix_lens[rows].long()
         self._gathers: dict[int, Tensor] = {}
         self._masks: dict[tuple, Tensor | None] = {}
+
+    def keys(self, cache: KVCache) -> Tensor:
+        """The rows' keys as queries are to see them, [R, kv_heads, keys, D]."""
+        keys = self.gather(cache.keys, cache.key_scale)
+        return keys if cache.key_mean is None else keys + missing(cache, torch.arange(self.num_keys)).transpose(0, 1)
 
     def gather(self, pages: Tensor, scale: Tensor | None) -> Tensor:
         """The rows' pages as [R, kv_heads, keys, D], in the arithmetic dtype when quantized."""
@@ -111,7 +117,7 @@ class _RowPlan:
 def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) -> Tensor:
     """q [R, Q, heads, D] → [R, Q, heads, Dv], as many queries at a time as _MOST_SCORES allows."""
     wide = torch.float32 if q.dtype != torch.float64 else q.dtype
-    keys = plan.gather(cache.keys, cache.key_scale).to(wide)
+    keys = plan.keys(cache).to(wide)
     # MLA keeps one latent a token: its values are the keys' last features, cut by the caller.
     values = keys if cache.values is None else plan.gather(cache.values, cache.value_scale).to(wide)
     mask, positions = plan.mask(params), plan.query_positions

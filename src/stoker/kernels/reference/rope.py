@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from stoker.kernels.types import MEAN_TOKENS
+
 if TYPE_CHECKING:
     from stoker.layers.batch import KVCache
 
@@ -26,6 +28,8 @@ def rope_store(
         dim = 0 if cos_sin is None else cos_sin.shape[1]
         q = spread(q * of_queries.repeat_interleave(q.shape[1] // k.shape[1], dim=0), dim, interleaved).to(q.dtype)
         k = spread(k * of_keys, dim, interleaved)
+    if cache.key_mean is not None:
+        k = k.float() - missing(cache, positions)
     where = places(slots, cache.block_size)
     store(cache.keys, k, where, cache.key_scale)
     if cache.values is not None:
@@ -80,6 +84,13 @@ def spread(x: Tensor, dim: int, interleaved: bool) -> Tensor:
     first, second = in_pairs(x[..., :dim].float(), interleaved).unbind(-2)
     pairs = hadamard(torch.stack((first + second, first - second), dim=-2)) * 0.5**0.5
     return torch.cat((in_features(pairs, interleaved), hadamard(x[..., dim:].float())), dim=-1)
+
+
+def missing(cache: KVCache, positions: Tensor) -> Tensor:
+    """float32 [T, kv_heads, D]: what keys at `positions` are stored less of, in their coordinates and not in units of the scale."""
+    assert cache.key_mean is not None and cache.key_scale is not None
+    means = cache.key_mean[:, positions // MEAN_TOKENS].transpose(0, 1)
+    return torch.where((positions > 0)[:, None, None], means * cache.key_scale[:, None], 0.0)
 
 
 def hadamard(x: Tensor) -> Tensor:

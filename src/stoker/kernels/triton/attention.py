@@ -102,6 +102,9 @@ def _launch(
     tile: Tile, splits: Splits, tile_heads: int, tokens: int, programs: int, is_decode: bool, pairs: str | None = None,
 ) -> None:  # fmt: skip
     keys, values = cache.keys, cache.values
+    if cache.key_mean is not None and (params.window is not None or params.chunk is not None):
+        # Keys begin at a block, and no tile may have keys of two means.
+        tile = replace(tile, block_n=min(tile.block_n, cache.block_size))
     num_heads, size = q.shape[1:]
     value_size = out.shape[2]
     part1, part2 = _parts(size) if pairs is None else (size // 2,) * 2
@@ -113,10 +116,12 @@ def _launch(
     held = triton.next_power_of_2(splits.count) * value_part1  # values a thread block holds for each row that it combines
     attention_kernel[(programs, splits.count)](
         q, keys, values, *_page_descriptors(cache, tile), out, batch.block_tables, batch.seq_lens, batch.query_starts, batch.prefix_lens,
-        cache.key_scale, cache.key_scale if values is None else cache.value_scale, params.alibi_slopes, params.sinks,
-        partial, lse, _arrived(q.device), params.scale, batch.num_decodes, batch.num_rows, splits.count, splits.min_tiles,
+        cache.key_scale, cache.key_scale if values is None else cache.value_scale, cache.key_mean,
+        params.alibi_slopes, params.sinks, partial, lse, _arrived(q.device), params.scale,
+        batch.num_decodes, batch.num_rows, splits.count, splits.min_tiles,
         q.stride(0), q.stride(1), batch.block_tables.stride(0), keys.stride(0), keys.stride(1),
         0 if values is None else values.stride(0), 0 if values is None else values.stride(1),
+        0 if cache.key_mean is None else cache.key_mean.stride(0),
         DECODE=is_decode, NUM_HEADS=num_heads, GROUP=num_heads // keys.shape[1], TILE_HEADS=tile_heads, TOKENS=tokens,
         SIZE=size, PART1=part1, PART2=part2, VALUE_SIZE=value_size, VALUE_PART1=value_part1, VALUE_PART2=value_part2,
         SOFTCAP=params.softcap, WINDOW=params.window, CHUNK=params.chunk, BLOCK_SIZE=cache.block_size,
@@ -170,6 +175,8 @@ def _check(q: Tensor, cache: KVCache) -> None:
     require_dense_pages(cache)
     if q.dtype not in QUERY_DTYPES or cache.keys.dtype not in CACHE_DTYPES:
         raise ValueError(f"attention of {q.dtype} queries over a {cache.keys.dtype} cache; takes {QUERY_DTYPES} over {CACHE_DTYPES}")
+    if cache.values is None and cache.key_mean is not None:
+        raise ValueError("latent keys are values too, and can't be stored less a mean")
     if q.stride(-1) != 1:
         raise ValueError(f"attention queries have strides {q.stride()}; the last axis must be dense")
     if q.shape[1] % cache.keys.shape[1]:

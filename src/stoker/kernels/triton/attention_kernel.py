@@ -35,8 +35,8 @@ def find_row(tile, query_starts, first_row, num_rows, TOKENS: tl.constexpr):
 @triton.jit(do_not_specialize=["first_row", "num_rows", "splits", "min_tiles", "stride_table"])
 def attention_kernel(
     q, keys, values, key_pages, value_pages, out, block_tables, seq_lens, query_starts, prefix_lens, key_scale, value_scale,
-    alibi_slopes, sinks, partial, partial_lse, arrived, scale, first_row, num_rows, splits, min_tiles,
-    stride_q_token, stride_q_head, stride_table, stride_key_block, stride_key_head, stride_value_block, stride_value_head,
+    key_mean, alibi_slopes, sinks, partial, partial_lse, arrived, scale, first_row, num_rows, splits, min_tiles,
+    stride_q_token, stride_q_head, stride_table, stride_key_block, stride_key_head, stride_value_block, stride_value_head, stride_mean_head,
     DECODE: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr,
     SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
     VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr,
@@ -132,6 +132,9 @@ def attention_kernel(
     acc1 = tl.zeros([BLOCK_M, VALUE_PART1], tl.float32)
     acc2 = tl.zeros([BLOCK_M, VALUE_PART2 if VALUE_PART2 > 0 else 16], tl.float32)
     head_keys = keys + kv_head.to(tl.int64) * stride_key_head
+    means = None
+    if key_mean is not None:
+        means = key_mean + kv_head * stride_mean_head
     head_values = None
     if values is not None:
         head_values = values + kv_head.to(tl.int64) * stride_value_head
@@ -141,7 +144,7 @@ def attention_kernel(
     if not DECODE and WINDOW is None and CHUNK is None:
         middle = begin + tl.maximum(tl.minimum(plain_end, end) - begin, 0) // BLOCK_N * BLOCK_N
         acc1, acc2, highest, total = attend(
-            acc1, acc2, highest, total, q1, q2, head_keys, head_values, key_pages, value_pages, kv_head * BLOCK_SIZE,
+            acc1, acc2, highest, total, q1, q2, head_keys, head_values, means, key_pages, value_pages, kv_head * BLOCK_SIZE,
             table, begin, middle, positions, prefix, slopes, score_scale, stride_key_block, stride_value_block, BLOCK_ROWS,
             SIZE, PART1, PART2, VALUE_SIZE, VALUE_PART1, VALUE_PART2, SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, False, PRECISION,
             None, PACKED,
@@ -149,7 +152,7 @@ def attention_kernel(
         begin = middle
     # Bulk copies would bring what lies past the last key too, and weight zero does not silence a NaN: masked loads here.
     acc1, acc2, highest, total = attend(
-        acc1, acc2, highest, total, q1, q2, head_keys, head_values, None, None, 0,
+        acc1, acc2, highest, total, q1, q2, head_keys, head_values, means, None, None, 0,
         table, begin, end, positions, prefix, slopes, score_scale, stride_key_block // STEP, stride_value_block // STEP, BLOCK_ROWS,
         SIZE // STEP, PART1, PART2, VALUE_SIZE // STEP, VALUE_PART1, VALUE_PART2, SOFTCAP, WINDOW, CHUNK, BLOCK_SIZE, BLOCK_N, True,
         PRECISION, PAIRED, PACKED,

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.activation import tanh
-from stoker.kernels.triton.attention_pairs import halves
+from stoker.kernels.triton.attention_pairs import halves, pair_scale
+from stoker.kernels.triton.rope import mean_tokens
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that differences of two running maxima are never NaN
@@ -93,9 +94,24 @@ def is_visible(key, position, end, prefix, WINDOW: tl.constexpr, CHUNK: tl.const
 
 
 @triton.jit
+def mean_scores(
+    q1, q2, means, start, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr
+):  # fmt: skip
+    """Products [M] of queries with what is missing in the keys around `start`. `means`: rows of a head, each for MEAN_TOKENS keys."""
+    STEP: tl.constexpr = 1 if PAIRED is None else 2
+    unit: tl.constexpr = 1.0 / pair_scale(PAIRED)
+    rows = means + start // mean_tokens() * SIZE + tl.zeros([16], tl.int32)  # the least that a matrix instruction takes: all the same one
+    scores = tl.dot(q1, tl.trans((load_part(rows, 0, PART1, SIZE, None, STEP) * unit).to(q1.dtype)), input_precision=PRECISION)
+    if PART2 > 0:
+        rest = load_part(rows, PART1 if PAIRED is None else 1, PART2, SIZE, None, STEP)
+        scores = tl.dot(q2, tl.trans((rest * unit).to(q1.dtype)), scores, input_precision=PRECISION)
+    return tl.max(scores, 1)
+
+
+@triton.jit
 def attend(
-    acc1, acc2, highest, total, q1, q2, keys, values, key_pages, value_pages, page_row, table, begin, end, positions, prefix, slopes, scale,
-    stride_key_block, stride_value_block, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
+    acc1, acc2, highest, total, q1, q2, keys, values, means, key_pages, value_pages, page_row, table, begin, end, positions, prefix, slopes,
+    scale, stride_key_block, stride_value_block, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
     VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     PAIRED: tl.constexpr, PACKED: tl.constexpr,
@@ -106,7 +122,10 @@ def attend(
     `keys` and `values` point to this head's first page; values None: the keys are the values too. With tensor descriptors of the
     whole caches ([blocks × BLOCK_ROWS, SIZE]; this head's rows start at `page_row` of each block), a tile is one bulk copy.
     PAIRED: pages are int16 pairs of 8-bit features (see `attention_pairs`), and part 1 is their low bytes, part 2 the high ones.
+    `means` (or None): see `mean_scores`; then `begin` is a multiple of BLOCK_N, and no tile has keys of two rows of them.
     """
+    STEP: tl.constexpr = 1 if PAIRED is None else 2
+    missing = tl.zeros([q1.shape[0]], tl.float32)
     block = blocks_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         # One tile ahead: were keys and block ids loaded in one iteration, the pipeliner would spend its stages on the ids.
@@ -122,7 +141,13 @@ def attend(
             k1 = load_part(rows, 0, PART1, SIZE, inside).to(q1.dtype)
         else:
             k1 = key_pages.load([block * BLOCK_ROWS + page_row + start % BLOCK_SIZE, 0]).to(q1.dtype)
-        scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        if means is None:
+            scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        else:
+            if (start == begin) | (start % mean_tokens() == 0):
+                missing = mean_scores(q1, q2, means, start, SIZE * STEP, PART1, PART2, PRECISION, PAIRED)
+            scores = tl.where(key[None, :] > 0, missing[:, None], 0.0)
+            scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
         if PART2 > 0:
             if PAIRED is None:
                 k2 = load_part(rows, PART1, PART2, SIZE, inside).to(q1.dtype)

@@ -10,9 +10,15 @@ from torch import Tensor
 
 from stoker.kernels.reference.rope import twos
 from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+from stoker.kernels.types import MEAN_TOKENS
 
 if TYPE_CHECKING:
     from stoker.layers.batch import KVCache
+
+
+@triton.constexpr_function
+def mean_tokens():
+    return MEAN_TOKENS
 
 
 @triton.jit
@@ -155,19 +161,27 @@ def hadamard(x, SIZE: tl.constexpr):
 
 @triton.jit
 def spread_heads(
-    source, source_offsets, target, target_offsets, scale, balance, angles, inside,
+    source, source_offsets, target, target_offsets, scale, balance, mean, has_mean, angles, inside,
     SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     MIX_HALF: tl.constexpr, MIX_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate, balance and spread some heads from `source` to `target`. `balance`: where their factors are, [heads, 1]."""
+    """Rotate, balance and spread some heads from `source` to `target`, those that `has_mean` less their mean, in units of `scale`.
+
+    `balance` and `mean` (or None): where their factors and means are, [heads, 1].
+    """
     if HALF > 0:
         first, second = rotated_pairs(source, source_offsets, angles, inside, HALF, BLOCK_HALF, INTERLEAVED)
         first_factor, second_factor = load_pairs(balance, 0, inside, HALF, BLOCK_HALF, INTERLEAVED)
         first, second = first * first_factor * 0.5**0.5, second * second_factor * 0.5**0.5
         plus, minus = hadamard(first + second, MIX_HALF), hadamard(first - second, MIX_HALF)
+        if mean is not None:
+            first_mean, second_mean = load_pairs(mean, 0, has_mean, HALF, BLOCK_HALF, INTERLEAVED)
+            plus, minus = plus - first_mean * scale, minus - second_mean * scale
     if SIZE > 2 * HALF:
         rest = load_part(source, source_offsets, inside, 2 * HALF, SIZE, BLOCK_REST).to(tl.float32)
         rest = hadamard(rest * load_part(balance, 0, inside, 2 * HALF, SIZE, BLOCK_REST), MIX_REST)
+        if mean is not None:
+            rest -= load_part(mean, 0, has_mean, 2 * HALF, SIZE, BLOCK_REST) * scale
     tl.debug_barrier()  # source and target may be the same: every feature was read
     if HALF > 0:
         write_pairs(target, target_offsets, plus, minus, scale, inside, HALF, BLOCK_HALF, INTERLEAVED)
@@ -177,8 +191,8 @@ def spread_heads(
 
 @triton.jit(do_not_specialize=["q_tiles"])
 def rope_store_kernel(
-    q, k, v, positions, cos_sin, slots, key_cache, value_cache, key_scale, value_scale, key_balance,
-    num_heads, num_kv_heads, q_tiles, kv_tiles,
+    q, k, v, positions, cos_sin, slots, key_cache, value_cache, key_scale, value_scale, key_balance, key_mean,
+    num_heads, num_kv_heads, q_tiles, kv_tiles, stride_mean_head,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_key_block, stride_key_head, stride_value_block, stride_value_head,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -201,7 +215,7 @@ def rope_store_kernel(
         if key_balance is not None:
             factors = key_balance + (q_head // (num_heads // num_kv_heads) * 2 + 1) * SIZE
             spread_heads(
-                q, place, q, place, 1.0, factors, angles, q_known,
+                q, place, q, place, 1.0, factors, None, None, angles, q_known,
                 SIZE, HALF, BLOCK_HALF, BLOCK_REST, MIX_HALF, MIX_REST, INTERLEAVED,
             )  # fmt: skip
         elif HALF > 0:
@@ -217,8 +231,14 @@ def rope_store_kernel(
             target = block * stride_key_block + head * stride_key_head + row * SIZE
             key_unit = head_scale(key_scale, head, known)
             if key_balance is not None:
+                mean = key_mean
+                has_mean = known
+                if key_mean is not None:
+                    position = tl.load(positions + token)
+                    mean = key_mean + head * stride_mean_head + position // mean_tokens() * SIZE
+                    has_mean = known & (position > 0)
                 spread_heads(
-                    k, source, key_cache, target, key_unit, key_balance + head * (2 * SIZE), angles, known,
+                    k, source, key_cache, target, key_unit, key_balance + head * (2 * SIZE), mean, has_mean, angles, known,
                     SIZE, HALF, BLOCK_HALF, BLOCK_REST, MIX_HALF, MIX_REST, INTERLEAVED,
                 )  # fmt: skip
             else:
@@ -243,6 +263,8 @@ def rope_store(
     if tokens == 0:
         return q
     require_dense_pages(cache)
+    if cache.key_mean is not None and cache.key_balance is None:
+        raise ValueError("keys are stored less their mean in the coordinates of a key_balance, and the cache has none")
     kv_heads, half = k.shape[1], 0 if cos_sin is None else cos_sin.shape[1] // 2
     value_size = 0 if cache.values is None else cache.values.shape[-1]
     heads, num_warps = (4, 1) if cache.key_balance is not None else (8, 4) if tokens >= 64 else (4, 2)
@@ -250,8 +272,8 @@ def rope_store(
     kv_tiles = triton.cdiv(kv_heads, heads)
     v, values = (k, cache.keys) if cache.values is None else (v, cache.values)
     rope_store_kernel[(tokens, q_tiles + kv_tiles * (1 if cache.values is None else 2))](
-        q, k, v, positions, cos_sin, slots, cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.key_balance,
-        num_heads, kv_heads, q_tiles, kv_tiles,
+        q, k, v, positions, cos_sin, slots, cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.key_balance, cache.key_mean,
+        num_heads, kv_heads, q_tiles, kv_tiles, 0 if cache.key_mean is None else cache.key_mean.stride(0),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cache.keys.stride(0), cache.keys.stride(1), values.stride(0), values.stride(1),
         SIZE=k.shape[2], VALUE_SIZE=value_size, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
