@@ -94,14 +94,35 @@ def test_attention(sizes: tuple[int, int, int], features: dict, block: int, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("sizes", "features", "block"), [*SHAPES[:5], (SIZES[0], {"window": 40}, 16), (SIZES[1], {"softcap": 20.0}, 64)])
-def test_attention_over_e4m3_keys_less_their_mean(sizes: tuple[int, int, int], features: dict, block: int, dtype: torch.dtype) -> None:
-    """Rows that end before, at and past the positions of a mean."""
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("sizes", "block"), [(sizes, block) for sizes, _, block in SHAPES[: len(SIZES)]])
+def test_attention_over_8_bit_keys(sizes: tuple[int, int, int], block: int, cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    over_8_bits(sizes, {}, block, dtype, cache_dtype, 190)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("sizes", "features", "block", "most"),
+    [*(case for size in SIZES[:2] for case in ((size, {}, 64, 190), (size, {}, 16, 1500))), (SIZES[0], {"window": 40}, 16, 190),
+     (SIZES[1], {"softcap": 20.0}, 64, 190)],
+)  # fmt: skip
+def test_attention_over_e4m3_keys_less_their_mean(
+    sizes: tuple[int, int, int], features: dict, block: int, most: int, dtype: torch.dtype
+) -> None:  # fmt: skip
+    over_8_bits(sizes, features, block, dtype, torch.float8_e4m3fn, most, has_mean=True)
+
+
+def over_8_bits(
+    sizes: tuple[int, int, int], features: dict, block: int, dtype: torch.dtype, cache_dtype: torch.dtype, most: int, has_mean: bool = False
+) -> None:
+    """Rows that end before, at and past the positions of a mean, some of a few queries, one of `most`."""
     heads, kv_heads, size = sizes
-    rows = [(1, keys) for keys in (1, 1023, 1025, 2500)] + [(q, q + seen) for q, seen in ((2, 0), (70, 1000), (190, 1900))]
+    rows = [(1, keys) for keys in (1, 1023, 1025, 2500)] + [(q, q + seen) for q, seen in ((2, 0), (70, 1000), (most, most + 1900))]
     cache, batch = ragged(rows, kv_heads, size, block, dtype)
-    pages = [page.nan_to_num().to(torch.float8_e4m3fn) for page in (cache.keys, cache.values)]  # type: ignore[union-attr]
-    scale, means = torch.rand(kv_heads) / 4 + 0.5, (torch.randn(kv_heads, 3, size) * 3).bfloat16().float()
+    # What a cache holds where nothing was stored is zeros here: 8 bits have no NaN, or attention would see it.
+    pages = [page.nan_to_num().mul(1 if cache_dtype.is_floating_point else 30).to(cache_dtype) for page in (cache.keys, cache.values)]  # type: ignore[union-attr]
+    scale = (torch.rand(kv_heads) / 4 + 0.5) / (1 if cache_dtype.is_floating_point else 30)
+    means = (torch.randn(kv_heads, 4, size) * 3).bfloat16().float() if has_mean else None
     q = torch.randn(int(batch.query_starts[-1]), heads, size).to(dtype)
     params = AttentionParams(size**-0.5, **features)
     want = attention_reference.attention(q.double(), KVCache(*pages, scale, scale, key_mean=means), batch, params)
@@ -109,7 +130,7 @@ def test_attention_over_e4m3_keys_less_their_mean(sizes: tuple[int, int, int], f
         *(t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
         batch.num_decodes, batch.max_query_len, batch.max_seq_len,
     )  # fmt: skip
-    moved = KVCache(*(page.cuda() for page in pages), scale.cuda(), scale.cuda(), key_mean=means.cuda())
+    moved = KVCache(*(page.cuda() for page in pages), scale.cuda(), scale.cuda(), key_mean=None if means is None else means.cuda())
     assert relative_error(ops.attention(q.cuda(), moved, on_device, params), want) < BOUND[torch.bfloat16]
 
 

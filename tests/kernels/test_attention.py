@@ -65,7 +65,7 @@ CASES = {
     "less a mean fp16": Case([(1, 2100), (5, 1040)], **LESS, dtype=FP16, block_size=64),
     "less a mean int8": Case([(1, 37), (1, 1030), (5, 1030)], mean=True, cache_dtype=torch.int8),
     "less a mean fp32": Case([(1, 1030), (2, 2050)], **LESS),
-    "less a mean, head 80": Case([(1, 1030), (3, 1030)], **LESS, size=80, dtype=BF16),
+    "less a mean, head 128": Case([(1, 1030), (3, 1030)], **LESS, size=128, dtype=BF16),
     "less a mean, block 128": Case([(1, 1030), (9, 1100)], **LESS, dtype=BF16, block_size=128),
     "less a mean, window": Case([(1, 1100), (1, 1024), (40, 1130), (3, 50)], **LESS, window=90, dtype=BF16),
     "less a mean, window to the first": Case([(1, 20), (5, 21)], **LESS, window=20, dtype=BF16),

@@ -17,7 +17,7 @@ from stoker.layers.shard import Sharding
 from stoker.quant import recipe as recipes
 from stoker.quant.recipe import Recipe
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MEAN_HEAD = 128  # features of the largest head whose keys are stored less a mean; smaller ones are powers of two
 MEAN_TOKENS = 1024  # positions whose keys have one mean (`KVCache.key_mean`); tiles of keys are powers of two, and divide it
 
 

@@ -16,7 +16,7 @@ from stoker.kernels.triton.attention_tuning import Splits, Tile, choose_splits, 
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.rope import require_dense_pages
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.types import MEAN_HEAD, AttentionParams
 
 if TYPE_CHECKING:
     from stoker.layers.batch import ForwardBatch, KVCache
@@ -171,12 +171,19 @@ def _arrived(device: torch.device) -> Tensor:
     return torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
 
 
+def _check_mean(size: int, cache: KVCache) -> None:
+    if cache.values is None:
+        raise ValueError("latent keys are values too, and can't be stored less a mean")
+    if size > MEAN_HEAD or size & (size - 1):
+        raise ValueError(f"keys of {size} features can't be stored less a mean: only powers of two up to {MEAN_HEAD}")
+
+
 def _check(q: Tensor, cache: KVCache) -> None:
     require_dense_pages(cache)
     if q.dtype not in QUERY_DTYPES or cache.keys.dtype not in CACHE_DTYPES:
         raise ValueError(f"attention of {q.dtype} queries over a {cache.keys.dtype} cache; takes {QUERY_DTYPES} over {CACHE_DTYPES}")
-    if cache.values is None and cache.key_mean is not None:
-        raise ValueError("latent keys are values too, and can't be stored less a mean")
+    if cache.key_mean is not None:
+        _check_mean(q.shape[2], cache)
     if q.stride(-1) != 1:
         raise ValueError(f"attention queries have strides {q.stride()}; the last axis must be dense")
     if q.shape[1] % cache.keys.shape[1]:

@@ -97,13 +97,16 @@ def is_visible(key, position, end, prefix, WINDOW: tl.constexpr, CHUNK: tl.const
 def mean_scores(
     q1, q2, means, start, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr
 ):  # fmt: skip
-    """Products [M] of queries with what is missing in the keys around `start`. `means`: rows of a head, each for MEAN_TOKENS keys."""
+    """Products [M] of queries with what is missing in the keys around `start`. `means`: rows of a head, each for MEAN_TOKENS keys.
+
+    Heads have one part, or are read in pairs.
+    """
     STEP: tl.constexpr = 1 if PAIRED is None else 2
     unit: tl.constexpr = 1.0 / pair_scale(PAIRED)
     rows = means + start // mean_tokens() * SIZE + tl.zeros([16], tl.int32)  # the least that a matrix instruction takes: all the same one
     scores = tl.dot(q1, tl.trans((load_part(rows, 0, PART1, SIZE, None, STEP) * unit).to(q1.dtype)), input_precision=PRECISION)
-    if PART2 > 0:
-        rest = load_part(rows, PART1 if PAIRED is None else 1, PART2, SIZE, None, STEP)
+    if PAIRED is not None:
+        rest = load_part(rows, 1, PART2, SIZE, None, STEP)
         scores = tl.dot(q2, tl.trans((rest * unit).to(q1.dtype)), scores, input_precision=PRECISION)
     return tl.max(scores, 1)
 

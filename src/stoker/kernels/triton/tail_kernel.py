@@ -181,7 +181,7 @@ def ask(
     for block in gl.static_range(BLOCKS):
         sizes = sizes + (gl.where(left > block, 16, 0),)
     four_rows = lane.to(gl.int64) * 0 + 4 * found[ROW_BYTES]
-    ask_blocks(place, source, four_rows, 2 * four_rows, sizes, lane, BLOCKS)
+    ask_blocks(place, source, four_rows, 2 * four_rows, sizes, lane, BLOCKS, True)
     if FORM == "int4":
         LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
         for block in gl.static_range(BLOCKS):
