@@ -236,7 +236,7 @@ def ask(state, links, programs, place, lane, warp, GATES: gl.constexpr, PARTS: g
     """Ask for the warp's rows of its next block, into the slot at `place`. Returns what comes after them."""
     linear, block, left, source, grids, found = state
     wide = lane.to(gl.int64) * 0
-    # They don't leave the cache first: the sums would stay instead, to be written to memory while attention reads (3.78 → 3.91 ms a step).
+    # They don't leave the cache first, as one token's do: sums would stay there instead, to be written to memory while attention reads.
     ask_blocks(place, source, wide + found[FOUR_ROWS], wide + found[EIGHT_ROWS], (gl.where(left > 0, 16, 0),), lane, 1, False)
     ask_grids(place + BLOCK_BYTES, grids, found[ALL_ROWS], left > 0, lane, GROUP, ZERO)
     asked(lane)
