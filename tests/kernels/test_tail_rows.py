@@ -12,7 +12,8 @@ from stoker.kernels.quantized import RowWeight, Tail, TailLinear
 from stoker.kernels.triton import tail_rows
 from stoker.kernels.triton.operand import column_features, place_of
 from stoker.kernels.triton.tail_one import SHARED_BYTES
-from stoker.kernels.triton.tail_rows_kernel import GROUPS, shared_places, slot_bytes
+from stoker.kernels.triton.tail_rows_kernel import shared_places
+from stoker.kernels.triton.tail_rows_walk import GROUPS, slot_bytes
 from stoker.kernels.types import PLAIN, Fusion
 
 PROGRAMS = 132

@@ -136,16 +136,10 @@ def over_rows(value):
 @gluon.jit
 def warp_number():
     """As a scalar: what depends on it branches warp by warp."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; add.s32 $0, $0, $1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;",
-        "=&r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    return gl.inline_asm_elementwise(_WARP, "=&r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=True, pack=1)
 
 
+_WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; add.s32 $0, $0, $1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;")
 _EXPECTING = gl.constexpr(
     "{ .reg .pred p; .reg .b32 t, i, a; mov.u32 t, %tid.x; setp.ne.b32 p, t, 0; @p bra DONE; mov.b32 i, 0; mov.b32 a, $1; "
     "AGAIN: mbarrier.init.shared.b64 [a], 1; add.s32 a, a, 8; add.s32 i, i, 1; setp.lt.s32 p, i, $2; @p bra AGAIN; "

@@ -40,9 +40,6 @@ from stoker.kernels.triton.operand import (
 )
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
-    ask_blocks,
-    ask_word,
-    asked,
     barrier,
     follow,
     meet,
@@ -53,33 +50,28 @@ from stoker.kernels.triton.ring import (
     take_number,
     warp_together,
 )
-from stoker.kernels.triton.tail_kernel import chosen, listed
+from stoker.kernels.triton.tail_kernel import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, listed
+from stoker.kernels.triton.tail_rows_walk import (
+    GROUPS,
+    TILE,
+    ask,
+    begin,
+    blocks_of,
+    blocks_of_group,
+    groups_of_block,
+    part_of,
+    share_of,
+    slot_bytes,
+    tiles_of,
+)
 
-GROUPS = tl.constexpr(4)  # of four warps each
 WARPS = tl.constexpr(16)
 THREADS = tl.constexpr(512)
-TILE = tl.constexpr(64)  # rows of a weight; of a gated one half are gates
 AT_ONCE = tl.constexpr(16)  # squares that a thread asks for at once
-
-# A linear is a tuple, since Triton's language has no structs: these are its fields, as `tail_rows_kernel` lists them,
-X, NORM, EPS, WEIGHT, SCALES, ZEROS, BIAS, RESIDUAL, OUT, N, K, STRIDE, LENGTH = map(tl.constexpr, range(13))
-# and these are those of `terms`, which is what asking for its tiles takes.
-FOUR_ROWS, EIGHT_ROWS, NEXT_TILE, ALL_ROWS, NEXT_GRID, BLOCKS, FIRST, COUNT_OF = map(tl.constexpr, range(8))
 
 same = gluon.jit(stream_kernel.same.fn)
 activated = gluon.jit(activation.activated.fn)
 tanh = gluon.jit(activation.tanh.fn)
-
-
-@triton.constexpr_function
-def slot_bytes(group):
-    """A warp's 16 rows of a block: codes, the groups' scales of 16 bits, their zeros of up to as many."""
-    return BLOCK_BYTES.value + 64 * groups_of_block(group)
-
-
-@triton.constexpr_function
-def groups_of_block(group):
-    return 256 // group
 
 
 @triton.constexpr_function
@@ -92,167 +84,6 @@ def shared_places(depth, tokens, blocks, group):
     spare = operand + blocks * block_bytes(tokens)
     barriers = spare + 4 * THREADS.value
     return operand, spare, barriers, -(-(barriers + 3 * 8 * blocks) // 1024) * 1024  # as buffers of 1024 bytes: their number may be any
-
-
-@gluon.jit
-def part_of(parts, programs):
-    """(which part of the features this program has, which it is of the programs that have that part, how many these are)."""
-    return gl.program_id(0) % parts, gl.program_id(0) // parts, programs // parts
-
-
-@gluon.jit
-def blocks_of(blocks, part, parts):
-    """(the first block of a part of the features, how many it has)."""
-    share = gl.cdiv(blocks, parts)
-    return part * share, gl.minimum(share, blocks - part * share)
-
-
-@gluon.jit
-def tiles_of(n, rows, index, step):
-    """How many tiles of `rows` rows a program has: index, index + step, …"""
-    return gl.where(index < step, gl.maximum(0, gl.cdiv(n // rows - index, step)), 0)
-
-
-@gluon.jit
-def share_of(tiles, blocks):
-    """How many of a program's blocks, tile by tile, are a group's: so many that no tile has more than two groups."""
-    return gl.maximum(gl.cdiv(tiles * blocks, GROUPS), blocks)
-
-
-@gluon.jit
-def blocks_of_group(tiles, blocks, warp):
-    """(the first of a program's blocks that are this warp's group's, the one after the last)."""
-    share = share_of(tiles, blocks)
-    first = gl.minimum(warp // 4 * share, tiles * blocks)
-    return first, gl.minimum(first + share, tiles * blocks)
-
-
-@gluon.jit
-def number(flags, linear, COUNT: gl.constexpr):
-    """A compile-time number of the linear of that number."""
-    value = gl.to_tensor(flags[0])
-    for i in gl.static_range(1, COUNT):
-        value = gl.where(linear == i, flags[i], value)
-    return value
-
-
-@gluon.jit
-def further(grids, lane, numbers, GROUP: gl.constexpr, ZERO: gl.constexpr):
-    """The lane's sources of scales and zeros so many numbers on: scales are of 16 bits, whole zeros of 8."""
-    scales, zeros = grids
-    if GROUP == 128:
-        if ZERO == "int":
-            scales += gl.where(lane < 16, 2 * numbers, numbers)
-        else:
-            scales += 2 * numbers
-    else:
-        scales += 2 * numbers
-        zeros += numbers if ZERO == "int" else 2 * numbers
-    return scales, zeros
-
-
-@gluon.jit
-def ask_grids(place, grids, all_rows, is_there, lane, GROUP: gl.constexpr, ZERO: gl.constexpr):
-    """Ask for a block's scales and zeros: of two groups in one request, of more 4 groups' scales, or 8 groups' whole zeros, in each."""
-    COUNT: gl.constexpr = groups_of_block(GROUP)
-    scales, zeros = grids
-    if GROUP == 128:
-        LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
-        ask_word(place + lane * 4, scales, gl.where((lane < LANES) & is_there, 4, 0))
-    else:
-        for four in gl.static_range(COUNT // 4):
-            ask_word(place + 128 * four + lane * 4, scales + four * 8 * all_rows, gl.where(is_there, 4, 0) + lane * 0)
-            if ZERO == "float":
-                ask_word(place + 32 * COUNT + 128 * four + lane * 4, zeros + four * 8 * all_rows, gl.where(is_there, 4, 0) + lane * 0)
-        if ZERO == "int":
-            ask_word(place + 32 * COUNT + lane * 4, zeros, gl.where((lane < 4 * COUNT) & is_there, 4, 0))
-
-
-@gluon.jit
-def terms(
-    links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr
-):  # fmt: skip
-    """(the lane's source of the warp's first block, and those of its scales and zeros; what asking takes of the linear).
-
-    No blocks after the last linear.
-    """
-    COUNT: gl.constexpr = len(GATES)
-    weight = chosen(links, linear, WEIGHT, gl.int64, COUNT)
-    scale = chosen(links, linear, SCALES, gl.int64, COUNT)
-    zero = chosen(links, linear, SCALES if ZERO == "none" else ZEROS, gl.int64, COUNT)
-    n = chosen(links, linear, N, gl.int32, COUNT)
-    stride = chosen(links, linear, STRIDE, gl.int64, COUNT)
-    length = chosen(links, linear, LENGTH, gl.int32, COUNT)
-    gates = 1 + number(GATES, linear, COUNT)
-    parts = number(PARTS, linear, COUNT)
-    part, index, step = part_of(parts, programs)
-    block, blocks = blocks_of(length, part, parts)
-    rows = TILE // gates
-    tiles = gl.where(linear < COUNT, tiles_of(n, rows, index, step), 0)
-    first, end = blocks_of_group(tiles, blocks, warp)
-    tile = index + first // blocks * step
-    block += first % blocks
-    far = gl.where(gates == 2, n, 8)  # from a warp's first eight rows to its second
-    row = tile * rows + warp % 4 * (16 // gates)
-    source = weight + (row + lane // 8).to(gl.int64) * stride + (block * 128 + lane % 8 * 16)
-    GROUPS_HERE: gl.constexpr = groups_of_block(GROUP)
-    all_rows = n * gates
-    two = lane % 8 * 2
-    of_two = (GROUPS_HERE * block + lane // 8 % GROUPS_HERE).to(gl.int64) * all_rows + row + two % 8 + two // 8 * far
-    four = lane % 4 * 4
-    of_four = (GROUPS_HERE * block + lane // 4 % GROUPS_HERE).to(gl.int64) * all_rows + row + four % 8 + four // 8 * far
-    scales = scale + 2 * of_two
-    zeros = zero + (of_four if ZERO == "int" else 2 * of_two)
-    if GROUP == 128 and ZERO != "none":
-        scales = gl.where(lane < 16, scales, zeros)
-    away = step * rows
-    return source, (scales, zeros), (
-        4 * stride, far * stride, away * stride - 128 * blocks,
-        all_rows, away - GROUPS_HERE * blocks * all_rows, blocks, first % blocks, end - first,
-    )  # fmt: skip
-
-
-@gluon.jit
-def from_linear(
-    links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr
-):  # fmt: skip
-    """(the first linear from that one on of which this group has blocks, and its `terms`)."""
-    source, grids, found = terms(links, linear, programs, lane, warp, GATES, PARTS, GROUP, ZERO)
-    while (found[COUNT_OF] == 0) & (linear < len(GATES)):
-        linear += 1
-        source, grids, found = terms(links, linear, programs, lane, warp, GATES, PARTS, GROUP, ZERO)
-    return linear, source, grids, found
-
-
-@gluon.jit
-def begin(links, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
-    """Where asking starts: (linear, the block's place in its tile, blocks left, the lane's sources, the linear's terms)."""
-    linear, source, grids, found = from_linear(links, gl.to_tensor(0), programs, lane, warp, GATES, PARTS, GROUP, ZERO)
-    return linear, found[FIRST], found[COUNT_OF], source, grids, found
-
-
-@gluon.jit
-def ask(state, links, programs, place, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
-    """Ask for the warp's rows of its next block, into the slot at `place`. Returns what comes after them."""
-    linear, block, left, source, grids, found = state
-    wide = lane.to(gl.int64) * 0
-    # They don't leave the cache first, as one token's do: sums would stay there instead, to be written to memory while attention reads.
-    ask_blocks(place, source, wide + found[FOUR_ROWS], wide + found[EIGHT_ROWS], (gl.where(left > 0, 16, 0),), lane, 1, False)
-    ask_grids(place + BLOCK_BYTES, grids, found[ALL_ROWS], left > 0, lane, GROUP, ZERO)
-    asked(lane)
-    block += 1
-    left -= 1
-    source += 128
-    grids = further(grids, lane, groups_of_block(GROUP) * found[ALL_ROWS], GROUP, ZERO)
-    if block == found[BLOCKS]:
-        block = block * 0
-        source += found[NEXT_TILE]
-        grids = further(grids, lane, found[NEXT_GRID], GROUP, ZERO)
-    if left == 0:
-        linear, source, grids, found = from_linear(links, linear + 1, programs, lane, warp, GATES, PARTS, GROUP, ZERO)
-        block = found[FIRST]
-        left = found[COUNT_OF]
-    return linear, block, left, source, grids, found
 
 
 @gluon.jit
@@ -276,7 +107,7 @@ def prepare(link, operand, programs, m, lane, warp, PARTS: gl.constexpr, TOKENS:
 
 @gluon.jit
 def fetch(link, operand, barriers, programs, thread, PARTS: gl.constexpr, TOKENS: gl.constexpr):
-    """Ask for this program's part of an operand, block by block."""
+    """Ask for this program's part of an operand, block by block. For one that multiplies it: nobody else waits for what arrives."""
     part, _, _ = part_of(PARTS, programs)
     block, blocks = blocks_of(link[LENGTH], part, PARTS)
     SIZE: gl.constexpr = block_bytes(TOKENS)
@@ -316,7 +147,7 @@ def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.co
     for row in gl.static_range(2):
         for side in gl.static_range(2):
             at = place + 64 * pair + (32 * side + 16 * row) + lane // 4 * 2
-            scale = take_number(at, SCALE)
+            scale = take_number(at, SCALE).to(gl.bfloat16).to(gl.float32)
             scales = scales + (pair_of(scale * CODE_SCALES[side]),)
             if ZERO == "none":
                 low = scale * (-8.0 * SUM_SCALE)
@@ -469,6 +300,7 @@ def run(
     operand = shared + places[0]
     spare = shared + places[1]
     barriers = shared + places[2] + (AT - 1) * (8 * SHARE)
+    part, index, step = part_of(PARTS[AT], programs)
     if AT == 0:
         follow(thread, CHAINED)
         prepare(link, operand, programs, m, lane, warp, PARTS[0], TOKENS, GROUP)
@@ -476,14 +308,14 @@ def run(
         barrier()
     else:
         meet(arrived, programs, gl.program_id(0) == 0, thread)
-        fetch(link, operand, barriers, programs, thread, PARTS[AT], TOKENS)
+        if tiles_of(link[N], TILE // (1 + GATES[AT]), index, step) > 0:
+            fetch(link, operand, barriers, programs, thread, PARTS[AT], TOKENS)
     if not ADDS:
         add_squares(link, squares, spare, thread, TOKENS)
     state, slot = multiply(
         state, slot, links, link, partial, programs, shared + warp * (DEPTH * slot_bytes(GROUP)), operand, barriers, thread, lane, warp,
         GATES, PARTS, AT, SCALE, ZERO, DEPTH, TOKENS, GROUP,
     )  # fmt: skip
-    part, index, step = part_of(PARTS[AT], programs)
     if index < step:
         meet(arrived + 1 + index, PARTS[AT], part == 0, thread)
     after = links[AT + 1 if NEXT else AT]
