@@ -1,4 +1,4 @@
-"""Steps of one token cut into attentions and tails: the same sums as layer by layer."""
+"""Steps of few tokens cut into attentions and tails: the same sums as layer by layer."""
 
 from __future__ import annotations
 
@@ -39,20 +39,42 @@ def decoded(model: Harness) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("row", "quantization"), [("LlamaForCausalLM", "NO_QUANT"), ("Qwen2ForCausalLM", "WEIGHTS_ONLY_INT8"), ("GemmaForCausalLM", "FP8")]
 )
-def test_tails_are_the_layers(row: str, quantization: str, tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.parametrize("taken", [(1,), (len(PROMPT),), (1, len(PROMPT))], ids=str)
+def test_tails_are_the_layers(
+    row: str, quantization: str, taken: tuple[int, ...], tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     model = harness(row, tmp_path, tokenizer, quantization)
     layers: list[Layer] = model.model.layers
     assert model.model.tails is None, "on a CPU a tail is no faster"
-    whole = decoded(model)
+    whole, steps = decoded(model), []
+    monkeypatch.setattr("stoker.kernels.ops.takes_tail", lambda tail, rows: rows in taken)
     model.model.tails = tails = Tails(layers)
+    walk = Tails.__call__
+
+    def seen(self: Tails, x: torch.Tensor, *rest: object) -> torch.Tensor:
+        steps.append(len(x))
+        return walk(self, x, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tails, "__call__", seen)
     assert [tail.qkv is None for tail in tails.tails] == [False] * (len(layers) - 1) + [True]
     for mine, theirs in zip(decoded(model), whole, strict=True):
         assert torch.equal(mine, theirs)
+    assert steps == [rows for rows in (len(PROMPT), 1, 1, 1, 1) if rows in taken]
+
+
+@pytest.mark.parametrize(("taken", "is_made", "before"), [((1, 32), True, True), ((32,), True, False), ((5,), False, False)])
+def test_tails_are_made_where_one_row_or_some_are_taken(
+    taken: tuple[int, ...], is_made: bool, before: bool, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.kernels.ops.takes_tail", lambda tail, rows: rows in taken)
+    model = harness("LlamaForCausalLM", tmp_path, tokenizer).model
+    assert (model.tails is not None) == is_made
+    assert all(layer.attention.params.before_tail == before for layer in model.layers)
 
 
 @pytest.mark.parametrize(
     "row", ["GPT2LMHeadModel", "Gemma2ForCausalLM", "FalconForCausalLM", "MixtralForCausalLM", "DeepseekV2ForCausalLM"]
 )
 def test_layers_of_other_kinds_have_no_tails(row: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.kernels.ops.takes_tail", lambda tail: True)
+    monkeypatch.setattr("stoker.kernels.ops.takes_tail", lambda tail, rows: True)
     assert harness(row, tmp_path, tokenizer).model.tails is None
