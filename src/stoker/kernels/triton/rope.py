@@ -169,19 +169,26 @@ def spread_heads(
 
     `balance` and `mean` (or None): where their factors and means are, [heads, 1].
     """
+    # All that is read is asked for before any of it is used: memory is waited for once.
+    if HALF > 0:
+        first_factor, second_factor = load_pairs(balance, 0, inside, HALF, BLOCK_HALF, INTERLEAVED)
+        if mean is not None:
+            first_mean, second_mean = load_pairs(mean, 0, has_mean, HALF, BLOCK_HALF, INTERLEAVED)
+    if SIZE > 2 * HALF:
+        factor = load_part(balance, 0, inside, 2 * HALF, SIZE, BLOCK_REST)
+        rest = load_part(source, source_offsets, inside, 2 * HALF, SIZE, BLOCK_REST)
+        if mean is not None:
+            rest_mean = load_part(mean, 0, has_mean, 2 * HALF, SIZE, BLOCK_REST)
     if HALF > 0:
         first, second = rotated_pairs(source, source_offsets, angles, inside, HALF, BLOCK_HALF, INTERLEAVED)
-        first_factor, second_factor = load_pairs(balance, 0, inside, HALF, BLOCK_HALF, INTERLEAVED)
         first, second = first * first_factor * 0.5**0.5, second * second_factor * 0.5**0.5
         plus, minus = hadamard(first + second, MIX_HALF), hadamard(first - second, MIX_HALF)
         if mean is not None:
-            first_mean, second_mean = load_pairs(mean, 0, has_mean, HALF, BLOCK_HALF, INTERLEAVED)
             plus, minus = plus - first_mean * scale, minus - second_mean * scale
     if SIZE > 2 * HALF:
-        rest = load_part(source, source_offsets, inside, 2 * HALF, SIZE, BLOCK_REST).to(tl.float32)
-        rest = hadamard(rest * load_part(balance, 0, inside, 2 * HALF, SIZE, BLOCK_REST), MIX_REST)
+        rest = hadamard(rest.to(tl.float32) * factor, MIX_REST)
         if mean is not None:
-            rest -= load_part(mean, 0, has_mean, 2 * HALF, SIZE, BLOCK_REST) * scale
+            rest -= rest_mean * scale
     tl.debug_barrier()  # source and target may be the same: every feature was read
     if HALF > 0:
         write_pairs(target, target_offsets, plus, minus, scale, inside, HALF, BLOCK_HALF, INTERLEAVED)
