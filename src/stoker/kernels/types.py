@@ -10,6 +10,11 @@ MEAN_HEAD = 128  # features of the largest head whose keys are stored less a mea
 MEAN_TOKENS = 1024  # positions whose keys have one mean (`KVCache.key_mean`); tiles of keys are powers of two, and divide it
 
 
+def takes_mean(head_size: int) -> bool:
+    """Whether kernels take keys of so many features stored less a mean."""
+    return head_size <= MEAN_HEAD and head_size & (head_size - 1) == 0
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
     """What differs between attention layers."""

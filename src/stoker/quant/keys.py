@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.reference.rope import in_features, in_pairs, rotate, spread
-from stoker.kernels.types import MEAN_HEAD, MEAN_TOKENS
+from stoker.kernels.types import MEAN_TOKENS, takes_mean
 from stoker.layers.config import AttentionConfig
 
 WINDOWS = 4  # of calibration, that the balance and the mean are found by
@@ -28,8 +28,7 @@ def has_mean(attention: AttentionConfig, kv_cache: str) -> bool:
     int8's steps depend little on it, and on two axes no place tells how its key turned. Of heads that are no power of two up to
     MEAN_HEAD a GPU's prefill gave wrong scores (docs/log.md).
     """
-    is_taken = attention.head_size <= MEAN_HEAD and attention.head_size & (attention.head_size - 1) == 0
-    return kv_cache == "float8_e4m3fn" and is_taken and not (attention.rope and attention.rope.two_axes)
+    return kv_cache == "float8_e4m3fn" and takes_mean(attention.head_size) and not (attention.rope and attention.rope.two_axes)
 
 
 def rotated_means(mean: Tensor, table: Tensor | None, positions: int, interleaved: bool) -> Tensor:

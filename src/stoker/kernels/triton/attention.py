@@ -16,7 +16,7 @@ from stoker.kernels.triton.attention_tuning import Splits, Tile, choose_splits, 
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.rope import require_dense_pages
-from stoker.kernels.types import MEAN_HEAD, AttentionParams
+from stoker.kernels.types import MEAN_HEAD, AttentionParams, takes_mean
 
 if TYPE_CHECKING:
     from stoker.layers.batch import ForwardBatch, KVCache
@@ -174,7 +174,7 @@ def _arrived(device: torch.device) -> Tensor:
 def _check_mean(size: int, cache: KVCache) -> None:
     if cache.values is None:
         raise ValueError("latent keys are values too, and can't be stored less a mean")
-    if size > MEAN_HEAD or size & (size - 1):
+    if not takes_mean(size):
         raise ValueError(f"keys of {size} features can't be stored less a mean: only powers of two up to {MEAN_HEAD}")
 
 

@@ -39,7 +39,7 @@ from stoker.kernels.triton.ring import (
 
 GROUP = tl.constexpr(128)  # features of int4 that share a scale
 
-# A linear is a tuple, since Triton's language has no structs: these are its fields, as `tail_kernel` lists them,
+# A linear is a tuple, since Triton's language has no structs: these are its fields, as kernels list them,
 X, NORM, EPS, WEIGHT, SCALES, ZEROS, BIAS, RESIDUAL, OUT, N, K, STRIDE, LENGTH = map(tl.constexpr, range(13))
 # and these are those of `terms`, which is what asking for its tiles takes.
 AT_WEIGHT, AT_SCALES, AT_ZEROS, ROW_BYTES, ROW_BLOCKS, PART_ROWS, PARTS, FIRST_ROW, TILES, TURNS = map(tl.constexpr, range(10))
@@ -48,7 +48,6 @@ add_products = gluon.jit(fragments.add_products.fn)
 widened = gluon.jit(fragments.widened.fn)
 same = gluon.jit(stream_kernel.same.fn)
 activated = gluon.jit(activation.activated.fn)
-tanh = gluon.jit(activation.tanh.fn)
 
 
 @triton.constexpr_function
@@ -78,6 +77,18 @@ def digits_apart(widths):
 
 
 @gluon.jit
+def linked(fields, COUNT: gl.constexpr):
+    """COUNT linears, of parallel tuples."""
+    links = ()
+    for i in gl.static_range(COUNT):
+        link = ()
+        for field in gl.static_range(len(fields)):
+            link = link + (fields[field][i],)
+        links = links + (link,)
+    return links
+
+
+@gluon.jit
 def share(n, programs):
     """(first tile of 16 rows, how many) of this program."""
     tiles = n // 16
@@ -96,6 +107,15 @@ def chosen(links, linear, FIELD: gl.constexpr, AS: gl.constexpr, COUNT: gl.const
 
 
 @gluon.jit
+def number(flags, linear, COUNT: gl.constexpr):
+    """A compile-time number of the linear of that number."""
+    value = gl.to_tensor(flags[0])
+    for i in gl.static_range(1, COUNT):
+        value = gl.where(linear == i, flags[i], value)
+    return value
+
+
+@gluon.jit
 def terms(links, linear, programs, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
     """(addresses of the weight, its scales and its zeros, bytes and blocks of a row, rows of a part, parts, this program's first row, tiles
     to ask for, turns of a tile). No tiles after the last linear."""
@@ -109,9 +129,7 @@ def terms(links, linear, programs, GATES: gl.constexpr, FORM: gl.constexpr, ZERO
     n = chosen(links, linear, N, gl.int32, len(GATES))
     stride = chosen(links, linear, STRIDE, gl.int64, len(GATES))
     blocks = chosen(links, linear, LENGTH, gl.int32, len(GATES))
-    parts = gl.to_tensor(2 if GATES[0] else 1)
-    for i in gl.static_range(1, len(GATES)):
-        parts = gl.where(linear == i, 2 if GATES[i] else 1, parts)
+    parts = 1 + number(GATES, linear, len(GATES))
     first, mine = share(n, programs)
     tiles = gl.where(linear < len(GATES), mine * parts, 0)
     return weight, scale, zero, stride, blocks, n, parts, first * 16, tiles, gl.cdiv(blocks, SPAN)
@@ -489,11 +507,7 @@ def tail_kernel(
     gates: gl.constexpr = listed(GATES)
     biases: gl.constexpr = listed(BIASES)
     widths: gl.constexpr = listed(WIDTHS)
-    links = ()
-    for i in gl.static_range(len(gates)):
-        links = links + (
-            (x[i], norm[i], eps[i], weight[i], scale[i], zero[i], bias[i], residual[i], out[i], n[i], k[i], stride[i], blocks[i]),
-        )
+    links = linked((x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks), len(gates))
     places: gl.constexpr = shared_places(FORM, DEPTH, WARPS, BLOCKS, widths, ROWS)
     SLOT: gl.constexpr = slot_bytes(FORM, BLOCKS)
     kept = gl.allocate_shared_memory(gl.int8, [places[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))

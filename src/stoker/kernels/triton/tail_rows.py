@@ -66,7 +66,7 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
     if parts.qkv is not None:
         qkv = x.new_empty(m, _outputs(parts.qkv))
         links.append(link(parts.qkv, operands[2], hidden, None, qkv))
-    most = max(_tiles(linear) * each for linear, each in zip(parts.linears, plan.parts, strict=True))
+    most = max(tiles * each for (tiles, _), each in zip(_sizes(parts), plan.parts, strict=True))
     partial = torch.empty(most * 2 * TILE.value * plan.tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(hidden // 16 * plan.tokens, dtype=torch.float32, device=x.device)
     weight = parts.out.weight
@@ -84,16 +84,25 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
 
 def plan_of(tail: Tail, rows: int, programs: int) -> Plan | None:
     """None where shared memory has no room for a ring of two slots."""
-    tokens, group = max(8, triton.next_power_of_2(rows)), _group(tail)
-    most = max((count for count in range(1, 257) if _depth(tokens, count, group) >= 2), default=0)
-    parts = tuple(_parts(linear, tokens, programs, most, linear is tail.out) for linear in tail.linears)
-    return plan_with(tail, tokens, parts) if all(parts) else None
+    return _planned(_sizes(tail), _group(tail), max(8, triton.next_power_of_2(rows)), programs)
 
 
 def plan_with(tail: Tail, tokens: int, parts: tuple[int, ...]) -> Plan | None:
     """The same with the features cut so."""
-    share = max(triton.cdiv(_blocks(linear), each) for linear, each in zip(tail.linears, parts, strict=True))
-    depth = min(_depth(tokens, share, _group(tail)), DEEPEST)
+    return _cut(_sizes(tail), _group(tail), tokens, parts)
+
+
+@cache
+def _planned(sizes: tuple[tuple[int, int], ...], group: int, tokens: int, programs: int) -> Plan | None:
+    """Cached, since layers are alike, and a step that is no graph asks in every one of them."""
+    most = max((count for count in range(1, 257) if _depth(tokens, count, group) >= 2), default=0)
+    parts = tuple(_parts(tiles, blocks, tokens, programs, most, nth == 0) for nth, (tiles, blocks) in enumerate(sizes))
+    return _cut(sizes, group, tokens, parts) if all(parts) else None
+
+
+def _cut(sizes: tuple[tuple[int, int], ...], group: int, tokens: int, parts: tuple[int, ...]) -> Plan | None:
+    share = max(triton.cdiv(blocks, each) for (_, blocks), each in zip(sizes, parts, strict=True))
+    depth = min(_depth(tokens, share, group), DEEPEST)
     return Plan(tokens, parts, share, depth) if depth >= 2 else None
 
 
@@ -102,19 +111,13 @@ def _depth(tokens: int, share: int, group: int) -> int:
     return int(SHARED_BYTES - TRITONS - shared_places(0, tokens, share, group)[-1]) // (WARPS.value * slot_bytes(group))
 
 
-def _group(tail: Tail) -> int:
-    assert tail.out.weight is not None
-    return tail.out.weight.group
-
-
-def _parts(linear: TailLinear, tokens: int, programs: int, most: int, is_first: bool) -> int:
+def _parts(tiles: int, blocks: int, tokens: int, programs: int, most: int, is_first: bool) -> int:
     """Into how many parts to cut a linear's features, of which no program takes more than `most` blocks; 0: none will do.
 
     By what was measured on an H200 with Llama-3.1-8B's shapes: a block of each of its four groups takes a program 1.4 µs, tokens and sums
     come at 32 KB a µs, and nothing else happens while the first linear's tokens are made an operand. Sums are written, read, and go to
     memory when their place in the cache is needed.
     """
-    tiles, blocks = _tiles(linear), _blocks(linear)
 
     def cost(parts: int) -> float:
         share, mine = triton.cdiv(blocks, parts), triton.cdiv(tiles, programs // parts)
@@ -126,19 +129,20 @@ def _parts(linear: TailLinear, tokens: int, programs: int, most: int, is_first: 
     return min((parts for parts in whole if triton.cdiv(blocks, parts) <= most), key=cost, default=0)
 
 
+def _group(tail: Tail) -> int:
+    assert tail.out.weight is not None
+    return tail.out.weight.group
+
+
+def _sizes(tail: Tail) -> tuple[tuple[int, int], ...]:
+    """(tiles, blocks of a row) of each weight."""
+    shapes = (linear.weight.weight.shape for linear in tail.linears if linear.weight is not None)
+    return tuple((n // TILE.value, size // BLOCK) for n, size in shapes)
+
+
 def _outputs(linear: TailLinear) -> int:
     assert linear.weight is not None
     return int(linear.weight.weight.shape[0]) // (1 if linear.fusion.gate is None else 2)
-
-
-def _tiles(linear: TailLinear) -> int:
-    assert linear.weight is not None
-    return int(linear.weight.weight.shape[0]) // TILE.value
-
-
-def _blocks(linear: TailLinear) -> int:
-    assert linear.weight is not None
-    return int(linear.weight.weight.shape[1]) // BLOCK
 
 
 @cache

@@ -18,7 +18,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton import activation, stream_kernel
 from stoker.kernels.triton.operand import (
     CODE_SCALES,
     SUM_SCALE,
@@ -50,7 +49,7 @@ from stoker.kernels.triton.ring import (
     take_number,
     warp_together,
 )
-from stoker.kernels.triton.tail_kernel import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, listed
+from stoker.kernels.triton.tail_kernel import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, activated, linked, listed, same
 from stoker.kernels.triton.tail_rows_walk import (
     GROUPS,
     TILE,
@@ -68,10 +67,6 @@ from stoker.kernels.triton.tail_rows_walk import (
 WARPS = tl.constexpr(16)
 THREADS = tl.constexpr(512)
 AT_ONCE = tl.constexpr(16)  # squares that a thread asks for at once
-
-same = gluon.jit(stream_kernel.same.fn)
-activated = gluon.jit(activation.activated.fn)
-tanh = gluon.jit(activation.tanh.fn)
 
 
 @triton.constexpr_function
@@ -276,12 +271,12 @@ def finish(
                 rounded = y.to(gl.bfloat16)
                 if not GATED:
                     gl.store(link[OUT] + (token + column) * n + row + 8 * half, rounded, mask=token + column < m)
-                if NEXT:
+                if NEXT and ADDS:
                     y = rounded.to(gl.float32)
                     square += y * y
-                    if ADDS:
-                        y *= norms[half]
-                    gl.store(operand + place_of(row + 8 * half, token + column, TOKENS, GROUP), y.to(gl.bfloat16))
+                    rounded = (y * norms[half]).to(gl.bfloat16)
+                if NEXT:
+                    gl.store(operand + place_of(row + 8 * half, token + column, TOKENS, GROUP), rounded)
             if NEXT and ADDS:
                 gl.store(squares + (tile * 4 + warp % 4) * TOKENS + token + column, over_rows(square), mask=lane < 4)
 
@@ -343,11 +338,7 @@ def tail_rows_kernel(
     gates: gl.constexpr = listed(GATES)
     biases: gl.constexpr = listed(BIASES)
     parts: gl.constexpr = listed(PARTS)
-    links = ()
-    for i in gl.static_range(len(gates)):
-        links = links + (
-            (x[i], norm[i], eps[i], weight[i], scale[i], zero[i], bias[i], residual[i], out[i], n[i], k[i], stride[i], blocks[i]),
-        )
+    links = linked((x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks), len(gates))
     places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE, GROUP)
     kept = gl.allocate_shared_memory(gl.int8, [places[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # Triton declares shared memory to the assembler only where an operation of its own uses it.

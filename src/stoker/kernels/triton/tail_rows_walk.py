@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_word, asked
-from stoker.kernels.triton.tail_kernel import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen
+from stoker.kernels.triton.tail_kernel import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen, number
 
 GROUPS = tl.constexpr(4)  # of four warps each
 TILE = tl.constexpr(64)  # rows of a weight; of a gated one half are gates
@@ -67,15 +67,6 @@ def blocks_of_group(tiles, blocks, warp):
 
 
 @gluon.jit
-def number(flags, linear, COUNT: gl.constexpr):
-    """A compile-time number of the linear of that number."""
-    value = gl.to_tensor(flags[0])
-    for i in gl.static_range(1, COUNT):
-        value = gl.where(linear == i, flags[i], value)
-    return value
-
-
-@gluon.jit
 def further(grids, lane, numbers, GROUP: gl.constexpr, ZERO: gl.constexpr):
     """The lane's sources of scales and zeros so many numbers on: scales are of 16 bits, whole zeros of 8."""
     scales, zeros = grids
@@ -95,16 +86,17 @@ def ask_grids(place, grids, all_rows, is_there, lane, GROUP: gl.constexpr, ZERO:
     """Ask for a block's scales and zeros: of two groups in one request, of more 4 groups' scales, or 8 groups' whole zeros, in each."""
     COUNT: gl.constexpr = groups_of_block(GROUP)
     scales, zeros = grids
+    size = gl.where(is_there, 4, 0) + lane * 0
     if GROUP == 128:
         LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
-        ask_word(place + lane * 4, scales, gl.where((lane < LANES) & is_there, 4, 0))
+        ask_word(place + lane * 4, scales, gl.where(lane < LANES, size, 0))
     else:
         for four in gl.static_range(COUNT // 4):
-            ask_word(place + 128 * four + lane * 4, scales + four * 8 * all_rows, gl.where(is_there, 4, 0) + lane * 0)
+            ask_word(place + 128 * four + lane * 4, scales + four * 8 * all_rows, size)
             if ZERO == "float":
-                ask_word(place + 32 * COUNT + 128 * four + lane * 4, zeros + four * 8 * all_rows, gl.where(is_there, 4, 0) + lane * 0)
+                ask_word(place + 32 * COUNT + 128 * four + lane * 4, zeros + four * 8 * all_rows, size)
         if ZERO == "int":
-            ask_word(place + 32 * COUNT + lane * 4, zeros, gl.where((lane < 4 * COUNT) & is_there, 4, 0))
+            ask_word(place + 32 * COUNT + lane * 4, zeros, gl.where(lane < 4 * COUNT, size, 0))
 
 
 @gluon.jit
