@@ -21,9 +21,6 @@ from stoker.kernels.triton import activation, fragments, stream_kernel
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
     GRID_BYTES,
-    ask_blocks,
-    ask_word,
-    asked,
     barrier,
     follow,
     meet,
@@ -36,28 +33,15 @@ from stoker.kernels.triton.ring import (
     take_operand,
     warp_together,
 )
+from stoker.kernels.triton.tail_links import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, SCALES, K, N, X, linked, listed
+from stoker.kernels.triton.tail_walk import ask, begin, share, slot_bytes
 
 GROUP = tl.constexpr(128)  # features of int4 that share a scale
-
-# A linear is a tuple, since Triton's language has no structs: these are its fields, as kernels list them,
-X, NORM, EPS, WEIGHT, SCALES, ZEROS, BIAS, RESIDUAL, OUT, N, K, STRIDE, LENGTH = map(tl.constexpr, range(13))
-# and these are those of `terms`, which is what asking for its tiles takes.
-AT_WEIGHT, AT_SCALES, AT_ZEROS, ROW_BYTES, ROW_BLOCKS, PART_ROWS, PARTS, FIRST_ROW, TILES, TURNS = map(tl.constexpr, range(10))
 
 add_products = gluon.jit(fragments.add_products.fn)
 widened = gluon.jit(fragments.widened.fn)
 same = gluon.jit(stream_kernel.same.fn)
 activated = gluon.jit(activation.activated.fn)
-
-
-@triton.constexpr_function
-def listed(numbers):
-    return tuple(int(number) for number in numbers.split())
-
-
-@triton.constexpr_function
-def slot_bytes(form, blocks):
-    return blocks * (BLOCK_BYTES.value + (GRID_BYTES.value if form == "int4" else 0))
 
 
 @triton.constexpr_function
@@ -74,151 +58,6 @@ def shared_places(form, depth, warps, blocks, widths, rows):
 def digits_apart(widths):
     """Bytes from coarse digits to fine ones: the widest row, and as many more as let lanes of both read different banks."""
     return max(widths) + 16
-
-
-@gluon.jit
-def linked(fields, COUNT: gl.constexpr):
-    """COUNT linears, of parallel tuples."""
-    links = ()
-    for i in gl.static_range(COUNT):
-        link = ()
-        for field in gl.static_range(len(fields)):
-            link = link + (fields[field][i],)
-        links = links + (link,)
-    return links
-
-
-@gluon.jit
-def share(n, programs):
-    """(first tile of 16 rows, how many) of this program."""
-    tiles = n // 16
-    each = gl.cdiv(tiles, programs)
-    first = gl.minimum(gl.program_id(0) * each, tiles)
-    return first, gl.minimum(each, tiles - first)
-
-
-@gluon.jit
-def chosen(links, linear, FIELD: gl.constexpr, AS: gl.constexpr, COUNT: gl.constexpr):
-    """A field of the linear of that number."""
-    value = gl.to_tensor(links[0][FIELD]).to(AS)
-    for i in gl.static_range(1, COUNT):
-        value = gl.where(linear == i, gl.to_tensor(links[i][FIELD]).to(AS), value)
-    return value
-
-
-@gluon.jit
-def number(flags, linear, COUNT: gl.constexpr):
-    """A compile-time number of the linear of that number."""
-    value = gl.to_tensor(flags[0])
-    for i in gl.static_range(1, COUNT):
-        value = gl.where(linear == i, flags[i], value)
-    return value
-
-
-@gluon.jit
-def terms(links, linear, programs, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
-    """(addresses of the weight, its scales and its zeros, bytes and blocks of a row, rows of a part, parts, this program's first row, tiles
-    to ask for, turns of a tile). No tiles after the last linear."""
-    weight = chosen(links, linear, WEIGHT, gl.int64, len(GATES))
-    scale = weight
-    zero = weight
-    if FORM == "int4":
-        scale = chosen(links, linear, SCALES, gl.int64, len(GATES))
-        if ZERO != "none":
-            zero = chosen(links, linear, ZEROS, gl.int64, len(GATES))
-    n = chosen(links, linear, N, gl.int32, len(GATES))
-    stride = chosen(links, linear, STRIDE, gl.int64, len(GATES))
-    blocks = chosen(links, linear, LENGTH, gl.int32, len(GATES))
-    parts = 1 + number(GATES, linear, len(GATES))
-    first, mine = share(n, programs)
-    tiles = gl.where(linear < len(GATES), mine * parts, 0)
-    return weight, scale, zero, stride, blocks, n, parts, first * 16, tiles, gl.cdiv(blocks, SPAN)
-
-
-@gluon.jit
-def from_linear(links, linear, programs, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
-    """(the first linear from that one on of which this program has tiles, and its `terms`)."""
-    found = terms(links, linear, programs, GATES, FORM, ZERO, SPAN)
-    while (found[TILES] == 0) & (linear < len(GATES)):
-        linear += 1
-        found = terms(links, linear, programs, GATES, FORM, ZERO, SPAN)
-    return linear, found
-
-
-@gluon.jit
-def tile_row(tile, found):
-    """A tile's first row in the weight: gates and what they gate take turns."""
-    return found[FIRST_ROW] + tile // found[PARTS] * 16 + tile % found[PARTS] * found[PART_ROWS]
-
-
-@gluon.jit
-def lane_source(row, found, lane, warp, BLOCKS: gl.constexpr):
-    """This lane's first 16 bytes of a tile."""
-    piece = (warp * (128 * BLOCKS) + lane % 8 * 16).to(gl.int64)
-    return found[AT_WEIGHT] + piece + (row + lane // 8).to(gl.int64) * found[ROW_BYTES]
-
-
-@gluon.jit
-def grid_source(row, found, lane, warp, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
-    """(this lane's first 4 bytes of a tile's scales and zeros, bytes from a group to the next).
-
-    Of a block, two groups: 16 lanes copy scales, the others zeros.
-    """
-    rows = (found[PART_ROWS] * found[PARTS]).to(gl.int64)
-    group = warp * (2 * BLOCKS)
-    place = found[AT_SCALES] + ((group + lane % 16 // 8) * rows + row + lane % 8 * 2) * 2
-    step = lane.to(gl.int64) * 0 + 2 * rows
-    if ZERO == "float":
-        place = gl.where(lane < 16, place, place - found[AT_SCALES] + found[AT_ZEROS])
-    elif ZERO == "int":
-        place = gl.where(lane < 16, place, found[AT_ZEROS] + (group + lane % 8 // 4) * rows + row + lane % 4 * 4)
-        step = gl.where(lane < 16, step, rows)
-    return place, step
-
-
-@gluon.jit
-def begin(
-    links, programs, lane, warp, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """Where asking starts: (linear, tile, turn, the lane's source, that of scales and its step, the linear's terms)."""
-    nothing = gl.to_tensor(0)
-    linear, found = from_linear(links, nothing, programs, GATES, FORM, ZERO, WARPS * BLOCKS)
-    row = tile_row(nothing, found)
-    return linear, nothing, nothing, lane_source(row, found, lane, warp, BLOCKS), grid_source(row, found, lane, warp, ZERO, BLOCKS), found
-
-
-@gluon.jit
-def ask(
-    state, links, programs, place, lane, warp,
-    GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Ask for the warp's blocks of the next turn, into the slot at `place`. Returns what comes after them."""
-    linear, tile, turn, source, grid, found = state
-    left = gl.where(tile < found[TILES], found[ROW_BLOCKS], 0) - (turn * WARPS + warp) * BLOCKS
-    sizes = ()
-    for block in gl.static_range(BLOCKS):
-        sizes = sizes + (gl.where(left > block, 16, 0),)
-    four_rows = lane.to(gl.int64) * 0 + 4 * found[ROW_BYTES]
-    ask_blocks(place, source, four_rows, 2 * four_rows, sizes, lane, BLOCKS, True)
-    if FORM == "int4":
-        LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
-        for block in gl.static_range(BLOCKS):
-            size = gl.where((lane < LANES) & (left > block), 4, 0)
-            ask_word(place + (BLOCKS * BLOCK_BYTES + GRID_BYTES * block) + lane * 4, grid[0] + 2 * block * grid[1], size)
-    asked(lane)
-    turn += 1
-    source += 128 * WARPS * BLOCKS
-    grid = (grid[0] + 2 * WARPS * BLOCKS * grid[1], grid[1])
-    if turn >= found[TURNS]:
-        turn = turn * 0
-        tile += 1
-        if tile >= found[TILES]:
-            tile = tile * 0
-            linear, found = from_linear(links, linear + 1, programs, GATES, FORM, ZERO, WARPS * BLOCKS)
-        row = tile_row(tile, found)
-        source = lane_source(row, found, lane, warp, BLOCKS)
-        grid = grid_source(row, found, lane, warp, ZERO, BLOCKS)
-    return linear, tile, turn, source, grid, found
 
 
 @gluon.jit

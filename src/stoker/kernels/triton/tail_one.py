@@ -15,7 +15,8 @@ from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import capability, num_multiprocessors
 from stoker.kernels.triton.ring import BLOCK_BYTES
-from stoker.kernels.triton.tail_kernel import GROUP, shared_places, slot_bytes, tail_kernel
+from stoker.kernels.triton.tail_kernel import GROUP, shared_places, tail_kernel
+from stoker.kernels.triton.tail_walk import slot_bytes
 
 BLOCK = BLOCK_BYTES.value // 16  # bytes of a row
 CAPABILITY = 90  # whose shared memory it is laid out for

@@ -49,7 +49,8 @@ from stoker.kernels.triton.ring import (
     take_number,
     warp_together,
 )
-from stoker.kernels.triton.tail_kernel import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, activated, linked, listed, same
+from stoker.kernels.triton.tail_kernel import activated, same
+from stoker.kernels.triton.tail_links import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, linked, listed
 from stoker.kernels.triton.tail_rows_walk import (
     GROUPS,
     TILE,

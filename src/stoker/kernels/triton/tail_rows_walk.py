@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_word, asked
-from stoker.kernels.triton.tail_kernel import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen, number
+from stoker.kernels.triton.tail_links import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen, number
 
 GROUPS = tl.constexpr(4)  # of four warps each
 TILE = tl.constexpr(64)  # rows of a weight; of a gated one half are gates
