@@ -10,8 +10,9 @@ import torch
 from stoker.kernels import ops
 from stoker.kernels.reference import attention as attention_reference
 from stoker.kernels.reference import linear as linear_reference
+from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.reference import sampling as sampling_reference
-from stoker.kernels.types import AttentionParams, DrawParams, Fusion
+from stoker.kernels.types import MEAN_TOKENS, AttentionParams, DrawParams, Fusion, Rotary
 from stoker.layers.batch import ForwardBatch, KVCache
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -112,6 +113,43 @@ def test_attention_over_e4m3_keys_less_their_mean(
     over_8_bits(sizes, features, block, dtype, torch.float8_e4m3fn, most, has_mean=True)
 
 
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 70])
+@pytest.mark.parametrize(("sizes", "features", "block"), SHAPES)
+def test_rope_attention(sizes: tuple[int, int, int], features: dict, block: int, rows: int, interleaved: bool, dtype: torch.dtype) -> None:
+    """Decode rows whose last key and value are in no cache yet."""
+    heads, kv_heads, size = sizes
+    cache, batch = ragged([(1, random.randrange(1, 700)) for _ in range(rows)], kv_heads, size, block, dtype)
+    last = batch.seq_lens.long() - 1
+    batch.slots = torch.stack([batch.block_tables[row, at // block] * block + at % block for row, at in enumerate(last)]).int()
+    batch.positions = torch.randint(0, 4000, (rows,), dtype=torch.int32)
+    angles = torch.rand(4000, size // 4) * 6
+    rotary = Rotary(batch.positions, torch.cat((angles.cos(), angles.sin()), 1), interleaved)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, size).to(dtype)
+    numbers = {name: value for name, value in features.items() if name not in ("alibi", "sinks")}
+    slopes = torch.rand(heads) * 0.2 if "alibi" in features else None
+    sinks = torch.randn(heads) if "sinks" in features else None
+    on_device = ForwardBatch(
+        *(t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
+        rows, 1, batch.max_seq_len,
+    )  # fmt: skip
+    moved = KVCache(cache.keys.cuda(), cache.values.cuda())  # type: ignore[union-attr]
+    clean = KVCache(*(page.nan_to_num() for page in (cache.keys, cache.values)))  # type: ignore[union-attr]
+    parts = (heads, kv_heads, kv_heads)
+    params = AttentionParams(size**-0.5, **numbers, alibi_slopes=slopes, sinks=sinks)
+    q = rope_reference.rope_store(*qkv.clone().split(parts, 1), *rotary, clean, batch.slots)
+    wide = KVCache(clean.keys.double(), clean.values.double())  # type: ignore[union-attr]
+    want = attention_reference.attention(q.double(), wide, batch, params)
+    of_device = {"alibi_slopes": None if slopes is None else slopes.cuda(), "sinks": None if sinks is None else sinks.cuda()}
+    params = AttentionParams(size**-0.5, **numbers, **of_device)
+    moved_rotary = Rotary(on_device.positions, rotary.cos_sin.cuda(), interleaved)  # type: ignore[union-attr]
+    got = ops.rope_attention(*qkv.cuda().split(parts, 1), moved_rotary, moved, on_device, params)
+    assert relative_error(got, want) < BOUND[dtype]
+    for pages, stored in ((moved.keys, clean.keys), (moved.values, clean.values)):
+        assert relative_error(pages.nan_to_num(), stored) < BOUND[dtype]  # type: ignore[union-attr, arg-type]
+
+
 def over_8_bits(
     sizes: tuple[int, int, int], features: dict, block: int, dtype: torch.dtype, cache_dtype: torch.dtype, most: int, has_mean: bool = False
 ) -> None:
@@ -122,7 +160,7 @@ def over_8_bits(
     # What a cache holds where nothing was stored is zeros here: 8 bits have no NaN, or attention would see it.
     pages = [page.nan_to_num().mul(1 if cache_dtype.is_floating_point else 30).to(cache_dtype) for page in (cache.keys, cache.values)]  # type: ignore[union-attr]
     scale = (torch.rand(kv_heads) / 4 + 0.5) / (1 if cache_dtype.is_floating_point else 30)
-    means = (torch.randn(kv_heads, 4, size) * 3).bfloat16().float() if has_mean else None
+    means = (torch.randn(kv_heads, -(-int(batch.max_seq_len) // MEAN_TOKENS), size) * 3).bfloat16().float() if has_mean else None
     q = torch.randn(int(batch.query_starts[-1]), heads, size).to(dtype)
     params = AttentionParams(size**-0.5, **features)
     want = attention_reference.attention(q.double(), KVCache(*pages, scale, scale, key_mean=means), batch, params)

@@ -31,7 +31,7 @@ from stoker.distributed.group import SINGLE
 from stoker.engine.stream import LayerStream
 from stoker.engine.tensor_file import read_header
 from stoker.kernels import ops
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.types import AttentionParams, Rotary
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import encode as encode_model
 from stoker.layers.decoder import kv_cache_specs, layer_specs
@@ -78,7 +78,10 @@ class CacheLoader(Loader):
         super().__init__(source, recipe, dtype, device, SINGLE)
         self.stats = stats
 
-    def attention(self, q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams
+    ) -> Tensor:
+        q = ops.rope_store(q, k, v, *rotary, cache, batch.slots)
         self.stats.add(q, cache.keys, cache.values)
         return ops.attention(q, cache, batch, params)
 

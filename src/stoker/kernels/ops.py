@@ -31,7 +31,7 @@ from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
 from stoker.kernels.reference import tail as tail_ref
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion
+from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion, Rotary
 
 if TYPE_CHECKING:
     from stoker.layers.batch import ForwardBatch, KVCache
@@ -260,6 +260,11 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
     block_tables[r]. Softmax in float32.
     """
     return _pick(q, attention_ref).attention(q, cache, batch, params)
+
+
+def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    """`rope_store`, then `attention` of what it gives: on a GPU one launch, where each row has one token and the cache q's dtype."""
+    return _pick(q, attention_ref).rope_attention(q, k, v, rotary, cache, batch, params)
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +14,14 @@ MEAN_TOKENS = 1024  # positions whose keys have one mean (`KVCache.key_mean`); t
 def takes_mean(head_size: int) -> bool:
     """Whether kernels take keys of so many features stored less a mean."""
     return head_size <= MEAN_HEAD and head_size & (head_size - 1) == 0
+
+
+class Rotary(NamedTuple):
+    """How a step's tokens rotate: see `ops.rope_store`."""
+
+    positions: Tensor  # int32 [T]
+    cos_sin: Tensor | None
+    interleaved: bool
 
 
 @dataclass(frozen=True, slots=True)

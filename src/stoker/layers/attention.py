@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from stoker.kernels import ops
-from stoker.kernels.types import PLAIN, AttentionParams
+from stoker.kernels.types import PLAIN, AttentionParams, Rotary
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import AttentionConfig
 from stoker.layers.linear import joined
@@ -95,10 +94,9 @@ class Attention:
         positions, cos_sin = batch.positions, self.cos_sin
         if self.two_axes and cos_sin is not None:
             positions, cos_sin = step_table(cos_sin, batch)
-        q = ops.rope_store(q, k, v, positions, cos_sin, self.interleaved, cache, batch.slots)
         if config.logn_length is not None:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
-        return self.attend(q, cache, batch, self.params)
+        return self.attend(q, k, v, Rotary(positions, cos_sin, self.interleaved), cache, batch, self.params)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.qk_norm is not None

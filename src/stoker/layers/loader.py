@@ -18,7 +18,7 @@ from stoker.quant.recipe import Recipe
 class Loader:
     """Loads this rank's share of each declared weight from `source`, through the recipe's formats."""
 
-    attention = staticmethod(ops.attention)  # what blocks attend with
+    attention = staticmethod(ops.rope_attention)  # what blocks attend with
 
     def __init__(
         self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device, group: Group, sharding: Sharding = WHOLE

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.kernels import ops
-from stoker.kernels.types import AttentionParams
+from stoker.kernels.types import AttentionParams, Rotary
 from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.config import MLAConfig
 from stoker.layers.linear import joined
@@ -78,7 +77,7 @@ class MLA:
         # q · (k_up × latent) = (q × k_up) · latent: keys are never unfolded.
         q = torch.cat((q_rope, torch.einsum("thn,hnr->thr", q_nope, self.k_up)), dim=-1)
         k = torch.cat((k_rope, self.kv_norm(latent)), dim=-1).unsqueeze(1)
-        q = ops.rope_store(q, k, k, batch.positions, self.cos_sin, config.rope.interleaved, cache, batch.slots)
+        rotary = Rotary(batch.positions, self.cos_sin, config.rope.interleaved)
         # The cache has no values: attention mixes whole keys, of which the latent is wanted.
-        mixed = self.attend(q, cache, batch, self.params).unflatten(-1, (self.num_heads, -1))[..., config.rope_size :]
+        mixed = self.attend(q, k, k, rotary, cache, batch, self.params).unflatten(-1, (self.num_heads, -1))[..., config.rope_size :]
         return torch.einsum("thr,hvr->thv", mixed, self.v_up).flatten(1)

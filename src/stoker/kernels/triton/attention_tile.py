@@ -50,13 +50,16 @@ def as_operand(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def blocks_of(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Block ids of the BLOCK_N tokens from `start` on: one when they share a block, else one a token. Reads no entry past `end`'s."""
+def blocks_of(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr = False):
+    """Block ids of the BLOCK_N tokens from `start` on: one when they share a block, else one a token. Reads no entry past `end`'s.
+
+    EARLY: before the wait for the launch before.
+    """
     if BLOCK_N <= BLOCK_SIZE:
-        return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+        return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0, volatile=EARLY)
     else:
         key = start + tl.arange(0, BLOCK_N)
-        return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+        return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0, volatile=EARLY)
 
 
 @triton.jit
@@ -113,13 +116,13 @@ def mean_scores(
 
 @triton.jit
 def attend(
-    acc1, acc2, highest, total, q1, q2, keys, values, means, key_pages, value_pages, page_row, table, begin, end, positions, prefix, slopes,
-    scale, stride_key_block, stride_value_block, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
-    VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    PAIRED: tl.constexpr, PACKED: tl.constexpr,
+    acc1, acc2, highest, total, q1, q2, keys, values, means, key_pages, value_pages, page_row, table, block, begin, end, positions, prefix,
+    slopes, scale, stride_key_block, stride_value_block, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr,
+    PART1: tl.constexpr, PART2: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Take keys begin : end into the running softmax (acc, highest score, total weight).
+    """Take keys begin : end into the running softmax (acc, highest score, total weight). `block`: the first tile's, where it is known.
 
     No query sees a key past `end`; MASKED: not every query sees every key before it either.
     `keys` and `values` point to this head's first page; values None: the keys are the values too. With tensor descriptors of the
@@ -129,7 +132,8 @@ def attend(
     """
     STEP: tl.constexpr = 1 if PAIRED is None else 2
     missing = tl.zeros([q1.shape[0]], tl.float32)
-    block = blocks_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
+    if block is None:
+        block = blocks_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         # One tile ahead: were keys and block ids loaded in one iteration, the pipeliner would spend its stages on the ids.
         next_block = blocks_of(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)

@@ -139,25 +139,35 @@ def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, BLOCKS: gl.c
 
 
 @gluon.jit
-def add_groups(sums, words, codes, totals, grid, lane, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
-    """sums (two registers: a lane's two rows) + a turn of int4. Each block is a pair of groups, low nibbles and high ones.
+def group_products(words, codes, nothing, BLOCKS: gl.constexpr):
+    """Products of a turn of int4: each block is a pair of groups, low nibbles and high ones, and of each four registers for both halves.
 
     High nibbles are multiplied where they are, which makes their sums 16 times as large.
     """
-    scales, zeros = grid
-    made = sums
+    made = ()
     for block in gl.static_range(BLOCKS):
         for side in gl.static_range(2):
-            raw = same(lane * 0, 4)
             for half in gl.static_range(2):
                 upper = words[16 * block + 8 * half : 16 * block + 8 * half + 4]
                 lower = words[16 * block + 8 * half + 4 : 16 * block + 8 * half + 8]
                 given = take_operand(codes, 256 * block + 128 * side + 16 * half)
-                raw = add_products(raw, upper, lower, given, "low" if side == 0 else "upper")
+                made = made + add_products(same(nothing, 4), upper, lower, given, "low" if side == 0 else "upper")
+    return made
+
+
+@gluon.jit
+def add_groups(sums, products, totals, grid, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
+    """sums (two registers: a lane's two rows) + `group_products`, scaled."""
+    scales, zeros = grid
+    made = sums
+    for block in gl.static_range(BLOCKS):
+        for side in gl.static_range(2):
+            raw = products[16 * block + 8 * side : 16 * block + 8 * side + 8]
             total = take_float(totals + (8 * block + 4 * side))
             values = ()
             for row in gl.static_range(2):
-                value = (raw[2 * row] * 254 + raw[2 * row + 1]).to(gl.float32)
+                coarse = raw[2 * row] + raw[2 * row + 4]
+                value = (coarse * 254 + (raw[2 * row + 1] + raw[2 * row + 5])).to(gl.float32)
                 if side == 1:
                     value *= 0.0625
                 scale = scales[4 * block + 2 * side + row]
@@ -216,14 +226,16 @@ def multiply(
             place = mine + slot * SLOT
             words = take_blocks(place, lane, BLOCKS, DEPTH - 1)
             at = code + turn * (FEATURES * WARPS * BLOCKS)
+            # Asking for the next slot takes as long as matrix instructions do: it stands where a warp would wait for them.
             if FORM == "int4":
                 grid = take_grid(place + BLOCKS * BLOCK_BYTES, lane, SCALE, ZERO, BLOCKS)
                 warp_together(lane)  # before the slot is asked for again
-            state = ask(state, links, programs, place, lane, warp, GATES, FORM, ZERO, WARPS, BLOCKS)
-            if FORM == "int4":
-                sums = add_groups(sums, words, at, total + turn * (8 * WARPS * BLOCKS), grid, lane, ZERO, BLOCKS)
+                products = group_products(words, at, nothing, BLOCKS)
             else:
                 sums = add_bytes(sums, words, at, FORM, BLOCKS)
+            state = ask(state, links, programs, place, lane, warp, GATES, FORM, ZERO, WARPS, BLOCKS)
+            if FORM == "int4":
+                sums = add_groups(sums, products, total + turn * (8 * WARPS * BLOCKS), grid, ZERO, BLOCKS)
             slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
         made = row_sums(sums, FORM, BLOCKS)
         for half in gl.static_range(2):
