@@ -67,6 +67,11 @@ def whole(x):
 
 
 @gluon.jit
+def sum_and_most(sum, most, other_sum, other_most):
+    return sum + other_sum, gl.maximum(most, other_most)
+
+
+@gluon.jit
 def encode(
     link, norms, codes, totals, NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr
 ):
@@ -81,16 +86,14 @@ def encode(
     v = gl.load(x + cols, mask=cols < k, other=0.0, cache_modifier=".cg").to(gl.float32)
     weighted = v
     factor = 1.0
-    squares = 0.0
     if NORMED:
         weighted = v * norms.to(gl.float32)
-        squares = gl.sum(v * v, 0)
+        squares, most = gl.reduce((v * v, gl.abs(weighted)), 0, sum_and_most)
         factor = gl.rsqrt(squares / k + link[EPS])
     else:
-        squares = gl.sum(v, 0)  # a maximum passes over NaN; a sum does not
-    most = gl.max(gl.abs(weighted), 0)
+        squares, most = gl.reduce((v, gl.abs(v)), 0, sum_and_most)  # a maximum passes over NaN; a sum does not
     step = gl.maximum(most * factor / LIMIT, 1e-12 if FORM == "fp8" else 1e-30) + squares * 0.0
-    units = weighted * factor * (1.0 / step)
+    units = weighted * (factor / step)
     if FORM == "fp8":
         put_codes(codes + cols, units.to(gl.float8e4nv).to(gl.int8, bitcast=True))
     else:
