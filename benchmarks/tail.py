@@ -1,6 +1,6 @@
 """A layer's tail on one CUDA device: one launch beside its linears one by one, in CUDA graphs of weights past the cache.
 
-    PYTHONPATH=src python benchmarks/tail.py [--forms fp8,bytes,int4] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
+    PYTHONPATH=src python benchmarks/tail.py [--forms bfloat16,fp8,bytes,int4] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
 
 Llama-3.1-8B's shapes; more than one row against int4. The floor is the weights' bytes ÷ 4.42 TB/s (a read-only stream, measured). With
 --tiles also other tiles of one row, and other parts of some.
@@ -21,10 +21,11 @@ from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import Int4Weight, Tail, TailLinear
 from stoker.kernels.reference.tail import tail as one_by_one
 from stoker.kernels.triton.quant_int4 import pack_int4
-from stoker.kernels.triton.tail_one import TILES, TailTile, tail_one
+from stoker.kernels.triton.tail_one import TailTile, tail_one
 from stoker.kernels.triton.tail_rows import Plan, plan_of, plan_with, tail_rows
 from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import PLAIN, Fusion
+from stoker.quant.dense import DenseLinear
 from stoker.quant.fp8 import Fp8Linear
 from stoker.quant.int4 import Int4Linear
 from stoker.quant.int8 import Int8Linear
@@ -40,6 +41,8 @@ def linear(form: str, n: int, k: int, fusion: Fusion) -> TailLinear:
         codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
         scale = (torch.rand(n, k // 128, device="cuda") * k**-0.5 / 4).half()
         op = Int4Linear(pack_int4(Int4Weight(codes, scale, torch.full_like(scale, 8).byte(), None, 128)), None, None)
+    elif form == "bfloat16":
+        op = DenseLinear((torch.randn(n, k, device="cuda") * k**-0.5).bfloat16(), None)
     else:
         weight, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda"), torch.rand(n, device="cuda") * k**-0.5 / 64
         op = (
@@ -111,7 +114,7 @@ def plans(parts: Tail, rows: int) -> list[Plan]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--forms", default=",".join(TILES))
+    parser.add_argument("--forms", default="bfloat16,fp8,bytes,int4")
     parser.add_argument("--rows", default="1")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json")

@@ -18,20 +18,23 @@ from stoker.kernels.quantized import Int4Weight, Tail, TailLinear
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.tail import tail as one_by_one
 from stoker.kernels.types import PLAIN, Fusion
+from stoker.quant.dense import DenseLinear
 from stoker.quant.fp8 import Fp8, Fp8Linear
 from stoker.quant.int4 import Int4Linear
 from stoker.quant.int8 import Int8Linear, round_rows
 
-FORMS = ["fp8", "bytes", "int4 none", "int4 int", "int4 float"]
+FORMS = ["dense", "fp8", "bytes", "int4 none", "int4 int", "int4 float"]
 # (heads' features, hidden, MLP's, qkv): programs without a tile, features that end inside a turn, several tiles a program, Llama-3.1-8B
 SHAPES = [(256, 512, 768, 320), (1280, 1024, 2816, 1536), (2048, 2560, 6912, 3072), (4096, 4096, 14336, 6144)]
 BOUND = 0.01  # of what is bfloat16 between linears, and nothing else
 
 
-def linear(form: str, n: int, k: int, bias: bool) -> tuple[Any, Tensor]:
+def linear(form: str, n: int, k: int, bias: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Tensor]:
     """(the linear on the device, its weight in float64)."""
     weight = torch.randn(n, k, device="cuda") * k**-0.5 * torch.rand(n, 1, device="cuda").exp()
     given = torch.randn(n).bfloat16().cuda() if bias else None
+    if form == "dense":
+        return DenseLinear(weight.to(dtype), given), weight.to(dtype).double()
     if form == "fp8":
         stored = Fp8(compensate=False).quantize(weight, partial_spec(n, k))
         codes, scale = stored["weight"], stored["scale"]
@@ -67,7 +70,7 @@ def problem(form: str, shape: tuple[int, ...], dtype: torch.dtype, biases: bool,
         (hidden, size, PLAIN),
         (qkv, hidden, norm()),
     ):
-        op, real = linear(form, n, k, biases)
+        op, real = linear(form, n, k, biases, dtype)
         made.append(TailLinear(op, op.row_weight(), fusion))
         wide.append(real)
     return Tail(*made[:3], None if last else made[3]), wide

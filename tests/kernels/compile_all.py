@@ -171,6 +171,8 @@ def tail_of(
             grid = meta(256 // group * -(-k // 256), n, dtype=torch.float16 if not last else BF16)
             zeros = {"none": None, "int": meta(*grid.shape, dtype=torch.uint8), "float": grid}[zero]
             weight = RowWeight("int4", meta(n, -(-k // 256) * 128, dtype=torch.uint8), grid, bias, zeros, zero, group)
+        elif form in ("bfloat16", "float16"):
+            weight = RowWeight(form, meta(n, k, dtype=getattr(torch, form)), None, bias)
         else:
             weight = RowWeight(form, meta(n, k, dtype=FP8 if form == "fp8" else torch.int8), meta(n, dtype=FP32), bias)
         return TailLinear(lambda x, fusion: x, weight, fusion)
@@ -182,6 +184,8 @@ def tail_of(
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
+    "tail bfloat16": lambda: tail_of("bfloat16"),
+    "tail float16 135M, with biases": lambda: tail_of("float16", biased=True, sizes=(576, 576, 1536, 960)),
     "tail fp8": lambda: tail_of("fp8"),
     "tail int8 70B, last, with biases": lambda: tail_of("bytes", last=True, biased=True, sizes=(8192, 8192, 28672, 10240)),
     "tail int4": lambda: tail_of("int4", "int"),

@@ -74,16 +74,23 @@ StoredExperts = ExpertWeights | Int4Experts | Int8Experts | BlockExperts
 
 @dataclass(frozen=True, slots=True)
 class RowWeight:
-    """A weight as it lies for a kernel of several linears. `form`: fp8 (activations by the row's own scale), bytes (int8), int4 (paired
-    groups of `group` features, with `scale` and `zero` [groups, n])."""
+    """A weight as it lies for a kernel of several linears.
+
+    `form`: bfloat16 or float16 (as it is), fp8 (activations by the row's own scale), bytes (int8), int4 (paired groups of `group` features,
+    with `scale` and `zero` [groups, n]).
+    """
 
     form: str
-    weight: Tensor  # [n, bytes]
-    scale: Tensor
+    weight: Tensor  # [n, numbers of 16 or 8 bits]
+    scale: Tensor | None  # None: without one
     bias: Tensor | None
     zero: Tensor | None = None
     zero_kind: str = "none"  # none, int, float
     group: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.weight.shape[1] * self.weight.element_size()
 
 
 @dataclass(frozen=True, slots=True)

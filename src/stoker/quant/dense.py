@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import ops
+from stoker.kernels.quantized import RowWeight
 from stoker.kernels.routing import Routing
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
@@ -41,6 +42,10 @@ class DenseLinear:
 
     def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return ops.embedding(token_ids, self.weight)
+
+    def row_weight(self) -> RowWeight | None:
+        form = {torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(self.weight.dtype)
+        return None if form is None else RowWeight(form, self.weight, None, self.bias)
 
 
 class DenseExperts:

@@ -109,6 +109,14 @@ def put_codes(place, codes):
 
 
 @gluon.jit
+def put_halves(place, values):
+    """16-bit numbers, at addresses that rise by two, two neighbours of a thread at a time."""
+    gl.inline_asm_elementwise(
+        "st.shared.b32 [$1], $3; mov.b32 $0, $3;", "=r,r,r,r", [place, values], dtype=values.dtype, is_pure=False, pack=2
+    )  # fmt: skip
+
+
+@gluon.jit
 def warp_together(lane):
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
 

@@ -5,7 +5,8 @@ Here the programs stay, one a multiprocessor, and walk through the linears toget
 evenly. A warp's ring (see `ring`) is asked for across the ends of tiles and of linears, since weights depend on nothing; it fills while
 programs meet, and while each makes the row's codes anew.
 
-FORM: fp8 (e4m3 codes × e4m3), bytes (int8) and int4 (groups of 128, paired, see `quant_int4`), both × the row's two int8 digits.
+FORM: bfloat16 and float16 (as they are), fp8 (e4m3 codes × e4m3), bytes (int8) and int4 (groups of 128, paired, see `quant_int4`), both ×
+the row's two int8 digits. In shared memory the row is codes in any case.
 """
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
@@ -26,6 +27,7 @@ from stoker.kernels.triton.ring import (
     meet,
     put_codes,
     put_float,
+    put_halves,
     shared_address,
     take_blocks,
     take_float,
@@ -55,6 +57,23 @@ def shared_places(form, depth, warps, blocks, widths, rows):
 
 
 @triton.constexpr_function
+def has_scales(form):
+    """Whether each row has one."""
+    return form == "fp8" or form == "bytes"
+
+
+@triton.constexpr_function
+def is_wide(form):
+    """Whether weights, and so codes, have 16 bits."""
+    return form == "bfloat16" or form == "float16"
+
+
+@triton.constexpr_function
+def block_features(form):
+    return 256 if form == "int4" else 64 if is_wide(form) else 128
+
+
+@triton.constexpr_function
 def digits_apart(widths):
     """Bytes from coarse digits to fine ones: the widest row, and as many more as let lanes of both read different banks."""
     return max(widths) + 16
@@ -64,6 +83,16 @@ def digits_apart(widths):
 def whole(x):
     """A float whose last bits are the nearest integer of |x| < 2^22, to even on a tie."""
     return x + 12582912.0
+
+
+@gluon.jit
+def put_row(link, norms, codes, NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr):
+    """The row itself, normed, as codes of 16 bits, zeros after them."""
+    cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
+    v = gl.load(link[X] + cols, mask=cols < link[K], other=0.0, cache_modifier=".cg").to(gl.float32)
+    if NORMED:
+        v *= norms.to(gl.float32) * gl.rsqrt(gl.sum(v * v, 0) / link[K] + link[EPS])
+    put_halves(codes + 2 * cols, v.to(gl.bfloat16 if FORM == "bfloat16" else gl.float16))
 
 
 @gluon.jit
@@ -119,7 +148,7 @@ def add_bytes(sums, words, codes, FORM: gl.constexpr, BLOCKS: gl.constexpr):
             given = widened(given)
         made = made + add_products(
             sums[4 * half : 4 * half + 4], words[8 * half : 8 * half + 4], words[8 * half + 4 : 8 * half + 8], given,
-            "e4m3" if FORM == "fp8" else "bytes",
+            "e4m3" if FORM == "fp8" else FORM,
         )  # fmt: skip
     return made
 
@@ -211,10 +240,10 @@ def multiply(
 ):  # fmt: skip
     """The sums of a linear's rows that this warp's features come to, into `partial`. mine: the warp's ring; slot: the next one to take."""
     SLOT: gl.constexpr = slot_bytes(FORM, BLOCKS)
-    FEATURES: gl.constexpr = 256 if FORM == "int4" else 128  # of a block
+    CODES: gl.constexpr = 256 if FORM == "int4" else 128  # bytes of a block's
     _, tiles = share(link[N], programs)
-    code = codes + lane % 4 * 32 + warp * (FEATURES * BLOCKS)
-    if FORM != "fp8":
+    code = codes + lane % 4 * 32 + warp * (CODES * BLOCKS)
+    if FORM == "bytes" or FORM == "int4":
         code += lane // 4 % 2 * FAR  # even columns are coarse digits
     total = totals + warp * (8 * BLOCKS)
     nothing = lane * 0
@@ -228,7 +257,7 @@ def multiply(
         for turn in range(gl.cdiv(link[LENGTH], WARPS * BLOCKS)):
             place = mine + slot * SLOT
             words = take_blocks(place, lane, BLOCKS, DEPTH - 1)
-            at = code + turn * (FEATURES * WARPS * BLOCKS)
+            at = code + turn * (CODES * WARPS * BLOCKS)
             # Asking for the next slot takes as long as matrix instructions do: it stands where a warp would wait for them.
             if FORM == "int4":
                 grid = take_grid(place + BLOCKS * BLOCK_BYTES, lane, SCALE, ZERO, BLOCKS)
@@ -271,7 +300,7 @@ def constants(
     bias = 0.0
     up_bias = 0.0
     norms = 0.0
-    if FORM != "int4":
+    if has_scales(FORM):
         scale = gl.load(link[SCALES] + row, mask=ok, other=0.0)
         if GATED:
             up_scale = gl.load(link[SCALES] + n + row, mask=ok, other=0.0)
@@ -308,7 +337,11 @@ def run(
         meet(arrived, programs, gl.program_id(0) == 0, thread)
     else:
         follow(thread, CHAINED)
-    step = encode(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS[AT], FORM, WARPS, FAR)
+    step = 1.0
+    if is_wide(FORM):
+        put_row(link, norms, gl.max(codes, 0), not ADDS, WIDTHS[AT], FORM, WARPS)
+    else:
+        step = encode(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS[AT], FORM, WARPS, FAR)
     n = link[N]
     first, tiles = share(n, programs)
     row = first * 16 + thread
@@ -327,13 +360,13 @@ def run(
     between: gl.constexpr = 32 if GATED else 16  # rows from a tile to the next: what gates gate lies behind them
     place = partial + gl.where(ok, (thread // 16 * between + thread % 16) * 4, 0)
     y = joined(place, WARPS, ROWS) * step
-    if FORM != "int4":
+    if has_scales(FORM):
         y *= scale
     if BIASES[AT]:
         y += bias.to(gl.float32)
     if GATED:
         up = joined(place + 64, WARPS, ROWS) * step
-        if FORM != "int4":
+        if has_scales(FORM):
             up *= up_scale
         if BIASES[AT]:
             up += up_bias.to(gl.float32)

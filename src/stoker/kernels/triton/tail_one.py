@@ -15,7 +15,7 @@ from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import capability, num_multiprocessors
 from stoker.kernels.triton.ring import BLOCK_BYTES
-from stoker.kernels.triton.tail_kernel import GROUP, shared_places, tail_kernel
+from stoker.kernels.triton.tail_kernel import GROUP, block_features, shared_places, tail_kernel
 from stoker.kernels.triton.tail_walk import slot_bytes
 
 BLOCK = BLOCK_BYTES.value // 16  # bytes of a row
@@ -35,7 +35,10 @@ class TailTile:
 
 
 # Measured on one H200 in steps of Llama-3.1-8B's shapes (benchmarks/results/h200_tails.json).
-TILES = {"fp8": TailTile(8, 1, 96 << 10, 168), "bytes": TailTile(8, 1, 112 << 10, 168), "int4": TailTile(8, 1, 64 << 10, 168)}
+TILES = {
+    "bfloat16": TailTile(8, 1, 96 << 10, 168), "float16": TailTile(8, 1, 96 << 10, 168), "fp8": TailTile(8, 1, 96 << 10, 168),
+    "bytes": TailTile(8, 1, 112 << 10, 168), "int4": TailTile(8, 1, 64 << 10, 168),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +104,17 @@ def listed(numbers: Iterable[int]) -> str:
 
 
 def _kind(weight: RowWeight) -> tuple[object, ...]:
-    return weight.form, weight.zero_kind, weight.group, weight.scale.dtype if weight.form == "int4" else None, weight.weight.device
+    return weight.form, weight.zero_kind, weight.group, scale_name(weight), weight.weight.device
 
 
 def _is_whole(weight: RowWeight) -> bool:
     """Tiles of 16 rows, also of a gated half, and blocks of 128 bytes; int4 in groups that a block has pairs of, with 16-bit scales."""
-    n, size = weight.weight.shape
-    whole = n % 32 == 0 and size % BLOCK == 0 and weight.weight.stride(1) == 1 and weight.weight.stride(0) % 16 == 0
-    narrow = weight.form != "int4" or (weight.scale.element_size() == 2 and weight.scale.shape[0] == 2 * size // weight.group)
-    return whole and narrow
+    stored, scale = weight.weight, weight.scale
+    whole = stored.shape[0] % 32 == 0 and weight.row_bytes % BLOCK == 0
+    dense = stored.stride(1) == 1 and stored.stride(0) * stored.element_size() % 16 == 0
+    if weight.form != "int4":
+        return whole and dense
+    return whole and dense and scale is not None and scale.element_size() == 2 and scale.shape[0] == 2 * weight.row_bytes // weight.group
 
 
 def _fits(tail: Tail) -> bool:
@@ -125,13 +130,13 @@ def _plan(tail: Tail, programs: int, tile: TailTile) -> _Plan | None:
     for linear in tail.linears:
         weight, parts = linear.weight, 1 if linear.fusion.gate is None else 2
         assert weight is not None
-        n, size = weight.weight.shape
+        n = weight.weight.shape[0]
         mine = 16 * triton.cdiv(n // parts // 16, programs)
         if mine > 32 * tile.num_warps:
             return None
         rows = max(rows, mine * parts)
-        turns = triton.cdiv(size // BLOCK, together)
-        widths.append(triton.next_power_of_2(turns * together * BLOCK * (2 if weight.form == "int4" else 1)))
+        turns = triton.cdiv(weight.row_bytes // BLOCK, together)
+        widths.append(triton.next_power_of_2(turns * together * block_features(weight.form)))
     form = weight.form
     rest = shared_places(form, 0, tile.num_warps, tile.blocks, tuple(widths), rows)[-1] + REDUCTIONS
     slots = tile.num_warps * slot_bytes(form, tile.blocks)
@@ -143,11 +148,12 @@ def link(linear: TailLinear, x: Tensor, k: int, residual: Tensor | None, out: Te
     """A linear's part of a kernel's arguments, k its features: x stands for what it has not."""
     weight, fusion = linear.weight, linear.fusion
     assert weight is not None
-    norm, zero, bias, added, given = (x if t is None else t for t in (fusion.norm_weight, weight.zero, weight.bias, residual, out))
-    n, size = weight.weight.shape
+    there = fusion.norm_weight, weight.scale, weight.zero, weight.bias, residual, out
+    norm, scale, zero, bias, added, given = (x if t is None else t for t in there)
+    stored = weight.weight
     return (
-        x, norm, fusion.norm_eps, weight.weight, weight.scale, zero, bias, added, given,
-        n // (1 if fusion.gate is None else 2), k, weight.weight.stride(0), size // BLOCK,
+        x, norm, fusion.norm_eps, stored, scale, zero, bias, added, given,
+        stored.shape[0] // (1 if fusion.gate is None else 2), k, stored.stride(0) * stored.element_size(), weight.row_bytes // BLOCK,
     )  # fmt: skip
 
 
@@ -159,7 +165,7 @@ def _row(x: Tensor, linear: TailLinear) -> Tensor:
 
 def scale_name(weight: RowWeight) -> str:
     """As a constant of the kernel: no type's name in Triton (`ahead` says why)."""
-    return {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(weight.scale.dtype, "float")
+    return "float" if weight.scale is None else {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(weight.scale.dtype, "float")
 
 
 @cache
