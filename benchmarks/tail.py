@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/tail.py [--forms bfloat16,fp8,bytes,int4] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
 
-Llama-3.1-8B's shapes; more than one row against int4. The floor is the weights' bytes ÷ 4.42 TB/s (a read-only stream, measured). With
---tiles also other tiles of one row, and other parts of some.
+Llama-3.1-8B's shapes; more than four rows against int4. The floor is the weights' bytes ÷ 4.42 TB/s (a read-only stream, measured). With
+--tiles also other tiles of few rows, and other parts of some.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import Int4Weight, Tail, TailLinear
 from stoker.kernels.reference.tail import tail as one_by_one
 from stoker.kernels.triton.quant_int4 import pack_int4
-from stoker.kernels.triton.tail_one import TailTile, tail_one
+from stoker.kernels.triton.tail_few import MOST, TailTile, tail_few
 from stoker.kernels.triton.tail_rows import Plan, plan_of, plan_with, tail_rows
 from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import PLAIN, Fusion
@@ -87,12 +87,12 @@ def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
 
         return round(time_graph(walk, 25) / LAYERS, 2)
 
-    launch = tail_one if rows == 1 else tail_rows
+    launch = tail_few if rows <= MOST else tail_rows
     result = {"form": form, "rows": rows, "floor_us": round(floor, 2), "alone_us": took(one_by_one), "tail_us": took(launch)}
     print(" ".join(f"{name} {value:<8}" for name, value in result.items()), flush=True)
-    others = [] if not try_tiles else tiles(form) if rows == 1 else plans(layers[0], rows)
+    others = [] if not try_tiles else tiles(form) if rows <= MOST else plans(layers[0], rows)
     for other in others:
-        print(f"   {other}  {took(partial(launch, **{'tile' if rows == 1 else 'plan': other})):6.2f}", flush=True)
+        print(f"   {other}  {took(partial(launch, **{'tile' if rows <= MOST else 'plan': other})):6.2f}", flush=True)
     return result
 
 
@@ -121,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     rows = [int(count) for count in args.rows.split(",")]
-    results = [measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if count == 1 or form == "int4"]
+    results = [measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if count <= MOST or form == "int4"]
     if args.json:
         with open(args.json, "w") as file:
             json.dump({**origin(device="cuda"), "layers": LAYERS, "results": results}, file, indent=1)

@@ -98,16 +98,26 @@ def test_a_tail_is_its_linears(form: str, shape: tuple[int, ...]) -> None:
     from stoker.kernels.triton import tail as launcher
 
     torch.manual_seed(0)
-    for dtype, biases, last, gate in ((torch.bfloat16, False, False, "silu"), (torch.float16, True, True, "gelu_tanh")):
+    for rows, dtype, biases, last, gate in (
+        (1, torch.bfloat16, False, False, "silu"),
+        (1, torch.float16, True, True, "gelu_tanh"),
+        (2, torch.bfloat16, True, True, "gelu_tanh"),
+        (3, torch.float16, False, False, "silu"),
+        (4, torch.bfloat16, False, False, "silu"),
+    ):
         parts, weights = problem(form, shape, dtype, biases, last, gate)
-        assert launcher.takes_tail(parts, 1)
-        x, stream = torch.randn(1, shape[0]).to(dtype).cuda(), torch.randn(1, shape[1]).to(dtype).cuda()
+        assert launcher.takes_tail(parts, rows)
+        x, stream = torch.randn(rows, shape[0]).to(dtype).cuda(), torch.randn(rows, shape[1]).to(dtype).cuda()
         x[0, 3] *= 20
         torch.full((1 << 22,), float("nan"), device="cuda")  # what is allocated next holds this
-        wrong = errors(launcher.tail(x, stream, parts), in_float64(x, stream, parts, weights))
+        got = launcher.tail(x, stream, parts)
+        for row in range(rows):  # a row is what it is alone
+            alone = launcher.tail(x[row : row + 1], stream[row : row + 1], parts)
+            assert all(mine is theirs or torch.equal(mine[0], theirs[row]) for mine, theirs in zip(alone, got, strict=True))
+        wrong = errors(got, in_float64(x, stream, parts, weights))
         if form == "fp8":  # a norm that is off by a bit moves all codes: as far from the truth as codes are one by one
-            alone = errors(one_by_one(x, stream, parts), in_float64(x, stream, parts, weights))
-            assert all(mine < 1.2 * theirs < 0.1 for mine, theirs in zip(wrong, alone, strict=True)), (wrong, alone)
+            apart = errors(one_by_one(x, stream, parts), in_float64(x, stream, parts, weights))
+            assert all(mine < 1.2 * theirs < 0.1 for mine, theirs in zip(wrong, apart, strict=True)), (wrong, apart)
         else:
             assert max(wrong) < BOUND
 
@@ -146,12 +156,12 @@ def test_rows_of_other_kinds_are_left_alone() -> None:
     halves, _ = problem("int4 int", SHAPES[0], torch.float16, False, False, "silu")
     codes, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")
     ragged, _ = problem("int4 int", (256, 384, 768, 320), torch.bfloat16, False, False, "silu")
-    assert [rows for rows in (1, 2, 4, 5, 33, 64, 65) if launcher.takes_tail(parts, rows)] == [1, 5, 33, 64]
+    assert [rows for rows in (1, 2, 4, 5, 33, 64, 65) if launcher.takes_tail(parts, rows)] == [1, 2, 4, 5, 33, 64]
     assert [rows for rows in (1, 2, 4, 5, 33, 64, 65) if launcher.takes_tail(small, rows)] == [5, 33, 64]
     assert not any(launcher.takes_tail(other, 32) for other in (halves, codes, ragged))
 
 
-@pytest.mark.parametrize(("form", "rows"), [("fp8", 1), ("int4 int", 1), ("int4 int", 27), ("int4 float 32", 27)])
+@pytest.mark.parametrize(("form", "rows"), [("fp8", 1), ("dense", 3), ("int4 int", 1), ("int4 int", 27), ("int4 float 32", 27)])
 def test_tails_meet_in_every_replay(form: str, rows: int) -> None:
     """Programs meet a few times a launch and leave their counters as they are: 200 replays of 8 launches end where the first one did."""
     from stoker.kernels.triton import tail as launcher
@@ -172,7 +182,7 @@ def test_tails_meet_in_every_replay(form: str, rows: int) -> None:
         assert torch.equal(qkv, first[1])
 
 
-@pytest.mark.parametrize(("form", "rows"), [("bytes", 1), ("int4 int", 12)])
+@pytest.mark.parametrize(("form", "rows"), [("bytes", 1), ("dense", 4), ("fp8", 3), ("int4 int", 2), ("int4 int", 12)])
 def test_nan_stays_in_sight_and_in_its_row(form: str, rows: int) -> None:
     from stoker.kernels.triton import tail as launcher
 

@@ -11,7 +11,7 @@ import torch
 from stoker.kernels.quantized import RowWeight, Tail, TailLinear
 from stoker.kernels.triton import tail_rows
 from stoker.kernels.triton.operand import column_features, place_of
-from stoker.kernels.triton.tail_one import SHARED_BYTES
+from stoker.kernels.triton.tail_few import SHARED_BYTES
 from stoker.kernels.triton.tail_rows_kernel import shared_places
 from stoker.kernels.triton.tail_rows_walk import GROUPS, slot_bytes
 from stoker.kernels.types import PLAIN, Fusion

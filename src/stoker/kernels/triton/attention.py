@@ -41,7 +41,7 @@ class New(NamedTuple):
 
 def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
     """See `ops.rope_attention`."""
-    if not (batch.is_decode and _keeps_dtype(q, cache) and _is_worth(q, cache)):
+    if not (batch.is_decode and _keeps_dtype(q, cache) and _is_worth(q, cache, params)):
         return attention(rope_store(q, k, v, *rotary, cache, batch.slots), cache, batch, params)
     _check(q, cache)
     out = _output(q, cache)
@@ -66,13 +66,18 @@ def _output(q: Tensor, cache: KVCache) -> Tensor:
     return torch.empty((q.shape[0], q.shape[1], values.shape[-1]), dtype=q.dtype, device=q.device)
 
 
-def _is_worth(q: Tensor, cache: KVCache) -> bool:
+def _is_worth(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
     """Whether rotating in attention's launch is faster than one of its own.
 
     Between, the launch before would end program by program, and the first multiprocessors that are free take attention's programs two at a
     time (8 rows of 32 / 8 heads over 1,000 keys: 4.58 ms a step, 4.50 apart; 1 row 3.95 and 3.98, 64 rows 6.41 and 6.48).
     """
-    return q.shape[0] == 1 or q.shape[0] * cache.keys.shape[1] >= 3 * num_multiprocessors(q.device)
+    return q.shape[0] == 1 or _runs_beside_tail(q, params) or q.shape[0] * cache.keys.shape[1] >= 3 * num_multiprocessors(q.device)
+
+
+def _runs_beside_tail(q: Tensor, params: AttentionParams) -> bool:
+    """Whether there is room for a tail's programs beside attention's: that of one token or two, of whose codes its shared memory is full."""
+    return params.before_tail and q.shape[0] <= 2
 
 
 def _keeps_dtype(q: Tensor, cache: KVCache) -> bool:
@@ -225,7 +230,7 @@ def _lets(q: Tensor, programs: int, params: AttentionParams) -> bool:
     """Whether the next kernel's programs may come in before a launch's are done. Of few programs they would take the multiprocessors that
     its splits need (one row of 32 / 8 heads over 1,000 keys: 4.20 ms a step of Llama-3.1-8B, 3.98 otherwise; eight rows: 4.53 and 4.58).
     A tail has one program for each, and its first weights arrive meanwhile (FP8 and one row: 1 µs a layer)."""
-    return 4 * programs > num_multiprocessors(q.device) or (params.before_tail and q.shape[0] == 1)
+    return 4 * programs > num_multiprocessors(q.device) or _runs_beside_tail(q, params)
 
 
 def _columns(splits: int, heads: int, size: int, tile: Tile) -> int:

@@ -1,12 +1,13 @@
-"""The four linears between one layer's attention and the next one's, for one token, in one launch.
+"""The four linears between one layer's attention and the next one's, for one to four tokens, in one launch.
 
-Each alone ends with memory idle: programs finish, the next kernel starts, a row becomes codes, and only then are weights asked for.
+Each alone ends with memory idle: programs finish, the next kernel starts, rows become codes, and only then are weights asked for.
 Here the programs stay, one a multiprocessor, and walk through the linears together: tiles of 16 rows of each weight, shared out
 evenly. A warp's ring (see `ring`) is asked for across the ends of tiles and of linears, since weights depend on nothing; it fills while
-programs meet, and while each makes the row's codes anew.
+programs meet, and while each makes the rows' codes anew.
 
 FORM: bfloat16 and float16 (as they are), fp8 (e4m3 codes × e4m3), bytes (int8) and int4 (groups of 128, paired, see `quant_int4`), both ×
-the row's two int8 digits. In shared memory the row is codes in any case.
+a row's two int8 digits. In shared memory rows are codes in any case. A matrix instruction has eight columns: two of them are a token's, its
+coarse and its fine digits, or both the same.
 """
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
@@ -47,13 +48,25 @@ activated = gluon.jit(activation.activated.fn)
 
 
 @triton.constexpr_function
-def shared_places(form, depth, warps, blocks, widths, rows):
-    """Where shared memory holds the row's codes, the groups' sums and the warps' sums, after the rings; and where it ends."""
+def shared_places(form, depth, warps, blocks, widths, rows, tokens):
+    """Where shared memory holds the rows' codes, their groups' sums and the warps' sums, after the rings; and where it ends."""
     codes = depth * warps * slot_bytes(form, blocks)
-    totals = codes + (1 if form == "fp8" else 2) * digits_apart(widths)
-    partial = totals + (4 * max(widths) // GROUP.value if form == "int4" else 0)
-    end = partial + 4 * warps * rows
+    totals = codes + tokens * code_bytes(form, widths)
+    partial = totals + (tokens * total_bytes(widths) if form == "int4" else 0)
+    end = partial + 4 * tokens * warps * rows
     return codes, totals, partial, -(-end // 1024) * 1024  # allocated as buffers of 1024 bytes: only their number may be no power of two
+
+
+@triton.constexpr_function
+def code_bytes(form, widths):
+    """Of a row."""
+    return (1 if form == "fp8" else 2) * digits_apart(widths)
+
+
+@triton.constexpr_function
+def total_bytes(widths):
+    """Of a row's groups' sums."""
+    return 4 * max(widths) // GROUP.value
 
 
 @triton.constexpr_function
@@ -86,10 +99,17 @@ def whole(x):
 
 
 @gluon.jit
-def put_row(link, norms, codes, NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr):
-    """The row itself, normed, as codes of 16 bits, zeros after them."""
+def row_of(link, token, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """x of a token, zeros after it."""
     cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
-    v = gl.load(link[X] + cols, mask=cols < link[K], other=0.0, cache_modifier=".cg").to(gl.float32)
+    return gl.load(link[X] + token * link[K] + cols, mask=cols < link[K], other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def put_row(link, row, norms, codes, NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr):
+    """The row itself, normed, as codes of 16 bits."""
+    cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
+    v = row.to(gl.float32)
     if NORMED:
         v *= norms.to(gl.float32) * gl.rsqrt(gl.sum(v * v, 0) / link[K] + link[EPS])
     put_halves(codes + 2 * cols, v.to(gl.bfloat16 if FORM == "bfloat16" else gl.float16))
@@ -102,17 +122,17 @@ def sum_and_most(sum, most, other_sum, other_most):
 
 @gluon.jit
 def encode(
-    link, norms, codes, totals, NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr
-):
-    """The row's codes in shared memory, normed on the way, zeros after them (as `quant_codes` makes them). Returns the value of a code.
+    link, row, norms, codes, totals,
+    NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr,
+):  # fmt: skip
+    """A row's codes in shared memory, normed on the way (as `quant_codes` makes them). Returns the value of a code.
 
     codes: where they go, fine digits FAR bytes after the coarse ones; totals: where the groups' sums go, in fine units.
     """
-    x = link[X]
     k = link[K]
     LIMIT: gl.constexpr = 448.0 if FORM == "fp8" else 127.0 * 254.0
     cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
-    v = gl.load(x + cols, mask=cols < k, other=0.0, cache_modifier=".cg").to(gl.float32)
+    v = row.to(gl.float32)
     weighted = v
     factor = 1.0
     if NORMED:
@@ -136,6 +156,30 @@ def encode(
             group = gl.arange(0, WIDTH // GROUP, layout=sums.type.layout)
             put_float(totals + group * 4, sums, group >= 0)
     return step
+
+
+@gluon.jit
+def encode_all(
+    link, norms, codes, totals, NORMED: gl.constexpr, WIDTHS: gl.constexpr, AT: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """The values of all tokens' codes. Each row is asked for before the one before it becomes codes."""
+    WIDTH: gl.constexpr = WIDTHS[AT]
+    steps = ()
+    row = row_of(link, 0, WIDTH, WARPS)
+    for token in gl.static_range(TOKENS):
+        after = row
+        if token + 1 < TOKENS:
+            after = row_of(link, token + 1, WIDTH, WARPS)
+        place = codes + token * code_bytes(FORM, WIDTHS)
+        if is_wide(FORM):
+            put_row(link, row, norms, place, NORMED, WIDTH, FORM, WARPS)
+            steps = steps + (1.0,)
+        else:
+            at = totals + token * total_bytes(WIDTHS)
+            steps = steps + (encode(link, row, norms, place, at, NORMED, WIDTH, FORM, WARPS, digits_apart(WIDTHS)),)
+        row = after
+    return steps
 
 
 @gluon.jit
@@ -215,7 +259,7 @@ def add_groups(sums, products, totals, grid, ZERO: gl.constexpr, BLOCKS: gl.cons
 
 @gluon.jit
 def row_sums(sums, FORM: gl.constexpr, BLOCKS: gl.constexpr):
-    """A lane's two rows' sums: the first of each four lanes has the token's."""
+    """A lane's two rows' sums, of token lane % 4."""
     if FORM == "int4":
         made = sums
     else:
@@ -236,16 +280,16 @@ def row_sums(sums, FORM: gl.constexpr, BLOCKS: gl.constexpr):
 def multiply(
     state, slot, links, link, programs, mine, codes, totals, partial, lane, warp,
     GATES: gl.constexpr, GATED: gl.constexpr, FORM: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
-    DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, FAR: gl.constexpr, ROWS: gl.constexpr,
+    DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, WIDTHS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """The sums of a linear's rows that this warp's features come to, into `partial`. mine: the warp's ring; slot: the next one to take."""
     SLOT: gl.constexpr = slot_bytes(FORM, BLOCKS)
     CODES: gl.constexpr = 256 if FORM == "int4" else 128  # bytes of a block's
     _, tiles = share(link[N], programs)
-    code = codes + lane % 4 * 32 + warp * (CODES * BLOCKS)
+    code = codes + lane % 4 * 32 + warp * (CODES * BLOCKS) + gl.minimum(lane // 8, TOKENS - 1) * code_bytes(FORM, WIDTHS)
     if FORM == "bytes" or FORM == "int4":
-        code += lane // 4 % 2 * FAR  # even columns are coarse digits
-    total = totals + warp * (8 * BLOCKS)
+        code += lane // 4 % 2 * digits_apart(WIDTHS)  # even columns are coarse digits
+    total = totals + warp * (8 * BLOCKS) + gl.minimum(lane % 4, TOKENS - 1) * total_bytes(WIDTHS)
     nothing = lane * 0
     for tile in range(tiles * (2 if GATED else 1)):
         if FORM == "int4":
@@ -271,7 +315,8 @@ def multiply(
             slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
         made = row_sums(sums, FORM, BLOCKS)
         for half in gl.static_range(2):
-            put_float(partial + (warp * ROWS + tile * 16 + 8 * half + lane // 4) * 4, made[half], lane % 4 == 0)
+            at = (lane % 4 * WARPS + warp) * ROWS + tile * 16 + 8 * half + lane // 4
+            put_float(partial + at * 4, made[half], lane % 4 < TOKENS)
     return state, slot
 
 
@@ -315,18 +360,26 @@ def constants(
 
 
 @gluon.jit
+def residuals(place, n, ok, TOKENS: gl.constexpr):
+    """Of each token, what is added to this thread's row."""
+    added = ()
+    for token in gl.static_range(TOKENS):
+        added = added + (gl.load(place + token * n, mask=ok, other=0.0, cache_modifier=".cg"),)
+    return added
+
+
+@gluon.jit
 def run(
     state, slot, early, links, arrived, programs, shared, thread,
     AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr,
     SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr,
-    CHAINED: gl.constexpr,
+    TOKENS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """One linear, number AT: meet, make codes, multiply, finish this program's rows."""
     link = links[AT]
     GATED: gl.constexpr = GATES[AT]
     ADDS: gl.constexpr = AT % 2 == 0
-    FAR: gl.constexpr = digits_apart(WIDTHS)
-    places: gl.constexpr = shared_places(FORM, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS)
+    places: gl.constexpr = shared_places(FORM, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS, TOKENS)
     lane = thread % 32
     warp = thread // 32
     codes = shared + places[0]
@@ -337,43 +390,40 @@ def run(
         meet(arrived, programs, gl.program_id(0) == 0, thread)
     else:
         follow(thread, CHAINED)
-    step = 1.0
-    if is_wide(FORM):
-        put_row(link, norms, gl.max(codes, 0), not ADDS, WIDTHS[AT], FORM, WARPS)
-    else:
-        step = encode(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS[AT], FORM, WARPS, FAR)
+    steps = encode_all(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS, AT, FORM, WARPS, TOKENS)
     n = link[N]
     first, tiles = share(n, programs)
     row = first * 16 + thread
     ok = thread < tiles * 16
-    added = 0.0
+    added = same(0.0, TOKENS)
     if ADDS:
-        added = gl.load(link[RESIDUAL] + row, mask=ok, other=0.0, cache_modifier=".cg")
+        added = residuals(link[RESIDUAL] + row, n, ok, TOKENS)
     if len(GATES) > AT + 1:
         early = constants(links[AT + 1], programs, thread, ADDS, GATES[AT + 1], BIASES[AT + 1], FORM, WIDTHS[AT + 1], WARPS)
     barrier()
     state, slot = multiply(
         state, slot, links, link, programs, shared + warp * (DEPTH * slot_bytes(FORM, BLOCKS)), codes, totals, partial, lane, warp,
-        GATES, GATED, FORM, SCALE, ZERO, DEPTH, WARPS, BLOCKS, FAR, ROWS,
+        GATES, GATED, FORM, SCALE, ZERO, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS, TOKENS,
     )  # fmt: skip
     barrier()
     between: gl.constexpr = 32 if GATED else 16  # rows from a tile to the next: what gates gate lies behind them
-    place = partial + gl.where(ok, (thread // 16 * between + thread % 16) * 4, 0)
-    y = joined(place, WARPS, ROWS) * step
-    if has_scales(FORM):
-        y *= scale
-    if BIASES[AT]:
-        y += bias.to(gl.float32)
-    if GATED:
-        up = joined(place + 64, WARPS, ROWS) * step
+    for token in gl.static_range(TOKENS):
+        place = partial + gl.where(ok, (thread // 16 * between + thread % 16) * 4, 0) + token * (4 * WARPS * ROWS)
+        y = joined(place, WARPS, ROWS) * steps[token]
         if has_scales(FORM):
-            up *= up_scale
+            y *= scale
         if BIASES[AT]:
-            up += up_bias.to(gl.float32)
-        y = activated(y, ACT) * up
-    if ADDS:
-        y += added.to(gl.float32)
-    gl.store(link[OUT] + row, y.to(link[OUT].dtype.element_ty), mask=ok)
+            y += bias.to(gl.float32)
+        if GATED:
+            up = joined(place + 64, WARPS, ROWS) * steps[token]
+            if has_scales(FORM):
+                up *= up_scale
+            if BIASES[AT]:
+                up += up_bias.to(gl.float32)
+            y = activated(y, ACT) * up
+        if ADDS:
+            y += added[token].to(gl.float32)
+        gl.store(link[OUT] + token * n + row, y.to(link[OUT].dtype.element_ty), mask=ok)
     return state, slot, early
 
 
@@ -381,21 +431,23 @@ def run(
 def tail_kernel(
     x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, arrived, programs,
     GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr, SCALE: gl.constexpr,
-    ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr, CHAINED: gl.constexpr,
+    ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), all of them on the device at once.
 
-    The first 13 have a part for each linear: x [k], norm's weights [k] and epsilon (of the second and the fourth), weight [n (twice when
-    gated), row's bytes], scale, zero, bias, residual [n] (of the first and the third), out [n], n, k, bytes from row to row, blocks of
-    128 bytes of a row. Anything stands for what is not there. scale float32 [rows], of int4 SCALE [groups, rows] with `zero` alike
-    (ZERO none, int, float). Lists with blanks between, since Triton compiles no constant ahead that is a tuple: GATES and BIASES, 1 for a
-    linear with them; WIDTHS, powers of two that its k and all turns of a row fit. ROWS: the most of a program, gates and what they gate.
+    The first 13 have a part for each linear: x [TOKENS, k], norm's weights [k] and epsilon (of the second and the fourth), weight [n (twice
+    when gated), row's bytes], scale, zero, bias, residual [TOKENS, n] (of the first and the third), out [TOKENS, n], n, k, bytes from row
+    to row, blocks of 128 bytes of a row. Anything stands for what is not there. scale float32 [rows], of int4 SCALE [groups, rows] with
+    `zero` alike (ZERO none, int, float). Lists with blanks between, since Triton compiles no constant ahead that is a tuple: GATES and
+    BIASES, 1 for a linear with them; WIDTHS, powers of two that its k and all turns of a row fit. ROWS: the most of a program, gates and
+    what they gate.
     """
     gates: gl.constexpr = listed(GATES)
     biases: gl.constexpr = listed(BIASES)
     widths: gl.constexpr = listed(WIDTHS)
     links = linked((x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks), len(gates))
-    places: gl.constexpr = shared_places(FORM, DEPTH, WARPS, BLOCKS, widths, ROWS)
+    places: gl.constexpr = shared_places(FORM, DEPTH, WARPS, BLOCKS, widths, ROWS, TOKENS)
     SLOT: gl.constexpr = slot_bytes(FORM, BLOCKS)
     kept = gl.allocate_shared_memory(gl.int8, [places[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -410,6 +462,6 @@ def tail_kernel(
     for at in gl.static_range(len(gates)):
         state, taken, early = run(
             state, taken, early, links, arrived, programs, shared, thread,
-            at, gates, biases, widths, ACT, FORM, SCALE, ZERO, DEPTH, WARPS, BLOCKS, ROWS, CHAINED,
+            at, gates, biases, widths, ACT, FORM, SCALE, ZERO, DEPTH, WARPS, BLOCKS, ROWS, TOKENS, CHAINED,
         )  # fmt: skip
     kept._keep_alive()

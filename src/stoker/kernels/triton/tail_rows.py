@@ -13,7 +13,7 @@ from stoker.kernels.quantized import Tail, TailLinear
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.operand import block_bytes
-from stoker.kernels.triton.tail_one import BLOCK, SHARED_BYTES, link, listed, scale_name
+from stoker.kernels.triton.tail_few import BLOCK, SHARED_BYTES, link, listed, scale_name
 from stoker.kernels.triton.tail_rows_kernel import WARPS, shared_places, tail_rows_kernel
 from stoker.kernels.triton.tail_rows_walk import GROUPS, TILE, slot_bytes
 
@@ -34,7 +34,7 @@ class Plan:
 
 
 def takes(tail: Tail, rows: int) -> bool:
-    """Whether `tail_rows` is for these weights, which are `tail_one.are_alike`: int4, whose outputs are whole blocks of the next linear."""
+    """Whether `tail_rows` is for these weights, which are `tail_few.are_alike`: int4, whose outputs are whole blocks of the next linear."""
     first, norms = tail.out.weight, [linear.fusion.norm_weight for linear in (tail.up, tail.qkv) if linear is not None]
     if first is None or first.form != "int4" or not FEWEST <= rows <= MOST or any(norm.dtype != torch.bfloat16 for norm in norms):
         return False

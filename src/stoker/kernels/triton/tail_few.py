@@ -1,4 +1,4 @@
-"""The launch of `tail_kernel`: a layer's tail for one token."""
+"""The launch of `tail_kernel`: a layer's tail for a few tokens."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from stoker.kernels.triton.tail_kernel import GROUP, block_features, shared_plac
 from stoker.kernels.triton.tail_walk import slot_bytes
 
 BLOCK = BLOCK_BYTES.value // 16  # bytes of a row
+MOST = 4  # tokens: a matrix instruction's eight columns
 CAPABILITY = 90  # whose shared memory it is laid out for
 SHARED_BYTES = 227 << 10  # of one program
 REDUCTIONS = 2 << 10  # of them, Triton's own, and what is lost to whole kilobytes
@@ -50,11 +51,12 @@ class _Plan:
     widths: tuple[int, ...]
 
 
-def takes(tail: Tail) -> bool:
-    """Whether `tail_one` is for these weights, which `are_alike`: int4 is in groups of 128, and a program has room for them."""
+def takes(tail: Tail, rows: int) -> bool:
+    """Whether `tail_few` is for these weights, which `are_alike`: int4 is in groups of 128, and a program has room for the rows' codes."""
     first = tail.out.weight
     assert first is not None
-    return first.group in (0, GROUP.value) and _plan(tail, num_multiprocessors(first.weight.device), TILES[first.form]) is not None
+    fits = rows <= MOST and first.group in (0, GROUP.value)
+    return fits and _plan(tail, rows, num_multiprocessors(first.weight.device), TILES[first.form]) is not None
 
 
 def are_alike(tail: Tail) -> bool:
@@ -66,19 +68,19 @@ def are_alike(tail: Tail) -> bool:
     return all(w is not None and _kind(w) == _kind(first) and _is_whole(w) for w in weights) and _fits(tail)
 
 
-def tail_one(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = None) -> tuple[Tensor, Tensor | None]:
-    """`ops.tail` of one row.
+def tail_few(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = None) -> tuple[Tensor, Tensor | None]:
+    """`ops.tail` of MOST rows and fewer.
 
     All programs must be on the device at once, so the launch is a cooperative one: where processes share a device, half of a grid must not
     wait there for the other half. Without it a step is up to 2 % faster, since programs come in one by one while attention still runs.
     """
-    assert x.shape[0] == 1 and x.is_contiguous() and stream.is_contiguous()
+    assert x.shape[0] <= MOST and x.is_contiguous() and stream.is_contiguous()
     first = parts.out.weight
     assert first is not None
     tile, programs = tile or TILES[first.form], num_multiprocessors(x.device)
-    plan = _plan(parts, programs, tile)
+    plan = _plan(parts, x.shape[0], programs, tile)
     assert plan is not None
-    middle, inner, after = torch.empty_like(stream), _row(x, parts.up), torch.empty_like(stream)
+    middle, inner, after = torch.empty_like(stream), _rows(x, parts.up), torch.empty_like(stream)
     links = [
         link(parts.out, x, x.shape[1], stream, middle),
         link(parts.up, middle, middle.shape[1], None, inner),
@@ -86,14 +88,14 @@ def tail_one(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = Non
     ]
     qkv = None
     if parts.qkv is not None:
-        qkv = _row(x, parts.qkv)
+        qkv = _rows(x, parts.qkv)
         links.append(link(parts.qkv, after, after.shape[1], None, qkv))
     tail_kernel[(programs,)](
         *zip(*links, strict=True), _arrived(x.device), programs,
         GATES=listed(linear.fusion.gate is not None for linear in parts.linears),
         BIASES=listed(linear.weight is not None and linear.weight.bias is not None for linear in parts.linears),
         WIDTHS=listed(plan.widths), ACT=parts.up.fusion.gate, FORM=first.form, SCALE=scale_name(first), ZERO=first.zero_kind,
-        DEPTH=plan.depth, WARPS=tile.num_warps, BLOCKS=tile.blocks, ROWS=plan.rows,
+        DEPTH=plan.depth, WARPS=tile.num_warps, BLOCKS=tile.blocks, ROWS=plan.rows, TOKENS=x.shape[0],
         num_warps=tile.num_warps, maxnreg=tile.registers, launch_cooperative_grid=True, **chained(x),
     )  # fmt: skip
     return after, qkv
@@ -124,7 +126,7 @@ def _fits(tail: Tail) -> bool:
     return plain and tail.up.fusion.gate in ACTIVATIONS and all(f.input_gate is None for f in norms)
 
 
-def _plan(tail: Tail, programs: int, tile: TailTile) -> _Plan | None:
+def _plan(tail: Tail, tokens: int, programs: int, tile: TailTile) -> _Plan | None:
     """None where a program's rows are more than its threads, or shared memory has no room for a ring of two slots."""
     widths, rows, together = [], 0, tile.num_warps * tile.blocks
     for linear in tail.linears:
@@ -138,7 +140,7 @@ def _plan(tail: Tail, programs: int, tile: TailTile) -> _Plan | None:
         turns = triton.cdiv(weight.row_bytes // BLOCK, together)
         widths.append(triton.next_power_of_2(turns * together * block_features(weight.form)))
     form = weight.form
-    rest = shared_places(form, 0, tile.num_warps, tile.blocks, tuple(widths), rows)[-1] + REDUCTIONS
+    rest = shared_places(form, 0, tile.num_warps, tile.blocks, tuple(widths), rows, tokens)[-1] + REDUCTIONS
     slots = tile.num_warps * slot_bytes(form, tile.blocks)
     depth = min(tile.ring, SHARED_BYTES - rest) // slots
     return _Plan(depth, rows, tuple(widths)) if depth >= 2 else None
@@ -157,10 +159,10 @@ def link(linear: TailLinear, x: Tensor, k: int, residual: Tensor | None, out: Te
     )  # fmt: skip
 
 
-def _row(x: Tensor, linear: TailLinear) -> Tensor:
+def _rows(x: Tensor, linear: TailLinear) -> Tensor:
     """Room for what a linear gives."""
     assert linear.weight is not None
-    return x.new_empty(1, linear.weight.weight.shape[0] // (1 if linear.fusion.gate is None else 2))
+    return x.new_empty(x.shape[0], linear.weight.weight.shape[0] // (1 if linear.fusion.gate is None else 2))
 
 
 def scale_name(weight: RowWeight) -> str:
