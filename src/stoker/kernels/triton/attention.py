@@ -76,7 +76,7 @@ def _is_worth(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
 
 
 def _runs_beside_tail(q: Tensor, params: AttentionParams) -> bool:
-    """Whether there is room for a tail's programs beside attention's: that of one token or two, of whose codes its shared memory is full."""
+    """Whether there is room for a tail's programs beside attention's: for more than two tokens' codes it takes all shared memory."""
     return params.before_tail and q.shape[0] <= 2
 
 
