@@ -67,10 +67,10 @@ def num_bytes(tail: Tail) -> int:
 
 
 def tiles(form: str) -> list[TailTile]:
-    found = [TailTile(8, 1, ring << 10, 168) for ring in (64, 96, 128, 160)] + [
-        TailTile(8, 2, ring << 10, 168) for ring in (64, 96, 128, 160)
+    found = [TailTile(8, 1, ring << 10, 168, MOST) for ring in (64, 96, 128, 160)] + [
+        TailTile(8, 2, ring << 10, 168, MOST) for ring in (64, 96, 128, 160)
     ]
-    return found + [TailTile(16, 1, ring << 10, 128) for ring in (96, 128)] if form != "fp8" else found
+    return found + [TailTile(16, 1, ring << 10, 128, MOST) for ring in (96, 128)] if form != "fp8" else found
 
 
 def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -153,6 +155,12 @@ class Decoder:
         self.tails = Tails.of(self.layers)
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._of_caches = [load_cache_fields(config, i, loader, tables) for i in mine]
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Leave out all layers of this stage but these: a rehearsal needs those that launch something else than others before them."""
+        self.layers = [self.layers[i] for i in kept]
+        if self.tails is not None:
+            self.tails = self.tails.only(kept)
 
     def complete_caches(self, caches: list[KVCache]) -> None:
         """Give quantized caches what they have besides their pages."""

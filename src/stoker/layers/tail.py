@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 
 from torch import Tensor
@@ -38,6 +39,12 @@ class Tails:
             for attention in made.attentions:
                 attention.params = replace(attention.params, before_tail=True)
         return made if made.take(1) or made.take(SOME) else None
+
+    def only(self, kept: Sequence[int]) -> Tails:
+        """Those of some layers, as if these followed one another: for rehearsals."""
+        tails = copy(self)
+        tails.attentions, tails.tails = [self.attentions[i] for i in kept], [self.tails[i] for i in kept]
+        return tails
 
     def take(self, rows: int) -> bool:
         """Whether so many rows are taken."""

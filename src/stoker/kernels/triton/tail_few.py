@@ -33,12 +33,13 @@ class TailTile:
     blocks: int  # of 128 bytes of each row that a warp takes at a time
     ring: int  # bytes of all warps' rings
     registers: int  # of a thread: what is left is for the kernel before, which runs while rings fill
+    most: int  # tokens: with more, making their codes takes longer than it saves
 
 
 # Measured on one H200 in steps of Llama-3.1-8B's shapes (benchmarks/results/h200_tails.json).
 TILES = {
-    "bfloat16": TailTile(8, 1, 96 << 10, 168), "float16": TailTile(8, 1, 96 << 10, 168), "fp8": TailTile(8, 1, 96 << 10, 168),
-    "bytes": TailTile(8, 1, 112 << 10, 168), "int4": TailTile(8, 1, 64 << 10, 168),
+    "bfloat16": TailTile(8, 1, 96 << 10, 168, 4), "float16": TailTile(8, 1, 96 << 10, 168, 4), "fp8": TailTile(8, 1, 96 << 10, 168, 4),
+    "bytes": TailTile(8, 1, 112 << 10, 168, 2), "int4": TailTile(8, 1, 64 << 10, 168, 3),
 }  # fmt: skip
 
 
@@ -55,8 +56,9 @@ def takes(tail: Tail, rows: int) -> bool:
     """Whether `tail_few` is for these weights, which `are_alike`: int4 is in groups of 128, and a program has room for the rows' codes."""
     first = tail.out.weight
     assert first is not None
-    fits = rows <= MOST and first.group in (0, GROUP.value)
-    return fits and _plan(tail, rows, num_multiprocessors(first.weight.device), TILES[first.form]) is not None
+    tile = TILES[first.form]
+    fits = rows <= tile.most and first.group in (0, GROUP.value)
+    return fits and _plan(tail, rows, num_multiprocessors(first.weight.device), tile) is not None
 
 
 def are_alike(tail: Tail) -> bool:

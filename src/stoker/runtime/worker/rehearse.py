@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from stoker.kernels.triton.all_reduce import sums_arrive
 from stoker.layers.decoder import Decoder, layer_specs
 from stoker.layers.loader import Loader
 from stoker.layers.specs import LinearSpec
+from stoker.layers.tail import Tails
 from stoker.quant.format import TensorSource
 from stoker.runtime.worker.blank import Bounds
 from stoker.runtime.worker.graphs import Graphs
@@ -98,15 +99,26 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     layers = stage.layers(settings.model.num_layers)
     caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel)
     model.complete_caches(caches)
-    kinds = [_kind(engine, layer) for layer in layers]
-    first = [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]
-    model.layers, caches = [model.layers[i] for i in first], [caches[i] for i in first]
+    first = _different(engine, layers, model.tails)
+    model.keep(first)
     return ModelRunner(
-        model, caches, num_rows=capacity.max_num_sequences, max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
+        model, [caches[i] for i in first], num_rows=capacity.max_num_sequences,
+        max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
         max_seq_len=capacity.max_seq_len, block_size=size, device=META,
         use_graphs=captures_steps(config, settings.model),
         world=World(rank, mapping.world_size, group, stage, Absent(rank, mapping.world_size), leader(mapping)),
     )  # fmt: skip
+
+
+def _different(engine: Engine, layers: Sequence[int], tails: Tails | None) -> list[int]:
+    """Which of a stage's layers launch something else than those before them. A tail reaches into the next layer, whose queries, keys and
+    values it makes: where layers have other widths than each other, none can be left out."""
+    kinds: list[Any] = [_kind(engine, layer) for layer in layers]
+    if tails is not None:
+        if len({(one.num_heads + 2 * one.num_kv_heads) * one.head_size for one in tails.attentions}) > 1:
+            return list(range(len(kinds)))
+        kinds = list(zip(kinds, [*kinds[1:], None], strict=True))
+    return [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]
 
 
 def _kind(engine: Engine, layer: int) -> tuple[Any, ...]:
