@@ -35,7 +35,7 @@ from stoker.kernels.triton import (
 )
 from stoker.kernels.triton.attention_tuning import Tile
 from stoker.kernels.triton.compile import compile_for, compiling, resources
-from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion
+from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion, Rotary, takes_mean
 from stoker.layers.batch import ForwardBatch, KVCache
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -53,7 +53,7 @@ def cache(kv_heads: int, block: int, size: int, value_size: int | None, dtype: t
     scale = meta(kv_heads, dtype=FP32) if dtype in (torch.int8, FP8) else None
     values = None if value_size is None else meta(4096, kv_heads, block, value_size, dtype=dtype)
     balance = None if scale is None or values is None else meta(kv_heads, 2, size, dtype=FP32)
-    mean = meta(kv_heads, 8, size, dtype=FP32) if dtype == FP8 and balance is not None else None
+    mean = meta(kv_heads, 8, size, dtype=FP32) if dtype == FP8 and balance is not None and takes_mean(size) else None
     return KVCache(meta(4096, kv_heads, block, size, dtype=dtype), values, scale, scale, balance, mean)
 
 
@@ -70,6 +70,15 @@ def attend(
     pages = cache(kv_heads, block, size, value_size, cache_dtype)
     out = meta(tokens, heads, size if value_size is None else value_size, dtype=dtype)
     (attention.decode if decodes else attention.prefill)(q, pages, batch, AttentionParams(0.1, **features), out, tile)  # type: ignore[arg-type]
+
+
+def rope_attend(rows: int, interleaved: bool = False, size: int = 128, dim: int = 128) -> None:
+    """Decode rows whose keys and values are in no cache yet."""
+    fused = meta(rows, 48 * size)
+    heads = fused.view(rows, 48, size)
+    batch = ForwardBatch(index(rows), index(rows), index(rows), index(rows + 1), index(rows), index(rows, 64), rows, 1, 4096)
+    rotary = Rotary(batch.positions, meta(8192, dim, dtype=FP32), interleaved)
+    attention.rope_attention(*heads.split((32, 8, 8), 1), rotary, cache(8, 64, size, size, BF16), batch, AttentionParams(0.1))
 
 
 def rope_store(tokens: int, cache_dtype: torch.dtype, interleaved: bool = False, dim: int = 128) -> None:
@@ -224,6 +233,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "rope int8": lambda: rope_store(64, torch.int8),
     "rope interleaved, partial": lambda: rope_store(64, BF16, True, 64),
     "decode 1": lambda: attend(1, 1),
+    "decode and rotate 1": lambda: rope_attend(1),
+    "decode and rotate 64": lambda: rope_attend(64),
+    "decode and rotate 64, 80 wide, interleaved": lambda: rope_attend(64, True, 80, 32),
     "decode 64": lambda: attend(64, 1),
     "decode 256": lambda: attend(256, 1),
     "decode fp8": lambda: attend(64, 1, cache_dtype=FP8),
@@ -246,6 +258,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "prefill fp32": lambda: attend(4, 512, dtype=FP32, cache_dtype=FP32),
     "prefill 64 wide": lambda: attend(4, 2048, heads=12, kv_heads=12, size=64, value_size=64),
     "prefill 80 wide": lambda: attend(4, 2048, size=80, value_size=80),
+    "prefill 96 wide, fp8": lambda: attend(4, 2048, size=96, value_size=96, cache_dtype=FP8),
     "prefill 96 wide": lambda: attend(4, 2048, size=96, value_size=96),
     "prefill 192 wide, values 128": lambda: attend(4, 2048, heads=16, kv_heads=16, size=192, value_size=128),
     "prefill 256 wide": lambda: attend(4, 2048, size=256, value_size=256),

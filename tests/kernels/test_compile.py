@@ -21,6 +21,7 @@ BOUNDS = {
     "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0),
     "rope fp8": (72, 0), "rope int8": (72, 0),  # keys and queries are spread
+    "decode and rotate 1": (144, 0), "decode and rotate 64": (FOUR_PROGRAMS, 0),
     "decode 1": (144, 0), "decode 64": (FOUR_PROGRAMS, 0), "decode 256": (FOUR_PROGRAMS, 0), "decode fp8": (FOUR_PROGRAMS, 0),
     "decode fp8 512": (224, 0),  # nine programs of one warp
     "decode int8": (144, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
@@ -31,6 +32,8 @@ BOUNDS = {
     "tail of 6 rows": (128, 64), "tail of 16 rows, last, with biases": (128, 64), "tail of 32 rows": (128, 192),
     "tail of 64 rows": (128, 256), "tail of 64 rows 70B": (128, 256),
     "tail of 32 rows in groups of 32": (128, 256), "tail of 64 rows in groups of 64": (128, 256),
+    "tail bfloat16": (128, 0), "tail float16 135M, with biases": (128, 0), "tail bfloat16 of 2 rows": (168, 0),
+    "tail fp8 of 4 rows": (168, 16), "tail int4 of 3 rows": (168, 16),
     "tail fp8": (168, 0), "tail int8 70B, last, with biases": (168, 8), "tail int4": (168, 0), "tail int4, of one block": (168, 0),
 }  # fmt: skip
 
