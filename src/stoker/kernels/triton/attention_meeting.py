@@ -15,7 +15,8 @@ import triton.language as tl
 @triton.jit
 def messages_of(x, lse):
     """int64 [M, N] of float32 x [M, N] and lse [M]: no word is zero."""
-    high = tl.where(lse == 0.0, -0.0, lse).to(tl.int32, bitcast=True).to(tl.int64)
+    bits = lse.to(tl.int32, bitcast=True)
+    high = tl.where(bits == 0, -2147483648, bits).to(tl.int64)  # 0 becomes -0: of one key whose score is 0
     return (high << 32)[:, None] | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 
 
