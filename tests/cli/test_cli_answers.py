@@ -81,7 +81,7 @@ def test_bench_latency_has_a_row_for_each_batch_and_context(tiny_engine: Path, t
 def test_bench_serving_starts_a_server_and_checks_its_counts(tiny_engine: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     stoker(
-        "bench", "serving", str(tiny_engine), "--concurrency", "1", "--concurrency", "4", "--input-len", "8", "--output-len", "8",
+        "bench", "serving", str(tiny_engine), "--concurrency", "1", "--concurrency", "4", "--input-len", "8", "--output-len", "64",
         "--options", "--kv-cache-tokens 1024", "--json", str(out),
     )  # fmt: skip
     one, four = json.loads(out.read_text())["results"]
