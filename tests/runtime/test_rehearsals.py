@@ -1,0 +1,53 @@
+"""Every published model's launches can be listed at its full size: a build brings the kernels of all that it will launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PUBLISHED = sorted((Path(__file__).parents[1] / "parity" / "published").glob("*.json"))
+FORMATS = {"bfloat16": {}, "FP8_KV": {"quantization": "FP8_KV"}, "AWQ": {"quantization": "AWQ", "kv_cache_dtype": "int8"}}
+
+# Listing tells Triton of another device, so it has a process of its own. Prints the number of each kernel's variants, a model a line.
+LIST = """
+import json, sys
+from collections import Counter
+from pathlib import Path
+from stoker.base.config import Limits
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.engine.reader import Engine
+from stoker.runtime.worker.rehearse import kernels_of
+limits = Limits(max_batch_size=4, max_input_len=64, max_output_len=64, max_num_tokens=64)
+asked = {"device": "cuda", "compute_capability": "9.0", "dtype": "bfloat16", "dummy_weights": True, **json.loads(sys.argv[2])}
+config = BuildConfig(limits=limits, **asked)
+for file in map(Path, sys.argv[3:]):
+    folder = Path(sys.argv[1], file.stem)
+    folder.mkdir()
+    (folder / "config.json").write_text(file.read_text())
+    made = build(folder, folder / "engine", config, verify="none")
+    print(json.dumps([file.stem, Counter(job.name for job in kernels_of(Engine.open(made.path), 90).values())]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_published_models_launches_are_listed(form: str, part: int, tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
+    mine = PUBLISHED[part::4]
+    run = subprocess.run(
+        [sys.executable, "-c", LIST, str(tmp_path), json.dumps(FORMATS[form]), *map(str, mine)],
+        env=variables, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-200:] + run.stderr[-2000:]
+    listed = dict(json.loads(line) for line in run.stdout.splitlines())
+    assert list(listed) == [file.stem for file in mine]
+    assert all(kernels["attention_kernel"] > 1 for kernels in listed.values())
+    for name in {"Llama-2-7b-hf", "Mistral-7B-v0.1", "Qwen2.5-7B-Instruct"} & listed.keys():
+        assert listed[name]["tail_kernel"] >= 4, "of one token and of more, between layers and after the last"
