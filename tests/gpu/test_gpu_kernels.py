@@ -96,7 +96,9 @@ def test_attention(sizes: tuple[int, int, int], features: dict, block: int, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("sizes", "block"), [(sizes, block) for sizes, _, block in SHAPES[: len(SIZES)]])
+@pytest.mark.parametrize(
+    ("sizes", "block"), [*((sizes, block) for sizes, _, block in SHAPES[: len(SIZES)]), ((32, 8, 80), 64), ((32, 8, 160), 64)]
+)  # the last two: two parts of a head in tiles of 64 rows
 def test_attention_over_8_bit_keys(sizes: tuple[int, int, int], block: int, cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
     over_8_bits(sizes, {}, block, dtype, cache_dtype, 190)
 
