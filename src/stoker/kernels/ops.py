@@ -264,7 +264,10 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 
 def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
     """`rope_store`, then `attention` of what it gives: on a GPU one launch, where each row has one token and the cache q's dtype."""
-    return _pick(q, attention_ref).rope_attention(q, k, v, rotary, cache, batch, params)
+    launcher = None if q.is_cpu else _GPU.get(attention_ref)
+    if launcher is None:
+        return attention(rope_store(q, k, v, *rotary, cache, batch.slots), cache, batch, params)
+    return launcher.rope_attention(q, k, v, rotary, cache, batch, params)
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:

@@ -101,6 +101,12 @@ class TailLinear:
     weight: RowWeight | None
     fusion: Fusion
 
+    @property
+    def outputs(self) -> int:
+        """Features that it gives: half of a gated weight's rows."""
+        assert self.weight is not None
+        return int(self.weight.weight.shape[0]) // (1 if self.fusion.gate is None else 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Tail:

@@ -25,8 +25,8 @@ WINDOWS = 4  # of calibration, that the balance and the mean are found by
 def has_mean(attention: AttentionConfig, kv_cache: str) -> bool:
     """Whether keys are stored less their mean.
 
-    int8's steps depend little on it, and on two axes no place tells how its key turned. Of heads that are no power of two up to
-    MEAN_HEAD a GPU's prefill gave wrong scores (docs/log.md).
+    int8's steps depend little on it, and on two axes no place tells how its key turned. Kernels add it in heads of one part, which are
+    powers of two up to MEAN_HEAD.
     """
     return kv_cache == "float8_e4m3fn" and takes_mean(attention.head_size) and not (attention.rope and attention.rope.two_axes)
 

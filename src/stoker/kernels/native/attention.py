@@ -10,16 +10,11 @@ from torch import Tensor
 from stoker.kernels.native.library import ATTENTION, INT32, kernels, known
 from stoker.kernels.native.linear import STREAM
 from stoker.kernels.native.pages import pages_of
-from stoker.kernels.native.rope import rope_store
 from stoker.kernels.reference import attention as reference
-from stoker.kernels.types import AttentionParams, Rotary
+from stoker.kernels.types import AttentionParams
 
 if TYPE_CHECKING:
     from stoker.layers.batch import ForwardBatch, KVCache
-
-
-def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    return attention(rope_store(q, k, v, *rotary, cache, batch.slots), cache, batch, params)
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:

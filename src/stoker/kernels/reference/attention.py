@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.reference.rope import missing, rope_store
-from stoker.kernels.types import AttentionParams, Rotary
+from stoker.kernels.reference.rope import missing
+from stoker.kernels.types import AttentionParams
 
 if TYPE_CHECKING:
     from stoker.layers.batch import ForwardBatch, KVCache
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 # Scores at once. All those of a prompt of 8,192 tokens on 32 heads would be 8.6 GB, twice; 2,048 queries of 9 heads over 8,192 keys take
 # 3.2 s and 1.2 GiB at once, 1.7 s and 0.1 so.
 _MOST_SCORES = 1 << 20
-
-
-def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    return attention(rope_store(q, k, v, *rotary, cache, batch.slots), cache, batch, params)
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:

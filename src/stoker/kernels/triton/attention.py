@@ -126,7 +126,7 @@ def prefill(
     num_tokens, num_rows = q.shape[0] - batch.num_decodes, batch.num_rows - batch.num_decodes
     if tile is None:
         programs, narrow = triton.cdiv(num_tokens * group, 128) * kv_heads, cache.keys.dtype.itemsize == 1
-        size = triton.next_power_of_2(q.shape[2]) if narrow and cache.values is not None else q.shape[2]
+        size = triton.next_power_of_2(q.shape[2]) if _wants_whole(cache) else q.shape[2]
         tile = prefill_tile(size, q.dtype, batch.max_query_len * group, programs, num_multiprocessors(q.device), narrow)
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
@@ -155,7 +155,7 @@ def _launch(
         tile = replace(tile, block_n=min(tile.block_n, cache.block_size))
     num_heads, size = q.shape[1:]
     value_size = out.shape[2]
-    whole = _is_whole(cache, tile)
+    whole = tile.block_m >= 64 and _wants_whole(cache)
     part1, part2 = _parts(size, whole) if pairs is None else (size // 2,) * 2
     value_part1, value_part2 = _parts(value_size, whole) if pairs is None else (value_size // 2,) * 2
     partial = lse = messages = None
@@ -211,10 +211,11 @@ def _pairs(q: Tensor, cache: KVCache) -> str | None:
     return {torch.int8: "bytes", torch.float8_e4m3fn: "e4m3"}.get(cache.keys.dtype)
 
 
-def _is_whole(cache: KVCache, tile: Tile) -> bool:
-    """Whether heads are padded to one part. Of two parts of 8 bits, tiles of 64 rows have more descriptors of matrix instructions than
-    there are uniform registers, and the assembler (12.8) loses one: heads of 80 and 96 gave wrong numbers, or an illegal address."""
-    return tile.block_m >= 64 and cache.values is not None and cache.keys.dtype.itemsize == 1
+def _wants_whole(cache: KVCache) -> bool:
+    """Whether tiles of 64 rows take heads that are padded to one part. Of two parts of 8 bits they have more descriptors of matrix
+    instructions than there are uniform registers, and the assembler (12.8) loses one: heads of 80 and 96 gave wrong numbers, or an illegal
+    address."""
+    return cache.values is not None and cache.keys.dtype.itemsize == 1
 
 
 def _parts(size: int, is_whole: bool = False) -> tuple[int, int]:
@@ -240,14 +241,8 @@ def _columns(splits: int, heads: int, size: int, tile: Tile) -> int:
     splits) a step took 3.04 ms instead of 2.96.
     """
     columns = min(size, max(16, triton.next_power_of_2(heads * size) // splits))
-    fits = (
-        splits >= heads
-        and splits > 1
-        and size & (size - 1) == 0
-        and heads * size <= MOST_MEETING
-        and splits * columns >= 64 * tile.num_warps
-    )
-    return columns if fits else 0
+    one_each = splits >= max(heads, 2) and splits * columns >= 64 * tile.num_warps
+    return columns if one_each and size & (size - 1) == 0 and heads * size <= MOST_MEETING else 0
 
 
 @cached

@@ -82,7 +82,7 @@ def tail_few(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = Non
     tile, programs = tile or TILES[first.form], num_multiprocessors(x.device)
     plan = _plan(parts, x.shape[0], programs, tile)
     assert plan is not None
-    middle, inner, after = torch.empty_like(stream), _rows(x, parts.up), torch.empty_like(stream)
+    middle, inner, after = torch.empty_like(stream), x.new_empty(len(x), parts.up.outputs), torch.empty_like(stream)
     links = [
         link(parts.out, x, x.shape[1], stream, middle),
         link(parts.up, middle, middle.shape[1], None, inner),
@@ -90,17 +90,22 @@ def tail_few(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = Non
     ]
     qkv = None
     if parts.qkv is not None:
-        qkv = _rows(x, parts.qkv)
+        qkv = x.new_empty(len(x), parts.qkv.outputs)
         links.append(link(parts.qkv, after, after.shape[1], None, qkv))
     tail_kernel[(programs,)](
-        *zip(*links, strict=True), _arrived(x.device), programs,
-        GATES=listed(linear.fusion.gate is not None for linear in parts.linears),
-        BIASES=listed(linear.weight is not None and linear.weight.bias is not None for linear in parts.linears),
+        *zip(*links, strict=True), _arrived(x.device), programs, **flags(parts),
         WIDTHS=listed(plan.widths), ACT=parts.up.fusion.gate, FORM=first.form, SCALE=scale_name(first), ZERO=first.zero_kind,
         DEPTH=plan.depth, WARPS=tile.num_warps, BLOCKS=tile.blocks, ROWS=plan.rows, TOKENS=x.shape[0],
         num_warps=tile.num_warps, maxnreg=tile.registers, launch_cooperative_grid=True, **chained(x),
     )  # fmt: skip
     return after, qkv
+
+
+def flags(parts: Tail) -> dict[str, str]:
+    """What a kernel is told of each linear."""
+    gates = listed(linear.fusion.gate is not None for linear in parts.linears)
+    biases = listed(linear.weight is not None and linear.weight.bias is not None for linear in parts.linears)
+    return {"GATES": gates, "BIASES": biases}
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -130,18 +135,22 @@ def _fits(tail: Tail) -> bool:
 
 def _plan(tail: Tail, tokens: int, programs: int, tile: TailTile) -> _Plan | None:
     """None where a program's rows are more than its threads, or shared memory has no room for a ring of two slots."""
+    weights = [linear.weight for linear in tail.linears if linear.weight is not None]
+    sizes = tuple((one.outputs, weight.weight.shape[0], weight.row_bytes) for one, weight in zip(tail.linears, weights, strict=True))
+    return _planned(sizes, weights[0].form, tokens, programs, tile)
+
+
+@cache
+def _planned(sizes: tuple[tuple[int, int, int], ...], form: str, tokens: int, programs: int, tile: TailTile) -> _Plan | None:
+    """Of each linear: outputs, rows and bytes of a row. Cached, since layers are alike, and a step that is no graph asks in every one."""
     widths, rows, together = [], 0, tile.num_warps * tile.blocks
-    for linear in tail.linears:
-        weight, parts = linear.weight, 1 if linear.fusion.gate is None else 2
-        assert weight is not None
-        n = weight.weight.shape[0]
-        mine = 16 * triton.cdiv(n // parts // 16, programs)
+    for outputs, weight_rows, row_bytes in sizes:
+        mine = 16 * triton.cdiv(outputs // 16, programs)
         if mine > 32 * tile.num_warps:
             return None
-        rows = max(rows, mine * parts)
-        turns = triton.cdiv(weight.row_bytes // BLOCK, together)
-        widths.append(triton.next_power_of_2(turns * together * block_features(weight.form)))
-    form = weight.form
+        rows = max(rows, mine * (weight_rows // outputs))
+        turns = triton.cdiv(row_bytes // BLOCK, together)
+        widths.append(triton.next_power_of_2(turns * together * block_features(form)))
     rest = shared_places(form, 0, tile.num_warps, tile.blocks, tuple(widths), rows, tokens)[-1] + REDUCTIONS
     slots = tile.num_warps * slot_bytes(form, tile.blocks)
     depth = min(tile.ring, SHARED_BYTES - rest) // slots
@@ -157,14 +166,8 @@ def link(linear: TailLinear, x: Tensor, k: int, residual: Tensor | None, out: Te
     stored = weight.weight
     return (
         x, norm, fusion.norm_eps, stored, scale, zero, bias, added, given,
-        stored.shape[0] // (1 if fusion.gate is None else 2), k, stored.stride(0) * stored.element_size(), weight.row_bytes // BLOCK,
+        linear.outputs, k, stored.stride(0) * stored.element_size(), weight.row_bytes // BLOCK,
     )  # fmt: skip
-
-
-def _rows(x: Tensor, linear: TailLinear) -> Tensor:
-    """Room for what a linear gives."""
-    assert linear.weight is not None
-    return x.new_empty(x.shape[0], linear.weight.weight.shape[0] // (1 if linear.fusion.gate is None else 2))
 
 
 def scale_name(weight: RowWeight) -> str:

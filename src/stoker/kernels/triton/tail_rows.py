@@ -9,11 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.quantized import Tail, TailLinear
+from stoker.kernels.quantized import Tail
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.operand import block_bytes
-from stoker.kernels.triton.tail_few import BLOCK, SHARED_BYTES, link, listed, scale_name
+from stoker.kernels.triton.tail_few import BLOCK, SHARED_BYTES, flags, link, listed, scale_name
 from stoker.kernels.triton.tail_rows_kernel import WARPS, shared_places, tail_rows_kernel
 from stoker.kernels.triton.tail_rows_walk import GROUPS, TILE, slot_bytes
 
@@ -38,7 +38,7 @@ def takes(tail: Tail, rows: int) -> bool:
     first, norms = tail.out.weight, [linear.fusion.norm_weight for linear in (tail.up, tail.qkv) if linear is not None]
     if first is None or first.form != "int4" or not FEWEST <= rows <= MOST or any(norm.dtype != torch.bfloat16 for norm in norms):
         return False
-    given = [_outputs(linear) for linear in tail.linears]
+    given = [linear.outputs for linear in tail.linears]
     wanted = [2 * linear.weight.weight.shape[1] for linear in tail.linears[1:] if linear.weight is not None]
     whole = given[: len(wanted)] == wanted and all(
         linear.weight.weight.shape[0] % TILE.value == 0 for linear in tail.linears if linear.weight
@@ -54,7 +54,7 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
     (m, hidden), programs = stream.shape, num_multiprocessors(x.device)
     plan = plan or plan_of(parts, m, programs)
     assert plan is not None
-    size = _outputs(parts.up)
+    size = parts.up.outputs
     middle, after = torch.empty_like(stream), torch.empty_like(stream)
     operands = [x.new_empty(features * plan.tokens) for features in (hidden, size, hidden)]
     links = [
@@ -64,7 +64,7 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
     ]
     qkv = None
     if parts.qkv is not None:
-        qkv = x.new_empty(m, _outputs(parts.qkv))
+        qkv = x.new_empty(m, parts.qkv.outputs)
         links.append(link(parts.qkv, operands[2], hidden, None, qkv))
     most = max(tiles * each for (tiles, _), each in zip(_sizes(parts), plan.parts, strict=True))
     partial = torch.empty(most * 2 * TILE.value * plan.tokens, dtype=torch.float32, device=x.device)
@@ -72,9 +72,7 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
     weight = parts.out.weight
     assert weight is not None
     tail_rows_kernel[(programs,)](
-        *zip(*links, strict=True), partial, squares, _arrived(x.device, programs), programs, m,
-        GATES=listed(linear.fusion.gate is not None for linear in parts.linears),
-        BIASES=listed(linear.weight is not None and linear.weight.bias is not None for linear in parts.linears),
+        *zip(*links, strict=True), partial, squares, _arrived(x.device, programs), programs, m, **flags(parts),
         PARTS=listed(plan.parts), ACT=parts.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
         DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share, GROUP=weight.group,
         num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **chained(x),
@@ -138,11 +136,6 @@ def _sizes(tail: Tail) -> tuple[tuple[int, int], ...]:
     """(tiles, blocks of a row) of each weight."""
     shapes = (linear.weight.weight.shape for linear in tail.linears if linear.weight is not None)
     return tuple((n // TILE.value, size // BLOCK) for n, size in shapes)
-
-
-def _outputs(linear: TailLinear) -> int:
-    assert linear.weight is not None
-    return int(linear.weight.weight.shape[0]) // (1 if linear.fusion.gate is None else 2)
 
 
 @cache
