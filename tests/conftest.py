@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +23,17 @@ BUILT_BY = ("base", "quant", "layers", "models", "engine", "builder")  # sources
 # Each test process computes on one thread: they run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def same_process() -> Iterator[None]:
+    """A command sets up its process's loggers and signals; run within a test, it leaves them to the next one as they were."""
+    root = logging.getLogger("stoker")
+    level, handlers, propagate, terminate = root.level, root.handlers[:], root.propagate, signal.getsignal(signal.SIGTERM)
+    yield
+    root.setLevel(level)
+    root.handlers[:], root.propagate = handlers, propagate
+    signal.signal(signal.SIGTERM, terminate)
 
 
 @pytest.fixture(scope="session")

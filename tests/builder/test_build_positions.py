@@ -20,7 +20,6 @@ from stoker.engine.reader import Engine
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """`stoker build` in this process: its exit status, and what it wrote."""
-    monkeypatch.setattr("stoker.base.logging.configure", lambda level=None: None)  # the test process keeps its loggers
     monkeypatch.setenv("COLUMNS", "300")
 
     def call(*args: str) -> tuple[int, str]:

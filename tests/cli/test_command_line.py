@@ -49,8 +49,6 @@ def stoker(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """The command line in this process: its exit status, and what it wrote to stderr."""
-    monkeypatch.setattr("stoker.base.logging.configure", lambda level=None: None)  # the test process keeps its loggers, and its signals
-    monkeypatch.setattr("signal.signal", lambda number, handler: None)
 
     def call(*args: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["stoker", *args])

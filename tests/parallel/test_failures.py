@@ -80,6 +80,42 @@ def test_a_rank_that_is_killed_ends_all(engine: Path) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+def test_waiting_for_a_rank_ends_though_gloo_goes_on_and_so_does_the_process() -> None:
+    """What is left of a send that gloo dropped: a collective that nothing ends but its timeout. Here the other rank takes no part."""
+    code = """
+import threading, time, torch
+from torch.distributed import TCPStore
+from stoker.base.config import Mapping
+from stoker.base.errors import RankError
+from stoker.distributed.world import join
+
+CPU, TWO = torch.device("cpu"), Mapping(tensor_parallel=2)
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+guest = TCPStore("127.0.0.1", store.port, is_master=False)
+others = []
+joining = threading.Thread(target=lambda: others.append(join(guest, 1, TWO, CPU)))
+joining.start()
+answers = iter([None, RankError("rank 1 has gone")])
+
+def check():
+    if (answer := next(answers)) is not None:
+        raise answer
+
+world = join(store, 0, TWO, CPU, check=check)
+joining.join()
+for collective in ("all_reduce", "all_gather", "broadcast"):
+    answers = iter([None, RankError("rank 1 has gone")])
+    try:
+        getattr(world.tensor, collective)(torch.ones(4))
+    except RankError as error:
+        print(collective, "ended:", error.message)
+world.close()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    wanted = [f"{collective} ended: rank 1 has gone" for collective in ("all_reduce", "all_gather", "broadcast")]
+    assert (ran.returncode, ran.stdout.splitlines()) == (0, wanted), ran.stderr
+
+
 def test_a_rank_that_hangs_ends_all(engine: Path) -> None:
     executor = load(engine)
     process = ranks_of(executor)._followers[0].process

@@ -31,7 +31,6 @@ def server() -> Iterator[Running]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """The command line in this process: status, standard output and standard error."""
-    monkeypatch.setattr("stoker.base.logging.configure", lambda level=None: None)
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["stoker", *map(str, args)])

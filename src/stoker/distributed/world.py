@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -56,10 +57,18 @@ def leader(mapping: Mapping) -> int:
     return (mapping.pipeline_parallel - 1) * mapping.tensor_parallel
 
 
-def join(store: dist.Store, rank: int, mapping: Mapping, device: torch.device, *, custom_all_reduce: bool = True) -> World:
+def join(
+    store: dist.Store,
+    rank: int,
+    mapping: Mapping,
+    device: torch.device,
+    *,
+    custom_all_reduce: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> World:
     """Meet the other ranks through `store`, and make the groups. Every rank of `mapping` must call it.
 
-    Without `custom_all_reduce`, GPUs sum through NCCL alone.
+    Without `custom_all_reduce`, GPUs sum through NCCL alone. `check` raises when a rank has failed: asked while a CPU waits for others.
     """
     if mapping.world_size == 1:
         return ALONE_WORLD
@@ -74,21 +83,21 @@ def join(store: dist.Store, rank: int, mapping: Mapping, device: torch.device, *
         made = make(f"stage{stage}", ranks) if tp > 1 else None
         if made is not None and rank in ranks:
             inner.append(made)
-            tensor = _group(made, device, custom_all_reduce)
+            tensor = _group(made, device, custom_all_reduce, check)
     linked = LinkedStage(everyone, index, mapping.pipeline_parallel, tp) if mapping.pipeline_parallel > 1 else ALONE
-    return World(rank, size, tensor, linked, ProcessGroup(everyone, device), leader(mapping), inner, device.type != "cpu")
+    return World(rank, size, tensor, linked, ProcessGroup(everyone, device, check), leader(mapping), inner, device.type != "cpu")
 
 
-def _group(inner: dist.ProcessGroup, device: torch.device, custom_all_reduce: bool) -> Group:
+def _group(inner: dist.ProcessGroup, device: torch.device, custom_all_reduce: bool, check: Callable[[], None]) -> Group:
     if device.type == "cpu" or not custom_all_reduce:
-        return ProcessGroup(inner, device)
+        return ProcessGroup(inner, device, check)
     from stoker.distributed.symmetric import SymmetricGroup
 
     try:
         return SymmetricGroup(inner, device)
     except RuntimeError as error:
         log.warning("peers' memory is not used, and all-reduces go through NCCL: %s", error)
-        return ProcessGroup(inner, device)
+        return ProcessGroup(inner, device, check)
 
 
 class _Gloo:

@@ -143,7 +143,7 @@ class Ranks:
         """Meet the other ranks, once they are all there. Raises RuntimeError when one of them ends meanwhile."""
         self.wait()
         custom = self._config.custom_all_reduce
-        return join(self._guest, self._leader, self._engine.config.mapping, self._device, custom_all_reduce=custom)
+        return join(self._guest, self._leader, self._engine.config.mapping, self._device, custom_all_reduce=custom, check=self.check)
 
     def wait(self) -> None:
         """Until every follower told its next state. Raises RankError when one ends before."""
@@ -217,7 +217,7 @@ class Ranks:
             self._folder._finalizer.detach()  # type: ignore[attr-defined]  # the logs stay
             for follower in self._followers:
                 follower.process.kill()
-            # Their connections are closed now, which ends collectives on a CPU; a GPU waits for them for ever.
+            # Who waits for them on a CPU is told by the connections or by `check`; a GPU waits for ever.
             self._meeting = None
             if not self._noticed.wait(GRACE_S) and self._device.type == "cuda":
                 os._exit(1)
