@@ -198,6 +198,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "tail fp8": lambda: tail_of("fp8"),
     "tail int8 70B, last, with biases": lambda: tail_of("bytes", last=True, biased=True, sizes=(8192, 8192, 28672, 10240)),
     "tail int4": lambda: tail_of("int4", "int"),
+    "tail int4 in groups of 32": lambda: tail_of("int4", "float", group=32),
+    "tail int4 of 2 rows in groups of 64": lambda: tail_of("int4", "none", rows=2, group=64),
     "tail int4 of 3 rows": lambda: tail_of("int4", "int", rows=3),
     "tail bfloat16 of 2 rows": lambda: tail_of("bfloat16", rows=2),
     "tail fp8 of 4 rows": lambda: tail_of("fp8", rows=4),

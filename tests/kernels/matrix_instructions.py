@@ -7,6 +7,7 @@ so that a kernel's register branch can be checked where there is no device.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,28 +101,28 @@ def _add_products(
     if kind == "e4m3":
         for i in range(4):
             (a, c), (b, d) = _halves(u[i]), _halves(v[i])
-            total = _multiply((a, b, c, d), (t[2 * i], t[2 * i + 1]), total, torch.float16)
+            total = multiply((a, b, c, d), (t[2 * i], t[2 * i + 1]), total, torch.float16, torch.float16)
     else:
         shift = 4 if kind == "high" else 0
         if kind in ("low", "high"):
             u, v = ([(word >> shift) & 0x0F0F0F0F for word in words] for words in (u, v))
         dtype = getattr(torch, kind) if kind in ("bfloat16", "float16") else torch.int8
         for i in (0, 2):
-            total = _multiply((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1]), total, dtype)
+            total = multiply((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1]), total, dtype, dtype)
     return tuple(_tensor(part, sums[0].dtype.scalar) for part in total)
 
 
-def _multiply(a: tuple[Register, ...], b: tuple[Register, ...], c: list[Register], dtype: torch.dtype) -> list[Register]:
-    """c + a × b of each warp: four registers of the 16 rows, two of the 8 columns, four of sums."""
-    each = 4 // dtype.itemsize
+def multiply(a: Sequence[Register], b: Sequence[Register], c: Sequence[Register], left: torch.dtype, right: torch.dtype) -> list[Register]:
+    """c + a × b of each warp: four registers of the 16 rows (of type `left`), two of the 8 columns (`right`), four of sums."""
+    each = 4 // left.itemsize
     depth, half = 8 * each, 4 * each
     warps = len(c[0]) // 32
     rows, columns = np.zeros((warps, 16, depth)), np.zeros((warps, depth, 8))
     along = _TURN[:, None] * each + np.arange(each)
     for i, register in enumerate(a):
-        rows[:, (_ROW + 8 * (i % 2))[:, None], along + half * (i // 2)] = _elements(register, dtype, warps, each)
+        rows[:, (_ROW + 8 * (i % 2))[:, None], along + half * (i // 2)] = _elements(register, left, warps, each)
     for i, register in enumerate(b):
-        columns[:, along + half * i, _ROW[:, None]] = _elements(register, dtype, warps, each)
+        columns[:, along + half * i, _ROW[:, None]] = _elements(register, right, warps, each)
     product = rows @ columns
     return [part + product[:, _ROW + 8 * (i // 2), 2 * _TURN + i % 2].ravel().astype(part.dtype) for i, part in enumerate(c)]
 

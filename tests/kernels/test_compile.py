@@ -34,16 +34,22 @@ BOUNDS = {
     "tail of 32 rows in groups of 32": (128, 256), "tail of 64 rows in groups of 64": (128, 256),
     "tail bfloat16": (128, 0), "tail float16 135M, with biases": (128, 0), "tail bfloat16 of 2 rows": (168, 0),
     "tail fp8 of 4 rows": (168, 16), "tail int4 of 3 rows": (168, 16),
+    "tail int4 in groups of 32": (168, 0), "tail int4 of 2 rows in groups of 64": (168, 0),
     "tail fp8": (168, 0), "tail int8 70B, last, with biases": (168, 8), "tail int4": (168, 0), "tail int4, of one block": (168, 0),
 }  # fmt: skip
 
 
-def compiled(*names: str) -> dict[str, dict]:
+def uninterpreted() -> dict[str, str]:
+    """The environment of a process that compiles kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(("src", *filter(None, [environment.get("PYTHONPATH")])))
+    return environment
+
+
+def compiled(*names: str) -> dict[str, dict]:
     run = subprocess.run(
         [sys.executable, str(HERE / "compile_all.py"), *names],
-        env=environment,
+        env=uninterpreted(),
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,

@@ -89,13 +89,14 @@ def twice(value):
 def add_products(sums, upper, lower, tokens, KIND: tl.constexpr):
     """sums + a chunk's products, of an m-tile's two rows and one tile of tokens.
 
-    KIND: bfloat16, float16 (four registers a row and of tokens), e4m3 (four a row, `widened` tokens), bytes (four), low, high (the nibbles
-    of four), upper (the high ones × 16, which takes no shift).
+    KIND: bfloat16, float16 (as many registers a row as of tokens, four or two), e4m3 (twice as many of `widened` tokens), bytes, low and
+    high (the nibbles of rows), upper (the high ones × 16, which takes no shift).
     sums: four registers; float32, of integers int32.
     """
+    WORDS: tl.constexpr = len(upper)
     kinds: tl.constexpr = registers(4) if is_integer(KIND) else floats(4)
-    given: tl.constexpr = operands(KIND)
-    code: tl.constexpr = products(KIND)
+    given: tl.constexpr = operands(KIND, WORDS)
+    code: tl.constexpr = products(KIND, WORDS)
     return tl.inline_asm_elementwise(code, given, upper + lower + tokens + sums, dtype=kinds, is_pure=True, pack=1)
 
 
@@ -143,42 +144,43 @@ def is_integer(kind):
 
 
 @triton.constexpr_function
-def operands(kind):
+def operands(kind, words):
     sums = "r" if kind in ("bytes", "low", "high", "upper") else "f"
-    return ",".join(["=&" + sums] * 4 + ["r"] * (8 + (8 if kind == "e4m3" else 4)) + [sums] * 4)
+    return ",".join(["=&" + sums] * 4 + ["r"] * (words * (4 if kind == "e4m3" else 3)) + [sums] * 4)
 
 
 @triton.constexpr_function
-def products(kind):
+def products(kind, words):
     """PTX of the matrix instructions that a chunk's registers make.
 
-    $0 … 3 are the sums, $4 … 7 and $8 … 11 the two rows'; then come the tokens' and the sums before.
+    $0 … 3 are the sums, then come `words` registers of each of the two rows, the tokens' and the sums before.
     """
-    u, v, t = ([f"${first + i}" for i in range(4)] for first in (4, 8, 12))
-    more = [f"${i}" for i in range(16, 20)]
-    before = [f"${i}" for i in (range(20, 24) if kind == "e4m3" else range(16, 20))]
+    u, v = ([f"${4 + words * row + i}" for i in range(words)] for row in range(2))
+    last = 4 + words * (4 if kind == "e4m3" else 3)
+    t, before = [f"${i}" for i in range(4 + 2 * words, last)], [f"${last + i}" for i in range(4)]
     steps, lines = [], []  # (rows' registers, tokens' registers) of an instruction
+    pairs = range(0, words, 2)
     if kind in ("bfloat16", "float16"):
         narrow = "bf16" if kind == "bfloat16" else "f16"
         name = f"m16n8k16.row.col.f32.{narrow}.{narrow}.f32"
-        steps = [((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1])) for i in (0, 2)]
+        steps = [((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1])) for i in pairs]
     elif kind == "bytes":
         name = "m16n8k32.row.col.s32.s8.s8.s32"
-        steps = [((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1])) for i in (0, 2)]
+        steps = [((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1])) for i in pairs]
     elif kind == "e4m3":
-        name, wide = "m16n8k16.row.col.f32.f16.f16.f32", t + more
-        for i in range(4):
+        name = "m16n8k16.row.col.f32.f16.f16.f32"
+        for i in range(words):
             lines += [f"mov.b32 {{l, h}}, {u[i]}; cvt.rn.f16x2.e4m3x2 a{i}, l; cvt.rn.f16x2.e4m3x2 c{i}, h;"]
             lines += [f"mov.b32 {{l, h}}, {v[i]}; cvt.rn.f16x2.e4m3x2 b{i}, l; cvt.rn.f16x2.e4m3x2 d{i}, h;"]
-        steps = [((f"a{i}", f"b{i}", f"c{i}", f"d{i}"), (wide[2 * i], wide[2 * i + 1])) for i in range(4)]
+        steps = [((f"a{i}", f"b{i}", f"c{i}", f"d{i}"), (t[2 * i], t[2 * i + 1])) for i in range(words)]
     else:
         name = f"m16n8k32.row.col.s32.{'u8' if kind == 'upper' else 's8'}.s8.s32"
         mask = "0xf0f0f0f0" if kind == "upper" else "0x0f0f0f0f"
-        for i in range(4):
+        for i in range(words):
             shift = "" if kind != "high" else f"shr.b32 a{i}, {u[i]}, 4; shr.b32 b{i}, {v[i]}, 4; "
             sources = (f"a{i}", f"b{i}") if shift else (u[i], v[i])
             lines += [f"{shift}and.b32 a{i}, {sources[0]}, {mask}; and.b32 b{i}, {sources[1]}, {mask};"]
-        steps = [((f"a{i}", f"b{i}", f"a{i + 1}", f"b{i + 1}"), (t[i], t[i + 1])) for i in (0, 2)]
+        steps = [((f"a{i}", f"b{i}", f"a{i + 1}", f"b{i + 1}"), (t[i], t[i + 1])) for i in pairs]
     made = "{$0, $1, $2, $3}"
     start = "{" + ", ".join(before) + "}"
     for rows, columns in steps:

@@ -6,7 +6,7 @@ shared memory begins; what Triton itself needs for reductions comes after it.
 
 A slot of the ring holds blocks of 16 rows × 128 bytes of a weight. Eight lanes copy 128 bytes of a row, so that each request is of whole
 lines; a row's eight pieces of 16 bytes change places by the row's number (exclusive or), so that neither the copies nor the reads of
-operands, two rows × 64 bytes at a time, meet in a bank.
+operands, two rows × 64 bytes or four × 32 at a time, meet in a bank.
 """
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
@@ -18,11 +18,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.fragments import registers
+from stoker.kernels.triton.fragments import floats, registers
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # until Triton 3.6, and since
 BLOCK_BYTES = tl.constexpr(16 * 128)
-GRID_BYTES = tl.constexpr(128)  # of a block of int4: two groups' scales of 16 rows, then their zeros
 
 
 @gluon.jit
@@ -54,6 +53,15 @@ def ask_word(place, source, size):
 
 
 @gluon.jit
+def ask_piece(place, source, size, is_mine):
+    """Copy 16 bytes a lane that `is_mine` (size 16), or zeros (0)."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p cp.async.cg.shared.global [$1], [$2], 16, $3; mov.b32 $0, $1; }", "=r,r,l,r,r",
+        [place, source, size, is_mine.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def asked(thread):
     """What was asked for since the last call is one group, which `take_blocks` waits for."""
     gl.inline_asm_elementwise("cp.async.commit_group; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
@@ -73,6 +81,27 @@ def take_blocks(place, lane, BLOCKS: gl.constexpr, AFTER: gl.constexpr):
 
 
 @gluon.jit
+def lane_row(lane):
+    """The first of the two neighbouring rows of 16 that `take_pieces` gives a lane. Fours of lanes read rows that lie in other banks."""
+    four = lane // 4
+    return four % 2 * 4 + four // 2 % 2 * 2 + four // 4 * 8
+
+
+@gluon.jit
+def take_pieces(place, lane, PIECE: gl.constexpr, BLOCKS: gl.constexpr, AFTER: gl.constexpr):
+    """As `take_blocks`, of `lane_row` and the row after it, a lane's bytes being one in four pieces of PIECE bytes, 8 or 16.
+
+    For each block the first row's piece, the second's, then of the next 4 × PIECE bytes.
+    """
+    row = lane_row(lane)
+    first = place + row * 128 + ((lane % 4 * PIECE // 16) ^ (row % 8)) * 16 + lane % 4 * PIECE % 16
+    kinds: gl.constexpr = registers(16 * BLOCKS)
+    code: gl.constexpr = _taking_pieces(PIECE, BLOCKS, AFTER)
+    given: gl.constexpr = "=&r," * (16 * BLOCKS) + "r"
+    return gl.inline_asm_elementwise(code, given, [first], dtype=kinds, is_pure=False, pack=1)
+
+
+@gluon.jit
 def take_operand(place, OFFSET: gl.constexpr):
     """Four registers of 16 bytes."""
     kinds: gl.constexpr = registers(4)
@@ -83,6 +112,22 @@ def take_operand(place, OFFSET: gl.constexpr):
 @gluon.jit
 def take_float(place):
     return gl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [place], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_floats(place, COUNT: gl.constexpr):
+    """2, 4 or 8 side by side."""
+    kinds: gl.constexpr = floats(COUNT)
+    code: gl.constexpr = _taking_floats(COUNT)
+    return gl.inline_asm_elementwise(code, "=&f," * COUNT + "r", [place], dtype=kinds, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_two(place, KIND: gl.constexpr):
+    """float32 of two neighbouring numbers of KIND: bfloat16, float16 or byte (unsigned)."""
+    kinds: gl.constexpr = floats(2)
+    code: gl.constexpr = _taking_two(KIND)
+    return gl.inline_asm_elementwise(code, "=f,=f,r", [place], dtype=kinds, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -177,6 +222,36 @@ def _taking(blocks, after):
                 words = ", ".join(f"${first + i}" for i in range(4))
                 lines.append(f"ld.shared.v4.b32 {{{words}}}, [${count + half} + {BLOCK_BYTES.value * block + 1024 * lower}];")
     return " ".join(lines) + " bar.warp.sync 0xffffffff;"
+
+
+@triton.constexpr_function
+def _taking_pieces(piece, blocks, after):
+    """PTX of `take_pieces`. The second row's pieces have changed places by one more."""
+    each, count, lines = piece // 4, 16 * blocks, [f"cp.async.wait_group {after}; bar.warp.sync 0xffffffff;"]
+    for i in range(32 // piece):
+        for second in range(2):
+            lines.append(f"xor.b32 a, ${count}, {4 * piece * i + 16 * second};")
+            for block in range(blocks):
+                words = ", ".join(f"${16 * block + 2 * each * i + each * second + word}" for word in range(each))
+                lines.append(f"ld.shared.v{each}.b32 {{{words}}}, [a + {BLOCK_BYTES.value * block + 128 * second}];")
+    return "{ .reg .b32 a; " + " ".join(lines) + " bar.warp.sync 0xffffffff; }"
+
+
+@triton.constexpr_function
+def _taking_floats(count):
+    parts = [range(first, min(first + 4, count)) for first in range(0, count, 4)]
+    return " ".join(f"ld.shared.v{len(part)}.f32 {{{', '.join(f'${i}' for i in part)}}}, [${count} + {4 * part[0]}];" for part in parts)
+
+
+@triton.constexpr_function
+def _taking_two(kind):
+    if kind == "byte":
+        return (
+            "{ .reg .b16 w, l, h; ld.shared.b16 w, [$2]; and.b16 l, w, 255; shr.u16 h, w, 8; cvt.rn.f32.u16 $0, l; cvt.rn.f32.u16 $1, h; }"
+        )
+    if kind == "float16":
+        return "{ .reg .b16 l, h; ld.shared.v2.b16 {l, h}, [$2]; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
+    return "{ .reg .b32 w, l, h; ld.shared.b32 w, [$2]; shl.b32 l, w, 16; and.b32 h, w, 0xffff0000; mov.b32 $0, l; mov.b32 $1, h; }"
 
 
 @triton.constexpr_function

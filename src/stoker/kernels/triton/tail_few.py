@@ -15,7 +15,7 @@ from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import capability, num_multiprocessors
 from stoker.kernels.triton.ring import BLOCK_BYTES
-from stoker.kernels.triton.tail_kernel import GROUP, block_features, shared_places, tail_kernel
+from stoker.kernels.triton.tail_kernel import block_features, shared_places, tail_kernel
 from stoker.kernels.triton.tail_walk import slot_bytes
 
 BLOCK = BLOCK_BYTES.value // 16  # bytes of a row
@@ -53,12 +53,11 @@ class _Plan:
 
 
 def takes(tail: Tail, rows: int) -> bool:
-    """Whether `tail_few` is for these weights, which `are_alike`: int4 is in groups of 128, and a program has room for the rows' codes."""
+    """Whether `tail_few` is for these weights, which `are_alike`: a program has room for the rows' codes."""
     first = tail.out.weight
     assert first is not None
     tile = TILES[first.form]
-    fits = rows <= tile.most and first.group in (0, GROUP.value)
-    return fits and _plan(tail, rows, num_multiprocessors(first.weight.device), tile) is not None
+    return rows <= tile.most and _plan(tail, rows, num_multiprocessors(first.weight.device), tile) is not None
 
 
 def are_alike(tail: Tail) -> bool:
@@ -94,8 +93,8 @@ def tail_few(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = Non
         links.append(link(parts.qkv, after, after.shape[1], None, qkv))
     tail_kernel[(programs,)](
         *zip(*links, strict=True), _arrived(x.device), programs, **flags(parts),
-        WIDTHS=listed(plan.widths), ACT=parts.up.fusion.gate, FORM=first.form, SCALE=scale_name(first), ZERO=first.zero_kind,
-        DEPTH=plan.depth, WARPS=tile.num_warps, BLOCKS=tile.blocks, ROWS=plan.rows, TOKENS=x.shape[0],
+        WIDTHS=listed(plan.widths), ACT=parts.up.fusion.gate, FORM=first.form, GROUP=first.group, SCALE=scale_name(first),
+        ZERO=first.zero_kind, DEPTH=plan.depth, WARPS=tile.num_warps, BLOCKS=tile.blocks, ROWS=plan.rows, TOKENS=x.shape[0],
         num_warps=tile.num_warps, maxnreg=tile.registers, launch_cooperative_grid=True, **chained(x),
     )  # fmt: skip
     return after, qkv
@@ -137,11 +136,13 @@ def _plan(tail: Tail, tokens: int, programs: int, tile: TailTile) -> _Plan | Non
     """None where a program's rows are more than its threads, or shared memory has no room for a ring of two slots."""
     weights = [linear.weight for linear in tail.linears if linear.weight is not None]
     sizes = tuple((one.outputs, weight.weight.shape[0], weight.row_bytes) for one, weight in zip(tail.linears, weights, strict=True))
-    return _planned(sizes, weights[0].form, tokens, programs, tile)
+    return _planned(sizes, weights[0].form, weights[0].group, weights[0].zero_kind, tokens, programs, tile)
 
 
 @cache
-def _planned(sizes: tuple[tuple[int, int, int], ...], form: str, tokens: int, programs: int, tile: TailTile) -> _Plan | None:
+def _planned(
+    sizes: tuple[tuple[int, int, int], ...], form: str, group: int, zero: str, tokens: int, programs: int, tile: TailTile
+) -> _Plan | None:
     """Of each linear: outputs, rows and bytes of a row. Cached, since layers are alike, and a step that is no graph asks in every one."""
     widths, rows, together = [], 0, tile.num_warps * tile.blocks
     for outputs, weight_rows, row_bytes in sizes:
@@ -151,8 +152,8 @@ def _planned(sizes: tuple[tuple[int, int, int], ...], form: str, tokens: int, pr
         rows = max(rows, mine * (weight_rows // outputs))
         turns = triton.cdiv(row_bytes // BLOCK, together)
         widths.append(triton.next_power_of_2(turns * together * block_features(form)))
-    rest = shared_places(form, 0, tile.num_warps, tile.blocks, tuple(widths), rows, tokens)[-1] + REDUCTIONS
-    slots = tile.num_warps * slot_bytes(form, tile.blocks)
+    rest = shared_places(form, group, zero, 0, tile.num_warps, tile.blocks, tuple(widths), rows, tokens)[-1] + REDUCTIONS
+    slots = tile.num_warps * slot_bytes(group, zero, tile.blocks)
     depth = min(tile.ring, SHARED_BYTES - rest) // slots
     return _Plan(depth, rows, tuple(widths)) if depth >= 2 else None
 

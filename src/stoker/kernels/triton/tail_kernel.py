@@ -5,9 +5,9 @@ Here the programs stay, one a multiprocessor, and walk through the linears toget
 evenly. A warp's ring (see `ring`) is asked for across the ends of tiles and of linears, since weights depend on nothing; it fills while
 programs meet, and while each makes the rows' codes anew.
 
-FORM: bfloat16 and float16 (as they are), fp8 (e4m3 codes × e4m3), bytes (int8) and int4 (groups of 128, paired, see `quant_int4`), both ×
-a row's two int8 digits. In shared memory rows are codes in any case. A matrix instruction has eight columns: two of them are a token's, its
-coarse and its fine digits, or both the same.
+FORM: bfloat16 and float16 (as they are), fp8 (e4m3 codes × e4m3), bytes (int8) and int4 (paired groups, see `quant_int4`), both × a row's
+two int8 digits. In shared memory rows are codes in any case. A matrix instruction has eight columns: two of them are a token's, its coarse
+and its fine digits, or both the same. Its 32 features are one group's: four lanes hold 8 bytes each of a pair of groups of 32, else 16.
 """
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
@@ -15,31 +15,29 @@ coarse and its fine digits, or both the same.
 from __future__ import annotations
 
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from stoker.kernels.triton import activation, fragments, stream_kernel
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
-    GRID_BYTES,
     barrier,
     follow,
+    lane_row,
     meet,
     put_codes,
     put_float,
     put_halves,
     shared_address,
-    take_blocks,
     take_float,
-    take_number,
+    take_floats,
     take_operand,
+    take_pieces,
+    take_two,
     warp_together,
 )
 from stoker.kernels.triton.tail_links import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, SCALES, K, N, X, linked, listed
-from stoker.kernels.triton.tail_walk import ask, begin, share, slot_bytes
-
-GROUP = tl.constexpr(128)  # features of int4 that share a scale
+from stoker.kernels.triton.tail_walk import ask, begin, grid_bytes, groups_of_block, share, slot_bytes
 
 add_products = gluon.jit(fragments.add_products.fn)
 widened = gluon.jit(fragments.widened.fn)
@@ -48,11 +46,11 @@ activated = gluon.jit(activation.activated.fn)
 
 
 @triton.constexpr_function
-def shared_places(form, depth, warps, blocks, widths, rows, tokens):
+def shared_places(form, group, zero, depth, warps, blocks, widths, rows, tokens):
     """Where shared memory holds the rows' codes, their groups' sums and the warps' sums, after the rings; and where it ends."""
-    codes = depth * warps * slot_bytes(form, blocks)
+    codes = depth * warps * slot_bytes(group, zero, blocks)
     totals = codes + tokens * code_bytes(form, widths)
-    partial = totals + (tokens * total_bytes(widths) if form == "int4" else 0)
+    partial = totals + tokens * total_bytes(widths, group)
     end = partial + 4 * tokens * warps * rows
     return codes, totals, partial, -(-end // 1024) * 1024  # allocated as buffers of 1024 bytes: only their number may be no power of two
 
@@ -64,9 +62,9 @@ def code_bytes(form, widths):
 
 
 @triton.constexpr_function
-def total_bytes(widths):
+def total_bytes(widths, group):
     """Of a row's groups' sums."""
-    return 4 * max(widths) // GROUP.value
+    return 4 * max(widths) // group if group else 0
 
 
 @triton.constexpr_function
@@ -89,7 +87,13 @@ def block_features(form):
 @triton.constexpr_function
 def digits_apart(widths):
     """Bytes from coarse digits to fine ones: the widest row, and as many more as let lanes of both read different banks."""
-    return max(widths) + 16
+    return max(widths) + 64
+
+
+@triton.constexpr_function
+def piece_bytes(group):
+    """What a lane has of a pair of groups that lies side by side."""
+    return 8 if group == 32 else 16
 
 
 @gluon.jit
@@ -123,11 +127,12 @@ def sum_and_most(sum, most, other_sum, other_most):
 @gluon.jit
 def encode(
     link, row, norms, codes, totals,
-    NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr,
+    NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
     """A row's codes in shared memory, normed on the way (as `quant_codes` makes them). Returns the value of a code.
 
-    codes: where they go, fine digits FAR bytes after the coarse ones; totals: where the groups' sums go, in fine units.
+    codes: where they go, fine digits FAR bytes after the coarse ones; totals: where the groups' sums go, in fine units. Of pairs of groups
+    of 32 a lane's 8 bytes of both lie side by side.
     """
     k = link[K]
     LIMIT: gl.constexpr = 448.0 if FORM == "fp8" else 127.0 * 254.0
@@ -149,9 +154,12 @@ def encode(
         units = whole(units) - 12582912.0
         coarse = whole(units * (1.0 / 254.0))
         fine = whole(units - (coarse - 12582912.0) * 254.0)
-        put_codes(codes + cols, coarse.to(gl.int32, bitcast=True).to(gl.int8))
-        put_codes(codes + FAR + cols, fine.to(gl.int32, bitcast=True).to(gl.int8))
-        if FORM == "int4":
+        place = cols
+        if GROUP == 32:
+            place = cols // 64 * 64 + cols // 8 % 4 * 16 + cols // 32 % 2 * 8 + cols % 8
+        put_codes(codes + place, coarse.to(gl.int32, bitcast=True).to(gl.int8))
+        put_codes(codes + FAR + place, fine.to(gl.int32, bitcast=True).to(gl.int8))
+        if GROUP > 0:
             sums = gl.sum(gl.reshape(units, [WIDTH // GROUP, GROUP]), 1)
             group = gl.arange(0, WIDTH // GROUP, layout=sums.type.layout)
             put_float(totals + group * 4, sums, group >= 0)
@@ -160,8 +168,8 @@ def encode(
 
 @gluon.jit
 def encode_all(
-    link, norms, codes, totals, NORMED: gl.constexpr, WIDTHS: gl.constexpr, AT: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr,
-    TOKENS: gl.constexpr,
+    link, norms, codes, totals, NORMED: gl.constexpr, WIDTHS: gl.constexpr, AT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
+    WARPS: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """The values of all tokens' codes. Each row is asked for before the one before it becomes codes."""
     WIDTH: gl.constexpr = WIDTHS[AT]
@@ -176,8 +184,8 @@ def encode_all(
             put_row(link, row, norms, place, NORMED, WIDTH, FORM, WARPS)
             steps = steps + (1.0,)
         else:
-            at = totals + token * total_bytes(WIDTHS)
-            steps = steps + (encode(link, row, norms, place, at, NORMED, WIDTH, FORM, WARPS, digits_apart(WIDTHS)),)
+            at = totals + token * total_bytes(WIDTHS, GROUP)
+            steps = steps + (encode(link, row, norms, place, at, NORMED, WIDTH, FORM, GROUP, WARPS, digits_apart(WIDTHS)),)
         row = after
     return steps
 
@@ -187,7 +195,7 @@ def add_bytes(sums, words, codes, FORM: gl.constexpr, BLOCKS: gl.constexpr):
     """sums + products of a turn, four registers for each half of a block: chains of their own, since each waits for its last product."""
     made = ()
     for half in gl.static_range(2 * BLOCKS):
-        given = take_operand(codes, half // 2 * 128 + half % 2 * 16)
+        given = take_operand(codes, 64 * half)
         if FORM == "fp8":
             given = widened(given)
         made = made + add_products(
@@ -198,62 +206,85 @@ def add_bytes(sums, words, codes, FORM: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
-    """(scales, zeros) of a slot's groups and a lane's two rows; the zeros of ZERO none are all the same."""
+def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
+    """(scales, zeros) of a slot's groups and a lane's two rows; of ZERO none no zeros."""
+    COUNT: gl.constexpr = groups_of_block(GROUP)
+    row = lane_row(lane)
     scales = ()
     zeros = ()
     for block in gl.static_range(BLOCKS):
-        for side in gl.static_range(2):
-            for row in gl.static_range(2):
-                at = place + (GRID_BYTES * block + 32 * side + 16 * row) + lane // 4 * 2
-                scales = scales + (take_number(at, SCALE),)
-                if ZERO == "int":
-                    zeros = zeros + (take_number(place + (GRID_BYTES * block + 64 + 16 * side + 8 * row) + lane // 4, "byte"),)
-                elif ZERO == "float":
-                    zeros = zeros + (take_number(at + 64, SCALE),)
+        for group in gl.static_range(COUNT):
+            at = place + (grid_bytes(GROUP, ZERO) * block + 32 * group)
+            scales = scales + take_two(at + 2 * row, SCALE)
+            if ZERO == "int":
+                zeros = zeros + take_two(at + (32 * COUNT - 16 * group) + row, "byte")
+            elif ZERO == "float":
+                zeros = zeros + take_two(at + 32 * COUNT + 2 * row, SCALE)
     return scales, zeros
 
 
 @gluon.jit
-def group_products(words, codes, nothing, BLOCKS: gl.constexpr):
-    """Products of a turn of int4: each block is a pair of groups, low nibbles and high ones, and of each four registers for both halves.
+def group_products(words, codes, nothing, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
+    """Products of a turn of int4, four registers for each group, of groups of 128 eight: two chains, since each waits for its last product.
 
-    High nibbles are multiplied where they are, which makes their sums 16 times as large.
+    A pair of groups is in the same bytes, low nibbles and high ones. The latter are multiplied where they are, which makes their sums 16
+    times as large.
     """
     made = ()
     for block in gl.static_range(BLOCKS):
-        for side in gl.static_range(2):
-            for half in gl.static_range(2):
-                upper = words[16 * block + 8 * half : 16 * block + 8 * half + 4]
-                lower = words[16 * block + 8 * half + 4 : 16 * block + 8 * half + 8]
-                given = take_operand(codes, 256 * block + 128 * side + 16 * half)
-                made = made + add_products(same(nothing, 4), upper, lower, given, "low" if side == 0 else "upper")
+        if GROUP == 32:
+            for pair in gl.static_range(4):
+                upper = words[16 * block + 4 * pair : 16 * block + 4 * pair + 2]
+                lower = words[16 * block + 4 * pair + 2 : 16 * block + 4 * pair + 4]
+                given = take_operand(codes, 256 * block + 64 * pair)
+                for side in gl.static_range(2):
+                    mine = given[2 * side : 2 * side + 2]
+                    made = made + add_products(same(nothing, 4), upper, lower, mine, "low" if side == 0 else "upper")
+        else:
+            for pair in gl.static_range(128 // GROUP):
+                for side in gl.static_range(2):
+                    for half in gl.static_range(pair, pair + GROUP // 64):
+                        upper = words[16 * block + 8 * half : 16 * block + 8 * half + 4]
+                        lower = words[16 * block + 8 * half + 4 : 16 * block + 8 * half + 8]
+                        given = take_operand(codes, 256 * block + GROUP * side + 64 * (pair + half))
+                        made = made + add_products(same(nothing, 4), upper, lower, given, "low" if side == 0 else "upper")
     return made
 
 
 @gluon.jit
-def add_groups(sums, products, totals, grid, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
-    """sums (two registers: a lane's two rows) + `group_products`, scaled."""
+def add_group(sums, raw, total, scales, zeros, side, ZERO: gl.constexpr):
+    """sums (two registers: a lane's two rows) + a group's products, scaled."""
+    made = ()
+    for row in gl.static_range(2):
+        coarse = raw[2 * row]
+        fine = raw[2 * row + 1]
+        if len(raw) == 8:
+            coarse += raw[2 * row + 4]
+            fine += raw[2 * row + 5]
+        value = (coarse * 254 + fine).to(gl.float32)
+        if side == 1:
+            value *= 0.0625
+        if ZERO == "none":
+            made = made + (sums[row] + scales[row] * (value - 8.0 * total),)
+        elif ZERO == "int":
+            made = made + (sums[row] + scales[row] * (value - zeros[row] * total),)
+        else:
+            made = made + (sums[row] + scales[row] * value + zeros[row] * total,)
+    return made
+
+
+@gluon.jit
+def add_groups(sums, products, totals, grid, ZERO: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
+    """sums + those of all groups of a turn."""
     scales, zeros = grid
+    COUNT: gl.constexpr = groups_of_block(GROUP)
+    EACH: gl.constexpr = len(products) // (COUNT * BLOCKS)
     made = sums
     for block in gl.static_range(BLOCKS):
-        for side in gl.static_range(2):
-            raw = products[16 * block + 8 * side : 16 * block + 8 * side + 8]
-            total = take_float(totals + (8 * block + 4 * side))
-            values = ()
-            for row in gl.static_range(2):
-                coarse = raw[2 * row] + raw[2 * row + 4]
-                value = (coarse * 254 + (raw[2 * row + 1] + raw[2 * row + 5])).to(gl.float32)
-                if side == 1:
-                    value *= 0.0625
-                scale = scales[4 * block + 2 * side + row]
-                if ZERO == "none":
-                    values = values + (made[row] + scale * (value - 8.0 * total),)
-                elif ZERO == "int":
-                    values = values + (made[row] + scale * (value - zeros[4 * block + 2 * side + row] * total),)
-                else:
-                    values = values + (made[row] + scale * value + zeros[4 * block + 2 * side + row] * total,)
-            made = values
+        total = take_floats(totals + 4 * COUNT * block, COUNT)
+        for at in gl.static_range(COUNT * block, COUNT * block + COUNT):
+            raw = products[EACH * at : EACH * at + EACH]
+            made = add_group(made, raw, total[at % COUNT], scales[2 * at : 2 * at + 2], zeros[2 * at : 2 * at + 2], at % 2, ZERO)
     return made
 
 
@@ -279,17 +310,18 @@ def row_sums(sums, FORM: gl.constexpr, BLOCKS: gl.constexpr):
 @gluon.jit
 def multiply(
     state, slot, links, link, programs, mine, codes, totals, partial, lane, warp,
-    GATES: gl.constexpr, GATED: gl.constexpr, FORM: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
+    GATES: gl.constexpr, GATED: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
     DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, WIDTHS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """The sums of a linear's rows that this warp's features come to, into `partial`. mine: the warp's ring; slot: the next one to take."""
-    SLOT: gl.constexpr = slot_bytes(FORM, BLOCKS)
+    SLOT: gl.constexpr = slot_bytes(GROUP, ZERO, BLOCKS)
     CODES: gl.constexpr = 256 if FORM == "int4" else 128  # bytes of a block's
     _, tiles = share(link[N], programs)
-    code = codes + lane % 4 * 32 + warp * (CODES * BLOCKS) + gl.minimum(lane // 8, TOKENS - 1) * code_bytes(FORM, WIDTHS)
+    TOTALS: gl.constexpr = 4 * groups_of_block(GROUP) * BLOCKS
+    code = codes + lane % 4 * 16 + warp * (CODES * BLOCKS) + gl.minimum(lane // 8, TOKENS - 1) * code_bytes(FORM, WIDTHS)
     if FORM == "bytes" or FORM == "int4":
         code += lane // 4 % 2 * digits_apart(WIDTHS)  # even columns are coarse digits
-    total = totals + warp * (8 * BLOCKS) + gl.minimum(lane % 4, TOKENS - 1) * total_bytes(WIDTHS)
+    total = totals + warp * TOTALS + gl.minimum(lane % 4, TOKENS - 1) * total_bytes(WIDTHS, GROUP)
     nothing = lane * 0
     for tile in range(tiles * (2 if GATED else 1)):
         if FORM == "int4":
@@ -300,22 +332,22 @@ def multiply(
             sums = same(nothing.to(gl.float32), 8 * BLOCKS)
         for turn in range(gl.cdiv(link[LENGTH], WARPS * BLOCKS)):
             place = mine + slot * SLOT
-            words = take_blocks(place, lane, BLOCKS, DEPTH - 1)
+            words = take_pieces(place, lane, piece_bytes(GROUP), BLOCKS, DEPTH - 1)
             at = code + turn * (CODES * WARPS * BLOCKS)
             # Asking for the next slot takes as long as matrix instructions do: it stands where a warp would wait for them.
             if FORM == "int4":
-                grid = take_grid(place + BLOCKS * BLOCK_BYTES, lane, SCALE, ZERO, BLOCKS)
+                grid = take_grid(place + BLOCKS * BLOCK_BYTES, lane, SCALE, ZERO, GROUP, BLOCKS)
                 warp_together(lane)  # before the slot is asked for again
-                products = group_products(words, at, nothing, BLOCKS)
+                products = group_products(words, at, nothing, GROUP, BLOCKS)
             else:
                 sums = add_bytes(sums, words, at, FORM, BLOCKS)
-            state = ask(state, links, programs, place, lane, warp, GATES, FORM, ZERO, WARPS, BLOCKS)
+            state = ask(state, links, programs, place, lane, warp, GATES, GROUP, ZERO, WARPS, BLOCKS)
             if FORM == "int4":
-                sums = add_groups(sums, products, total + turn * (8 * WARPS * BLOCKS), grid, ZERO, BLOCKS)
+                sums = add_groups(sums, products, total + turn * (TOTALS * WARPS), grid, ZERO, GROUP, BLOCKS)
             slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
         made = row_sums(sums, FORM, BLOCKS)
         for half in gl.static_range(2):
-            at = (lane % 4 * WARPS + warp) * ROWS + tile * 16 + 8 * half + lane // 4
+            at = (lane % 4 * WARPS + warp) * ROWS + tile * 16 + lane_row(lane) + half
             put_float(partial + at * 4, made[half], lane % 4 < TOKENS)
     return state, slot
 
@@ -372,14 +404,15 @@ def residuals(place, n, ok, TOKENS: gl.constexpr):
 def run(
     state, slot, early, links, arrived, programs, shared, thread,
     AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr,
-    SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr,
-    TOKENS: gl.constexpr, CHAINED: gl.constexpr,
+    GROUP: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """One linear, number AT: meet, make codes, multiply, finish this program's rows."""
     link = links[AT]
     GATED: gl.constexpr = GATES[AT]
     ADDS: gl.constexpr = AT % 2 == 0
-    places: gl.constexpr = shared_places(FORM, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS, TOKENS)
+    places: gl.constexpr = shared_places(FORM, GROUP, ZERO, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS, TOKENS)
+    SLOT: gl.constexpr = slot_bytes(GROUP, ZERO, BLOCKS)
     lane = thread % 32
     warp = thread // 32
     codes = shared + places[0]
@@ -390,7 +423,7 @@ def run(
         meet(arrived, programs, gl.program_id(0) == 0, thread)
     else:
         follow(thread, CHAINED)
-    steps = encode_all(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS, AT, FORM, WARPS, TOKENS)
+    steps = encode_all(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS, AT, FORM, GROUP, WARPS, TOKENS)
     n = link[N]
     first, tiles = share(n, programs)
     row = first * 16 + thread
@@ -402,8 +435,8 @@ def run(
         early = constants(links[AT + 1], programs, thread, ADDS, GATES[AT + 1], BIASES[AT + 1], FORM, WIDTHS[AT + 1], WARPS)
     barrier()
     state, slot = multiply(
-        state, slot, links, link, programs, shared + warp * (DEPTH * slot_bytes(FORM, BLOCKS)), codes, totals, partial, lane, warp,
-        GATES, GATED, FORM, SCALE, ZERO, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS, TOKENS,
+        state, slot, links, link, programs, shared + warp * (DEPTH * SLOT), codes, totals, partial, lane, warp,
+        GATES, GATED, FORM, GROUP, SCALE, ZERO, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS, TOKENS,
     )  # fmt: skip
     barrier()
     between: gl.constexpr = 32 if GATED else 16  # rows from a tile to the next: what gates gate lies behind them
@@ -430,16 +463,16 @@ def run(
 @gluon.jit(do_not_specialize=["programs"])
 def tail_kernel(
     x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, arrived, programs,
-    GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr, SCALE: gl.constexpr,
-    ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    CHAINED: gl.constexpr,
+    GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
+    SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr,
+    TOKENS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), all of them on the device at once.
 
     The first 13 have a part for each linear: x [TOKENS, k], norm's weights [k] and epsilon (of the second and the fourth), weight [n (twice
     when gated), row's bytes], scale, zero, bias, residual [TOKENS, n] (of the first and the third), out [TOKENS, n], n, k, bytes from row
-    to row, blocks of 128 bytes of a row. Anything stands for what is not there. scale float32 [rows], of int4 SCALE [groups, rows] with
-    `zero` alike (ZERO none, int, float). Lists with blanks between, since Triton compiles no constant ahead that is a tuple: GATES and
+    to row, blocks of 128 bytes of a row. Anything stands for what is not there. scale float32 [rows], of int4 SCALE [groups of GROUP, rows]
+    with `zero` alike (ZERO none, int, float). Lists with blanks between, since Triton compiles no constant ahead that is a tuple: GATES and
     BIASES, 1 for a linear with them; WIDTHS, powers of two that its k and all turns of a row fit. ROWS: the most of a program, gates and
     what they gate.
     """
@@ -447,21 +480,21 @@ def tail_kernel(
     biases: gl.constexpr = listed(BIASES)
     widths: gl.constexpr = listed(WIDTHS)
     links = linked((x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks), len(gates))
-    places: gl.constexpr = shared_places(FORM, DEPTH, WARPS, BLOCKS, widths, ROWS, TOKENS)
-    SLOT: gl.constexpr = slot_bytes(FORM, BLOCKS)
+    places: gl.constexpr = shared_places(FORM, GROUP, ZERO, DEPTH, WARPS, BLOCKS, widths, ROWS, TOKENS)
+    SLOT: gl.constexpr = slot_bytes(GROUP, ZERO, BLOCKS)
     kept = gl.allocate_shared_memory(gl.int8, [places[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     lane = thread % 32
     warp = thread // 32
     shared = shared_address(thread)
     early = constants(links[0], programs, thread, False, gates[0], biases[0], FORM, widths[0], WARPS)
-    state = begin(links, programs, lane, warp, gates, FORM, ZERO, WARPS, BLOCKS)
+    state = begin(links, programs, lane, warp, gates, GROUP, ZERO, WARPS, BLOCKS)
     for slot in range(DEPTH):
-        state = ask(state, links, programs, shared + (warp * DEPTH + slot) * SLOT, lane, warp, gates, FORM, ZERO, WARPS, BLOCKS)
+        state = ask(state, links, programs, shared + (warp * DEPTH + slot) * SLOT, lane, warp, gates, GROUP, ZERO, WARPS, BLOCKS)
     taken = gl.to_tensor(0)
     for at in gl.static_range(len(gates)):
         state, taken, early = run(
             state, taken, early, links, arrived, programs, shared, thread,
-            at, gates, biases, widths, ACT, FORM, SCALE, ZERO, DEPTH, WARPS, BLOCKS, ROWS, TOKENS, CHAINED,
+            at, gates, biases, widths, ACT, FORM, GROUP, SCALE, ZERO, DEPTH, WARPS, BLOCKS, ROWS, TOKENS, CHAINED,
         )  # fmt: skip
     kept._keep_alive()

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.ring import BLOCK_BYTES, GRID_BYTES, ask_blocks, ask_word, asked
+from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_piece, asked
 from stoker.kernels.triton.tail_links import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen, number
 
 # The fields of what `terms` gives, which is what asking for a linear's tiles takes.
@@ -20,8 +20,22 @@ AT_WEIGHT, AT_SCALES, AT_ZEROS, ROW_BYTES, ROW_BLOCKS, PART_ROWS, PARTS, FIRST_R
 
 
 @triton.constexpr_function
-def slot_bytes(form, blocks):
-    return blocks * (BLOCK_BYTES.value + (GRID_BYTES.value if form == "int4" else 0))
+def groups_of_block(group):
+    """group 0: weights have none, and nobody asks for their scales."""
+    return 256 // group if group else 1
+
+
+@triton.constexpr_function
+def grid_bytes(group, zero):
+    """Of a block of int4: its groups' scales of 16 rows, then their zeros, in whole lines."""
+    scales = 32 * groups_of_block(group) if group else 0
+    zeros = {"none": 0, "int": scales // 2, "float": scales}[zero]
+    return -(-(scales + zeros) // 128) * 128
+
+
+@triton.constexpr_function
+def slot_bytes(group, zero, blocks):
+    return blocks * (BLOCK_BYTES.value + grid_bytes(group, zero))
 
 
 @gluon.jit
@@ -34,13 +48,13 @@ def share(n, programs):
 
 
 @gluon.jit
-def terms(links, linear, programs, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
+def terms(links, linear, programs, GATES: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
     """(addresses of the weight, its scales and its zeros, bytes and blocks of a row, rows of a part, parts, this program's first row, tiles
     to ask for, turns of a tile). No tiles after the last linear."""
     weight = chosen(links, linear, WEIGHT, gl.int64, len(GATES))
     scale = weight
     zero = weight
-    if FORM == "int4":
+    if GROUP > 0:
         scale = chosen(links, linear, SCALES, gl.int64, len(GATES))
         if ZERO != "none":
             zero = chosen(links, linear, ZEROS, gl.int64, len(GATES))
@@ -54,12 +68,12 @@ def terms(links, linear, programs, GATES: gl.constexpr, FORM: gl.constexpr, ZERO
 
 
 @gluon.jit
-def from_linear(links, linear, programs, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
+def from_linear(links, linear, programs, GATES: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
     """(the first linear from that one on of which this program has tiles, and its `terms`)."""
-    found = terms(links, linear, programs, GATES, FORM, ZERO, SPAN)
+    found = terms(links, linear, programs, GATES, GROUP, ZERO, SPAN)
     while (found[TILES] == 0) & (linear < len(GATES)):
         linear += 1
-        found = terms(links, linear, programs, GATES, FORM, ZERO, SPAN)
+        found = terms(links, linear, programs, GATES, GROUP, ZERO, SPAN)
     return linear, found
 
 
@@ -78,38 +92,40 @@ def lane_source(row, found, lane, warp, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def grid_source(row, found, lane, warp, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
-    """(this lane's first 4 bytes of a tile's scales and zeros, bytes from a group to the next).
+def grid_source(row, found, lane, warp, GROUP: gl.constexpr, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
+    """(this lane's first 16 bytes of a tile's scales and zeros, bytes from a block to the next).
 
-    Of a block, two groups: 16 lanes copy scales, the others zeros.
+    Of a block's groups: so many lanes copy eight rows' scales each, the lanes after them zeros, of eight rows or of 16 (int).
     """
+    COUNT: gl.constexpr = groups_of_block(GROUP)
     rows = (found[PART_ROWS] * found[PARTS]).to(gl.int64)
-    group = warp * (2 * BLOCKS)
-    place = found[AT_SCALES] + ((group + lane % 16 // 8) * rows + row + lane % 8 * 2) * 2
-    step = lane.to(gl.int64) * 0 + 2 * rows
+    group = warp * (COUNT * BLOCKS)
+    place = found[AT_SCALES] + ((group + lane % (2 * COUNT) // 2) * rows + row + lane % 2 * 8) * 2
+    step = lane.to(gl.int64) * 0 + 2 * COUNT * rows
     if ZERO == "float":
-        place = gl.where(lane < 16, place, place - found[AT_SCALES] + found[AT_ZEROS])
+        place = gl.where(lane < 2 * COUNT, place, place - found[AT_SCALES] + found[AT_ZEROS])
     elif ZERO == "int":
-        place = gl.where(lane < 16, place, found[AT_ZEROS] + (group + lane % 8 // 4) * rows + row + lane % 4 * 4)
-        step = gl.where(lane < 16, step, rows)
+        place = gl.where(lane < 2 * COUNT, place, found[AT_ZEROS] + (group + lane % COUNT) * rows + row)
+        step = gl.where(lane < 2 * COUNT, step, COUNT * rows)
     return place, step
 
 
 @gluon.jit
 def begin(
-    links, programs, lane, warp, GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr
+    links, programs, lane, warp, GATES: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr
 ):
     """Where asking starts: (linear, tile, turn, the lane's source, that of scales and its step, the linear's terms)."""
     nothing = gl.to_tensor(0)
-    linear, found = from_linear(links, nothing, programs, GATES, FORM, ZERO, WARPS * BLOCKS)
+    linear, found = from_linear(links, nothing, programs, GATES, GROUP, ZERO, WARPS * BLOCKS)
     row = tile_row(nothing, found)
-    return linear, nothing, nothing, lane_source(row, found, lane, warp, BLOCKS), grid_source(row, found, lane, warp, ZERO, BLOCKS), found
+    source = lane_source(row, found, lane, warp, BLOCKS)
+    return linear, nothing, nothing, source, grid_source(row, found, lane, warp, GROUP, ZERO, BLOCKS), found
 
 
 @gluon.jit
 def ask(
     state, links, programs, place, lane, warp,
-    GATES: gl.constexpr, FORM: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+    GATES: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Ask for the warp's blocks of the next turn, into the slot at `place`. Returns what comes after them."""
     linear, tile, turn, source, grid, found = state
@@ -119,22 +135,23 @@ def ask(
         sizes = sizes + (gl.where(left > block, 16, 0),)
     four_rows = lane.to(gl.int64) * 0 + 4 * found[ROW_BYTES]
     ask_blocks(place, source, four_rows, 2 * four_rows, sizes, lane, BLOCKS, True)
-    if FORM == "int4":
-        LANES: gl.constexpr = 32 if ZERO == "float" else 24 if ZERO == "int" else 16
+    if GROUP > 0:
+        COUNT: gl.constexpr = groups_of_block(GROUP)
+        LANES: gl.constexpr = 4 * COUNT if ZERO == "float" else 3 * COUNT if ZERO == "int" else 2 * COUNT
         for block in gl.static_range(BLOCKS):
-            size = gl.where((lane < LANES) & (left > block), 4, 0)
-            ask_word(place + (BLOCKS * BLOCK_BYTES + GRID_BYTES * block) + lane * 4, grid[0] + 2 * block * grid[1], size)
+            at = place + (BLOCKS * BLOCK_BYTES + grid_bytes(GROUP, ZERO) * block) + lane * 16
+            ask_piece(at, grid[0] + block * grid[1], sizes[block], lane < LANES)
     asked(lane)
     turn += 1
     source += 128 * WARPS * BLOCKS
-    grid = (grid[0] + 2 * WARPS * BLOCKS * grid[1], grid[1])
+    grid = (grid[0] + WARPS * BLOCKS * grid[1], grid[1])
     if turn >= found[TURNS]:
         turn = turn * 0
         tile += 1
         if tile >= found[TILES]:
             tile = tile * 0
-            linear, found = from_linear(links, linear + 1, programs, GATES, FORM, ZERO, WARPS * BLOCKS)
+            linear, found = from_linear(links, linear + 1, programs, GATES, GROUP, ZERO, WARPS * BLOCKS)
         row = tile_row(tile, found)
         source = lane_source(row, found, lane, warp, BLOCKS)
-        grid = grid_source(row, found, lane, warp, ZERO, BLOCKS)
+        grid = grid_source(row, found, lane, warp, GROUP, ZERO, BLOCKS)
     return linear, tile, turn, source, grid, found

@@ -1,0 +1,69 @@
+"""A device's memory: tensors at addresses of their own, with nothing between them that may be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Addresses = NDArray[np.int64]
+BEGIN, APART = 1 << 20, 1 << 12
+
+
+class Memory:
+    """Bytes from address `begin` on. Every access is inside something allocated, and aligned to its size."""
+
+    def __init__(self, size: int, begin: int = 0, is_there: bool = True) -> None:
+        self.begin = begin
+        self.data: Bytes = np.full(size, 0xFF, np.uint8)  # NaN, or -1: what nobody wrote shows
+        self.is_there = np.full(size, is_there)
+
+    def _places(self, addresses: Addresses, size: int) -> NDArray[np.int64]:
+        assert not (addresses % size).any(), f"an access of {size} bytes is not aligned"
+        places = (addresses - self.begin)[:, None] + np.arange(size)
+        assert ((places >= 0) & (places < len(self.data))).all() and self.is_there[places].all(), (
+            f"{size} bytes are read or written outside of all tensors, at {[hex(a) for a in addresses[:4]]}"
+        )
+        return places
+
+    def load(self, addresses: Addresses, size: int) -> Bytes:
+        """[threads, size]"""
+        return self.data[self._places(addresses, size)]
+
+    def store(self, addresses: Addresses, values: Bytes) -> None:
+        self.data[self._places(addresses, values.shape[1])] = values
+
+
+class Tensors:
+    """A device's memory with copies of tensors in it."""
+
+    def __init__(self, given: list[torch.Tensor]) -> None:
+        self._storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in given}
+        self._places, end = dict[int, int](), BEGIN + APART
+        for key, storage in self._storages.items():
+            self._places[key] = end
+            end += -(-storage.nbytes() // 256) * 256 + APART
+        self.memory = Memory(end - BEGIN, BEGIN, False)
+        for key, storage in self._storages.items():
+            self.memory.is_there[self._range(key)] = True
+            self.memory.data[self._range(key)] = _bytes(storage)
+
+    def address(self, tensor: torch.Tensor) -> int:
+        start = tensor.untyped_storage().data_ptr()
+        return self._places[start] + tensor.data_ptr() - start
+
+    def give_back(self) -> None:
+        """Write what the device did into the tensors."""
+        for key, storage in self._storages.items():
+            _bytes(storage)[:] = self.memory.data[self._range(key)]
+
+    def _range(self, key: int) -> slice:
+        start = self._places[key] - BEGIN
+        return slice(start, start + self._storages[key].nbytes())
+
+
+def _bytes(storage: Any) -> Bytes:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,184 @@
+"""Programs of a kernel, thread by thread, as a device runs them: warps that part and come together, barriers, and copies under way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emulated.instructions import Mask, Step, step
+from emulated.memory import Memory
+from emulated.parse import Instruction, Kernel
+
+Threads = NDArray[np.int64]
+MOST_TURNS = 100_000  # of programs that only look whether others have come
+
+
+class Copies:
+    """What each warp has asked for and not waited for."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        warps = program.num_threads // 32
+        self._open: list[list[tuple[Threads, ...]]] = [[] for _ in range(warps)]
+        self._groups: list[list[list[tuple[Threads, ...]]]] = [[] for _ in range(warps)]
+
+    def _warps(self, mask: Mask) -> list[int]:
+        return [w for w in range(len(self._open)) if mask is None or mask[32 * w : 32 * w + 32].any()]
+
+    def ask(self, mask: Mask, to: Threads, source: Threads, count: Threads, size: int) -> None:
+        for warp in self._warps(mask):
+            lanes = np.arange(32 * warp, 32 * warp + 32)
+            mine = lanes if mask is None else lanes[mask[lanes]]
+            self._open[warp].append((to[mine], source[mine], count[mine], np.array(size)))
+
+    def close(self, mask: Mask) -> None:
+        for warp in self._warps(mask):
+            self._groups[warp].append(self._open[warp])
+            self._open[warp] = []
+
+    def wait(self, mask: Mask, after: int) -> None:
+        for warp in self._warps(mask):
+            while len(self._groups[warp]) > after:
+                for to, source, count, size in self._groups[warp].pop(0):
+                    self._copy(to, source, count, int(size))
+
+    def _copy(self, to: Threads, source: Threads, count: Threads, size: int) -> None:
+        given = np.zeros((len(to), size), np.uint8)
+        there = count > 0
+        assert (count == there * size).all()
+        if there.any():
+            given[there] = self._program.memory.load(source[there], size)
+        self._program.shared.store(to, given)
+
+
+class Program:
+    """One of a grid: its threads' registers and its shared memory."""
+
+    def __init__(
+        self, kernel: Kernel, steps: list[Step | None], params: Mapping[str, NDArray[np.uint64]], memory: Memory, shared_bytes: int,
+        index: int, grid: int, pick: random.Random,
+    ) -> None:  # fmt: skip
+        self.kernel, self.steps, self.params, self.memory, self.num_threads = kernel, steps, params, memory, kernel.threads
+        self.shared = Memory(shared_bytes)
+        self.thread = np.arange(self.num_threads)
+        self.lane, self.lane_zero = self.thread % 32, self.thread // 32 * 32
+        widths = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+        blank = {width: np.full(self.num_threads, -1 if width > 1 else 0).astype(kind) for width, kind in widths.items()}
+        self.registers = [blank[width] for width in kernel.widths]
+        self.copies = Copies(self)
+        self._at = np.zeros(self.num_threads, np.int64)  # each thread's next instruction, where they differ
+        self._no_warps, self._pick = np.zeros(self.num_threads, bool), pick
+        one = lambda value: np.full(self.num_threads, value)  # noqa: E731
+        self._special = {
+            "%tid.x": self.thread, "%ctaid.x": one(index), "%nctaid.x": one(grid), "%laneid": self.lane, "%warpid": self.thread // 32,
+            "global_smem": one(0), "%ctaid.y": one(0), "%ctaid.z": one(0), "%nctaid.y": one(1), "%nctaid.z": one(1),
+        }  # fmt: skip
+
+    def special(self, name: str) -> Threads:
+        return self._special[name]
+
+    def run(self) -> Iterator[bool]:
+        """Until all threads have ended. Yields where another program may go first: True where it waits for one, it may be.
+
+        After a barrier some warps, chosen at random, go on only when the others wait at the next one.
+        """
+        now, late = 0, self._some_warps()
+        while now >= 0:
+            if late.any():
+                self._at[:] = now
+                now = yield from self._run_apart(late)
+                late = self._no_warps
+                continue
+            one, run = self.kernel.instructions[now], self.steps[now]
+            chosen = None if one.guard is None else self._chosen(one)
+            some = chosen is None or bool(chosen.any())
+            if chosen is not None and chosen.all():
+                chosen = None
+            if run is not None:
+                if one.looks_at_others:
+                    yield True
+                if some:
+                    run(self, chosen)
+                now += 1
+            elif not some or one.name.startswith("bar.warp"):
+                now += 1
+            elif chosen is not None:
+                self._part(one, chosen, now)
+                now = yield from self._run_apart(self._no_warps)
+            elif one.name.startswith("bra"):
+                now = one.target
+            elif one.name == "ret":
+                return
+            else:
+                yield False
+                now, late = now + 1, self._some_warps()
+
+    def _some_warps(self) -> NDArray[np.bool_]:
+        return np.repeat([self._pick.random() < 0.3 for _ in range(self.num_threads // 32)], 32)
+
+    def _chosen(self, one: Instruction) -> NDArray[np.bool_]:
+        assert one.guard is not None
+        return self.registers[one.guard[0].index] ^ one.guard[1]
+
+    def _part(self, one: Instruction, chosen: NDArray[np.bool_], now: int) -> None:
+        """Some threads branch."""
+        assert one.name.startswith("bra"), one.text
+        self._at[:] = np.where(chosen, one.target, now + 1)
+
+    def _run_apart(self, late: NDArray[np.bool_]) -> Generator[bool, None, int]:
+        """Threads go their own ways until all are at one place, which is returned (-1: the end)."""
+        at, waits, ended = self._at, np.zeros(self.num_threads, bool), np.zeros(self.num_threads, bool)
+        while not ended.all():
+            able = ~waits & ~ended
+            if not able.any():  # all have come to the barrier
+                assert len(set(at[waits])) == 1, "threads wait at different barriers"
+                yield False
+                return int(at[waits][0]) + 1
+            if (able & ~late).any():
+                able &= ~late
+            now = int(at[able].min())  # those who are behind go first: so lanes of a warp come together again
+            mine = able & (at == now)
+            if mine.all():
+                return now
+            one, run = self.kernel.instructions[now], self.steps[now]
+            chosen = mine if one.guard is None else mine & self._chosen(one)
+            if run is not None:
+                if one.looks_at_others:
+                    yield True
+                if chosen.any():
+                    run(self, chosen)
+                at[mine] = now + 1
+            elif one.name.startswith("bra"):
+                at[mine] = np.where(chosen[mine], one.target, now + 1)
+            elif one.name == "ret":
+                ended |= chosen
+                at[mine] = now + 1
+            elif one.name.startswith("bar.warp"):
+                assert (mine.reshape(-1, 32).any(1) == mine.reshape(-1, 32).all(1)).all(), "half of a warp is at its barrier"
+                at[mine] = now + 1
+            else:
+                waits |= chosen
+        return -1
+
+
+def _is_control(one: Instruction) -> bool:
+    return one.name.startswith(("bra", "bar.", "barrier.")) or one.name == "ret"
+
+
+def run_grid(kernel: Kernel, params: Mapping[str, NDArray[np.uint64]], memory: Memory, shared_bytes: int, grid: int, seed: int) -> None:
+    """All programs, taking turns in an order that `seed` decides, as are the warps that are late."""
+    pick = random.Random(seed)
+    steps = [None if _is_control(one) else step(one) for one in kernel.instructions]
+    running = [Program(kernel, steps, params, memory, shared_bytes, index, grid, pick).run() for index in range(grid)]
+    waited = 0
+    while running:
+        one = pick.choice(running)
+        try:
+            waited = waited + 1 if next(one) else 0
+        except StopIteration:
+            running.remove(one)
+            waited = 0
+        assert waited < MOST_TURNS, "all programs wait for each other"

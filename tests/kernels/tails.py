@@ -1,0 +1,114 @@
+"""Layers' tails to try kernels on, beside float64.
+
+Triton is imported inside functions: where a process interprets it, that is decided before it is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from oracle import relative_error
+from torch import Tensor
+
+from stoker.kernels.quantized import Int4Weight, RowWeight, Tail, TailLinear
+from stoker.kernels.reference.linear import around
+from stoker.kernels.reference.quant_int4 import dequantize_int4
+from stoker.kernels.reference.tail import tail as one_by_one
+from stoker.kernels.types import PLAIN, Fusion
+from stoker.layers.specs import LinearSpec
+from stoker.quant.dense import DenseLinear
+from stoker.quant.fp8 import Fp8, Fp8Linear
+from stoker.quant.int4 import Int4Linear
+from stoker.quant.int8 import Int8Linear, round_rows
+
+FORMS = ["dense", "fp8", "bytes", "int4 none", "int4 int", "int4 float", "int4 int 64", "int4 none 32", "int4 float 32"]
+BOUND = 0.01  # of what is bfloat16 between linears, and nothing else
+
+
+def linear(form: str, n: int, k: int, bias: bool, dtype: torch.dtype, device: str) -> tuple[Any, RowWeight, Tensor]:
+    """(the linear, its weight for a tail, and in float64)."""
+    weight = torch.randn(n, k, device=device) * k**-0.5 * torch.rand(n, 1, device=device).exp()
+    given = torch.randn(n).bfloat16().to(device) if bias else None
+    if form == "dense":
+        op, real = DenseLinear(weight.to(dtype), given), weight.to(dtype).double()
+    elif form == "fp8":
+        stored = Fp8(compensate=False).quantize(weight, LinearSpec(name="a", in_features=k, parts=(n,)))
+        codes, scale = stored["weight"], stored["scale"]
+        op, real = Fp8Linear(codes, scale, "token", None, given), codes.double() * scale.double()[:, None]
+    elif form == "bytes":
+        codes, scale = round_rows(weight)
+        op, real = Int8Linear(codes, scale, given), codes.double() * scale.double()[:, None]
+    else:
+        return int4_linear(*(*form.split()[1:], "128")[:2], n, k, given, device)
+    row = op.row_weight()
+    assert row is not None
+    return op, row, real
+
+
+def int4_linear(kind: str, size: str, n: int, k: int, bias: Tensor | None, device: str) -> tuple[Any, RowWeight, Tensor]:
+    from stoker.kernels.triton.quant_int4 import int4_row_weight, pack_int4
+
+    group = int(size)
+    groups = -(-k // group)
+    scale = (torch.rand(n, groups) * 0.5 + 0.5).mul(k**-0.5 / 4).half()
+    zero = torch.randint(5, 11, (n, groups), dtype=torch.uint8) if kind == "int" else None
+    offset = (-8 * scale.float() + torch.randn(n, groups) * k**-0.5 / 8).half() if kind == "float" else None
+    parts = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), scale, zero, offset
+    weight = Int4Weight(*(None if part is None else part.to(device) for part in parts), group)  # type: ignore[arg-type]
+    real = dequantize_int4(weight, torch.float64)
+    packed = pack_int4(weight)
+    row = int4_row_weight(packed, bias)
+    assert row is not None
+    return Int4Linear(packed, bias, None), row, real
+
+
+def problem(
+    form: str, shape: tuple[int, ...], dtype: torch.dtype, biases: bool, last: bool, gate: str, device: str
+) -> tuple[Tail, list[Tensor]]:
+    """(the tail, its weights in float64). shape: heads' features, hidden ones, the MLP's, qkv's."""
+    heads, hidden, size, qkv = shape
+    norm = lambda: Fusion("rms", (torch.rand(hidden) + 0.5).to(dtype).to(device), None, 1e-5)  # noqa: E731
+    made, wide = [], []
+    for n, k, fusion in (
+        (hidden, heads, PLAIN),
+        (2 * size, hidden, replace(norm(), gate=gate)),
+        (hidden, size, PLAIN),
+        (qkv, hidden, norm()),
+    ):
+        op, row, real = linear(form, n, k, biases, dtype, device)
+        made.append(TailLinear(op, row, fusion))
+        wide.append(real)
+    return Tail(*made[:3], None if last else made[3]), wide
+
+
+def in_float64(x: Tensor, stream: Tensor, parts: Tail, weights: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The tail without any rounding between its linears."""
+    linears = []
+    for one, real in zip(parts.linears, weights, strict=False):
+        assert one.weight is not None
+        bias = 0 if one.weight.bias is None else one.weight.bias.double()
+        fusion = replace(one.fusion, norm_weight=None if one.fusion.norm_weight is None else one.fusion.norm_weight.double())
+        product = partial(lambda h, w, b: h @ w.T + b, w=real, b=bias)
+        linears.append(TailLinear(lambda h, f, product=product: around(h, f, product), None, fusion))
+    return one_by_one(x.double(), stream.double(), Tail(*linears[:3], linears[3] if len(linears) > 3 else None))
+
+
+def errors(got: tuple[Tensor, Tensor | None], want: tuple[Tensor, Tensor | None]) -> list[float]:
+    assert [y is None for y in got] == [y is None for y in want]
+    return [
+        relative_error(mine.cpu(), theirs.cpu()) for mine, theirs in zip(got, want, strict=True) if mine is not None and theirs is not None
+    ]
+
+
+def check(form: str, got: tuple[Tensor, Tensor | None], x: Tensor, stream: Tensor, parts: Tail, weights: list[Tensor]) -> None:
+    """What a kernel made is the tail. Of fp8 a norm that is off by a bit moves all codes: as far from the truth as codes are one by one."""
+    want = in_float64(x, stream, parts, weights)
+    wrong = errors(got, want)
+    if form == "fp8":
+        apart = errors(one_by_one(x, stream, parts), want)
+        assert all(mine < 1.2 * theirs < 0.1 for mine, theirs in zip(wrong, apart, strict=True)), (wrong, apart)
+    else:
+        assert max(wrong) < BOUND, wrong
