@@ -71,6 +71,12 @@ def bits_of_field(a: Values, start: Values, count: Values) -> Values:
     return (a >> start.astype(np.uint32)) & ((np.uint64(1) << count.astype(np.uint64)) - np.uint64(1)).astype(np.uint32)
 
 
+def signed_field(a: Values, start: Values, count: Values) -> Values:
+    """bfe.s32: the field's highest bit is its sign."""
+    left = (np.uint32(32) - start.astype(np.uint32) - count.astype(np.uint32)).astype(np.uint32)
+    return ((a << left).view(np.int32) >> (np.uint32(32) - count.astype(np.uint32)).astype(np.int32)).view(np.uint32)
+
+
 def permuted(a: Values, b: Values, selector: Values) -> Values:
     """prmt.b32: each nibble of `selector` names one of eight bytes, or the sign of one."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,8 +20,8 @@ from stoker.kernels.triton.compile import target
 
 
 @contextmanager
-def emulating(seed: int = 0, capability: int = 90) -> Iterator[None]:
-    """Let launches in the block run here. `seed`: of the order in which programs take turns."""
+def emulating(seed: int = 0, programs: int = 132, capability: int = 90) -> Iterator[None]:
+    """Let launches in the block run here, as on a device of `programs` multiprocessors. seed: of the order in which programs take turns."""
     compile_only = JITFunction.run
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -30,7 +31,13 @@ def emulating(seed: int = 0, capability: int = 90) -> Iterator[None]:
         given.apply_defaults()
         _launch(compiled, list(given.arguments.values()), grid, seed)
 
-    with target(capability), mock.patch.object(JITFunction, "run", run):
+    with ExitStack() as patches:
+        patches.enter_context(target(capability))
+        patches.enter_context(mock.patch.object(JITFunction, "run", run))
+        patches.enter_context(mock.patch.object(torch.Tensor, "is_cpu", False, create=True))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("stoker.kernels.triton.") and hasattr(module, "num_multiprocessors"):
+                patches.enter_context(mock.patch.object(module, "num_multiprocessors", lambda device: programs))
         yield
 
 
@@ -44,7 +51,8 @@ def _launch(compiled: CompiledKernel, given: list[Any], grid: tuple[int, ...], s
         if isinstance(value, torch.Tensor):
             value = tensors.address(value)
         params[name] = np.array([value], np.float32 if kind == "fp32" else np.int64).view(np.uint32 if kind == "fp32" else np.uint64)
-    run_grid(kernel, params, tensors.memory, compiled.metadata.shared, int(np.prod(grid)), seed)
+    x, y, z = (*grid, 1, 1)[:3]
+    run_grid(kernel, params, tensors.memory, compiled.metadata.shared, (x, y, z), seed)
     tensors.give_back()
 
 

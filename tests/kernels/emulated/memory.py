@@ -20,6 +20,7 @@ class Memory:
         self.begin = begin
         self.data: Bytes = np.full(size, 0xFF, np.uint8)  # NaN, or -1: what nobody wrote shows
         self.is_there = np.full(size, is_there)
+        self.num_stores = 0
 
     def _places(self, addresses: Addresses, size: int) -> NDArray[np.int64]:
         assert not (addresses % size).any(), f"an access of {size} bytes is not aligned"
@@ -35,6 +36,7 @@ class Memory:
 
     def store(self, addresses: Addresses, values: Bytes) -> None:
         self.data[self._places(addresses, values.shape[1])] = values
+        self.num_stores += 1
 
 
 class Tensors:

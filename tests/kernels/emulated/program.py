@@ -3,55 +3,87 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from emulated.instructions import Mask, Step, step
+from emulated.instructions import step
 from emulated.memory import Memory
+from emulated.operands import Mask, Step
 from emulated.parse import Instruction, Kernel
 
 Threads = NDArray[np.int64]
-MOST_TURNS = 100_000  # of programs that only look whether others have come
+Action = Callable[[], None]
+Index = tuple[int, int, int]
+MOST_TURNS = 1000  # of each program, in which none ends and none stores what another may wait for
 
 
-class Copies:
-    """What each warp has asked for and not waited for."""
+class Queue:
+    """What each warp has asked for and not waited for. It is done as late as waiting allows, so that who does not wait is found."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        warps = program.num_threads // 32
-        self._open: list[list[tuple[Threads, ...]]] = [[] for _ in range(warps)]
-        self._groups: list[list[list[tuple[Threads, ...]]]] = [[] for _ in range(warps)]
+    def __init__(self, num_warps: int) -> None:
+        self._open: list[list[Action]] = [[] for _ in range(num_warps)]
+        self._groups: list[list[list[Action]]] = [[] for _ in range(num_warps)]
 
     def _warps(self, mask: Mask) -> list[int]:
         return [w for w in range(len(self._open)) if mask is None or mask[32 * w : 32 * w + 32].any()]
 
-    def ask(self, mask: Mask, to: Threads, source: Threads, count: Threads, size: int) -> None:
+    def ask(self, mask: Mask, action: Callable[[Threads], None]) -> None:
+        """action: of the threads of one warp that take part."""
         for warp in self._warps(mask):
             lanes = np.arange(32 * warp, 32 * warp + 32)
-            mine = lanes if mask is None else lanes[mask[lanes]]
-            self._open[warp].append((to[mine], source[mine], count[mine], np.array(size)))
+            self._open[warp].append(partial(action, lanes if mask is None else lanes[mask[lanes]]))
 
     def close(self, mask: Mask) -> None:
+        """What was asked for since the last call is a group."""
         for warp in self._warps(mask):
             self._groups[warp].append(self._open[warp])
             self._open[warp] = []
 
     def wait(self, mask: Mask, after: int) -> None:
+        """For all groups but the last `after`."""
         for warp in self._warps(mask):
             while len(self._groups[warp]) > after:
-                for to, source, count, size in self._groups[warp].pop(0):
-                    self._copy(to, source, count, int(size))
+                for action in self._groups[warp].pop(0):
+                    action()
 
-    def _copy(self, to: Threads, source: Threads, count: Threads, size: int) -> None:
-        given = np.zeros((len(to), size), np.uint8)
-        there = count > 0
-        assert (count == there * size).all()
-        if there.any():
-            given[there] = self._program.memory.load(source[there], size)
-        self._program.shared.store(to, given)
+
+class Arrivals:
+    """A barrier in shared memory (mbarrier): its phase ends when all have come and all bytes are there."""
+
+    def __init__(self, count: int) -> None:
+        self._count = self._missing = count
+        self._bytes = self._phase = 0
+        self._copies: list[Action] = []
+        self._asked_again = False
+
+    def expect(self, num_bytes: int) -> None:
+        """Come, and expect bytes before the phase ends."""
+        self._missing -= 1
+        self._bytes += num_bytes
+
+    def bring(self, num_bytes: int, copy: Action) -> None:
+        """A copy on its way."""
+
+        def arrive() -> None:
+            copy()
+            self._bytes -= num_bytes
+
+        self._copies.append(arrive)
+
+    def has_ended(self, parity: int) -> bool:
+        """Whether the phase of that parity has; on the way, at first not."""
+        if self._phase % 2 == parity and self._copies and self._asked_again:
+            for copy in self._copies:
+                copy()
+            self._copies.clear()
+        self._asked_again = True
+        if self._missing == 0 and self._bytes == 0:
+            self._missing, self._phase, self._asked_again = self._count, self._phase + 1, False
+        return self._phase % 2 != parity
 
 
 class Program:
@@ -59,7 +91,7 @@ class Program:
 
     def __init__(
         self, kernel: Kernel, steps: list[Step | None], params: Mapping[str, NDArray[np.uint64]], memory: Memory, shared_bytes: int,
-        index: int, grid: int, pick: random.Random,
+        index: Index, grid: Index, pick: random.Random,
     ) -> None:  # fmt: skip
         self.kernel, self.steps, self.params, self.memory, self.num_threads = kernel, steps, params, memory, kernel.threads
         self.shared = Memory(shared_bytes)
@@ -68,20 +100,25 @@ class Program:
         widths = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
         blank = {width: np.full(self.num_threads, -1 if width > 1 else 0).astype(kind) for width, kind in widths.items()}
         self.registers = [blank[width] for width in kernel.widths]
-        self.copies = Copies(self)
+        self.copies, self.products = Queue(self.num_threads // 32), Queue(self.num_threads // 32)
+        self.arrivals: dict[int, Arrivals] = {}  # by address
         self._at = np.zeros(self.num_threads, np.int64)  # each thread's next instruction, where they differ
         self._no_warps, self._pick = np.zeros(self.num_threads, bool), pick
         one = lambda value: np.full(self.num_threads, value)  # noqa: E731
         self._special = {
-            "%tid.x": self.thread, "%ctaid.x": one(index), "%nctaid.x": one(grid), "%laneid": self.lane, "%warpid": self.thread // 32,
-            "global_smem": one(0), "%ctaid.y": one(0), "%ctaid.z": one(0), "%nctaid.y": one(1), "%nctaid.z": one(1),
+            "%tid.x": self.thread, "%laneid": self.lane, "%warpid": self.thread // 32, "global_smem": one(0),
+            **{f"%ctaid.{axis}": one(at) for axis, at in zip("xyz", index, strict=True)},
+            **{f"%nctaid.{axis}": one(size) for axis, size in zip("xyz", grid, strict=True)},
         }  # fmt: skip
+
+    def new_arrivals(self, count: int) -> Arrivals:
+        return Arrivals(count)
 
     def special(self, name: str) -> Threads:
         return self._special[name]
 
-    def run(self) -> Iterator[bool]:
-        """Until all threads have ended. Yields where another program may go first: True where it waits for one, it may be.
+    def run(self) -> Iterator[None]:
+        """Until all threads have ended. Yields where another program may go first.
 
         After a barrier some warps, chosen at random, go on only when the others wait at the next one.
         """
@@ -99,7 +136,7 @@ class Program:
                 chosen = None
             if run is not None:
                 if one.looks_at_others:
-                    yield True
+                    yield
                 if some:
                     run(self, chosen)
                 now += 1
@@ -113,7 +150,7 @@ class Program:
             elif one.name == "ret":
                 return
             else:
-                yield False
+                yield
                 now, late = now + 1, self._some_warps()
 
     def _some_warps(self) -> NDArray[np.bool_]:
@@ -128,14 +165,14 @@ class Program:
         assert one.name.startswith("bra"), one.text
         self._at[:] = np.where(chosen, one.target, now + 1)
 
-    def _run_apart(self, late: NDArray[np.bool_]) -> Generator[bool, None, int]:
+    def _run_apart(self, late: NDArray[np.bool_]) -> Generator[None, None, int]:
         """Threads go their own ways until all are at one place, which is returned (-1: the end)."""
         at, waits, ended = self._at, np.zeros(self.num_threads, bool), np.zeros(self.num_threads, bool)
         while not ended.all():
             able = ~waits & ~ended
             if not able.any():  # all have come to the barrier
                 assert len(set(at[waits])) == 1, "threads wait at different barriers"
-                yield False
+                yield
                 return int(at[waits][0]) + 1
             if (able & ~late).any():
                 able &= ~late
@@ -147,7 +184,8 @@ class Program:
             chosen = mine if one.guard is None else mine & self._chosen(one)
             if run is not None:
                 if one.looks_at_others:
-                    yield True
+                    yield
+                    late = mine  # others go first, who may be what it waits for
                 if chosen.any():
                     run(self, chosen)
                 at[mine] = now + 1
@@ -168,17 +206,19 @@ def _is_control(one: Instruction) -> bool:
     return one.name.startswith(("bra", "bar.", "barrier.")) or one.name == "ret"
 
 
-def run_grid(kernel: Kernel, params: Mapping[str, NDArray[np.uint64]], memory: Memory, shared_bytes: int, grid: int, seed: int) -> None:
+def run_grid(kernel: Kernel, params: Mapping[str, NDArray[np.uint64]], memory: Memory, shared_bytes: int, grid: Index, seed: int) -> None:
     """All programs, taking turns in an order that `seed` decides, as are the warps that are late."""
     pick = random.Random(seed)
     steps = [None if _is_control(one) else step(one) for one in kernel.instructions]
-    running = [Program(kernel, steps, params, memory, shared_bytes, index, grid, pick).run() for index in range(grid)]
-    waited = 0
+    every = product(*map(range, grid))
+    running = [Program(kernel, steps, params, memory, shared_bytes, index, grid, pick).run() for index in every]
+    turns, stores = 0, 0
     while running:
         one = pick.choice(running)
         try:
-            waited = waited + 1 if next(one) else 0
+            next(one)
         except StopIteration:
             running.remove(one)
-            waited = 0
-        assert waited < MOST_TURNS, "all programs wait for each other"
+            turns = 0
+        turns, stores = (turns + 1, stores) if stores == memory.num_stores else (0, memory.num_stores)
+        assert turns <= MOST_TURNS * max(1, len(running)), "all programs wait for each other"

@@ -102,7 +102,7 @@ def pair_of(value):
 def add_block(sums, words, scales, lows, place, TOKENS: gl.constexpr):
     """sums (TOKENS / 2 registers) + the products of 64 rows × 256 features, by the four warps of a group together.
 
-    words: of `ring.take_blocks`. scales, lows: of a lane's first row in both groups, then of its second row, as `pair_of` the scale ×
+    words: of `ring.take_block`. scales, lows: of a lane's first row in both groups, then of its second row, as `pair_of` the scale ×
     CODE_SCALES of its group, and of the value of code 0 × SUM_SCALE, which the sums are times. place: of the block's tokens.
     """
     COUNT: gl.constexpr = TOKENS // 2

@@ -24,6 +24,12 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 
 BLOCK_BYTES = tl.constexpr(16 * 128)
 
 
+@triton.constexpr_function
+def groups_of_block(group):
+    """Of int4, whose bytes pair features of two groups. group 0: weights have none, and nobody asks."""
+    return 256 // group if group else 1
+
+
 @gluon.jit
 def shared_address(thread):
     """Where the kernel's shared memory begins, in every thread."""
@@ -63,40 +69,40 @@ def ask_piece(place, source, size, is_mine):
 
 @gluon.jit
 def asked(thread):
-    """What was asked for since the last call is one group, which `take_blocks` waits for."""
+    """What was asked for since the last call is one group, which `take_block` and `take_two_rows` wait for."""
     gl.inline_asm_elementwise("cp.async.commit_group; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def take_blocks(place, lane, BLOCKS: gl.constexpr, AFTER: gl.constexpr):
-    """16 registers for each block of a slot, once all but the last AFTER groups have arrived: of both halves, rows lane / 4, then 8 on.
+def take_block(place, lane, AFTER: gl.constexpr):
+    """16 registers of a slot's block, once all but the last AFTER groups have arrived: of both halves, rows lane / 4, then 8 on.
 
     The lane's bytes are 32 side by side, from lane % 4 × 32 on. Afterwards the slot may be asked for again.
     """
     even = place + lane // 4 * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16
-    kinds: gl.constexpr = registers(16 * BLOCKS)
-    code: gl.constexpr = _taking(BLOCKS, AFTER)
-    given: gl.constexpr = "=&r," * (16 * BLOCKS) + "r,r"
+    kinds: gl.constexpr = registers(16)
+    code: gl.constexpr = _taking(AFTER)
+    given: gl.constexpr = "=&r," * 16 + "r,r"
     return gl.inline_asm_elementwise(code, given, [even, even ^ 16], dtype=kinds, is_pure=False, pack=1)
 
 
 @gluon.jit
 def lane_row(lane):
-    """The first of the two neighbouring rows of 16 that `take_pieces` gives a lane. Fours of lanes read rows that lie in other banks."""
+    """The first of the two neighbouring rows of 16 that `take_two_rows` gives a lane. Fours of lanes read rows that lie in other banks."""
     four = lane // 4
     return four % 2 * 4 + four // 2 % 2 * 2 + four // 4 * 8
 
 
 @gluon.jit
-def take_pieces(place, lane, PIECE: gl.constexpr, BLOCKS: gl.constexpr, AFTER: gl.constexpr):
-    """As `take_blocks`, of `lane_row` and the row after it, a lane's bytes being one in four pieces of PIECE bytes, 8 or 16.
+def take_two_rows(place, lane, PIECE: gl.constexpr, BLOCKS: gl.constexpr, AFTER: gl.constexpr):
+    """16 registers for each block of a slot, as `take_block`, but of `lane_row` and the row after it, and one in four pieces.
 
-    For each block the first row's piece, the second's, then of the next 4 × PIECE bytes.
+    PIECE: their bytes, 8 or 16. The first row's piece, the second's, then those of the next 4 × PIECE bytes.
     """
     row = lane_row(lane)
     first = place + row * 128 + ((lane % 4 * PIECE // 16) ^ (row % 8)) * 16 + lane % 4 * PIECE % 16
     kinds: gl.constexpr = registers(16 * BLOCKS)
-    code: gl.constexpr = _taking_pieces(PIECE, BLOCKS, AFTER)
+    code: gl.constexpr = _taking_two_rows(PIECE, BLOCKS, AFTER)
     given: gl.constexpr = "=&r," * (16 * BLOCKS) + "r"
     return gl.inline_asm_elementwise(code, given, [first], dtype=kinds, is_pure=False, pack=1)
 
@@ -212,21 +218,19 @@ def _copying(blocks, leave):
 
 
 @triton.constexpr_function
-def _taking(blocks, after):
-    """PTX of `take_blocks`. What other lanes copied is there once they, too, have waited."""
-    lines, count = [f"cp.async.wait_group {after}; bar.warp.sync 0xffffffff;"], 16 * blocks
-    for block in range(blocks):
-        for half in range(2):
-            for lower in range(2):
-                first = 16 * block + 8 * half + 4 * lower
-                words = ", ".join(f"${first + i}" for i in range(4))
-                lines.append(f"ld.shared.v4.b32 {{{words}}}, [${count + half} + {BLOCK_BYTES.value * block + 1024 * lower}];")
+def _taking(after):
+    """PTX of `take_block`. What other lanes copied is there once they, too, have waited."""
+    lines = [f"cp.async.wait_group {after}; bar.warp.sync 0xffffffff;"]
+    for half in range(2):
+        for lower in range(2):
+            words = ", ".join(f"${8 * half + 4 * lower + i}" for i in range(4))
+            lines.append(f"ld.shared.v4.b32 {{{words}}}, [${16 + half} + {1024 * lower}];")
     return " ".join(lines) + " bar.warp.sync 0xffffffff;"
 
 
 @triton.constexpr_function
-def _taking_pieces(piece, blocks, after):
-    """PTX of `take_pieces`. The second row's pieces have changed places by one more."""
+def _taking_two_rows(piece, blocks, after):
+    """PTX of `take_two_rows`. The second row's pieces have changed places by one more."""
     each, count, lines = piece // 4, 16 * blocks, [f"cp.async.wait_group {after}; bar.warp.sync 0xffffffff;"]
     for i in range(32 // piece):
         for second in range(2):

@@ -18,30 +18,25 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton import activation, fragments, stream_kernel
+from stoker.kernels.triton import activation
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
     barrier,
     follow,
+    groups_of_block,
     lane_row,
     meet,
-    put_codes,
     put_float,
-    put_halves,
     shared_address,
     take_float,
-    take_floats,
-    take_operand,
-    take_pieces,
-    take_two,
+    take_two_rows,
     warp_together,
 )
-from stoker.kernels.triton.tail_links import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, SCALES, K, N, X, linked, listed
-from stoker.kernels.triton.tail_walk import ask, begin, grid_bytes, groups_of_block, share, slot_bytes
+from stoker.kernels.triton.tail_codes import code_bytes, digits_apart, encode_all, is_wide, total_bytes
+from stoker.kernels.triton.tail_links import BIAS, LENGTH, NORM, OUT, RESIDUAL, SCALES, K, N, linked, listed
+from stoker.kernels.triton.tail_products import add_bytes, add_groups, group_products, piece_bytes, row_sums, same, take_grid
+from stoker.kernels.triton.tail_walk import ask, begin, share, slot_bytes
 
-add_products = gluon.jit(fragments.add_products.fn)
-widened = gluon.jit(fragments.widened.fn)
-same = gluon.jit(stream_kernel.same.fn)
 activated = gluon.jit(activation.activated.fn)
 
 
@@ -56,255 +51,14 @@ def shared_places(form, group, zero, depth, warps, blocks, widths, rows, tokens)
 
 
 @triton.constexpr_function
-def code_bytes(form, widths):
-    """Of a row."""
-    return (1 if form == "fp8" else 2) * digits_apart(widths)
-
-
-@triton.constexpr_function
-def total_bytes(widths, group):
-    """Of a row's groups' sums."""
-    return 4 * max(widths) // group if group else 0
-
-
-@triton.constexpr_function
 def has_scales(form):
     """Whether each row has one."""
     return form == "fp8" or form == "bytes"
 
 
 @triton.constexpr_function
-def is_wide(form):
-    """Whether weights, and so codes, have 16 bits."""
-    return form == "bfloat16" or form == "float16"
-
-
-@triton.constexpr_function
 def block_features(form):
     return 256 if form == "int4" else 64 if is_wide(form) else 128
-
-
-@triton.constexpr_function
-def digits_apart(widths):
-    """Bytes from coarse digits to fine ones: the widest row, and as many more as let lanes of both read different banks."""
-    return max(widths) + 64
-
-
-@triton.constexpr_function
-def piece_bytes(group):
-    """What a lane has of a pair of groups that lies side by side."""
-    return 8 if group == 32 else 16
-
-
-@gluon.jit
-def whole(x):
-    """A float whose last bits are the nearest integer of |x| < 2^22, to even on a tie."""
-    return x + 12582912.0
-
-
-@gluon.jit
-def row_of(link, token, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """x of a token, zeros after it."""
-    cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
-    return gl.load(link[X] + token * link[K] + cols, mask=cols < link[K], other=0.0, cache_modifier=".cg")
-
-
-@gluon.jit
-def put_row(link, row, norms, codes, NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr):
-    """The row itself, normed, as codes of 16 bits."""
-    cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
-    v = row.to(gl.float32)
-    if NORMED:
-        v *= norms.to(gl.float32) * gl.rsqrt(gl.sum(v * v, 0) / link[K] + link[EPS])
-    put_halves(codes + 2 * cols, v.to(gl.bfloat16 if FORM == "bfloat16" else gl.float16))
-
-
-@gluon.jit
-def sum_and_most(sum, most, other_sum, other_most):
-    return sum + other_sum, gl.maximum(most, other_most)
-
-
-@gluon.jit
-def encode(
-    link, row, norms, codes, totals,
-    NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr,
-):  # fmt: skip
-    """A row's codes in shared memory, normed on the way (as `quant_codes` makes them). Returns the value of a code.
-
-    codes: where they go, fine digits FAR bytes after the coarse ones; totals: where the groups' sums go, in fine units. Of pairs of groups
-    of 32 a lane's 8 bytes of both lie side by side.
-    """
-    k = link[K]
-    LIMIT: gl.constexpr = 448.0 if FORM == "fp8" else 127.0 * 254.0
-    cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
-    v = row.to(gl.float32)
-    weighted = v
-    factor = 1.0
-    if NORMED:
-        weighted = v * norms.to(gl.float32)
-        squares, most = gl.reduce((v * v, gl.abs(weighted)), 0, sum_and_most)
-        factor = gl.rsqrt(squares / k + link[EPS])
-    else:
-        squares, most = gl.reduce((v, gl.abs(v)), 0, sum_and_most)  # a maximum passes over NaN; a sum does not
-    step = gl.maximum(most * factor / LIMIT, 1e-12 if FORM == "fp8" else 1e-30) + squares * 0.0
-    units = weighted * (factor / step)
-    if FORM == "fp8":
-        put_codes(codes + cols, units.to(gl.float8e4nv).to(gl.int8, bitcast=True))
-    else:
-        units = whole(units) - 12582912.0
-        coarse = whole(units * (1.0 / 254.0))
-        fine = whole(units - (coarse - 12582912.0) * 254.0)
-        place = cols
-        if GROUP == 32:
-            place = cols // 64 * 64 + cols // 8 % 4 * 16 + cols // 32 % 2 * 8 + cols % 8
-        put_codes(codes + place, coarse.to(gl.int32, bitcast=True).to(gl.int8))
-        put_codes(codes + FAR + place, fine.to(gl.int32, bitcast=True).to(gl.int8))
-        if GROUP > 0:
-            sums = gl.sum(gl.reshape(units, [WIDTH // GROUP, GROUP]), 1)
-            group = gl.arange(0, WIDTH // GROUP, layout=sums.type.layout)
-            put_float(totals + group * 4, sums, group >= 0)
-    return step
-
-
-@gluon.jit
-def encode_all(
-    link, norms, codes, totals, NORMED: gl.constexpr, WIDTHS: gl.constexpr, AT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
-    WARPS: gl.constexpr, TOKENS: gl.constexpr,
-):  # fmt: skip
-    """The values of all tokens' codes. Each row is asked for before the one before it becomes codes."""
-    WIDTH: gl.constexpr = WIDTHS[AT]
-    steps = ()
-    row = row_of(link, 0, WIDTH, WARPS)
-    for token in gl.static_range(TOKENS):
-        after = row
-        if token + 1 < TOKENS:
-            after = row_of(link, token + 1, WIDTH, WARPS)
-        place = codes + token * code_bytes(FORM, WIDTHS)
-        if is_wide(FORM):
-            put_row(link, row, norms, place, NORMED, WIDTH, FORM, WARPS)
-            steps = steps + (1.0,)
-        else:
-            at = totals + token * total_bytes(WIDTHS, GROUP)
-            steps = steps + (encode(link, row, norms, place, at, NORMED, WIDTH, FORM, GROUP, WARPS, digits_apart(WIDTHS)),)
-        row = after
-    return steps
-
-
-@gluon.jit
-def add_bytes(sums, words, codes, FORM: gl.constexpr, BLOCKS: gl.constexpr):
-    """sums + products of a turn, four registers for each half of a block: chains of their own, since each waits for its last product."""
-    made = ()
-    for half in gl.static_range(2 * BLOCKS):
-        given = take_operand(codes, 64 * half)
-        if FORM == "fp8":
-            given = widened(given)
-        made = made + add_products(
-            sums[4 * half : 4 * half + 4], words[8 * half : 8 * half + 4], words[8 * half + 4 : 8 * half + 8], given,
-            "e4m3" if FORM == "fp8" else FORM,
-        )  # fmt: skip
-    return made
-
-
-@gluon.jit
-def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
-    """(scales, zeros) of a slot's groups and a lane's two rows; of ZERO none no zeros."""
-    COUNT: gl.constexpr = groups_of_block(GROUP)
-    row = lane_row(lane)
-    scales = ()
-    zeros = ()
-    for block in gl.static_range(BLOCKS):
-        for group in gl.static_range(COUNT):
-            at = place + (grid_bytes(GROUP, ZERO) * block + 32 * group)
-            scales = scales + take_two(at + 2 * row, SCALE)
-            if ZERO == "int":
-                zeros = zeros + take_two(at + (32 * COUNT - 16 * group) + row, "byte")
-            elif ZERO == "float":
-                zeros = zeros + take_two(at + 32 * COUNT + 2 * row, SCALE)
-    return scales, zeros
-
-
-@gluon.jit
-def group_products(words, codes, nothing, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
-    """Products of a turn of int4, four registers for each group, of groups of 128 eight: two chains, since each waits for its last product.
-
-    A pair of groups is in the same bytes, low nibbles and high ones. The latter are multiplied where they are, which makes their sums 16
-    times as large.
-    """
-    made = ()
-    for block in gl.static_range(BLOCKS):
-        if GROUP == 32:
-            for pair in gl.static_range(4):
-                upper = words[16 * block + 4 * pair : 16 * block + 4 * pair + 2]
-                lower = words[16 * block + 4 * pair + 2 : 16 * block + 4 * pair + 4]
-                given = take_operand(codes, 256 * block + 64 * pair)
-                for side in gl.static_range(2):
-                    mine = given[2 * side : 2 * side + 2]
-                    made = made + add_products(same(nothing, 4), upper, lower, mine, "low" if side == 0 else "upper")
-        else:
-            for pair in gl.static_range(128 // GROUP):
-                for side in gl.static_range(2):
-                    for half in gl.static_range(pair, pair + GROUP // 64):
-                        upper = words[16 * block + 8 * half : 16 * block + 8 * half + 4]
-                        lower = words[16 * block + 8 * half + 4 : 16 * block + 8 * half + 8]
-                        given = take_operand(codes, 256 * block + GROUP * side + 64 * (pair + half))
-                        made = made + add_products(same(nothing, 4), upper, lower, given, "low" if side == 0 else "upper")
-    return made
-
-
-@gluon.jit
-def add_group(sums, raw, total, scales, zeros, side, ZERO: gl.constexpr):
-    """sums (two registers: a lane's two rows) + a group's products, scaled."""
-    made = ()
-    for row in gl.static_range(2):
-        coarse = raw[2 * row]
-        fine = raw[2 * row + 1]
-        if len(raw) == 8:
-            coarse += raw[2 * row + 4]
-            fine += raw[2 * row + 5]
-        value = (coarse * 254 + fine).to(gl.float32)
-        if side == 1:
-            value *= 0.0625
-        if ZERO == "none":
-            made = made + (sums[row] + scales[row] * (value - 8.0 * total),)
-        elif ZERO == "int":
-            made = made + (sums[row] + scales[row] * (value - zeros[row] * total),)
-        else:
-            made = made + (sums[row] + scales[row] * value + zeros[row] * total,)
-    return made
-
-
-@gluon.jit
-def add_groups(sums, products, totals, grid, ZERO: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
-    """sums + those of all groups of a turn."""
-    scales, zeros = grid
-    COUNT: gl.constexpr = groups_of_block(GROUP)
-    EACH: gl.constexpr = len(products) // (COUNT * BLOCKS)
-    made = sums
-    for block in gl.static_range(BLOCKS):
-        total = take_floats(totals + 4 * COUNT * block, COUNT)
-        for at in gl.static_range(COUNT * block, COUNT * block + COUNT):
-            raw = products[EACH * at : EACH * at + EACH]
-            made = add_group(made, raw, total[at % COUNT], scales[2 * at : 2 * at + 2], zeros[2 * at : 2 * at + 2], at % 2, ZERO)
-    return made
-
-
-@gluon.jit
-def row_sums(sums, FORM: gl.constexpr, BLOCKS: gl.constexpr):
-    """A lane's two rows' sums, of token lane % 4."""
-    if FORM == "int4":
-        made = sums
-    else:
-        made = ()
-        for row in gl.static_range(2):
-            first = sums[2 * row]
-            second = sums[2 * row + 1]
-            for half in gl.static_range(1, 2 * BLOCKS):
-                first += sums[4 * half + 2 * row]
-                second += sums[4 * half + 2 * row + 1]
-            if FORM == "bytes":
-                first = first.to(gl.float32) * 254.0 + second.to(gl.float32)
-            made = made + (first,)
-    return made
 
 
 @gluon.jit
@@ -332,7 +86,7 @@ def multiply(
             sums = same(nothing.to(gl.float32), 8 * BLOCKS)
         for turn in range(gl.cdiv(link[LENGTH], WARPS * BLOCKS)):
             place = mine + slot * SLOT
-            words = take_pieces(place, lane, piece_bytes(GROUP), BLOCKS, DEPTH - 1)
+            words = take_two_rows(place, lane, piece_bytes(GROUP), BLOCKS, DEPTH - 1)
             at = code + turn * (CODES * WARPS * BLOCKS)
             # Asking for the next slot takes as long as matrix instructions do: it stands where a warp would wait for them.
             if FORM == "int4":

@@ -41,16 +41,18 @@ from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
     barrier,
     follow,
+    groups_of_block,
     meet,
     put_float,
     shared_address,
-    take_blocks,
+    take_block,
     take_float,
     take_number,
     warp_together,
 )
-from stoker.kernels.triton.tail_kernel import activated, same
+from stoker.kernels.triton.tail_kernel import activated
 from stoker.kernels.triton.tail_links import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, linked, listed
+from stoker.kernels.triton.tail_products import same
 from stoker.kernels.triton.tail_rows_walk import (
     GROUPS,
     TILE,
@@ -58,7 +60,6 @@ from stoker.kernels.triton.tail_rows_walk import (
     begin,
     blocks_of,
     blocks_of_group,
-    groups_of_block,
     part_of,
     share_of,
     slot_bytes,
@@ -170,7 +171,7 @@ def multiply(
         begins = gl.maximum(first - nth * blocks, 0)
         for block in range(begins, gl.minimum(end - nth * blocks, blocks)):
             place = ring + slot * slot_bytes(GROUP)
-            words = take_blocks(place, lane, 1, DEPTH - 1)
+            words = take_block(place, lane, DEPTH - 1)
             scales, lows = take_grid(place + BLOCK_BYTES, lane, SCALE, ZERO, GROUP)
             warp_together(lane)  # before the slot is asked for again
             state = ask(state, links, programs, place, lane, warp, GATES, PARTS, GROUP, ZERO)

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_word, asked
+from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_word, asked, groups_of_block
 from stoker.kernels.triton.tail_links import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen, number
 
 GROUPS = tl.constexpr(4)  # of four warps each
@@ -26,11 +26,6 @@ FOUR_ROWS, EIGHT_ROWS, NEXT_TILE, ALL_ROWS, NEXT_GRID, BLOCKS, FIRST, COUNT_OF =
 def slot_bytes(group):
     """A warp's 16 rows of a block: codes, the groups' scales of 16 bits, their zeros of up to as many."""
     return BLOCK_BYTES.value + 64 * groups_of_block(group)
-
-
-@triton.constexpr_function
-def groups_of_block(group):
-    return 256 // group
 
 
 @gluon.jit

@@ -12,17 +12,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_piece, asked
+from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_piece, asked, groups_of_block
 from stoker.kernels.triton.tail_links import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen, number
 
 # The fields of what `terms` gives, which is what asking for a linear's tiles takes.
 AT_WEIGHT, AT_SCALES, AT_ZEROS, ROW_BYTES, ROW_BLOCKS, PART_ROWS, PARTS, FIRST_ROW, TILES, TURNS = map(tl.constexpr, range(10))
-
-
-@triton.constexpr_function
-def groups_of_block(group):
-    """group 0: weights have none, and nobody asks for their scales."""
-    return 256 // group if group else 1
 
 
 @triton.constexpr_function

@@ -1,0 +1,77 @@
+"""Run kernels on an emulated device: `tail FORM`, for one form of weights, or `attention`. A process of its own, uninterpreted."""
+
+from __future__ import annotations
+
+import sys
+
+import test_rope_attention as attention
+import torch
+from emulated.launch import emulating
+from oracle import Case
+from tails import check, problem
+from test_attention import test_splits_meet_though_a_result_says_nothing
+
+from stoker.kernels.quantized import Tail
+from stoker.kernels.triton import tail_few, tail_rows
+from stoker.kernels.triton.attention_tuning import Splits, Tile
+
+# (heads' features, hidden ones, the MLP's, qkv's): features that end inside a turn, programs without a tile, several tiles a program
+SHAPE = (256, 512, 768, 320)
+# rows, dtype, biases, last, gate, programs
+FEW = [
+    (1, torch.bfloat16, False, False, "silu", 35),
+    (2, torch.float16, True, True, "gelu_tanh", 5),
+    (3, torch.bfloat16, True, False, "silu", 4),
+    (4, torch.bfloat16, False, True, "silu", 6),
+]
+SOME = [(6, torch.bfloat16, False, False, "silu", 4), (27, torch.bfloat16, True, False, "gelu_tanh", 7)]  # of int4
+
+
+def run(x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    with emulating(seed, programs):
+        return (tail_few.tail_few if len(x) <= tail_few.MOST else tail_rows.tail_rows)(x, stream, parts)
+
+
+def tail(form: str) -> None:
+    most = tail_few.TILES["bfloat16" if form == "dense" else form.split()[0]].most
+    cases = FEW[:most] if not form.startswith("int4") else [FEW[0], FEW[most - 1], SOME[form.endswith("32")]]
+    for rows, dtype, biases, last, gate, programs in cases:
+        parts, weights = problem(form, SHAPE, dtype, biases, last, gate, "cpu")
+        x, stream = torch.randn(rows, SHAPE[0]).to(dtype), torch.randn(rows, SHAPE[1]).to(dtype)
+        x[0, 3] *= 20
+        got = run(x, stream, parts, programs, rows)
+        check(form, got, x, stream, parts, weights)
+        if rows == most:
+            rows_are_apart(got, x, stream, parts, programs)
+
+
+def rows_are_apart(
+    got: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int
+) -> None:
+    """A row is what it is alone, and NaN stays in sight and in its row."""
+    last = slice(len(x) - 1, len(x))
+    for one, alone in zip(got, run(x[last], stream[last], parts, programs + 1, 1), strict=True):
+        assert one is None or (alone is not None and torch.equal(one[last], alone))
+    x[0, 7] = float("nan")
+    for one, other in zip(got, run(x, stream, parts, programs, 0), strict=True):
+        assert one is None or (other is not None and other[0].isnan().all() and torch.equal(one[1:], other[1:]))
+
+
+def attend() -> None:
+    """Rows whose keys are in no cache yet; splits that combine by messages, with programs in any order, and by a counter."""
+    half, wide = (
+        Case([(1, 90), (1, 1), (1, 40), (1, 33)], block_size=32, dtype=torch.bfloat16),
+        Case([(1, 70)], size=128, dtype=torch.float16),
+    )
+    for case, dim, splits, programs in (
+        (half, 64, Splits(3), 132), (half, 64, Splits(8, 2), 132), (half, 64, Splits(4), 8), (wide, 128, Splits(4), 132),
+    ):  # fmt: skip
+        with emulating(case.size, programs):
+            attention.check(case, dim, False, Tile(16, 16, 4, 2), splits)
+    with emulating():
+        test_splits_meet_though_a_result_says_nothing()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    attend() if sys.argv[1] == "attention" else tail(sys.argv[2])

@@ -1,0 +1,81 @@
+"""Matrix instructions: of a warp (mma) and of four together (wgmma). PTX ISA 8.7, "Warp Level Matrix Instructions" and after."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from emulated.operands import Mask, Step, read, write
+from emulated.parse import Instruction
+from emulated.transfers import queued
+
+if TYPE_CHECKING:
+    from emulated.program import Program
+
+
+def products(one: Instruction, parts: list[str]) -> Step | None:
+    if parts[:2] != ["mma", "sync"]:
+        return None
+    from matrix_instructions import multiply
+
+    to, *operands = one.operands
+    into, left, right, _ = parts[-4:]
+    kinds = {"f16": torch.float16, "bf16": torch.bfloat16, "s8": torch.int8, "u8": torch.uint8}
+    a, b, c = ([read(part, kind) for part in operand] for operand, kind in zip(operands, ("b32", "b32", into), strict=True))  # type: ignore[union-attr]
+
+    def run(program: Program, mask: Mask) -> None:
+        sums = multiply(*([part(program) for part in given] for given in (a, b, c)), kinds[left], kinds[right])
+        for register, values in zip(to, sums, strict=True):  # type: ignore[arg-type]
+            write(program, register, values, mask)
+
+    return run
+
+
+def group_products(one: Instruction, parts: list[str]) -> Step | None:
+    """wgmma with the left operand in registers and the right one in shared memory, bricks of 8 columns × 16 bytes without a swizzle."""
+    if parts[0] != "wgmma":
+        return None
+    if parts[1] != "mma_async":
+        return queued(one, parts, lambda program: program.products) or (lambda program, mask: None)
+    to, rows, descriptor, adds, *negated = one.operands
+    assert parts[-3:] == ["f32", "bf16", "bf16"] and negated == [1, 1, 0], one.text
+    assert isinstance(to, tuple) and isinstance(rows, tuple)
+    columns = 2 * len(to)
+    sums, left = [read(part, "f32") for part in to], [read(part, "b32") for part in rows]
+    where, is_added = read(descriptor, "u64"), read(adds, "pred")
+
+    def run(program: Program, mask: Mask) -> None:
+        given = [part(program).copy() for part in left]
+        described, added = where(program).copy(), is_added(program).copy()
+
+        def arrive(threads: NDArray[np.int64]) -> None:
+            assert len(threads) == 32, "all lanes of a warp multiply"
+            mine, keeps = int(described[threads[0]]), added[threads[0]]
+            assert mine >> 62 == 0, "a swizzle"
+            start, along, across = (16 * (mine >> shift & 0x3FFF) for shift in (0, 16, 32))
+            column, half = np.arange(columns)[:, None], np.arange(2)
+            places = start + column // 8 * across + column % 8 * 16 + half * along
+            bricks = program.shared.load(places.ravel(), 16).reshape(columns, 32)
+            right = torch.from_numpy(bricks.copy()).view(torch.bfloat16).double().numpy()  # [columns, 16]
+            a = np.zeros((16, 16))
+            lane = np.arange(32)
+            for i, register in enumerate(given):
+                pair = torch.from_numpy(register[threads].view(np.int32).copy()).view(torch.bfloat16).double().numpy().reshape(32, 2)
+                for side in range(2):
+                    a[lane // 4 + 8 * (i % 2), lane % 4 * 2 + side + 8 * (i // 2)] = pair[:, side]
+            product = a @ right.T
+            for i, register in enumerate(to):
+                values = product[lane // 4 + 8 * (i // 2 % 2), lane % 4 * 2 + i % 2 + 8 * (i // 4)].astype(np.float32)
+                before = sums[i](program)
+                whole = before.copy()
+                whole[threads] = values + before[threads] if keeps else values
+                written = np.zeros(program.num_threads, bool)
+                written[threads] = True
+                write(program, register, whole, written)
+
+        program.products.ask(mask, arrive)
+
+    return run
