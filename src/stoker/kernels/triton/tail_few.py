@@ -36,7 +36,7 @@ class TailTile:
     most: int  # tokens: with more, making their codes takes longer than it saves
 
 
-# Measured on one H200 in steps of Llama-3.1-8B's shapes (benchmarks/results/h200_tails.json).
+# Measured on one H200 in steps of Llama-3.1-8B's shapes (benchmarks/results/h200_tails.json); int4 in groups of 128.
 TILES = {
     "bfloat16": TailTile(8, 1, 96 << 10, 168, 4), "float16": TailTile(8, 1, 96 << 10, 168, 4), "fp8": TailTile(8, 1, 96 << 10, 168, 4),
     "bytes": TailTile(8, 1, 112 << 10, 168, 2), "int4": TailTile(8, 1, 64 << 10, 168, 3),
