@@ -7,21 +7,19 @@ so that a kernel's register branch can be checked where there is no device.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from emulated.products import multiply
 from numpy.typing import NDArray
 from triton.runtime.interpreter import TensorHandle
 
 from stoker.kernels.triton import band_kernel, stream, stream_kernel
 
 Register = NDArray[Any]  # one element a thread
-_LANE = np.arange(32)
-_ROW, _TURN = _LANE // 4, _LANE % 4  # the row (or column) and the place along the features that a lane holds
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -110,22 +108,3 @@ def _add_products(
         for i in (0, 2):
             total = multiply((u[i], v[i], u[i + 1], v[i + 1]), (t[i], t[i + 1]), total, dtype, dtype)
     return tuple(_tensor(part, sums[0].dtype.scalar) for part in total)
-
-
-def multiply(a: Sequence[Register], b: Sequence[Register], c: Sequence[Register], left: torch.dtype, right: torch.dtype) -> list[Register]:
-    """c + a × b of each warp: four registers of the 16 rows (of type `left`), two of the 8 columns (`right`), four of sums."""
-    each = 4 // left.itemsize
-    depth, half = 8 * each, 4 * each
-    warps = len(c[0]) // 32
-    rows, columns = np.zeros((warps, 16, depth)), np.zeros((warps, depth, 8))
-    along = _TURN[:, None] * each + np.arange(each)
-    for i, register in enumerate(a):
-        rows[:, (_ROW + 8 * (i % 2))[:, None], along + half * (i // 2)] = _elements(register, left, warps, each)
-    for i, register in enumerate(b):
-        columns[:, along + half * i, _ROW[:, None]] = _elements(register, right, warps, each)
-    product = rows @ columns
-    return [part + product[:, _ROW + 8 * (i // 2), 2 * _TURN + i % 2].ravel().astype(part.dtype) for i, part in enumerate(c)]
-
-
-def _elements(register: Register, dtype: torch.dtype, warps: int, each: int) -> Register:
-    return torch.from_numpy(register.view(np.int32).copy()).view(dtype).double().numpy().reshape(warps, 32, each)

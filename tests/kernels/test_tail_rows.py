@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stoker.kernels.quantized import RowWeight, Tail, TailLinear
-from stoker.kernels.triton import tail_rows
+from stoker.kernels.triton import tail_few, tail_rows
 from stoker.kernels.triton.operand import column_features, place_of
 from stoker.kernels.triton.tail_few import SHARED_BYTES
 from stoker.kernels.triton.tail_rows_kernel import shared_places
@@ -81,3 +81,16 @@ def test_tokens_lie_where_codes_meet_them(group: int, tokens: int) -> None:
                 assert place == 256 * tokens + brick * 64 + token % 8 * 8 + 2 * lane + at // 2
                 places.add(place)
     assert places == set(range(256 * tokens, 512 * tokens))
+
+
+def test_scales_that_no_piece_begins_at_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail_few, "capability", lambda x: tail_few.CAPABILITY)
+    tail = tail_of(256, 256, 512, 256, 32)
+    assert tail.down.weight is not None and tail.down.weight.scale is not None
+    assert tail_few.are_alike(tail) and tail_few.takes(tail, 1)
+    shape = tail.down.weight.scale.shape
+    moved = torch.empty(shape.numel() + 1, dtype=torch.float16)[1:].view(shape)
+    turned = torch.empty(shape[::-1], dtype=torch.float16).T
+    for scale in (moved, turned):
+        weight = replace(tail.down.weight, scale=scale)
+        assert not tail_few.are_alike(replace(tail, down=replace(tail.down, weight=weight)))

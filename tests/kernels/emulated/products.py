@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     from emulated.program import Program
 
 
+Register = NDArray[Any]  # one element a thread
+_LANE = np.arange(32)
+_ROW, _TURN = _LANE // 4, _LANE % 4  # the row (or column) and the place along the features that a lane holds
+
+
 def products(one: Instruction, parts: list[str]) -> Step | None:
     if parts[:2] != ["mma", "sync"]:
         return None
-    from matrix_instructions import multiply
-
     to, *operands = one.operands
     into, left, right, _ = parts[-4:]
     kinds = {"f16": torch.float16, "bf16": torch.bfloat16, "s8": torch.int8, "u8": torch.uint8}
@@ -61,14 +65,13 @@ def group_products(one: Instruction, parts: list[str]) -> Step | None:
             bricks = program.shared.load(places.ravel(), 16).reshape(columns, 32)
             right = torch.from_numpy(bricks.copy()).view(torch.bfloat16).double().numpy()  # [columns, 16]
             a = np.zeros((16, 16))
-            lane = np.arange(32)
             for i, register in enumerate(given):
                 pair = torch.from_numpy(register[threads].view(np.int32).copy()).view(torch.bfloat16).double().numpy().reshape(32, 2)
                 for side in range(2):
-                    a[lane // 4 + 8 * (i % 2), lane % 4 * 2 + side + 8 * (i // 2)] = pair[:, side]
+                    a[_ROW + 8 * (i % 2), 2 * _TURN + side + 8 * (i // 2)] = pair[:, side]
             product = a @ right.T
             for i, register in enumerate(to):
-                values = product[lane // 4 + 8 * (i // 2 % 2), lane % 4 * 2 + i % 2 + 8 * (i // 4)].astype(np.float32)
+                values = product[_ROW + 8 * (i // 2 % 2), 2 * _TURN + i % 2 + 8 * (i // 4)].astype(np.float32)
                 before = sums[i](program)
                 whole = before.copy()
                 whole[threads] = values + before[threads] if keeps else values
@@ -79,3 +82,22 @@ def group_products(one: Instruction, parts: list[str]) -> Step | None:
         program.products.ask(mask, arrive)
 
     return run
+
+
+def multiply(a: Sequence[Register], b: Sequence[Register], c: Sequence[Register], left: torch.dtype, right: torch.dtype) -> list[Register]:
+    """c + a × b of each warp: four registers of the 16 rows (of type `left`), two of the 8 columns (`right`), four of sums."""
+    each = 4 // left.itemsize
+    depth, half = 8 * each, 4 * each
+    warps = len(c[0]) // 32
+    rows, columns = np.zeros((warps, 16, depth)), np.zeros((warps, depth, 8))
+    along = _TURN[:, None] * each + np.arange(each)
+    for i, register in enumerate(a):
+        rows[:, (_ROW + 8 * (i % 2))[:, None], along + half * (i // 2)] = _elements(register, left, warps, each)
+    for i, register in enumerate(b):
+        columns[:, along + half * i, _ROW[:, None]] = _elements(register, right, warps, each)
+    product = rows @ columns
+    return [part + product[:, _ROW + 8 * (i // 2), 2 * _TURN + i % 2].ravel().astype(part.dtype) for i, part in enumerate(c)]
+
+
+def _elements(register: Register, dtype: torch.dtype, warps: int, each: int) -> Register:
+    return torch.from_numpy(register.view(np.int32).copy()).view(dtype).double().numpy().reshape(warps, 32, each)

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from emulated.arithmetic import TYPES, Values
 from emulated.operands import Mask, Read, Step, addresses_of, read, write
 from emulated.parse import Instruction, Operand, Place
+from emulated.queues import Arrivals
 
 if TYPE_CHECKING:
+    from emulated.memory import Memory
     from emulated.program import Program
 
 
@@ -85,60 +87,72 @@ def matrices(one: Instruction, parts: list[str]) -> Step | None:
 
 
 def memory(one: Instruction, parts: list[str]) -> Step | None:
-    if parts[0] not in ("ld", "st", "atom") or "async" in parts:
-        return None
-    kind = parts[-1]
-    size = np.dtype(TYPES[kind]).itemsize
-    if parts[1] == "param":
-        to, place = one.operands
-        assert isinstance(place, Place) and isinstance(place.base, str)
-        name = place.base
-        return lambda program, mask: write(program, to, program.params[name].astype(TYPES[kind]), mask)
-    place = one.operands[1 if parts[0] != "st" else 0]
-    assert isinstance(place, Place)
-    at, is_shared = addresses_of(place, "u32" if "shared" in parts else "u64"), "shared" in parts
+    if parts[:2] == ["ld", "param"]:
+        return _take_param(one, parts[-1])
+    made = {"ld": _load, "st": _store, "atom": _add_atomically}.get(parts[0])
+    return None if made is None or "async" in parts else made(one, parts)
 
-    def addresses(program: Program, mask: Mask) -> NDArray[np.int64]:
-        return at(program) if mask is None else at(program)[mask]
 
-    if parts[0] == "atom":
-        assert parts[-2] == "add"
-        added = read(one.operands[2], kind)
+def _take_param(one: Instruction, kind: str) -> Step:
+    to, place = one.operands
+    assert isinstance(place, Place) and isinstance(place.base, str)
+    name = place.base
+    return lambda program, mask: write(program, to, program.params[name].astype(TYPES[kind]), mask)
 
-        def atomic(program: Program, mask: Mask) -> None:
-            before = np.zeros(program.num_threads, TYPES[kind])
-            amounts = np.broadcast_to(added(program), program.num_threads)
-            for thread in range(program.num_threads) if mask is None else np.flatnonzero(mask):
-                one_place = addresses(program, program.thread == thread)
-                before[thread] = program.memory.load(one_place, size).view(TYPES[kind])[0, 0]
-                program.memory.store(one_place, (before[thread : thread + 1] + amounts[thread]).view(np.uint8)[None])
-            write(program, one.operands[0], before, mask)
 
-        return atomic
-    given = one.operands[0 if parts[0] == "ld" else 1]
-    registers = given if isinstance(given, tuple) else (given,)
-    if parts[0] == "ld":
+def _load(one: Instruction, parts: list[str]) -> Step:
+    registers = one.operands[0] if isinstance(one.operands[0], tuple) else one.operands[:1]
+    at, of, kind = _where(one.operands[1], parts)
 
-        def load(program: Program, mask: Mask) -> None:
-            memory = program.shared if is_shared else program.memory
-            found = np.ascontiguousarray(memory.load(addresses(program, mask), size * len(registers))).view(TYPES[kind])
-            for register, column in zip(registers, found.T, strict=True):
-                if mask is not None:
-                    spread = np.zeros(program.num_threads, TYPES[kind])
-                    spread[mask] = column
-                    column = spread
-                write(program, register, np.ascontiguousarray(column), mask)
+    def load(program: Program, mask: Mask) -> None:
+        size = np.dtype(kind).itemsize * len(registers)
+        found = np.zeros((program.num_threads, len(registers)), kind)
+        mine = slice(None) if mask is None else mask
+        found[mine] = np.ascontiguousarray(of(program).load(at(program)[mine], size)).view(kind)
+        for register, column in zip(registers, found.T, strict=True):
+            write(program, register, np.ascontiguousarray(column), mask)
 
-        return load
-    sources = [read(register, kind) for register in registers]
+    return load
+
+
+def _store(one: Instruction, parts: list[str]) -> Step:
+    given = one.operands[1] if isinstance(one.operands[1], tuple) else one.operands[1:]
+    at, of, _ = _where(one.operands[0], parts)
+    sources = [read(register, parts[-1]) for register in given]
 
     def store(program: Program, mask: Mask) -> None:
-        memory = program.shared if is_shared else program.memory
         columns = [np.broadcast_to(source(program), program.num_threads) for source in sources]
         values = np.ascontiguousarray(np.stack(columns, 1)).view(np.uint8)
-        memory.store(addresses(program, mask), values if mask is None else values[mask])
+        mine = slice(None) if mask is None else mask
+        of(program).store(at(program)[mine], values[mine])
 
     return store
+
+
+def _add_atomically(one: Instruction, parts: list[str]) -> Step:
+    """One thread after another."""
+    assert parts[-2] == "add", one.text
+    at, of, kind = _where(one.operands[1], parts)
+    added = read(one.operands[2], parts[-1])
+
+    def add(program: Program, mask: Mask) -> None:
+        before = np.zeros(program.num_threads, kind)
+        amounts = np.broadcast_to(added(program), program.num_threads)
+        for thread in program.thread if mask is None else np.flatnonzero(mask):
+            place = at(program)[thread : thread + 1]
+            before[thread] = of(program).load(place, before.itemsize).view(kind)[0, 0]
+            of(program).store(place, (before[thread : thread + 1] + amounts[thread]).view(np.uint8)[None])
+        write(program, one.operands[0], before, mask)
+
+    return add
+
+
+def _where(place: Operand, parts: list[str]) -> tuple[Read, Callable[[Program], Memory], Any]:
+    """(addresses, the memory they are of, the type of what lies there)"""
+    assert isinstance(place, Place)
+    if "shared" in parts:
+        return addresses_of(place, "u32"), lambda program: program.shared, TYPES[parts[-1]]
+    return addresses_of(place, "u64"), lambda program: program.memory, TYPES[parts[-1]]
 
 
 def copies(one: Instruction, parts: list[str]) -> Step | None:
@@ -211,7 +225,7 @@ def barriers(one: Instruction, parts: list[str]) -> Step | None:
         for thread in program.thread if mask is None else np.flatnonzero(mask):
             address = int(at(program)[thread])
             if parts[1] == "init":
-                program.arrivals[address] = program.new_arrivals(number)
+                program.arrivals[address] = Arrivals(number)
             elif parts[1] == "arrive":
                 program.arrivals[address].expect(number)
             else:

@@ -116,13 +116,18 @@ def _kind(weight: RowWeight) -> tuple[object, ...]:
 
 
 def _is_whole(weight: RowWeight) -> bool:
-    """Tiles of 16 rows, also of a gated half, and blocks of 128 bytes; int4 in groups that a block has pairs of, with 16-bit scales."""
-    stored, scale = weight.weight, weight.scale
+    """Tiles of 16 rows, also of a gated half, and blocks of 128 bytes; int4 in groups that a block has pairs of, with 16-bit scales.
+
+    All that is copied in pieces of 16 bytes begins at such a place, as torch's allocations do.
+    """
+    stored, scale, zero = weight.weight, weight.scale, weight.zero
     whole = stored.shape[0] % 32 == 0 and weight.row_bytes % BLOCK == 0
-    dense = stored.stride(1) == 1 and stored.stride(0) * stored.element_size() % 16 == 0
+    dense = stored.stride(1) == 1 and stored.stride(0) * stored.element_size() % 16 == 0 and stored.data_ptr() % 16 == 0
     if weight.form != "int4":
         return whole and dense
-    return whole and dense and scale is not None and scale.element_size() == 2 and scale.shape[0] == 2 * weight.row_bytes // weight.group
+    if scale is None or any(grid is not None and (grid.data_ptr() % 16 or not grid.is_contiguous()) for grid in (scale, zero)):
+        return False
+    return whole and dense and scale.element_size() == 2 and scale.shape[0] == 2 * weight.row_bytes // weight.group
 
 
 def _fits(tail: Tail) -> bool:
