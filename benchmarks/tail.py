@@ -1,9 +1,9 @@
 """A layer's tail on one CUDA device: one launch beside its linears one by one, in CUDA graphs of weights past the cache.
 
-    PYTHONPATH=src python benchmarks/tail.py [--forms bfloat16,fp8,bytes,int4] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
+    PYTHONPATH=src python benchmarks/tail.py [--forms bfloat16,fp8,bytes,int4,int4/32] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
 
-Llama-3.1-8B's shapes; more than four rows against int4. The floor is the weights' bytes ÷ 4.42 TB/s (a read-only stream, measured). With
---tiles also other tiles of few rows, and other parts of some.
+Llama-3.1-8B's shapes; more than four rows against int4, in groups of 128 or of what is named. The floor is the weights' bytes ÷ 4.42 TB/s
+(a read-only stream, measured). With --tiles also other tiles of few rows, and other parts of some.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ HIDDEN, SIZE, QKV = 4096, 14336, 6144
 
 def linear(form: str, n: int, k: int, fusion: Fusion) -> TailLinear:
     op: Any
-    if form == "int4":
+    if form.startswith("int4"):
+        group = int(form.partition("/")[2] or 128)
         codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
-        scale = (torch.rand(n, k // 128, device="cuda") * k**-0.5 / 4).half()
-        op = Int4Linear(pack_int4(Int4Weight(codes, scale, torch.full_like(scale, 8).byte(), None, 128)), None, None)
+        scale = (torch.rand(n, k // group, device="cuda") * k**-0.5 / 4).half()
+        op = Int4Linear(pack_int4(Int4Weight(codes, scale, torch.full_like(scale, 8).byte(), None, group)), None, None)
     elif form == "bfloat16":
         op = DenseLinear((torch.randn(n, k, device="cuda") * k**-0.5).bfloat16(), None)
     else:
@@ -114,14 +115,14 @@ def plans(parts: Tail, rows: int) -> list[Plan]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--forms", default="bfloat16,fp8,bytes,int4")
+    parser.add_argument("--forms", default="bfloat16,fp8,bytes,int4,int4/32")
     parser.add_argument("--rows", default="1")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.manual_seed(0)
     rows = [int(count) for count in args.rows.split(",")]
-    results = [measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if count <= MOST or form == "int4"]
+    results = [measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if count <= MOST or "int4" in form]
     if args.json:
         with open(args.json, "w") as file:
             json.dump({**origin(device="cuda"), "layers": LAYERS, "results": results}, file, indent=1)
