@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,16 +21,19 @@ from stoker.kernels.triton.compile import target
 
 
 @contextmanager
-def emulating(seed: int = 0, programs: int = 132, capability: int = 90) -> Iterator[None]:
-    """Let launches in the block run here, as on a device of `programs` multiprocessors. seed: of the order in which programs take turns."""
-    compile_only = JITFunction.run
+def emulating(seed: int = 0, programs: int = 132, capability: int = 90) -> Iterator[Counter[str]]:
+    """Let launches in the block run here, as on a device of `programs` multiprocessors. seed: of the order in which programs take turns.
+
+    Yields what accesses to shared memory lose in its banks, by instruction.
+    """
+    compile_only, lost = JITFunction.run, Counter[str]()
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
         names = self.signature.parameters
         given = self.signature.bind(*args, **{name: value for name, value in kwargs.items() if name in names})
         given.apply_defaults()
-        _launch(compiled, list(given.arguments.values()), grid, seed)
+        _launch(compiled, list(given.arguments.values()), grid, seed, lost)
 
     with ExitStack() as patches:
         patches.enter_context(target(capability))
@@ -38,10 +42,10 @@ def emulating(seed: int = 0, programs: int = 132, capability: int = 90) -> Itera
         for name, module in list(sys.modules.items()):
             if name.startswith("stoker.kernels.triton.") and hasattr(module, "num_multiprocessors"):
                 patches.enter_context(mock.patch.object(module, "num_multiprocessors", lambda device: programs))
-        yield
+        yield lost
 
 
-def _launch(compiled: CompiledKernel, given: list[Any], grid: tuple[int, ...], seed: int) -> None:
+def _launch(compiled: CompiledKernel, given: list[Any], grid: tuple[int, ...], seed: int, lost: Counter[str]) -> None:
     kernel = parse(compiled.asm["ptx"])
     kinds = list(compiled.src.signature.values())
     flat = [(kind, value) for kind, value in zip(_flat(kinds), _flat(given, kinds), strict=True) if kind != "constexpr"]
@@ -52,7 +56,7 @@ def _launch(compiled: CompiledKernel, given: list[Any], grid: tuple[int, ...], s
             value = tensors.address(value)
         params[name] = np.array([value], np.float32 if kind == "fp32" else np.int64).view(np.uint32 if kind == "fp32" else np.uint64)
     x, y, z = (*grid, 1, 1)[:3]
-    run_grid(kernel, params, tensors.memory, compiled.metadata.shared, (x, y, z), seed)
+    run_grid(kernel, params, tensors.memory, compiled.metadata.shared, (x, y, z), seed, lost)
     tensors.give_back()
 
 

@@ -39,6 +39,20 @@ class Memory:
         self.num_stores += 1
 
 
+def needless_turns(addresses: Addresses, size: int) -> int:
+    """Of whole warps' accesses of `size` bytes a thread to shared memory: turns beyond those that 128 bytes a turn ask for.
+
+    Lanes take part together as far as 128 bytes go. Two of their words in one of the 32 banks are two turns, unless they are the same.
+    """
+    lanes, words = min(32, 128 // size), max(size // 4, 1)
+    asked = (addresses.reshape(-1, lanes, 1) // 4 + np.arange(words)).reshape(-1, lanes * words)
+    asked.sort(axis=1)
+    is_new = np.diff(asked, axis=1, prepend=-1) != 0
+    counts = np.zeros((len(asked), 32), np.int64)
+    np.add.at(counts, (np.arange(len(asked))[:, None], asked % 32), is_new)
+    return int((counts.max(1) - 1).sum())
+
+
 class Tensors:
     """A device's memory with copies of tensors in it."""
 

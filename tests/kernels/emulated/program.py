@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from itertools import product
 
@@ -25,7 +26,7 @@ class Program:
 
     def __init__(
         self, kernel: Kernel, steps: list[Step | None], params: Mapping[str, NDArray[np.uint64]], memory: Memory, shared_bytes: int,
-        index: Index, grid: Index, pick: random.Random,
+        index: Index, grid: Index, pick: random.Random, turns: Counter[str],
     ) -> None:  # fmt: skip
         self.kernel, self.steps, self.params, self.memory, self.num_threads = kernel, steps, params, memory, kernel.threads
         self.shared = Memory(shared_bytes)
@@ -34,6 +35,7 @@ class Program:
         widths = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
         blank = {width: np.full(self.num_threads, -1 if width > 1 else 0).astype(kind) for width, kind in widths.items()}
         self.registers = [blank[width] for width in kernel.widths]
+        self.turns = turns  # that lanes lose in banks of shared memory, by instruction
         self.copies, self.products = Queue(self.num_threads // 32), Queue(self.num_threads // 32)
         self.arrivals: dict[int, Arrivals] = {}  # by address
         self._at = np.zeros(self.num_threads, np.int64)  # each thread's next instruction, where they differ
@@ -137,12 +139,17 @@ def _is_control(one: Instruction) -> bool:
     return one.name.startswith(("bra", "bar.", "barrier.")) or one.name == "ret"
 
 
-def run_grid(kernel: Kernel, params: Mapping[str, NDArray[np.uint64]], memory: Memory, shared_bytes: int, grid: Index, seed: int) -> None:
-    """All programs, taking turns in an order that `seed` decides, as are the warps that are late."""
+def run_grid(
+    kernel: Kernel, params: Mapping[str, NDArray[np.uint64]], memory: Memory, shared_bytes: int, grid: Index, seed: int, lost: Counter[str]
+) -> None:
+    """All programs, taking turns in an order that `seed` decides, as are the warps that are late.
+
+    lost: what accesses of lanes that meet in a bank of shared memory cost is added to it, by instruction.
+    """
     pick = random.Random(seed)
     steps = [None if _is_control(one) else step(one) for one in kernel.instructions]
     every = product(*map(range, grid))
-    running = [Program(kernel, steps, params, memory, shared_bytes, index, grid, pick).run() for index in every]
+    running = [Program(kernel, steps, params, memory, shared_bytes, index, grid, pick, lost).run() for index in every]
     turns, stores = 0, 0
     while running:
         one = pick.choice(running)

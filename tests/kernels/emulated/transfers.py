@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulated.arithmetic import TYPES, Values
+from emulated.memory import needless_turns
 from emulated.operands import Mask, Read, Step, addresses_of, read, write
 from emulated.parse import Instruction, Operand, Place
 from emulated.queues import Arrivals
@@ -108,6 +109,7 @@ def _load(one: Instruction, parts: list[str]) -> Step:
         size = np.dtype(kind).itemsize * len(registers)
         found = np.zeros((program.num_threads, len(registers)), kind)
         mine = slice(None) if mask is None else mask
+        _count_turns(program, one, at(program), mask, size)
         found[mine] = np.ascontiguousarray(of(program).load(at(program)[mine], size)).view(kind)
         for register, column in zip(registers, found.T, strict=True):
             write(program, register, np.ascontiguousarray(column), mask)
@@ -124,9 +126,18 @@ def _store(one: Instruction, parts: list[str]) -> Step:
         columns = [np.broadcast_to(source(program), program.num_threads) for source in sources]
         values = np.ascontiguousarray(np.stack(columns, 1)).view(np.uint8)
         mine = slice(None) if mask is None else mask
+        _count_turns(program, one, at(program), mask, values.shape[1])
         of(program).store(at(program)[mine], values[mine])
 
     return store
+
+
+def _count_turns(program: Program, one: Instruction, addresses: NDArray[np.int64], mask: Mask, size: int) -> None:
+    """Of warps all of whose lanes take part."""
+    if "shared" not in one.name:
+        return
+    whole = addresses.reshape(-1, 32) if mask is None else addresses.reshape(-1, 32)[mask.reshape(-1, 32).all(1)]
+    program.turns[one.name] += needless_turns(whole.ravel(), size)
 
 
 def _add_atomically(one: Instruction, parts: list[str]) -> Step:

@@ -152,18 +152,19 @@ def put_float(place, value, is_mine):
 
 
 @gluon.jit
-def put_codes(place, codes):
-    """int8 codes, at addresses that rise by one, four neighbours of a thread at a time."""
-    gl.inline_asm_elementwise(
-        "st.shared.b32 [$1], $5; mov.b32 $0, $5;", "=r,r,r,r,r,r", [place, codes], dtype=gl.int8, is_pure=False, pack=4
-    )  # fmt: skip
+def put_codes(place, codes, EACH: gl.constexpr):
+    """int8 codes, at addresses that rise by one, EACH (4 or 8) neighbours of a thread at a time. With four, lanes meet in banks by twos."""
+    code: gl.constexpr = _putting_codes(EACH // 4)
+    given: gl.constexpr = "=r," * (EACH // 4) + "r," * (EACH + EACH // 4 - 1) + "r"
+    gl.inline_asm_elementwise(code, given, [place, codes], dtype=gl.int8, is_pure=False, pack=EACH)
 
 
 @gluon.jit
 def put_halves(place, values):
-    """16-bit numbers, at addresses that rise by two, two neighbours of a thread at a time."""
+    """16-bit numbers, at addresses that rise by two, eight neighbours of a thread at a time."""
     gl.inline_asm_elementwise(
-        "st.shared.b32 [$1], $3; mov.b32 $0, $3;", "=r,r,r,r", [place, values], dtype=values.dtype, is_pure=False, pack=2
+        "st.shared.v4.b32 [$4], {$12, $13, $14, $15}; mov.b32 $0, $12; mov.b32 $1, $13; mov.b32 $2, $14; mov.b32 $3, $15;",
+        "=r,=r,=r,=r" + ",r" * 12, [place, values], dtype=values.dtype, is_pure=False, pack=8,
     )  # fmt: skip
 
 
@@ -256,6 +257,15 @@ def _taking_two(kind):
     if kind == "float16":
         return "{ .reg .b16 l, h; ld.shared.v2.b16 {l, h}, [$2]; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
     return "{ .reg .b32 w, l, h; ld.shared.b32 w, [$2]; shl.b32 l, w, 16; and.b32 h, w, 0xffff0000; mov.b32 $0, l; mov.b32 $1, h; }"
+
+
+@triton.constexpr_function
+def _putting_codes(words):
+    """PTX of `put_codes`: so many words given back, the addresses of their bytes, the words."""
+    given = [f"${5 * words + i}" for i in range(words)]
+    return f"st.shared.v{words}.b32 [${words}], {{{', '.join(given)}}};".replace(".v1", "") + "".join(
+        f" mov.b32 ${i}, {word};" for i, word in enumerate(given)
+    )
 
 
 @triton.constexpr_function

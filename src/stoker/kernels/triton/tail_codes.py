@@ -23,8 +23,8 @@ def code_bytes(form, widths):
 
 @triton.constexpr_function
 def total_bytes(widths, group):
-    """Of a row's groups' sums."""
-    return 4 * max(widths) // group if group else 0
+    """Of a row's groups' sums, and as many more as let lanes of several rows read different banks."""
+    return 4 * max(widths) // group + 16 if group else 0
 
 
 @triton.constexpr_function
@@ -92,7 +92,7 @@ def encode(
     step = gl.maximum(most * factor / LIMIT, 1e-12 if FORM == "fp8" else 1e-30) + squares * 0.0
     units = weighted * (factor / step)
     if FORM == "fp8":
-        put_codes(codes + cols, units.to(gl.float8e4nv).to(gl.int8, bitcast=True))
+        put_codes(codes + cols, units.to(gl.float8e4nv).to(gl.int8, bitcast=True), 4)  # eight at a time spill
     else:
         units = whole(units) - 12582912.0
         coarse = whole(units * (1.0 / 254.0))
@@ -100,8 +100,8 @@ def encode(
         place = cols
         if GROUP == 32:
             place = cols // 64 * 64 + cols // 8 % 4 * 16 + cols // 32 % 2 * 8 + cols % 8
-        put_codes(codes + place, coarse.to(gl.int32, bitcast=True).to(gl.int8))
-        put_codes(codes + FAR + place, fine.to(gl.int32, bitcast=True).to(gl.int8))
+        put_codes(codes + place, coarse.to(gl.int32, bitcast=True).to(gl.int8), 8)
+        put_codes(codes + FAR + place, fine.to(gl.int32, bitcast=True).to(gl.int8), 8)
         if GROUP > 0:
             sums = gl.sum(gl.reshape(units, [WIDTH // GROUP, GROUP]), 1)
             group = gl.arange(0, WIDTH // GROUP, layout=sums.type.layout)
