@@ -51,6 +51,20 @@ def script() -> Callable[[str], ModuleType]:
 
 
 @pytest.fixture(scope="session")
+def uninterpreted() -> Callable[..., str]:
+    """Run Python with these arguments, and more variables, in a process that compiles kernels, whoever interprets them: what it prints."""
+
+    def run(*args: str | Path, **variables: str) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
+        ran = subprocess.run([sys.executable, *map(str, args)], env=environment, capture_output=True, text=True, timeout=110)
+        assert ran.returncode == 0, ran.stdout[-200:] + ran.stderr[-3000:]
+        return ran.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with some tokenizer: a build wants one, and these tests look at token ids only."""
     from tokenizers import Tokenizer, models, pre_tokenizers

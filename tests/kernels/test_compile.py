@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from compile_all import LAUNCHES
 
-HERE = Path(__file__).parent
 SHARED_LIMIT = 227 << 10  # bytes a program may take on sm_90
 SMALL = 48  # registers: 40 warps a multiprocessor, enough to hide memory's latency
 FOUR_PROGRAMS = 128  # registers: four decode programs of four warps a multiprocessor
@@ -39,26 +36,6 @@ BOUNDS = {
 }  # fmt: skip
 
 
-def uninterpreted() -> dict[str, str]:
-    """The environment of a process that compiles kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(("src", *filter(None, [environment.get("PYTHONPATH")])))
-    return environment
-
-
-def compiled(*names: str) -> dict[str, dict]:
-    run = subprocess.run(
-        [sys.executable, str(HERE / "compile_all.py"), *names],
-        env=uninterpreted(),
-        cwd=HERE.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return {launch["launch"]: launch for launch in map(json.loads, run.stdout.splitlines())}
-
-
 GROUPS = [
     ("norm", "gated", "activate", "embedding", "resolve", "remember", "rope", "sample"),
     ("linear", "streamed"),
@@ -74,8 +51,9 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
-def test_fits_sm_90(group: tuple[str, ...]) -> None:
-    launches = compiled(*group)
+def test_fits_sm_90(group: tuple[str, ...], uninterpreted: Callable[..., str]) -> None:
+    printed = uninterpreted(Path(__file__).with_name("compile_all.py"), *group)
+    launches = {launch["launch"]: launch for launch in map(json.loads, printed.splitlines())}
     for name, launch in launches.items():
         registers, spill = BOUNDS.get(name, (255, 0))
         assert launch["kernels"], name

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from stoker.base.config import Limits, Mapping
@@ -43,7 +41,7 @@ json.dump([list(listed), launched], sys.stdout)
 """
 
 
-def test_every_rank_finds_its_kernels(tmp_path: Path) -> None:
+def test_every_rank_finds_its_kernels(tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     limits = Limits(max_batch_size=1, max_input_len=48, max_output_len=16, max_num_tokens=48)
     config = BuildConfig(
@@ -51,13 +49,7 @@ def test_every_rank_finds_its_kernels(tmp_path: Path) -> None:
         mapping=Mapping(tensor_parallel=4),
     )  # fmt: skip
     build(tmp_path, tmp_path / "engine", config, verify="none")
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
-    run = subprocess.run(
-        [sys.executable, "-c", LISTS, str(tmp_path / "engine")], env=variables, capture_output=True, text=True, timeout=100
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    listed, launched = json.loads(run.stdout)
+    listed, launched = json.loads(uninterpreted("-c", LISTS, tmp_path / "engine"))
     missing = {rank: sorted(name for folder, name in jobs.items() if folder not in listed) for rank, jobs in launched.items()}
     assert not any(missing.values()), missing
     assert all(list(jobs.values()).count("exchange_kernel") > 2 for jobs in launched.values())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -74,17 +72,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return made
 
 
-def launch(engine: Path, cache_dir: Path) -> tuple[int, int]:
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables |= {"TRITON_CACHE_DIR": str(cache_dir), "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", LAUNCH, str(engine)], env=variables, capture_output=True, text=True, timeout=100)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found, compiled = run.stdout.split()
-    return int(found), int(compiled)
-
-
 def test_launches_elsewhere_find_every_kernel_that_the_engine_brings(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterpreted: Callable[..., str]
 ) -> None:
     monkeypatch.setattr(cache.triton.knobs.cache, "dir", str(tmp_path))
     assert engine.config.files[cache.FILE].size > 1000
@@ -94,7 +83,8 @@ def test_launches_elsewhere_find_every_kernel_that_the_engine_brings(
     libraries = {path.parent.name for path in tmp_path.glob("*/__triton_launcher*.so")}
     assert libraries == {path.parent.name for path in (engine.path.parent / "built").glob("*/__triton_launcher*.so")} != set()
     assert cache.unpack(engine.path / cache.FILE, tmp_path) == 0
-    assert launch(engine.path, tmp_path) == (fresh, 0)
+    found, compiled = uninterpreted("-c", LAUNCH, engine.path, TRITON_CACHE_DIR=str(tmp_path)).split()
+    assert (int(found), int(compiled)) == (fresh, 0)
 
 
 def test_an_engine_brings_code_for_the_gpu_only(engine: Engine) -> None:
@@ -272,8 +262,7 @@ with collecting(90) as jobs:
 """
 
 
-def test_a_constant_that_names_a_type_is_refused() -> None:
+def test_a_constant_that_names_a_type_is_refused(uninterpreted: Callable[..., str]) -> None:
     """Triton's serialization would compile the kernel of the type instead."""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", NAMES_A_TYPE], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("2 ") and "'bf16', which is the name of a type" in done.stdout
+    printed = uninterpreted("-c", NAMES_A_TYPE)
+    assert printed.startswith("2 ") and "'bf16', which is the name of a type" in printed

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,16 +35,10 @@ for file in map(Path, sys.argv[3:]):
 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_published_models_launches_are_listed(form: str, part: int, tmp_path: Path) -> None:
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
+def test_a_published_models_launches_are_listed(form: str, part: int, tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
     mine = PUBLISHED[part::4]
-    run = subprocess.run(
-        [sys.executable, "-c", LIST, str(tmp_path), json.dumps(FORMATS[form]), *map(str, mine)],
-        env=variables, capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-200:] + run.stderr[-2000:]
-    listed = dict(json.loads(line) for line in run.stdout.splitlines())
+    printed = uninterpreted("-c", LIST, tmp_path, json.dumps(FORMATS[form]), *mine)
+    listed = dict(json.loads(line) for line in printed.splitlines())
     assert list(listed) == [file.stem for file in mine]
     assert all(kernels["attention_kernel"] > 1 for kernels in listed.values())
     for name in {"Llama-2-7b-hf", "Mistral-7B-v0.1", "Qwen2.5-7B-Instruct"} & listed.keys():
