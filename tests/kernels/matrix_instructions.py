@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from emulated.products import multiply
-from numpy.typing import NDArray
+from emulated.products import Register, multiply
 from triton.runtime.interpreter import TensorHandle
 
 from stoker.kernels.triton import band_kernel, stream, stream_kernel
-
-Register = NDArray[Any]  # one element a thread
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from emulated.program import Program
 
 NOTHING = {"griddepcontrol", "createpolicy", "fence", "prefetch", "nanosleep"}
+MODIFIERS = {"rn", "ftz", "lo", "wide", "approx", "full", "NaN"}  # of arithmetic; what is flushed or approximate is exact here
+OTHER_ROUNDING = {"rz", "rm", "rp", "rna", "sat", "relu"}  # of conversions, where nearest even or the nearest whole number is known
 
 
 def step(one: Instruction) -> Step:
@@ -44,7 +46,7 @@ def elementwise(to: Operand, sources: Iterable[Read], formula: Callable[..., Val
 
 def _plain(one: Instruction, parts: list[str]) -> Step | None:
     formula, kind = PLAIN.get(parts[0]), parts[-1]
-    if formula is None or kind not in TYPES:
+    if formula is None or kind not in TYPES or not MODIFIERS.issuperset(parts[1:-1]):
         return None
     to, *sources = one.operands
     if kind in ("bf16x2", "f16x2", "bf16"):
@@ -55,9 +57,6 @@ def _plain(one: Instruction, parts: list[str]) -> Step | None:
         return elementwise(to, map(read, sources, kinds), lambda *given: formula(*(v.astype(wide) for v in given)))
     if parts[0] in ("shl", "shr"):
         return elementwise(to, (read(sources[0], kind), read(sources[1], "u32")), formula)
-    if "hi" in parts:
-        bits = np.uint64(32)
-        return elementwise(to, (read(s, kind) for s in sources), lambda a, b: a.astype(np.uint64) * b.astype(np.uint64) >> bits)
     if "NaN" in parts:
         exact = {"min": np.minimum, "max": np.maximum}[parts[0]]
         return elementwise(to, (read(s, kind) for s in sources), exact)
@@ -114,7 +113,7 @@ def _moves(one: Instruction, parts: list[str]) -> Step | None:
 
 
 def _conversion(one: Instruction, parts: list[str]) -> Step | None:
-    if parts[0] != "cvt":
+    if parts[0] != "cvt" or OTHER_ROUNDING.intersection(parts):
         return None
     to, *sources = one.operands
     into, source = parts[-2], parts[-1]
@@ -146,6 +145,9 @@ def _special(one: Instruction, parts: list[str]) -> Step | None:
         table = sources[3]
         assert isinstance(table, int)
         return elementwise(to, (read(s, "b32") for s in sources[:3]), lambda a, b, c: arithmetic.looked_up(a, b, c, table))
+    if one.name in ("mul.hi.s32", "mul.hi.u32"):
+        wide = np.int64 if parts[-1] == "s32" else np.uint64
+        return elementwise(to, (read(s, parts[-1]) for s in sources), lambda a, b: a.astype(wide) * b.astype(wide) >> wide(32))
     if parts[0] == "bfe":
         formula = arithmetic.bits_of_field if parts[1] == "u32" else arithmetic.signed_field
         return elementwise(to, (read(s, "u32") for s in sources), formula)

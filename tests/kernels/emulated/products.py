@@ -16,7 +16,6 @@ from emulated.transfers import queued
 if TYPE_CHECKING:
     from emulated.program import Program
 
-
 Register = NDArray[Any]  # one element a thread
 _LANE = np.arange(32)
 _ROW, _TURN = _LANE // 4, _LANE % 4  # the row (or column) and the place along the features that a lane holds
@@ -62,22 +61,17 @@ def group_products(one: Instruction, parts: list[str]) -> Step | None:
             start, along, across = (16 * (mine >> shift & 0x3FFF) for shift in (0, 16, 32))
             column, half = np.arange(columns)[:, None], np.arange(2)
             places = start + column // 8 * across + column % 8 * 16 + half * along
-            bricks = program.shared.load(places.ravel(), 16).reshape(columns, 32)
-            right = torch.from_numpy(bricks.copy()).view(torch.bfloat16).double().numpy()  # [columns, 16]
-            a = np.zeros((16, 16))
-            for i, register in enumerate(given):
-                pair = torch.from_numpy(register[threads].view(np.int32).copy()).view(torch.bfloat16).double().numpy().reshape(32, 2)
-                for side in range(2):
-                    a[_ROW + 8 * (i % 2), 2 * _TURN + side + 8 * (i // 2)] = pair[:, side]
-            product = a @ right.T
-            for i, register in enumerate(to):
-                values = product[_ROW + 8 * (i // 2 % 2), 2 * _TURN + i % 2 + 8 * (i // 4)].astype(np.float32)
-                before = sums[i](program)
-                whole = before.copy()
-                whole[threads] = values + before[threads] if keeps else values
-                written = np.zeros(program.num_threads, bool)
-                written[threads] = True
-                write(program, register, whole, written)
+            words = program.shared.load(places.ravel(), 16).reshape(columns, 32).view(np.uint32)
+            rows_here = [register[threads] for register in given]
+            written = np.isin(program.thread, threads)
+            for tile in range(columns // 8):  # as so many instructions of a warp
+                registers = range(4 * tile, 4 * tile + 4)
+                before = [sums[i](program)[threads] if keeps else np.zeros(32, np.float32) for i in registers]
+                right = [words[8 * tile + _ROW, 4 * half + _TURN] for half in range(2)]
+                for i, values in zip(registers, multiply(rows_here, right, before, torch.bfloat16, torch.bfloat16), strict=True):
+                    whole = sums[i](program).copy()
+                    whole[threads] = values
+                    write(program, to[i], whole, written)
 
         program.products.ask(mask, arrive)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from emulated.instructions import step
 from emulated.memory import Memory
-from emulated.operands import Step
+from emulated.operands import UNSIGNED, Step
 from emulated.parse import Instruction, Kernel
 from emulated.queues import Arrivals, Queue
 
@@ -32,8 +32,7 @@ class Program:
         self.shared = Memory(shared_bytes)
         self.thread = np.arange(self.num_threads)
         self.lane, self.lane_zero = self.thread % 32, self.thread // 32 * 32
-        widths = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-        blank = {width: np.full(self.num_threads, -1 if width > 1 else 0).astype(kind) for width, kind in widths.items()}
+        blank = {width: np.full(self.num_threads, -1 if width > 1 else 0).astype(kind) for width, kind in UNSIGNED.items()}
         self.registers = [blank[width] for width in kernel.widths]
         self.turns = turns  # that lanes lose in banks of shared memory, by instruction
         self.copies, self.products = Queue(self.num_threads // 32), Queue(self.num_threads // 32)
