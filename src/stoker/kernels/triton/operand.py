@@ -73,6 +73,12 @@ def seen_by_products(thread):
 
 
 @gluon.jit
+def seen_by_copies(thread):
+    """What programs have stored in memory before they met is seen by the copies that the first thread asks for. Takes some 0.5 µs."""
+    gl.inline_asm_elementwise(_SEEN, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def expect_blocks(barriers, count, thread):
     """Make `count` barriers, of 8 bytes each, that a copy completes: by the first thread, before threads next meet."""
     gl.inline_asm_elementwise(_EXPECTING, "=r,r,r", [thread * 0 + barriers, thread * 0 + count], dtype=gl.int32, is_pure=False, pack=1)
@@ -80,7 +86,7 @@ def expect_blocks(barriers, count, thread):
 
 @gluon.jit
 def ask_tokens(place, source, barrier, thread, BYTES: gl.constexpr):
-    """Copy BYTES from `source` (int64), stored before programs met, to shared memory: the first thread asks, `wait_for_tokens` waits."""
+    """Copy BYTES from `source` (int64) to shared memory: the first thread asks, `wait_for_tokens` waits."""
     code: gl.constexpr = _asking_tokens(BYTES)
     given = [thread * 0 + place, thread.to(gl.int64) * 0 + source, thread * 0 + barrier]
     gl.inline_asm_elementwise(code, "=r,r,l,r", given, dtype=gl.int32, is_pure=False, pack=1)
@@ -140,6 +146,9 @@ def warp_number():
 
 
 _WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; add.s32 $0, $0, $1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;")
+_SEEN = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.b32 p, t, 0; @p fence.proxy.async.global; mov.b32 $0, $1; }"
+)
 _EXPECTING = gl.constexpr(
     "{ .reg .pred p; .reg .b32 t, i, a; mov.u32 t, %tid.x; setp.ne.b32 p, t, 0; @p bra DONE; mov.b32 i, 0; mov.b32 a, $1; "
     "AGAIN: mbarrier.init.shared.b64 [a], 1; add.s32 a, a, 8; add.s32 i, i, 1; setp.lt.s32 p, i, $2; @p bra AGAIN; "
@@ -195,7 +204,7 @@ def _putting_bricks(tokens):
 def _asking_tokens(size):
     return (
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.b32 p, t, 0; "
-        f"@p fence.proxy.async; @p mbarrier.arrive.expect_tx.shared.b64 _, [$3], {size}; "
+        f"@p mbarrier.arrive.expect_tx.shared.b64 _, [$3], {size}; "
         f"@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$1], [$2], {size}, [$3]; mov.b32 $0, t; }}"
     )
 
@@ -211,7 +220,7 @@ def _adding_block(tokens):
     sums = ", ".join(f"${i}" for i in range(count))
     words, scales, lows = count + 1, count + 17, count + 21
     together = 2 if tokens < 64 else 1
-    lines = [f"mov.b32 h, {256 >> 4}; setp.ne.b32 p, h, 0; shr.u32 d, ${count}, 4; or.b32 d, d, {(128 >> 4) << 16};"]
+    lines = [f"mov.b32 h, {256 >> 4}; setp.ne.b32 p, h, 0; shr.u32 d, ${count}, 4; or.b32 d, d, {(128 >> 4) << 16}; redux.sync.min.u32 d, d, 0xffffffff; mov.b64 v, {{d, h}};"]
     for quarter in range(4):
         side, half = quarter // 2, quarter % 2
         name, mask = "ab"[quarter % together], ("0x000f000f", "0x00f000f0")[side]
@@ -226,8 +235,8 @@ def _adding_block(tokens):
         for step in range(4):
             rows = ", ".join(f"{name}{4 * step + i}" for i in range(4))
             away = (side * 8 + half * 4 + step) * 32 * tokens >> 4
-            lines.append(f"add.s32 e, d, {away}; mov.b64 w, {{e, h}};")
+            lines.append(f"add.s64 w, v, {away};")
             lines.append(f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{sums}}}, {{{rows}}}, w, p, 1, 1, 0;")
         lines.append("wgmma.commit_group.sync.aligned;")
     lines.append("wgmma.wait_group.sync.aligned 0;")
-    return "{ .reg .pred p; .reg .b32 t, h, d, e, a<16>, b<16>; .reg .b64 w; " + " ".join(lines) + " }"
+    return "{ .reg .pred p; .reg .b32 t, h, d, a<16>, b<16>; .reg .b64 v, w; " + " ".join(lines) + " }"

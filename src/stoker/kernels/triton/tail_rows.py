@@ -14,8 +14,8 @@ from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.operand import block_bytes
 from stoker.kernels.triton.tail_few import BLOCK, SHARED_BYTES, flags, link, listed, scale_name
-from stoker.kernels.triton.tail_rows_kernel import WARPS, shared_places, tail_rows_kernel
-from stoker.kernels.triton.tail_rows_walk import GROUPS, TILE, slot_bytes
+from stoker.kernels.triton.tail_rows_kernel import shared_places, tail_rows_kernel
+from stoker.kernels.triton.tail_rows_walk import GROUPS, TILE, WARPS, slot_bytes
 
 FEWEST, MOST = 5, 64  # tokens: fewer are as fast one linear after another (benchmarks/results/h200_tail_rows.json)
 MOST_PARTS, DEEPEST = 32, 4

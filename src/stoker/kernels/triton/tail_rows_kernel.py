@@ -31,6 +31,7 @@ from stoker.kernels.triton.operand import (
     place_of,
     put_bricks,
     put_sums,
+    seen_by_copies,
     seen_by_products,
     take_pieces,
     take_sums,
@@ -40,6 +41,7 @@ from stoker.kernels.triton.operand import (
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
     barrier,
+    come,
     follow,
     groups_of_block,
     meet,
@@ -48,39 +50,48 @@ from stoker.kernels.triton.ring import (
     take_block,
     take_float,
     take_number,
+    wait_for_others,
     warp_together,
 )
 from stoker.kernels.triton.tail_kernel import activated
 from stoker.kernels.triton.tail_links import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, linked, listed
 from stoker.kernels.triton.tail_products import same
 from stoker.kernels.triton.tail_rows_walk import (
+    ALL_ROWS,
+    COUNT_OF,
     GROUPS,
     TILE,
+    TILES,
+    WALK_BYTES,
+    WARPS,
     ask,
-    begin,
     blocks_of,
-    blocks_of_group,
+    from_linear,
     part_of,
+    plan_walks,
     share_of,
     slot_bytes,
-    tiles_of,
+    take_words,
+    walk_of,
 )
 
-WARPS = tl.constexpr(16)
+MOST_LINEARS = tl.constexpr(4)
 THREADS = tl.constexpr(512)
 AT_ONCE = tl.constexpr(16)  # squares that a thread asks for at once
 
 
 @triton.constexpr_function
 def shared_places(depth, tokens, blocks, group):
-    """Where shared memory holds the tokens, what threads exchange, and copies' barriers, after the rings; and where it ends.
+    """Where shared memory holds the tokens, what threads exchange, copies' barriers and walks, after the rings; and where it ends.
 
     blocks: the most of a part.
     """
     operand = depth * WARPS.value * slot_bytes(group)
     spare = operand + blocks * block_bytes(tokens)
     barriers = spare + 4 * THREADS.value
-    return operand, spare, barriers, -(-(barriers + 3 * 8 * blocks) // 1024) * 1024  # as buffers of 1024 bytes: their number may be any
+    walks = -(-(barriers + 3 * 8 * blocks) // 16) * 16
+    end = walks + (MOST_LINEARS.value + 1) * WARPS.value * WALK_BYTES.value
+    return operand, spare, barriers, walks, -(-end // 1024) * 1024  # as buffers of 1024 bytes: their number may be any
 
 
 @gluon.jit
@@ -109,6 +120,7 @@ def fetch(link, operand, barriers, programs, thread, PARTS: gl.constexpr, TOKENS
     block, blocks = blocks_of(link[LENGTH], part, PARTS)
     SIZE: gl.constexpr = block_bytes(TOKENS)
     source = link[X].to(gl.int64) + block.to(gl.int64) * SIZE
+    seen_by_copies(thread)
     for i in range(blocks):
         ask_tokens(operand + i * SIZE, source + i * SIZE, barriers + 8 * i, thread, SIZE)
 
@@ -158,30 +170,34 @@ def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.co
 
 @gluon.jit
 def multiply(
-    state, slot, links, link, partial, programs, ring, operand, barriers, thread, lane, warp,
-    GATES: gl.constexpr, PARTS: gl.constexpr, AT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr,
+    state, slot, partial, programs, ring, operand, barriers, walks, thread, lane, warp,
+    COUNT: gl.constexpr, PARTS: gl.constexpr, AT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The sums of this group's tiles over the program's part of the features, into `partial`. slot: of the ring, the next one to take."""
-    part, index, step = part_of(PARTS[AT], programs)
-    _, blocks = blocks_of(link[LENGTH], part, PARTS[AT])
-    first, end = blocks_of_group(tiles_of(link[N], TILE // (1 + GATES[AT]), index, step), blocks, warp)
-    for nth in range(first // blocks, gl.cdiv(end, blocks)):
+    part, _, step = part_of(PARTS, programs)
+    walk = walk_of(walks, AT, warp)
+    _, _, blocks, begins = take_words(walk, ALL_ROWS, 4)
+    left, tile = take_words(walk, COUNT_OF, 2)
+    while left > 0:
         sums = same(lane.to(gl.float32) * 0.0, TOKENS // 2)
-        begins = gl.maximum(first - nth * blocks, 0)
-        for block in range(begins, gl.minimum(end - nth * blocks, blocks)):
+        ends = gl.minimum(begins + left, blocks)
+        for block in range(begins, ends):
             place = ring + slot * slot_bytes(GROUP)
             words = take_block(place, lane, DEPTH - 1)
             scales, lows = take_grid(place + BLOCK_BYTES, lane, SCALE, ZERO, GROUP)
             warp_together(lane)  # before the slot is asked for again
-            state = ask(state, links, programs, place, lane, warp, GATES, PARTS, GROUP, ZERO)
+            state = ask(state, walks, place, lane, warp, COUNT, GROUP, ZERO)
             slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
             if AT > 0:
                 wait_for_tokens(barriers + 8 * block, thread)
             sums = add_block(sums, words, scales, lows, lane * 0 + operand + block * block_bytes(TOKENS), TOKENS)
-        at = place_of_sums(partial, index + nth * step, part, gl.where(begins > 0, 1, 0), PARTS[AT], TOKENS) + thread % 128 * 16
+        at = place_of_sums(partial, tile, part, gl.where(begins > 0, 1, 0), PARTS, TOKENS) + thread % 128 * 16
         for column in gl.static_range(TOKENS // 8):
             put_sums(at, sums, 4 * column, 2048 * column)
+        left -= ends - begins
+        begins = begins * 0
+        tile += step
     return state, slot
 
 
@@ -217,7 +233,7 @@ def sums_of(link, place, nth, tiles, thread, PARTS: gl.constexpr, TOKENS: gl.con
 
 @gluon.jit
 def finish(
-    link, norm, operand, partial, squares, spare, programs, m, thread, lane, warp,
+    link, norm, operand, partial, squares, spare, tiles, programs, m, thread, lane, warp,
     GATED: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr, NEXT: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -231,7 +247,6 @@ def finish(
     HALVES: gl.constexpr = 1 if GATED else 2
     part, index, step = part_of(PARTS, programs)
     n = link[N]
-    tiles = tiles_of(n, ROWS, index, step)
     for unit in range(part * GROUPS + warp // 4, tiles * COLUMNS, PARTS * GROUPS):
         tile = index + unit // COLUMNS * step
         row = tile * ROWS + warp % 4 * (8 * HALVES) + lane // 4
@@ -297,6 +312,8 @@ def run(
     operand = shared + places[0]
     spare = shared + places[1]
     barriers = shared + places[2] + (AT - 1) * (8 * SHARE)
+    walks = shared + places[3]
+    (tiles,) = take_words(walk_of(walks, AT, warp), TILES, 1)
     part, index, step = part_of(PARTS[AT], programs)
     if AT == 0:
         follow(thread, CHAINED)
@@ -305,19 +322,20 @@ def run(
         barrier()
     else:
         meet(arrived, programs, gl.program_id(0) == 0, thread)
-        if tiles_of(link[N], TILE // (1 + GATES[AT]), index, step) > 0:
+        if tiles > 0:
             fetch(link, operand, barriers, programs, thread, PARTS[AT], TOKENS)
-    if not ADDS:
-        add_squares(link, squares, spare, thread, TOKENS)
     state, slot = multiply(
-        state, slot, links, link, partial, programs, shared + warp * (DEPTH * slot_bytes(GROUP)), operand, barriers, thread, lane, warp,
-        GATES, PARTS, AT, SCALE, ZERO, DEPTH, TOKENS, GROUP,
+        state, slot, partial, programs, shared + warp * (DEPTH * slot_bytes(GROUP)), operand, barriers, walks, thread, lane, warp,
+        len(GATES), PARTS[AT], AT, SCALE, ZERO, DEPTH, TOKENS, GROUP,
     )  # fmt: skip
     if index < step:
-        meet(arrived + 1 + index, PARTS[AT], part == 0, thread)
+        before = come(arrived + 1 + index, PARTS[AT], part == 0, thread)
+        if not ADDS:
+            add_squares(link, squares, spare, thread, TOKENS)
+        wait_for_others(arrived + 1 + index, before, thread)
     after = links[AT + 1 if NEXT else AT]
     finish(
-        link, after[NORM], after[X], partial, squares, spare, programs, m, thread, lane, warp,
+        link, after[NORM], after[X], partial, squares, spare, tiles, programs, m, thread, lane, warp,
         GATES[AT], BIASES[AT], ADDS, NEXT, PARTS[AT], ACT, TOKENS, GROUP,
     )  # fmt: skip
     return state, slot
@@ -342,9 +360,9 @@ def tail_rows_kernel(
     parts: gl.constexpr = listed(PARTS)
     links = linked((x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks), len(gates))
     places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE, GROUP)
-    kept = gl.allocate_shared_memory(gl.int8, [places[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    kept = gl.allocate_shared_memory(gl.int8, [places[4] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # Triton declares shared memory to the assembler only where an operation of its own uses it.
-    last = kept.index(places[3] // 1024 - 1)
+    last = kept.index(places[4] // 1024 - 1)
     last.store(gl.zeros([1024], gl.int8, gl.BlockedLayout([2], [32], [WARPS], [0])))
     thread = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     lane = thread % 32
@@ -352,10 +370,14 @@ def tail_rows_kernel(
     shared = shared_address(gl.to_tensor(0))
     barrier()
     expect_blocks(shared + places[2], 3 * SHARE, thread)
+    walks = shared + places[3]
+    if warp * 32 < WARPS * (len(gates) + 1):
+        plan_walks(links, programs, walks, thread, gates, parts, GROUP, ZERO)
+    barrier()
     ring = shared + warp * (DEPTH * slot_bytes(GROUP))
-    state = begin(links, programs, lane, warp, gates, parts, GROUP, ZERO)
+    state = from_linear(walks, gl.to_tensor(0), lane, warp, len(gates), GROUP, ZERO)
     for slot in range(DEPTH):
-        state = ask(state, links, programs, lane * 0 + ring + slot * slot_bytes(GROUP), lane, warp, gates, parts, GROUP, ZERO)
+        state = ask(state, walks, lane * 0 + ring + slot * slot_bytes(GROUP), lane, warp, len(gates), GROUP, ZERO)
     taken = gl.to_tensor(0)
     for at in gl.static_range(len(gates)):
         state, taken = run(

@@ -12,14 +12,18 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from stoker.kernels.triton.fragments import registers
 from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_word, asked, groups_of_block
 from stoker.kernels.triton.tail_links import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen, number
 
+WARPS = tl.constexpr(16)
 GROUPS = tl.constexpr(4)  # of four warps each
 TILE = tl.constexpr(64)  # rows of a weight; of a gated one half are gates
 
-# The fields of what `terms` gives, which is what asking for a linear's blocks takes.
-FOUR_ROWS, EIGHT_ROWS, NEXT_TILE, ALL_ROWS, NEXT_GRID, BLOCKS, FIRST, COUNT_OF = map(tl.constexpr, range(8))
+# A warp's way through a linear (`plan_walks`) in shared memory: the addresses of its first block's first row, its scales and its zeros, then
+# words of 4 bytes.
+WALK_BYTES = tl.constexpr(80)  # 64, and as many more as let threads that store walks side by side write different banks
+ROW_BYTES, FAR, ALL_ROWS, AWAY, BLOCKS, FIRST, COUNT_OF, FIRST_TILE, TILES = map(tl.constexpr, range(24, 60, 4))
 
 
 @triton.constexpr_function
@@ -95,87 +99,143 @@ def ask_grids(place, grids, all_rows, is_there, lane, GROUP: gl.constexpr, ZERO:
 
 
 @gluon.jit
-def terms(
-    links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr
+def plan_walks(
+    links, programs, walks, thread, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr
 ):  # fmt: skip
-    """(the lane's source of the warp's first block, and those of its scales and zeros; what asking takes of the linear).
+    """Each warp's way through each linear, and one without blocks after the last, at `walks`: a thread each.
 
-    No blocks after the last linear.
+    All at once, before anything is asked for: divisions are long waits, which a warp that came to a linear's end took 1.4 µs for.
     """
     COUNT: gl.constexpr = len(GATES)
-    weight = chosen(links, linear, WEIGHT, gl.int64, COUNT)
+    linear = thread // WARPS
+    warp = thread % WARPS
     scale = chosen(links, linear, SCALES, gl.int64, COUNT)
     zero = chosen(links, linear, SCALES if ZERO == "none" else ZEROS, gl.int64, COUNT)
     n = chosen(links, linear, N, gl.int32, COUNT)
     stride = chosen(links, linear, STRIDE, gl.int64, COUNT)
-    length = chosen(links, linear, LENGTH, gl.int32, COUNT)
     gates = 1 + number(GATES, linear, COUNT)
     parts = number(PARTS, linear, COUNT)
     part, index, step = part_of(parts, programs)
-    block, blocks = blocks_of(length, part, parts)
+    block, blocks = blocks_of(chosen(links, linear, LENGTH, gl.int32, COUNT), part, parts)
     rows = TILE // gates
     tiles = gl.where(linear < COUNT, tiles_of(n, rows, index, step), 0)
     first, end = blocks_of_group(tiles, blocks, warp)
     tile = index + first // blocks * step
     block += first % blocks
-    far = gl.where(gates == 2, n, 8)  # from a warp's first eight rows to its second
     row = tile * rows + warp % 4 * (16 // gates)
-    source = weight + (row + lane // 8).to(gl.int64) * stride + (block * 128 + lane % 8 * 16)
-    GROUPS_HERE: gl.constexpr = groups_of_block(GROUP)
     all_rows = n * gates
-    two = lane % 8 * 2
-    of_two = (GROUPS_HERE * block + lane // 8 % GROUPS_HERE).to(gl.int64) * all_rows + row + two % 8 + two // 8 * far
-    four = lane % 4 * 4
-    of_four = (GROUPS_HERE * block + lane // 4 % GROUPS_HERE).to(gl.int64) * all_rows + row + four % 8 + four // 8 * far
-    scales = scale + 2 * of_two
-    zeros = zero + (of_four if ZERO == "int" else 2 * of_two)
-    if GROUP == 128 and ZERO != "none":
-        scales = gl.where(lane < 16, scales, zeros)
-    away = step * rows
-    return source, (scales, zeros), (
-        4 * stride, far * stride, away * stride - 128 * blocks,
-        all_rows, away - GROUPS_HERE * blocks * all_rows, blocks, first % blocks, end - first,
+    grid = (groups_of_block(GROUP) * block).to(gl.int64) * all_rows + row
+    weight = chosen(links, linear, WEIGHT, gl.int64, COUNT) + row.to(gl.int64) * stride + block * 128
+    far = gl.where(gates == 2, n, 8)  # rows from a warp's first eight to its second
+    place = walks + thread * WALK_BYTES
+    kept = (weight, scale + 2 * grid, zero + (grid if ZERO == "int" else 2 * grid))
+    kept += (stride.to(gl.int32), far, all_rows, step * rows, blocks, first % blocks, end - first, tile, tiles)
+    is_there = (thread < WARPS * (COUNT + 1)).to(gl.int32)
+    gl.inline_asm_elementwise(
+        _PUTTING_WALK, "=r,r,r,l,l,l,r,r,r,r,r,r,r,r,r", (place, is_there) + kept, dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
 
 
 @gluon.jit
-def from_linear(
-    links, linear, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr
-):  # fmt: skip
-    """(the first linear from that one on of which this group has blocks, and its `terms`)."""
-    source, grids, found = terms(links, linear, programs, lane, warp, GATES, PARTS, GROUP, ZERO)
-    while (found[COUNT_OF] == 0) & (linear < len(GATES)):
+def walk_of(walks, linear, warp):
+    """Where a warp's way through a linear lies."""
+    return walks + (linear * WARPS + warp) * WALK_BYTES
+
+
+@gluon.jit
+def take_words(walk, FIELD: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT words of a walk (1, 2 or 4), from a field on that they lie in one piece from."""
+    kinds: gl.constexpr = registers(COUNT)
+    code: gl.constexpr = _taking_words(FIELD, COUNT)
+    return gl.inline_asm_elementwise(code, "=r," * COUNT + "r", [walk], dtype=kinds, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_addresses(walk):
+    """(of the weight, of its scales, of its zeros)."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.v2.b64 {$0, $1}, [$3]; ld.shared.b64 $2, [$3 + 16];", "=&l,=&l,=&l,r", [walk],
+        dtype=(gl.int64, gl.int64, gl.int64), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def further(grids, lane, numbers, GROUP: gl.constexpr, ZERO: gl.constexpr):
+    """The lane's sources of scales and zeros so many numbers on: scales are of 16 bits, whole zeros of 8."""
+    scales, zeros = grids
+    if GROUP == 128:
+        if ZERO == "int":
+            scales += gl.where(lane < 16, 2 * numbers, numbers)
+        else:
+            scales += 2 * numbers
+    else:
+        scales += 2 * numbers
+        zeros += numbers if ZERO == "int" else 2 * numbers
+    return scales, zeros
+
+
+@gluon.jit
+def from_linear(walks, linear, lane, warp, COUNT: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
+    """Where asking goes on from the first linear, from that one on, of which this warp has blocks (see `begin`)."""
+    walk = walk_of(walks, linear, warp)
+    (left,) = take_words(walk, COUNT_OF, 1)
+    while (left == 0) & (linear < COUNT):
         linear += 1
-        source, grids, found = terms(links, linear, programs, lane, warp, GATES, PARTS, GROUP, ZERO)
-    return linear, source, grids, found
+        walk = walk_of(walks, linear, warp)
+        (left,) = take_words(walk, COUNT_OF, 1)
+    weight, scale, zero = take_addresses(walk)
+    row_bytes, far = take_words(walk, ROW_BYTES, 2)
+    all_rows, _, blocks, block = take_words(walk, ALL_ROWS, 4)
+    source = weight + (lane // 8 * row_bytes + lane % 8 * 16)
+    GROUPS_HERE: gl.constexpr = groups_of_block(GROUP)
+    two = lane % 8 * 2
+    four = lane % 4 * 4
+    scales = scale + 2 * (lane // 8 % GROUPS_HERE * all_rows + two % 8 + two // 8 * far)
+    if ZERO == "int":
+        zeros = zero + (lane // 4 % GROUPS_HERE * all_rows + four % 8 + four // 8 * far)
+    else:
+        zeros = scales - scale + zero
+    if GROUP == 128 and ZERO != "none":
+        scales = gl.where(lane < 16, scales, zeros)
+    return linear, block, left, source, (scales, zeros), (4 * row_bytes, far.to(gl.int64) * row_bytes, all_rows, blocks)
 
 
 @gluon.jit
-def begin(links, programs, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
-    """Where asking starts: (linear, the block's place in its tile, blocks left, the lane's sources, the linear's terms)."""
-    linear, source, grids, found = from_linear(links, gl.to_tensor(0), programs, lane, warp, GATES, PARTS, GROUP, ZERO)
-    return linear, found[FIRST], found[COUNT_OF], source, grids, found
+def ask(state, walks, place, lane, warp, COUNT: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
+    """Ask for the warp's rows of its next block, into the slot at `place`. Returns what comes after them.
 
-
-@gluon.jit
-def ask(state, links, programs, place, lane, warp, GATES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
-    """Ask for the warp's rows of its next block, into the slot at `place`. Returns what comes after them."""
+    state: the linear, the block's place in its tile, how many blocks are left, the lane's sources, (bytes of four rows and of the way to a
+    warp's second eight, rows of a group, blocks of a tile).
+    """
     linear, block, left, source, grids, found = state
+    four_rows, eight_rows, all_rows, blocks = found
     wide = lane.to(gl.int64) * 0
     # They don't leave the cache first, as one token's do: sums would stay there instead, to be written to memory while attention reads.
-    ask_blocks(place, source, wide + found[FOUR_ROWS], wide + found[EIGHT_ROWS], (gl.where(left > 0, 16, 0),), lane, 1, False)
-    ask_grids(place + BLOCK_BYTES, grids, found[ALL_ROWS], left > 0, lane, GROUP, ZERO)
+    ask_blocks(place, source, wide + four_rows, wide + eight_rows, (gl.where(left > 0, 16, 0),), lane, 1, False)
+    ask_grids(place + BLOCK_BYTES, grids, all_rows, left > 0, lane, GROUP, ZERO)
     asked(lane)
     block += 1
     left -= 1
     source += 128
-    grids = further(grids, lane, groups_of_block(GROUP) * found[ALL_ROWS], GROUP, ZERO)
-    if block == found[BLOCKS]:
+    grids = further(grids, lane, groups_of_block(GROUP) * all_rows, GROUP, ZERO)
+    if block == blocks:
         block = block * 0
-        source += found[NEXT_TILE]
-        grids = further(grids, lane, found[NEXT_GRID], GROUP, ZERO)
+        (away,) = take_words(walk_of(walks, linear, warp), AWAY, 1)
+        source += away.to(gl.int64) * (four_rows // 4) - 128 * blocks
+        grids = further(grids, lane, away - groups_of_block(GROUP) * blocks * all_rows, GROUP, ZERO)
     if left == 0:
-        linear, source, grids, found = from_linear(links, linear + 1, programs, lane, warp, GATES, PARTS, GROUP, ZERO)
-        block = found[FIRST]
-        left = found[COUNT_OF]
+        linear, block, left, source, grids, found = from_linear(walks, linear + 1, lane, warp, COUNT, GROUP, ZERO)
     return linear, block, left, source, grids, found
+
+
+_PUTTING_WALK = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 a<6>; setp.ne.b32 p, $2, 0; mov.b64 {a0, a1}, $3; mov.b64 {a2, a3}, $4; mov.b64 {a4, a5}, $5; "
+    "@p st.shared.v4.b32 [$1], {a0, a1, a2, a3}; @p st.shared.v4.b32 [$1 + 16], {a4, a5, $6, $7}; "
+    "@p st.shared.v4.b32 [$1 + 32], {$8, $9, $10, $11}; @p st.shared.v4.b32 [$1 + 48], {$12, $13, $14, 0}; mov.b32 $0, $1; }"
+)
+
+
+@triton.constexpr_function
+def _taking_words(field, count):
+    names = ", ".join(f"${i}" for i in range(count))
+    return f"ld.shared.v{count}.b32 {{{names}}}, [${count} + {field}];" if count > 1 else f"ld.shared.b32 $0, [$1 + {field}];"
