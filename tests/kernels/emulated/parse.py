@@ -43,7 +43,7 @@ class Instruction:
     @property
     def looks_at_others(self) -> bool:
         """Whether what others have done meanwhile, warps or programs, decides what it gives."""
-        return self.name.startswith(("ld.acquire", "ld.volatile", "atom", "mbarrier.try_wait"))
+        return self.name.startswith(("ld.acquire", "ld.relaxed", "ld.volatile", "atom", "mbarrier.try_wait"))
 
 
 @dataclass(slots=True)

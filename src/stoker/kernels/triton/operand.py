@@ -119,21 +119,6 @@ def add_block(sums, words, scales, lows, place, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def put_sums(address, sums, FIRST: gl.constexpr, OFFSET: gl.constexpr):
-    """Store four float registers, from FIRST on, at `address` (int64) + OFFSET."""
-    code: gl.constexpr = _putting_sums(OFFSET)
-    gl.inline_asm_elementwise(code, "=r,l,f,f,f,f", (address,) + sums[FIRST : FIRST + 4], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def take_sums(address, is_there, OFFSET: gl.constexpr):
-    """Four float registers from memory at `address` (int64) + OFFSET, as the last one to store there left them; or zeros."""
-    kinds: gl.constexpr = floats(4)
-    code: gl.constexpr = _taking_sums(OFFSET)
-    return gl.inline_asm_elementwise(code, "=&f,=&f,=&f,=&f,l,r", [address, is_there], dtype=kinds, is_pure=False, pack=1)
-
-
-@gluon.jit
 def over_rows(value):
     """The sum over the eight lanes of a warp whose numbers are equal modulo four."""
     return gl.inline_asm_elementwise(_OVER_ROWS, "=&f,f", [value], dtype=gl.float32, is_pure=False, pack=1)
@@ -159,18 +144,6 @@ _OVER_ROWS = gl.constexpr(
     "add.f32 $0, $0, t; shfl.sync.bfly.b32 t, $0, 16, 31, 0xffffffff; add.f32 $0, $0, t; }"
 )
 _WAITING = gl.constexpr("{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [$1], 0; @!p bra AGAIN; mov.b32 $0, $1; }")
-
-
-@triton.constexpr_function
-def _putting_sums(offset):
-    return f"st.global.v4.f32 [$1 + {offset}], {{$2, $3, $4, $5}}; mov.b32 $0, 0;"
-
-
-@triton.constexpr_function
-def _taking_sums(offset):
-    zeros = " ".join(f"mov.f32 ${i}, 0f00000000;" for i in range(4))
-    load = f"@p ld.relaxed.gpu.global.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    return "{ .reg .pred p; setp.ne.b32 p, $5, 0; " + zeros + load + " }"
 
 
 @triton.constexpr_function

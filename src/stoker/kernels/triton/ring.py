@@ -179,22 +179,11 @@ def meet(arrived, programs, is_first, thread):
 
     arrived int32 [1]: its highest bit flips when the last one has come, so it never needs to be reset (as cooperative groups do).
     """
-    wait_for_others(arrived, come(arrived, programs, is_first, thread), thread)
-
-
-@gluon.jit
-def come(arrived, programs, is_first, thread):
-    """The first half of `meet`. Returns what the second one takes; until then a program may do what needs no other one."""
     barrier()
     mine = gl.where(is_first, 2147483647 - (programs - 2), 1)
-    given = [thread.to(gl.int64) * 0 + arrived.to(gl.int64), thread * 0 + mine]
-    return gl.inline_asm_elementwise(_COMING, "=&r,l,r", given, dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_for_others(arrived, before, thread):
-    given = [thread.to(gl.int64) * 0 + arrived.to(gl.int64), before]
-    gl.inline_asm_elementwise(_AWAITING, "=r,l,r", given, dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        _MEETING, "=r,l,r", [thread.to(gl.int64) * 0 + arrived.to(gl.int64), thread * 0 + mine], dtype=gl.int32, is_pure=False, pack=1
+    )
     barrier()
 
 
@@ -208,13 +197,10 @@ def follow(thread, CHAINED: gl.constexpr):
         )  # fmt: skip
 
 
-_COMING = tl.constexpr(
-    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.b32 p, t, 0; mov.b32 $0, 0; "
-    "@p atom.global.gpu.acq_rel.add.u32 $0, [$1], $2; }"
-)
-_AWAITING = tl.constexpr(
-    "{ .reg .pred p; .reg .b32 t, n; mov.u32 t, %tid.x; setp.ne.b32 p, t, 0; @p bra MET; "
-    "AGAIN: ld.acquire.gpu.global.b32 n, [$1]; xor.b32 n, n, $2; setp.ge.s32 p, n, 0; @p bra AGAIN; MET: mov.u32 $0, t; }"
+_MEETING = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 t, o, n; mov.u32 t, %tid.x; setp.ne.b32 p, t, 0; @p bra MET; "
+    "atom.global.gpu.acq_rel.add.u32 o, [$1], $2; "
+    "AGAIN: ld.acquire.gpu.global.b32 n, [$1]; xor.b32 n, n, o; setp.ge.s32 p, n, 0; @p bra AGAIN; MET: mov.u32 $0, t; }"
 )
 
 

@@ -92,7 +92,7 @@ def tail_few(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = Non
         qkv = x.new_empty(len(x), parts.qkv.outputs)
         links.append(link(parts.qkv, after, after.shape[1], None, qkv))
     tail_kernel[(programs,)](
-        *zip(*links, strict=True), _arrived(x.device), programs, **flags(parts),
+        *zip(*links, strict=True), arrived(x.device), programs, **flags(parts),
         WIDTHS=listed(plan.widths), ACT=parts.up.fusion.gate, FORM=first.form, GROUP=first.group, SCALE=scale_name(first),
         ZERO=first.zero_kind, DEPTH=plan.depth, WARPS=tile.num_warps, BLOCKS=tile.blocks, ROWS=plan.rows, TOKENS=x.shape[0],
         num_warps=tile.num_warps, maxnreg=tile.registers, launch_cooperative_grid=True, **chained(x),
@@ -182,6 +182,6 @@ def scale_name(weight: RowWeight) -> str:
 
 
 @cache
-def _arrived(device: torch.device) -> Tensor:
+def arrived(device: torch.device) -> Tensor:
     """Where programs meet. Launches of one device run one after another."""
     return torch.zeros(1, dtype=torch.int32, device=device)

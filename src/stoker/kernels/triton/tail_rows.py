@@ -13,7 +13,7 @@ from stoker.kernels.quantized import Tail
 from stoker.kernels.triton.chain import chained
 from stoker.kernels.triton.device import num_multiprocessors
 from stoker.kernels.triton.operand import block_bytes
-from stoker.kernels.triton.tail_few import BLOCK, SHARED_BYTES, flags, link, listed, scale_name
+from stoker.kernels.triton.tail_few import BLOCK, SHARED_BYTES, arrived, flags, link, listed, scale_name
 from stoker.kernels.triton.tail_rows_kernel import shared_places, tail_rows_kernel
 from stoker.kernels.triton.tail_rows_walk import GROUPS, TILE, WARPS, slot_bytes
 
@@ -67,12 +67,11 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
         qkv = x.new_empty(m, parts.qkv.outputs)
         links.append(link(parts.qkv, operands[2], hidden, None, qkv))
     most = max(tiles * each for (tiles, _), each in zip(_sizes(parts), plan.parts, strict=True))
-    partial = torch.empty(most * 2 * TILE.value * plan.tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(hidden // 16 * plan.tokens, dtype=torch.float32, device=x.device)
     weight = parts.out.weight
     assert weight is not None
     tail_rows_kernel[(programs,)](
-        *zip(*links, strict=True), partial, squares, _arrived(x.device, programs), programs, m, **flags(parts),
+        *zip(*links, strict=True), _messages(x.device, most * 2 * TILE.value * plan.tokens), squares, arrived(x.device), programs, m, **flags(parts),
         PARTS=listed(plan.parts), ACT=parts.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
         DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share, GROUP=weight.group,
         num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **chained(x),
@@ -139,6 +138,6 @@ def _sizes(tail: Tail) -> tuple[tuple[int, int], ...]:
 
 
 @cache
-def _arrived(device: torch.device, programs: int) -> Tensor:
-    """Where programs meet, all and in groups. Launches of one device run one after another."""
-    return torch.zeros(1 + programs, dtype=torch.int32, device=device)
+def _messages(device: torch.device, count: int) -> Tensor:
+    """What programs send each other: every launch leaves it at zero. Launches of one device run one after another."""
+    return torch.zeros(count, dtype=torch.float32, device=device)

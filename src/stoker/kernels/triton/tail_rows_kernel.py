@@ -30,18 +30,15 @@ from stoker.kernels.triton.operand import (
     pair_of,
     place_of,
     put_bricks,
-    put_sums,
     seen_by_copies,
     seen_by_products,
     take_pieces,
-    take_sums,
     wait_for_tokens,
     warp_number,
 )
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
     barrier,
-    come,
     follow,
     groups_of_block,
     meet,
@@ -50,12 +47,12 @@ from stoker.kernels.triton.ring import (
     take_block,
     take_float,
     take_number,
-    wait_for_others,
     warp_together,
 )
 from stoker.kernels.triton.tail_kernel import activated
 from stoker.kernels.triton.tail_links import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, linked, listed
 from stoker.kernels.triton.tail_products import same
+from stoker.kernels.triton.tail_rows_sums import columns_at_once, place_of_sums, send_sums, sums_of
 from stoker.kernels.triton.tail_rows_walk import (
     ALL_ROWS,
     COUNT_OF,
@@ -69,7 +66,6 @@ from stoker.kernels.triton.tail_rows_walk import (
     from_linear,
     part_of,
     plan_walks,
-    share_of,
     slot_bytes,
     take_words,
     walk_of,
@@ -170,11 +166,11 @@ def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.co
 
 @gluon.jit
 def multiply(
-    state, slot, partial, programs, ring, operand, barriers, walks, thread, lane, warp,
+    state, slot, messages, programs, ring, operand, barriers, walks, thread, lane, warp,
     COUNT: gl.constexpr, PARTS: gl.constexpr, AT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The sums of this group's tiles over the program's part of the features, into `partial`. slot: of the ring, the next one to take."""
+    """Send the sums of this group's tiles over the program's part of the features. slot: of the ring, the next one to take."""
     part, _, step = part_of(PARTS, programs)
     walk = walk_of(walks, AT, warp)
     _, _, blocks, begins = take_words(walk, ALL_ROWS, 4)
@@ -192,9 +188,8 @@ def multiply(
             if AT > 0:
                 wait_for_tokens(barriers + 8 * block, thread)
             sums = add_block(sums, words, scales, lows, lane * 0 + operand + block * block_bytes(TOKENS), TOKENS)
-        at = place_of_sums(partial, tile, part, gl.where(begins > 0, 1, 0), PARTS, TOKENS) + thread % 128 * 16
-        for column in gl.static_range(TOKENS // 8):
-            put_sums(at, sums, 4 * column, 2048 * column)
+        place = place_of_sums(messages, tile, part, gl.where(begins > 0, 1, 0), PARTS, TOKENS)
+        send_sums(place + thread % 128 * 16, sums, TOKENS)
         left -= ends - begins
         begins = begins * 0
         tile += step
@@ -202,67 +197,39 @@ def multiply(
 
 
 @gluon.jit
-def place_of_sums(partial, tile, part, piece, PARTS: gl.constexpr, TOKENS: gl.constexpr):
-    """Where the sums of a part of a tile's features lie, of the group that has its first block or of the next one."""
-    return partial.to(gl.int64) + ((tile * PARTS + part) * 2 + piece).to(gl.int64) * (256 * TOKENS)
-
-
-@gluon.jit
-def is_cut(nth, tiles, blocks):
-    """Whether two groups have blocks of a program's tile of that number."""
-    share = share_of(tiles, blocks)
-    return nth * blocks % share + blocks > share
-
-
-@gluon.jit
-def sums_of(link, place, nth, tiles, thread, PARTS: gl.constexpr, TOKENS: gl.constexpr):
-    """Four registers of a lane: a tile's sums over all features, of eight tokens. nth: which of the program's tiles it is."""
-    _, last = blocks_of(link[LENGTH], PARTS - 1, PARTS)
-    are_cut = thread * 0 + gl.where(is_cut(nth, tiles, gl.cdiv(link[LENGTH], PARTS)), 1, 0)
-    last_is_cut = thread * 0 + gl.where(is_cut(nth, tiles, last), 1, 0)
-    sums = same(thread.to(gl.float32) * 0.0, 4)
-    for part in gl.static_range(PARTS):
-        for piece in gl.static_range(2):
-            is_there = thread * 0 + 1
-            if piece == 1:
-                is_there = last_is_cut if part == PARTS - 1 else are_cut
-            more = take_sums(place, is_there, (2 * part + piece) * 256 * TOKENS)
-            sums = (sums[0] + more[0], sums[1] + more[1], sums[2] + more[2], sums[3] + more[3])
-    return sums
-
-
-@gluon.jit
 def finish(
-    link, norm, operand, partial, squares, spare, tiles, programs, m, thread, lane, warp,
+    link, norm, operand, messages, squares, spare, tiles, programs, m, thread, lane, warp,
     GATED: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr, NEXT: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """From sums to outputs: norm, bias, gate, residual. A group of warps has a tile of eight tokens at a time, a lane two of each.
+    """From sums to outputs: norm, bias, gate, residual. A group of warps has a tile of some eights of tokens at a time, a lane two of each.
 
-    NEXT: whether these are the next linear's features, which go into its operand, times its norm's weights after a residual, and with the
-    sums of their squares.
+    tiles: of this program. NEXT: whether these are the next linear's features, which go into its operand, times its norm's weights after a
+    residual, and with the sums of their squares.
     """
-    COLUMNS: gl.constexpr = TOKENS // 8
+    COLUMNS: gl.constexpr = columns_at_once(PARTS, TOKENS)
+    UNITS: gl.constexpr = TOKENS // 8 // COLUMNS  # of a tile
     ROWS: gl.constexpr = TILE // 2 if GATED else TILE
     HALVES: gl.constexpr = 1 if GATED else 2
     part, index, step = part_of(PARTS, programs)
     n = link[N]
-    for unit in range(part * GROUPS + warp // 4, tiles * COLUMNS, PARTS * GROUPS):
-        tile = index + unit // COLUMNS * step
+    for unit in range(part * GROUPS + warp // 4, tiles * UNITS, PARTS * GROUPS):
+        tile = index + unit // UNITS * step
         row = tile * ROWS + warp % 4 * (8 * HALVES) + lane // 4
-        token = unit % COLUMNS * 8 + lane % 4 * 2
+        first = unit % UNITS * (8 * COLUMNS) + lane % 4 * 2
         # All that is read is asked for before anything is stored: each waits for memory once.
         added = ()
         factors = ()
-        for column in gl.static_range(2):
+        for nth in gl.static_range(2 * COLUMNS):
+            token = first + (nth // 2 * 8 + nth % 2)
             if ADDS:
                 factors = factors + (1.0 / SUM_SCALE,)
             else:
-                factors = factors + (factor_of(link, spare, token + column, TOKENS) * (1.0 / SUM_SCALE),)
+                factors = factors + (factor_of(link, spare, token, TOKENS) * (1.0 / SUM_SCALE),)
             for half in gl.static_range(HALVES):
                 if ADDS:
-                    at = link[RESIDUAL] + (token + column) * n + row + 8 * half
-                    added = added + (gl.load(at, mask=token + column < m, other=0.0, cache_modifier=".cg").to(gl.float32),)
+                    at = link[RESIDUAL] + token * n + row + 8 * half
+                    added = added + (gl.load(at, mask=token < m, other=0.0, cache_modifier=".cg").to(gl.float32),)
         biases = ()
         norms = ()
         for half in gl.static_range(2):
@@ -270,41 +237,42 @@ def finish(
                 biases = biases + (gl.load(link[BIAS] + row + half * (n if GATED else 8)).to(gl.float32),)
             if NEXT and ADDS:
                 norms = norms + (gl.load(norm + row + 8 * half).to(gl.float32),)
-        place = place_of_sums(partial, tile, 0, 0, PARTS, TOKENS) + (unit % COLUMNS * 2048 + thread % 128 * 16)
-        sums = sums_of(link, place, unit // COLUMNS, tiles, thread, PARTS, TOKENS)
-        for column in gl.static_range(2):
+        place = place_of_sums(messages, tile, 0, 0, PARTS, TOKENS) + (unit % UNITS * (2048 * COLUMNS) + thread % 128 * 16)
+        sums = sums_of(link, place, unit // UNITS, tiles, thread, PARTS, COLUMNS, TOKENS)
+        for nth in gl.static_range(2 * COLUMNS):
+            token = first + (nth // 2 * 8 + nth % 2)
             square = thread.to(gl.float32) * 0.0
             for half in gl.static_range(HALVES):
-                y = sums[2 * half + column] * factors[column]
+                y = sums[nth // 2 * 4 + 2 * half + nth % 2] * factors[nth]
                 if BIASED:
                     y += biases[half]
                 if GATED:
-                    up = sums[2 + column] * factors[column]
+                    up = sums[nth // 2 * 4 + 2 + nth % 2] * factors[nth]
                     if BIASED:
                         up += biases[1]
                     y = activated(y, ACT) * up
                 if ADDS:
-                    y += added[HALVES * column + half]
+                    y += added[HALVES * nth + half]
                 rounded = y.to(gl.bfloat16)
                 if not GATED:
-                    gl.store(link[OUT] + (token + column) * n + row + 8 * half, rounded, mask=token + column < m)
+                    gl.store(link[OUT] + token * n + row + 8 * half, rounded, mask=token < m)
                 if NEXT and ADDS:
                     y = rounded.to(gl.float32)
                     square += y * y
                     rounded = (y * norms[half]).to(gl.bfloat16)
                 if NEXT:
-                    gl.store(operand + place_of(row + 8 * half, token + column, TOKENS, GROUP), rounded)
+                    gl.store(operand + place_of(row + 8 * half, token, TOKENS, GROUP), rounded)
             if NEXT and ADDS:
-                gl.store(squares + (tile * 4 + warp % 4) * TOKENS + token + column, over_rows(square), mask=lane < 4)
+                gl.store(squares + (tile * 4 + warp % 4) * TOKENS + token, over_rows(square), mask=lane < 4)
 
 
 @gluon.jit
 def run(
-    state, slot, links, partial, squares, arrived, programs, m, shared, thread, lane, warp,
+    state, slot, links, messages, squares, arrived, programs, m, shared, thread, lane, warp,
     AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr,
     ZERO: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """One linear, number AT: meet, bring the tokens, multiply, meet those who have the same rows, finish."""
+    """One linear, number AT: meet, bring the tokens, multiply, finish."""
     link = links[AT]
     ADDS: gl.constexpr = AT % 2 == 0
     NEXT: gl.constexpr = len(GATES) > AT + 1
@@ -314,7 +282,6 @@ def run(
     barriers = shared + places[2] + (AT - 1) * (8 * SHARE)
     walks = shared + places[3]
     (tiles,) = take_words(walk_of(walks, AT, warp), TILES, 1)
-    part, index, step = part_of(PARTS[AT], programs)
     if AT == 0:
         follow(thread, CHAINED)
         prepare(link, operand, programs, m, lane, warp, PARTS[0], TOKENS, GROUP)
@@ -325,17 +292,15 @@ def run(
         if tiles > 0:
             fetch(link, operand, barriers, programs, thread, PARTS[AT], TOKENS)
     state, slot = multiply(
-        state, slot, partial, programs, shared + warp * (DEPTH * slot_bytes(GROUP)), operand, barriers, walks, thread, lane, warp,
+        state, slot, messages, programs, shared + warp * (DEPTH * slot_bytes(GROUP)), operand, barriers, walks, thread, lane, warp,
         len(GATES), PARTS[AT], AT, SCALE, ZERO, DEPTH, TOKENS, GROUP,
     )  # fmt: skip
-    if index < step:
-        before = come(arrived + 1 + index, PARTS[AT], part == 0, thread)
-        if not ADDS:
-            add_squares(link, squares, spare, thread, TOKENS)
-        wait_for_others(arrived + 1 + index, before, thread)
+    if not ADDS:
+        add_squares(link, squares, spare, thread, TOKENS)
+        barrier()
     after = links[AT + 1 if NEXT else AT]
     finish(
-        link, after[NORM], after[X], partial, squares, spare, tiles, programs, m, thread, lane, warp,
+        link, after[NORM], after[X], messages, squares, spare, tiles, programs, m, thread, lane, warp,
         GATES[AT], BIASES[AT], ADDS, NEXT, PARTS[AT], ACT, TOKENS, GROUP,
     )  # fmt: skip
     return state, slot
@@ -343,7 +308,7 @@ def run(
 
 @gluon.jit(do_not_specialize=["programs", "m"])
 def tail_rows_kernel(
-    x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, partial, squares, arrived, programs, m,
+    x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, messages, squares, arrived, programs, m,
     GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
     DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
@@ -351,8 +316,8 @@ def tail_rows_kernel(
 
     The first 13 have a part for each linear, as `tail_kernel` takes them. All 16-bit rows are bfloat16: x [m, k] of the first, room for
     operands [k × TOKENS] of the others; residual and out [m, n] (no out of a gated one); blocks of 128 bytes of a row. m is TOKENS at most.
-    partial float32 [tiles × parts, 2, TOKENS × 64] of the linear with the most; squares float32 [hidden / 16, TOKENS]; arrived int32
-    [1 + programs] (see `meet`). Lists with blanks between: GATES, BIASES, 1 for a linear with them; PARTS of its features. SHARE: the most
+    messages float32 [tiles × parts, 2, TOKENS × 64] of the linear with the most, zeros; squares float32 [hidden / 16, TOKENS]; arrived int32
+    [1] (see `meet`). Lists with blanks between: GATES, BIASES, 1 for a linear with them; PARTS of its features. SHARE: the most
     blocks of a part. GROUP: 32, 64 or 128 features that share a scale.
     """
     gates: gl.constexpr = listed(GATES)
@@ -381,7 +346,7 @@ def tail_rows_kernel(
     taken = gl.to_tensor(0)
     for at in gl.static_range(len(gates)):
         state, taken = run(
-            state, taken, links, partial, squares, arrived, programs, m, shared, thread, lane, warp,
+            state, taken, links, messages, squares, arrived, programs, m, shared, thread, lane, warp,
             at, gates, biases, parts, ACT, SCALE, ZERO, DEPTH, TOKENS, SHARE, GROUP, CHAINED,
         )  # fmt: skip
     last._keep_alive()
