@@ -131,9 +131,7 @@ def warp_number():
 
 
 _WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; add.s32 $0, $0, $1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;")
-_SEEN = gl.constexpr(
-    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.b32 p, t, 0; @p fence.proxy.async.global; mov.b32 $0, $1; }"
-)
+_SEEN = gl.constexpr("{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.b32 p, t, 0; @p fence.proxy.async.global; mov.b32 $0, $1; }")
 _EXPECTING = gl.constexpr(
     "{ .reg .pred p; .reg .b32 t, i, a; mov.u32 t, %tid.x; setp.ne.b32 p, t, 0; @p bra DONE; mov.b32 i, 0; mov.b32 a, $1; "
     "AGAIN: mbarrier.init.shared.b64 [a], 1; add.s32 a, a, 8; add.s32 i, i, 1; setp.lt.s32 p, i, $2; @p bra AGAIN; "
@@ -193,7 +191,10 @@ def _adding_block(tokens):
     sums = ", ".join(f"${i}" for i in range(count))
     words, scales, lows = count + 1, count + 17, count + 21
     together = 2 if tokens < 64 else 1
-    lines = [f"mov.b32 h, {256 >> 4}; setp.ne.b32 p, h, 0; shr.u32 d, ${count}, 4; or.b32 d, d, {(128 >> 4) << 16}; redux.sync.min.u32 d, d, 0xffffffff; mov.b64 v, {{d, h}};"]
+    lines = [
+        f"mov.b32 h, {256 >> 4}; setp.ne.b32 p, h, 0; shr.u32 d, ${count}, 4; or.b32 d, d, {(128 >> 4) << 16};",
+        "redux.sync.min.u32 d, d, 0xffffffff; mov.b64 v, {d, h};",  # into uniform registers, where descriptors have to be
+    ]
     for quarter in range(4):
         side, half = quarter // 2, quarter % 2
         name, mask = "ab"[quarter % together], ("0x000f000f", "0x00f000f0")[side]

@@ -67,11 +67,12 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
         qkv = x.new_empty(m, parts.qkv.outputs)
         links.append(link(parts.qkv, operands[2], hidden, None, qkv))
     most = max(tiles * each for (tiles, _), each in zip(_sizes(parts), plan.parts, strict=True))
+    messages = _messages(x.device, most * 2 * TILE.value * plan.tokens)
     squares = torch.empty(hidden // 16 * plan.tokens, dtype=torch.float32, device=x.device)
     weight = parts.out.weight
     assert weight is not None
     tail_rows_kernel[(programs,)](
-        *zip(*links, strict=True), _messages(x.device, most * 2 * TILE.value * plan.tokens), squares, arrived(x.device), programs, m, **flags(parts),
+        *zip(*links, strict=True), messages, squares, arrived(x.device), programs, m, **flags(parts),
         PARTS=listed(plan.parts), ACT=parts.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
         DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share, GROUP=weight.group,
         num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **chained(x),

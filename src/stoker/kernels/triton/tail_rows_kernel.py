@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from stoker.kernels.triton.operand import (
-    CODE_SCALES,
     SUM_SCALE,
     add_block,
     ask_tokens,
@@ -27,7 +26,6 @@ from stoker.kernels.triton.operand import (
     column_features,
     expect_blocks,
     over_rows,
-    pair_of,
     place_of,
     put_bricks,
     seen_by_copies,
@@ -40,18 +38,16 @@ from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
     barrier,
     follow,
-    groups_of_block,
     meet,
     put_float,
     shared_address,
     take_block,
     take_float,
-    take_number,
-    warp_together,
 )
 from stoker.kernels.triton.tail_kernel import activated
 from stoker.kernels.triton.tail_links import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, linked, listed
 from stoker.kernels.triton.tail_products import same
+from stoker.kernels.triton.tail_rows_grid import exchange_bytes, take_grid
 from stoker.kernels.triton.tail_rows_sums import columns_at_once, place_of_sums, send_sums, sums_of
 from stoker.kernels.triton.tail_rows_walk import (
     ALL_ROWS,
@@ -78,7 +74,7 @@ AT_ONCE = tl.constexpr(16)  # squares that a thread asks for at once
 
 @triton.constexpr_function
 def shared_places(depth, tokens, blocks, group):
-    """Where shared memory holds the tokens, what threads exchange, copies' barriers and walks, after the rings; and where it ends.
+    """Where shared memory holds tokens, squares, copies' barriers, walks and what lanes exchange, after the rings; and where it ends.
 
     blocks: the most of a part.
     """
@@ -86,8 +82,9 @@ def shared_places(depth, tokens, blocks, group):
     spare = operand + blocks * block_bytes(tokens)
     barriers = spare + 4 * THREADS.value
     walks = -(-(barriers + 3 * 8 * blocks) // 16) * 16
-    end = walks + (MOST_LINEARS.value + 1) * WARPS.value * WALK_BYTES.value
-    return operand, spare, barriers, walks, -(-end // 1024) * 1024  # as buffers of 1024 bytes: their number may be any
+    exchange = walks + (MOST_LINEARS.value + 1) * WARPS.value * WALK_BYTES.value
+    end = exchange + WARPS.value * exchange_bytes(group)
+    return operand, spare, barriers, walks, exchange, -(-end // 1024) * 1024  # as buffers of 1024 bytes: their number may be any
 
 
 @gluon.jit
@@ -143,30 +140,8 @@ def factor_of(link, spare, token, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.constexpr):
-    """(scales, lows) of a lane's two rows in its pair of a block's groups, as `add_block` takes them."""
-    ZEROS_AT: gl.constexpr = 32 * groups_of_block(GROUP)
-    pair = lane % 4 * 32 // GROUP
-    scales = ()
-    lows = ()
-    for row in gl.static_range(2):
-        for side in gl.static_range(2):
-            at = place + 64 * pair + (32 * side + 16 * row) + lane // 4 * 2
-            scale = take_number(at, SCALE).to(gl.bfloat16).to(gl.float32)
-            scales = scales + (pair_of(scale * CODE_SCALES[side]),)
-            if ZERO == "none":
-                low = scale * (-8.0 * SUM_SCALE)
-            elif ZERO == "int":
-                low = scale * -SUM_SCALE * take_number(place + 32 * pair + (ZEROS_AT + 16 * side + 8 * row) + lane // 4, "byte")
-            else:
-                low = take_number(at + ZEROS_AT, SCALE) * SUM_SCALE
-            lows = lows + (pair_of(low),)
-    return scales, lows
-
-
-@gluon.jit
 def multiply(
-    state, slot, messages, programs, ring, operand, barriers, walks, thread, lane, warp,
+    state, slot, messages, programs, ring, exchange, operand, barriers, walks, thread, lane, warp,
     COUNT: gl.constexpr, PARTS: gl.constexpr, AT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -181,8 +156,7 @@ def multiply(
         for block in range(begins, ends):
             place = ring + slot * slot_bytes(GROUP)
             words = take_block(place, lane, DEPTH - 1)
-            scales, lows = take_grid(place + BLOCK_BYTES, lane, SCALE, ZERO, GROUP)
-            warp_together(lane)  # before the slot is asked for again
+            scales, lows = take_grid(place + BLOCK_BYTES, exchange, lane, SCALE, ZERO, GROUP)
             state = ask(state, walks, place, lane, warp, COUNT, GROUP, ZERO)
             slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
             if AT > 0:
@@ -202,7 +176,7 @@ def finish(
     GATED: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr, NEXT: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """From sums to outputs: norm, bias, gate, residual. A group of warps has a tile of some eights of tokens at a time, a lane two of each.
+    """From sums to outputs: norm, bias, gate, residual. A group of warps has some eights of tokens of a tile at a time, a lane two of each.
 
     tiles: of this program. NEXT: whether these are the next linear's features, which go into its operand, times its norm's weights after a
     residual, and with the sums of their squares.
@@ -292,7 +266,8 @@ def run(
         if tiles > 0:
             fetch(link, operand, barriers, programs, thread, PARTS[AT], TOKENS)
     state, slot = multiply(
-        state, slot, messages, programs, shared + warp * (DEPTH * slot_bytes(GROUP)), operand, barriers, walks, thread, lane, warp,
+        state, slot, messages, programs, shared + warp * (DEPTH * slot_bytes(GROUP)),
+        shared + places[4] + warp * exchange_bytes(GROUP), operand, barriers, walks, thread, lane, warp,
         len(GATES), PARTS[AT], AT, SCALE, ZERO, DEPTH, TOKENS, GROUP,
     )  # fmt: skip
     if not ADDS:
@@ -316,8 +291,8 @@ def tail_rows_kernel(
 
     The first 13 have a part for each linear, as `tail_kernel` takes them. All 16-bit rows are bfloat16: x [m, k] of the first, room for
     operands [k × TOKENS] of the others; residual and out [m, n] (no out of a gated one); blocks of 128 bytes of a row. m is TOKENS at most.
-    messages float32 [tiles × parts, 2, TOKENS × 64] of the linear with the most, zeros; squares float32 [hidden / 16, TOKENS]; arrived int32
-    [1] (see `meet`). Lists with blanks between: GATES, BIASES, 1 for a linear with them; PARTS of its features. SHARE: the most
+    messages float32 [tiles × parts, 2, TOKENS × 64] of the linear with the most, zeros; squares float32 [hidden / 16, TOKENS]; arrived
+    int32 [1] (see `meet`). Lists with blanks between: GATES, BIASES, 1 for a linear with them; PARTS of its features. SHARE: the most
     blocks of a part. GROUP: 32, 64 or 128 features that share a scale.
     """
     gates: gl.constexpr = listed(GATES)
@@ -325,9 +300,9 @@ def tail_rows_kernel(
     parts: gl.constexpr = listed(PARTS)
     links = linked((x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks), len(gates))
     places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE, GROUP)
-    kept = gl.allocate_shared_memory(gl.int8, [places[4] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    kept = gl.allocate_shared_memory(gl.int8, [places[5] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # Triton declares shared memory to the assembler only where an operation of its own uses it.
-    last = kept.index(places[4] // 1024 - 1)
+    last = kept.index(places[5] // 1024 - 1)
     last.store(gl.zeros([1024], gl.int8, gl.BlockedLayout([2], [32], [WARPS], [0])))
     thread = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     lane = thread % 32

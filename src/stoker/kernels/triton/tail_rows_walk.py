@@ -5,6 +5,8 @@ tile, are shared out to four groups of four warps; each warp has 16 rows of its 
 to linear.
 """
 
+# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+
 from __future__ import annotations
 
 import triton
@@ -20,9 +22,9 @@ WARPS = tl.constexpr(16)
 GROUPS = tl.constexpr(4)  # of four warps each
 TILE = tl.constexpr(64)  # rows of a weight; of a gated one half are gates
 
-# A warp's way through a linear (`plan_walks`) in shared memory: the addresses of its first block's first row, its scales and its zeros, then
-# words of 4 bytes.
-WALK_BYTES = tl.constexpr(80)  # 64, and as many more as let threads that store walks side by side write different banks
+# A warp's way through a linear (`plan_walks`) in shared memory: addresses of its first row of its first block, of the scales, of the zeros;
+# then words of 4 bytes.
+WALK_BYTES = tl.constexpr(80)  # 64, and more so that threads which store walks side by side write different banks
 ROW_BYTES, FAR, ALL_ROWS, AWAY, BLOCKS, FIRST, COUNT_OF, FIRST_TILE, TILES = map(tl.constexpr, range(24, 60, 4))
 
 
@@ -157,21 +159,6 @@ def take_addresses(walk):
         "ld.shared.v2.b64 {$0, $1}, [$3]; ld.shared.b64 $2, [$3 + 16];", "=&l,=&l,=&l,r", [walk],
         dtype=(gl.int64, gl.int64, gl.int64), is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def further(grids, lane, numbers, GROUP: gl.constexpr, ZERO: gl.constexpr):
-    """The lane's sources of scales and zeros so many numbers on: scales are of 16 bits, whole zeros of 8."""
-    scales, zeros = grids
-    if GROUP == 128:
-        if ZERO == "int":
-            scales += gl.where(lane < 16, 2 * numbers, numbers)
-        else:
-            scales += 2 * numbers
-    else:
-        scales += 2 * numbers
-        zeros += numbers if ZERO == "int" else 2 * numbers
-    return scales, zeros
 
 
 @gluon.jit
