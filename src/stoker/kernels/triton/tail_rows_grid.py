@@ -12,7 +12,6 @@ from stoker.kernels.triton.fragments import registers
 from stoker.kernels.triton.operand import CODE_SCALES, SUM_SCALE, pair_of
 from stoker.kernels.triton.ring import groups_of_block, take_number, warp_together
 
-
 PAIR_BYTES = gl.constexpr(288)  # 8 of each row and group, and more so that lanes which read two pairs' read different banks
 
 
