@@ -37,6 +37,7 @@ from stoker.kernels.triton.operand import (
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
     barrier,
+    bring_near,
     follow,
     meet,
     put_float,
@@ -181,7 +182,7 @@ def finish(
     tiles: of this program. NEXT: whether these are the next linear's features, which go into its operand, times its norm's weights after a
     residual, and with the sums of their squares.
     """
-    COLUMNS: gl.constexpr = columns_at_once(PARTS, PIECES, TOKENS)
+    COLUMNS: gl.constexpr = columns_at_once(PARTS, TOKENS)
     UNITS: gl.constexpr = TOKENS // 8 // COLUMNS  # of a tile
     ROWS: gl.constexpr = TILE // 2 if GATED else TILE
     HALVES: gl.constexpr = 1 if GATED else 2
@@ -312,6 +313,12 @@ def tail_rows_kernel(
     shared = shared_address(gl.to_tensor(0))
     barrier()
     expect_blocks(shared + places[2], 3 * SHARE, thread)
+    bring_near(links[0][RESIDUAL], m * links[0][N], programs, thread)
+    for at in gl.static_range(len(gates)):
+        if at % 2 == 1:
+            bring_near(links[at][NORM], links[at][K], programs, thread)
+        if biases[at]:
+            bring_near(links[at][BIAS], links[at][N] * (1 + gates[at]), programs, thread)
     walks = shared + places[3]
     if warp * 32 < WARPS * (len(gates) + 1):
         plan_walks(links, programs, walks, thread, gates, parts, GROUP, ZERO)

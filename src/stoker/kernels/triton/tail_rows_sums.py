@@ -21,12 +21,9 @@ AT_ONCE = gl.constexpr(16)  # messages of 16 bytes that a lane waits for togethe
 
 
 @triton.constexpr_function
-def columns_at_once(parts, pieces, tokens):
-    """Eights of tokens whose sums a lane takes at once: a power of two."""
-    columns = tokens // 8
-    while columns > 1 and columns * parts * pieces > AT_ONCE.value:
-        columns //= 2
-    return columns
+def columns_at_once(parts, tokens):
+    """Eights of tokens whose sums a lane takes at once. With more, fewer groups take them, at 32 KB a µs: 70 µs a layer for 60."""
+    return max(1, min(tokens // 8, 4 // parts))
 
 
 @gluon.jit
