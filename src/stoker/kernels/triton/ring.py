@@ -174,17 +174,6 @@ def warp_together(lane):
 
 
 @gluon.jit
-def bring_near(place, count, programs, thread):
-    """Ask for `count` elements to come into the device's cache, all programs together: asked for later, they wait behind weights."""
-    line = 128 * (gl.program_id(0) + thread * programs)
-    is_there = line < count * (place.dtype.element_ty.primitive_bitwidth // 8)
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, $2; }", "=r,l,r",
-        [place.to(gl.int64) + line, is_there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def meet(arrived, programs, is_first, thread):
     """Wait for some programs, one of which is the first; what each has stored is then visible to all. All must be on the device at once.
 

@@ -29,7 +29,6 @@ class Plan:
 
     tokens: int  # a power of two
     parts: tuple[int, ...]  # of each linear's features
-    pieces: tuple[int, ...]  # of each linear: 2 where groups of warps may share the blocks of a part of a tile
     share: int  # the most blocks of a part
     depth: int  # of the rings
 
@@ -67,14 +66,14 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
     if parts.qkv is not None:
         qkv = x.new_empty(m, parts.qkv.outputs)
         links.append(link(parts.qkv, operands[2], hidden, None, qkv))
-    most = max(tiles * each * pieces for (tiles, _), each, pieces in zip(_sizes(parts), plan.parts, plan.pieces, strict=True))
-    messages = _messages(x.device, most * TILE.value * plan.tokens)
+    most = max(tiles * each for (tiles, _), each in zip(_sizes(parts), plan.parts, strict=True))
+    messages = _messages(x.device, most * 2 * TILE.value * plan.tokens)
     squares = torch.empty(hidden // 16 * plan.tokens, dtype=torch.float32, device=x.device)
     weight = parts.out.weight
     assert weight is not None
     tail_rows_kernel[(programs,)](
         *zip(*links, strict=True), messages, squares, arrived(x.device), programs, m, **flags(parts),
-        PARTS=listed(plan.parts), PIECES=listed(plan.pieces), ACT=parts.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
+        PARTS=listed(plan.parts), ACT=parts.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
         DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share, GROUP=weight.group,
         num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **chained(x),
     )  # fmt: skip
@@ -88,8 +87,7 @@ def plan_of(tail: Tail, rows: int, programs: int) -> Plan | None:
 
 def plan_with(tail: Tail, tokens: int, parts: tuple[int, ...]) -> Plan | None:
     """The same with the features cut so."""
-    assert tail.out.weight is not None
-    return _cut(_sizes(tail), _group(tail), tokens, num_multiprocessors(tail.out.weight.weight.device), parts)
+    return _cut(_sizes(tail), _group(tail), tokens, parts)
 
 
 @cache
@@ -97,22 +95,13 @@ def _planned(sizes: tuple[tuple[int, int], ...], group: int, tokens: int, progra
     """Cached, since layers are alike, and a step that is no graph asks in every one of them."""
     most = max((count for count in range(1, 257) if _depth(tokens, count, group) >= 2), default=0)
     parts = tuple(_parts(tiles, blocks, tokens, programs, most, nth == 0) for nth, (tiles, blocks) in enumerate(sizes))
-    return _cut(sizes, group, tokens, programs, parts) if all(parts) else None
+    return _cut(sizes, group, tokens, parts) if all(parts) else None
 
 
-def _cut(sizes: tuple[tuple[int, int], ...], group: int, tokens: int, programs: int, parts: tuple[int, ...]) -> Plan | None:
+def _cut(sizes: tuple[tuple[int, int], ...], group: int, tokens: int, parts: tuple[int, ...]) -> Plan | None:
     share = max(triton.cdiv(blocks, each) for (_, blocks), each in zip(sizes, parts, strict=True))
     depth = min(_depth(tokens, share, group), DEEPEST)
-    pieces = tuple(_pieces(tiles, blocks, each, programs // each) for (tiles, blocks), each in zip(sizes, parts, strict=True))
-    return Plan(tokens, parts, pieces, share, depth) if depth >= 2 else None
-
-
-def _pieces(tiles: int, blocks: int, parts: int, step: int) -> int:
-    """2 where two groups of warps share the blocks of a tile in any program (see `tail_rows_walk.share_of`), else 1."""
-    each = triton.cdiv(blocks, parts)
-    lengths, counts = {each, blocks - (parts - 1) * each}, {tiles // step, triton.cdiv(tiles, step)}
-    shares = ((mine, length, max(triton.cdiv(mine * length, GROUPS.value), length)) for length in lengths for mine in counts)
-    return 1 + any(nth * length % share + length > share for mine, length, share in shares for nth in range(mine))
+    return Plan(tokens, parts, share, depth) if depth >= 2 else None
 
 
 def _depth(tokens: int, share: int, group: int) -> int:

@@ -37,7 +37,6 @@ from stoker.kernels.triton.operand import (
 from stoker.kernels.triton.ring import (
     BLOCK_BYTES,
     barrier,
-    bring_near,
     follow,
     meet,
     put_float,
@@ -143,8 +142,8 @@ def factor_of(link, spare, token, TOKENS: gl.constexpr):
 @gluon.jit
 def multiply(
     state, slot, messages, programs, ring, exchange, operand, barriers, walks, thread, lane, warp,
-    COUNT: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr, AT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
-    DEPTH: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr,
+    COUNT: gl.constexpr, PARTS: gl.constexpr, AT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Send the sums of this group's tiles over the program's part of the features. slot: of the ring, the next one to take."""
     part, _, step = part_of(PARTS, programs)
@@ -163,7 +162,7 @@ def multiply(
             if AT > 0:
                 wait_for_tokens(barriers + 8 * block, thread)
             sums = add_block(sums, words, scales, lows, lane * 0 + operand + block * block_bytes(TOKENS), TOKENS)
-        place = place_of_sums(messages, tile, part, gl.where(begins > 0, 1, 0), PARTS, PIECES, TOKENS)
+        place = place_of_sums(messages, tile, part, gl.where(begins > 0, 1, 0), PARTS, TOKENS)
         send_sums(place + thread % 128 * 16, sums, TOKENS)
         left -= ends - begins
         begins = begins * 0
@@ -174,8 +173,8 @@ def multiply(
 @gluon.jit
 def finish(
     link, norm, operand, messages, squares, spare, tiles, programs, m, thread, lane, warp,
-    GATED: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr, NEXT: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr,
-    ACT: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr,
+    GATED: gl.constexpr, BIASED: gl.constexpr, ADDS: gl.constexpr, NEXT: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """From sums to outputs: norm, bias, gate, residual. A group of warps has some eights of tokens of a tile at a time, a lane two of each.
 
@@ -188,7 +187,8 @@ def finish(
     HALVES: gl.constexpr = 1 if GATED else 2
     part, index, step = part_of(PARTS, programs)
     n = link[N]
-    for unit in range(part * GROUPS + warp // 4, tiles * UNITS, PARTS * GROUPS):
+    # Over programs first: what a multiprocessor takes comes at 32 KB a µs.
+    for unit in range(part + warp // 4 * PARTS, tiles * UNITS, PARTS * GROUPS):
         tile = index + unit // UNITS * step
         row = tile * ROWS + warp % 4 * (8 * HALVES) + lane // 4
         first = unit % UNITS * (8 * COLUMNS) + lane % 4 * 2
@@ -212,8 +212,8 @@ def finish(
                 biases = biases + (gl.load(link[BIAS] + row + half * (n if GATED else 8)).to(gl.float32),)
             if NEXT and ADDS:
                 norms = norms + (gl.load(norm + row + 8 * half).to(gl.float32),)
-        place = place_of_sums(messages, tile, 0, 0, PARTS, PIECES, TOKENS) + (unit % UNITS * (2048 * COLUMNS) + thread % 128 * 16)
-        sums = sums_of(link, place, unit // UNITS, tiles, thread, PARTS, PIECES, COLUMNS, TOKENS)
+        place = place_of_sums(messages, tile, 0, 0, PARTS, TOKENS) + (unit % UNITS * (2048 * COLUMNS) + thread % 128 * 16)
+        sums = sums_of(link, place, unit // UNITS, tiles, thread, PARTS, COLUMNS, TOKENS)
         for nth in gl.static_range(2 * COLUMNS):
             token = first + (nth // 2 * 8 + nth % 2)
             square = thread.to(gl.float32) * 0.0
@@ -244,9 +244,8 @@ def finish(
 @gluon.jit
 def run(
     state, slot, links, messages, squares, arrived, programs, m, shared, thread, lane, warp,
-    AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr, ACT: gl.constexpr,
-    SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr,
-    CHAINED: gl.constexpr,
+    AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr,
+    ZERO: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """One linear, number AT: meet, bring the tokens, multiply, finish."""
     link = links[AT]
@@ -270,7 +269,7 @@ def run(
     state, slot = multiply(
         state, slot, messages, programs, shared + warp * (DEPTH * slot_bytes(GROUP)),
         shared + places[4] + warp * exchange_bytes(GROUP), operand, barriers, walks, thread, lane, warp,
-        len(GATES), PARTS[AT], PIECES[AT], AT, SCALE, ZERO, DEPTH, TOKENS, GROUP,
+        len(GATES), PARTS[AT], AT, SCALE, ZERO, DEPTH, TOKENS, GROUP,
     )  # fmt: skip
     if not ADDS:
         add_squares(link, squares, spare, thread, TOKENS)
@@ -278,7 +277,7 @@ def run(
     after = links[AT + 1 if NEXT else AT]
     finish(
         link, after[NORM], after[X], messages, squares, spare, tiles, programs, m, thread, lane, warp,
-        GATES[AT], BIASES[AT], ADDS, NEXT, PARTS[AT], PIECES[AT], ACT, TOKENS, GROUP,
+        GATES[AT], BIASES[AT], ADDS, NEXT, PARTS[AT], ACT, TOKENS, GROUP,
     )  # fmt: skip
     return state, slot
 
@@ -286,21 +285,20 @@ def run(
 @gluon.jit(do_not_specialize=["programs", "m"])
 def tail_rows_kernel(
     x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, messages, squares, arrived, programs, m,
-    GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr,
-    ZERO: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, CHAINED: gl.constexpr,
+    GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
+    DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), all of them on the device at once.
 
     The first 13 have a part for each linear, as `tail_kernel` takes them. All 16-bit rows are bfloat16: x [m, k] of the first, room for
     operands [k × TOKENS] of the others; residual and out [m, n] (no out of a gated one); blocks of 128 bytes of a row. m is TOKENS at most.
-    messages float32 [tiles × parts × pieces, TOKENS × 64] of the linear with the most, zeros; squares float32 [hidden / 16, TOKENS];
-    arrived int32 [1] (see `meet`). Lists with blanks between: GATES, BIASES, 1 for a linear with them; PARTS of its features; PIECES, 2 for
-    one of which groups may share a tile's blocks. SHARE: the most blocks of a part. GROUP: 32, 64 or 128 features that share a scale.
+    messages float32 [tiles × parts, 2, TOKENS × 64] of the linear with the most, zeros; squares float32 [hidden / 16, TOKENS]; arrived
+    int32 [1] (see `meet`). Lists with blanks between: GATES, BIASES, 1 for a linear with them; PARTS of its features. SHARE: the most
+    blocks of a part. GROUP: 32, 64 or 128 features that share a scale.
     """
     gates: gl.constexpr = listed(GATES)
     biases: gl.constexpr = listed(BIASES)
     parts: gl.constexpr = listed(PARTS)
-    pieces: gl.constexpr = listed(PIECES)
     links = linked((x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks), len(gates))
     places: gl.constexpr = shared_places(DEPTH, TOKENS, SHARE, GROUP)
     kept = gl.allocate_shared_memory(gl.int8, [places[5] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -313,12 +311,6 @@ def tail_rows_kernel(
     shared = shared_address(gl.to_tensor(0))
     barrier()
     expect_blocks(shared + places[2], 3 * SHARE, thread)
-    bring_near(links[0][RESIDUAL], m * links[0][N], programs, thread)
-    for at in gl.static_range(len(gates)):
-        if at % 2 == 1:
-            bring_near(links[at][NORM], links[at][K], programs, thread)
-        if biases[at]:
-            bring_near(links[at][BIAS], links[at][N] * (1 + gates[at]), programs, thread)
     walks = shared + places[3]
     if warp * 32 < WARPS * (len(gates) + 1):
         plan_walks(links, programs, walks, thread, gates, parts, GROUP, ZERO)
@@ -331,6 +323,6 @@ def tail_rows_kernel(
     for at in gl.static_range(len(gates)):
         state, taken = run(
             state, taken, links, messages, squares, arrived, programs, m, shared, thread, lane, warp,
-            at, gates, biases, parts, pieces, ACT, SCALE, ZERO, DEPTH, TOKENS, SHARE, GROUP, CHAINED,
+            at, gates, biases, parts, ACT, SCALE, ZERO, DEPTH, TOKENS, SHARE, GROUP, CHAINED,
         )  # fmt: skip
     last._keep_alive()

@@ -22,14 +22,14 @@ AT_ONCE = gl.constexpr(16)  # messages of 16 bytes that a lane waits for togethe
 
 @triton.constexpr_function
 def columns_at_once(parts, tokens):
-    """Eights of tokens whose sums a lane takes at once. With more, fewer groups take them, at 32 KB a µs: 70 µs a layer for 60."""
-    return max(1, min(tokens // 8, 4 // parts))
+    """Eights of tokens whose sums a lane takes at once."""
+    return max(1, min(tokens // 8, AT_ONCE.value // 4 // parts))
 
 
 @gluon.jit
-def place_of_sums(messages, tile, part, piece, PARTS: gl.constexpr, PIECES: gl.constexpr, TOKENS: gl.constexpr):
-    """Where the sums of a part of a tile's features lie, of the group that has its first block or (piece 1) of the next one."""
-    return messages.to(gl.int64) + ((tile * PARTS + part) * PIECES + piece).to(gl.int64) * (256 * TOKENS)
+def place_of_sums(messages, tile, part, piece, PARTS: gl.constexpr, TOKENS: gl.constexpr):
+    """Where the sums of a part of a tile's features lie, of the group that has its first block or of the next one."""
+    return messages.to(gl.int64) + ((tile * PARTS + part) * 2 + piece).to(gl.int64) * (256 * TOKENS)
 
 
 @gluon.jit
@@ -41,21 +41,16 @@ def send_sums(place, sums, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def sums_of(
-    link, place, nth, tiles, thread, PARTS: gl.constexpr, PIECES: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr
-):  # fmt: skip
+def sums_of(link, place, nth, tiles, thread, PARTS: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr):
     """Four float registers of a lane for each of COLUMNS eights of tokens: a tile's sums over all features, once all have come.
 
-    place (int64): of the lane's first ones. nth: which of the program's tiles it is. PIECES: 2 where groups may share a tile's blocks.
+    place (int64): of the lane's first ones. nth: which of the program's tiles it is.
     """
-    cut = thread * 0
-    last_cut = thread * 0
-    if PIECES == 2:
-        _, last = blocks_of(link[LENGTH], PARTS - 1, PARTS)
-        cut += is_cut(nth, tiles, gl.cdiv(link[LENGTH], PARTS))
-        last_cut += is_cut(nth, tiles, last)
+    _, last = blocks_of(link[LENGTH], PARTS - 1, PARTS)
+    cut = thread * 0 + is_cut(nth, tiles, gl.cdiv(link[LENGTH], PARTS))
+    last_cut = thread * 0 + is_cut(nth, tiles, last)
     kinds: gl.constexpr = floats(4 * COLUMNS)
-    code: gl.constexpr = _taking(PARTS, PIECES, COLUMNS, 256 * TOKENS)
+    code: gl.constexpr = _taking(PARTS, COLUMNS, 256 * TOKENS)
     given: gl.constexpr = "=&f," * (4 * COLUMNS) + "l,r,r"
     return gl.inline_asm_elementwise(code, given, [place, cut, last_cut], dtype=kinds, is_pure=False, pack=1)
 
@@ -77,7 +72,7 @@ def _sending(count):
 
 
 @triton.constexpr_function
-def _taking(parts, pieces, columns, size):
+def _taking(parts, columns, size):
     """PTX of `sums_of`: after the outputs the place, and whether tiles are cut, those of the last part too. size: of a part's sums.
 
     All messages are looked at together, again and again: one after another would be that many waits for memory.
@@ -86,23 +81,20 @@ def _taking(parts, pieces, columns, size):
     place, cut, last_cut = (f"${count + i}" for i in range(3))
     lines = [f"mov.f32 ${i}, 0f00000000;" for i in range(count)]
     lines.append(f"setp.ne.b32 p, {cut}, 0; setp.ne.b32 q, {last_cut}, 0;")
-    messages = [(part, piece, column) for part in range(parts) for piece in range(pieces) for column in range(columns)]
+    messages = [(part, piece, column) for part in range(parts) for piece in range(2) for column in range(columns)]
     for begin in range(0, len(messages), AT_ONCE.value):
         loads, least, adds = [], [], []
         for at, message in enumerate(messages[begin : begin + AT_ONCE.value]):
             part, piece, column = message
             guard = "" if piece == 0 else "@q " if part == parts - 1 else "@p "
             words = [f"w{4 * at + i}" for i in range(4)]
-            where = f"[{place} + {(pieces * part + piece) * size + 2048 * column}]"
-            if piece:
-                lines += [f"mov.b32 {word}, 1;" for word in words]
+            where = f"[{place} + {(2 * part + piece) * size + 2048 * column}]"
+            lines += [f"mov.b32 {word}, 1;" for word in words]
             loads.append(f"{guard}ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, {where};")
-            least += [f"min.u32 t{i}, t{i}, {words[i]};" for i in range(4)]
+            least += [f"min.u32 t, t, {word};" for word in words]
             sums = [f"${4 * column + i}" for i in range(4)]
             adds += [f"mov.b32 f, {words[i]}; {guard}add.f32 {sums[i]}, {sums[i]}, f;" for i in range(4)]
             adds.append(f"{guard}st.relaxed.gpu.global.v4.b32 {where}, {{z, z, z, z}};")
-        ones = " ".join(f"mov.b32 t{i}, 1;" for i in range(4))
-        all_four = "min.u32 t0, t0, t1; min.u32 t2, t2, t3; min.u32 t0, t0, t2; setp.eq.b32 r, t0, 0;"
-        lines += [f"WAIT{begin}: {ones}", *loads, *least, f"{all_four} @r bra WAIT{begin};", *adds]
-    registers = f".reg .pred p, q, r; .reg .f32 f; .reg .b32 t<4>, z, w<{4 * AT_ONCE.value}>;"
+        lines += [f"WAIT{begin}: mov.b32 t, 1;", *loads, *least, f"setp.eq.b32 r, t, 0; @r bra WAIT{begin};", *adds]
+    registers = f".reg .pred p, q, r; .reg .f32 f; .reg .b32 t, z, w<{4 * AT_ONCE.value}>;"
     return "{ " + registers + " mov.b32 z, 0; " + " ".join(lines) + " }"
