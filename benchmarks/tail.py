@@ -20,9 +20,11 @@ from torch import Tensor
 from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import Int4Weight, Tail, TailLinear
 from stoker.kernels.reference.tail import tail as one_by_one
+from stoker.kernels.triton import tail_few, tail_rows
 from stoker.kernels.triton.quant_int4 import pack_int4
-from stoker.kernels.triton.tail_few import MOST, TailTile, tail_few
-from stoker.kernels.triton.tail_rows import Plan, plan_of, plan_with, tail_rows
+from stoker.kernels.triton.tail import tail
+from stoker.kernels.triton.tail_few import MOST, TailTile
+from stoker.kernels.triton.tail_rows import Plan, plan_of, plan_with
 from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant.dense import DenseLinear
@@ -62,8 +64,8 @@ def layer(form: str) -> Tail:
     )  # fmt: skip
 
 
-def num_bytes(tail: Tail) -> int:
-    tensors = [t for one in tail.linears if one.weight for t in (one.weight.weight, one.weight.scale, one.weight.zero) if t is not None]
+def num_bytes(parts: Tail) -> int:
+    tensors = [t for one in parts.linears if one.weight for t in (one.weight.weight, one.weight.scale, one.weight.zero) if t is not None]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -88,12 +90,13 @@ def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
 
         return round(time_graph(walk, 25) / LAYERS, 2)
 
-    launch = tail_few if rows <= MOST else tail_rows
-    result = {"form": form, "rows": rows, "floor_us": round(floor, 2), "alone_us": took(one_by_one), "tail_us": took(launch)}
+    few = not tail_rows.takes(layers[0], rows)
+    result = {"form": form, "rows": rows, "floor_us": round(floor, 2), "alone_us": took(one_by_one), "tail_us": took(tail)}
     print(" ".join(f"{name} {value:<8}" for name, value in result.items()), flush=True)
-    others = [] if not try_tiles else tiles(form) if rows <= MOST else plans(layers[0], rows)
+    others: list[Any] = [] if not try_tiles else tiles(form) if few else plans(layers[0], rows)
     for other in others:
-        print(f"   {other}  {took(partial(launch, **{'tile' if rows <= MOST else 'plan': other})):6.2f}", flush=True)
+        one = partial(tail_few.tail_few, tile=other) if few else partial(tail_rows.tail_rows, plan=other)
+        print(f"   {other}  {took(one):6.2f}", flush=True)
     return result
 
 

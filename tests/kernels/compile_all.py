@@ -200,7 +200,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "tail int4": lambda: tail_of("int4", "int"),
     "tail int4 in groups of 32": lambda: tail_of("int4", "float", group=32),
     "tail int4 of 2 rows in groups of 64": lambda: tail_of("int4", "none", rows=2, group=64),
-    "tail int4 of 3 rows": lambda: tail_of("int4", "int", rows=3),
+    "tail int4 of 2 rows": lambda: tail_of("int4", "int", rows=2),
     "tail bfloat16 of 2 rows": lambda: tail_of("bfloat16", rows=2),
     "tail fp8 of 4 rows": lambda: tail_of("fp8", rows=4),
     "tail of 6 rows": lambda: tail_of("int4", "int", rows=6),

@@ -30,7 +30,7 @@ BOUNDS = {
     "tail of 64 rows": (128, 256), "tail of 64 rows 70B": (128, 256),
     "tail of 32 rows in groups of 32": (128, 256), "tail of 64 rows in groups of 64": (128, 256),
     "tail bfloat16": (128, 0), "tail float16 135M, with biases": (128, 0), "tail bfloat16 of 2 rows": (168, 0),
-    "tail fp8 of 4 rows": (168, 16), "tail int4 of 3 rows": (168, 16),
+    "tail fp8 of 4 rows": (168, 16), "tail int4 of 2 rows": (168, 16),
     "tail int4 in groups of 32": (168, 0), "tail int4 of 2 rows in groups of 64": (168, 0),
     "tail fp8": (168, 0), "tail int8 70B, last, with biases": (168, 8), "tail int4": (168, 0), "tail int4, of one block": (168, 0),
 }  # fmt: skip

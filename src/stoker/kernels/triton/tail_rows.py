@@ -17,7 +17,7 @@ from stoker.kernels.triton.tail_few import BLOCK, SHARED_BYTES, arrived, flags, 
 from stoker.kernels.triton.tail_rows_kernel import shared_places, tail_rows_kernel
 from stoker.kernels.triton.tail_rows_walk import GROUPS, TILE, WARPS, slot_bytes
 
-FEWEST, MOST = 5, 64  # tokens: fewer are as fast one linear after another (benchmarks/results/h200_tail_rows.json)
+FEWEST, MOST = 3, 64  # tokens: `tail_few` is faster with fewer (benchmarks/results/h200_tail_rows.json)
 MOST_PARTS, DEEPEST = 32, 4
 TRITONS = 1 << 10  # bytes of shared memory that Triton may take itself
 REGISTERS = 128  # of a thread: 16 warps have no more
