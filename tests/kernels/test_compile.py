@@ -26,9 +26,8 @@ BOUNDS = {
     "prefill latent": (255, 72),  # 0 or 68 by the machine that compiles: the same assembler orders it otherwise on another processor
     # what is left is for the attention before, which runs while a tail's rings fill
     # 16 warps; what is spilled lies outside the loops over blocks
-    "tail of 6 rows": (128, 64), "tail of 16 rows, last, with biases": (128, 64), "tail of 32 rows": (128, 192),
-    "tail of 64 rows": (128, 256), "tail of 64 rows 70B": (128, 256),
-    "tail of 32 rows in groups of 32": (128, 256), "tail of 64 rows in groups of 64": (128, 256),
+    "tail of 6 rows": (128, 0), "tail of 16 rows, last, with biases": (128, 0), "tail of 32 rows": (128, 64), "tail of 64 rows": (128, 64),
+    "tail of 64 rows 70B": (128, 64), "tail of 32 rows in groups of 32": (128, 64), "tail of 64 rows in groups of 64": (128, 64),
     "tail bfloat16": (128, 0), "tail float16 135M, with biases": (128, 0), "tail bfloat16 of 2 rows": (168, 0),
     "tail fp8 of 4 rows": (168, 16), "tail int4 of 2 rows": (168, 16),
     "tail int4 in groups of 32": (168, 0), "tail int4 of 2 rows in groups of 64": (168, 0),
