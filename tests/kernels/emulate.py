@@ -15,6 +15,7 @@ from stoker.kernels.quantized import Tail
 from stoker.kernels.triton import tail_few, tail_rows
 from stoker.kernels.triton.attention_tuning import Splits, Tile
 
+Made = tuple[torch.Tensor, torch.Tensor | None]
 # (heads' features, hidden ones, the MLP's, qkv's): features that end inside a turn, programs without a tile, several tiles a program
 SHAPE = (256, 512, 768, 320)
 # rows, dtype, biases, last, gate, programs
@@ -27,7 +28,7 @@ FEW = [
 SOME = [(6, torch.bfloat16, False, False, "silu", 4), (27, torch.bfloat16, True, False, "gelu_tanh", 7)]  # of int4
 
 
-def run(x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int, seed: int) -> Made:
     with emulating(seed, programs) as lost:
         made = (tail_few.tail_few if len(x) <= tail_few.MOST else tail_rows.tail_rows)(x, stream, parts)
     assert not any(lost[name] for name in lost if ".v2" in name or ".v4" in name), f"lanes meet in banks: {lost}"
@@ -44,16 +45,19 @@ def tail(form: str) -> None:
         got = run(x, stream, parts, programs, rows)
         check(form, got, x, stream, parts, weights)
         if rows == most:
-            rows_are_apart(got, x, stream, parts, programs)
+            a_row_is_what_it_is_alone(got, x, stream, parts, programs)
+        if rows >= most:
+            nan_stays_in_its_row(got, x, stream, parts, programs)
 
 
-def rows_are_apart(
-    got: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int
-) -> None:
-    """A row is what it is alone, and NaN stays in sight and in its row."""
+def a_row_is_what_it_is_alone(got: Made, x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int) -> None:
     last = slice(len(x) - 1, len(x))
     for one, alone in zip(got, run(x[last], stream[last], parts, programs + 1, 1), strict=True):
         assert one is None or (alone is not None and torch.equal(one[last], alone))
+
+
+def nan_stays_in_its_row(got: Made, x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int) -> None:
+    """And in sight; the others are what the launch before made them, which left messages and counters as they were."""
     x[0, 7] = float("nan")
     for one, other in zip(got, run(x, stream, parts, programs, 0), strict=True):
         assert one is None or (other is not None and other[0].isnan().all() and torch.equal(one[1:], other[1:]))
