@@ -11,6 +11,7 @@ import torch
 from stoker.kernels.quantized import RowWeight, Tail, TailLinear
 from stoker.kernels.triton import tail_few, tail_rows
 from stoker.kernels.triton.operand import column_features, place_of
+from stoker.kernels.triton.tail import takes_tail
 from stoker.kernels.triton.tail_few import SHARED_BYTES
 from stoker.kernels.triton.tail_rows_kernel import shared_places
 from stoker.kernels.triton.tail_rows_walk import GROUPS, slot_bytes
@@ -41,6 +42,8 @@ def test_plans_fit_and_leave_nothing_out(rows: int, group: int) -> None:
         plan = tail_rows.plan_of(tail, rows, PROGRAMS)
         assert plan is not None and plan.depth >= 2 and plan.tokens >= rows
         assert shared_places(plan.depth, plan.tokens, plan.share, group)[-1] <= SHARED_BYTES
+        sizes = tail_rows._sizes(tail)
+        assert tail_rows._words(sizes, plan) <= tail_rows._most_words(sizes, group, PROGRAMS)
         for linear, parts in zip(tail.linears, plan.parts, strict=True):
             blocks, tiles = linear.weight.weight.shape[1] // 128, linear.weight.weight.shape[0] // 64  # type: ignore[union-attr]
             share = -(-blocks // parts)
@@ -81,6 +84,15 @@ def test_tokens_lie_where_codes_meet_them(group: int, tokens: int) -> None:
                 assert place == 256 * tokens + brick * 64 + token % 8 * 8 + 2 * lane + at // 2
                 places.add(place)
     assert places == set(range(256 * tokens, 512 * tokens))
+
+
+def test_each_number_of_tokens_has_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail_few, "capability", lambda x: tail_few.CAPABILITY)
+    for module in (tail_few, tail_rows):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: PROGRAMS)
+    parts = tail_of(1024, 1024, 2816, 1536, 128)
+    assert [rows for rows in (1, 2, 3, 4, 33, 64, 65) if takes_tail(parts, rows)] == [1, 2, 3, 4, 33, 64]
+    assert [rows for rows in (1, 2, 3, 4, 33, 64, 65) if tail_rows.takes(parts, rows)] == [3, 4, 33, 64]
 
 
 def test_scales_that_no_piece_begins_at_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

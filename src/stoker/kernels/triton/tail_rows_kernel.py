@@ -2,8 +2,8 @@
 
 What `tail_kernel` is for one token. The features are cut into parts. A program has one of them, whose tokens stay in its shared memory (see
 `operand`); each of its four groups of four warps walks through tiles of 64 rows, widens their codes in registers, multiplies them by the
-tokens and leaves the sums in memory. Programs that have the parts of the same rows then meet, add the sums in one order, and store the
-outputs: row by row where others want them so, and as the operand of the next linear.
+tokens and sends the sums (`tail_rows_sums`). Programs that have the parts of the same rows share these out, add them in one order, and
+store the outputs: row by row where others want them so, and as the operand of the next linear. Then all programs meet.
 
 Weights come through the warps' rings (see `ring`) and depend on nothing, so rings fill while programs meet. A norm's weight goes into the
 operand; its factor multiplies the sums.

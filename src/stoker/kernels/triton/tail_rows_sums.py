@@ -1,8 +1,8 @@
 """Sums over parts of a linear's features, sent by the programs that have the parts to those that finish the rows.
 
-A message's word is a float32 whose last bit is set, which no later rounding sees, so a word that is not zero has arrived. Its one reader
-makes it zero again, and leaves all as the next linear and the next launch want them. What it replaces, a meeting of the programs (stores, a
-fence, an atomic operation, a load that waits) before the sums are loaded, takes 1.3 µs of a linear's 10 to 20 (8B shapes, 32 tokens).
+A message's word is a float32 whose last bit is set, one part in 2^23, so a word that is not zero has arrived. Its one reader makes it zero
+again, and leaves all as the next linear and the next launch want them. What it replaces, a meeting of the programs (stores, a fence, an
+atomic operation, a load that waits) before the sums are loaded, takes 1.3 µs of a linear's 10 to 20 (8B shapes, 32 tokens).
 """
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.

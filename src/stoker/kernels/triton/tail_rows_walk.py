@@ -106,7 +106,7 @@ def plan_walks(
 ):  # fmt: skip
     """Each warp's way through each linear, and one without blocks after the last, at `walks`: a thread each.
 
-    All at once, before anything is asked for: divisions are long waits, which a warp that came to a linear's end took 1.4 µs for.
+    All at once, before anything is asked for: with its divisions it took each warp 1.4 µs at every linear's end.
     """
     COUNT: gl.constexpr = len(GATES)
     linear = thread // WARPS
@@ -146,7 +146,7 @@ def walk_of(walks, linear, warp):
 
 @gluon.jit
 def take_words(walk, FIELD: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT words of a walk (1, 2 or 4), from a field on that they lie in one piece from."""
+    """COUNT words of a walk (1, 2 or 4), from a field on, whose place is a multiple of their size."""
     kinds: gl.constexpr = registers(COUNT)
     code: gl.constexpr = _taking_words(FIELD, COUNT)
     return gl.inline_asm_elementwise(code, "=r," * COUNT + "r", [walk], dtype=kinds, is_pure=False, pack=1)
@@ -163,7 +163,7 @@ def take_addresses(walk):
 
 @gluon.jit
 def from_linear(walks, linear, lane, warp, COUNT: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr):
-    """Where asking goes on from the first linear, from that one on, of which this warp has blocks (see `begin`)."""
+    """The state of `ask` at the first linear, from that one on, of which this warp has blocks."""
     walk = walk_of(walks, linear, warp)
     (left,) = take_words(walk, COUNT_OF, 1)
     while (left == 0) & (linear < COUNT):
