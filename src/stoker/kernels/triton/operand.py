@@ -73,7 +73,7 @@ def seen_by_products(thread):
 
 
 @gluon.jit
-def seen_by_copies(thread):
+def seen_by_copies():
     """What programs have stored in memory before they met is seen by the copies that the first thread asks for. Takes some 0.5 µs."""
     gl.inline_asm_elementwise(_SEEN, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 

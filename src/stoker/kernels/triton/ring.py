@@ -108,11 +108,11 @@ def take_two_rows(place, lane, PIECE: gl.constexpr, BLOCKS: gl.constexpr, AFTER:
 
 
 @gluon.jit
-def take_operand(place, OFFSET: gl.constexpr):
-    """Four registers of 16 bytes."""
-    kinds: gl.constexpr = registers(4)
-    code: gl.constexpr = _taking_operand(OFFSET)
-    return gl.inline_asm_elementwise(code, "=r,=r,=r,=r,r", [place], dtype=kinds, is_pure=False, pack=1)
+def take_words(place, OFFSET: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT registers (1, 2 or 4) from OFFSET bytes after `place`, a multiple of their size."""
+    kinds: gl.constexpr = registers(COUNT)
+    code: gl.constexpr = _taking_words(OFFSET, COUNT)
+    return gl.inline_asm_elementwise(code, "=r," * COUNT + "r", [place], dtype=kinds, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -269,8 +269,9 @@ def _putting_codes(words):
 
 
 @triton.constexpr_function
-def _taking_operand(offset):
-    return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+def _taking_words(offset, count):
+    names = ", ".join(f"${i}" for i in range(count))
+    return f"ld.shared.v{count}.b32 {{{names}}}, [${count} + {offset}];" if count > 1 else f"ld.shared.b32 $0, [$1 + {offset}];"
 
 
 @triton.constexpr_function

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from stoker.kernels.triton import fragments, stream_kernel
-from stoker.kernels.triton.ring import groups_of_block, lane_row, take_floats, take_operand, take_two
+from stoker.kernels.triton.ring import groups_of_block, lane_row, take_floats, take_two, take_words
 from stoker.kernels.triton.tail_walk import grid_bytes
 
 add_products = gluon.jit(fragments.add_products.fn)
@@ -28,7 +28,7 @@ def add_bytes(sums, words, codes, FORM: gl.constexpr, BLOCKS: gl.constexpr):
     """sums + products of a turn, four registers for each half of a block: chains of their own, since each waits for its last product."""
     made = ()
     for half in gl.static_range(2 * BLOCKS):
-        given = take_operand(codes, 64 * half)
+        given = take_words(codes, 64 * half, 4)
         if FORM == "fp8":
             given = widened(given)
         made = made + add_products(
@@ -69,7 +69,7 @@ def group_products(words, codes, nothing, GROUP: gl.constexpr, BLOCKS: gl.conste
             for pair in gl.static_range(4):
                 upper = words[16 * block + 4 * pair : 16 * block + 4 * pair + 2]
                 lower = words[16 * block + 4 * pair + 2 : 16 * block + 4 * pair + 4]
-                given = take_operand(codes, 256 * block + 64 * pair)
+                given = take_words(codes, 256 * block + 64 * pair, 4)
                 for side in gl.static_range(2):
                     mine = given[2 * side : 2 * side + 2]
                     made = made + add_products(same(nothing, 4), upper, lower, mine, "low" if side == 0 else "upper")
@@ -79,7 +79,7 @@ def group_products(words, codes, nothing, GROUP: gl.constexpr, BLOCKS: gl.conste
                     for half in gl.static_range(pair, pair + GROUP // 64):
                         upper = words[16 * block + 8 * half : 16 * block + 8 * half + 4]
                         lower = words[16 * block + 8 * half + 4 : 16 * block + 8 * half + 8]
-                        given = take_operand(codes, 256 * block + GROUP * side + 64 * (pair + half))
+                        given = take_words(codes, 256 * block + GROUP * side + 64 * (pair + half), 4)
                         made = made + add_products(same(nothing, 4), upper, lower, given, "low" if side == 0 else "upper")
     return made
 

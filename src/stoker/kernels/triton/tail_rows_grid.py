@@ -8,9 +8,8 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.fragments import registers
 from stoker.kernels.triton.operand import CODE_SCALES, SUM_SCALE, pair_of
-from stoker.kernels.triton.ring import groups_of_block, take_number, warp_together
+from stoker.kernels.triton.ring import groups_of_block, take_number, take_words, warp_together
 
 PAIR_BYTES = gl.constexpr(288)  # 8 of each row and group, and more so that lanes which read two pairs' read different banks
 
@@ -46,7 +45,7 @@ def take_grid(place, exchange, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GR
             put_two(exchange + PAIR_BYTES * nth + 8 * lane, scale, low)
         warp_together(lane)
         for nth in gl.static_range(4):
-            scale, low = take_registers(exchange + PAIR_BYTES * pair + lane // 4 * 8, 128 * (nth % 2) + 64 * (nth // 2))
+            scale, low = take_words(exchange + PAIR_BYTES * pair + lane // 4 * 8, 128 * (nth % 2) + 64 * (nth // 2), 2)
             scales = scales + (scale,)
             lows = lows + (low,)
     return scales, lows
@@ -71,16 +70,3 @@ def put_two(place, one, other):
     gl.inline_asm_elementwise(
         "st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, $1;", "=r,r,r,r", [place, one, other], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def take_registers(place, OFFSET: gl.constexpr):
-    """Two registers of 8 bytes."""
-    kinds: gl.constexpr = registers(2)
-    code: gl.constexpr = _taking(OFFSET)
-    return gl.inline_asm_elementwise(code, "=r,=r,r", [place], dtype=kinds, is_pure=False, pack=1)
-
-
-@triton.constexpr_function
-def _taking(offset):
-    return f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset}];"

@@ -43,6 +43,7 @@ from stoker.kernels.triton.ring import (
     shared_address,
     take_block,
     take_float,
+    take_words,
 )
 from stoker.kernels.triton.tail_kernel import activated
 from stoker.kernels.triton.tail_links import BIAS, EPS, LENGTH, NORM, OUT, RESIDUAL, K, N, X, linked, listed
@@ -63,7 +64,6 @@ from stoker.kernels.triton.tail_rows_walk import (
     part_of,
     plan_walks,
     slot_bytes,
-    take_words,
     walk_of,
 )
 
@@ -113,7 +113,7 @@ def fetch(link, operand, barriers, programs, thread, PARTS: gl.constexpr, TOKENS
     block, blocks = blocks_of(link[LENGTH], part, PARTS)
     SIZE: gl.constexpr = block_bytes(TOKENS)
     source = link[X].to(gl.int64) + block.to(gl.int64) * SIZE
-    seen_by_copies(thread)
+    seen_by_copies()
     for i in range(blocks):
         ask_tokens(operand + i * SIZE, source + i * SIZE, barriers + 8 * i, thread, SIZE)
 

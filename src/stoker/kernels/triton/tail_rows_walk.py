@@ -14,8 +14,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.fragments import registers
-from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_word, asked, groups_of_block
+from stoker.kernels.triton.ring import BLOCK_BYTES, ask_blocks, ask_word, asked, groups_of_block, take_words
 from stoker.kernels.triton.tail_links import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen, number
 
 WARPS = tl.constexpr(16)
@@ -145,14 +144,6 @@ def walk_of(walks, linear, warp):
 
 
 @gluon.jit
-def take_words(walk, FIELD: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT words of a walk (1, 2 or 4), from a field on, whose place is a multiple of their size."""
-    kinds: gl.constexpr = registers(COUNT)
-    code: gl.constexpr = _taking_words(FIELD, COUNT)
-    return gl.inline_asm_elementwise(code, "=r," * COUNT + "r", [walk], dtype=kinds, is_pure=False, pack=1)
-
-
-@gluon.jit
 def take_addresses(walk):
     """(of the weight, of its scales, of its zeros)."""
     return gl.inline_asm_elementwise(
@@ -220,9 +211,3 @@ _PUTTING_WALK = tl.constexpr(
     "@p st.shared.v4.b32 [$1], {a0, a1, a2, a3}; @p st.shared.v4.b32 [$1 + 16], {a4, a5, $6, $7}; "
     "@p st.shared.v4.b32 [$1 + 32], {$8, $9, $10, $11}; @p st.shared.v4.b32 [$1 + 48], {$12, $13, $14, 0}; mov.b32 $0, $1; }"
 )
-
-
-@triton.constexpr_function
-def _taking_words(field, count):
-    names = ", ".join(f"${i}" for i in range(count))
-    return f"ld.shared.v{count}.b32 {{{names}}}, [${count} + {field}];" if count > 1 else f"ld.shared.b32 $0, [$1 + {field}];"
