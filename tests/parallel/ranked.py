@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import BLOCK, Harness, Sequence, crowded
+from harness import BLOCK, Harness, Sequence, alone, crowded
 from torch import Tensor
 
 from stoker.base.config import Mapping
@@ -55,7 +55,7 @@ class RankHarness(Harness):
 
 @dataclass
 class Job:
-    """Greedy tokens after `prompt` among `strangers`, chunked, preempted and with reused blocks."""
+    """Greedy tokens after `prompt` among `strangers`, chunked, preempted and with reused blocks; of one rank also whole prefills."""
 
     name: str
     engine: str
@@ -74,8 +74,16 @@ class Job:
             again = harness.start([*self.prompt[:18], 5, 6, 7], share=main)
             assert again.computed == BLOCK
             harness.step([(again, 5)])
-        logits = torch.stack([main.logits[i] for i in sorted(main.logits)])
-        return {"tokens": main.tokens, "again": again.tokens if again else [], "logits": logits}
+        result = {"tokens": main.tokens, "again": again.tokens if again else [], "logits": logits_of(main)}
+        if world.size == 1:
+            result["alone"] = alone(harness, main.tokens[:-1])
+            if again is not None:
+                result["again logits"], result["again alone"] = logits_of(again), alone(harness, again.tokens[:-1])[BLOCK:]
+        return result
+
+
+def logits_of(sequence: Sequence) -> Tensor:
+    return torch.stack([sequence.logits[i] for i in sorted(sequence.logits)])
 
 
 def rank_main(process: int, port: int, folder: str, jobs: list[Job]) -> None:

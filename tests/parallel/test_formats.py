@@ -36,6 +36,9 @@ CHOSEN |= {f"experts {name}": ("Qwen3Moe", EXPERTS, name) for name in ("WEIGHTS_
 ROUNDED = {"WEIGHTS_ONLY_INT8": 1e-3, "WEIGHTS_KV_INT8": 1e-2, "SMOOTH_QUANT": 0.08, "FP8": 0.15, "FP8_KV": 0.15, "experts FP8": 0.2,
            "FP8_BLOCK": 0.02}  # fmt: skip
 EXACT = 3e-5  # sums are in another order
+# The same with other tokens beside it: what is rounded while it runs, activations or keys, may become the next code by a sum's order.
+# On a CPU the number of rows decides, too, whether int8 weights meet float32 or 16 bits of an activation.
+CROWDED = {name: min(bound, 0.02) for name, bound in ROUNDED.items()} | {"WEIGHTS_KV_INT4": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,15 @@ def test_ranks_say_what_one_says(results: dict[str, Any], name: str) -> None:
     one = wanted.pop(f"{name}/one")
     for world, result in wanted.items():
         agree(one, result, ROUNDED.get(name, EXACT), world)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_crowd_chunks_and_reused_blocks_change_nothing(results: dict[str, Any], name: str) -> None:
+    one = results[f"{name}/one"]
+    for made, whole in (("logits", "alone"), ("again logits", "again alone")):
+        assert one[made].shape == one[whole].shape
+        error = float((one[made] - one[whole]).square().mean().sqrt() / one[whole].std())
+        assert error < CROWDED.get(name, EXACT), (made, error)
 
 
 def agree(one: dict[str, Any], other: dict[str, Any], tolerance: float, world: str) -> None:

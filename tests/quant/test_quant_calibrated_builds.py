@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import msgspec
 import pytest
 import tiny
@@ -226,6 +227,20 @@ def test_calibration_data_comes_from_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "d.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"d\.bin is no text"):
         read_text(str(tmp_path / "d.bin"))
+
+
+def test_calibration_data_comes_from_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no path is asked of the hub, for files of text alone."""
+    (tmp_path / "train.jsonl").write_text('{"text": "first"}\n{"content": "second"}\n')
+    asked = []
+
+    def download(name: str, *, repo_type: str, allow_patterns: list[str]) -> str:
+        asked.append((name, repo_type, sorted(allow_patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert read_text("someone/prose") == "first\n\nsecond"
+    assert asked == [("someone/prose", "dataset", ["*.json", "*.jsonl", "*.md", "*.txt"])]
 
 
 def test_calibration_data_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
