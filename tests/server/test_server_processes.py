@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -23,9 +24,11 @@ from stoker.base.errors import ConfigError
 from stoker.server.process import bind, reserve
 from stoker.server.process import serve as run
 from stoker.server.schemas.settings import ServerSettings
+from stoker.server.tasks import ExecutorTask
 
 PROGRAM = str(Path(__file__).parent / "served.py")
 LONG = {"prompt": "the quick brown fox", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+MANY = {**LONG, "n": 4, "prompt": [LONG["prompt"]] * 250}  # 14 s of work: whoever waits for its start sees it
 
 
 class Served:
@@ -102,8 +105,7 @@ async def test_answers_leaving_and_draining(engine: Path, tmp_path: Path) -> Non
         generated = await client.post("/v2/models/ensemble/generate", json={"text_input": LONG["prompt"], "max_tokens": 100, "end_id": -1})
         assert generated.json()["text_output"] == LONG["prompt"] + text, "greedy on both protocols"
 
-        many = {**LONG, "stream": True, "n": 4, "prompt": [LONG["prompt"]] * 8}  # more than run at once: they outlast the next request
-        async with client.stream("POST", "/v1/completions", json=many) as answer:
+        async with client.stream("POST", "/v1/completions", json={**MANY, "stream": True}) as answer:
             async for _ in answer.aiter_lines():
                 break
             assert await number(client, "stoker_kv_blocks_used") > 0
@@ -111,12 +113,13 @@ async def test_answers_leaving_and_draining(engine: Path, tmp_path: Path) -> Non
             while await number(client, "stoker_kv_blocks_used"):
                 await asyncio.sleep(0.01)
 
-        asking = asyncio.create_task(client.post("/v1/completions", json={**LONG, "n": 8}))
-        async with asyncio.timeout(10):
-            while not await number(client, "stoker_running_sequences"):
-                await asyncio.sleep(0.002)
-        served.process.terminate()
-        assert (await asking).json()["usage"]["completion_tokens"] == 800, "a request in flight ends as it would have"
+        counted = {**LONG, "n": 8, "prompt": [LONG["prompt"]] * 4, "stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", "/v1/completions", json=counted) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            served.process.terminate()
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"completion_tokens":3200' in rest[-2], "a request in flight ends as it would have"
         assert await served.ended() == 0
         with pytest.raises(httpx.ConnectError):
             await httpx.AsyncClient().get(served.url)
@@ -125,7 +128,7 @@ async def test_answers_leaving_and_draining(engine: Path, tmp_path: Path) -> Non
 async def test_a_dead_executor_is_told_and_ends_the_server(engine: Path, tmp_path: Path) -> None:
     async with serve(engine, tmp_path) as served, httpx.AsyncClient(base_url=served.url, timeout=30) as client:
         (executor,) = served.children("stoker.server.executor_process")
-        asking = asyncio.create_task(client.post("/v1/completions", json={**LONG, "n": 8}))
+        asking = asyncio.create_task(client.post("/v1/completions", json=MANY))
         async with asyncio.timeout(10):
             while not await number(client, "stoker_running_sequences"):
                 await asyncio.sleep(0.002)
@@ -168,6 +171,23 @@ async def test_children_end_with_their_parent(engine: Path, tmp_path: Path) -> N
         assert len(children) == 2
         served.process.kill()
         await until(lambda: not any(running(pid) for pid in children))
+
+
+@pytest.mark.parametrize("library", ["_multiarray_umath", "libtorch_cpu", "libtorch_python"])
+async def test_an_end_amid_the_start_is_silent(engine: Path, tmp_path: Path, library: str) -> None:
+    """An exception out of a signal's handler, amid the import of a compiled module, comes out as another one."""
+    with (tmp_path / "stderr").open("w") as stderr:
+        task = pickle.dumps(ExecutorTask(str(engine), RuntimeConfig(device="cpu"), f"ipc://{tmp_path}/executor"))
+        command = [sys.executable, "-m", "stoker.server.executor_process"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr)
+    assert process.stdin is not None
+    process.stdin.write(len(task).to_bytes(8, "little") + task)
+    process.stdin.flush()
+    await until(lambda: library in Path(f"/proc/{process.pid}/maps").read_text())
+    process.terminate()
+    assert await asyncio.to_thread(process.wait, 10) == -signal.SIGTERM
+    process.stdin.close()
+    assert not (tmp_path / "stderr").read_text()
 
 
 async def test_an_engine_that_does_not_load(tmp_path: Path) -> None:

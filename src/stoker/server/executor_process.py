@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 from stoker.base.errors import StokerError
@@ -30,34 +30,31 @@ class StoppableMailbox(ZmqMailbox):
 def main() -> int:
     configure()
     task, tell_ready = receive_task()
-    mailboxes: list[StoppableMailbox] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: _stop(mailboxes, number, frame))
     end_with_parent()
     try:
-        run(task, mailboxes, tell_ready)
+        run(task, tell_ready)
     except StokerError as error:
         log.error("%s", error)
         return 1
     return 0
 
 
-def run(task: ExecutorTask, mailboxes: list[StoppableMailbox], tell_ready: Any) -> None:
-    """Load, tell, loop."""
-    from stoker.runtime.load import load_executor  # torch: not before the signals are set up
+def run(task: ExecutorTask, tell_ready: Callable[[], Any]) -> None:
+    """Load, tell, loop.
+
+    Until the mailbox is there SIGTERM has the system's own effect, which ends this process at once: nothing is in flight that could be
+    lost, and an exception out of a handler, amid an import or a library's cleaning up, comes out as another one.
+    """
+    from stoker.runtime.load import load_executor  # torch: only now, as an end may be asked for meanwhile
 
     def listen(info: ExecutorInfo) -> StoppableMailbox:
-        mailboxes.append(StoppableMailbox(task.address, info))
-        return mailboxes[0]
+        mailbox = StoppableMailbox(task.address, info)
+        signal.signal(signal.SIGTERM, lambda number, frame: setattr(mailbox, "stopping", True))
+        return mailbox
 
     executor = load_executor(task.engine, task.config, listen)
     tell_ready()
     executor.run()
-
-
-def _stop(mailboxes: list[StoppableMailbox], number: int, frame: FrameType | None) -> None:
-    if not mailboxes:
-        sys.exit(0)
-    mailboxes[0].stopping = True
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ log = get_logger(__name__)
 WATCH_S = 0.2
 HANG_S = 5.0  # without a beat, a process is stopped or stuck
 STALL_S = {"cuda": 8.0, "cpu": 300.0}  # in one step: a CPU may compute for minutes, a GPU never does
+KEPT_BYTES = 1 << 24  # of each rank's log, when one failed
 GRACE_S = 2.0  # after a rank failed, this process has so long to notice before it is ended
 
 
@@ -59,18 +60,20 @@ def rank_devices(engine: Engine, config: RuntimeConfig) -> list[torch.device]:
 class Follower:
     """One rank's process."""
 
-    def __init__(self, task: FollowTask, log_file: Path, pass_fds: tuple[int, ...]) -> None:
-        self.rank, self.device, self.log_file = task.rank, task.device, log_file
+    def __init__(self, task: FollowTask, pass_fds: tuple[int, ...]) -> None:
+        self.rank, self.device = task.rank, task.device
+        # Nameless: it goes with the processes, however they end.
+        self._log = tempfile.TemporaryFile(prefix="stoker-rank-")  # noqa: SIM115
         self._status, theirs = os.pipe()
         task.status_fd = theirs
         try:
-            with log_file.open("wb") as opened:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "stoker.runtime.worker.follow"], stdin=subprocess.PIPE, stdout=opened, stderr=opened, bufsize=0,
-                    pass_fds=(*pass_fds, theirs), start_new_session=True, env=env.child_environment(),
-                )  # fmt: skip
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stoker.runtime.worker.follow"], stdin=subprocess.PIPE, stdout=self._log, stderr=self._log,
+                bufsize=0, pass_fds=(*pass_fds, theirs), start_new_session=True, env=env.child_environment(),
+            )  # fmt: skip
         except BaseException:
             os.close(self._status)
+            self._log.close()
             raise
         finally:
             os.close(theirs)
@@ -91,12 +94,22 @@ class Follower:
         assert self.process.stdin is not None
         self.process.stdin.close()
         os.close(self._status)
+        self._log.close()
 
-    def describe(self, what: str) -> str:
+    def keep_log(self, folder: Path) -> None:
+        """Write the end of what it printed to a file that stays."""
+        (folder / f"rank{self.rank}.log").write_bytes(self._printed())
+
+    def describe(self, what: str, folder: Path) -> str:
         """What happened to it, with the end of its log."""
-        lines = self.log_file.read_text(errors="replace").strip().splitlines()
+        lines = self._printed().decode(errors="replace").strip().splitlines()
         last = f" It ends with: {lines[-1]}" if lines else ""
-        return f"rank {self.rank} on {self.device} {what}; its log is {self.log_file}.{last}"
+        return f"rank {self.rank} on {self.device} {what}; its log is {folder / f'rank{self.rank}.log'}.{last}"
+
+    def _printed(self) -> bytes:
+        """Read at a place: it writes at the file's own."""
+        log = self._log.fileno()
+        return os.pread(log, KEPT_BYTES, max(0, os.fstat(log).st_size - KEPT_BYTES))
 
     @property
     def ending(self) -> str:
@@ -120,7 +133,6 @@ class Ranks:
         self._meeting: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._port = self._meeting.port
         self._guest = dist.TCPStore("127.0.0.1", self._port, is_master=False)
-        self._folder = tempfile.TemporaryDirectory(prefix="stoker-ranks-", ignore_cleanup_errors=True)
         self._stall_s = config.step_timeout_s or STALL_S[self._device.type]
         self._failure: RankError | None = None
         self._noticed, self._closing = threading.Event(), threading.Event()
@@ -132,7 +144,7 @@ class Ranks:
                     engine=str(engine.path), rank=rank, reader=reader, device=str(devices[rank]), config=config, port=self._port,
                     ring_fd=self._ring.fd, num_readers=len(others), slot_size=size, status_fd=-1,
                 )  # fmt: skip
-                self._followers.append(Follower(task, Path(self._folder.name) / f"rank{rank}.log", (self._ring.fd,)))
+                self._followers.append(Follower(task, (self._ring.fd,)))
         except BaseException:
             self._end()
             raise
@@ -178,7 +190,7 @@ class Ranks:
         self.check()
 
     def close(self) -> None:
-        """End the followers; their logs go when all went well."""
+        """End the followers; their logs stay when one failed."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -202,8 +214,6 @@ class Ranks:
         for follower in self._followers:
             follower.kill()
         self._ring.close()
-        if self._failure is None:
-            self._folder.cleanup()
 
     # The watch.
 
@@ -212,27 +222,35 @@ class Ranks:
             found = self._find_failure()
             if found is None:
                 continue
-            self._failure = RankError(found)
-            log.critical("%s", self._failure)
-            self._folder._finalizer.detach()  # type: ignore[attr-defined]  # the logs stay
             for follower in self._followers:
                 follower.process.kill()
+            self._failure = RankError(self._described(*found))
+            log.critical("%s", self._failure)
             # Who waits for them on a CPU is told by the connections or by `check`; a GPU waits for ever.
             self._meeting = None
             if not self._noticed.wait(GRACE_S) and self._device.type == "cuda":
                 os._exit(1)
             return
 
-    def _find_failure(self) -> str | None:
+    def _described(self, failed: Follower, what: str) -> str:
+        """What happened, once every rank's log is kept where it can be read later."""
+        folder = Path(tempfile.gettempdir())
+        with contextlib.suppress(OSError):  # a full disk keeps no logs, and no failure from being told
+            folder = Path(tempfile.mkdtemp(prefix="stoker-ranks-"))
+            for follower in self._followers:
+                follower.keep_log(folder)
+        return failed.describe(what, folder)
+
+    def _find_failure(self) -> tuple[Follower, str] | None:
         now = time.monotonic_ns()
         beats, lags = self._ring.beats_ns(), self._ring.lags()
         for reader, follower in enumerate(self._followers):
             if follower.process.poll() is not None:
-                return follower.describe(follower.ending)
+                return follower, follower.ending
             if beats[reader] and (now - beats[reader]) / 1e9 > HANG_S:
-                return follower.describe(f"shows no life for {HANG_S:g} s")
+                return follower, f"shows no life for {HANG_S:g} s"
             if self._stalled_s(reader, lags[reader]) > self._stall_s:
-                return follower.describe("is stuck in a step")
+                return follower, "is stuck in a step"
         return None
 
     def _stalled_s(self, reader: int, lag: int) -> float:
