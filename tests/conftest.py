@@ -78,6 +78,20 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of single characters, 96 ids: calibration has text to read."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("letters")
+    vocab = {"<unk>": 0} | {chr(32 + i): i + 1 for i in range(95)}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The embedded default model's checkpoint, fetched once for the user."""
     from stoker.cli.default_model import default_checkpoint

@@ -11,7 +11,6 @@ import torch
 from cases import GROUPED, MOE
 from oracles import hf_model
 from ranked import Job, run_jobs
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
@@ -39,18 +38,6 @@ EXACT = 3e-5  # sums are in another order
 # The same with other tokens beside it: what is rounded while it runs, activations or keys, may become the next code by a sum's order.
 # On a CPU the number of rows decides, too, whether int8 weights meet float32 or 16 bits of an activation.
 CROWDED = {name: min(bound, 0.02) for name, bound in ROUNDED.items()} | {"WEIGHTS_KV_INT4": 0.02}
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of single characters, so that calibration has text to read."""
-    path = tmp_path_factory.mktemp("letters")
-    vocab = {"<unk>": 0} | {chr(32 + i): i + 1 for i in range(95)}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text("{}")
-    return path
 
 
 def settings(name: str, recipe: str, mapping: Mapping) -> dict[str, Any]:

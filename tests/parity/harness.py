@@ -44,6 +44,7 @@ class Harness:
     def load(self, engine: Engine, num_positions: int, num_blocks: int) -> None:
         self.model = Decoder(self.config, engine.loader(0, self.device), num_positions)
         self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, self.device)
+        self.model.complete_caches(self.caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [T, vocab]."""

@@ -118,9 +118,18 @@ def _arithmetic(chosen: Format, dtype: str) -> Format:
 
 
 def _measured_on(build: BuildConfig, config: EngineConfig) -> Recipe:
-    """The recipe with what calibration will read, where it measures anything: it belongs to the engine's address."""
+    """The recipe with what calibration will read, where it measures anything: it belongs to the engine's address.
+
+    Raises ConfigError for a model that nothing can be measured on.
+    """
     if not measures(config.model, config.recipe):
         return config.recipe
+    if config.model.requires_whole_prompt and config.weights == "files":
+        cache = f" over a cache of {config.recipe.kv_cache}" if config.recipe.kv_cache else ""
+        raise ConfigError(
+            f"{config.recipe.name}{cache} is refused: it is measured on text, and {config.model.architecture} reads its prompts in both "
+            "directions.", cure="Use WEIGHTS_ONLY_INT8, WEIGHTS_ONLY_INT4, FP8 or FP8_BLOCK, and leave the cache as it is.",
+        )  # fmt: skip
     asked = {"data": build.calibration_data or "default", "size": build.calibration_size, "seq_len": build.calibration_seq_len}
     return msgspec.structs.replace(config.recipe, calibration=asked)
 
