@@ -1,5 +1,5 @@
 """Stoker beside transformers on this CPU, in one run: the same weights in float32, and as the checkpoint stores them (Q4_1), which is what
-a build keeps unless it is told otherwise. The figures of the README's table.
+a build keeps unless it is told otherwise, each in a process of its own. The figures of the README's table.
 
 PYTHONPATH=src python benchmarks/cpu.py --json benchmarks/results/cpu.json
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from apart import Apart, as_built
 
 from stoker import LLM, SamplingParams
 from stoker.builder.build import build_cached
@@ -47,37 +48,42 @@ def timed(work: Callable[[], Any], repeats: int = 3) -> float:
     return best
 
 
-def one_stream(llm: LLM, model: Any) -> dict[str, float]:
+ONE, NEW = prompts(49152, [16], 1)[0], 96
+LENGTHS = [16 + 15 * i for i in range(STREAMS)]
+MANY, NEW_EACH = prompts(49152, LENGTHS, 2), 32
+
+
+def one_stream(llm: LLM) -> float:
     """Tokens a second of 96 new tokens after a prompt of 16."""
-    prompt, count = prompts(49152, [16], 1)[0], 96
-    params = SamplingParams(max_tokens=count, ignore_eos=True)
-    ids = torch.tensor([prompt])
-    kwargs = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    ours = count / timed(lambda: llm.generate(prompt, params))
-    theirs = count / timed(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs))
-    return {"stoker": ours, "transformers": theirs, "ratio": ours / theirs, "asked": 1.4}
+    return NEW / timed(lambda: llm.generate(ONE, SamplingParams(max_tokens=NEW, ignore_eos=True)))
 
 
-def sixteen_streams(llm: LLM, model: Any) -> dict[str, Any]:
+def their_one_stream(model: Any) -> float:
+    ids = torch.tensor([ONE])
+    kwargs = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return NEW / timed(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs))
+
+
+def sixteen_streams(llm: LLM) -> float:
     """Total tokens a second of 16 prompts of 16 to 256 tokens with 32 new ones each."""
+    params = SamplingParams(max_tokens=NEW_EACH, ignore_eos=True)
+    return STREAMS * NEW_EACH / timed(lambda: llm.generate(MANY, params), 2)
+
+
+def their_sixteen_streams(model: Any) -> tuple[float, str]:
+    """The same, and by which way."""
     from transformers import GenerationConfig
 
-    lengths = [16 + 15 * i for i in range(STREAMS)]
-    batch, count = prompts(49152, lengths, 2), 32
-    params = SamplingParams(max_tokens=count, ignore_eos=True)
-    ours = STREAMS * count / timed(lambda: llm.generate(batch, params), 2)
-    config = GenerationConfig(max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    asked = {"max_new_tokens": NEW_EACH, "min_new_tokens": NEW_EACH, "do_sample": False, "pad_token_id": 0}
+    config = GenerationConfig(**asked, eos_token_id=-1)
     try:
-        seconds = timed(lambda: model.generate_batch(inputs=batch, generation_config=config, progress_bar=False), 1)
-        theirs: float | None = STREAMS * count / seconds
-        note = "generate_batch"
+        seconds = timed(lambda: model.generate_batch(inputs=MANY, generation_config=config, progress_bar=False), 1)
+        return STREAMS * NEW_EACH / seconds, "generate_batch"
     except Exception as problem:
-        padded = torch.tensor([[0] * (max(lengths) - len(p)) + p for p in batch])
-        mask = (torch.arange(max(lengths))[None, :] >= torch.tensor([max(lengths) - n for n in lengths])[:, None]).long()
-        kwargs = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-        theirs = STREAMS * count / timed(lambda: model.generate(padded, attention_mask=mask, **kwargs), 1)
-        note = f"padded generate: generate_batch does not run here ({type(problem).__name__})"
-    return {"stoker": ours, "transformers": theirs, "ratio": ours / theirs if theirs else None, "asked": 2.0, "against": note}
+        padded = torch.tensor([[0] * (max(LENGTHS) - len(p)) + p for p in MANY])
+        mask = (torch.arange(max(LENGTHS))[None, :] >= torch.tensor([max(LENGTHS) - n for n in LENGTHS])[:, None]).long()
+        seconds = timed(lambda: model.generate(padded, attention_mask=mask, **asked), 1)
+        return STREAMS * NEW_EACH / seconds, f"padded generate: generate_batch does not run here ({type(problem).__name__})"
 
 
 def shared_prefix(engine: Path) -> dict[str, float]:
@@ -102,6 +108,19 @@ async def _mean_first(llm: LLM, batch: list[list[int]]) -> float:
     return statistics.mean(await asyncio.gather(*map(first, batch)))
 
 
+def load(engine: Path) -> LLM:
+    return LLM(as_built(engine), kv_cache_tokens=16 * 1024, prefix_reuse=False)  # the same prompts are timed again
+
+
+def reference(checkpoint: Path) -> Any:
+    torch.set_grad_enabled(False)
+    return reference_model(open_checkpoint(checkpoint, "SmolLM2", weights=True), "float32", False).eval()
+
+
+def compared(ours: float, theirs: float, asked: float) -> dict[str, Any]:
+    return {"stoker": ours, "transformers": theirs, "ratio": ours / theirs, "asked": asked}
+
+
 def command_s(*command: str) -> float:
     return timed(lambda: subprocess.run(command, check=True, capture_output=True), 5)
 
@@ -120,13 +139,13 @@ def main() -> None:
     results["import_s"] = command_s(sys.executable, "-c", "import stoker") - command_s(sys.executable, "-c", "pass")
     results["help_s"] = command_s(str(Path(sys.executable).with_name("stoker")), "--help")
     print(f"import stoker {results['import_s']:.2f} s, stoker --help {results['help_s']:.2f} s", flush=True)
-    model = reference_model(open_checkpoint(checkpoint, "SmolLM2", weights=True), "float32", False).eval()
-    for kind, path in {"": engine, "_as_stored": stored}.items():
-        with LLM(path, kv_cache_tokens=16 * 1024) as llm, torch.no_grad():
-            for name, measure in {"one_stream": one_stream, "sixteen_streams": sixteen_streams}.items():
-                results[name + kind] = measure(llm, model)
-                print(name + kind, json.dumps(results[name + kind]), flush=True)
-    del model
+    with Apart(reference, checkpoint) as model:
+        for kind, path in {"": engine, "_as_stored": stored}.items():
+            with Apart(load, path) as llm:
+                results["one_stream" + kind] = compared(llm.measure(one_stream), model.measure(their_one_stream), 1.4)
+                theirs, how = model.measure(their_sixteen_streams)
+                results["sixteen_streams" + kind] = compared(llm.measure(sixteen_streams), theirs, 2.0) | {"against": how}
+                print(kind, json.dumps(results["one_stream" + kind]), json.dumps(results["sixteen_streams" + kind]), flush=True)
     results["shared_prefix"] = shared_prefix(engine)
     print("shared_prefix", json.dumps(results["shared_prefix"]), flush=True)
     if args.json:
