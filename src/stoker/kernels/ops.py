@@ -71,11 +71,13 @@ if torch.cuda.is_available():
 @cache
 def _cpu() -> dict[ModuleType, ModuleType]:
     """The launchers of C kernels; they are compiled by the first op of a CPU, if they were not yet."""
-    from stoker.kernels.native import attention, library, linear, quant_int4, quant_int8, rope
+    from stoker.kernels.native import attention, library, linear, quant_int4, quant_int8, rope, tail
 
     if isinstance(library.kernels(), str):
         return {}
-    return {attention_ref: attention, linear_ref: linear, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope}
+    return {
+        attention_ref: attention, linear_ref: linear, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope, tail_ref: tail,
+    }  # fmt: skip
 
 
 def _pick(x: Tensor, reference: ModuleType) -> ModuleType:

@@ -76,8 +76,8 @@ StoredExperts = ExpertWeights | Int4Experts | Int8Experts | BlockExperts
 class RowWeight:
     """A weight as it lies for a kernel of several linears.
 
-    `form`: bfloat16 or float16 (as it is), fp8 (activations by the row's own scale), bytes (int8), int4 (paired groups of `group` features,
-    with `scale` and `zero` [groups, n]).
+    `form`: float32, bfloat16 or float16 (as it is), fp8 (activations by the row's own scale), bytes (int8), int4 (on a GPU paired groups of
+    `group` features, with `scale` and `zero` [groups, n]; on a CPU as they are stored).
     """
 
     form: str
@@ -108,7 +108,7 @@ class TailLinear:
         return int(self.weight.weight.shape[0]) // (1 if self.fusion.gate is None else 2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Tail:
     """What follows attention in a layer, up to the next layer's queries, keys and values (None after the last layer)."""
 

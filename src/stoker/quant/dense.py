@@ -43,9 +43,8 @@ class DenseLinear:
     def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return ops.embedding(token_ids, self.weight)
 
-    def row_weight(self) -> RowWeight | None:
-        form = {torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(self.weight.dtype)
-        return None if form is None else RowWeight(form, self.weight, None, self.bias)
+    def row_weight(self) -> RowWeight:
+        return RowWeight(str(self.weight.dtype).removeprefix("torch."), self.weight, None, self.bias)
 
 
 class DenseExperts:

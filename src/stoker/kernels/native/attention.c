@@ -263,6 +263,7 @@ int stoker_attention(const struct attention *a) {
     int64_t keys = count_keys(a);
     if (!keys) return 1;
     int64_t threads = keys * a->kv_heads * a->size < LEAST_PARALLEL ? 1 : a->threads;
-    run_parts(a->fork, threads, a->rows * a->kv_heads, one_head, (void *)a);
+    struct stage heads = {one_head, (void *)a, a->rows * a->kv_heads, 0, 0};
+    run_stages(a->fork, threads, &heads, 1);
     return 0;
 }

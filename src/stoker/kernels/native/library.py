@@ -29,7 +29,7 @@ ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "gelu_quick": 4, "
 NORMS = {None: 0, "rms": 1, "layer": 2}
 
 # The structs of the sources. One pointer to a struct costs a call a quarter of what as many arguments do.
-LINEAR = struct.Struct("@26qd").pack
+LINEARS, GIVEN, STAYING = (struct.Struct(code).pack for code in ("@3q", "@6q", "@18qd"))  # a head, and two parts of each linear
 ROPE_STORE = struct.Struct("@29q").pack
 ATTENTION = struct.Struct("@24qd").pack
 
@@ -39,7 +39,7 @@ Function = Callable[[bytes], int]
 class Kernels(NamedTuple):
     """The library's functions. Each takes its packed struct and returns 0, or 1 where the reference is to run instead."""
 
-    linear: Function
+    linears: Function
     rope_store: Function
     attention: Function
     fork: int  # the address of GOMP_parallel in PyTorch's OpenMP runtime
@@ -52,8 +52,8 @@ def kernels() -> Kernels | str:
         return "turned off by STOKER_NATIVE"
     try:
         library = ctypes.CDLL(str(built()))
-        linear, rope_store, attention = (_function(library, f"stoker_{name}") for name in ("linear", "rope_store", "attention"))
-        return Kernels(linear, rope_store, attention, _fork())
+        linears, rope_store, attention = (_function(library, f"stoker_{name}") for name in ("linears", "rope_store", "attention"))
+        return Kernels(linears, rope_store, attention, _fork())
     except Exception as why:  # whatever a system lacks, the references run
         log.info("CPU kernels are plain torch: %s", why)
         return str(why)

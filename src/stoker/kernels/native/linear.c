@@ -1,4 +1,5 @@
-/* Linears of few rows: the weight is read once, at the speed of memory, widened in registers and summed in float32. */
+/* Linears of few rows, one or several that follow each other: weights are read once, at the speed of memory, widened in registers and summed
+ * in float32. */
 
 #include <stdlib.h>
 
@@ -9,22 +10,29 @@
 #define AHEAD 8192  /* bytes of prefetch: [3072, 576] of int8 out of memory takes 195 µs; without it 420, 3072 ahead 240 */
 #define MOST_ROWS 64
 #define MOST_GROUPS 1024
+#define MOST_LINEARS 4
 #define LEAST_PARALLEL (128 << 10)  /* bytes of a weight that are worth a second thread */
 
 enum norm { NO_NORM, RMS, LAYER };
 
-/* gate(norm(input_gate(x)) Wᵀ + bias) + residual, as `LINEAR` in library.py packs it.
+/* gate(norm(input_gate(x)) Wᵀ + bias) + residual, as `GIVEN` and `STAYING` in library.py pack it: what each call brings, and the rest.
  * Sizes in elements; `out` is y's, half of the weight's rows when gated. */
 struct linear {
-    fork_function *fork;
-    int64_t threads;
-    const void *x, *weight, *scale, *zero, *offset, *bias, *residual, *norm_weight, *norm_bias;
+    const void *x, *residual;
     void *y;
-    int64_t rows, in, out, x_stride;
-    int64_t dtype, weight_dtype, scale_dtype, group; /* group: of int4's codes, two a byte; 0: weight_dtype has a value for each feature */
+    int64_t rows, x_stride, dtype;
+    const void *weight, *scale, *zero, *offset, *bias, *norm_weight, *norm_bias;
+    int64_t in, out, weight_dtype, scale_dtype, group; /* group: of int4's codes, two a byte; 0: weight_dtype has a value for each feature */
     int64_t bias_dtype, norm_weight_dtype, norm_bias_dtype;
     int64_t norm, input_gate, gate;
     double eps;
+};
+
+/* One after another: what one stores another may take. */
+struct linears {
+    fork_function *fork;
+    int64_t threads, count;
+    struct linear first[];
 };
 
 struct job {
@@ -64,7 +72,11 @@ static void by_nibbles(float *x, int64_t pitch) {
     }
 }
 
-static void prepare(const struct linear *a, float *x, int64_t pitch, int64_t row) {
+static void prepare(void *data, int64_t row) {
+    const struct job *job = data;
+    const struct linear *a = job->of;
+    int64_t pitch = job->pitch;
+    float *x = job->x + row * pitch;
     const char *from = (const char *)a->x + row * a->x_stride * size_of(a->dtype);
     memset(x + pitch - 2 * LANES, 0, 2 * LANES * sizeof *x);
     for (int64_t k = 0; k < a->in; k += LANES) {
@@ -232,20 +244,38 @@ static void part(void *data, int64_t index) {
     for (int64_t b = first; b < end; b++) block(job, b * BLOCK);
 }
 
-/* 0, or 1 when this is not for us: no memory, or larger than the buffers above. */
-int stoker_linear(const struct linear *a) {
-    struct job job = {a, NULL, (a->in + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), 0};
-    if (a->rows > MOST_ROWS || (a->group && a->in > MOST_GROUPS * a->group) || a->in < 1) return 1;
-    if (!a->rows || !a->out) return 0;
-    int64_t rows = (a->rows + TOGETHER - 1) / TOGETHER * TOGETHER;
-    job.x = aligned_alloc(128, rows * job.pitch * sizeof *job.x);
-    if (!job.x) return 1;
-    if (a->rows % TOGETHER == 3) memset(job.x + a->rows * job.pitch, 0, job.pitch * sizeof *job.x);
-    for (int64_t r = 0; r < a->rows; r++) prepare(a, job.x + r * job.pitch, job.pitch, r);
-    int64_t blocks = (a->out + BLOCK - 1) / BLOCK, bytes = a->in * a->out * size_of(a->weight_dtype);
-    int64_t parts = bytes < LEAST_PARALLEL ? 1 : least(blocks, a->threads * 4);
-    job.share = (blocks + parts - 1) / parts;
-    run_parts(a->fork, a->threads, (blocks + job.share - 1) / job.share, part, &job);
-    free(job.x);
+/* Rows of x, with those of zeros that make the last pass whole. */
+static int64_t padded(const struct linear *a) { return a->rows % TOGETHER == 3 ? a->rows + 1 : a->rows; }
+
+/* 0, or 1 when these are not for us: no memory, or larger than the buffers above. */
+int stoker_linears(const struct linears *a) {
+    if (a->count < 1 || a->count > MOST_LINEARS) return 1;
+    struct job jobs[MOST_LINEARS];
+    struct stage stages[2 * MOST_LINEARS];
+    int64_t floats = 0, most = 0;
+    for (int64_t i = 0; i < a->count; i++) {
+        const struct linear *l = a->first + i;
+        if (l->rows > MOST_ROWS || (l->group && l->in > MOST_GROUPS * l->group) || l->in < 1) return 1;
+        if (!l->rows || !l->out) return 0;
+        jobs[i] = (struct job){l, NULL, (l->in + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), 0};
+        int64_t blocks = (l->out + BLOCK - 1) / BLOCK, bytes = l->in * l->out * size_of(l->weight_dtype);
+        int64_t parts = bytes < LEAST_PARALLEL ? 1 : least(blocks, a->threads * 4);
+        jobs[i].share = (blocks + parts - 1) / parts;
+        stages[2 * i] = (struct stage){prepare, jobs + i, l->rows, 0, 0};
+        stages[2 * i + 1] = (struct stage){part, jobs + i, (blocks + jobs[i].share - 1) / jobs[i].share, 0, 0};
+        floats += padded(l) * jobs[i].pitch;
+        if (most < parts) most = parts;
+    }
+    float *x = aligned_alloc(128, (floats + 31) / 32 * 32 * sizeof *x);
+    if (!x) return 1;
+    float *at = x;
+    for (int64_t i = 0; i < a->count; i++) {
+        const struct linear *l = a->first + i;
+        jobs[i].x = at;
+        at += padded(l) * jobs[i].pitch;
+        if (padded(l) > l->rows) memset(at - jobs[i].pitch, 0, jobs[i].pitch * sizeof *at);
+    }
+    run_stages(a->fork, most > 1 ? a->threads : 1, stages, 2 * a->count);
+    free(x);
     return 0;
 }

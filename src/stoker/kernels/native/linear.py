@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,16 +12,17 @@ from stoker.kernels.native.library import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    GIVEN,
     INT8,
-    LINEAR,
+    LINEARS,
     NORMS,
     NOTHING,
+    STAYING,
     UINT8,
     Known,
     kernels,
     known,
 )
-from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import linear as reference
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -28,71 +31,91 @@ FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 STREAM = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # what activations are made of
 
 
+class Stored(NamedTuple):
+    """A weight as the kernel reads it."""
+
+    values: Known
+    scale: Known = NOTHING
+    zero: Known = NOTHING
+    offset: Known = NOTHING
+    group: int = 0  # of int4's codes
+
+
+class Link(NamedTuple):
+    """A linear as far as it is the same for every call."""
+
+    inputs: int  # features of x
+    outputs: int
+    packed: bytes
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    if x.shape[0] <= FEW_ROWS:
-        found = known(weight)
-        if found.dtype in (FLOAT32, BFLOAT16):
-            y = _product(x, found, bias, fusion, NOTHING, NOTHING, NOTHING, 0)
-            if y is not None:
-                return y
-    return reference.linear(x, weight, bias, fusion)
+    stored = dense_weight(weight) if x.shape[0] <= FEW_ROWS else None
+    y = product(x, stored, bias, fusion) if stored is not None else None
+    return reference.linear(x, weight, bias, fusion) if y is None else y
 
 
-def int8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
-    """`int8_linear` by the kernel, or None where it does not take these."""
+def dense_weight(weight: Tensor) -> Stored | None:
+    """None where the kernel does not take it; so for those below."""
+    found = known(weight)
+    return Stored(found) if found.dtype in (FLOAT32, BFLOAT16) else None
+
+
+def int8_weight(weight: Tensor, scale: Tensor) -> Stored | None:
     codes, steps = known(weight), known(scale)
-    if codes.dtype != INT8 or steps.dtype != FLOAT32 or steps.shape != codes.shape[:1]:
+    fits = codes.dtype == INT8 and steps.dtype == FLOAT32 and steps.shape == codes.shape[:1]
+    return Stored(codes, steps) if fits else None
+
+
+def int4_weight(codes: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | None, group: int) -> Stored | None:
+    stored = Stored(known(codes), known(scale), known(zero), known(offset), group)
+    shape, steps = stored.values.shape, stored.scale
+    if stored.values.dtype != UINT8 or len(shape) != 2 or group <= 0 or group % 32:
         return None
-    return _product(x, codes, bias, fusion, steps, NOTHING, NOTHING, 0)
+    grid = shape[0], -(-2 * shape[1] // group)
+    fits = steps.shape == grid and steps.dtype in FLOATS
+    fits = fits and (stored.zero is NOTHING or (stored.zero.shape == grid and stored.zero.dtype == UINT8))
+    fits = fits and (stored.offset is NOTHING or (stored.offset.shape == grid and stored.offset.dtype == steps.dtype))
+    return stored if fits else None
 
 
-def int4_product(x: Tensor, weight: Int4Weight, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
-    """`int4_linear` by the kernel, or None where it does not take these."""
-    codes, scale, zero, offset = known(weight.codes), known(weight.scale), known(weight.zero), known(weight.offset)
-    group = weight.group_size
-    if codes.dtype != UINT8 or len(codes.shape) != 2 or group <= 0 or group % 32:
-        return None
-    grid = codes.shape[0], -(-2 * codes.shape[1] // group)
-    fits = scale.shape == grid and scale.dtype in FLOATS
-    fits = fits and (zero is NOTHING or (zero.shape == grid and zero.dtype == UINT8))
-    fits = fits and (offset is NOTHING or (offset.shape == grid and offset.dtype == scale.dtype))
-    return _product(x, codes, bias, fusion, scale, zero, offset, group) if fits else None
-
-
-def _product(
-    x: Tensor, weight: Known, bias: Tensor | None, fusion: Fusion, scale: Known, zero: Known, offset: Known, group: int
-) -> Tensor | None:
-    """`scale`, `zero` and `offset` fit the weight; the rest is checked here."""
-    found = kernels()
-    dtype, shape = STREAM.get(x.dtype, -1), x.shape
+def link(weight: Stored, bias: Tensor | None, fusion: Fusion) -> Link | None:
+    """None where the kernel does not take these. The residual is a call's own."""
     gate, input_gate = ACTIVATIONS.get(fusion.gate, -1), ACTIVATIONS.get(fusion.input_gate, -1)
-    if isinstance(found, str) or dtype < 0 or gate < 0 or input_gate < 0 or len(shape) != 2 or len(weight.shape) != 2:
+    if gate < 0 or input_gate < 0 or len(weight.values.shape) != 2:
         return None
-    out, size = weight.shape
-    size *= 2 if group else 1
+    out, size = weight.values.shape
+    size *= 2 if weight.group else 1
     added, norm_weight, norm_bias = known(bias), known(fusion.norm_weight), known(fusion.norm_bias)
-    if (
-        shape[1] != (2 * size if input_gate else size)
-        or x.stride(1) != 1
-        or not (_is_vector(added, out) and _is_vector(norm_weight, size) and _is_vector(norm_bias, size))
+    if not (_is_vector(added, out) and _is_vector(norm_weight, size) and _is_vector(norm_bias, size)):
+        return None
+    out //= 2 if gate else 1
+    packed = STAYING(
+        weight.values.address, weight.scale.address, weight.zero.address, weight.offset.address,
+        added.address, norm_weight.address, norm_bias.address,
+        size, out, weight.values.dtype, weight.scale.dtype, weight.group, added.dtype, norm_weight.dtype, norm_bias.dtype,
+        NORMS[fusion.norm_kind], input_gate, gate, fusion.norm_eps,
+    )  # fmt: skip
+    return Link(2 * size if input_gate else size, out, packed)
+
+
+def product(x: Tensor, weight: Stored, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
+    """The linear by the kernel, or None where it does not take these."""
+    found, dtype, residual = kernels(), STREAM.get(x.dtype, -1), fusion.residual
+    if isinstance(found, str) or dtype < 0 or x.dim() != 2 or x.stride(1) != 1:
+        return None
+    own = link(weight, bias, fusion)
+    if own is None or x.shape[1] != own.inputs:
+        return None
+    rows = x.shape[0]
+    if residual is not None and not (
+        residual.shape == (rows, own.outputs) and residual.dtype == x.dtype and residual.is_contiguous() and residual.is_cpu
     ):
         return None
-    rows, residual, add = shape[0], fusion.residual, 0
-    if gate:
-        out //= 2
-    if residual is not None:
-        if residual.shape != (rows, out) or residual.dtype != x.dtype or not (residual.is_contiguous() and residual.is_cpu):
-            return None
-        add = residual.data_ptr()
-    y = torch.empty(rows, out, dtype=x.dtype)
-    refused = found.linear(
-        LINEAR(
-            found.fork, torch.get_num_threads(), x.data_ptr(), weight.address, scale.address, zero.address, offset.address,
-            added.address, add, norm_weight.address, norm_bias.address, y.data_ptr(),
-            rows, size, out, x.stride(0), dtype, weight.dtype, scale.dtype, group,
-            added.dtype, norm_weight.dtype, norm_bias.dtype, NORMS[fusion.norm_kind], input_gate, gate, fusion.norm_eps,
-        )
-    )  # fmt: skip
+    y = torch.empty(rows, own.outputs, dtype=x.dtype)
+    added = 0 if residual is None else residual.data_ptr()
+    head = LINEARS(found.fork, torch.get_num_threads(), 1)
+    refused = found.linears(head + GIVEN(x.data_ptr(), added, y.data_ptr(), rows, x.stride(0), dtype) + own.packed)
     return None if refused else y
 
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.kernels.native.library import kernels
-from stoker.kernels.native.linear import int4_product
-from stoker.kernels.quantized import Int4Weight
+from stoker.kernels.native.linear import int4_weight, product
+from stoker.kernels.quantized import Int4Weight, RowWeight
 from stoker.kernels.reference import quant_int4 as reference
-from stoker.kernels.reference.quant_int4 import int4_row_weight
 from stoker.kernels.types import PLAIN, Fusion
 
-__all__ = ["int4_linear", "int4_row_weight", "pack_int4"]
-
-_FEW_ROWS = 64  # beyond them a widened weight's product is as fast
+FEW_ROWS = 64  # beyond them a widened weight's product is as fast
 
 
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    y = int4_product(x, weight, bias, fusion) if x.shape[0] <= _FEW_ROWS else None
+    few = x.shape[0] <= FEW_ROWS
+    stored = int4_weight(weight.codes, weight.scale, weight.zero, weight.offset, weight.group_size) if few else None
+    y = product(x, stored, bias, fusion) if stored is not None else None
     return reference.int4_linear(x, weight, bias, fusion) if y is None else y
+
+
+def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight:
+    """As it is stored: scales and zeros [n, groups]."""
+    zero, kind = (weight.offset, "float") if weight.offset is not None else (weight.zero, "none" if weight.zero is None else "int")
+    return RowWeight("int4", weight.codes, weight.scale, bias, zero, kind, weight.group_size)
 
 
 def pack_int4(weight: Int4Weight) -> Int4Weight:

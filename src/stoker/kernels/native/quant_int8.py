@@ -6,7 +6,7 @@ from functools import cache
 
 from torch import Tensor
 
-from stoker.kernels.native.linear import int8_product
+from stoker.kernels.native.linear import int8_weight, product
 from stoker.kernels.reference import quant_int8 as reference
 from stoker.kernels.reference.quant_int8 import exact_integers, int8_embedding, w8a8_linear
 from stoker.kernels.types import PLAIN, Fusion
@@ -15,7 +15,8 @@ __all__ = ["int8_embedding", "int8_linear", "w8a8_linear"]
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    y = int8_product(x, weight, scale, bias, fusion) if x.shape[0] <= few_rows() else None
+    stored = int8_weight(weight, scale) if x.shape[0] <= few_rows() else None
+    y = product(x, stored, bias, fusion) if stored is not None else None
     return reference.int8_linear(x, weight, scale, bias, fusion) if y is None else y
 
 

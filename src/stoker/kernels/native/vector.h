@@ -185,8 +185,15 @@ static INLINE f32v activated(int activation, f32v x) {
     return x / (1.0f + exponential(-slope));
 }
 
-/* Calls work(job, part) for each part, on the threads of PyTorch's OpenMP runtime: `fork` is its GOMP_parallel. */
+/* work(job, part) for each of `count` parts; `next` and `done` begin at 0. */
+struct stage {
+    void (*work)(void *, int64_t);
+    void *job;
+    int64_t count, next, done;
+};
+
+/* Does stage after stage, each once the one before is done, on the threads of PyTorch's OpenMP runtime: `fork` is its GOMP_parallel. */
 typedef void fork_function(void (*)(void *), void *, unsigned, unsigned);
-void run_parts(fork_function *fork, int64_t threads, int64_t parts, void (*work)(void *, int64_t), void *job);
+void run_stages(fork_function *fork, int64_t threads, struct stage *first, int64_t count);
 
 #endif
