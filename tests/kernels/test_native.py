@@ -17,7 +17,7 @@ from torch import Tensor
 from stoker.base import env
 from stoker.kernels import ops
 from stoker.kernels.native import attention, build, library, linear, quant_int4, quant_int8, rope, tail
-from stoker.kernels.quantized import Int4Weight, RowWeight, Tail, TailLinear
+from stoker.kernels.quantized import GroupedInt8Weight, Int4Weight, RowWeight, Tail, TailLinear
 from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import attention as attention_reference
 from stoker.kernels.reference import linear as linear_reference
@@ -27,6 +27,7 @@ from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.reference import tail as tail_reference
 from stoker.kernels.types import PLAIN, AttentionParams, Fusion
 from stoker.layers.batch import KVCache
+from stoker.quant.int8_grouped import GroupedInt8Linear
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # bfloat16 is only rounded to, once
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C compiler is installed")
@@ -40,8 +41,8 @@ def _no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the reference ran")
 
     for module, name in (
-        (linear_reference, "linear"), (int8_reference, "int8_linear"), (int4_reference, "int4_linear"),
-        (rope_reference, "rope_store"), (attention_reference, "attention"),
+        (linear_reference, "linear"), (int8_reference, "int8_linear"), (int8_reference, "grouped_int8_linear"),
+        (int4_reference, "int4_linear"), (rope_reference, "rope_store"), (attention_reference, "attention"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, refuse)
 
@@ -57,6 +58,19 @@ def dense(rows: int, columns: int, dtype: torch.dtype) -> tuple[Callable, Tensor
 def int8(rows: int, columns: int) -> tuple[Callable, Tensor]:
     weight, scale = torch.randint(-128, 128, (rows, columns), dtype=torch.int8), torch.rand(rows) / (70 * columns**0.5) + 1e-4
     return lambda x, bias, fusion: quant_int8.int8_linear(x, weight, scale, bias, fusion), weight.double() * scale[:, None].double()
+
+
+def grouped_weight(rows: int, columns: int, group: int, shifted: bool, dtype: torch.dtype = torch.float16) -> GroupedInt8Weight:
+    scale = ((torch.rand(rows, -(-columns // group)) + 0.1) / (70 * columns**0.5)).to(dtype)
+    offset = (torch.randn(scale.shape) * scale.float() * 20).to(dtype) if shifted else None
+    return GroupedInt8Weight(torch.randint(-128, 128, (rows, columns), dtype=torch.int8), scale, offset, group)
+
+
+def grouped(rows: int, columns: int, group: int, shifted: bool, dtype: torch.dtype = torch.float16) -> tuple[Callable, Tensor]:
+    weight = grouped_weight(rows, columns, group, shifted, dtype)
+    scale, offset = (None if t is None else t.double().repeat_interleave(group, 1)[:, :columns] for t in (weight.scale, weight.offset))
+    real = weight.codes.double() * scale + (0 if offset is None else offset)
+    return lambda x, bias, fusion: quant_int8.grouped_int8_linear(x, weight, bias, fusion), real
 
 
 def int4_weight(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = torch.float16) -> Int4Weight:
@@ -115,6 +129,7 @@ def test_any_few_rows(rows: int, parts: str) -> None:
     check(dense(34, 80, torch.float32), rows, parts)
     check(int8(34, 80), min(rows, quant_int8.few_rows()), parts)
     check(int4(34, 80, 32, "int"), rows, parts)
+    check(grouped(34, 80, 16, True), rows, parts)
 
 
 @needs_compiler
@@ -122,7 +137,13 @@ def test_any_few_rows(rows: int, parts: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("parts", ["", "b", "l", "n", "gr", "ibr", "nbgr"])
 def test_all_that_surrounds_a_linear(parts: str, dtype: torch.dtype) -> None:
-    for made in (dense(48, 96, torch.float32), dense(48, 96, torch.bfloat16), int8(48, 96), int4(48, 96, 64, "float")):
+    for made in (
+        dense(48, 96, torch.float32),
+        dense(48, 96, torch.bfloat16),
+        int8(48, 96),
+        int4(48, 96, 64, "float"),
+        grouped(48, 96, 64, True),
+    ):
         check(made, 3, parts, dtype)
 
 
@@ -132,7 +153,7 @@ def test_all_that_surrounds_a_linear(parts: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [1, 2, 15, 33, 130, 577])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_sizes_that_no_vector_divides(rows: int, size: int, out: int) -> None:
-    for made in (dense(out, size, torch.float32), dense(out, size, torch.bfloat16), int8(out, size)):
+    for made in (dense(out, size, torch.float32), dense(out, size, torch.bfloat16), int8(out, size), grouped(out, size, 16, True)):
         check(made, rows, "lr")
     if size % 2 == 0:
         check(int4(out, size, 32, "int"), rows, "lr")
@@ -146,6 +167,16 @@ def test_sizes_that_no_vector_divides(rows: int, size: int, out: int) -> None:
 def test_int4_groups_of_which_the_last_may_be_shorter(size: int, group: int, zero: str) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         check(int4(21, size, group, zero, dtype), 2, "n")
+
+
+@needs_compiler
+@kernel_only
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("size", [128, 160, 277])
+def test_int8_groups_of_which_the_last_may_be_shorter(size: int, group: int, shifted: bool) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        check(grouped(21, size, group, shifted, dtype), 2, "n")
 
 
 @needs_compiler
@@ -171,7 +202,7 @@ def test_every_activation(name: str) -> None:
 @kernel_only
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_stays_none_and_in_its_row(value: float) -> None:
-    for run, _ in (dense(20, 64, torch.float32), int8(20, 64), int4(20, 64, 32, "int")):
+    for run, _ in (dense(20, 64, torch.float32), int8(20, 64), int4(20, 64, 32, "int"), grouped(20, 64, 16, True)):
         x = torch.randn(3, 64)
         x[1, 5] = value
         for fusion in (PLAIN, Fusion(norm_kind="rms", norm_eps=1e-5)):
@@ -182,7 +213,7 @@ def test_what_is_no_number_stays_none_and_in_its_row(value: float) -> None:
 @needs_compiler
 @kernel_only
 def test_a_row_is_the_same_alone_and_among_others() -> None:
-    for run, weight in (dense(50, 130, torch.float32), int8(50, 130), int4(50, 130, 32, "int")):
+    for run, weight in (dense(50, 130, torch.float32), int8(50, 130), int4(50, 130, 32, "int"), grouped(50, 130, 32, False)):
         x, norm = torch.randn(4, 130), Fusion(norm_kind="rms", norm_eps=1e-5)
         together = run(x, None, norm)
         assert together.shape[1] == len(weight)
@@ -195,7 +226,7 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
 def test_threads_change_nothing() -> None:
     threads = torch.get_num_threads()
     try:
-        for run, _ in (dense(1000, 64, torch.float32), int8(3000, 64), int4(5000, 64, 32, "int")):
+        for run, _ in (dense(1000, 64, torch.float32), int8(3000, 64), int4(5000, 64, 32, "int"), grouped(3000, 64, 32, True)):
             x, found = torch.randn(2, 64), []
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
@@ -214,6 +245,10 @@ def tail_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int = 136, h
             weight, scale = torch.randint(-128, 128, (rows, columns), dtype=torch.int8), torch.rand(rows) / (70 * columns**0.5)
             alone = lambda x, fusion: quant_int8.int8_linear(x, weight, scale, bias, fusion)  # noqa: E731
             return TailLinear(alone, RowWeight("bytes", weight, scale, bias), fusion)
+        if form == "bytes in groups":
+            shifted = grouped_weight(rows, columns, 16, True)
+            alone = lambda x, fusion: quant_int8.grouped_int8_linear(x, shifted, bias, fusion)  # noqa: E731
+            return TailLinear(alone, GroupedInt8Linear(shifted, bias).row_weight(), fusion)
         if form.startswith("int4"):
             codes = int4_weight(rows, columns, 32, form.removeprefix("int4 "))
             alone = lambda x, fusion: quant_int4.int4_linear(x, codes, bias, fusion)  # noqa: E731
@@ -226,7 +261,7 @@ def tail_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int = 136, h
     return Tail(one(hidden, heads), one(2 * inner, hidden, replace(norm, gate="silu")), one(hidden, inner), qkv)
 
 
-FORMS = ["float32", "bfloat16", "bytes", "int4 none", "int4 int", "int4 float"]
+FORMS = ["float32", "bfloat16", "bytes", "bytes in groups", "int4 none", "int4 int", "int4 float"]
 
 
 @needs_compiler

@@ -16,7 +16,7 @@ from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.awq import AWQ
 from stoker.quant.block_fp8 import BlockFp8
-from stoker.quant.dense import Dense, DenseExperts
+from stoker.quant.dense import Dense, DenseExperts, DenseLinear
 from stoker.quant.experts import GroupedExperts
 from stoker.quant.format import FORMATS, Format
 from stoker.quant.fp8 import Fp8
@@ -197,11 +197,23 @@ def test_fusions_surround_a_quantized_product() -> None:
     assert torch.allclose(found, torch.nn.functional.silu(gate) * up + residual, atol=1e-5)
 
 
-def test_int8_rows_serve_as_an_embedding() -> None:
+@pytest.mark.parametrize("chosen", [Int8(), GroupedInt8(group_size=16), GroupedInt8(shifted=True)], ids=str)
+def test_int8_rows_serve_as_an_embedding(chosen: Format) -> None:
     spec, weight, _ = made("even")
-    op = Int8().load(Int8().quantize(weight, spec), None)
+    op = chosen.load(chosen.quantize(weight, spec), None)
     ids = torch.tensor([3, 0, 95], dtype=torch.int32)
     assert torch.allclose(op.embed(ids, torch.float32), weight[ids.long()], atol=float(weight.abs().max()) / 250)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_groups_of_int8_are_widened_where_no_kernel_reads_them(shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, weight, _ = made("ragged")
+    x, chosen = torch.randn(3, weight.shape[1]), GroupedInt8(group_size=64, shifted=shifted)
+    stored = chosen.quantize(weight, spec)
+    read = chosen.load(dict(stored), None)
+    monkeypatch.setattr("stoker.kernels.ops.takes_int8_groups", lambda weight: False)
+    widened = chosen.load(dict(stored), None)
+    assert isinstance(widened, DenseLinear) and torch.allclose(widened(x), read(x), rtol=1e-4, atol=1e-5)  # type: ignore[operator,call-arg]
 
 
 def test_int8_products_keep_sixteen_bits_of_the_activations() -> None:

@@ -19,12 +19,13 @@ from stoker.builder.weights import Weights
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference.quant_fp8 import widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
+from stoker.kernels.reference.quant_int8 import widen_groups
 from stoker.layers.specs import LinearSpec
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
 from stoker.quant.int4 import Int4
 from stoker.quant.int8 import Int8
-from stoker.quant.int8_grouped import GroupedInt8, widen
+from stoker.quant.int8_grouped import GroupedInt8
 
 # Parts of a tensor that scales a fused linear's input, which its parts share; the largest serves all.
 _SHARED = ("input_scale",)
@@ -94,7 +95,7 @@ def dequantize(chosen: Format, t: dict[str, Tensor]) -> Tensor:
         wide = dequantize_int4(Int4Weight(t["weight"], t["scale"], t.get("zero"), t.get("offset"), chosen.group_size))
         return wide if "order" not in t else torch.empty_like(wide).index_copy_(1, t["order"].long(), wide)
     if isinstance(chosen, GroupedInt8):
-        return widen(t["weight"], t["scale"], t.get("offset"), chosen.group_size)
+        return widen_groups(t["weight"], t["scale"], t.get("offset"), chosen.group_size)
     if isinstance(chosen, BlockFp8):
         return widen_blocks(t["weight"], t["scale"], (chosen.rows, chosen.columns))
     return t["weight"].float() * t["scale"][:, None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.group import Group
-from stoker.kernels.quantized import Int4Weight, RowWeight, StoredExperts, Tail
+from stoker.kernels.quantized import GroupedInt8Weight, Int4Weight, RowWeight, StoredExperts, Tail
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import all_reduce as all_reduce_ref
 from stoker.kernels.reference import attention as attention_ref
@@ -153,6 +153,16 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     A GPU kernel widens a tile of the weight in registers to x's dtype, sums in float32, and multiplies by scale once at the end.
     """
     return _pick(x, int8_ref).int8_linear(x, weight, scale, bias, fusion)
+
+
+def takes_int8_groups(weight: GroupedInt8Weight) -> bool:
+    """Whether `grouped_int8_linear` reads the weight as it is stored; else it is better widened once, at load."""
+    return weight.codes.is_cpu and _pick(weight.codes, int8_ref).takes_groups(weight)
+
+
+def grouped_int8_linear(x: Tensor, weight: GroupedInt8Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    """`linear` with int8 in groups, where `takes_int8_groups`: on a CPU, whose kernel widens codes in registers."""
+    return _pick(x, int8_ref).grouped_int8_linear(x, weight, bias, fusion)
 
 
 def int8_embedding(token_ids: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

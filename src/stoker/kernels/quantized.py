@@ -33,6 +33,16 @@ class Int4Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedInt8Weight:
+    """A linear's weight of int8 in groups of `group_size` input features, the last of which may be shorter: code × scale + offset."""
+
+    codes: Tensor  # int8 [N, K]
+    scale: Tensor  # float [N, ceil(K / group_size)]
+    offset: Tensor | None  # as scale
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Stacked experts of one byte a weight: float8_e4m3fn or int8 [num_experts, N, K] × scale float32 [num_experts, N]."""
 
@@ -76,8 +86,8 @@ StoredExperts = ExpertWeights | Int4Experts | Int8Experts | BlockExperts
 class RowWeight:
     """A weight as it lies for a kernel of several linears.
 
-    `form`: float32, bfloat16 or float16 (as it is), fp8 (activations by the row's own scale), bytes (int8), int4 (on a GPU paired groups of
-    `group` features, with `scale` and `zero` [groups, n]; on a CPU as they are stored).
+    `form`: float32, bfloat16 or float16 (as it is), fp8 (activations by the row's own scale), bytes (int8; in groups on a CPU only), int4
+    (on a GPU paired groups of `group` features, with `scale` and `zero` [groups, n]; on a CPU as they are stored).
     """
 
     form: str

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from stoker.base.config import check_choice
-from stoker.kernels.quantized import Int8Experts
+from stoker.kernels import ops
+from stoker.kernels.quantized import GroupedInt8Weight, Int8Experts, RowWeight
+from stoker.kernels.reference.quant_int8 import widen_groups
+from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.dense import DenseExperts, DenseLinear
@@ -22,8 +25,8 @@ GROUP_SIZES = (16, 32, 64, 128, 256)
 class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
     """`weight` int8 [(experts,) out, in], `scale` [(experts,) out, groups], and with `shifted` `offset` like scale.
 
-    real = weight × scale + offset. Only experts on a GPU are read as stored. No other kernel takes groups of int8, so a linear's weight is
-    widened to `dtype` at load: the file is small, the memory is not.
+    real = weight × scale + offset. Experts on a GPU, and linears on a CPU with a compiler, are read as stored. No other kernel takes groups
+    of int8: the weight is widened to `dtype` at load, so that the file is small and the memory is not.
     """
 
     group_size: int = 32
@@ -64,16 +67,33 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         codes, scale, offset = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("offset", None)
         if codes.dim() == 3 and not codes.is_cpu:
             return GroupedExperts(Int8Experts(codes, scale, offset, self.group_size), bias)
-        weight = widen(codes, scale, offset, self.group_size).to(getattr(torch, self.dtype))
+        if codes.dim() == 2 and ops.takes_int8_groups(grouped := GroupedInt8Weight(codes, scale, offset, self.group_size)):
+            return GroupedInt8Linear(grouped, bias)
+        weight = widen_groups(codes, scale, offset, self.group_size).to(getattr(torch, self.dtype))
         return DenseLinear(weight, bias) if weight.dim() == 2 else DenseExperts(weight, bias)
 
 
-def widen(weight: Tensor, scale: Tensor, offset: Tensor | None, group_size: int) -> Tensor:
-    """float32 [..., out, in] of stored codes."""
-    real = groups.split(weight, group_size).mul_(scale.float()[..., None])
-    if offset is not None:
-        real.add_(offset.float()[..., None])
-    return groups.join(real, weight.shape[-1])
+class GroupedInt8Linear:
+    """x × weightᵀ + bias; its rows also serve as an embedding table."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: GroupedInt8Weight, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        return ops.grouped_int8_linear(x, self.weight, self.bias, fusion)
+
+    def row_weight(self) -> RowWeight:
+        weight = self.weight
+        return RowWeight(
+            "bytes", weight.codes, weight.scale, self.bias, weight.offset, "none" if weight.offset is None else "float", weight.group_size
+        )
+
+    def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        ids, weight = token_ids.long(), self.weight
+        offset = None if weight.offset is None else weight.offset[ids]
+        return widen_groups(weight.codes[ids], weight.scale[ids], offset, weight.group_size).to(dtype)
 
 
 FORMATS.add("int8_grouped", GroupedInt8)

@@ -22,7 +22,7 @@ struct linear {
     void *y;
     int64_t rows, x_stride, dtype;
     const void *weight, *scale, *zero, *offset, *bias, *norm_weight, *norm_bias;
-    int64_t in, out, weight_dtype, scale_dtype, group; /* group: of int4's codes, two a byte; 0: weight_dtype has a value for each feature */
+    int64_t in, out, weight_dtype, scale_dtype, group; /* UINT8: int4's codes, two a byte; group: features that share a scale, 0: all */
     int64_t bias_dtype, norm_weight_dtype, norm_bias_dtype;
     int64_t norm, input_gate, gate;
     double eps;
@@ -85,7 +85,7 @@ static void prepare(void *data, int64_t row) {
         store_some(FLOAT32, x, k, v, a->in - k);
     }
     if (a->norm) normed(a, x, pitch);
-    if (a->group) by_nibbles(x, pitch);
+    if (a->weight_dtype == UINT8) by_nibbles(x, pitch);
 }
 
 /* Rows of the weight in one pass, for R rows of x: as many as their sums find registers. */
@@ -117,7 +117,7 @@ static INLINE void plain_tile(int dtype, int W, int R, const struct job *job, co
     UNROLL for (int w = 0; w < W; w++) add(t, w, R, load_part(dtype, t->row[w], k, in - k), x + k, job->pitch);
 }
 
-/* A block's int4 groups. A value is code × scale + low, as in `reference/quant_int4.py`. */
+/* A block's groups. A value is code × scale + low, as in `reference/quant_int4.py` and `quant_int8.py`. */
 struct grid {
     float scale[BLOCK * MOST_GROUPS + LANES], low[BLOCK * MOST_GROUPS + LANES];
 };
@@ -125,7 +125,7 @@ struct grid {
 static void load_grid(const struct linear *a, struct grid *grid, int64_t first, int64_t rows) {
     int64_t groups = (a->in + a->group - 1) / a->group, at = first * groups, count = rows * groups;
     for (int64_t i = 0; i < count; i += LANES) {
-        f32v scale = load_some(a->scale_dtype, a->scale, at + i, count - i), low = -8 * scale;
+        f32v scale = load_some(a->scale_dtype, a->scale, at + i, count - i), low = a->weight_dtype == UINT8 ? -8 * scale : all(0);
         if (a->zero) low = -scale * load_some(UINT8, a->zero, at + i, count - i);
         if (a->offset) low = load_some(a->scale_dtype, a->offset, at + i, count - i);
         store_some(FLOAT32, grid->scale, i, scale, LANES);
@@ -163,6 +163,25 @@ int4_tile(int W, int R, const struct job *job, const struct grid *grid, const in
     }
 }
 
+/* The same for int8 in groups, which are multiples of LANES. */
+static INLINE void
+groups_tile(int W, int R, const struct job *job, const struct grid *grid, const int64_t *at, const float *x, struct tile *t) {
+    int64_t in = job->of->in, size = job->of->group;
+    for (int64_t g = 0; g * size < in; g++) {
+        f32v scale[4], low[4];
+        UNROLL for (int w = 0; w < W; w++) scale[w] = all(grid->scale[at[w] + g]), low[w] = all(grid->low[at[w] + g]);
+        int64_t k = g * size, end = least(k + size, in);
+        for (; k + LANES <= end; k += LANES) {
+            UNROLL for (int w = 0; w < W; w++) {
+                __builtin_prefetch(t->row[w] + k + AHEAD);
+                add(t, w, R, load(INT8, t->row[w], k) * scale[w] + low[w], x + k, job->pitch);
+            }
+        }
+        if (k == end) continue;
+        UNROLL for (int w = 0; w < W; w++) add(t, w, R, load_part(INT8, t->row[w], k, end - k) * scale[w] + low[w], x + k, job->pitch);
+    }
+}
+
 /* sums[r][n] = x's row r · the weight's row first + n, for R rows. Past the block's end tiles repeat its last row. */
 static INLINE void tiles(int dtype, int R, const struct job *job, const struct grid *grid, int64_t first, int64_t count, const float *x,
                          float (*sums)[BLOCK]) {
@@ -177,6 +196,7 @@ static INLINE void tiles(int dtype, int R, const struct job *job, const struct g
             at[w] = row * groups;
         }
         if (dtype == UINT8) int4_tile(WIDTH(R), R, job, grid, at, x, &t);
+        else if (dtype == INT8 && grid) groups_tile(WIDTH(R), R, job, grid, at, x, &t);
         else plain_tile(dtype, WIDTH(R), R, job, x, &t);
         UNROLL for (int w = 0; w < WIDTH(R); w++) UNROLL for (int r = 0; r < R; r++) sums[r][n + w] = total(t.sum[w][r]);
     }
@@ -199,25 +219,25 @@ PRODUCTS(bfloat16_products, BFLOAT16)
 PRODUCTS(int8_products, INT8)
 PRODUCTS(codes_products, UINT8)
 
-static void int4_products(const struct job *job, int64_t first, int64_t count, float (*sums)[BLOCK]) {
+static void grouped_products(const struct job *job, int64_t first, int64_t count, float (*sums)[BLOCK]) {
     struct grid grid;
     load_grid(job->of, &grid, first, count);
-    codes_products(job, &grid, first, count, sums);
+    (job->of->weight_dtype == UINT8 ? codes_products : int8_products)(job, &grid, first, count, sums);
 }
 
 /* sums[r][n] = x's row r · the weight's row first + n, for all rows and count <= BLOCK features. */
 static void products(const struct job *job, int64_t first, int64_t count, float (*sums)[BLOCK]) {
+    if (job->of->group) return grouped_products(job, first, count, sums);
     switch (job->of->weight_dtype) {
     case FLOAT32: float32_products(job, NULL, first, count, sums); break;
     case BFLOAT16: bfloat16_products(job, NULL, first, count, sums); break;
-    case INT8: int8_products(job, NULL, first, count, sums); break;
-    case UINT8: int4_products(job, first, count, sums);
+    case INT8: int8_products(job, NULL, first, count, sums);
     }
 }
 
 /* LANES sums of the weight's rows from `at` on, scaled and with their bias. */
 static INLINE f32v finished(const struct linear *a, f32v sum, int64_t at, int64_t count) {
-    if (a->weight_dtype == INT8) sum *= load_some(FLOAT32, a->scale, at, count);
+    if (a->weight_dtype == INT8 && !a->group) sum *= load_some(FLOAT32, a->scale, at, count);
     return a->bias ? sum + load_some(a->bias_dtype, a->bias, at, count) : sum;
 }
 

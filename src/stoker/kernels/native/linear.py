@@ -67,16 +67,25 @@ def int8_weight(weight: Tensor, scale: Tensor) -> Stored | None:
     return Stored(codes, steps) if fits else None
 
 
+def grouped_int8_weight(codes: Tensor, scale: Tensor, offset: Tensor | None, group: int) -> Stored | None:
+    stored = Stored(known(codes), known(scale), NOTHING, known(offset), group)
+    return stored if stored.values.dtype == INT8 and _is_grid(stored, 1) else None
+
+
 def int4_weight(codes: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | None, group: int) -> Stored | None:
     stored = Stored(known(codes), known(scale), known(zero), known(offset), group)
-    shape, steps = stored.values.shape, stored.scale
-    if stored.values.dtype != UINT8 or len(shape) != 2 or group <= 0 or group % 32:
-        return None
-    grid = shape[0], -(-2 * shape[1] // group)
+    return stored if stored.values.dtype == UINT8 and _is_grid(stored, 2) else None
+
+
+def _is_grid(stored: Stored, features: int) -> bool:
+    """Whether each group of a weight with so many features a byte has its scale, and a zero or offset where there are such."""
+    shape, steps, group = stored.values.shape, stored.scale, stored.group
+    if len(shape) != 2 or group <= 0 or group % (16 * features):
+        return False
+    grid = shape[0], -(-features * shape[1] // group)
     fits = steps.shape == grid and steps.dtype in FLOATS
     fits = fits and (stored.zero is NOTHING or (stored.zero.shape == grid and stored.zero.dtype == UINT8))
-    fits = fits and (stored.offset is NOTHING or (stored.offset.shape == grid and stored.offset.dtype == steps.dtype))
-    return stored if fits else None
+    return fits and (stored.offset is NOTHING or (stored.offset.shape == grid and stored.offset.dtype == steps.dtype))
 
 
 def link(weight: Stored, bias: Tensor | None, fusion: Fusion) -> Link | None:
@@ -85,7 +94,7 @@ def link(weight: Stored, bias: Tensor | None, fusion: Fusion) -> Link | None:
     if gate < 0 or input_gate < 0 or len(weight.values.shape) != 2:
         return None
     out, size = weight.values.shape
-    size *= 2 if weight.group else 1
+    size *= 2 if weight.values.dtype == UINT8 else 1
     added, norm_weight, norm_bias = known(bias), known(fusion.norm_weight), known(fusion.norm_bias)
     if not (_is_vector(added, out) and _is_vector(norm_weight, size) and _is_vector(norm_bias, size)):
         return None

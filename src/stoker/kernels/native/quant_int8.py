@@ -1,4 +1,4 @@
-"""Weight-only int8 linears of few rows in C."""
+"""Weight-only int8 linears of few rows in C, with a scale a row or in groups."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ from functools import cache
 
 from torch import Tensor
 
-from stoker.kernels.native.linear import int8_weight, product
+from stoker.kernels.native.linear import grouped_int8_weight, int8_weight, product
+from stoker.kernels.quantized import GroupedInt8Weight
 from stoker.kernels.reference import quant_int8 as reference
 from stoker.kernels.reference.quant_int8 import exact_integers, int8_embedding, w8a8_linear
 from stoker.kernels.types import PLAIN, Fusion
 
-__all__ = ["int8_embedding", "int8_linear", "w8a8_linear"]
+__all__ = ["grouped_int8_linear", "int8_embedding", "int8_linear", "takes_groups", "w8a8_linear"]
+
+FEW_GROUPED_ROWS = 64  # beyond them a widened weight's product is as fast
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
     stored = int8_weight(weight, scale) if x.shape[0] <= few_rows() else None
     y = product(x, stored, bias, fusion) if stored is not None else None
     return reference.int8_linear(x, weight, scale, bias, fusion) if y is None else y
+
+
+def takes_groups(weight: GroupedInt8Weight) -> bool:
+    return grouped_int8_weight(weight.codes, weight.scale, weight.offset, weight.group_size) is not None
+
+
+def grouped_int8_linear(x: Tensor, weight: GroupedInt8Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    few = x.shape[0] <= FEW_GROUPED_ROWS
+    stored = grouped_int8_weight(weight.codes, weight.scale, weight.offset, weight.group_size) if few else None
+    y = product(x, stored, bias, fusion) if stored is not None else None
+    return reference.grouped_int8_linear(x, weight, bias, fusion) if y is None else y
 
 
 @cache

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.native.library import GIVEN, LINEARS, kernels
-from stoker.kernels.native.linear import FEW_ROWS, STREAM, Link, Stored, dense_weight, int4_weight, int8_weight, link
+from stoker.kernels.native.linear import FEW_ROWS, STREAM, Link, Stored, dense_weight, grouped_int8_weight, int4_weight, int8_weight, link
 from stoker.kernels.native.quant_int4 import FEW_ROWS as FEW_INT4
+from stoker.kernels.native.quant_int8 import FEW_GROUPED_ROWS
 from stoker.kernels.native.quant_int8 import few_rows as few_int8
 from stoker.kernels.quantized import RowWeight, Tail, TailLinear
 from stoker.kernels.reference import tail as reference
@@ -86,6 +87,8 @@ def _stored(weight: RowWeight | None) -> tuple[Stored | None, int]:
     match weight:
         case RowWeight("float32" | "bfloat16"):
             return dense_weight(weight.weight), FEW_ROWS
+        case RowWeight("bytes", scale=Tensor() as scale) if weight.group:
+            return grouped_int8_weight(weight.weight, scale, weight.zero, weight.group), FEW_GROUPED_ROWS
         case RowWeight("bytes", scale=Tensor() as scale):
             return int8_weight(weight.weight, scale), few_int8()
         case RowWeight("int4", scale=Tensor() as scale):

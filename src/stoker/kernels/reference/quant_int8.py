@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.quantized import GroupedInt8Weight
 from stoker.kernels.reference.linear import after, around, before
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -25,6 +26,24 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     if fusion.gate is None:
         return _int8(rows, weight, scale, bias, fusion.residual)
     return after(_int8(rows, weight, scale, bias, None), fusion)
+
+
+def takes_groups(weight: GroupedInt8Weight) -> bool:
+    return False  # widened at load, products are faster
+
+
+def grouped_int8_linear(x: Tensor, weight: GroupedInt8Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    wide = widen_groups(weight.codes, weight.scale, weight.offset, weight.group_size).to(x.dtype)
+    return around(x, fusion, lambda rows: F.linear(rows, wide, bias))
+
+
+def widen_groups(codes: Tensor, scale: Tensor, offset: Tensor | None, group_size: int) -> Tensor:
+    """float32 [..., out, in] of int8 codes, and scales and offsets [..., out, groups]."""
+    size = codes.shape[-1]
+    real = F.pad(codes.float(), (0, -size % group_size)).unflatten(-1, (-1, group_size)).mul_(scale.float()[..., None])
+    if offset is not None:
+        real.add_(offset.float()[..., None])
+    return real.flatten(-2)[..., :size]
 
 
 def int8_embedding(token_ids: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
