@@ -45,7 +45,11 @@ class LLM:
         loaded: Future[Executor] = Future()
         self._executor_thread = threading.Thread(target=self._execute, args=(engine, loaded), name="stoker-executor", daemon=True)
         self._executor_thread.start()
-        self._executor = loaded.result()
+        try:
+            self._executor = loaded.result()
+        except BaseException:  # Ctrl-C: the thread ends once it has loaded
+            loaded.cancel()
+            raise
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="stoker-frontend", daemon=True)
         self._loop_thread.start()
@@ -61,10 +65,14 @@ class LLM:
         try:
             executor = load_executor(engine, self.config, InProcessMailbox)
         except BaseException as error:
-            loaded.set_exception(error)
+            if loaded.set_running_or_notify_cancel():
+                loaded.set_exception(error)
             return
-        loaded.set_result(executor)
-        executor.run()
+        if loaded.set_running_or_notify_cancel():
+            loaded.set_result(executor)
+            executor.run()
+        else:
+            executor.close()
 
     @overload
     def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...

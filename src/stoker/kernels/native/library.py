@@ -30,6 +30,7 @@ NORMS = {None: 0, "rms": 1, "layer": 2}
 
 # The structs of the sources. One pointer to a struct costs a call a quarter of what as many arguments do.
 LINEARS, GIVEN, STAYING = (struct.Struct(code).pack for code in ("@3q", "@6q", "@18qd"))  # a head, and two parts of each linear
+WIDENING = struct.Struct("@5q").pack  # before the two parts of a linear
 ROPE_STORE = struct.Struct("@29q").pack
 ATTENTION = struct.Struct("@24qd").pack
 
@@ -40,6 +41,7 @@ class Kernels(NamedTuple):
     """The library's functions. Each takes its packed struct and returns 0, or 1 where the reference is to run instead."""
 
     linears: Function
+    widen: Function
     rope_store: Function
     attention: Function
     fork: int  # the address of GOMP_parallel in PyTorch's OpenMP runtime
@@ -52,8 +54,8 @@ def kernels() -> Kernels | str:
         return "turned off by STOKER_NATIVE"
     try:
         library = ctypes.CDLL(str(built()))
-        linears, rope_store, attention = (_function(library, f"stoker_{name}") for name in ("linears", "rope_store", "attention"))
-        return Kernels(linears, rope_store, attention, _fork())
+        functions = {name: _function(library, f"stoker_{name}") for name in ("linears", "widen", "rope_store", "attention")}
+        return Kernels(**functions, fork=_fork())
     except Exception as why:  # whatever a system lacks, the references run
         log.info("CPU kernels are plain torch: %s", why)
         return str(why)

@@ -8,7 +8,7 @@
 #define BLOCK 16    /* output features that are finished together */
 #define TOGETHER 4  /* rows of x in one pass over a block's weights, which stay in the first cache for the next pass */
 #define AHEAD 8192  /* bytes of prefetch: [3072, 576] of int8 out of memory takes 195 µs; without it 420, 3072 ahead 240 */
-#define MOST_ROWS 64
+#define MOST_ROWS 16
 #define MOST_GROUPS 1024
 #define MOST_LINEARS 4
 #define LEAST_PARALLEL (128 << 10)  /* bytes of a weight that are worth a second thread */
@@ -297,5 +297,62 @@ int stoker_linears(const struct linears *a) {
     }
     run_stages(a->fork, most > 1 ? a->threads : 1, stages, 2 * a->count);
     free(x);
+    return 0;
+}
+
+/* `count` rows of a weight in groups, from row `first` on, as float32 [count, in]: `WIDENING` and two parts of a linear. */
+struct widening {
+    fork_function *fork;
+    int64_t threads;
+    float *out;
+    int64_t first, count;
+    struct linear of;
+};
+
+/* The features of LANES bytes: of int4 two a byte, the first in the low half. */
+static INLINE void widen_some(int codes, const char *bytes, codebook book, float scale, float low, float *out) {
+    if (!codes) return store_some(FLOAT32, out, 0, load(INT8, bytes, 0) * scale + low, LANES);
+    i32v wide = widen_u8(bytes), places = {0};
+    f32v even = decoded(wide, book), odd = decoded(wide >> 4, book);
+    for (int i = 0; i < LANES; i++) places[i] = i / 2 + i % 2 * LANES;
+    store_some(FLOAT32, out, 0, __builtin_shuffle(even, odd, places), LANES);
+    store_some(FLOAT32, out, LANES, __builtin_shuffle(even, odd, places + LANES / 2), LANES);
+}
+
+static INLINE void widen_row(int codes, const struct linear *l, const float *scale, const float *low, const char *row, float *out) {
+    int64_t together = codes ? 2 * LANES : LANES;
+    for (int64_t g = 0; g * l->group < l->in; g++) {
+        codebook book = codebook_of(scale[g], low[g]);
+        int64_t k = g * l->group, end = least(k + l->group, l->in);
+        for (; k + together <= end; k += together) widen_some(codes, row + (codes ? k / 2 : k), book, scale[g], low[g], out + k);
+        if (k == end) continue;
+        float last[2 * LANES];
+        char bytes[LANES] = {0};
+        memcpy(bytes, row + (codes ? k / 2 : k), codes ? (end - k) / 2 : end - k);
+        widen_some(codes, bytes, book, scale[g], low[g], last);
+        memcpy(out + k, last, (end - k) * sizeof *out);
+    }
+}
+
+static void widen_block(void *data, int64_t index) {
+    const struct widening *a = data;
+    const struct linear *l = &a->of;
+    int64_t begin = index * BLOCK, rows = least(BLOCK, a->count - begin), groups = (l->in + l->group - 1) / l->group;
+    struct grid grid;
+    load_grid(l, &grid, a->first + begin, rows);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = a->first + begin + r;
+        const float *scale = grid.scale + r * groups, *low = grid.low + r * groups;
+        float *out = a->out + (begin + r) * l->in;
+        if (l->weight_dtype == UINT8) widen_row(1, l, scale, low, (const char *)l->weight + row * (l->in / 2), out);
+        else widen_row(0, l, scale, low, (const char *)l->weight + row * l->in, out);
+    }
+}
+
+/* 0, or 1 when this is not for us. */
+int stoker_widen(const struct widening *a) {
+    if (!a->of.group || a->of.in > MOST_GROUPS * a->of.group) return 1;
+    struct stage blocks = {widen_block, (void *)a, (a->count + BLOCK - 1) / BLOCK, 0, 0};
+    run_stages(a->fork, a->threads, &blocks, 1);
     return 0;
 }

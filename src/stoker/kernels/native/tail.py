@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.native.library import GIVEN, LINEARS, kernels
-from stoker.kernels.native.linear import FEW_ROWS, STREAM, Link, Stored, dense_weight, grouped_int8_weight, int4_weight, int8_weight, link
-from stoker.kernels.native.quant_int4 import FEW_ROWS as FEW_INT4
-from stoker.kernels.native.quant_int8 import FEW_GROUPED_ROWS
+from stoker.kernels.native.linear import (
+    FEW_GROUPED_ROWS,
+    FEW_ROWS,
+    STREAM,
+    Link,
+    Stored,
+    dense_weight,
+    grouped_int8_weight,
+    int4_weight,
+    int8_weight,
+    link,
+)
 from stoker.kernels.native.quant_int8 import few_rows as few_int8
 from stoker.kernels.quantized import RowWeight, Tail, TailLinear
 from stoker.kernels.reference import tail as reference
@@ -93,5 +102,5 @@ def _stored(weight: RowWeight | None) -> tuple[Stored | None, int]:
             return int8_weight(weight.weight, scale), few_int8()
         case RowWeight("int4", scale=Tensor() as scale):
             zero, offset = (None, weight.zero) if weight.zero_kind == "float" else (weight.zero, None)
-            return int4_weight(weight.weight, scale, zero, offset, weight.group), FEW_INT4
+            return int4_weight(weight.weight, scale, zero, offset, weight.group), FEW_GROUPED_ROWS
     return None, 0

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import ops
-from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Weight
+from stoker.kernels.quantized import BlockExperts, ExpertWeights, GroupedInt8Weight, Int4Weight
+from stoker.kernels.reference.tail import tail
 from stoker.layers.config import AttentionConfig, ModelConfig
 from stoker.layers.decoder import kv_width
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.model_runner import ModelRunner
 
-LINEARS = ("linear", "int8_linear", "w8a8_linear", "int4_linear", "fp8_linear", "block_fp8_linear")
+LINEARS = ("linear", "int8_linear", "grouped_int8_linear", "w8a8_linear", "int4_linear", "fp8_linear", "block_fp8_linear")
 EXPERTS = ("expert_up", "expert_down", "quant_expert_up", "quant_expert_down")
 _TOKENS, _ROWS = 5, 2  # of the step that is listened to: sizes tell which products are of all tokens and which of sampled rows
 
@@ -118,6 +119,7 @@ def _listening() -> Iterator[list[Product]]:
     with contextlib.ExitStack() as stack:
         for name in (*LINEARS, *EXPERTS):
             stack.enter_context(mock.patch.object(ops, name, wrap(name, getattr(ops, name))))
+        stack.enter_context(mock.patch.object(ops, "tail", tail))  # one linear after another, each of which is heard
         yield heard
 
 
@@ -143,7 +145,7 @@ def _product(name: str, x: Tensor, args: tuple[Any, ...], result: Tensor) -> Pro
 def _matrix(weight: Any) -> Tensor:
     """The tensor that holds a weight's codes; uint8 are two a byte."""
     while not isinstance(weight, Tensor):
-        weight = weight.codes if isinstance(weight, Int4Weight) else weight.weight
+        weight = weight.codes if isinstance(weight, (Int4Weight, GroupedInt8Weight)) else weight.weight
     return weight
 
 
