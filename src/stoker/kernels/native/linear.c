@@ -312,11 +312,11 @@ struct widening {
 /* The features of LANES bytes: of int4 two a byte, the first in the low half. */
 static INLINE void widen_some(int codes, const char *bytes, codebook book, float scale, float low, float *out) {
     if (!codes) return store_some(FLOAT32, out, 0, load(INT8, bytes, 0) * scale + low, LANES);
-    i32v wide = widen_u8(bytes), places = {0};
+    i32v wide = widen_u8(bytes);
     f32v even = decoded(wide, book), odd = decoded(wide >> 4, book);
-    for (int i = 0; i < LANES; i++) places[i] = i / 2 + i % 2 * LANES;
-    store_some(FLOAT32, out, 0, __builtin_shuffle(even, odd, places), LANES);
-    store_some(FLOAT32, out, LANES, __builtin_shuffle(even, odd, places + LANES / 2), LANES);
+    float found[2 * LANES];
+    UNROLL for (int i = 0; i < LANES; i++) found[2 * i] = even[i], found[2 * i + 1] = odd[i];
+    memcpy(out, found, sizeof found);
 }
 
 static INLINE void widen_row(int codes, const struct linear *l, const float *scale, const float *low, const char *row, float *out) {
