@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -44,25 +45,35 @@ def test_an_engine_that_does_not_load_leaves_no_thread(tiny_engine: Path) -> Non
     assert not any(thread.is_alive() for thread in executor_threads())
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_who_gives_up_while_it_loads_leaves_no_thread(tiny_engine: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_up, closed, load = threading.Event(), list[Executor](), module.load_executor
+@pytest.mark.parametrize("moment", ["while it loads", "as it has loaded", "as it runs"])
+def test_who_gives_up_leaves_no_thread(tiny_engine: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, close, result, loads, closed = module.load_executor, Executor.close, Future.result, threading.Event(), list[Executor]()
 
     def slow(*given: Any) -> Executor:
-        assert given_up.wait(30)
-        if fails:
-            raise ConfigError("too late", cure="None.")
+        loads.set()
+        try:
+            while moment != "as it runs":
+                time.sleep(0.001)
+        except SystemExit:
+            if moment == "while it loads":
+                raise
         return load(*given)
 
-    def interrupted(self: Future[Executor]) -> None:
+    def closes(executor: Executor) -> None:
+        closed.append(executor)
+        close(executor)
+
+    def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
+        patch.undo()
+        assert loads.wait(30)
+        if moment == "as it runs":
+            result(future)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "load_executor", slow)
-    monkeypatch.setattr(Executor, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(Executor, "close", closes)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Future, "result", interrupted)
         LLM(tiny_engine, kv_cache_tokens=256)
-    (thread,) = executor_threads()
-    given_up.set()
-    thread.join(30)
-    assert not thread.is_alive() and len(closed) == (0 if fails else 1)
+    assert not any(thread.is_alive() for thread in executor_threads())
+    assert len(closed) == (0 if moment == "while it loads" else 1)

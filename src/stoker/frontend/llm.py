@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -22,6 +23,8 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.inprocess import InProcessClient, InProcessMailbox
 from stoker.runtime.load import load_executor
 from stoker.runtime.request import ExecutorStats
+
+GIVE_UP_S = 10.0  # a load that a signal ends has so long
 
 T = TypeVar("T")
 Prompt = str | list[int]
@@ -47,8 +50,8 @@ class LLM:
         self._executor_thread.start()
         try:
             self._executor = loaded.result()
-        except BaseException:  # Ctrl-C: the thread ends once it has loaded
-            loaded.cancel()
+        except BaseException:
+            self._give_up(loaded)
             raise
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="stoker-frontend", daemon=True)
@@ -73,6 +76,15 @@ class LLM:
             executor.run()
         else:
             executor.close()
+
+    def _give_up(self, loaded: Future[Executor]) -> None:
+        """It failed, or Ctrl-C came while it loads: end the thread. One that a library has when Python ends aborts the process."""
+        thread = self._executor_thread
+        if loaded.cancel():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        elif loaded.exception() is None:
+            _shut_down(loaded.result())
+        thread.join(GIVE_UP_S)
 
     @overload
     def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...
@@ -128,9 +140,7 @@ class LLM:
         if self._closed:
             return
         self._closed = True
-        mailbox = self._executor.mailbox
-        assert isinstance(mailbox, InProcessMailbox)
-        mailbox.put(Shutdown(drain=False))
+        _shut_down(self._executor)
         self._executor_thread.join()
         self._submit(self.service.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -191,3 +201,9 @@ class LLM:
         except BaseException:  # Ctrl-C: what was asked for is no longer wanted
             future.cancel()
             raise
+
+
+def _shut_down(executor: Executor) -> None:
+    mailbox = executor.mailbox
+    assert isinstance(mailbox, InProcessMailbox)
+    mailbox.put(Shutdown(drain=False))
