@@ -192,6 +192,18 @@ def test_int8_groups_of_which_the_last_may_be_shorter(size: int, group: int, shi
 
 
 @needs_compiler
+@pytest.mark.parametrize("rows", [1, 40])
+def test_rows_of_more_groups_than_there_is_room_for_go_another_way(rows: int) -> None:
+    """28,672 features in groups of 16 are 1,792: Llama's 70B in Q6_K."""
+    assert quant_int8.takes_groups(grouped_weight(3, 1024 * 16, 16, True)) and not quant_int8.takes_groups(
+        grouped_weight(3, 1025 * 16, 16, True)
+    )
+    check(grouped(20, 1025 * 16, 16, True), rows, "nb")
+    check(int4(20, 1025 * 32, 32, "int"), rows, "nb")
+    check(grouped(20, 1024 * 16, 16, True), rows, "nb")
+
+
+@needs_compiler
 @kernel_only
 def test_small_float16_scales_keep_their_value() -> None:
     weight = int4_weight(40, 64, 32, "none")

@@ -9,7 +9,7 @@
 #define TOGETHER 4  /* rows of x in one pass over a block's weights, which stay in the first cache for the next pass */
 #define AHEAD 8192  /* bytes of prefetch: [3072, 576] of int8 out of memory takes 195 µs; without it 420, 3072 ahead 240 */
 #define MOST_ROWS 16
-#define MOST_GROUPS 1024
+#define MOST_GROUPS 1024 /* of a row, as in linear.py */
 #define MOST_LINEARS 4
 #define LEAST_PARALLEL (128 << 10)  /* bytes of a weight that are worth a second thread */
 

@@ -30,7 +30,8 @@ from stoker.kernels.types import PLAIN, Fusion
 
 WIDENED = 1 << 18  # numbers of a weight that are widened at once: 1 MiB
 FEW_ROWS = 8  # beyond them PyTorch's product is as fast
-FEW_GROUPED_ROWS = 16  # beyond them `widened_product` is: 64 of int4 [3072, 576] take it 1.2 ms and `product` 2.5, 16 take both 0.6
+FEW_GROUPED_ROWS = 16  # beyond them `_widened_product` is: 64 of int4 [3072, 576] take it 1.2 ms and `product` 2.5, 16 take both 0.6
+MOST_GROUPS = 1024  # of a row, as in linear.c
 FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 STREAM = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # what activations are made of
 
@@ -87,7 +88,7 @@ def _is_grid(stored: Stored, features: int) -> bool:
     if len(shape) != 2 or group <= 0 or group % (16 * features):
         return False
     grid = shape[0], -(-features * shape[1] // group)
-    fits = steps.shape == grid and steps.dtype in FLOATS
+    fits = grid[1] <= MOST_GROUPS and steps.shape == grid and steps.dtype in FLOATS
     fits = fits and (stored.zero is NOTHING or (stored.zero.shape == grid and stored.zero.dtype == UINT8))
     return fits and (stored.offset is NOTHING or (stored.offset.shape == grid and stored.offset.dtype == steps.dtype))
 
@@ -132,13 +133,20 @@ def product(x: Tensor, weight: Stored, bias: Tensor | None, fusion: Fusion) -> T
     return None if refused else y
 
 
-def widened_product(x: Tensor, weight: Stored, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
+def grouped_product(x: Tensor, weight: Stored | None, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
+    """The linear with a weight in groups, by the kernel of few rows or by `_widened_product`."""
+    if weight is None:
+        return None
+    return (product if x.shape[0] <= FEW_GROUPED_ROWS else _widened_product)(x, weight, bias, fusion)
+
+
+def _widened_product(x: Tensor, weight: Stored, bias: Tensor | None, fusion: Fusion) -> Tensor | None:
     """The linear of many rows with a weight in groups, or None where the kernel does not take these.
 
     A few of the weight's rows at a time are widened into the second cache, and multiplied there by PyTorch.
     """
     found, own = kernels(), link(weight, None, PLAIN)
-    if isinstance(found, str) or own is None or not weight.group or x.shape[-1] != own.inputs * (1 if fusion.input_gate is None else 2):
+    if isinstance(found, str) or own is None or x.shape[-1] != own.inputs * (1 if fusion.input_gate is None else 2):
         return None
     head, part, threads = found.fork, GIVEN(0, 0, 0, 0, 0, FLOAT32) + own.packed, torch.get_num_threads()
     together = max(WIDENED // own.inputs // 16, 1) * 16
@@ -148,7 +156,8 @@ def widened_product(x: Tensor, weight: Stored, bias: Tensor | None, fusion: Fusi
         rows, y = rows.float(), torch.empty(rows.shape[0], own.outputs)
         for first in range(0, own.outputs, together):
             count = min(together, own.outputs - first)
-            found.widen(WIDENING(head, threads, wide.data_ptr(), first, count) + part)
+            refused = found.widen(WIDENING(head, threads, wide.data_ptr(), first, count) + part)
+            assert not refused, "_is_grid said that the kernel takes it"
             torch.mm(rows, wide[:count].t(), out=y[:, first : first + count])
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 

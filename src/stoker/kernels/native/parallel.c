@@ -5,7 +5,7 @@
 
 #include "vector.h"
 
-#define SPINS 4096 /* looks at what others are at, some 40 µs, before a thread lets another have its core */
+#define SPINS 4096 /* looks at what others are at before a thread lets another have its core */
 
 struct stages {
     struct stage *first;

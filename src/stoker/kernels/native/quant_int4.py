@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.kernels.native.library import kernels
-from stoker.kernels.native.linear import FEW_GROUPED_ROWS, int4_weight, product, widened_product
+from stoker.kernels.native.linear import grouped_product, int4_weight
 from stoker.kernels.quantized import Int4Weight, RowWeight
 from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.types import PLAIN, Fusion
@@ -13,8 +13,7 @@ from stoker.kernels.types import PLAIN, Fusion
 
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
     stored = int4_weight(weight.codes, weight.scale, weight.zero, weight.offset, weight.group_size)
-    multiply = product if x.shape[0] <= FEW_GROUPED_ROWS else widened_product
-    y = None if stored is None else multiply(x, stored, bias, fusion)
+    y = grouped_product(x, stored, bias, fusion)
     return reference.int4_linear(x, weight, bias, fusion) if y is None else y
 
 

@@ -6,7 +6,7 @@ from functools import cache
 
 from torch import Tensor
 
-from stoker.kernels.native.linear import FEW_GROUPED_ROWS, grouped_int8_weight, int8_weight, product, widened_product
+from stoker.kernels.native.linear import grouped_int8_weight, grouped_product, int8_weight, product
 from stoker.kernels.quantized import GroupedInt8Weight
 from stoker.kernels.reference import quant_int8 as reference
 from stoker.kernels.reference.quant_int8 import exact_integers, int8_embedding, w8a8_linear
@@ -27,8 +27,7 @@ def takes_groups(weight: GroupedInt8Weight) -> bool:
 
 def grouped_int8_linear(x: Tensor, weight: GroupedInt8Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
     stored = grouped_int8_weight(weight.codes, weight.scale, weight.offset, weight.group_size)
-    multiply = product if x.shape[0] <= FEW_GROUPED_ROWS else widened_product
-    y = None if stored is None else multiply(x, stored, bias, fusion)
+    y = grouped_product(x, stored, bias, fusion)
     return reference.grouped_int8_linear(x, weight, bias, fusion) if y is None else y
 
 
