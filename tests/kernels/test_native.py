@@ -1,22 +1,17 @@
-"""The CPU's kernels in C: against float64 and against the references, and what happens where they cannot be compiled."""
+"""The CPU's kernels in C: against float64 and against the references."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from oracle import Case, expected_attention, relative_error
 from torch import Tensor
 
-from stoker.base import env
-from stoker.kernels import ops
-from stoker.kernels.native import attention, build, library, linear, quant_int4, quant_int8, rope, tail
+from stoker.kernels.native import attention, build, linear, quant_int4, quant_int8, rope, tail
 from stoker.kernels.quantized import GroupedInt8Weight, Int4Weight, RowWeight, Tail, TailLinear
 from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import attention as attention_reference
@@ -447,113 +442,3 @@ def test_scores_that_are_no_number_stay_none() -> None:
     q[0, 1, 3] = float("nan")
     found = attention.attention(q, cache, batch, AttentionParams(0.1)).view(2, 4, -1)
     assert found[0, 1].isnan().all() and found[0, [0, 2, 3]].isfinite().all() and found[1].isfinite().all()
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A cache without a library, and a process that has not looked for one. Kernels that fail to load leave the references."""
-    monkeypatch.setenv("STOKER_CACHE", str(tmp_path))
-    forget()
-    yield tmp_path / "native"
-    forget()
-
-
-def forget() -> None:
-    library.kernels.cache_clear()
-    ops._cpu.cache_clear()
-
-
-def works() -> bool:
-    run, weight = int8(8, 32)
-    x = torch.randn(1, 32)
-    exact = x.double() @ weight.t()
-    return all(relative_error(found, exact) < 1e-4 for found in (run(x, None, PLAIN), ops.linear(x, weight.float())))
-
-
-def test_turned_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_NATIVE", "0")
-    assert library.kernels() == "turned off by STOKER_NATIVE"
-    assert not ops._cpu() and works() and not fresh.exists()
-
-
-def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert str(library.kernels()).startswith("no C compiler")
-    assert not ops._cpu() and works()
-
-
-@needs_compiler
-def test_a_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "FLAGS", ("-nonsense",))
-    assert "failed with status" in str(library.kernels()) and works()
-    assert not list(fresh.iterdir())
-
-
-@needs_compiler
-def test_no_second_pool_of_threads(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing() -> int:
-        raise build.Unavailable("PyTorch's OpenMP runtime was not found")
-
-    monkeypatch.setattr(library, "_fork", nothing)
-    assert "OpenMP" in str(library.kernels()) and works()
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library in a cache of its own."""
-    cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STOKER_CACHE", str(cache))
-        return build.built()
-
-
-@needs_compiler
-def test_a_library_is_private_and_compiled_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_CACHE", str(compiled.parent.parent))
-    assert (compiled.stat().st_mode & 0o777, compiled.parent.stat().st_mode & 0o777) == (0o700, 0o700)
-    monkeypatch.setattr(build, "_compiled", None)
-    assert build.built() == compiled
-    assert list(compiled.parent.iterdir()) == [compiled]
-
-
-@needs_compiler
-@pytest.mark.parametrize("mode", [0o720, 0o702])
-def test_what_others_can_write_is_not_loaded(fresh: Path, mode: int) -> None:
-    fresh.mkdir()
-    fresh.chmod(mode)
-    assert "can be written by others" in str(library.kernels()) and works()
-
-
-@needs_compiler
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
-def test_a_library_that_is_not_whole_is_compiled_again(compiled: Path, fresh: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh.mkdir(mode=0o700)
-    content = compiled.read_bytes()
-    broken = {"cut": content[: len(content) // 2], "changed": content[:-9] + b"x" + content[-8:], "empty": b""}[damage]
-    path = fresh / compiled.name
-    path.write_bytes(broken)
-    path.chmod(0o700)
-
-    def again(compiler: str, folder: Path, key: str) -> Path:
-        return Path(shutil.copy(compiled, path))
-
-    monkeypatch.setattr(build, "_compiled", again)
-    assert not isinstance(library.kernels(), str) and path.read_bytes() == content
-
-
-@needs_compiler
-def test_another_processor_or_compiler_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {build._key("gcc 12"), build._key("gcc 13")}
-    monkeypatch.setattr(build, "_processor", lambda: b"another")
-    keys.add(build._key("gcc 12"))
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
-    assert len(keys | {build._key("gcc 12")}) == 4
-
-
-@needs_compiler
-def test_two_processes_compile_at_once(tmp_path: Path) -> None:
-    program = "from stoker.kernels.native.library import kernels; assert not isinstance(kernels(), str), kernels()"
-    environment = env.child_environment(STOKER_CACHE=str(tmp_path))
-    both = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(2)]
-    assert [process.wait(100) for process in both] == [0, 0]
-    assert len(list((tmp_path / "native").iterdir())) == 1
