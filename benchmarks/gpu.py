@@ -20,7 +20,7 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.bench.breakdown import prompt_steps
 from stoker.cli.bench.report import origin
-from stoker.kernels.triton.cache import counts
+from stoker.kernels.triton.aot.kernel_cache import counts
 from stoker.runtime.ahead import compile_ahead
 from stoker.runtime.breakdown import break_down
 from stoker.runtime.bulk import BulkMailbox

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from stoker.cli.bench.report import origin
+from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.reference import attention as reference
-from stoker.kernels.triton import attention as kernels
-from stoker.kernels.triton.attention_tuning import Splits, Tile
-from stoker.kernels.triton.compile import compiling
+from stoker.kernels.triton.aot.offline_target import compiling
+from stoker.kernels.triton.attention import launch as kernels
+from stoker.kernels.triton.attention.tiles import Splits, Tile
 from stoker.kernels.types import AttentionParams
-from stoker.layers.batch import ForwardBatch, KVCache
 
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 64
 READ_CEILING = 4.42e12  # bytes/s, measured read-only stream of an H200

@@ -14,7 +14,7 @@ import torch
 
 from stoker.cli.bench.report import origin
 from stoker.kernels.reference import linear as reference
-from stoker.kernels.triton import linear as kernels
+from stoker.kernels.triton.gemm.dense import launch as kernels
 from stoker.kernels.triton.tune import LinearCase, candidates, precompile, time_linear
 
 READ_TB_S = 4.42  # measured read-only stream of one H200

@@ -14,11 +14,11 @@ import torch
 from kernels_attention import graph_time
 from torch import Tensor
 
+from stoker.core.forward_batch import KVCache
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.triton import activation, embedding, norm, rope
-from stoker.layers.batch import KVCache
 
 COPY_CEILING = 4.28e12  # bytes/s, read + write
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, SIZE, BLOCK, EPS = 4096, 14336, 32, 8, 128, 64, 1e-5

@@ -31,10 +31,15 @@ from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton import moe, moe_library, quant_fp8, quant_int4, quant_int8, quant_linear
-from stoker.kernels.triton.compile import compiling
-from stoker.kernels.triton.quant_linear import Stored
-from stoker.kernels.triton.quant_tuning import QuantTile, padded_tokens, stream_tile
+from stoker.kernels.triton.aot.offline_target import compiling
+from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
+from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
+from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
+from stoker.kernels.triton.gemm.quantized import launch as quant_linear
+from stoker.kernels.triton.gemm.quantized.launch import Stored
+from stoker.kernels.triton.gemm.quantized.tiles import QuantTile, padded_tokens, stream_tile
+from stoker.kernels.triton.moe import launch as moe
+from stoker.kernels.triton.moe import library_gemm as moe_library
 from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import Fusion
 

@@ -27,15 +27,20 @@ from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
-from stoker.kernels.triton import band, norm, quant_fp8, quant_int4, quant_linear, stream
-from stoker.kernels.triton.band_tuning import LARGEST_GROUP, BandTile, band_tile
-from stoker.kernels.triton.band_tuning import token_tiles as band_token_tiles
-from stoker.kernels.triton.compile import compiling
+from stoker.kernels.triton import norm
+from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.device import num_multiprocessors
-from stoker.kernels.triton.quant_codes import encode_rows
-from stoker.kernels.triton.quant_linear import Stored
-from stoker.kernels.triton.stream import CHUNK_BYTES
-from stoker.kernels.triton.stream_tuning import MOST_TOKENS, StreamTile, stream_tile, token_tiles
+from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
+from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
+from stoker.kernels.triton.gemm.quantized import launch as quant_linear
+from stoker.kernels.triton.gemm.quantized.activations import encode_rows
+from stoker.kernels.triton.gemm.quantized.launch import Stored
+from stoker.kernels.triton.gemm.skinny import launch as stream
+from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES
+from stoker.kernels.triton.gemm.skinny.tiles import MOST_TOKENS, StreamTile, stream_tile, token_tiles
+from stoker.kernels.triton.gemm.skinny_int4 import launch as band
+from stoker.kernels.triton.gemm.skinny_int4.tiles import LARGEST_GROUP, BandTile, band_tile
+from stoker.kernels.triton.gemm.skinny_int4.tiles import token_tiles as band_token_tiles
 from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import Fusion
 

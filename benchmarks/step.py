@@ -21,7 +21,7 @@ from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.bench.report import origin
-from stoker.kernels.triton import attention_tuning
+from stoker.kernels.triton.attention import tiles as attention_tuning
 from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
@@ -139,7 +139,7 @@ def without_chain(*names: str) -> Callable[[], Callable[[], None]]:
 
 def with_splits(count: int) -> Callable[[], Callable[[], None]]:
     def patch() -> Callable[[], None]:
-        from stoker.kernels.triton import attention
+        from stoker.kernels.triton.attention import launch as attention
 
         kept = attention.choose_splits
         attention.choose_splits = lambda *a: attention_tuning.Splits(count, 1)  # type: ignore[assignment]

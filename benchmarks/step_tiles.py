@@ -34,12 +34,15 @@ from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.bench.report import origin
-from stoker.kernels.triton import linear, quant_fp8, quant_gemv, stream
-from stoker.kernels.triton.compile import compiling
-from stoker.kernels.triton.linear_tuning import LinearTile
-from stoker.kernels.triton.quant_gemv import GemvTile
-from stoker.kernels.triton.stream import CHUNK_BYTES
-from stoker.kernels.triton.stream_tuning import StreamTile
+from stoker.kernels.triton.aot.offline_target import compiling
+from stoker.kernels.triton.gemm.dense import launch as linear
+from stoker.kernels.triton.gemm.dense.tiles import LinearTile
+from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
+from stoker.kernels.triton.gemm.quantized import fp8_gemv as quant_gemv
+from stoker.kernels.triton.gemm.quantized.fp8_gemv import GemvTile
+from stoker.kernels.triton.gemm.skinny import launch as stream
+from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES
+from stoker.kernels.triton.gemm.skinny.tiles import StreamTile
 from stoker.kernels.types import Fusion
 from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.executor import Executor

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from stoker.cli.bench.report import origin
 from stoker.kernels.quantized import Int4Weight, Tail, TailLinear
-from stoker.kernels.reference.tail import tail as one_by_one
-from stoker.kernels.triton import tail_few, tail_rows
-from stoker.kernels.triton.quant_int4 import pack_int4
-from stoker.kernels.triton.tail import tail
-from stoker.kernels.triton.tail_few import MOST, TailTile
-from stoker.kernels.triton.tail_rows import Plan, plan_of, plan_with
+from stoker.kernels.reference.fused_layer import tail as one_by_one
+from stoker.kernels.triton.fused_layer.large_batch import launch as tail_rows
+from stoker.kernels.triton.fused_layer.large_batch.launch import Plan, plan_of, plan_with
+from stoker.kernels.triton.fused_layer.launch import tail
+from stoker.kernels.triton.fused_layer.small_batch import launch as tail_few
+from stoker.kernels.triton.fused_layer.small_batch.launch import MOST, TailTile
+from stoker.kernels.triton.gemm.quantized.int4 import pack_int4
 from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant.dense import DenseLinear

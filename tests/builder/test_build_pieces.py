@@ -18,11 +18,11 @@ from stoker.builder import convert, fingerprint
 from stoker.builder.build import Progress, build
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import prepare
+from stoker.core.specs import LinearSpec
 from stoker.engine import directory
 from stoker.engine.reader import Engine
 from stoker.engine.tensor_file import TensorFileWriter
 from stoker.layers.decoder import declare
-from stoker.layers.specs import LinearSpec
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.dense import Dense
 from stoker.quant.format import Format

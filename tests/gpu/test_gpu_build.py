@@ -14,8 +14,8 @@ from stoker.builder import build as build_module
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.builder.convert import quantized
+from stoker.core.specs import LinearSpec
 from stoker.engine.reader import rank_file
-from stoker.layers.specs import LinearSpec
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
 from stoker.quant.fp8 import Fp8

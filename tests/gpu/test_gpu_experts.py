@@ -8,9 +8,9 @@ import pytest
 import torch
 from oracle import relative_error
 
+from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.routing import RoutingParams
-from stoker.layers.specs import LinearSpec
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
 from stoker.quant.fp8 import Fp8

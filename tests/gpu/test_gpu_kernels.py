@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
+from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels import ops
 from stoker.kernels.reference import attention as attention_reference
 from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.reference import sampling as sampling_reference
 from stoker.kernels.types import MEAN_TOKENS, AttentionParams, DrawParams, Fusion, Rotary
-from stoker.layers.batch import ForwardBatch, KVCache
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 

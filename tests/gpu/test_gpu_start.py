@@ -32,7 +32,7 @@ START = """
 import json, sys
 from stoker.base.config import RuntimeConfig
 from stoker.base.types import SamplingParams
-from stoker.kernels.triton.cache import counts
+from stoker.kernels.triton.aot.kernel_cache import counts
 from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.load import load_executor
 from stoker.runtime.measure import random_requests
@@ -85,7 +85,7 @@ def test_the_first_start_elsewhere_compiles_nothing(engine: Path, tmp_path: Path
 
 def test_the_launches_that_are_listed_are_those_of_the_device(engine: Path) -> None:
     """Without the engine's file a start compiles; what it compiles has the folders that the build foresaw."""
-    from stoker.kernels.triton import cache  # not above: collecting this file must not load Triton, which tests/kernels interprets
+    from stoker.kernels.triton.aot import kernel_cache as cache
 
     listed = {path.name for path in (engine.parent / "built").iterdir() if list(path.glob("*.cubin"))}
     (engine.parent / "own").mkdir()

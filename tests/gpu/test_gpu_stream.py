@@ -19,7 +19,7 @@ from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.types import Fusion
 
 if TYPE_CHECKING:
-    from stoker.kernels.triton.quant_linear import Stored
+    from stoker.kernels.triton.gemm.quantized.launch import Stored
 
 TILES = [None, (2, 1, 8, 4), (2, 3, 4, 2), (4, 2, 8, 1)]  # fields of a StreamTile; None: the tuned one
 SHAPES = [(40, 576), (96, 4096), (1000, 1536)]  # rows of a weight that end inside a tile, features that end inside a turn
@@ -47,8 +47,8 @@ def moved(value: Any) -> Any:
 
 def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fusion, want: Tensor, most: float) -> None:
     """Every tile, twice: the second time what the first one left in memory is another problem's."""
-    from stoker.kernels.triton import stream
-    from stoker.kernels.triton.stream_tuning import StreamTile
+    from stoker.kernels.triton.gemm.skinny import launch as stream
+    from stoker.kernels.triton.gemm.skinny.tiles import StreamTile
 
     given = type(stored)(*(moved(getattr(stored, name)) for name in stored.__slots__))
     late = Fusion(*(moved(getattr(fusion, name)) for name in Fusion.__slots__))
@@ -63,7 +63,7 @@ def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fus
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
 @pytest.mark.parametrize("form", ["bytes", "fp8"])
 def test_whole_numbers_and_floats(form: str, m: int, parts: str, shape: tuple[int, int]) -> None:
-    from stoker.kernels.triton.quant_linear import Stored
+    from stoker.kernels.triton.gemm.quantized.launch import Stored
 
     (n, k) = shape
     x, bias, fusion, rows = problem(m, n, k, parts)
@@ -90,7 +90,7 @@ def int4(rows: int, k: int, zero: str, group: int) -> Int4Weight:
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
 @pytest.mark.parametrize(("zero", "group"), [("none", 64), ("int", 128), ("float", 64), ("int", 64), ("int", 32), ("float", 32)])
 def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
-    from stoker.kernels.triton import quant_int4
+    from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 
     n, k = shape[0], shape[1] // 128 * 128  # whole chunks of groups of 32
     x, bias, fusion, rows = problem(m, n, k, parts)
@@ -103,7 +103,7 @@ def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int])
 @pytest.mark.parametrize(("m", "parts"), [(12, "nbgr"), (32, "br"), (64, "ng")])
 @pytest.mark.parametrize(("zero", "group"), [("none", 128), ("int", 128), ("int", 64), ("none", 32), ("float", 32), ("float", 16)])
 def test_int4_of_more_rows_in_bands_and_tiles(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
-    from stoker.kernels.triton import quant_int4
+    from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 
     (n, k) = shape
     x, bias, fusion, rows = problem(m, n, k, parts)

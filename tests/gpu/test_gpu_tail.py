@@ -24,8 +24,8 @@ problem = partial(tails.problem, device="cuda")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tail_is_its_linears(form: str, shape: tuple[int, ...]) -> None:
-    from stoker.kernels.triton import tail as launcher
-    from stoker.kernels.triton import tail_few
+    from stoker.kernels.triton.fused_layer import launch as launcher
+    from stoker.kernels.triton.fused_layer.small_batch import launch as tail_few
 
     torch.manual_seed(0)
     for rows, dtype, biases, last, gate in (
@@ -54,7 +54,7 @@ def test_a_tail_is_its_linears(form: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("kind", ["none 128", "int 128", "float 128", "int 64", "none 32", "float 32"])
 def test_a_tail_of_rows_is_its_linears(kind: str, shape: tuple[int, ...]) -> None:
     """Rows that fill no tile of tokens too; what one row is does not depend on the others."""
-    from stoker.kernels.triton import tail as launcher
+    from stoker.kernels.triton.fused_layer import launch as launcher
 
     torch.manual_seed(0)
     for rows, biases, last, gate in (
@@ -79,7 +79,7 @@ def test_a_tail_of_rows_is_its_linears(kind: str, shape: tuple[int, ...]) -> Non
 
 
 def test_rows_of_other_kinds_are_left_alone() -> None:
-    from stoker.kernels.triton import tail as launcher
+    from stoker.kernels.triton.fused_layer import launch as launcher
 
     parts, small = (problem(f"int4 int {group}", SHAPES[0], torch.bfloat16, False, False, "silu")[0] for group in (128, 32))
     halves, _ = problem("int4 int", SHAPES[0], torch.float16, False, False, "silu")
@@ -95,7 +95,7 @@ def test_rows_of_other_kinds_are_left_alone() -> None:
 )
 def test_tails_meet_in_every_replay(form: str, rows: int) -> None:
     """Programs meet a few times a launch and leave their counters as they are: 200 replays of 8 launches end where the first one did."""
-    from stoker.kernels.triton import tail as launcher
+    from stoker.kernels.triton.fused_layer import launch as launcher
 
     torch.manual_seed(1)
     parts, _ = problem(form, SHAPES[1], torch.bfloat16, False, False, "silu")
@@ -117,7 +117,7 @@ def test_tails_meet_in_every_replay(form: str, rows: int) -> None:
     ("form", "rows"), [("bytes", 1), ("dense", 4), ("fp8", 3), ("int4 int", 2), ("int4 float 64", 3), ("int4 int", 12)]
 )
 def test_nan_stays_in_sight_and_in_its_row(form: str, rows: int) -> None:
-    from stoker.kernels.triton import tail as launcher
+    from stoker.kernels.triton.fused_layer import launch as launcher
 
     parts, _ = problem(form, SHAPES[0], torch.bfloat16, False, False, "silu")
     x, stream = torch.randn(rows, 256).bfloat16().cuda(), torch.randn(rows, 512).bfloat16().cuda()
@@ -128,7 +128,7 @@ def test_nan_stays_in_sight_and_in_its_row(form: str, rows: int) -> None:
 
 
 def test_weights_of_other_kinds_are_left_alone() -> None:
-    from stoker.kernels.triton import tail as launcher
+    from stoker.kernels.triton.fused_layer import launch as launcher
 
     parts, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")
     other, _ = problem("int4 int", SHAPES[0], torch.bfloat16, False, False, "silu")

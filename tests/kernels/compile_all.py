@@ -14,29 +14,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.distributed.inbox import Inboxes
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts, RowWeight, Tail, TailLinear
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton import (
-    activation,
-    all_reduce,
-    attention,
-    embedding,
-    linear,
-    moe,
-    norm,
-    quant_fp8,
-    quant_int4,
-    quant_int8,
-    rope,
-    sampling,
-    tail,
-)
-from stoker.kernels.triton.attention_tuning import Tile
-from stoker.kernels.triton.compile import compile_for, compiling, resources
+from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
+from stoker.kernels.triton.aot.offline_target import compile_for, compiling, resources
+from stoker.kernels.triton.attention import launch as attention
+from stoker.kernels.triton.attention.tiles import Tile
+from stoker.kernels.triton.fused_layer import launch as tail
+from stoker.kernels.triton.gemm.dense import launch as linear
+from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
+from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
+from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
+from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion, Rotary, takes_mean
-from stoker.layers.batch import ForwardBatch, KVCache
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 

@@ -12,8 +12,9 @@ from tails import check, problem
 from test_attention import test_splits_meet_though_a_result_says_nothing
 
 from stoker.kernels.quantized import Tail
-from stoker.kernels.triton import tail_few, tail_rows
-from stoker.kernels.triton.attention_tuning import Splits, Tile
+from stoker.kernels.triton.attention.tiles import Splits, Tile
+from stoker.kernels.triton.fused_layer.large_batch import launch as tail_rows
+from stoker.kernels.triton.fused_layer.small_batch import launch as tail_few
 
 Made = tuple[torch.Tensor, torch.Tensor | None]
 # (heads' features, hidden ones, the MLP's, qkv's): features that end inside a turn, programs without a tile, several tiles a program

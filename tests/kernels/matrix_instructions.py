@@ -16,7 +16,9 @@ import triton.language as tl
 from emulated.products import Register, multiply
 from triton.runtime.interpreter import TensorHandle
 
-from stoker.kernels.triton import band_kernel, stream, stream_kernel
+from stoker.kernels.triton.gemm.skinny import kernel as stream_kernel
+from stoker.kernels.triton.gemm.skinny import launch as stream
+from stoker.kernels.triton.gemm.skinny_int4 import kernel as band_kernel
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.types import MEAN_TOKENS, AttentionParams
-from stoker.layers.batch import ForwardBatch, KVCache
 
 NO_BLOCK = 10**9  # reading through this entry leaves the process's memory
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

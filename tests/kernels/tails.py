@@ -13,12 +13,12 @@ import torch
 from oracle import relative_error
 from torch import Tensor
 
+from stoker.core.specs import LinearSpec
 from stoker.kernels.quantized import Int4Weight, RowWeight, Tail, TailLinear
+from stoker.kernels.reference.fused_layer import tail as one_by_one
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
-from stoker.kernels.reference.tail import tail as one_by_one
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.specs import LinearSpec
 from stoker.quant.dense import DenseLinear
 from stoker.quant.fp8 import Fp8, Fp8Linear
 from stoker.quant.int4 import Int4Linear
@@ -49,7 +49,7 @@ def linear(form: str, n: int, k: int, bias: bool, dtype: torch.dtype, device: st
 
 
 def int4_linear(kind: str, size: str, n: int, k: int, bias: Tensor | None, device: str) -> tuple[Any, RowWeight, Tensor]:
-    from stoker.kernels.triton.quant_int4 import int4_row_weight, pack_int4
+    from stoker.kernels.triton.gemm.quantized.int4 import int4_row_weight, pack_int4
 
     group = int(size)
     groups = -(-k // group)

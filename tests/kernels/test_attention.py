@@ -11,11 +11,11 @@ import pytest
 import torch
 from oracle import TOLERANCE, Case, expected_attention, relative_error
 
+from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.reference import attention as reference
-from stoker.kernels.triton import attention as kernels
-from stoker.kernels.triton.attention_tuning import LONG_SPLIT, Splits, Tile, choose_splits
+from stoker.kernels.triton.attention import launch as kernels
+from stoker.kernels.triton.attention.tiles import LONG_SPLIT, Splits, Tile, choose_splits
 from stoker.kernels.types import AttentionParams
-from stoker.layers.batch import ForwardBatch, KVCache
 
 MIXED = [(1, 37), (1, 5), (1, 16), (3, 3), (13, 50)]
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn

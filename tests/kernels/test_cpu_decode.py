@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.reference import attention, quant_int8, rope
 from stoker.kernels.types import AttentionParams, Fusion
-from stoker.layers.batch import ForwardBatch, KVCache
 
 SIZE, BLOCK = 16, 4
 

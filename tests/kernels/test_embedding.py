@@ -7,7 +7,7 @@ import torch
 
 from stoker.kernels.reference import embedding as reference
 from stoker.kernels.triton import embedding as kernels
-from stoker.kernels.triton import quant_int8
+from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

@@ -11,17 +11,18 @@ import torch
 from oracle import Case, expected_attention, relative_error
 from torch import Tensor
 
-from stoker.kernels.native import attention, build, linear, quant_int4, quant_int8, rope, tail
+from stoker.core.forward_batch import KVCache
+from stoker.kernels.native import attention, build, linear, quant_int4, quant_int8, rope
+from stoker.kernels.native import fused_layer as tail
 from stoker.kernels.quantized import GroupedInt8Weight, Int4Weight, RowWeight, Tail, TailLinear
 from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import attention as attention_reference
+from stoker.kernels.reference import fused_layer as tail_reference
 from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
 from stoker.kernels.reference import rope as rope_reference
-from stoker.kernels.reference import tail as tail_reference
 from stoker.kernels.types import PLAIN, AttentionParams, Fusion
-from stoker.layers.batch import KVCache
 from stoker.quant.int8_grouped import GroupedInt8Linear
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # bfloat16 is only rounded to, once

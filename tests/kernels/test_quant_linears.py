@@ -16,21 +16,19 @@ from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
-from stoker.kernels.triton import (
-    activation,
-    linear,
-    quant_codes,
-    quant_fp8,
-    quant_gemv,
-    quant_int4,
-    quant_int8,
-    quant_linear,
-    quant_tuning,
-    stream,
-)
-from stoker.kernels.triton.quant_linear import Stored
-from stoker.kernels.triton.quant_tuning import QuantTile
-from stoker.kernels.triton.stream_tuning import StreamTile
+from stoker.kernels.triton import activation
+from stoker.kernels.triton.gemm.dense import launch as linear
+from stoker.kernels.triton.gemm.quantized import activations as quant_codes
+from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
+from stoker.kernels.triton.gemm.quantized import fp8_gemv as quant_gemv
+from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
+from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
+from stoker.kernels.triton.gemm.quantized import launch as quant_linear
+from stoker.kernels.triton.gemm.quantized import tiles as quant_tuning
+from stoker.kernels.triton.gemm.quantized.launch import Stored
+from stoker.kernels.triton.gemm.quantized.tiles import QuantTile
+from stoker.kernels.triton.gemm.skinny import launch as stream
+from stoker.kernels.triton.gemm.skinny.tiles import StreamTile
 from stoker.kernels.types import PLAIN, Fusion
 
 PARTS = ["", "l", "br", "nbgr"]

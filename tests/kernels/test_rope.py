@@ -11,9 +11,9 @@ import torch
 from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
+from stoker.core.forward_batch import KVCache
 from stoker.kernels.reference import rope as reference
 from stoker.kernels.triton import rope as kernels
-from stoker.layers.batch import KVCache
 
 POSITIONS = 40
 

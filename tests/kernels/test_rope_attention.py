@@ -12,10 +12,10 @@ from oracle import TOLERANCE, Case, expected_attention, relative_error
 from test_rope import POSITIONS, expected_rotation, read, table
 from torch import Tensor
 
-from stoker.kernels.triton import attention as kernels
-from stoker.kernels.triton.attention_tuning import Splits, Tile
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.kernels.triton.attention import launch as kernels
+from stoker.kernels.triton.attention.tiles import Splits, Tile
 from stoker.kernels.types import AttentionParams, Rotary
-from stoker.layers.batch import ForwardBatch, KVCache
 
 ROWS = [(1, 37), (1, 1), (1, 130), (1, 64), (1, 65), (1, 17)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,10 +10,13 @@ from test_quant_linears import expected, fp8_weight, int4_weight, int8_weight, p
 
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference.quant_int4 import dequantize_int4
-from stoker.kernels.triton import band, quant_int4, quant_linear, stream
-from stoker.kernels.triton.band_tuning import BandTile
-from stoker.kernels.triton.quant_linear import Stored
-from stoker.kernels.triton.stream_tuning import StreamTile
+from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
+from stoker.kernels.triton.gemm.quantized import launch as quant_linear
+from stoker.kernels.triton.gemm.quantized.launch import Stored
+from stoker.kernels.triton.gemm.skinny import launch as stream
+from stoker.kernels.triton.gemm.skinny.tiles import StreamTile
+from stoker.kernels.triton.gemm.skinny_int4 import launch as band
+from stoker.kernels.triton.gemm.skinny_int4.tiles import BandTile
 
 CASES = [(1, "nbgr", StreamTile(2, 1, 4, 1)), (3, "br", StreamTile(2, 3, 1, 2)), (8, "ng", StreamTile(2, 1, 2, 2))]
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from stoker.kernels.quantized import RowWeight, Tail, TailLinear
-from stoker.kernels.triton import tail_few, tail_rows
-from stoker.kernels.triton.operand import column_features, place_of
-from stoker.kernels.triton.tail import takes_tail
-from stoker.kernels.triton.tail_few import SHARED_BYTES
-from stoker.kernels.triton.tail_rows_kernel import shared_places
-from stoker.kernels.triton.tail_rows_walk import GROUPS, slot_bytes
+from stoker.kernels.triton.fused_layer.large_batch import launch as tail_rows
+from stoker.kernels.triton.fused_layer.large_batch.kernel import shared_places
+from stoker.kernels.triton.fused_layer.large_batch.schedule import GROUPS, slot_bytes
+from stoker.kernels.triton.fused_layer.launch import takes_tail
+from stoker.kernels.triton.fused_layer.small_batch import launch as tail_few
+from stoker.kernels.triton.fused_layer.small_batch.launch import SHARED_BYTES
+from stoker.kernels.triton.ptx.wgmma import column_features, place_of
 from stoker.kernels.types import PLAIN, Fusion
 
 PROGRAMS = 132

@@ -15,9 +15,9 @@ from harness import BLOCK, Harness, Sequence, alone, crowded
 from torch import Tensor
 
 from stoker.base.config import Mapping
+from stoker.core.forward_batch import ForwardBatch
 from stoker.distributed.world import World, join, leader
 from stoker.engine.reader import Engine
-from stoker.layers.batch import ForwardBatch
 from stoker.layers.decoder import Decoder
 from stoker.runtime.worker.memory import make_caches
 

@@ -23,7 +23,7 @@ import torch
 from stoker.base.config import RuntimeConfig
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
-from stoker.kernels.triton.ahead import collecting
+from stoker.kernels.triton.aot.compiler import collecting
 from stoker.kernels.triton.all_reduce import sums_arrive
 from stoker.runtime.worker import rehearse
 engine = Engine.open(sys.argv[1])

@@ -15,8 +15,8 @@ from ranked import Job, run_jobs
 from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.core.model_config import MoEConfig
 from stoker.engine.reader import Engine
-from stoker.layers.config import MoEConfig
 
 NUM_NEW = 4
 TOLERANCE = 2e-4  # of a logit: sums over ranks are in another order

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.builder.shares import cut
+from stoker.core.specs import LinearSpec
 from stoker.deploy.lmi_ranks import rank_names
 from stoker.distributed.group import Group
 from stoker.distributed.inbox import Inboxes
 from stoker.distributed.pipeline import stage_layers
 from stoker.layers.shard import Sharding, kv_copies, kv_heads, local_spec, query_heads
-from stoker.layers.specs import LinearSpec
 from stoker.quant.format import Layout
 from stoker.runtime.worker.inputs import Packed, Shape
 from stoker.runtime.worker.rank import Capacity

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stoker.core.forward_batch import ForwardBatch
+from stoker.core.prefix_lm import Prefix, prefix_of
 from stoker.engine.reader import Engine
-from stoker.layers.batch import ForwardBatch
 from stoker.layers.decoder import Decoder
-from stoker.layers.prefix import Prefix, prefix_of
 from stoker.runtime.worker.memory import make_caches
 
 BLOCK = 16

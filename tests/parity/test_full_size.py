@@ -15,10 +15,10 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.builder.estimate import estimate
 from stoker.builder.prepare import prepare
-from stoker.layers.config import ModelConfig
+from stoker.core.model_config import ModelConfig
+from stoker.core.specs import LinearSpec
 from stoker.layers.decoder import declare
 from stoker.layers.shard import Sharding, local_spec
-from stoker.layers.specs import LinearSpec
 from stoker.models import resolve, rows
 
 FILES = Path(__file__).parent / "published"

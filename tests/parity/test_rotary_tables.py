@@ -12,7 +12,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stoker.base.errors import CheckpointError, ConfigError
-from stoker.layers.config import RopeConfig
+from stoker.core.model_config import RopeConfig
 from stoker.layers.rope import rope_table
 from stoker.models import ARCHITECTURES
 from stoker.models.read import with_rotary

@@ -9,8 +9,8 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from stoker.base.errors import CheckpointError, ConfigError
-from stoker.layers.config import decode, encode
-from stoker.layers.prefix import prefix_of
+from stoker.core.model_config import decode, encode
+from stoker.core.prefix_lm import prefix_of
 from stoker.models import ARCHITECTURES, check_version, resolve, rows
 
 ROOT = Path(__file__).parents[2]

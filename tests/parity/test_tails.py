@@ -12,8 +12,8 @@ from harness import Harness
 from stoker.base.config import Limits
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.layers.fused_layer import Tails
 from stoker.layers.layer import Layer
-from stoker.layers.tail import Tails
 
 PROMPT = [7, 3, 11, 5, 2]
 

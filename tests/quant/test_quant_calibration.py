@@ -14,13 +14,13 @@ from stoker.base.errors import ConfigError
 from stoker.builder.calibrate import CheckpointSource, dense_tensors
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import Prepared, prepare
+from stoker.core.model_config import AttentionConfig, MLAConfig, NormConfig, RopeConfig
+from stoker.core.specs import LinearSpec
 from stoker.distributed.group import SINGLE
 from stoker.engine.stream import LayerStream, windows
 from stoker.kernels.reference.rope import spread
-from stoker.layers.config import AttentionConfig, MLAConfig, NormConfig, RopeConfig
 from stoker.layers.decoder import layer_specs
 from stoker.layers.loader import Loader
-from stoker.layers.specs import LinearSpec
 from stoker.quant import fold as folding
 from stoker.quant.awq import AWQ
 from stoker.quant.calibration import CacheStats, TensorTable

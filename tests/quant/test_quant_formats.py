@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.core.specs import LinearSpec
 from stoker.kernels.routing import RoutingParams
 from stoker.kernels.types import Fusion
-from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.awq import AWQ
 from stoker.quant.block_fp8 import BlockFp8

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.model_config import AttentionConfig, RopeConfig
 from stoker.engine.stream import LayerStream, windows
 from stoker.kernels import ops
 from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.reference.rope import quantize, spread
 from stoker.kernels.types import AttentionParams
 from stoker.layers.attention import alibi_slopes
-from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import AttentionConfig, RopeConfig
 from stoker.layers.rope import rope_table
 from stoker.quant import keys as keys_module
 from stoker.quant.calibration import unit_of

@@ -16,9 +16,9 @@ from stoker.base.errors import ConfigError, EngineError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
-from stoker.kernels.triton import cache
-from stoker.kernels.triton.ahead import Job, compile_jobs
-from stoker.kernels.triton.launchers import Launch
+from stoker.kernels.triton.aot import kernel_cache as cache
+from stoker.kernels.triton.aot.compiler import Job, compile_jobs
+from stoker.kernels.triton.aot.host_launchers import Launch
 from stoker.runtime import ahead
 from stoker.runtime.ahead import compile_ahead, launches
 
@@ -46,7 +46,7 @@ import sys
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton import cache
-from stoker.kernels.triton.compile import compiling
+from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.runtime.worker import rehearse
 import torch
 cache.use()
@@ -247,8 +247,8 @@ def test_launches_of_several_ranks_are_told_apart(tmp_path: Path) -> None:
 NAMES_A_TYPE = """
 import torch
 from stoker.kernels.triton import band
-from stoker.kernels.triton.ahead import collecting
-from stoker.kernels.triton.quant_linear import Stored
+from stoker.kernels.triton.aot.compiler import collecting
+from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.types import PLAIN
 x, scale = (torch.empty(rows, columns, dtype=torch.bfloat16, device="meta") for rows, columns in ((8, 128), (4, 32)))
 weight = Stored("int4", torch.empty(32, 64, dtype=torch.uint8, device="meta"), scale, 32, 128, group=32)

@@ -11,10 +11,10 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.cli.bench.breakdown import prompt_steps
 from stoker.cli.bench.load import Bench
+from stoker.core.specs import LinearSpec
 from stoker.distributed.world import ALONE_WORLD
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import declare
-from stoker.layers.specs import LinearSpec
 from stoker.runtime.breakdown import Event, break_down, busy_us, kernel_shares, size_of
 from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.load import load_executor

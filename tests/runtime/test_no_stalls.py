@@ -17,8 +17,8 @@ from torch import Tensor
 
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.base.types import FinishReason, Guide
+from stoker.core.forward_batch import ForwardBatch
 from stoker.kernels import ops
-from stoker.layers.batch import ForwardBatch
 from stoker.runtime import transfer
 from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.client import ExecutorInfo

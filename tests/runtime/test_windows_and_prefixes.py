@@ -17,9 +17,9 @@ from stoker.base.config import Limits
 from stoker.base.types import FinishReason
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.core.model_config import ModelConfig
+from stoker.core.prefix_lm import Prefix
 from stoker.engine.reader import Engine
-from stoker.layers.config import ModelConfig
-from stoker.layers.prefix import Prefix
 from stoker.runtime.worker.two_way import place_two_ways
 
 Make = Callable[..., Driven]

@@ -27,16 +27,16 @@ from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
 from stoker.builder.convert import convert, make
 from stoker.builder.prepare import Prepared, measures
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.model_config import encode as encode_model
+from stoker.core.specs import LinearSpec, Spec
 from stoker.distributed.group import SINGLE
 from stoker.engine.stream import LayerStream
 from stoker.engine.tensor_file import read_header
 from stoker.kernels import ops
 from stoker.kernels.types import AttentionParams, Rotary
-from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import encode as encode_model
 from stoker.layers.decoder import kv_cache_specs, layer_specs
 from stoker.layers.loader import Loader
-from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant.calibration import CacheStats, TensorTable, check_counts, quantize_layer, record
 from stoker.quant.format import TensorSource
 from stoker.quant.recipe import AS_STORED, Recipe, encode

@@ -14,8 +14,8 @@ from stoker.base.logging import get_logger
 from stoker.builder.kept import keepable, take
 from stoker.builder.names import Making, combine
 from stoker.builder.weights import Weights
-from stoker.layers.config import ModelConfig
-from stoker.layers.specs import LinearSpec, Spec
+from stoker.core.model_config import ModelConfig
+from stoker.core.specs import LinearSpec, Spec
 from stoker.quant.format import Format, Layout
 from stoker.quant.recipe import AS_STORED, Recipe
 

@@ -10,11 +10,11 @@ import torch
 
 from stoker.builder.names import weight_names
 from stoker.builder.shares import RankShare
+from stoker.core.model_config import AttentionConfig, MLPConfig, ModelConfig
 from stoker.distributed.pipeline import stage_layers
 from stoker.engine.config import EngineConfig
 from stoker.engine.reader import rank_file
 from stoker.engine.tensor_file import num_bytes
-from stoker.layers.config import AttentionConfig, MLPConfig, ModelConfig
 from stoker.layers.decoder import declare, kv_width
 
 USABLE = {"cuda": 0.9, "cpu": 0.5}  # of the memory, as runtime's kv_cache_fraction

@@ -16,11 +16,11 @@ from torch import Tensor
 from stoker.base.errors import CheckpointError
 from stoker.builder.names import Making
 from stoker.builder.weights import Weights
+from stoker.core.specs import LinearSpec
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference.quant_fp8 import widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.reference.quant_int8 import widen_groups
-from stoker.layers.specs import LinearSpec
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
 from stoker.quant.int4 import Int4

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.weights import Stored, Weights
-from stoker.layers.config import ModelConfig
+from stoker.core.model_config import ModelConfig
+from stoker.core.specs import LinearSpec, Spec
 from stoker.layers.decoder import declare
-from stoker.layers.specs import LinearSpec, Spec
 from stoker.models.architecture import Architecture, Custom, Names
 
 _SUFFIXES = (".weight", ".bias")

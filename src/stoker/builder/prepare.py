@@ -22,10 +22,10 @@ from stoker.builder.kept import keepable
 from stoker.builder.logical import LogicalWeights
 from stoker.builder.names import Making, plan
 from stoker.builder.shares import check_shares, fit_recipe
+from stoker.core.model_config import ModelConfig, MoEConfig
+from stoker.core.specs import LinearSpec
 from stoker.engine.config import EngineConfig, Origin, Target
-from stoker.layers.config import ModelConfig, MoEConfig
 from stoker.layers.decoder import declare, layer_specs
-from stoker.layers.specs import LinearSpec
 from stoker.models import Architecture, check_version, resolve
 from stoker.models.checked import read_config
 from stoker.models.read import with_rotary

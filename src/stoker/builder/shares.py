@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.builder.convert import Layouts, stored_tensors
+from stoker.core.specs import LinearSpec, Spec
 from stoker.distributed.pipeline import ALONE, PlannedStage, Stage
 from stoker.engine.config import EngineConfig
 from stoker.engine.tensor_file import ALIGNMENT, num_bytes
@@ -26,7 +27,6 @@ from stoker.layers.shard import (
     row_pieces,
     tensor_pieces,
 )
-from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant.format import Format, Layout
 from stoker.quant.recipe import Recipe
 

@@ -17,11 +17,11 @@ from stoker.base.errors import EngineError
 from stoker.builder.checkpoint import Checkpoint
 from stoker.builder.convert import CPU, Layouts
 from stoker.builder.weights import reason
+from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.distributed.group import SINGLE
 from stoker.engine.config import EngineConfig
 from stoker.engine.reader import Engine, rank_file
 from stoker.engine.source import FileSource
-from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.decoder import Decoder, kv_shapes
 from stoker.layers.loader import Loader
 from stoker.quant.format import TensorSource

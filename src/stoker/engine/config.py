@@ -10,9 +10,9 @@ import msgspec
 
 from stoker.base.config import DEVICES, DTYPES, Limits, Mapping, check_choice
 from stoker.base.errors import ConfigError, EngineError
+from stoker.core import model_config as layers_config
+from stoker.core.model_config import ModelConfig
 from stoker.engine.tensor_file import FileRecord
-from stoker.layers import config as layers_config
-from stoker.layers.config import ModelConfig
 from stoker.layers.shard import Sharding
 from stoker.quant import recipe as recipes
 from stoker.quant.recipe import Recipe

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.model_config import ModelConfig
 from stoker.kernels.types import MEAN_TOKENS
-from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import ModelConfig
 from stoker.layers.decoder import Decoder, kv_shapes, load_cache_fields
 from stoker.layers.layer import RopeTables, make_layer
 from stoker.layers.loader import Loader

@@ -21,6 +21,7 @@ from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import all_reduce as all_reduce_ref
 from stoker.kernels.reference import attention as attention_ref
 from stoker.kernels.reference import embedding as embedding_ref
+from stoker.kernels.reference import fused_layer as tail_ref
 from stoker.kernels.reference import linear as linear_ref
 from stoker.kernels.reference import moe as moe_ref
 from stoker.kernels.reference import norm as norm_ref
@@ -29,33 +30,25 @@ from stoker.kernels.reference import quant_int4 as int4_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
-from stoker.kernels.reference import tail as tail_ref
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion, Rotary
 
 if TYPE_CHECKING:
-    from stoker.layers.batch import ForwardBatch, KVCache
+    from stoker.core.forward_batch import ForwardBatch, KVCache
 
 _GPU: dict[ModuleType, ModuleType] = {}
 
 
 def use_launchers() -> None:
     """Bind the Triton launchers. Without a device they take meta tensors, to be compiled ahead (`kernels.triton.ahead`)."""
-    from stoker.kernels.triton import (
-        activation,
-        all_reduce,
-        attention,
-        embedding,
-        linear,
-        moe,
-        norm,
-        quant_fp8,
-        quant_int4,
-        quant_int8,
-        rope,
-        sampling,
-    )
-    from stoker.kernels.triton import tail as tail_launcher
+    from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
+    from stoker.kernels.triton.attention import launch as attention
+    from stoker.kernels.triton.fused_layer import launch as tail_launcher
+    from stoker.kernels.triton.gemm.dense import launch as linear
+    from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
+    from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
+    from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
+    from stoker.kernels.triton.moe import launch as moe
 
     _GPU.update({
         activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
@@ -71,7 +64,8 @@ if torch.cuda.is_available():
 @cache
 def _cpu() -> dict[ModuleType, ModuleType]:
     """The launchers of C kernels; they are compiled by the first op of a CPU, if they were not yet."""
-    from stoker.kernels.native import attention, library, linear, quant_int4, quant_int8, rope, tail
+    from stoker.kernels.native import attention, library, linear, quant_int4, quant_int8, rope
+    from stoker.kernels.native import fused_layer as tail
 
     if isinstance(library.kernels(), str):
         return {}

@@ -7,16 +7,16 @@ import math
 import torch
 from torch import Tensor
 
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.model_config import AttentionConfig
+from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.kernels.types import PLAIN, AttentionParams, Rotary
-from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import AttentionConfig
 from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.qk_norm import norm_specs, qk_norm
 from stoker.layers.rope import step_table
 from stoker.layers.shard import num_local_kv_heads, query_heads
-from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 
 
 class Attention:

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.model_config import AttentionConfig, ModelConfig
+from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.pipeline import ALONE, Stage
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN
-from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import AttentionConfig, ModelConfig
+from stoker.layers.fused_layer import Tails
 from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make_layer
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import num_local_kv_heads
-from stoker.layers.specs import LinearSpec, Spec, TensorSpec
-from stoker.layers.tail import Tails
 from stoker.layers.vocabulary import Embedding, Head
 from stoker.quant.keys import has_mean, stored_means
 

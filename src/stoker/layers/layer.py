@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.model_config import AttentionConfig, LayerConfig, MLAConfig, MLPConfig, MoEConfig, RopeConfig
 from stoker.layers.attention import Attention
-from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import AttentionConfig, LayerConfig, MLAConfig, MLPConfig, MoEConfig, RopeConfig
 from stoker.layers.loader import Loader
 from stoker.layers.mla import MLA
 from stoker.layers.mlp import MLP

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.group import Group
 from stoker.kernels import ops
 from stoker.layers.shard import WHOLE, Sharding, has_bias, local_shape, local_spec
-from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 from stoker.quant.format import ExpertsOp, LinearOp, TensorSource
 from stoker.quant.recipe import Recipe
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.model_config import MLAConfig
+from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.kernels.types import AttentionParams, Rotary
-from stoker.layers.batch import ForwardBatch, KVCache
-from stoker.layers.config import MLAConfig
 from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import num_local_kv_heads
-from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 
 
 class MLA:

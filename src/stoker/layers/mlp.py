@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from stoker.core.model_config import MLPConfig
+from stoker.core.specs import LinearSpec, Spec
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.config import MLPConfig
 from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
-from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant.format import gates_input_from
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stoker.core.model_config import MoEConfig
+from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.layers.config import MoEConfig
 from stoker.layers.loader import Loader
 from stoker.layers.mlp import MLP
 from stoker.layers.norm import Norm
-from stoker.layers.specs import LinearSpec, Spec, TensorSpec
 
 
 class MoE:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from stoker.core.model_config import NormConfig
+from stoker.core.specs import Spec, TensorSpec
 from stoker.kernels import ops
 from stoker.kernels.types import Fusion
-from stoker.layers.config import NormConfig
 from stoker.layers.loader import Loader
-from stoker.layers.specs import Spec, TensorSpec
 
 
 class Norm:

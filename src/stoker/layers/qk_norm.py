@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.core.model_config import AttentionConfig, NormConfig
+from stoker.core.specs import Spec, TensorSpec
 from stoker.kernels import ops
-from stoker.layers.config import AttentionConfig, NormConfig
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import kv_copies
-from stoker.layers.specs import Spec, TensorSpec
 
 # (queries, keys) → the same, normed. [T, heads × head_size] when the norm goes over all heads, else [T, heads, head_size].
 QKNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
-from stoker.layers.batch import ForwardBatch
-from stoker.layers.config import RopeConfig
+from stoker.core.forward_batch import ForwardBatch
+from stoker.core.model_config import RopeConfig
 
 
 def rope_table(config: RopeConfig, num_positions: int, device: torch.device | str) -> Tensor:

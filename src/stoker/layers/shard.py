@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stoker.layers.specs import LinearSpec, TensorSpec
+from stoker.core.specs import LinearSpec, TensorSpec
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stoker.core.specs import LinearSpec
 from stoker.distributed.group import Group
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.loader import Loader
 from stoker.layers.shard import local_spec
-from stoker.layers.specs import LinearSpec
 from stoker.quant.format import EmbeddingOp, LinearOp
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from stoker.base.registry import Registry
-from stoker.layers.config import ModelConfig
+from stoker.core.model_config import ModelConfig
 
 # HF config.json data → ModelConfig.
 ReadConfig = Callable[[dict[str, Any]], ModelConfig]

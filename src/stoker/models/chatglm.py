@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, RopeConfig
+from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, RopeConfig
 from stoker.models.architecture import Architecture, Custom, Names, register
 from stoker.models.glm import is_first
 from stoker.models.llama import IGNORED, llama_config, llama_names

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import CheckpointError
-from stoker.layers.config import AttentionConfig, ModelConfig, MoEConfig, RopeConfig, decode, encode
+from stoker.core.model_config import AttentionConfig, ModelConfig, MoEConfig, RopeConfig, decode, encode
 from stoker.models.architecture import Architecture
 
 MAX_LAYERS = 4096

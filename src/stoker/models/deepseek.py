@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from stoker.layers.config import MLAConfig, MLPConfig, ModelConfig, MoEConfig, NormConfig
+from stoker.core.model_config import MLAConfig, MLPConfig, ModelConfig, MoEConfig, NormConfig
 from stoker.layers.rope import yarn_mscale
 from stoker.models.architecture import Architecture, Custom, Names, register
 from stoker.models.llama import IGNORED, llama_config, llama_names

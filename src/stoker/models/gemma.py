@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.layers.config import ModelConfig, NormConfig
+from stoker.core.model_config import ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, Custom, Names, register
 from stoker.models.llama import llama_config, llama_names
 from stoker.models.read import defaults, refuse, revise, rope

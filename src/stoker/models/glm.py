@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, PrefixConfig, RopeConfig
+from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, PrefixConfig, RopeConfig
 from stoker.models.architecture import Architecture, Custom, Names, register
 from stoker.models.read import defaults, refuse
 from stoker.models.reshape import split_groups

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
+from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, Custom, Names, register
 from stoker.models.read import GPT_SPELLINGS, activation, defaults, refuse, revise
 from stoker.models.reshape import grouped_qkv, transposed

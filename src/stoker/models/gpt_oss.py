@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.layers.config import MLPConfig, ModelConfig, MoEConfig
+from stoker.core.model_config import MLPConfig, ModelConfig, MoEConfig
 from stoker.models.architecture import Architecture, Custom, Names, register
 from stoker.models.llama import IGNORED, llama_config, llama_names
 from stoker.models.read import defaults, revise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.layers.config import ModelConfig
+from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture, Names, register
 from stoker.models.llama import IGNORED, llama_config, llama_names
 from stoker.models.read import defaults

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.layers.config import ModelConfig, RopeConfig
+from stoker.core.model_config import ModelConfig, RopeConfig
 from stoker.models.architecture import Architecture, Names, register
 from stoker.models.llama import llama_config
 from stoker.models.read import defaults, refuse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.layers.config import ModelConfig, NormConfig
+from stoker.core.model_config import ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, register
 from stoker.models.llama import IGNORED, llama_config, llama_names
 from stoker.models.qwen2 import qwen2_moe_names, sparse, windowed

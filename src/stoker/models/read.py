@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import CheckpointError, ConfigError
-from stoker.layers.config import ModelConfig, RopeConfig
+from stoker.core.model_config import ModelConfig, RopeConfig
 from stoker.layers.rope import METHODS
 
 _ACTIVATIONS = {

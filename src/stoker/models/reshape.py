@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.layers.config import AttentionConfig, ModelConfig
+from stoker.core.model_config import AttentionConfig, ModelConfig
 
 
 def transposed(tensors: list[Tensor], config: ModelConfig) -> Tensor:

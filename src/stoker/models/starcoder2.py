@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.layers.config import MLPConfig, ModelConfig, NormConfig
+from stoker.core.model_config import MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, Names, register
 from stoker.models.llama import IGNORED, llama_config, llama_names
 from stoker.models.read import activation, defaults, revise

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.layers.specs import LinearSpec
+from stoker.core.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.compensate import Compensation
 from stoker.quant.format import FORMATS

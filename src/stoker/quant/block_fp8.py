@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.quantized import BlockExperts
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.specs import LinearSpec
 from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 from stoker.quant.fp8 import FP8_MAX, FP8_UNIT

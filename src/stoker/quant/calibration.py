@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError, EngineError
+from stoker.core.model_config import AttentionConfig, LayerConfig, MLAConfig
+from stoker.core.specs import LinearSpec, Spec
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.config import AttentionConfig, LayerConfig, MLAConfig
-from stoker.layers.specs import LinearSpec, Spec
 from stoker.quant import fold as folding
 from stoker.quant.format import LinearOp, TensorSource
 from stoker.quant.keys import KeyStats, has_mean

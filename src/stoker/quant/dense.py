@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.quantized import RowWeight
 from stoker.kernels.routing import Routing
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.specs import LinearSpec
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 
 

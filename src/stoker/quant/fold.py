@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stoker.layers.config import AttentionConfig, LayerConfig, MLPConfig, MoEConfig
+from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, MoEConfig
 from stoker.quant.stats import InputStats
 
 _NORM_BEFORE = ("pre", "sandwich")  # layouts whose norm feeds one block and nothing else

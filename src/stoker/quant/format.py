@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from stoker.base.registry import Registry
+from stoker.core.specs import LinearSpec
 from stoker.kernels.quantized import RowWeight
 from stoker.kernels.routing import Routing
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.specs import LinearSpec
 
 
 class LinearOp(Protocol):

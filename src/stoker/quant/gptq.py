@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
-from stoker.layers.specs import LinearSpec
+from stoker.core.specs import LinearSpec
 from stoker.quant.awq import search
 from stoker.quant.compensate import Compensation
 from stoker.quant.format import FORMATS

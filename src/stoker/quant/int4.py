@@ -10,10 +10,10 @@ from torch import Tensor
 
 from stoker.base.config import check_choice
 from stoker.base.errors import ConfigError
+from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.quantized import Int4Experts, Int4Weight, RowWeight
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.compensate import Compensation
 from stoker.quant.experts import GroupedExperts, StackedExperts

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.quantized import ExpertWeights, RowWeight
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.specs import LinearSpec
 from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from stoker.base.config import check_choice
+from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.quantized import GroupedInt8Weight, Int8Experts, RowWeight
 from stoker.kernels.reference.quant_int8 import widen_groups
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.specs import LinearSpec
 from stoker.quant import groups
 from stoker.quant.dense import DenseExperts, DenseLinear
 from stoker.quant.experts import GroupedExperts

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stoker.core.model_config import AttentionConfig
 from stoker.kernels.reference.rope import in_features, in_pairs, rotate, spread
 from stoker.kernels.types import MEAN_TOKENS, takes_mean
-from stoker.layers.config import AttentionConfig
 
 WINDOWS = 4  # of calibration, that the balance and the mean are found by
 

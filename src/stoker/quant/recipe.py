@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stoker.layers.specs import LinearSpec
+from stoker.core.specs import LinearSpec
 from stoker.quant.dense import Dense
 from stoker.quant.format import FORMATS, Format
 

@@ -38,8 +38,8 @@ def compile_ahead(path: Path, progress: Progress) -> None:
 
 
 def _compile(path: Path, capability: int, progress: Progress) -> None:
-    from stoker.kernels.triton import cache
-    from stoker.kernels.triton.ahead import compile_jobs
+    from stoker.kernels.triton.aot import kernel_cache as cache
+    from stoker.kernels.triton.aot.compiler import compile_jobs
 
     jobs = launches(path, capability)
     folder = cache.use()
@@ -69,7 +69,7 @@ def launches(path: Path, capability: int) -> list:
 
     Raises RuntimeError with the end of what that process says.
     """
-    from stoker.kernels.triton.ahead import Job
+    from stoker.kernels.triton.aot.compiler import Job
 
     variables = {name: value for name, value in env.child_environment().items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "stoker.runtime.worker.rehearse", str(path), str(capability)]

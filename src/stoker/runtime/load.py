@@ -113,6 +113,6 @@ def _load(
 
 def _log_kernels(device: torch.device) -> None:
     if device.type == "cuda":
-        from stoker.kernels.triton.cache import counts
+        from stoker.kernels.triton.aot.kernel_cache import counts
 
         log.info("kernels: %s", counts)

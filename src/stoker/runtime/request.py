@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
-from stoker.layers.prefix import Prefix
+from stoker.core.prefix_lm import Prefix
 
 
 class TokenRequest(msgspec.Struct, kw_only=True):

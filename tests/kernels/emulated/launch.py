@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from emulated.memory import Tensors
 from emulated.parse import parse
 from emulated.program import run_grid
-from stoker.kernels.triton.compile import target
+from stoker.kernels.triton.aot.offline_target import target
 
 
 @contextmanager

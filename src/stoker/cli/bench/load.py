@@ -66,7 +66,7 @@ class Bench:
         """Triton kernels that this process loaded: found in the cache, or compiled."""
         if self.executor.info.device != "cuda":
             return {}
-        from stoker.kernels.triton.cache import counts
+        from stoker.kernels.triton.aot.kernel_cache import counts
 
         return {"kernels": {"cached": counts.cached, "compiled": counts.compiled, "compile s": counts.compile_s}}
 

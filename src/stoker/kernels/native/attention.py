@@ -14,7 +14,7 @@ from stoker.kernels.reference import attention as reference
 from stoker.kernels.types import AttentionParams
 
 if TYPE_CHECKING:
-    from stoker.layers.batch import ForwardBatch, KVCache
+    from stoker.core.forward_batch import ForwardBatch, KVCache
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:

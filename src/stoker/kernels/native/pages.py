@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from stoker.kernels.native.library import FLOAT32, INT8, NOTHING, Known, known
 
 if TYPE_CHECKING:
-    from stoker.layers.batch import KVCache
+    from stoker.core.forward_batch import KVCache
 
 
 class Pages(NamedTuple):

@@ -12,7 +12,7 @@ from stoker.kernels.native.pages import pages_of
 from stoker.kernels.reference import rope as reference
 
 if TYPE_CHECKING:
-    from stoker.layers.batch import KVCache
+    from stoker.core.forward_batch import KVCache
 
 
 def rope_store(

@@ -14,7 +14,7 @@ from stoker.kernels.reference.rope import missing
 from stoker.kernels.types import AttentionParams
 
 if TYPE_CHECKING:
-    from stoker.layers.batch import ForwardBatch, KVCache
+    from stoker.core.forward_batch import ForwardBatch, KVCache
 
 # Scores at once. All those of a prompt of 8,192 tokens on 32 heads would be 8.6 GB, twice; 2,048 queries of 9 heads over 8,192 keys take
 # 3.2 s and 1.2 GiB at once, 1.7 s and 0.1 so.

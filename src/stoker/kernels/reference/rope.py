@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.kernels.types import MEAN_TOKENS
 
 if TYPE_CHECKING:
-    from stoker.layers.batch import KVCache
+    from stoker.core.forward_batch import KVCache
 
 
 def rope_store(

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.reference.activation import ACTIVATIONS
-from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
 
 BLOCK = 1024  # eight elements a thread of four warps: one 16-byte access per operand in bfloat16
 

@@ -20,7 +20,7 @@ from stoker.distributed.group import Group
 from stoker.distributed.inbox import EMPTY, TURNS, UNIT_BYTES, Inbox, Inboxes
 from stoker.kernels.reference import all_reduce as reference
 from stoker.kernels.triton.all_reduce_kernel import exchange_kernel
-from stoker.kernels.triton.chain import chained
+from stoker.kernels.triton.pdl import chained
 
 log = get_logger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.chain import let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import let_next_start, wait_for_previous
 
 
 @triton.jit

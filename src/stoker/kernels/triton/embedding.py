@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["vocab_size"])

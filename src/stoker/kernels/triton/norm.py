@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
 
 KINDS = ("rms", "layer")
 MAX_SIZE = 1 << 16  # a row is held in the registers of one program

@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.reference.rope import twos
-from stoker.kernels.triton.chain import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
 from stoker.kernels.types import MEAN_TOKENS
 
 if TYPE_CHECKING:
-    from stoker.layers.batch import KVCache
+    from stoker.core.forward_batch import KVCache
 
 
 @triton.constexpr_function

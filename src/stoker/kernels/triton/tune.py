@@ -11,9 +11,9 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
-from stoker.kernels.triton import linear as kernels
-from stoker.kernels.triton.compile import compiling
-from stoker.kernels.triton.linear_tuning import LinearTile
+from stoker.kernels.triton.aot.offline_target import compiling
+from stoker.kernels.triton.gemm.dense import launch as kernels
+from stoker.kernels.triton.gemm.dense.tiles import LinearTile
 from stoker.kernels.types import Fusion
 
 _CACHE_BYTES = 256 << 20  # several times an H200's 60 MB L2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.layers.batch import ForwardBatch
+from stoker.core.forward_batch import ForwardBatch
 from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape, StepInputs, cut, num_places
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.logging import get_logger
-from stoker.layers.batch import ForwardBatch
+from stoker.core.forward_batch import ForwardBatch
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.blank import Bounds, blank_step, static_places
 from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape, StepInputs

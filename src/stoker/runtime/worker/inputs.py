@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.layers.batch import ForwardBatch
+from stoker.core.forward_batch import ForwardBatch
 from stoker.runtime.request import Sequence
 from stoker.runtime.sampling.prompt import pieces
 from stoker.runtime.schedule.plan import StepPlan

@@ -11,8 +11,8 @@ import torch
 
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.layers.batch import KVCache
-from stoker.layers.config import ModelConfig
+from stoker.core.forward_batch import KVCache
+from stoker.core.model_config import ModelConfig
 from stoker.layers.decoder import kv_width, local_kv_shapes
 
 _DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.5}

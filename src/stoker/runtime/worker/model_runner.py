@@ -15,11 +15,11 @@ from torch import Tensor
 
 from stoker.base.errors import RankError, RequestError
 from stoker.base.types import TokenLogprobs
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.prefix_lm import prefix_of
 from stoker.distributed.world import ALONE_WORLD, World
 from stoker.kernels import ops
-from stoker.layers.batch import ForwardBatch, KVCache
 from stoker.layers.decoder import Decoder
-from stoker.layers.prefix import prefix_of
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.grammars import Grammars
 from stoker.runtime.sampling.logprobs import Logprobs, score

@@ -10,10 +10,10 @@ from stoker.base import env
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
+from stoker.core.model_config import ModelConfig
 from stoker.distributed.world import World
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
-from stoker.layers.config import ModelConfig
 from stoker.layers.decoder import Decoder
 from stoker.runtime.sampling.grammars import Grammars
 from stoker.runtime.worker.blank import Bounds
@@ -185,7 +185,7 @@ def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> 
 
 def _use_kernels(engine: Engine) -> None:
     """Let Triton find the kernels that the engine brings, and those of earlier starts."""
-    from stoker.kernels.triton import cache
+    from stoker.kernels.triton.aot import kernel_cache as cache
 
     folder, file = cache.use(), engine.path / cache.FILE
     if cache.FILE in engine.config.files:

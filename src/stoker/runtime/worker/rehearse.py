@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from stoker.base.config import RuntimeConfig
+from stoker.core.specs import LinearSpec
 from stoker.distributed.group import Group
 from stoker.distributed.inbox import ONE_SHOT_BYTES, Inboxes
 from stoker.distributed.pipeline import Stage
 from stoker.distributed.world import World, leader
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
-from stoker.kernels.triton.ahead import Job, collecting
 from stoker.kernels.triton.all_reduce import sums_arrive
+from stoker.kernels.triton.aot.compiler import Job, collecting
 from stoker.layers.decoder import Decoder, layer_specs
+from stoker.layers.fused_layer import Tails
 from stoker.layers.loader import Loader
-from stoker.layers.specs import LinearSpec
-from stoker.layers.tail import Tails
 from stoker.quant.format import TensorSource
 from stoker.runtime.worker.blank import Bounds
 from stoker.runtime.worker.graphs import Graphs

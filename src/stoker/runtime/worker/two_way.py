@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stoker.layers.prefix import Prefix
+from stoker.core.prefix_lm import Prefix
 
 
 def place_two_ways(

@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from stoker.core.model_config import AttentionConfig, ModelConfig
 from stoker.kernels import ops
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, GroupedInt8Weight, Int4Weight
-from stoker.kernels.reference.tail import tail
-from stoker.layers.config import AttentionConfig, ModelConfig
+from stoker.kernels.reference.fused_layer import tail
 from stoker.layers.decoder import kv_width
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.model_runner import ModelRunner

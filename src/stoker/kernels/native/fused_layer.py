@@ -1,0 +1,106 @@
+"""A layer's tail of few rows in one call: linears follow each other without coming back to Python, and threads wait awake."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.native.library import GIVEN, LINEARS, kernels
+from stoker.kernels.native.linear import (
+    FEW_GROUPED_ROWS,
+    FEW_ROWS,
+    STREAM,
+    Link,
+    Stored,
+    dense_weight,
+    grouped_int8_weight,
+    int4_weight,
+    int8_weight,
+    link,
+)
+from stoker.kernels.native.quant_int8 import few_rows as few_int8
+from stoker.kernels.quantized import RowWeight, Tail, TailLinear
+from stoker.kernels.reference import fused_layer as reference
+
+
+class Chain(NamedTuple):
+    """A tail's linears, and how many rows all of them take."""
+
+    links: tuple[Link, ...]
+    most: int
+
+
+_chains: dict[int, tuple[weakref.ref[Tail], Chain | None]] = {}
+
+
+def takes_tail(parts: Tail, rows: int) -> bool:
+    chain = _chain(parts)
+    return chain is not None and rows <= chain.most
+
+
+def tail(x: Tensor, stream: Tensor, parts: Tail) -> tuple[Tensor, Tensor | None]:
+    """See `ops.tail`. What the kernel does not take goes one after another."""
+    found, chain, dtype = kernels(), _chain(parts), STREAM.get(x.dtype, -1)
+    fits = dtype >= 0 and stream.dtype == x.dtype and stream.is_contiguous() and x.stride(1) == 1
+    if isinstance(found, str) or chain is None or not fits or x.shape[0] > chain.most or x.shape[1] != chain.links[0].inputs:
+        return reference.tail(x, stream, parts)
+    rows, (out, up, down, *last) = x.shape[0], chain.links
+    between = torch.empty(rows, out.outputs + up.outputs, dtype=x.dtype)  # the stream after attention, and the inner features
+    after, qkv = torch.empty_like(stream), torch.empty(rows, last[0].outputs, dtype=x.dtype) if last else None
+    middle, end = between.data_ptr(), after.data_ptr()
+    inner = middle + rows * out.outputs * x.element_size()
+    data = b"".join((
+        LINEARS(found.fork, torch.get_num_threads(), len(chain.links)),
+        GIVEN(x.data_ptr(), stream.data_ptr(), middle, rows, x.stride(0), dtype), out.packed,
+        GIVEN(middle, 0, inner, rows, up.inputs, dtype), up.packed,
+        GIVEN(inner, middle, end, rows, down.inputs, dtype), down.packed,
+        *((GIVEN(end, 0, qkv.data_ptr(), rows, last[0].inputs, dtype), last[0].packed) if qkv is not None else ()),
+    ))  # fmt: skip
+    return reference.tail(x, stream, parts) if found.linears(data) else (after, qkv)
+
+
+def _chain(parts: Tail) -> Chain | None:
+    """None where the kernel does not take a linear, or one does not begin with what the one before gives."""
+    key = id(parts)
+    found = _chains.get(key)
+    if found is None or found[0]() is not parts:
+        ref = weakref.ref(parts, lambda _: _chains.pop(key, None))
+        found = _chains[key] = ref, _made(parts)
+    return found[1]
+
+
+def _made(parts: Tail) -> Chain | None:
+    links, most = [], []
+    for linear in parts.linears:
+        stored, rows = _stored(linear.weight)
+        own = None if stored is None else _link(stored, linear)
+        if own is None:
+            return None
+        links.append(own)
+        most.append(rows)
+    hidden = links[0].outputs
+    begins = [hidden, links[1].outputs, hidden][: len(links) - 1]
+    return Chain(tuple(links), min(most)) if [own.inputs for own in links[1:]] == begins and links[2].outputs == hidden else None
+
+
+def _link(stored: Stored, linear: TailLinear) -> Link | None:
+    assert linear.weight is not None
+    return link(stored, linear.weight.bias, linear.fusion)
+
+
+def _stored(weight: RowWeight | None) -> tuple[Stored | None, int]:
+    """The weight as the kernel reads it, and how many rows do better so than one linear at a time."""
+    match weight:
+        case RowWeight("float32" | "bfloat16"):
+            return dense_weight(weight.weight), FEW_ROWS
+        case RowWeight("bytes", scale=Tensor() as scale) if weight.group:
+            return grouped_int8_weight(weight.weight, scale, weight.zero, weight.group), FEW_GROUPED_ROWS
+        case RowWeight("bytes", scale=Tensor() as scale):
+            return int8_weight(weight.weight, scale), few_int8()
+        case RowWeight("int4", scale=Tensor() as scale):
+            zero, offset = (None, weight.zero) if weight.zero_kind == "float" else (weight.zero, None)
+            return int4_weight(weight.weight, scale, zero, offset, weight.group), FEW_GROUPED_ROWS
+    return None, 0
