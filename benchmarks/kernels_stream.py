@@ -29,7 +29,7 @@ from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.triton import norm
 from stoker.kernels.triton.aot.offline_target import compiling
-from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
@@ -82,10 +82,10 @@ class Case:
             return band_token_tiles(self.rows)
         return token_tiles(self.rows, 2 if self.form in ("int4", "bytes") else 1)
 
-    def by_rule(self, multiprocessors: int) -> StreamTile | BandTile:
+    def by_rule(self, num_sms: int) -> StreamTile | BandTile:
         if self.bands:
-            return band_tile(self.group, self.rows, self.n, self.chunks, self.gated, multiprocessors)
-        return stream_tile(self.form, self.rows, self.n, self.chunks, self.gated, multiprocessors)
+            return band_tile(self.group, self.rows, self.n, self.chunks, self.gated, num_sms)
+        return stream_tile(self.form, self.rows, self.n, self.chunks, self.gated, num_sms)
 
     @property
     def gated(self) -> bool:
@@ -193,7 +193,7 @@ def measure(case: Case, fast: bool) -> dict[str, object]:
     copies = max(2, ROTATED_BYTES // case.num_bytes + 1)
     made = [case.weight("cuda") for _ in range(copies)]
     weights, x, fusion = [weight for weight, _ in made], make("cuda", case.rows, case.k), case.fusion("cuda")
-    default = case.by_rule(num_multiprocessors(x.device))
+    default = case.by_rule(num_sms(x.device))
     want = case.expected(x, made[0][1], fusion)
     del made
     errors, times = {}, {}

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--variants", action="store_true", help="also without chained launches, and with other splits")
+    parser.add_argument("--variants", action="store_true", help="also without PDL, and with other split counts")
     parser.add_argument("--json")
     args = parser.parse_args()
     rows = [int(r) for r in args.rows.split(",")]
@@ -116,21 +116,24 @@ def breakdown(work: Callable[[], None], repeats: int = 5) -> dict[str, dict[str,
     return table
 
 
-CHAINED = ("linear", "norm", "activation", "embedding", "rope", "attention", "sampling")
+LAUNCHERS = {
+    "linear": "gemm.dense.launch", "norm": "norm", "activation": "activation", "embedding": "embedding", "rope": "rope",
+    "attention": "attention.launch", "sampling": "sampling",
+}  # fmt: skip
 
 
-def without_chain(*names: str) -> Callable[[], Callable[[], None]]:
-    """Launch the kernels of these modules (all, when none is named) one after another."""
+def without_pdl(*names: str) -> Callable[[], Callable[[], None]]:
+    """Launch the kernels of these modules (default: of all) without programmatic dependent launch."""
 
     def patch() -> Callable[[], None]:
-        modules = [importlib.import_module(f"stoker.kernels.triton.{m}") for m in names or CHAINED]
-        kept = [m.chained for m in modules]
-        for m in modules:
-            m.chained = lambda x: {"CHAINED": False}
+        modules = [importlib.import_module(f"stoker.kernels.triton.{LAUNCHERS[name]}") for name in names or LAUNCHERS]
+        originals = [module.pdl_launch_options for module in modules]
+        for module in modules:
+            module.pdl_launch_options = lambda x: {"USE_PDL": False}
 
         def undo() -> None:
-            for m, k in zip(modules, kept, strict=True):
-                m.chained = k
+            for module, original in zip(modules, originals, strict=True):
+                module.pdl_launch_options = original
 
         return undo
 
@@ -149,11 +152,11 @@ def with_splits(count: int) -> Callable[[], Callable[[], None]]:
 
 
 VARIANTS: dict[str, Callable[[], Callable[[], None]]] = {
-    "not chained": without_chain(),
-    "attention not chained": without_chain("attention"),
-    "rope not chained": without_chain("rope"),
-    "attention, rope not": without_chain("attention", "rope"),
-    "linears not chained": without_chain("linear"),
+    "without PDL": without_pdl(),
+    "attention without PDL": without_pdl("attention"),
+    "rope without PDL": without_pdl("rope"),
+    "attention and rope without PDL": without_pdl("attention", "rope"),
+    "linears without PDL": without_pdl("linear"),
     **{f"{n} splits": with_splits(n) for n in (8, 32)},
 }
 

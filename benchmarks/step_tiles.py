@@ -121,14 +121,14 @@ chosen: dict[Key, Tile] = {}  # the tiles on trial
 _rules = (stream.stream_tile, linear.linear_tile, quant_gemv.gemv_tile)
 
 
-def _stream_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, multiprocessors: int) -> StreamTile:
+def _stream_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, num_sms: int) -> StreamTile:
     tile = chosen.get((n, chunks, gated))
-    return tile if isinstance(tile, StreamTile) else _rules[0](form, tokens, n, chunks, gated, multiprocessors)
+    return tile if isinstance(tile, StreamTile) else _rules[0](form, tokens, n, chunks, gated, num_sms)
 
 
-def _linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, multiprocessors: int) -> LinearTile:
+def _linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, num_sms: int) -> LinearTile:
     tile = chosen.get((n, k, gated))
-    return tile if isinstance(tile, LinearTile) else _rules[1](rows, n, k, gated, itemsize, multiprocessors)
+    return tile if isinstance(tile, LinearTile) else _rules[1](rows, n, k, gated, itemsize, num_sms)
 
 
 def _gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:

@@ -226,7 +226,7 @@ def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, si
         return meta(count, dtype=torch.int32)
 
     monkeypatch.setattr(kernels, "attention_kernel", defaultdict(lambda: launch))
-    monkeypatch.setattr(kernels, "chained", lambda x: {})
+    monkeypatch.setattr(kernels, "pdl_launch_options", lambda x: {})
     q, pages = meta(tokens, heads, size), meta(9, kv_heads, 64, size)
     rows = min(tokens, 8)
     decodes = rows if tokens == 1 else 0

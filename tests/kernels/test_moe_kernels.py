@@ -131,7 +131,7 @@ def grouped_by_hand(rows: Tensor, weight: Tensor, scale: Tensor, scales: Tensor,
 @pytest.mark.parametrize("activations", [None, "token", "static"])
 def test_many_rows_go_through_the_library(activations: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as tiles give, in the same order; a rank's own experts, biases and few rows stay with the tiles."""
-    monkeypatch.setattr(moe_library, "capability", lambda x: 90)
+    monkeypatch.setattr(moe_library, "supports", lambda x, feature: True)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_by_hand)
     monkeypatch.setattr(moe_library, "LIBRARY_ROWS", dict.fromkeys(moe_library.LIBRARY_ROWS, 4))
     experts, top_k, n, k, tokens = 5, 2, 32, 64, 23

@@ -88,16 +88,16 @@ def test_tokens_lie_where_codes_meet_them(group: int, tokens: int) -> None:
 
 
 def test_each_number_of_tokens_has_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail_few, "capability", lambda x: tail_few.CAPABILITY)
+    monkeypatch.setattr(tail_few, "supports", lambda x, feature: True)
     for module in (tail_few, tail_rows):
-        monkeypatch.setattr(module, "num_multiprocessors", lambda device: PROGRAMS)
+        monkeypatch.setattr(module, "num_sms", lambda device: PROGRAMS)
     parts = tail_of(1024, 1024, 2816, 1536, 128)
     assert [rows for rows in (1, 2, 3, 4, 33, 64, 65) if takes_tail(parts, rows)] == [1, 2, 3, 4, 33, 64]
     assert [rows for rows in (1, 2, 3, 4, 33, 64, 65) if tail_rows.takes(parts, rows)] == [3, 4, 33, 64]
 
 
 def test_scales_that_no_piece_begins_at_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail_few, "capability", lambda x: tail_few.CAPABILITY)
+    monkeypatch.setattr(tail_few, "supports", lambda x, feature: True)
     tail = tail_of(256, 256, 512, 256, 32)
     assert tail.down.weight is not None and tail.down.weight.scale is not None
     assert tail_few.are_alike(tail) and tail_few.takes(tail, 1)

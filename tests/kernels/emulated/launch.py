@@ -40,8 +40,8 @@ def emulating(seed: int = 0, programs: int = 132, capability: int = 90) -> Itera
         patches.enter_context(mock.patch.object(JITFunction, "run", run))
         patches.enter_context(mock.patch.object(torch.Tensor, "is_cpu", False, create=True))
         for name, module in list(sys.modules.items()):
-            if name.startswith("stoker.kernels.triton.") and hasattr(module, "num_multiprocessors"):
-                patches.enter_context(mock.patch.object(module, "num_multiprocessors", lambda device: programs))
+            if name.startswith("stoker.kernels.triton.") and hasattr(module, "num_sms"):
+                patches.enter_context(mock.patch.object(module, "num_sms", lambda device: programs))
         yield lost
 
 

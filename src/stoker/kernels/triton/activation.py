@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.reference.activation import ACTIVATIONS
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 BLOCK = 1024  # eight elements a thread of four warps: one 16-byte access per operand in bfloat16
 
@@ -40,14 +40,14 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_kernel(
-    x, out, SIZE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+    x, out, SIZE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
 ):  # fmt: skip
     """One program: BLOCK of a row's SIZE results. A gated row of x holds SIZE gates, then SIZE multiplicands."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < SIZE
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     source = x + row * (2 * SIZE if GATED else SIZE) + cols
     result = activated(tl.load(source, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
     if GATED:
@@ -72,5 +72,5 @@ def _launch(x: Tensor, size: int, is_gated: bool, activation: str) -> Tensor:
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     if out.numel():
         grid = (out.numel() // size, triton.cdiv(size, BLOCK))
-        activation_kernel[grid](x, out, SIZE=size, GATED=is_gated, ACTIVATION=activation, BLOCK=BLOCK, num_warps=4, **chained(x))
+        activation_kernel[grid](x, out, SIZE=size, GATED=is_gated, ACTIVATION=activation, BLOCK=BLOCK, num_warps=4, **pdl_launch_options(x))
     return out

@@ -20,7 +20,7 @@ from stoker.distributed.group import Group
 from stoker.distributed.inbox import EMPTY, TURNS, UNIT_BYTES, Inbox, Inboxes
 from stoker.kernels.reference import all_reduce as reference
 from stoker.kernels.triton.all_reduce_kernel import exchange_kernel
-from stoker.kernels.triton.pdl import chained
+from stoker.kernels.triton.pdl import pdl_launch_options
 
 log = get_logger(__name__)
 
@@ -48,7 +48,7 @@ def exchange(x: Tensor, residual: Tensor | None, inbox: Inbox, patience: int = F
         x, residual if residual is None else residual.contiguous(), out,
         inbox.addresses, inbox.addresses[inbox.rank], inbox.turns, inbox.rank, num_values, patience,
         UNIT=unit, RANKS=inbox.num_ranks, UNITS=inbox.num_units, TWO_SHOT=inbox.is_two_shot,
-        BITS=bits, EMPTY=EMPTY if bits is tl.int32 else EMPTY_HALF, TURNS=TURNS, num_warps=4, **chained(x),
+        BITS=bits, EMPTY=EMPTY if bits is tl.int32 else EMPTY_HALF, TURNS=TURNS, num_warps=4, **pdl_launch_options(x),
     )  # fmt: skip
     return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.pdl import let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def exchange_kernel(
     BITS: tl.constexpr,
     EMPTY: tl.constexpr,
     TURNS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """One unit of UNIT values, program_id(0)'s, of a message of `num_values`. `peers`: each rank's inbox; `mine`: this one's."""
     unit = tl.program_id(0)
@@ -70,8 +70,8 @@ def exchange_kernel(
     inside = places < num_values
     DTYPE: tl.constexpr = x.dtype.element_ty
     SLOTS: tl.constexpr = RANKS + (1 if TWO_SHOT else 0)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     turn = tl.load(turns + unit, volatile=True)
     now = (turn * UNITS + unit) * (SLOTS * UNIT)
     before = ((turn + TURNS - 1) % TURNS * UNITS + unit) * (SLOTS * UNIT)

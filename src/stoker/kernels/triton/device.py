@@ -1,19 +1,55 @@
-"""What the launchers ask of a device before they choose a grid."""
+"""Properties of the device that launchers need to choose a kernel, a tile and a grid.
+
+Which compute capability a hardware feature needs is declared in `REQUIREMENTS` and nowhere else. A launcher asks `supports(x, feature)`
+and uses another kernel where the answer is False.
+"""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from triton.runtime import driver
 
-H200_MULTIPROCESSORS = 132
+H200_NUM_SMS = 132
+INTERPRETER = 0  # the capability of tensors on the CPU, which only Triton's interpreter receives
+
+
+class Requirement(NamedTuple):
+    """The compute capabilities (90: sm_90) that have a feature."""
+
+    lowest: int
+    highest: int | None = None  # None: and all later ones
+    interpreted: bool = False  # whether Triton's interpreter emulates it
+
+    def is_met(self, capability: int) -> bool:
+        if capability == INTERPRETER:
+            return self.interpreted
+        return self.lowest <= capability and (self.highest is None or capability <= self.highest)
+
+
+REQUIREMENTS = {
+    # griddepcontrol.wait and griddepcontrol.launch_dependents; see `pdl`.
+    "pdl": Requirement(90),
+    # wgmma.mma_async exists in sm_90a only: sm_100 has tcgen05 instead.
+    "wgmma": Requirement(90, 90),
+    # wgmma, and the shared memory of an H100 or H200 (227 KiB per CTA), for which the fused layer kernels are laid out.
+    "fused_layer": Requirement(90, 90),
+    # torch._grouped_mm and torch._scaled_grouped_mm, measured to be faster than our tiles on an H200 only.
+    "grouped_mm": Requirement(90, 90),
+}
+
+
+def supports(x: torch.Tensor, feature: str) -> bool:
+    """Whether kernels for x's device (or for the device that is being compiled for) may use `feature`, a key of `REQUIREMENTS`."""
+    return REQUIREMENTS[feature].is_met(capability(x))
 
 
 def capability(x: torch.Tensor) -> int:
-    """90 for sm_90: of x's device, or of the one that is compiled for; 0 in the interpreter."""
+    """The compute capability of x's device (90: sm_90), for meta tensors that of the compilation target; `INTERPRETER` for CPU tensors."""
     if x.is_cpu:
-        return 0
+        return INTERPRETER
     if x.is_cuda:
         major, minor = torch.cuda.get_device_capability(x.device)
         return 10 * major + minor
@@ -21,10 +57,11 @@ def capability(x: torch.Tensor) -> int:
 
 
 @cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; what is compiled ahead is for the device at hand, or for an H200, and so is the interpreter."""
+def num_sms(device: torch.device) -> int:
+    """The number of SMs of a CUDA device. Ahead-of-time compilation uses the current device, or an H200 when there is none, as does the
+    interpreter."""
     if device.type == "cpu" or not torch.cuda.is_available():
-        return H200_MULTIPROCESSORS
+        return H200_NUM_SMS
     if device.type != "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     return torch.cuda.get_device_properties(device).multi_processor_count

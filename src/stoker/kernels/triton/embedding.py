@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def embedding_kernel(token_ids, table, out, vocab_size, stride_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def embedding_kernel(token_ids, table, out, vocab_size, stride_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     row = tl.load(token_ids + token).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < SIZE
@@ -39,15 +39,15 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
             SIZE=size,
             BLOCK=block,
             num_warps=min(8, max(1, block // 256)),
-            **chained(table),
+            **pdl_launch_options(table),
         )
     return out
 
 
 @triton.jit
-def resolve_kernel(token_ids, last_ids, out, count, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+def resolve_kernel(token_ids, last_ids, out, count, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     ids = tl.load(token_ids + at, mask=inside, other=0)
@@ -61,14 +61,16 @@ def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
     out = torch.empty_like(token_ids)
     count = token_ids.shape[0]
     if count:
-        resolve_kernel[(triton.cdiv(count, 1024),)](token_ids, last_ids, out, count, BLOCK=1024, num_warps=4, **chained(token_ids))
+        resolve_kernel[(triton.cdiv(count, 1024),)](
+            token_ids, last_ids, out, count, BLOCK=1024, num_warps=4, **pdl_launch_options(token_ids)
+        )
     return out
 
 
 @triton.jit
-def remember_kernel(last_ids, rows, token_ids, count, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+def remember_kernel(last_ids, rows, token_ids, count, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     ids = tl.load(token_ids + at, mask=inside, other=0)
@@ -79,4 +81,6 @@ def remember(last_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """See `ops.remember`."""
     count = token_ids.shape[0]
     if count:
-        remember_kernel[(triton.cdiv(count, 1024),)](last_ids, rows, token_ids, count, BLOCK=1024, num_warps=4, **chained(token_ids))
+        remember_kernel[(triton.cdiv(count, 1024),)](
+            last_ids, rows, token_ids, count, BLOCK=1024, num_warps=4, **pdl_launch_options(token_ids)
+        )

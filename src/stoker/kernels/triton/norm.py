@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 KINDS = ("rms", "layer")
 MAX_SIZE = 1 << 16  # a row is held in the registers of one program
@@ -28,14 +28,14 @@ def norm_kernel(
     RMS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """ROWS rows of SIZE features. Row r of x starts at (r // INNER) × stride_outer + (r % INNER) × stride_inner; `out` is dense."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows)[:, None] & (cols < SIZE)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     source = (rows // INNER * stride_outer + rows % INNER * stride_inner)[:, None] + cols
     wide = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
     if not RMS:
@@ -67,6 +67,6 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     norm_kernel[(triton.cdiv(num_rows, rows),)](
         view, weight, bias if kind == "layer" else None, out, num_rows, view.stride(0), view.stride(1), eps,
         INNER=inner, SIZE=size, RMS=kind == "rms", ROWS=rows, BLOCK=block,
-        num_warps=min(16, max(1, rows * block // 256)), **chained(x),
+        num_warps=min(16, max(1, rows * block // 256)), **pdl_launch_options(x),
     )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.reference.rope import twos
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.types import MEAN_TOKENS
 
 if TYPE_CHECKING:
@@ -204,13 +204,13 @@ def rope_store_kernel(
     stride_key_block, stride_key_head, stride_value_block, stride_value_head,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     MIX_HALF: tl.constexpr, MIX_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, CHAINED: tl.constexpr,
+    HEADS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: HEADS heads of one token. Along axis 1 come the tiles of q (rotated in place), then of k, then of v (stored)."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     angles = cos_sin
     if HALF > 0:
         angles = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
@@ -286,7 +286,7 @@ def rope_store(
         SIZE=k.shape[2], VALUE_SIZE=value_size, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
         BLOCK_REST=triton.next_power_of_2(max(k.shape[2] - 2 * half, 1)), BLOCK_VALUE=triton.next_power_of_2(max(value_size, 1)),
         MIX_HALF=twos(half), MIX_REST=twos(k.shape[2] - 2 * half), INTERLEAVED=interleaved, BLOCK_SIZE=cache.block_size, HEADS=heads,
-        num_warps=num_warps, **chained(q),
+        num_warps=num_warps, **pdl_launch_options(q),
     )  # fmt: skip
     return q
 

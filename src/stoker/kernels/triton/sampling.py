@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.types import DrawParams
 
 _CHUNK = 8192  # vocabulary entries of a partial program
@@ -26,11 +26,13 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     chunks = triton.cdiv(vocab, _CHUNK)
     best = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     where = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    _partial_argmax[(rows, chunks)](logits, best, where, vocab, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **chained(logits))
+    _partial_argmax[(rows, chunks)](
+        logits, best, where, vocab, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **pdl_launch_options(logits)
+    )
     _draw[(rows,)](
         logits, best, where, out, params.temperature, params.top_k, params.top_p, params.min_p, params.seeds, params.counters,
         vocab, logits.stride(0), chunks,
-        CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK, GREEDY=params.all_greedy, num_warps=8, **chained(logits),
+        CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK, GREEDY=params.all_greedy, num_warps=8, **pdl_launch_options(logits),
     )  # fmt: skip
     return out
 
@@ -44,9 +46,9 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
 
 
 @triton.jit
-def _partial_argmax(logits, best, where, vocab, stride, chunks, CHUNK: tl.constexpr, CHAINED: tl.constexpr):
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+def _partial_argmax(logits, best, where, vocab, stride, chunks, CHUNK: tl.constexpr, USE_PDL: tl.constexpr):
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -101,10 +103,10 @@ def _mass_above(base, vocab, scale, peak, threshold, BLOCK: tl.constexpr):
 @triton.jit
 def _draw(
     logits, best, where, out, temperatures, top_ks, top_ps, min_ps, seeds, counters, vocab, stride, chunks,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr, CHAINED: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNKS)
     partial = tl.load(best + row * chunks + lane, mask=lane < chunks, other=float("-inf"))

@@ -25,7 +25,7 @@ from stoker.kernels.triton.attention.query_tile import (
     store_part,
 )
 from stoker.kernels.triton.attention.split_combine import meet
-from stoker.kernels.triton.pdl import let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def attention_kernel(
     VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, PAIRED: tl.constexpr, PACKED: tl.constexpr, LETS: tl.constexpr, CHAINED: tl.constexpr,
+    PRECISION: tl.constexpr, PAIRED: tl.constexpr, PACKED: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles × head tiles, splits). SPLITS is `splits` rounded up to a power of two; 1 compiles no combine.
 
@@ -134,8 +134,8 @@ def attention_kernel(
     first_block = None
     if DECODE:
         first_block = blocks_of(table, begin, end, BLOCK_SIZE, BLOCK_N, True)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED and LETS)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL and LAUNCH_DEPENDENTS)
     m = tl.arange(0, BLOCK_M)
     token = tile_start + m // TILE_HEADS
     head = kv_head * GROUP + group_start + m % TILE_HEADS

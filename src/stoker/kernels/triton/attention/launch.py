@@ -13,8 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stoker.kernels.triton.attention.kernel import attention_kernel
 from stoker.kernels.triton.attention.tiles import Splits, Tile, choose_splits, decode_tile, prefill_tile
-from stoker.kernels.triton.device import num_multiprocessors
-from stoker.kernels.triton.pdl import chained
+from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.rope import require_dense_pages, rope_store
 from stoker.kernels.types import MEAN_HEAD, AttentionParams, Rotary, takes_mean
 
@@ -72,7 +72,7 @@ def _is_worth(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
     Between, the launch before would end program by program, and the first multiprocessors that are free take attention's programs two at a
     time (8 rows of 32 / 8 heads over 1,000 keys: 4.58 ms a step, 4.50 apart; 1 row 3.95 and 3.98, 64 rows 6.41 and 6.48).
     """
-    return q.shape[0] == 1 or _runs_beside_tail(q, params) or q.shape[0] * cache.keys.shape[1] >= 3 * num_multiprocessors(q.device)
+    return q.shape[0] == 1 or _runs_beside_tail(q, params) or q.shape[0] * cache.keys.shape[1] >= 3 * num_sms(q.device)
 
 
 def _runs_beside_tail(q: Tensor, params: AttentionParams) -> bool:
@@ -104,7 +104,7 @@ def decode(
     pairs = _pairs(q, cache)
     if tile is None:
         programs = batch.num_decodes * kv_heads
-        tile = decode_tile(q.shape[2], q.dtype, group, programs, num_multiprocessors(q.device), pairs is not None)
+        tile = decode_tile(q.shape[2], q.dtype, group, programs, num_sms(q.device), pairs is not None)
     tile_heads = min(group, tile.block_m)
     programs = batch.num_decodes * kv_heads * triton.cdiv(group, tile_heads)
     splits = splits or _splits(programs, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
@@ -127,7 +127,7 @@ def prefill(
     if tile is None:
         programs, narrow = triton.cdiv(num_tokens * group, 128) * kv_heads, cache.keys.dtype.itemsize == 1
         size = triton.next_power_of_2(q.shape[2]) if _wants_whole(cache) else q.shape[2]
-        tile = prefill_tile(size, q.dtype, batch.max_query_len * group, programs, num_multiprocessors(q.device), narrow)
+        tile = prefill_tile(size, q.dtype, batch.max_query_len * group, programs, num_sms(q.device), narrow)
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
     programs = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)
@@ -140,7 +140,7 @@ def _splits(programs: int, results: int, tile: Tile, max_seq_len: int, device: t
     most = MAX_SCRATCH_BYTES // (4 * results * programs)
     if programs > MAX_SPLIT_PROGRAMS or most < 2:
         return Splits()
-    chosen = choose_splits(programs, triton.cdiv(max_seq_len, tile.block_n), max_seq_len, num_multiprocessors(device))
+    chosen = choose_splits(programs, triton.cdiv(max_seq_len, tile.block_n), max_seq_len, num_sms(device))
     return chosen if chosen.count <= most else replace(chosen, count=1 << (most.bit_length() - 1))
 
 
@@ -160,7 +160,7 @@ def _launch(
     value_part1, value_part2 = _parts(value_size, whole) if pairs is None else (value_size // 2,) * 2
     partial = lse = messages = None
     power = triton.next_power_of_2(splits.count)
-    columns = _columns(power, tile_heads, value_size, tile) if is_decode and programs * splits.count <= num_multiprocessors(q.device) else 0
+    columns = _columns(power, tile_heads, value_size, tile) if is_decode and programs * splits.count <= num_sms(q.device) else 0
     if columns:
         messages = _messages(q.device)
     elif splits.count > 1:
@@ -189,7 +189,7 @@ def _launch(
         COMBINE_ROWS=min(triton.next_power_of_2(tokens * tile_heads), max(1, 2048 * tile.num_warps // held)),
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",  # three tf32 products give float32's precision
         PAIRED=pairs, PACKED=not q.is_cpu, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        LETS=_lets(q, programs, params), **chained(q),
+        LAUNCH_DEPENDENTS=_lets(q, programs, params), **pdl_launch_options(q),
     )  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def _lets(q: Tensor, programs: int, params: AttentionParams) -> bool:
     """Whether the next kernel's programs may come in before a launch's are done. Of few programs they would take the multiprocessors that
     its splits need (one row of 32 / 8 heads over 1,000 keys: 4.20 ms a step of Llama-3.1-8B, 3.98 otherwise; eight rows: 4.53 and 4.58).
     A tail has one program for each, and its first weights arrive meanwhile (FP8 and one row: 1 µs a layer)."""
-    return 4 * programs > num_multiprocessors(q.device) or _runs_beside_tail(q, params)
+    return 4 * programs > num_sms(q.device) or _runs_beside_tail(q, params)
 
 
 def _columns(splits: int, heads: int, size: int, tile: Tile) -> int:
@@ -248,7 +248,7 @@ def _columns(splits: int, heads: int, size: int, tile: Tile) -> int:
 @cached
 def _messages(device: torch.device) -> Tensor:
     """Words of splits that meet; every launch leaves them at zero."""
-    return torch.zeros(2 * num_multiprocessors(device) * MOST_MEETING, dtype=torch.int64, device=device)
+    return torch.zeros(2 * num_sms(device) * MOST_MEETING, dtype=torch.int64, device=device)
 
 
 @cached

@@ -30,7 +30,7 @@ class Splits:
     min_tiles: int = 1
 
 
-def decode_tile(head_size: int, dtype: torch.dtype, heads: int, programs: int, multiprocessors: int, paired: bool = False) -> Tile:
+def decode_tile(head_size: int, dtype: torch.dtype, heads: int, programs: int, num_sms: int, paired: bool = False) -> Tile:
     """The tile for one token's `heads` that share a key head; `programs` = tiles of the launch before splitting.
 
     Decode is bound by memory. Few programs: a whole block a tile, for the shortest chain of dependent loads, 3 stages deep. Many:
@@ -46,20 +46,20 @@ def decode_tile(head_size: int, dtype: torch.dtype, heads: int, programs: int, m
     if head_size > 128:
         return Tile(block_m, 32, 4, 3)
     if paired:
-        return Tile(block_m, 32, 1, 3) if programs > 8 * multiprocessors and block_m == 16 else Tile(block_m, 64, 4, 3)
-    return Tile(block_m, 64, 4, 3 if programs < 2 * multiprocessors else 2)
+        return Tile(block_m, 32, 1, 3) if programs > 8 * num_sms and block_m == 16 else Tile(block_m, 64, 4, 3)
+    return Tile(block_m, 64, 4, 3 if programs < 2 * num_sms else 2)
 
 
-def prefill_tile(head_size: int, dtype: torch.dtype, rows: int, programs: int, multiprocessors: int, narrow: bool = False) -> Tile:
+def prefill_tile(head_size: int, dtype: torch.dtype, rows: int, programs: int, num_sms: int, narrow: bool = False) -> Tile:
     """The tile for ragged queries: `rows` = longest row's tokens × heads of a group, `programs` = tiles of 128 rows in the launch."""
     if dtype == torch.float32:
         return Tile(16, 16, 4, 2) if head_size > 128 else Tile(32, 32, 4, 2)
     # Short prompts: 128 tokens of 32 / 8 heads take 6.4 µs in tiles of 16 rows, 14.6 in tiles of 64.
-    if rows <= 16 or (4 * programs <= multiprocessors and head_size <= 256):
-        return decode_tile(head_size, dtype, 16, programs, multiprocessors)
+    if rows <= 16 or (4 * programs <= num_sms and head_size <= 256):
+        return decode_tile(head_size, dtype, 16, programs, num_sms)
     if head_size > 256:
         return Tile(64, 32, 8, 2)
-    few = rows <= 64 or programs < multiprocessors
+    few = rows <= 64 or programs < num_sms
     if head_size > 192:
         return Tile(64, 32, 4, 2) if few else Tile(128, 32, 8, 3)
     if narrow and not few and head_size <= 128:  # a cache of 8 bits: 4 prompts of 2,048 tokens take 462 µs, 520 over 64 keys at a time
@@ -67,14 +67,14 @@ def prefill_tile(head_size: int, dtype: torch.dtype, rows: int, programs: int, m
     return Tile(64, 64, 4, 2) if few else Tile(128, 64, 8, 2 if head_size > 128 else 3)
 
 
-def choose_splits(programs: int, max_tiles: int, max_seq_len: int, multiprocessors: int) -> Splits:
+def choose_splits(programs: int, max_tiles: int, max_seq_len: int, num_sms: int) -> Splits:
     """Fill the device when programs are few (one a multiprocessor: with two, 8 rows over 1,000 keys took 20 µs instead of 14), and cut
     rows longer than LONG_SPLIT in any case.
 
     `max_tiles` key tiles in the longest row possible. Rows shorter than the bound use fewer splits: each kernel program finds its row's
     share on the device, so that one captured launch serves every length under the bound.
     """
-    fill = min(1 << max(0, (multiprocessors // programs).bit_length() - 1), _power(max_tiles), MAX_SPLITS)
+    fill = min(1 << max(0, (num_sms // programs).bit_length() - 1), _power(max_tiles), MAX_SPLITS)
     long = min(_power(triton.cdiv(max_seq_len, LONG_SPLIT)), MAX_SPLITS)
     if fill >= long:
         return Splits(fill, 1)

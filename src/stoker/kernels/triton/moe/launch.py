@@ -13,14 +13,14 @@ from torch import Tensor
 
 from stoker.kernels.quantized import StoredExperts
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.kernel import quant_linear_kernel
 from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, flags
 from stoker.kernels.triton.gemm.quantized.tiles import QuantTile, largest_block
 from stoker.kernels.triton.moe import library_gemm as moe_library
 from stoker.kernels.triton.moe.operands import Operands, dense, quantized
 from stoker.kernels.triton.moe.routing_kernels import choose_kernel, clipped_gate_kernel, combine_kernel, sort_kernel
-from stoker.kernels.triton.pdl import chained
+from stoker.kernels.triton.pdl import pdl_launch_options
 
 _BLOCK = 1024
 MOST_EXPERTS = 1024
@@ -47,10 +47,10 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
             logits, correction, weights, ids, params.score, params.renormalize, params.scale, NUM_EXPERTS=experts,
             NUM_GROUPS=params.num_groups, TOP_GROUPS=params.top_groups, TOP2=params.group_score == "top2", TOP_K=params.top_k,
             BLOCK_GROUPS=groups, BLOCK_SIZE=triton.next_power_of_2(experts // params.num_groups),
-            BLOCK_K=triton.next_power_of_2(params.top_k), num_warps=1, **chained(logits),
+            BLOCK_K=triton.next_power_of_2(params.top_k), num_warps=1, **pdl_launch_options(logits),
         )  # fmt: skip
     block = min(_BLOCK, triton.next_power_of_2(max(1, ids.numel())))
-    sort_kernel[(experts + 1,)](ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **chained(logits))
+    sort_kernel[(experts + 1,)](ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl_launch_options(logits))
     return Routing(weights, order, offsets)
 
 
@@ -84,7 +84,7 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (out.numel() // size, triton.cdiv(size, _BLOCK))
-        clipped_gate_kernel[grid](gate_up, out, size, limit, alpha, BLOCK=_BLOCK, num_warps=4, **chained(gate_up))
+        clipped_gate_kernel[grid](gate_up, out, size, limit, alpha, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(gate_up))
     return out
 
 
@@ -112,7 +112,7 @@ def _project(given: Operands, bias: Tensor | None, routing: Routing, down: bool,
         routing.order, routing.offsets, rows, m_tiles, n, k, x.stride(0), stored.weight.stride(1), n, x.shape[1], 0.0,
         GATED=False, ACT="silu", SPLITS=splits, DIGITS=given.digits, EXPERTS=experts, EXPERT_BLOCK=triton.next_power_of_2(experts + 2),
         TOP_K=0 if given.is_sorted else routing.top_k, SCATTER=down, TOKENS=tokens, ENCODE=False, NORM=False, LIMIT=0.0, CHUNK=128,
-        **flags(x, stored, tile), **chained(x),
+        **flags(x, stored, tile), **pdl_launch_options(x),
     )  # fmt: skip
     return out
 
@@ -132,7 +132,7 @@ def _tile(rows: int, tokens: int, given: Operands, experts: int) -> QuantTile:
         return QuantTile(128, _depth(stored, 128 // item), 1, 8, 2 if stored.form == "int4" and stored.group > 64 else 4)
     block_k, splits = _depth(stored, max(64, 256 // item)), 1
     programs = min(rows, experts) * triton.cdiv(stored.n, 64)
-    while programs * splits < 2 * num_multiprocessors(given.rows.device) and stored.k // (block_k * splits * 2) >= 4:
+    while programs * splits < 2 * num_sms(given.rows.device) and stored.k // (block_k * splits * 2) >= 4:
         splits *= 2
     return QuantTile(64, block_k, splits, 8 if given.digits == 2 and tokens > 16 else 4, 4)
 
@@ -152,5 +152,5 @@ def _combine(y: Tensor, routing: Routing, places: Tensor | None = None) -> Tenso
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     if tokens:
         grid = (tokens, triton.cdiv(size, _BLOCK))
-        combine_kernel[grid](y, places, routing.weights, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **chained(y))
+        combine_kernel[grid](y, places, routing.weights, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(y))
     return out

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.kernels.quantized import ExpertWeights, StoredExperts
 from stoker.kernels.routing import Routing
-from stoker.kernels.triton.device import capability
+from stoker.kernels.triton.device import supports
 from stoker.kernels.triton.gemm.quantized.activations import encode_rows
 
 # Of an expert, on average. H200, µs of Mixtral-8x7B's up projection, own tiles and library: with 128 rows each 501 and 396 in FP8, 744 and
@@ -26,7 +26,9 @@ def takes(x: Tensor, weight: Tensor | StoredExperts, bias: Tensor | None, routin
     if isinstance(weight, ExpertWeights) and weight.activations == "none":
         return False
     experts, n, k = stored.shape
-    return routing.order.shape[0] >= LIBRARY_ROWS.get(stored.dtype, math.inf) * experts and n % 16 == k % 16 == 0 and capability(x) == 90
+    return (
+        routing.order.shape[0] >= LIBRARY_ROWS.get(stored.dtype, math.inf) * experts and n % 16 == k % 16 == 0 and supports(x, "grouped_mm")
+    )
 
 
 def product(x: Tensor, weight: Tensor | StoredExperts, routing: Routing, *, is_sorted: bool) -> Tensor:

@@ -18,7 +18,7 @@ from stoker.kernels.triton.gemm.quantized.fp8 import BLOCK_COLUMNS
 from stoker.kernels.triton.gemm.quantized.int4 import Packed
 from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.triton.gemm.quantized.tiles import digits_pay
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 _BLOCK = 1024
 
@@ -115,7 +115,8 @@ def permuted_rows(x: Tensor, features: Tensor, routing: Routing, is_sorted: bool
     if rows:
         permute_kernel[(rows, triton.cdiv(k, _BLOCK))](
             x, features, routing.order, routing.offsets, out, k, x.stride(0), EXPERTS=experts,
-            EXPERT_BLOCK=triton.next_power_of_2(experts), TOP_K=0 if is_sorted else routing.top_k, BLOCK=_BLOCK, num_warps=4, **chained(x),
+            EXPERT_BLOCK=triton.next_power_of_2(experts), TOP_K=0 if is_sorted else routing.top_k, BLOCK=_BLOCK, num_warps=4,
+            **pdl_launch_options(x),
         )  # fmt: skip
     return out
 
@@ -123,13 +124,13 @@ def permuted_rows(x: Tensor, features: Tensor, routing: Routing, is_sorted: bool
 @triton.jit
 def permute_kernel(
     x, features, order, offsets, out, k, stride_x,
-    EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK features of a sorted choice. Its expert is the number of experts that end at or before it."""
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     expert = tl.arange(0, EXPERT_BLOCK)
     end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=1 << 30)
     mine = tl.minimum(tl.sum((end <= row).to(tl.int32), 0), EXPERTS - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.pdl import let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def best_groups(wanted, inside, lane, TOP_GROUPS: tl.constexpr, TOP2: tl.constex
 def choose_kernel(
     logits, correction, weights, ids, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr, scale, NUM_EXPERTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one token. Experts lie as [groups, experts of a group]."""
     token = tl.program_id(0).to(tl.int64)
@@ -45,8 +45,8 @@ def choose_kernel(
     column = tl.arange(0, BLOCK_SIZE)[None, :]
     number = lane[:, None] * SIZE + column
     inside = (lane < NUM_GROUPS)[:, None] & (column < SIZE)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     x = tl.load(logits + token * NUM_EXPERTS + number, mask=inside, other=float("-inf")).to(tl.float32)
     if SCORE == "sigmoid":
         scores = tl.sigmoid(x)
@@ -87,11 +87,11 @@ def choose_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def sort_kernel(ids, order, offsets, count, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def sort_kernel(ids, order, offsets, count, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """One program: one expert's choices among `count`, in their order. The one past the last expert writes the end."""
     expert = tl.program_id(0)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
         choice = start + tl.arange(0, BLOCK)
@@ -106,12 +106,12 @@ def sort_kernel(ids, order, offsets, count, BLOCK: tl.constexpr, CHAINED: tl.con
 
 
 @triton.jit
-def combine_kernel(y, places, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def combine_kernel(y, places, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """One program: BLOCK features of a token's weighted sum over its choices, in their order. Rows of y are choices, or at `places`."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP_K):
         choice = token * TOP_K + i
@@ -124,12 +124,12 @@ def combine_kernel(y, places, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def clipped_gate_kernel(gate_up, out, size, limit, alpha, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def clipped_gate_kernel(gate_up, out, size, limit, alpha, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """One program: BLOCK of a row's results. A row of gate_up holds `size` gates, then as many multiplicands."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     gate = tl.load(gate_up + row * 2 * size + cols, mask=cols < size, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + cols, mask=cols < size, other=0.0).to(tl.float32)
     gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)

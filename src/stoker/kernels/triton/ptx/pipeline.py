@@ -188,9 +188,9 @@ def meet(arrived, programs, is_first, thread):
 
 
 @gluon.jit
-def follow(thread, CHAINED: gl.constexpr):
+def follow(thread, USE_PDL: gl.constexpr):
     """Wait for the kernel before, then let the next one start (see `chain`)."""
-    if CHAINED:
+    if USE_PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32,
             is_pure=False, pack=1,

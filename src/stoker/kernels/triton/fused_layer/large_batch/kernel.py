@@ -245,7 +245,7 @@ def finish(
 def run(
     state, slot, links, messages, squares, arrived, programs, m, shared, thread, lane, warp,
     AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr,
-    ZERO: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, CHAINED: gl.constexpr,
+    ZERO: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """One linear, number AT: meet, bring the tokens, multiply, finish."""
     link = links[AT]
@@ -258,7 +258,7 @@ def run(
     walks = shared + places[3]
     (tiles,) = take_words(walk_of(walks, AT, warp), TILES, 1)
     if AT == 0:
-        follow(thread, CHAINED)
+        follow(thread, USE_PDL)
         prepare(link, operand, programs, m, lane, warp, PARTS[0], TOKENS, GROUP)
         seen_by_products(thread)
         barrier()
@@ -286,7 +286,7 @@ def run(
 def tail_rows_kernel(
     x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, messages, squares, arrived, programs, m,
     GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
-    DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, CHAINED: gl.constexpr,
+    DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), all of them on the device at once.
 
@@ -323,6 +323,6 @@ def tail_rows_kernel(
     for at in gl.static_range(len(gates)):
         state, taken = run(
             state, taken, links, messages, squares, arrived, programs, m, shared, thread, lane, warp,
-            at, gates, biases, parts, ACT, SCALE, ZERO, DEPTH, TOKENS, SHARE, GROUP, CHAINED,
+            at, gates, biases, parts, ACT, SCALE, ZERO, DEPTH, TOKENS, SHARE, GROUP, USE_PDL,
         )  # fmt: skip
     last._keep_alive()

@@ -10,11 +10,11 @@ import triton
 from torch import Tensor
 
 from stoker.kernels.quantized import Tail
-from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.fused_layer.large_batch.kernel import shared_places, tail_rows_kernel
 from stoker.kernels.triton.fused_layer.large_batch.schedule import GROUPS, TILE, WARPS, slot_bytes
 from stoker.kernels.triton.fused_layer.small_batch.launch import BLOCK, SHARED_BYTES, arrived, flags, link, listed, scale_name
-from stoker.kernels.triton.pdl import chained
+from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.wgmma import block_bytes
 
 FEWEST, MOST = 3, 64  # tokens: `tail_few` is faster with fewer (benchmarks/results/h200_tail_rows.json)
@@ -43,7 +43,7 @@ def takes(tail: Tail, rows: int) -> bool:
     whole = given[: len(wanted)] == wanted and all(
         linear.weight.weight.shape[0] % TILE.value == 0 for linear in tail.linears if linear.weight
     )
-    return whole and plan_of(tail, rows, num_multiprocessors(first.weight.device)) is not None
+    return whole and plan_of(tail, rows, num_sms(first.weight.device)) is not None
 
 
 def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) -> tuple[Tensor, Tensor | None]:
@@ -51,7 +51,7 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
 
     All programs must be on the device at once, so the launch is a cooperative one, as that of one row.
     """
-    (m, hidden), programs = stream.shape, num_multiprocessors(x.device)
+    (m, hidden), programs = stream.shape, num_sms(x.device)
     plan = plan or plan_of(parts, m, programs)
     assert plan is not None
     size = parts.up.outputs
@@ -75,7 +75,7 @@ def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) 
         *zip(*links, strict=True), messages, squares, arrived(x.device), programs, m, **flags(parts),
         PARTS=listed(plan.parts), ACT=parts.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
         DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share, GROUP=weight.group,
-        num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **chained(x),
+        num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **pdl_launch_options(x),
     )  # fmt: skip
     return after, qkv
 

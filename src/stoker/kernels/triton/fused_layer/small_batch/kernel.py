@@ -167,7 +167,7 @@ def run(
     state, slot, early, links, arrived, programs, shared, thread,
     AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr,
     GROUP: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, CHAINED: gl.constexpr,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """One linear, number AT: meet, make codes, multiply, finish this program's rows."""
     link = links[AT]
@@ -184,7 +184,7 @@ def run(
     if AT > 0:
         meet(arrived, programs, gl.program_id(0) == 0, thread)
     else:
-        follow(thread, CHAINED)
+        follow(thread, USE_PDL)
     steps = encode_all(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS, AT, FORM, GROUP, WARPS, TOKENS)
     n = link[N]
     first, tiles = share(n, programs)
@@ -227,7 +227,7 @@ def tail_kernel(
     x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, arrived, programs,
     GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr,
-    TOKENS: gl.constexpr, CHAINED: gl.constexpr,
+    TOKENS: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), all of them on the device at once.
 
@@ -257,6 +257,6 @@ def tail_kernel(
     for at in gl.static_range(len(gates)):
         state, taken, early = run(
             state, taken, early, links, arrived, programs, shared, thread,
-            at, gates, biases, widths, ACT, FORM, GROUP, SCALE, ZERO, DEPTH, WARPS, BLOCKS, ROWS, TOKENS, CHAINED,
+            at, gates, biases, widths, ACT, FORM, GROUP, SCALE, ZERO, DEPTH, WARPS, BLOCKS, ROWS, TOKENS, USE_PDL,
         )  # fmt: skip
     kept._keep_alive()

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from stoker.kernels.quantized import RowWeight, Tail, TailLinear
 from stoker.kernels.reference.activation import ACTIVATIONS
-from stoker.kernels.triton.device import capability, num_multiprocessors
+from stoker.kernels.triton.device import num_sms, supports
 from stoker.kernels.triton.fused_layer.small_batch.kernel import block_features, shared_places, tail_kernel
 from stoker.kernels.triton.fused_layer.small_batch.schedule import slot_bytes
-from stoker.kernels.triton.pdl import chained
+from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.pipeline import BLOCK_BYTES
 
 BLOCK = BLOCK_BYTES.value // 16  # bytes of a row
 MOST = 4  # tokens: a matrix instruction's eight columns
-CAPABILITY = 90  # whose shared memory it is laid out for
 SHARED_BYTES = 227 << 10  # of one program
 REDUCTIONS = 2 << 10  # of them, Triton's own, and what is lost to whole kilobytes
 
@@ -57,14 +56,14 @@ def takes(tail: Tail, rows: int) -> bool:
     first = tail.out.weight
     assert first is not None
     tile = TILES[first.form]
-    return rows <= tile.most and _plan(tail, rows, num_multiprocessors(first.weight.device), tile) is not None
+    return rows <= tile.most and _plan(tail, rows, num_sms(first.weight.device), tile) is not None
 
 
 def are_alike(tail: Tail) -> bool:
     """Whether these are four weights of one form on one device, in whole blocks and tiles, and each linear does what its place asks for."""
     weights = [linear.weight for linear in tail.linears]
     first = weights[0]
-    if first is None or capability(first.weight) != CAPABILITY or first.form not in TILES:
+    if first is None or not supports(first.weight, "fused_layer") or first.form not in TILES:
         return False
     return all(w is not None and _kind(w) == _kind(first) and _is_whole(w) for w in weights) and _fits(tail)
 
@@ -78,7 +77,7 @@ def tail_few(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = Non
     assert x.shape[0] <= MOST and x.is_contiguous() and stream.is_contiguous()
     first = parts.out.weight
     assert first is not None
-    tile, programs = tile or TILES[first.form], num_multiprocessors(x.device)
+    tile, programs = tile or TILES[first.form], num_sms(x.device)
     plan = _plan(parts, x.shape[0], programs, tile)
     assert plan is not None
     middle, inner, after = torch.empty_like(stream), x.new_empty(len(x), parts.up.outputs), torch.empty_like(stream)
@@ -95,7 +94,7 @@ def tail_few(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = Non
         *zip(*links, strict=True), arrived(x.device), programs, **flags(parts),
         WIDTHS=listed(plan.widths), ACT=parts.up.fusion.gate, FORM=first.form, GROUP=first.group, SCALE=scale_name(first),
         ZERO=first.zero_kind, DEPTH=plan.depth, WARPS=tile.num_warps, BLOCKS=tile.blocks, ROWS=plan.rows, TOKENS=x.shape[0],
-        num_warps=tile.num_warps, maxnreg=tile.registers, launch_cooperative_grid=True, **chained(x),
+        num_warps=tile.num_warps, maxnreg=tile.registers, launch_cooperative_grid=True, **pdl_launch_options(x),
     )  # fmt: skip
     return after, qkv
 

@@ -12,21 +12,21 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.triton.activation import activated
-from stoker.kernels.triton.pdl import let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
 def gemv(
     x, weight, bias, norm_weight, residual, out, n, k, eps,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of x: plain multiply-adds, since a matrix instruction's tile would be 15/16 padding. Grid: (ceil(n / BLOCK_N),)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     kept = rows < n
     safe = tl.where(kept, rows, 0).to(tl.int64)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = acc
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -98,7 +98,7 @@ def small_linear(
     x, weight, bias, norm_weight, residual, out, partial, arrived, m, n, k, stride_x, eps,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M rows of x. The weights are the left operand, so that a matrix instruction's long side is full of them.
 
@@ -116,8 +116,8 @@ def small_linear(
     acc_up = acc
     squares = tl.zeros([BLOCK_M], tl.float32)
     share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     for start in range(split * share, tl.minimum(k, (split + 1) * share), BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         if EVEN_K:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.triton.activation import activated
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 FP8_LIMIT, INT8_LIMIT, COARSE = 448.0, 127.0, 254.0
 LIMITS = {"fp8": FP8_LIMIT, "int8": INT8_LIMIT, "digits": INT8_LIMIT * COARSE}
@@ -127,12 +127,12 @@ def rounded(units, DTYPE: tl.constexpr):
 def encode_kernel(
     x, norm_weight, input_scale, codes, scale, sums, rows, k, padded, stride_x, eps,
     NORM: tl.constexpr, DIGITS: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr,
-    CHUNK: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,
+    CHUNK: tl.constexpr, WHOLE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, with one scale. WHOLE: a chunk holds the row, which then is read once."""
     row = tl.program_id(0)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     x_row = x + row.to(tl.int64) * stride_x
     sums_row = sums
     if sums is not None:
@@ -150,11 +150,11 @@ def encode_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def encode_groups_kernel(x, codes, scale, rows, k, padded, stride_x, GROUP: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr):
+def encode_groups_kernel(x, codes, scale, rows, k, padded, stride_x, GROUP: tl.constexpr, CHUNK: tl.constexpr, USE_PDL: tl.constexpr):
     """One program: CHUNK features of one row, e4m3 with a scale for each GROUP of them."""
     row = tl.program_id(0).to(tl.int64)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     group = tl.program_id(1) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     v = tl.load(x + row * stride_x + cols, mask=cols < k, other=0.0).to(tl.float32)
@@ -190,7 +190,7 @@ def encode_rows(
             x, norm_weight, input_scale, made.codes, made.scale, made.sums,
             x.shape[0], x.shape[1] // (2 if gate else 1), padded, x.stride(0), eps,
             NORM=norm_weight is not None, DIGITS=2 if form == "digits" else 1, LIMIT=LIMITS[form], GROUP=max(group, 1), GATE=gate,
-            CHUNK=chunk, WHOLE=chunk == whole, num_warps=min(16, max(1, chunk // 512)), **chained(x),
+            CHUNK=chunk, WHOLE=chunk == whole, num_warps=min(16, max(1, chunk // 512)), **pdl_launch_options(x),
         )  # fmt: skip
     return made
 
@@ -204,6 +204,6 @@ def encode_groups(x: Tensor, group: int) -> Codes:
     chunk = max(group, min(2048, triton.next_power_of_2(k)))
     if rows:
         encode_groups_kernel[(rows, triton.cdiv(k, chunk))](
-            x, codes, scale, rows, k, groups * group, x.stride(0), GROUP=group, CHUNK=chunk, num_warps=4, **chained(x)
+            x, codes, scale, rows, k, groups * group, x.stride(0), GROUP=group, CHUNK=chunk, num_warps=4, **pdl_launch_options(x)
         )
     return Codes(codes, scale)

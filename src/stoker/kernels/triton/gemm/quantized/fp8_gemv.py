@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.activations import FP8_LIMIT, row_step
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.types import Fusion
 
 MAX_FEATURES = 4096  # rows of more are read too long for their largest; up to 8,192, 16 products a lane stay below float16's largest number
@@ -83,7 +83,7 @@ def plain_sum(x, norm_weight, weight, rows, k, factor, NORM: tl.constexpr, WIDTH
 def fp8_gemv_kernel(
     x, norm_weight, input_scale, weight, scale, bias, residual, out, n, k, eps,
     NORM: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (ceil(n / BLOCK_N),). x [k], weight [n, k], scale float32 [n]; bias, residual and out [n]."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -96,8 +96,8 @@ def fp8_gemv_kernel(
         word = tl.arange(0, WORDS)
         # Volatile: the assembler moves a plain load behind the wait.
         first = tl.load(words + safe[:, None] * (k // 4) + word[None, :], mask=(word < k // 4)[None, :], other=0, volatile=True)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     factor, step = row_step(x, norm_weight, input_scale, k, eps, NORM, LIMIT, CHUNK)
     if PACKED:
         y = packed_sum(x, norm_weight, words, first, safe, k, factor / step, NORM, WORDS)
@@ -128,7 +128,7 @@ def gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:
     n, k = weight.shape
     if x.shape[0] != 1 or fusion.gate is not None or fusion.norm_apart or k % 4 or k > MAX_FEATURES or n >= MANY_ROWS:
         return None
-    return GemvTile(16 if triton.cdiv(n, 16) >= 2 * num_multiprocessors(x.device) else 8)
+    return GemvTile(16 if triton.cdiv(n, 16) >= 2 * num_sms(x.device) else 8)
 
 
 def one_row(
@@ -140,6 +140,6 @@ def one_row(
     fp8_gemv_kernel[(triton.cdiv(n, tile.block_n),)](
         x, fusion.norm_weight, input_scale, weight, scale, bias, fusion.residual, out, n, k, fusion.norm_eps,
         NORM=fusion.norm_weight is not None, LIMIT=FP8_LIMIT, BLOCK_N=tile.block_n, WORDS=_WORDS,
-        CHUNK=triton.next_power_of_2(k), PACKED=not x.is_cpu, num_warps=tile.num_warps, **chained(x),
+        CHUNK=triton.next_power_of_2(k), PACKED=not x.is_cpu, num_warps=tile.num_warps, **pdl_launch_options(x),
     )  # fmt: skip
     return out

@@ -21,7 +21,7 @@ from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, SMALLEST_INTEGE
 from stoker.kernels.triton.gemm.skinny.launch import stream, takes
 from stoker.kernels.triton.gemm.skinny_int4.launch import band
 from stoker.kernels.triton.gemm.skinny_int4.launch import takes as band_takes
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.triton.ptx.unpack import nibbles
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -119,13 +119,13 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
 @triton.jit(do_not_specialize=["first", "last"])
 def dequantize_kernel(
     codes, scale, zero, out, first, last, n, size, stride_codes, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    PACKED: tl.constexpr, CHAINED: tl.constexpr,
+    PACKED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a pair of groups of BLOCK_N rows from `first` on, into out [.., size]."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = tl.program_id(1)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     source = tl.minimum(first + row, last - 1)
     col = tl.arange(0, GROUP)[None, :]
     low, high = nibbles(tl.load(codes + source.to(tl.int64)[:, None] * stride_codes + pair * GROUP + col), PACKED)
@@ -151,6 +151,6 @@ def dequantize_int4(packed: Packed, first: int, last: int, in_features: int, dty
     out = torch.empty((last - first, in_features), dtype=dtype, device=packed.codes.device)
     dequantize_kernel[(triton.cdiv(last - first, 16), half // packed.group)](
         packed.codes, packed.scale, packed.zero, out, first, last, n, in_features, half,
-        ZERO=packed.zero_kind, GROUP=packed.group, BLOCK_N=16, PACKED=not out.is_cpu, num_warps=4, **chained(out),
+        ZERO=packed.zero_kind, GROUP=packed.group, BLOCK_N=16, PACKED=not out.is_cpu, num_warps=4, **pdl_launch_options(out),
     )  # fmt: skip
     return out

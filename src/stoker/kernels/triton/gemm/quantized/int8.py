@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.launch import Stored, few_rows, many_rows
 from stoker.kernels.triton.gemm.quantized.tiles import DIGIT_ROWS, FEW_ROWS, digits_tile
 from stoker.kernels.triton.gemm.skinny.launch import stream, takes
-from stoker.kernels.triton.pdl import chained, let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.types import PLAIN, Fusion
 
 _BLOCK = 1024
@@ -26,7 +26,7 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     if x.shape[0] <= FEW_ROWS // 2:
         return few_rows(x, stored, "digits", "int8", None, bias, fusion)
     if x.shape[0] <= DIGIT_ROWS:
-        tile = digits_tile(x.shape[0], n // (1 if fusion.gate is None else 2), num_multiprocessors(x.device))
+        tile = digits_tile(x.shape[0], n // (1 if fusion.gate is None else 2), num_sms(x.device))
         return few_rows(x, stored, "digits", "int8", None, bias, fusion, tile)
     return many_rows(x, n, lambda a, b: dequantize_int8(weight[a:b], scale[a:b], x.dtype), bias, fusion)
 
@@ -49,12 +49,12 @@ def dequantize_int8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 
 
 @triton.jit
-def int8_rows_kernel(weight, scale, ids, out, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def int8_rows_kernel(weight, scale, ids, out, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """One program: BLOCK features of one row of out. A row that is not in the table is zeros."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     source = row
     if ids is not None:
         source = tl.load(ids + row).to(tl.int64)
@@ -69,6 +69,6 @@ def _rows(weight: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor | None)
     out = torch.empty((weight.shape[0] if ids is None else ids.shape[0], size), dtype=dtype, device=weight.device)
     if out.numel():
         int8_rows_kernel[(out.shape[0], triton.cdiv(size, _BLOCK))](
-            weight, scale, ids, out, weight.shape[0], SIZE=size, BLOCK=_BLOCK, num_warps=4, **chained(weight)
+            weight, scale, ids, out, weight.shape[0], SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(weight)
         )
     return out

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.gemm.quantized.activations import encode, row_step
-from stoker.kernels.triton.pdl import let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 from stoker.kernels.triton.ptx.unpack import nibble_base, nibbles, shifted_and_scaled, wide_bytes, wide_nibbles
 
 LATE_GROUP = tl.constexpr(64)  # from this size of groups on their sums are scaled, not their widened codes, for up to LATE_TOKENS
@@ -240,7 +240,7 @@ def quant_linear_kernel(
     EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, TOP_K: tl.constexpr, SCATTER: tl.constexpr,
     ENCODE: tl.constexpr, NORM: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
-    PACKED: tl.constexpr, IMPRECISE: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+    PACKED: tl.constexpr, IMPRECISE: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (m_tiles × ceil(n / BLOCK_N), SPLITS).
 
@@ -260,8 +260,8 @@ def quant_linear_kernel(
     rows = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     kept = rows < n
     safe = tl.where(kept, rows, 0).to(tl.int64)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
 
     token = m_tile * TOKENS + tl.arange(0, TOKENS)
     known = token < m

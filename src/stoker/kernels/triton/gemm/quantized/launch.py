@@ -11,11 +11,11 @@ import triton
 from torch import Tensor
 
 from stoker.kernels.triton import activation, norm
-from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.activations import LIMITS, Codes, empty_codes, encode_groups, encode_rows
 from stoker.kernels.triton.gemm.quantized.kernel import quant_linear_kernel
 from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, QuantTile, middle_tile, padded_tokens, stream_tile, widened_tile
-from stoker.kernels.triton.pdl import chained
+from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.types import Fusion
 
 MOST_TOKENS = 128  # of one tile
@@ -51,7 +51,7 @@ def few_rows(
     n = stored.n // 2 if gated else stored.n
     rows = 1 if x.shape[0] == 1 else padded_tokens(x.shape[0])
     if tile is None and x.shape[0] <= FEW_ROWS:
-        tile = stream_tile(tuned, rows, n, stored.k, gated, num_multiprocessors(x.device), stored.group)
+        tile = stream_tile(tuned, rows, n, stored.k, gated, num_sms(x.device), stored.group)
     elif tile is None:
         tile = middle_tile(most, 1, stored.group, stored.k)
     tokens = min(padded_tokens(x.shape[0], digits, tile.columns), most)
@@ -73,9 +73,7 @@ def block_rows(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, t
     gated = fusion.gate is not None
     most = MOST_TOKENS // (2 if gated else 1)
     if tile is None and x.shape[0] <= FEW_ROWS:
-        tile = stream_tile(
-            "block", padded_tokens(x.shape[0]), stored.n // (2 if gated else 1), stored.k, gated, num_multiprocessors(x.device)
-        )
+        tile = stream_tile("block", padded_tokens(x.shape[0]), stored.n // (2 if gated else 1), stored.k, gated, num_sms(x.device))
     tile = tile or middle_tile(most, 1)
     tokens = min(padded_tokens(x.shape[0], 1, tile.columns), most)
     return launch(made.codes, stored, tile, bias, replace(fusion, norm_kind=None), x, tokens, row_scale=made.scale)
@@ -87,7 +85,7 @@ def plain_rows(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, t
     tokens = min(padded_tokens(x.shape[0]), MOST_TOKENS // (1 if fusion.gate is None else 2))
     if tile is None and stored.form == "int4" and x.element_size() == 2:
         n = stored.n // (1 if fusion.gate is None else 2)
-        tile = widened_tile(tokens, n, stored.k, stored.group, fusion.gate is not None, num_multiprocessors(x.device))
+        tile = widened_tile(tokens, n, stored.k, stored.group, fusion.gate is not None, num_sms(x.device))
     tile = tile or middle_tile(tokens, x.element_size(), stored.group, stored.k)
     return launch(x, stored, tile, bias, replace(fusion, norm_kind=None), x, tokens)
 
@@ -132,7 +130,7 @@ def launch(
         EXPERTS=0, EXPERT_BLOCK=1, TOP_K=0, SCATTER=False,
         ENCODE=raw is not None, NORM=norm_weight is not None, LIMIT=limit,
         CHUNK=min(_CHUNK, max(triton.next_power_of_2(stored.k), 128)),
-        **flags(x, stored, tile), **chained(like),
+        **flags(x, stored, tile), **pdl_launch_options(like),
     )  # fmt: skip
     return out
 

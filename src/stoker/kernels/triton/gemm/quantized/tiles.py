@@ -85,7 +85,7 @@ def padded_tokens(rows: int, digits: int = 1, columns: int = 16) -> int:
     return max(columns // digits, triton.next_power_of_2(rows))
 
 
-def stream_tile(form: str, rows: int, n: int, k: int, gated: bool, multiprocessors: int, group: int = 0) -> QuantTile:
+def stream_tile(form: str, rows: int, n: int, k: int, gated: bool, num_sms: int, group: int = 0) -> QuantTile:
     """The tile of at most FEW_ROWS rows. `form` is a key of TUNED; `k` counts the features as stored, `group` those that share a scale."""
     tuned = TUNED.get(form, {}).get((rows, n, k, gated))
     if tuned is not None:
@@ -95,15 +95,15 @@ def stream_tile(form: str, rows: int, n: int, k: int, gated: bool, multiprocesso
         block_k = largest_block(k, 2 * group, 256 if group < 128 else 2 * group)
     else:
         block_k = 256 if k % 256 == 0 else 128
-    splits = splits_of(triton.cdiv(n, block_n), k, block_k, multiprocessors)
+    splits = splits_of(triton.cdiv(n, block_n), k, block_k, num_sms)
     wide = (gated and rows >= 32) or (group and rows > 32)  # 128 columns of sums need the registers of eight warps
     return QuantTile(block_n, block_k, splits, 8 if wide else 4, 4, columns=16 if form == "fp8" else 8, encode=rows == 1 and k <= 8192)
 
 
-def splits_of(programs: int, k: int, block_k: int, multiprocessors: int) -> int:
+def splits_of(programs: int, k: int, block_k: int, num_sms: int) -> int:
     """Programs that share the features, so that each multiprocessor has two and each program three turns."""
     splits = 1
-    while programs * splits < 2 * multiprocessors and k // (block_k * splits * 2) >= 3:
+    while programs * splits < 2 * num_sms and k // (block_k * splits * 2) >= 3:
         splits *= 2
     return splits
 
@@ -118,19 +118,19 @@ def digits_pay(rows: int, group: int, bits: int = 4) -> bool:
     return group >= SMALLEST_INTEGER_GROUP and rows <= group // (8 if bits == 4 else 4)
 
 
-def widened_tile(tokens: int, n: int, k: int, group: int, gated: bool, multiprocessors: int) -> QuantTile:
+def widened_tile(tokens: int, n: int, k: int, group: int, gated: bool, num_sms: int) -> QuantTile:
     """The tile of few 16-bit rows against int4 that is widened in registers. More stages would leave room for fewer programs at once."""
     block_k = largest_block(k, 2 * group, 256)
-    splits = splits_of(triton.cdiv(n, 64), k, block_k, multiprocessors)
+    splits = splits_of(triton.cdiv(n, 64), k, block_k, num_sms)
     return QuantTile(64, block_k, splits, 4, 2 if gated and tokens > 32 else 3)
 
 
-def digits_tile(rows: int, n: int, multiprocessors: int) -> QuantTile:
+def digits_tile(rows: int, n: int, num_sms: int) -> QuantTile:
     """The tile of int8 weights against the digits of more rows than half of FEW_ROWS, of which it takes that many."""
     row_tiles = triton.cdiv(rows, FEW_ROWS)
-    if row_tiles * triton.cdiv(n, 128) >= multiprocessors // 2:
+    if row_tiles * triton.cdiv(n, 128) >= num_sms // 2:
         return QuantTile(128, 128, 1, 8, 4)
-    return QuantTile(64, 128, 2 if row_tiles * triton.cdiv(n, 64) < 2 * multiprocessors else 1, 4, 4)
+    return QuantTile(64, 128, 2 if row_tiles * triton.cdiv(n, 64) < 2 * num_sms else 1, 4, 4)
 
 
 def middle_tile(tokens: int, item: int, group: int = 0, k: int = 0) -> QuantTile:

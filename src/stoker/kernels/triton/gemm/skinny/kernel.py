@@ -15,7 +15,7 @@ import triton.language as tl
 
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.gemm.quantized.kernel import grid_of, stored_grid
-from stoker.kernels.triton.pdl import let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 from stoker.kernels.triton.ptx.mma import add_products, load_tokens, load_weights, widened
 from stoker.kernels.triton.ptx.unpack import nibbles
 
@@ -239,7 +239,7 @@ def stream_kernel(
     m, n, chunks, splits, stride_x, stride_w, stride_groups,
     FORM: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     M_TILES: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
-    PACKED: tl.constexpr, CHAINED: tl.constexpr,
+    PACKED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of rows, splits, tiles of tokens). A tile is 16 × M_TILES rows of the weight, of a GATED one half of them gates.
 
@@ -277,8 +277,8 @@ def stream_kernel(
             words = words + take_weights(places, chunk, is_there, COUNT, PIECES)
             if FORM == "int4":
                 grid = grid + take_grid(scale, zero, rows, chunk * (2 * PAIRS), is_there, stride_groups, ZERO, COUNT, 2 * PAIRS)
-        wait_for_previous(CHAINED)
-        let_next_start(CHAINED)
+        pdl_wait(USE_PDL)
+        pdl_launch_dependents(USE_PDL)
         tokens = ()
         feature = lane % 4 * 16  # the lane's first one in a chunk
         if PAIRS > 1:

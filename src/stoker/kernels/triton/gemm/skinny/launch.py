@@ -6,12 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.activations import encode_rows
 from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
 from stoker.kernels.triton.gemm.skinny.kernel import stream_kernel
 from stoker.kernels.triton.gemm.skinny.tiles import MOST_OF_SMALL_GROUPS, MOST_TOKENS, StreamTile, stream_tile, token_tiles
-from stoker.kernels.triton.pdl import chained
+from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.types import Fusion
 
 CODES = {"int4": "digits", "bytes": "digits", "fp8": "fp8"}  # what x becomes
@@ -44,7 +44,7 @@ def stream(
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     weight, digits = stored.weight, 2 if CODES[form] == "digits" else 1
     chunks = weight.shape[1] // max(stored.group, CHUNK_BYTES)
-    tile = tile or stream_tile(form, m, n, chunks, gated, num_multiprocessors(x.device))
+    tile = tile or stream_tile(form, m, n, chunks, gated, num_sms(x.device))
     n_tiles = token_tiles(m, digits)
     grid = (triton.cdiv(n, 16 * tile.m_tiles // (2 if gated else 1)), tile.splits, triton.cdiv(m * digits, 8 * n_tiles))
     partial = counters = None
@@ -59,6 +59,6 @@ def stream(
         m, n, chunks, tile.splits, made.codes.stride(0), weight.stride(0), stored.n,
         FORM=form, ZERO=stored.zero_kind, GROUP=max(stored.group, 1), GATED=gated, ACT=fusion.gate or "silu",
         M_TILES=tile.m_tiles, N_TILES=n_tiles, WARPS=tile.num_warps, STAGES=tile.num_stages, SPLIT=tile.splits > 1,
-        PACKED=not x.is_cpu, num_warps=tile.num_warps, **chained(x),
+        PACKED=not x.is_cpu, num_warps=tile.num_warps, **pdl_launch_options(x),
     )  # fmt: skip
     return out

@@ -67,7 +67,7 @@ def token_tiles(tokens: int, digits: int) -> int:
     return min(triton.next_power_of_2(triton.cdiv(tokens * digits, 8)), MOST_TOKEN_TILES)
 
 
-def stream_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, multiprocessors: int) -> StreamTile:
+def stream_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, num_sms: int) -> StreamTile:
     """The tile for a weight of n rows (twice when gated) of `chunks` × 64 bytes."""
     tiles = token_tiles(tokens, 2 if form in ("int4", "bytes") else 1)
     tuned = TUNED.get((form, tiles, n, chunks, gated))
@@ -78,7 +78,7 @@ def stream_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, multip
         rows = 16
     warps = 8 if chunks >= 32 and not gated else 4
     programs, splits = triton.cdiv(n, rows), 1
-    while 2 * programs * splits <= multiprocessors and chunks // (warps * splits * 2) >= 2:
+    while 2 * programs * splits <= num_sms and chunks // (warps * splits * 2) >= 2:
         splits *= 2
-    few = programs * splits <= 4 * multiprocessors  # then each warp's chunks are all asked for at once
+    few = programs * splits <= 4 * num_sms  # then each warp's chunks are all asked for at once
     return StreamTile(rows // 16, splits, warps, 1 if gated or not few else 2 if form == "int4" else 4)

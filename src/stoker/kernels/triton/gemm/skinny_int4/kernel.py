@@ -15,7 +15,7 @@ import triton.language as tl
 
 from stoker.kernels.triton.gemm.quantized.activations import row_values
 from stoker.kernels.triton.gemm.skinny.kernel import finish, lane_rows, same, take_grid, take_weights
-from stoker.kernels.triton.pdl import let_next_start, wait_for_previous
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 from stoker.kernels.triton.ptx.mma import add_products, load_operand, wide_nibbles
 
 CHUNK_BYTES = tl.constexpr(64)  # of a row, that four lanes read at once
@@ -41,12 +41,12 @@ def place_of(feature, token, TOKEN_TILES: tl.constexpr, GROUP: tl.constexpr):
 def arrange_kernel(
     x, norm_weight, out, k, padded, stride_x, eps,
     NORM: tl.constexpr, TOKEN_TILES: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens, parts of their features), one part where there is an RMS norm. WHOLE: a chunk holds all features."""
     token = tl.program_id(0)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     row = x + token.to(tl.int64) * stride_x
     if WHOLE:
         cols = tl.arange(0, CHUNK)
@@ -109,7 +109,7 @@ def band_kernel(
     x, weight, scale, zero, bias, residual, out, partial, arrived,
     m, n, chunks, splits, stride_w, stride_groups,
     XTYPE: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    M_TILES: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, CHAINED: tl.constexpr,
+    M_TILES: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs over rows, splits of the features). A warp has 16 × M_TILES rows, of a GATED weight half gates.
 
@@ -142,8 +142,8 @@ def band_kernel(
         is_there = chunk < last
         words = words + take_weights(places, chunk, is_there, COUNT, 1)
         grid = grid + take_grid(scale, zero, rows, 2 * (chunk * PAIRS + mine), is_there, stride_groups, ZERO, COUNT, 2)
-    wait_for_previous(CHAINED)
-    let_next_start(CHAINED)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
     tokens = x.to(tl.int64) + lane * 16
     sums = same(nothing.to(tl.float32), SUMS)
     for start in range(first, last, STAGES):

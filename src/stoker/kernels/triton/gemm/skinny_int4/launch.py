@@ -6,12 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.triton.device import num_multiprocessors
+from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, is_whole
 from stoker.kernels.triton.gemm.skinny_int4.kernel import arrange_kernel, band_kernel
 from stoker.kernels.triton.gemm.skinny_int4.tiles import LARGEST_GROUP, MOST_TOKENS, BandTile, band_tile, token_tiles
-from stoker.kernels.triton.pdl import chained
+from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.types import Fusion
 
 XTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -37,7 +37,7 @@ def band(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: B
     chunks = stored.weight.shape[1] // CHUNK_BYTES
     n_tiles = token_tiles(m)
     given = arranged(x, stored, fusion, n_tiles)
-    tile = tile or band_tile(stored.group, m, n, chunks, gated, num_multiprocessors(x.device))
+    tile = tile or band_tile(stored.group, m, n, chunks, gated, num_sms(x.device))
     grid = (triton.cdiv(n, 16 * tile.m_tiles * tile.num_warps // (2 if gated else 1)), tile.splits)
     partial = counters = None
     if tile.splits > 1:
@@ -50,7 +50,7 @@ def band(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: B
         m, n, chunks, tile.splits, stored.weight.stride(0), stored.n,
         XTYPE=XTYPES[x.dtype], ZERO=stored.zero_kind, GROUP=stored.group, GATED=gated, ACT=fusion.gate or "silu",
         M_TILES=tile.m_tiles, N_TILES=n_tiles, WARPS=tile.num_warps, STAGES=tile.num_stages, SPLIT=tile.splits > 1,
-        num_warps=tile.num_warps, **chained(x),
+        num_warps=tile.num_warps, **pdl_launch_options(x),
     )  # fmt: skip
     return out
 
@@ -65,6 +65,6 @@ def arranged(x: Tensor, stored: Stored, fusion: Fusion, tiles: int) -> Tensor:
     arrange_kernel[(x.shape[0], 1 if is_normed else triton.cdiv(stored.k, chunk))](
         x, fusion.norm_weight, out, x.shape[1] // (1 if fusion.input_gate is None else 2), stored.k, x.stride(0), fusion.norm_eps,
         NORM=is_normed, TOKEN_TILES=tiles, GROUP=stored.group, GATE=fusion.input_gate, CHUNK=chunk, WHOLE=is_normed and chunk == whole,
-        num_warps=min(16, max(1, chunk // 512)), **chained(x),
+        num_warps=min(16, max(1, chunk // 512)), **pdl_launch_options(x),
     )  # fmt: skip
     return out

@@ -43,12 +43,12 @@ def token_tiles(tokens: int) -> int:
     return triton.next_power_of_2(triton.cdiv(tokens, 8))
 
 
-def band_tile(group: int, tokens: int, n: int, chunks: int, gated: bool, multiprocessors: int) -> BandTile:
+def band_tile(group: int, tokens: int, n: int, chunks: int, gated: bool, num_sms: int) -> BandTile:
     """The tile for a weight of n rows (twice when gated) of `chunks` chunks."""
     tuned = TUNED.get((group, token_tiles(tokens), n, chunks, gated))
     if tuned is not None:
         return tuned
     bands, splits = triton.cdiv(n, 16), 1
-    while bands * splits < 6 * multiprocessors and chunks // (splits * 2) >= 4:
+    while bands * splits < 6 * num_sms and chunks // (splits * 2) >= 4:
         splits *= 2
     return BandTile(2 if gated else 1, splits, 2, 2 if tokens <= 32 and not gated else 1)
