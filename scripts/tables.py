@@ -1,6 +1,6 @@
-"""The tables of settings, parameters and fields in docs/sagemaker.md and docs/openai.md: `python scripts/tables.py` writes them anew.
+"""Writes the tables of settings, parameters and fields in docs/{openai,sagemaker,truss}.md: run `python scripts/tables.py`.
 
-A table stands between <!-- table: NAME --> and <!-- end -->.
+A table is the text between <!-- table: NAME --> and <!-- end -->.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from stoker.base.fields.table import FieldRow
 from stoker.deploy import lmi_table
 from stoker.deploy.fields import Field
 from stoker.server.protocols.openai import fields
-from stoker.server.protocols.sagemaker import parameters
+from stoker.server.protocols.sagemaker import parameters as sagemaker
+from stoker.server.protocols.truss import parameters as truss
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("sagemaker.md", "openai.md")
+PAGES = ("sagemaker.md", "openai.md", "truss.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def page(name: str) -> str:
-    """A page with its tables made anew."""
+    """The text of a page with its tables generated again."""
     return _PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], (DOCS / name).read_text(encoding="utf-8"))
 
 
@@ -57,25 +59,30 @@ def _environment() -> str:
     return _table(("variable", "key", ""), (*above, *below, *rest))
 
 
-def _parameters() -> str:
-    return _table(("parameter", "here", ""), ((f"`{row.name}`", row.fate, _says(row)) for row in parameters.TABLE))
+def _fields(noun: str, rows: Iterable[FieldRow]) -> str:
+    return _table((noun, "status", "meaning, or reason"), ((f"`{row.name}`", row.status, _description(row)) for row in rows))
 
 
-def _fields() -> str:
-    rows = ((f"`{row.name}`", ", ".join(row.doors), row.fate, _says(row)) for row in fields.TABLE)
-    return _table(("field", "of", "here", ""), rows)
-
-
-def _says(row: Any) -> str:
-    harmless = [_spelled(value) for value in row.harmless if value != ""]
-    return f"{row.says}; {', '.join(dict.fromkeys(harmless))} is accepted" if harmless else row.says
+def _description(row: FieldRow) -> str:
+    harmless = dict.fromkeys(_spelled(value) for value in row.harmless if value != "")
+    allowed = f"{', '.join(harmless)} is accepted" if harmless else ""
+    alternative = row.alternative[:1].lower() + row.alternative[1:].rstrip(".")
+    return "; ".join(part for part in (row.meaning or row.reason, allowed, alternative) if part)
 
 
 def _spelled(value: Any) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-TABLES: dict[str, Callable[[], str]] = {"keys": _keys, "environment": _environment, "parameters": _parameters, "fields": _fields}
+TABLES: dict[str, Callable[[], str]] = {
+    "keys": _keys,
+    "environment": _environment,
+    "parameters": lambda: _fields("parameter", sagemaker.TABLE),
+    "truss": lambda: _fields("field", truss.TABLE),
+    "both": lambda: _fields("field", fields.BOTH),
+    "completions": lambda: _fields("field", fields.COMPLETIONS_ONLY),
+    "chat": lambda: _fields("field", fields.CHAT_ONLY),
+}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def tables() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["sagemaker.md", "openai.md"])
+@pytest.mark.parametrize("name", ["sagemaker.md", "openai.md", "truss.md"])
 def test_tables_are_the_codes(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == tables().page(name), "run: python scripts/tables.py"
 

@@ -7,18 +7,16 @@ import time
 from typing import Any
 
 from stoker.base.errors import NotFoundError, RequestError
-from stoker.base.registry import nearest
+from stoker.base.fields.errors import InvalidValueError
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
 from stoker.server.exchange import Exchange
 from stoker.server.protocol import Context, Endpoint, Protocol
-from stoker.server.protocols.openai import kinds, wire
+from stoker.server.protocols.openai import fields, wire
 from stoker.server.protocols.openai.chat import chat
 from stoker.server.protocols.openai.completions import complete
 from stoker.server.protocols.openai.reasoning import REASONING_PARSERS
 from stoker.server.protocols.openai.tools import TOOL_PARSERS
-
-_TOKENIZE = ("model", "prompt", "messages", "add_special_tokens", "return_token_strs", "add_generation_prompt", "continue_final_message")
 
 
 class ModelError(NotFoundError):
@@ -67,25 +65,25 @@ class OpenAI(Protocol):
 
     async def tokenize(self, exchange: Exchange) -> None:
         """{"prompt": text} or {"messages": […]} to token ids; add_special_tokens as in generation."""
-        body = _known(await exchange.json(), _TOKENIZE)
-        service = self._service(body)
-        if not isinstance(body.get("prompt"), str) and body.get("messages") is None:
-            raise RequestError("prompt", body.get("prompt"), "it must be text, or messages must be given")
-        chatted = body.get("prompt") is None
-        text = service.render_chat(body["messages"], **_switches(body)) if chatted else body["prompt"]
-        special = kinds.boolean("add_special_tokens", body.get("add_special_tokens", not chatted))
-        ids = await asyncio.to_thread(service.encode, text, add_special_tokens=special)
+        values = fields.TOKENIZE.check(await exchange.json())
+        service = self._service(values)
+        if not isinstance(values.get("prompt"), str) and "messages" not in values:
+            raise RequestError("prompt", values.get("prompt"), "it must be text, or messages must be given")
+        chatted = "prompt" not in values
+        text = service.render_chat(values["messages"], **_switches(values)) if chatted else values["prompt"]
+        ids = await asyncio.to_thread(service.encode, text, add_special_tokens=values.get("add_special_tokens", not chatted))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
-        if kinds.boolean("return_token_strs", body.get("return_token_strs", False)):
+        if values.get("return_token_strs"):
             answer["token_strs"] = [wire.token_text(service, token) for token in ids]
         await exchange.respond(200, wire.encode(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
         """{"tokens": ids} to text, special tokens included."""
-        body = _known(await exchange.json(), ("model", "tokens"))
-        service = self._service(body)
-        ids = kinds.list_of(kinds.whole(0, 1 << 31), 1 << 22)("tokens", body.get("tokens"))
-        text = await asyncio.to_thread(service.decode, list(ids), skip_special_tokens=False)
+        values = fields.DETOKENIZE.check(await exchange.json())
+        service = self._service(values)
+        if "tokens" not in values:
+            raise RequestError("tokens", None, "it is missing")
+        text = await asyncio.to_thread(service.decode, list(values["tokens"]), skip_special_tokens=False)
         await exchange.respond(200, wire.encode({"prompt": text}))
 
     def failure_body(self, failure: Failure) -> bytes:
@@ -96,7 +94,10 @@ class OpenAI(Protocol):
         name = body.get("model")
         if name is None:
             return self.context.default_service()
-        return self._named(kinds.text(512)("model", name))
+        try:
+            return self._named(fields.MODEL_NAME.check(name))
+        except InvalidValueError as error:
+            raise error.request_error("model") from None
 
     def _named(self, name: str) -> Service:
         try:
@@ -111,14 +112,5 @@ class OpenAI(Protocol):
         }  # fmt: skip
 
 
-def _known(body: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The body without its nulls. Raises RequestError for a field that is none of `names`."""
-    for name, value in body.items():
-        if name not in names:
-            near = nearest(name, list(names)) or list(names)
-            raise RequestError(name[:80], value, "there is no such field", cure=f"Use one of: {', '.join(near)}.")
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _switches(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: kinds.boolean(name, body[name]) for name in ("add_generation_prompt", "continue_final_message") if name in body}
+def _switches(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in ("add_generation_prompt", "continue_final_message") if name in values}

@@ -11,13 +11,12 @@ from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest, SamplingParams
 from stoker.frontend.service import Service
 from stoker.server.bad_words import bad_word_ids
-from stoker.server.protocols.openai.fields import TABLE, Door, check_fields
+from stoker.server.protocols.openai.fields import BOTH, STREAM_OPTIONS, EndpointName, check_fields
 from stoker.server.protocols.openai.guides import read_guide
-from stoker.server.protocols.openai.kinds import boolean
 from stoker.server.schemas.settings import ServerSettings
 
 TEMPERATURE = 1.0  # OpenAI's default
-_PARAMS = tuple((field.name, field.param) for field in TABLE if field.param)
+_PARAMS = tuple((row.name, row.target) for row in BOTH if row.target)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -41,7 +40,7 @@ class Asked(msgspec.Struct, kw_only=True):
         return GenerationRequest(request_id=request_id, prompt=prompt, params=self.params, **{**self.request_fields, **fields})
 
 
-def read(door: Door, body: dict[str, Any], service: Service, settings: ServerSettings, *, max_tokens: int) -> Asked:
+def read(door: EndpointName, body: dict[str, Any], service: Service, settings: ServerSettings, *, max_tokens: int) -> Asked:
     """Check every field. `max_tokens` is for requests that name none. Raises RequestError."""
     values = check_fields(door, body)
     stream = values.get("stream", False)
@@ -89,11 +88,7 @@ def _stream_options(values: dict[str, Any], stream: bool) -> StreamOptions:
         return StreamOptions()
     if not stream:
         raise RequestError("stream_options", given, "it needs stream=true")
-    for name, value in given.items():
-        if name not in StreamOptions.__struct_fields__:
-            raise RequestError(f"stream_options.{name}", value, f"there are {' and '.join(StreamOptions.__struct_fields__)} only")
-        boolean(f"stream_options.{name}", value)
-    return StreamOptions(**given)
+    return StreamOptions(**STREAM_OPTIONS.check(given, prefix="stream_options."))
 
 
 def _request_fields(values: dict[str, Any], service: Service, settings: ServerSettings) -> dict[str, Any]:

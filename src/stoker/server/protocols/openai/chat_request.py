@@ -14,7 +14,7 @@ from stoker.frontend.service import Service
 from stoker.server.protocols.openai import wire
 from stoker.server.protocols.openai.answer import AnswerParser
 from stoker.server.protocols.openai.asked import Asked, read
-from stoker.server.protocols.openai.fields import LARGE
+from stoker.server.protocols.openai.fields import MAX_TOKENS
 from stoker.server.protocols.openai.guides import read_guide
 from stoker.server.protocols.openai.prompts import encode
 from stoker.server.protocols.openai.reasoning import OPEN, REASONING_PARSERS
@@ -58,7 +58,7 @@ class Call(msgspec.Struct):
 
 
 async def read_call(body: dict[str, Any], service: Service, settings: ServerSettings) -> Call:
-    asked = read("chat", body, service, settings, max_tokens=LARGE)  # until the prompt is known
+    asked = read("chat", body, service, settings, max_tokens=MAX_TOKENS)  # until the prompt is known
     values = asked.values
     tools = read_tools(values)
     prompt = service.render_chat(_messages(values.get("messages")), **_template_values(values, tools))

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import RequestError
+from stoker.base.fields.errors import InvalidValueError
 from stoker.base.registry import nearest
 from stoker.base.types import Guide
-from stoker.server.protocols.openai.kinds import list_of, text
+from stoker.server.protocols.openai.fields import CHOICES
 
 KIND_OF_FIELD = {
     "guided_json": "json_schema", "json_schema": "json_schema", "guided_regex": "regex", "regex": "regex", "guided_choice": "choice",
@@ -34,7 +35,11 @@ def read_guide(values: dict[str, Any]) -> Guide | None:
 def _guide(kind: str, name: str, value: Any) -> Guide:
     """A schema may be an object or its text; true and false are schemas too."""
     if kind == "choice":
-        if not (choices := list_of(text(1 << 16), 1024)(name, list(value) if isinstance(value, tuple) else value)):
+        try:
+            choices = CHOICES.check(list(value) if isinstance(value, tuple) else value)
+        except InvalidValueError as error:
+            raise error.request_error(name) from None
+        if not choices:
             raise RequestError(name, value, "it must list at least one string")
         return Guide("choice", msgspec.json.encode(choices).decode())
     if (kind == "json_schema" and isinstance(value, (dict, bool))) or (kind == "structural_tag" and isinstance(value, dict)):

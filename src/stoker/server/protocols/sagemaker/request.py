@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import RequestError
+from stoker.base.fields.errors import InvalidValueError
+from stoker.base.fields.values import Flag
 from stoker.base.types import GenerationRequest, SamplingParams
 from stoker.frontend.service import Service
 from stoker.server.bad_words import bad_word_ids
 from stoker.server.errors import BodyError
 from stoker.server.exchange import decode_json
 from stoker.server.protocols.openai.guides import read_guide
-from stoker.server.protocols.openai.kinds import boolean
 from stoker.server.protocols.openai.prompts import encode
 from stoker.server.protocols.sagemaker import parameters
 from stoker.server.protocols.sagemaker.errors import PayloadError, shown
@@ -24,7 +25,7 @@ from stoker.server.schemas.settings import ServerSettings
 
 MAX_NEW_TOKENS = 30  # LMI's default
 STREAMS = ("jsonlines", "sse", "3p_stream")
-_DIRECT = {row.name: row.param for row in parameters.TABLE if row.param}
+_DIRECT = parameters.TABLE.targets()
 _SAMPLED = {"temperature": 0.8, "top_k": 5, "top_p": 0.85}  # where do_sample=true leaves them unset
 _BODY = ("inputs", "parameters", "stream", "model", "adapters", "output_formatter")
 
@@ -95,8 +96,8 @@ async def read(body: dict[str, Any], service: Service, settings: ServerSettings,
     if body.get("adapters"):
         raise RequestError("adapters", body["adapters"], "there are no adapters", cure="Leave it out.")
     beside = {name: body[name] for name in ("output_formatter",) if name in body}
-    values = parameters.check({**beside, **(given or {})})
-    stream = boolean("stream", body["stream"]) if body.get("stream") is not None else False
+    values = parameters.TABLE.check({**beside, **(given or {})}, prefix="parameters.")
+    stream = _stream(body)
     asked = _asked(inputs, values, stream, options)
     params = sampling(values, service, settings, tokens=asked.stream or asked.details or asked.several)
     if asked.stream and (asked.several or params.beam_width > 1):
@@ -104,6 +105,15 @@ async def read(body: dict[str, Any], service: Service, settings: ServerSettings,
         raise RequestError(f"parameters.{name}", values[name], "several answers are not streamed", cure="Ask without stream.")
     asked.requests = [await _request(text, params, values, service, settings) for text in inputs]
     return asked
+
+
+def _stream(body: dict[str, Any]) -> bool:
+    if body.get("stream") is None:
+        return False
+    try:
+        return Flag().check(body["stream"])
+    except InvalidValueError as error:
+        raise error.request_error("stream") from None
 
 
 def _inputs(body: dict[str, Any], options: LMIOptions) -> list[str]:

@@ -16,7 +16,7 @@ from stoker.server.protocols.truss import parameters
 from stoker.server.schemas.settings import ServerSettings
 from stoker.server.schemas.truss import TrussOptions
 
-_DIRECT = {row.name: row.param for row in parameters.TABLE if row.param}
+_DIRECT = parameters.TABLE.targets()
 _SAMPLED = ("temperature", "top_k", "top_p")
 
 
@@ -30,7 +30,7 @@ class Asked(msgspec.Struct, kw_only=True):
 
 async def read(body: dict[str, Any], service: Service, settings: ServerSettings, options: TrussOptions) -> Asked:
     """Raises RequestError that names the field."""
-    values = parameters.check(body)
+    values = parameters.TABLE.check(body)
     ids = await _prompt(values, service, settings)
     stream, max_tokens = values.get("stream", True), _max_tokens(values, settings)
     if options.max_tokens_counts_prompt and "max_new_tokens" not in values:
@@ -56,7 +56,7 @@ def _max_tokens(values: dict[str, Any], settings: ServerSettings) -> int:
     given = {values[name] for name in ("max_tokens", "max_new_tokens") if name in values}
     if len(given) > 1:
         raise RequestError("max_new_tokens", values["max_new_tokens"], f"max_tokens is {values['max_tokens']}", cure="Use one of them.")
-    return given.pop() if given else settings.default_max_tokens or parameters.MAX_TOKENS
+    return given.pop() if given else settings.default_max_tokens or parameters.DEFAULT_MAX_TOKENS
 
 
 def _sampling(values: dict[str, Any], service: Service, settings: ServerSettings, max_tokens: int) -> SamplingParams:
