@@ -72,7 +72,7 @@ def build_in_stages(folder: str, engine: str, quantize: str, *, kernels: bool) -
     began = time.monotonic()
     from stoker.builder.build import build
     from stoker.builder.config import BuildConfig
-    from stoker.runtime.ahead import compile_ahead
+    from stoker.runtime.aot import compile_kernels
 
     stages = {"imported": round(time.monotonic() - began, 1)}
 
@@ -81,7 +81,7 @@ def build_in_stages(folder: str, engine: str, quantize: str, *, kernels: bool) -
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = BuildConfig(quantization=quantize, device=device)
-    build(folder, engine, config, force=True, progress=progress, kernels=compile_ahead if kernels and device == "cuda" else None)
+    build(folder, engine, config, force=True, progress=progress, kernels=compile_kernels if kernels and device == "cuda" else None)
     print(json.dumps(stages | {"done": round(time.monotonic() - began, 1)}), flush=True)
 
 

@@ -16,16 +16,16 @@ import time
 import torch
 
 from stoker.base.config import Limits, RuntimeConfig
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.batch_run import random_requests
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.executor import Executor
-from stoker.runtime.measure import random_requests
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.inputs import InputBuilder, Packed
 from stoker.runtime.worker.model_runner import StepHandle
-from stoker.runtime.worker.ring import Ring, decode, encode_step, step_size
+from stoker.runtime.worker_group.shared_memory import Ring, decode, encode_step, step_size
 
 
 class StubRunner:
@@ -39,7 +39,7 @@ class StubRunner:
     def prepare(self, request: TokenRequest) -> None: ...
     def add(self, seq: Sequence) -> None: ...
     def remove(self, seq: Sequence) -> None: ...
-    def forget_cache(self, blocks: list[int]) -> None: ...
+    def zero_blocks(self, blocks: list[int]) -> None: ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
         packed = self.inputs.pack(plan)
@@ -69,9 +69,9 @@ def measure(rows: int, followers: int = 0, steps: int = 300, input_len: int = 20
     info = ExecutorInfo(limits=limits, max_seq_len=1024, vocab_size=1000, device="cpu", kv_cache_tokens=blocks * 64, model="stub")
     scheduler = Scheduler(num_blocks=blocks, tokens_per_block=64, max_batch_size=rows, max_num_tokens=1 << 16, max_seq_len=1024)
     runner = StubRunner(rows, 16, 64, 1 << 16, followers)
-    executor = Executor(runner, scheduler, BulkMailbox(info), info, RuntimeConfig(max_queue_size=1 << 16))
+    executor = Executor(runner, scheduler, SynchronousMailbox(info), info, RuntimeConfig(max_queue_size=1 << 16))
     mailbox = executor.mailbox
-    assert isinstance(mailbox, BulkMailbox)
+    assert isinstance(mailbox, SynchronousMailbox)
     mailbox.submit(random_requests(rows, input_len, steps + 20, 1000))
     for _ in range(10):
         executor.turn(0.0)

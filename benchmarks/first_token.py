@@ -24,7 +24,7 @@ from stoker.cli.bench.report import origin, percentile
 from stoker.cli.bench.serving import ask
 from stoker.cli.http import get
 from stoker.cli.served import served
-from stoker.runtime.ahead import compile_ahead
+from stoker.runtime.aot import compile_kernels
 
 
 def save_tokenizer(folder: Path, size: int) -> None:
@@ -66,7 +66,7 @@ def main() -> None:
         save_tokenizer(Path(folder) / "tokenizer", size)
         limits = Limits(max_batch_size=16, max_input_len=512, max_output_len=128, max_num_tokens=2048)
         config = BuildConfig(dtype=args.dtype, dummy_weights=True, limits=limits, device=args.device, tokenizer=folder + "/tokenizer")
-        build(args.config, engine, config, verify="none", kernels=compile_ahead)
+        build(args.config, engine, config, verify="none", kernels=compile_kernels)
         started = time.time()
         with served(engine, args.options.split()) as url:
             ready_s = time.time() - started

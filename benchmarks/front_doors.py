@@ -39,7 +39,7 @@ from stoker.cli.served import served  # noqa: E402
 from stoker.frontend.generation import GenerationService  # noqa: E402
 from stoker.frontend.llm import LLM  # noqa: E402
 from stoker.frontend.tokenizer import Tokenizer  # noqa: E402
-from stoker.runtime.zmq_client import ZmqExecutorClient  # noqa: E402
+from stoker.runtime.transport.zmq_client import ZmqExecutorClient  # noqa: E402
 
 KV_CACHE_TOKENS = 16384
 STEP_S = 0.01

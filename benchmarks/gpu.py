@@ -21,20 +21,20 @@ from stoker.builder.config import BuildConfig
 from stoker.cli.bench.breakdown import prompt_steps
 from stoker.cli.bench.report import origin
 from stoker.kernels.triton.aot.kernel_cache import counts
-from stoker.runtime.ahead import compile_ahead
-from stoker.runtime.breakdown import break_down
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.batch_run import random_requests, run_batch
+from stoker.profiling.breakdown import break_down
+from stoker.profiling.mailbox import SynchronousMailbox
+from stoker.runtime.aot import compile_kernels
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
-from stoker.runtime.measure import random_requests, run
 
 
 def latency(executor: Executor, batch: int, context: int, steps: int = 128) -> dict[str, float]:
     """Milliseconds a decode step: the difference of two runs that differ in `steps` output tokens."""
     vocab = executor.info.vocab_size
-    run(executor, random_requests(batch, context, 2, vocab, seed=1), 2)  # shapes seen once: nothing is compiled or captured below
-    short = run(executor, random_requests(batch, context, 32, vocab, seed=2), 32)
-    long = run(executor, random_requests(batch, context, 32 + steps, vocab, seed=3), 32 + steps)
+    run_batch(executor, random_requests(batch, context, 2, vocab, seed=1), 2)  # shapes seen once: nothing is compiled or captured below
+    short = run_batch(executor, random_requests(batch, context, 32, vocab, seed=2), 32)
+    long = run_batch(executor, random_requests(batch, context, 32 + steps, vocab, seed=3), 32 + steps)
     turns = sorted(long.turns_s[-steps + 8 : -2])
     return {"batch": batch, "context": context, "step_ms": (long.total_s - short.total_s) / steps * 1e3,
             "median_turn_ms": statistics.median(turns) * 1e3, "max_turn_ms": turns[-1] * 1e3}  # fmt: skip
@@ -49,9 +49,9 @@ def ratio_to_median(durations: list[float]) -> dict[str, float]:
 def burst(executor: Executor, count: int, isl: int, osl: int) -> dict[str, object]:
     """Requests that come at once to an idle executor: each step against the median of its kind, by the executor's own clock."""
     vocab = executor.info.vocab_size
-    run(executor, random_requests(count, isl, osl, vocab, seed=60), osl)  # shapes seen once
+    run_batch(executor, random_requests(count, isl, osl, vocab, seed=60), osl)  # shapes seen once
     executor.step_times.recent.clear()
-    run(executor, random_requests(count, isl, osl, vocab, seed=61), osl)
+    run_batch(executor, random_requests(count, isl, osl, vocab, seed=61), osl)
     steps = list(executor.step_times.recent)
     row: dict[str, object] = {"requests": count, "isl": isl, "osl": osl, "all": ratio_to_median([s.duration_s for s in steps])}
     for kind, is_decode in (("decode", True), ("prefill", False)):
@@ -62,7 +62,7 @@ def burst(executor: Executor, count: int, isl: int, osl: int) -> dict[str, objec
 def gap(executor: Executor, batch: int, context: int, num_steps: int = 32) -> dict[str, object]:
     """Where the device's time goes in decode steps, and how long it has nothing to do between them."""
     mailbox = executor.mailbox
-    assert isinstance(mailbox, BulkMailbox)
+    assert isinstance(mailbox, SynchronousMailbox)
     length = 2 * num_steps + 16 + prompt_steps(executor, batch * context)
     mailbox.submit(random_requests(batch, context, length, executor.info.vocab_size, seed=70))
     executor.turn(0.0)
@@ -105,22 +105,22 @@ def main() -> None:
         started = time.time()
         build(args.config, folder + "/engine", BuildConfig(
             dtype=args.dtype, dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize,
-            mapping=mapping), verify="none", kernels=None if args.no_kernels else compile_ahead)  # fmt: skip
+            mapping=mapping), verify="none", kernels=None if args.no_kernels else compile_kernels)  # fmt: skip
         print(f"build {time.time() - started:.1f} s", flush=True)
         started = time.time()
-        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20), BulkMailbox)
+        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20), SynchronousMailbox)
         results["ready_s"] = time.time() - started
         print(f"ready after {results['ready_s']:.1f} s; kernels: {counts}", flush=True)
         results["kernels_at_start"] = {"cached": counts.cached, "compiled": counts.compiled}
         vocab = executor.info.vocab_size
-        run(executor, random_requests(8, 128, 16, vocab, seed=9), 16)
+        run_batch(executor, random_requests(8, 128, 16, vocab, seed=9), 16)
         results["latency"] = []
         for item in filter(None, args.latency.split(",")):
             batch, context = map(int, item.split("x"))
             row = latency(executor, batch, context)
             results["latency"].append(row)  # type: ignore[attr-defined]
             print(row, flush=True)
-        firsts = [run(executor, random_requests(1, 128, 1, vocab, seed=20 + i), 1).total_s for i in range(7)]
+        firsts = [run_batch(executor, random_requests(1, 128, 1, vocab, seed=20 + i), 1).total_s for i in range(7)]
         results["first_token_128_ms"] = statistics.median(firsts) * 1e3
         print(f"first token of 128: {results['first_token_128_ms']:.2f} ms", flush=True)
         results["gap"], results["burst"] = [], []
@@ -140,7 +140,7 @@ def main() -> None:
         for item in filter(None, args.throughput.split(",")):
             lengths, count = item.split(":")
             isl, osl = map(int, lengths.split("/"))
-            result = run(executor, random_requests(int(count), isl, osl, vocab, seed=40), osl)
+            result = run_batch(executor, random_requests(int(count), isl, osl, vocab, seed=40), osl)
             row = {
                 "isl": isl,
                 "osl": osl,

@@ -15,7 +15,7 @@ import torch
 from stoker.cli.bench.report import origin
 from stoker.kernels.reference import linear as reference
 from stoker.kernels.triton.gemm.dense import launch as kernels
-from stoker.kernels.triton.tune import LinearCase, candidates, precompile, time_linear
+from stoker.profiling.tile_tuning import LinearCase, candidates, precompile, time_linear
 
 READ_TB_S = 4.42  # measured read-only stream of one H200
 

@@ -40,8 +40,8 @@ from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.triton.gemm.quantized.tiles import QuantTile, padded_tokens, stream_tile
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import library_gemm as moe_library
-from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import Fusion
+from stoker.profiling.tile_tuning import time_graph
 
 READ_TB_S = 4.42  # measured read-only stream of one H200
 ROTATED_BYTES = 256 << 20

@@ -41,8 +41,8 @@ from stoker.kernels.triton.gemm.skinny.tiles import MOST_TOKENS, StreamTile, str
 from stoker.kernels.triton.gemm.skinny_int4 import launch as band
 from stoker.kernels.triton.gemm.skinny_int4.tiles import LARGEST_GROUP, BandTile, band_tile
 from stoker.kernels.triton.gemm.skinny_int4.tiles import token_tiles as band_token_tiles
-from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import Fusion
+from stoker.profiling.tile_tuning import time_graph
 
 READ_TB_S = 4.42  # measured read-only stream of one H200
 ROTATED_BYTES = 256 << 20

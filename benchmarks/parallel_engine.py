@@ -175,7 +175,7 @@ def build_all(wanted: list[str], device: str) -> None:
     """Engines without weights, kernels compiled ahead on half of the cores: the other half is for what is being measured."""
     from stoker.builder.build import build
     from stoker.builder.config import BuildConfig
-    from stoker.runtime.ahead import compile_ahead
+    from stoker.runtime.aot import compile_kernels
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[len(cores) // 2 :])
@@ -185,7 +185,7 @@ def build_all(wanted: list[str], device: str) -> None:
         began = time.monotonic()
         config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=limits, device=device, quantization=quantization or None,
                              mapping=Mapping(tensor_parallel=int(ranks)))  # fmt: skip
-        build(HERE / "models" / model, Path(out), config, verify="none", kernels=compile_ahead)
+        build(HERE / "models" / model, Path(out), config, verify="none", kernels=compile_kernels)
         print(f"{out}: built in {time.monotonic() - began:.1f} s", flush=True)
 
 

@@ -22,10 +22,10 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.bench.report import origin
 from stoker.kernels.triton.attention import tiles as attention_tuning
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
-from stoker.runtime.worker.graphs import Graphs
+from stoker.runtime.worker.cuda_graphs import Graphs
 from stoker.runtime.worker.inputs import Shape, cut
 
 
@@ -48,7 +48,7 @@ def main() -> None:
         )
         build(args.config, folder + "/engine", config, verify="none")
         Graphs.warm_up = lambda self: 0  # type: ignore[method-assign]
-        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), BulkMailbox)
+        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
     results = []
     for count in rows:
         results.append({"rows": count, "context": args.context, **measure(executor, count, args.context, args.profile)})

@@ -44,10 +44,10 @@ from stoker.kernels.triton.gemm.skinny import launch as stream
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES
 from stoker.kernels.triton.gemm.skinny.tiles import StreamTile
 from stoker.kernels.types import Fusion
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
-from stoker.runtime.worker.graphs import Graphs
+from stoker.runtime.worker.cuda_graphs import Graphs
 
 Tile = StreamTile | LinearTile | GemvTile
 Key = tuple[int, int, bool]  # rows of a part; features of a dense weight, chunks of a streamed one; gated
@@ -219,7 +219,7 @@ def main() -> None:
         built = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=limits, device="cuda", quantization=quantization)
         build(folder, folder + "/engine", built, verify="none")
         Graphs.warm_up = lambda self: 0  # type: ignore[method-assign]
-        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), BulkMailbox)
+        executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
     stream.stream_tile, linear.linear_tile, quant_fp8.gemv_tile = _stream_tile, _linear_tile, _gemv_tile
     print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
     results: list[dict[str, Any]] = []

@@ -26,8 +26,8 @@ from stoker.kernels.triton.fused_layer.launch import tail
 from stoker.kernels.triton.fused_layer.small_batch import launch as tail_few
 from stoker.kernels.triton.fused_layer.small_batch.launch import MOST, TailTile
 from stoker.kernels.triton.gemm.quantized.int4 import pack_int4
-from stoker.kernels.triton.tune import time_graph
 from stoker.kernels.types import PLAIN, Fusion
+from stoker.profiling.tile_tuning import time_graph
 from stoker.quant.dense import DenseLinear
 from stoker.quant.fp8 import Fp8Linear
 from stoker.quant.int4 import Int4Linear

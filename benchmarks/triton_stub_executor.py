@@ -12,7 +12,7 @@ from stoker.base.config import Limits
 from stoker.base.types import FinishReason
 from stoker.runtime.client import Cancel, ExecutorInfo, StatsQuery, Submit
 from stoker.runtime.request import ExecutorStats, SequenceOutput
-from stoker.runtime.transport import ZmqMailbox
+from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
 
 TOKEN = 97
 

@@ -20,10 +20,10 @@ from fake_executor import FakeExecutor, info
 from stoker.base.errors import ConfigError, RequestError, UnavailableError
 from stoker.base.types import FinishReason, SamplingParams
 from stoker.runtime.client import ExecutorClient, Mailbox
-from stoker.runtime.inprocess import InProcessClient, InProcessMailbox
 from stoker.runtime.request import TokenRequest
-from stoker.runtime.transport import ZmqMailbox
-from stoker.runtime.zmq_client import ZmqExecutorClient
+from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
+from stoker.runtime.transport.zmq_client import ZmqExecutorClient
+from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
 
 Connect = Callable[[], "asyncio.Future[ExecutorClient]"]
 

@@ -15,8 +15,8 @@ from stoker.base.errors import QueueFullError, RequestError, StokerError, Unavai
 from stoker.base.types import Delta, FinishReason, GenerationRequest, SamplingParams
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.tokenizer import Tokenizer
-from stoker.runtime.inprocess import InProcessClient, InProcessMailbox
 from stoker.runtime.request import ErrorInfo
+from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
 
 TEXT = "The quick brown fox 你好 🎉 stop here"
 Made = tuple[GenerationService, FakeExecutor]

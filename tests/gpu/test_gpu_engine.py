@@ -14,9 +14,9 @@ from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.default_model import default_checkpoint
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.batch_run import random_requests, run_batch
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.load import load_executor
-from stoker.runtime.measure import random_requests, run
 
 GOLDEN = Path(__file__).parents[1] / "e2e" / "golden.json"
 LIMITS = Limits(max_batch_size=32, max_input_len=512, max_output_len=512, max_num_tokens=2048)
@@ -59,16 +59,16 @@ def test_ten_thousand_steps_lose_no_memory(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     build(tmp_path, tmp_path / "engine", BuildConfig(device="cuda", dtype="bfloat16", dummy_weights=True, limits=LIMITS), verify="none")
-    executor = load_executor(tmp_path / "engine", RuntimeConfig(kv_cache_tokens=8192), BulkMailbox)
-    run(executor, random_requests(40, 60, 100, 1000), 100)
+    executor = load_executor(tmp_path / "engine", RuntimeConfig(kv_cache_tokens=8192), SynchronousMailbox)
+    run_batch(executor, random_requests(40, 60, 100, 1000), 100)
     torch.cuda.synchronize()
     before, pages = torch.cuda.memory_allocated(), resident_pages()
     while executor.stats.num_steps < 10_000:
-        run(executor, random_requests(40, 60, 200, 1000, seed=executor.stats.num_steps), 200)
+        run_batch(executor, random_requests(40, 60, 200, 1000, seed=executor.stats.num_steps), 200)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
     assert resident_pages() <= pages + 8192  # 32 MiB
-    assert executor.scheduler.tables.pool.num_free == executor.scheduler.tables.pool.num_blocks
+    assert executor.scheduler.kv_cache.pool.num_free == executor.scheduler.kv_cache.pool.num_blocks
 
 
 def resident_pages() -> int:

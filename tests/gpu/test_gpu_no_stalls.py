@@ -13,7 +13,7 @@ from stoker.base.config import Limits, RuntimeConfig
 from stoker.base.types import Guide, SamplingParams
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.request import SequenceOutput, TokenRequest
@@ -40,7 +40,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Any:
     model = tiny.model(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     build(tiny.save(model, folder / "checkpoint"), folder / "engine", BuildConfig(device="cuda", limits=LIMITS), verify="files")
     # Without reuse of prefixes the second round has the shapes of the first.
-    made = load_executor(folder / "engine", RuntimeConfig(kv_cache_tokens=4096, prefix_reuse=False), BulkMailbox)
+    made = load_executor(folder / "engine", RuntimeConfig(kv_cache_tokens=4096, prefix_reuse=False), SynchronousMailbox)
     yield made
     made.close()
 
@@ -48,7 +48,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def answers(executor: Executor, asked: list[dict[str, Any]], begin: int) -> list[list[int]]:
     """The tokens of each; `begin` is the requests' first number."""
     mailbox = executor.mailbox
-    assert isinstance(mailbox, BulkMailbox)
+    assert isinstance(mailbox, SynchronousMailbox)
     requests = [
         TokenRequest(
             request_id=f"r{begin + i}", prompt_ids=[(7 * i + 3 * j) % 300 + 10 for j in range(5 + 9 * i)],

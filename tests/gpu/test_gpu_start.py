@@ -14,11 +14,11 @@ import torch
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.runtime.ahead import compile_ahead
-from stoker.runtime.breakdown import break_down
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.batch_run import random_requests, run_batch
+from stoker.profiling.breakdown import break_down
+from stoker.profiling.mailbox import SynchronousMailbox
+from stoker.runtime.aot import compile_kernels
 from stoker.runtime.load import load_executor
-from stoker.runtime.measure import random_requests, run
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
@@ -33,11 +33,11 @@ import json, sys
 from stoker.base.config import RuntimeConfig
 from stoker.base.types import SamplingParams
 from stoker.kernels.triton.aot.kernel_cache import counts
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.load import load_executor
-from stoker.runtime.measure import random_requests
+from stoker.profiling.batch_run import random_requests
 from stoker.runtime.request import TokenRequest
-executor = load_executor(sys.argv[1], RuntimeConfig(prefix_reuse=False), BulkMailbox)
+executor = load_executor(sys.argv[1], RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
 ready = counts.cached, counts.compiled
 mailbox, number = executor.mailbox, 0
 for params in (SamplingParams(max_tokens=6, ignore_eos=True), SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, top_p=0.9),
@@ -64,7 +64,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = BuildConfig(device="cuda", dtype="bfloat16", dummy_weights=True, limits=LIMITS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "built"))
-        return build(folder, folder / "engine", config, verify="none", kernels=compile_ahead).path
+        return build(folder, folder / "engine", config, verify="none", kernels=compile_kernels).path
 
 
 def start(engine: Path, cache_dir: Path) -> dict[str, list[int]]:
@@ -103,7 +103,7 @@ def test_the_launches_that_are_listed_are_those_of_the_device(engine: Path) -> N
 
 def test_memory_is_as_the_table_says(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=1 << 17), BulkMailbox)
+        executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=1 << 17), SynchronousMailbox)
     table = next(record.getMessage() for record in caplog.records if record.getMessage().startswith("memory of"))
     print(table)
     rows = {line[2:14].strip(): float(line.split("GiB")[0].split()[-1]) for line in table.splitlines()[1:]}
@@ -112,15 +112,15 @@ def test_memory_is_as_the_table_says(engine: Path, caplog: pytest.LogCaptureFixt
     allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for count, length in ((64, 1024), (1, 4096), (64, 16)):
-        run(executor, random_requests(count, length, 8, executor.info.vocab_size, seed=count + length), 8)
+        run_batch(executor, random_requests(count, length, 8, executor.info.vocab_size, seed=count + length), 8)
     grown = (torch.cuda.max_memory_allocated() - allocated) / 2**30
     assert grown <= rows["activations"] + 0.01, "a step took more than the largest step that was measured"
     executor.close()
 
 
 def test_a_breakdown_knows_every_product(engine: Path) -> None:
-    executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=1 << 17, prefix_reuse=False), BulkMailbox)
-    assert isinstance(executor.mailbox, BulkMailbox)
+    executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=1 << 17, prefix_reuse=False), SynchronousMailbox)
+    assert isinstance(executor.mailbox, SynchronousMailbox)
     executor.mailbox.submit(random_requests(32, 200, 120, executor.info.vocab_size, seed=1))
     for _ in range(20):
         executor.turn(0.0)

@@ -6,20 +6,20 @@ from pathlib import Path
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.types import SamplingParams
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.request import TokenRequest
 
 
 def load(engine: Path, **settings: object) -> Executor:
-    return load_executor(engine, RuntimeConfig(num_threads=1, **settings), BulkMailbox)  # type: ignore[arg-type]
+    return load_executor(engine, RuntimeConfig(num_threads=1, **settings), SynchronousMailbox)  # type: ignore[arg-type]
 
 
 def generate(executor: Executor, prompts: list[list[int]], num_new: int, **params: object) -> list[list[int]]:
     """New tokens of each prompt, all submitted at once."""
     mailbox = executor.mailbox
-    assert isinstance(mailbox, BulkMailbox)
+    assert isinstance(mailbox, SynchronousMailbox)
     settings = SamplingParams(max_tokens=num_new, ignore_eos=True, **params)  # type: ignore[arg-type]
     names = [f"{executor.stats.num_steps}-{i}" for i in range(len(prompts))]
     mailbox.submit([TokenRequest(request_id=name, prompt_ids=prompt, params=settings) for name, prompt in zip(names, prompts, strict=True)])

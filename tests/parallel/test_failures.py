@@ -29,8 +29,8 @@ from stoker.engine.reader import Engine
 from stoker.runtime.executor import Executor
 from stoker.runtime.request import TokenRequest
 from stoker.runtime.worker.rank import Capacity
-from stoker.runtime.worker.ranks import Follower, Ranks
-from stoker.runtime.worker.ring import NUM_SLOTS
+from stoker.runtime.worker_group.leader import Follower, Ranks
+from stoker.runtime.worker_group.shared_memory import NUM_SLOTS
 
 TWO = Mapping(tensor_parallel=2)
 
@@ -163,7 +163,7 @@ def test_a_rank_that_dies_during_the_start_is_named(engine: Path, moment: str, m
 
 def test_a_process_that_ends_at_once_is_named_and_leaves_no_descriptor(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    monkeypatch.setattr("stoker.runtime.worker.ranks.log.critical", lambda *_: None)  # a captured record would keep the error
+    monkeypatch.setattr("stoker.runtime.worker_group.leader.log.critical", lambda *_: None)  # a captured record would keep the error
     counts = []
     for _ in range(3):
         with pytest.raises(RankError, match="rank 1 on cpu ended with status 1") as caught:

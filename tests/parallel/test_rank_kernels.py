@@ -25,17 +25,17 @@ from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton.aot.compiler import collecting
 from stoker.kernels.triton.all_reduce import sums_arrive
-from stoker.runtime.worker import rehearse
+from stoker.runtime.worker import aot_trace
 engine = Engine.open(sys.argv[1])
-listed = rehearse.kernels_of(engine, 90)
+listed = aot_trace.kernels_of(engine, 90)
 launched = {}
 for rank in (1, 3):
     with torch.inference_mode(), collecting(90) as jobs:
-        runner = rehearse._runner(engine, RuntimeConfig(), rank)
-        rehearse._rehearse(runner)
+        runner = aot_trace._runner(engine, RuntimeConfig(), rank)
+        aot_trace._trace(runner)
     with collecting(90) as checked:
         if (inboxes := runner.world.tensor.inboxes) is not None:
-            sums_arrive(inboxes, rehearse.META, 0)
+            sums_arrive(inboxes, aot_trace.META, 0)
     launched[rank] = {folder: job.name for folder, job in (jobs | checked).items()}
 json.dump([list(listed), launched], sys.stdout)
 """

@@ -13,10 +13,10 @@ from oracles import hf_model
 from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
+from stoker.profiling.roofline import products_of
 from stoker.runtime.executor import Executor
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.model_runner import ModelRunner
-from stoker.runtime.worker.work import products_of
 
 MAPPINGS = {
     "one": Mapping(),

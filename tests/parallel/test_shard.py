@@ -23,8 +23,8 @@ from stoker.layers.shard import Sharding, kv_copies, kv_heads, local_spec, query
 from stoker.quant.format import Layout
 from stoker.runtime.worker.inputs import Packed, Shape
 from stoker.runtime.worker.rank import Capacity
-from stoker.runtime.worker.ranks import Ranks
-from stoker.runtime.worker.ring import END, FORGET, STEP, Ring, decode, encode_step, step_size
+from stoker.runtime.worker_group.leader import Ranks
+from stoker.runtime.worker_group.shared_memory import END, FORGET, STEP, Ring, decode, encode_step, step_size
 
 SIZES = st.integers(1, 9)
 
@@ -93,7 +93,7 @@ def test_messages_go_the_way_their_size_allows(kib: int, ranks: int, is_two_shot
 def test_what_goes_into_the_ring_comes_out_for_every_reader() -> None:
     """More steps than slots, two readers of different speed, nothing lost, nothing torn."""
     shape = Shape(tokens=6, rows=2, is_decode=False)
-    packed = Packed(torch.empty(0), shape, 3, 2, 2, 0, 5, 40, False, [], is_two_way=True)
+    packed = Packed(torch.empty(0), shape, 3, 2, 2, 0, 5, 40, False, [], is_prefix_lm=True)
     size = packed.num_places
     assert size <= step_size(6, 2, 3)
     ring = Ring.create(2, step_size(6, 2, 3))

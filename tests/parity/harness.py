@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch
-from stoker.core.prefix_lm import Prefix, prefix_of
+from stoker.core.prefix_lm import BidirectionalPrefix, find_bidirectional_prefix
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import Decoder
 from stoker.runtime.worker.memory import make_caches
@@ -28,7 +28,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     logits: dict[int, Tensor] = field(default_factory=dict)
-    prefix: Prefix | None = None
+    prefix: BidirectionalPrefix | None = None
 
 
 class Harness:
@@ -54,7 +54,7 @@ class Harness:
         """A new sequence; its whole blocks in common with `share` are taken over."""
         sequence = Sequence(list(prompt))
         if self.config.prefix is not None:
-            sequence.prefix = prefix_of(self.config.prefix, prompt)
+            sequence.prefix = find_bidirectional_prefix(self.config.prefix, prompt)
         elif share is not None:
             same = next((i for i, pair in enumerate(zip(prompt, share.tokens, strict=False)) if pair[0] != pair[1]), len(prompt))
             whole = min(same, share.computed, len(prompt) - 1) // BLOCK

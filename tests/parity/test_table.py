@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.core.model_config import decode, encode
-from stoker.core.prefix_lm import prefix_of
+from stoker.core.prefix_lm import find_bidirectional_prefix
 from stoker.models import ARCHITECTURES, check_version, resolve, rows
 
 ROOT = Path(__file__).parents[2]
@@ -90,18 +90,18 @@ def test_a_version_of_another_family_is_refused() -> None:
 def test_prefix_models_say_what_a_prompt_must_hold() -> None:
     config = resolve({"architectures": ["GLMModel"]}).config({})
     assert config.requires_whole_prompt and config.prefix is not None
-    found = prefix_of(config.prefix, [5, 50263, 6, 50257])
+    found = find_bidirectional_prefix(config.prefix, [5, 50263, 6, 50257])
     assert found == (3, 1)
     assert [found.position(i) for i in range(6)] == [0, 1, 2, 1, 1, 1]
     assert [found.block_position(i) for i in range(6)] == [0, 0, 0, 1, 2, 3]
-    assert prefix_of(config.prefix, [5, 50260, 50263, 50257]) == (3, 1), "GLM: the first mask, of whatever kind"
+    assert find_bidirectional_prefix(config.prefix, [5, 50260, 50263, 50257]) == (3, 1), "GLM: the first mask, of whatever kind"
     chatglm = resolve({"model_type": "chatglm", "inner_hidden_size": 9}).config({}).prefix
     assert chatglm is not None
-    assert prefix_of(chatglm, [5, 150000, 150001, 150004]) == (3, 2), "ChatGLM: [gMASK] wherever it is"
-    assert prefix_of(chatglm, [5, 150000, 6, 150004]) == (3, 1)
+    assert find_bidirectional_prefix(chatglm, [5, 150000, 150001, 150004]) == (3, 2), "ChatGLM: [gMASK] wherever it is"
+    assert find_bidirectional_prefix(chatglm, [5, 150000, 6, 150004]) == (3, 1)
     for prompt in ([5, 50263], [5, 50257]):
         with pytest.raises(Exception, match="prompt"):
-            prefix_of(config.prefix, prompt)
+            find_bidirectional_prefix(config.prefix, prompt)
 
 
 def test_the_page_is_that_of_the_table() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.client import Message
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
@@ -48,12 +48,12 @@ class Driven:
     """A loaded executor and its outputs so far."""
 
     def __init__(self, engine: Path, **settings: Any) -> None:
-        self.executor: Executor = load_executor(engine, RuntimeConfig(device="cpu", num_threads=1, **settings), BulkMailbox)
+        self.executor: Executor = load_executor(engine, RuntimeConfig(device="cpu", num_threads=1, **settings), SynchronousMailbox)
         self.answers: dict[tuple[str, int], Answer] = {}
 
     @property
-    def mailbox(self) -> BulkMailbox:
-        assert isinstance(self.executor.mailbox, BulkMailbox)
+    def mailbox(self) -> SynchronousMailbox:
+        assert isinstance(self.executor.mailbox, SynchronousMailbox)
         return self.executor.mailbox
 
     @property

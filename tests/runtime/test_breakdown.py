@@ -15,13 +15,13 @@ from stoker.core.specs import LinearSpec
 from stoker.distributed.world import ALONE_WORLD
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import declare
-from stoker.runtime.breakdown import Event, break_down, busy_us, kernel_shares, size_of
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.batch_run import random_requests, run_batch
+from stoker.profiling.breakdown import Event, break_down, busy_us, kernel_shares, size_of
+from stoker.profiling.mailbox import SynchronousMailbox
+from stoker.profiling.roofline import Ceiling, Product, StepSize, Work, attention_work, ceiling, products_of
 from stoker.runtime.load import load_executor
-from stoker.runtime.measure import random_requests, run
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.rank import load_rank
-from stoker.runtime.worker.work import Ceiling, Product, StepSize, Work, attention_work, ceiling, products_of
 
 LIMIT = Ceiling(bytes_s=1e12, flops_s={2: 1e15, 1: 2e15})
 
@@ -105,14 +105,14 @@ def test_attention_reads_every_key_and_value_once(tiny_engine: Path) -> None:
 
 
 def test_a_cpu_has_no_breakdown(tiny_engine: Path) -> None:
-    executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), BulkMailbox)
+    executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), SynchronousMailbox)
     with pytest.raises(ConfigError, match="GPU"):
         break_down(executor, 4)
 
 
 def test_steps_are_timed(tiny_engine: Path) -> None:
-    executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=512), BulkMailbox)
-    result = run(executor, random_requests(3, 20, 6, executor.info.vocab_size), 6)
+    executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=512), SynchronousMailbox)
+    result = run_batch(executor, random_requests(3, 20, 6, executor.info.vocab_size), 6)
     times = list(executor.step_times.recent)
     assert len(times) == executor.stats.num_steps
     assert [step.is_decode for step in times] == [False, *[True] * 5] and times[0].tokens == 60
@@ -128,12 +128,12 @@ def test_a_benchmark_ends_what_it_began(tiny_engine: Path) -> None:
         bench.executor.turn(0.0)
     assert bench.executor.is_busy
     bench.finish()
-    pool = bench.executor.scheduler.tables.pool
+    pool = bench.executor.scheduler.kv_cache.pool
     assert not bench.executor.is_busy and pool.num_free == pool.num_blocks
     assert bench.run(2, 8, 4).num_requests == 2
 
 
 def test_prompts_take_as_many_steps_as_their_tokens_need(tiny_engine: Path) -> None:
-    executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), BulkMailbox)
+    executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), SynchronousMailbox)
     assert prompt_steps(executor, 1) == 1
     assert prompt_steps(executor, 128 - 8) == 1 and prompt_steps(executor, 128 - 7) == 2  # 128 tokens a step, 8 of them decodes

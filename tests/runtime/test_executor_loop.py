@@ -17,8 +17,8 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.types import FinishReason
 from stoker.runtime.client import Cancel, Pause, Shutdown
-from stoker.runtime.inprocess import InProcessClient, InProcessMailbox
 from stoker.runtime.load import load_executor
+from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
 
 Make = Callable[..., Driven]
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.base.errors import DependencyError
 from stoker.base.types import FinishReason, Guide, SamplingParams
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime import admission, executor
-from stoker.runtime.bulk import BulkMailbox
 from stoker.runtime.client import Cancel, ExecutorInfo, Pause, Shutdown
 from stoker.runtime.executor import Executor
 from stoker.runtime.request import Sequence, TokenRequest
@@ -96,7 +96,7 @@ class Device:
     def remove(self, seq: Sequence) -> None:
         self.begun.discard(seq.seq_id)
 
-    def forget_cache(self, blocks: list[int]) -> None:
+    def zero_blocks(self, blocks: list[int]) -> None:
         assert not any(set(blocks) & set(used) for used in self._in_flight), "zeroed under a step"
         self.spoilt.difference_update(blocks)
 
@@ -166,7 +166,7 @@ class Life:
         self.max_seq_len = scene["scheduler"]["max_seq_len"]
         self.device = Device(self.dice, scene["rates"], scene["scheduler"]["tokens_per_block"])
         info = ExecutorInfo(limits=Limits(), max_seq_len=self.max_seq_len, vocab_size=9, device="cpu", kv_cache_tokens=0, model="none")
-        self.mailbox = BulkMailbox(info)
+        self.mailbox = SynchronousMailbox(info)
         ranks = Line(3) if scene["depth"] == "stages" else None
         config = RuntimeConfig(max_queue_size=scene["queue"], max_batch_size=scene["scheduler"]["max_batch_size"])
         self.executor = Executor(self.device, Scheduler(**scene["scheduler"]), self.mailbox, info, config, ranks)
@@ -242,9 +242,9 @@ class Life:
                     assert made == expected[0][: len(made)]
         executor, scheduler = self.executor, self.executor.scheduler
         stats = executor.snapshot()
-        assert stats.num_free_blocks == stats.num_blocks and scheduler.tables.num_reserved == 0
+        assert stats.num_free_blocks == stats.num_blocks and scheduler.kv_cache.num_reserved == 0
         assert stats.num_running == stats.num_waiting == stats.num_paused == 0 == len(scheduler.request_ids())
-        assert len(scheduler._roster._free_rows) == len(set(scheduler._roster._free_rows)) and not scheduler._roster.running
+        assert len(scheduler._running_set._free_rows) == len(set(scheduler._running_set._free_rows)) and not scheduler._running_set.running
         assert not self.device.begun and not self.device.spoilt and not executor._announced and not executor.admission._preparing
         refused = sum(request.params.n - 1 for request in self.asked) + len(self.asked)
         assert stats.num_finished + stats.num_cancelled <= refused

@@ -15,7 +15,7 @@ from small_tokenizers import small
 
 from stoker.base.errors import ConfigError
 from stoker.base.types import Guide
-from stoker.runtime.sampling.grammars import _compile, make_compiler
+from stoker.runtime.sampling.grammar_compiler import _compile, make_compiler
 
 TEXTS = ["the quick brown fox", 'a "quoted"\n\\ line', "é and 日本 🙂"]
 

@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from stoker.runtime.worker import graphs
-from stoker.runtime.worker.graphs import Captured, Graphs, row_buckets
+from stoker.runtime.worker import cuda_graphs as graphs
+from stoker.runtime.worker.cuda_graphs import Captured, Graphs, row_buckets
 from stoker.runtime.worker.inputs import Shape
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from stoker import LLM
 from stoker.base.types import FinishReason, Guide, SamplingParams
 from stoker.runtime import admission
 from stoker.runtime.client import Cancel
-from stoker.runtime.sampling.schemas import check_schema
+from stoker.runtime.sampling.json_schema import check_schema
 
 Make = Callable[..., Driven]
 LONG = 64
@@ -203,7 +203,7 @@ def test_compiling_holds_nobody_up_and_ends_with_its_request(
 
 def test_a_grammar_that_holds_the_loop_up_ends_alone(drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes for a token grows with each one: 1.1 s at the seventieth, for every request that runs beside it."""
-    monkeypatch.setattr("stoker.runtime.sampling.guide.MOST_S", 0.02)
+    monkeypatch.setattr("stoker.runtime.sampling.guided_decoding.MOST_S", 0.02)
     slow = guided(prompts[0], Guide("regex", "((a{1,50}){1,50}){1,50}"), logit_bias={END: -50.0})
     began = time.thread_time()
     ended, other = drive().run(slow, request(prompts[1], max_tokens=LONG))

@@ -11,9 +11,9 @@ import torch
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.distributed.world import ALONE_WORLD
 from stoker.engine.reader import Engine
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.batch_run import random_requests, run_batch
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.load import load_executor
-from stoker.runtime.measure import random_requests, run
 from stoker.runtime.worker.memory import MemoryBudget, num_kv_blocks
 from stoker.runtime.worker.rank import Capacity, largest_steps, load_rank
 
@@ -52,7 +52,7 @@ def test_steps_at_the_limits_run_and_leave_the_cache_as_it_is(tiny_engine: Path)
         cache.keys.fill_(3.0)
     runner.last_ids.fill_(7)
     for shape, bounds in largest_steps(loaded.capacity):
-        runner.rehearse(shape, bounds)
+        runner.run_dummy_step_with_sampling(shape, bounds)
     assert set(runner.last_ids[:-1].tolist()) == {7}
     assert all(bool((cache.keys == 3.0).all()) for cache in runner.caches)
 
@@ -66,9 +66,9 @@ def test_room_for_the_cache_is_what_steps_leave() -> None:
 
 def test_the_budget_is_told_at_start(tiny_engine: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), BulkMailbox)
+        executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), SynchronousMailbox)
     told = "\n".join(record.getMessage() for record in caplog.records)
     for name in ("weights", "activations", "graphs", "KV cache", "left over"):
         assert name in told
-    result = run(executor, random_requests(2, 4, 4, executor.info.vocab_size), 4)
+    result = run_batch(executor, random_requests(2, 4, 4, executor.info.vocab_size), 4)
     assert result.num_requests == 2

@@ -19,15 +19,15 @@ from stoker.base.config import Limits, RuntimeConfig
 from stoker.base.types import FinishReason, Guide
 from stoker.core.forward_batch import ForwardBatch
 from stoker.kernels import ops
-from stoker.runtime import transfer
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.mailbox import SynchronousMailbox
+from stoker.runtime import staging as transfer
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.executor import Executor
 from stoker.runtime.sampling import logprobs
-from stoker.runtime.sampling.grammars import Grammars
+from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.transfer import HostBuffers
+from stoker.runtime.staging import StagingBuffers
 from stoker.runtime.worker import model_runner
 from stoker.runtime.worker.model_runner import ModelRunner
 
@@ -83,7 +83,7 @@ class Watched:
         info = ExecutorInfo(limits=LIMITS, max_seq_len=192, vocab_size=vocab, device="cuda", kv_cache_tokens=16 * 16, model="stub")
         scheduler = Scheduler(num_blocks=16, tokens_per_block=16, max_batch_size=8, max_num_tokens=48, max_seq_len=192,
                               policy="max_utilization")  # fmt: skip
-        self.mailbox = BulkMailbox(info)
+        self.mailbox = SynchronousMailbox(info)
         self.executor = Executor(self.runner, scheduler, self.mailbox, info, RuntimeConfig())
         self.copies: list[int] = []
         self.most_in_flight = 0
@@ -163,7 +163,7 @@ def test_buffers_for_a_gpu_are_pinned_and_come_back_after_the_steps_in_flight(mo
 
     real = torch.empty
     monkeypatch.setattr(transfer.torch, "empty", empty)
-    buffers = HostBuffers(torch.device("cuda"), num_in_flight=2)
+    buffers = StagingBuffers(torch.device("cuda"), num_in_flight=2)
     places = [buffers.take(size).data_ptr() for size in (100, 5000, 7, 100, 90, 5000, 8, 64)]
     assert len(set(places[:4])) == 4 and places[4:] == places[:4] and len(pinned) == 4
     more = max(pinned) + 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.base.types import FinishReason
 from stoker.runtime.request import Sequence
 from stoker.runtime.sampling.logprobs import Logprobs
-from stoker.runtime.sampling.prompt import Piece, PromptLogprobs, PromptScores
+from stoker.runtime.sampling.prompt_logprobs import Piece, PromptLogprobs, PromptScores
 
 Make = Callable[..., Driven]
 COUNT = 12

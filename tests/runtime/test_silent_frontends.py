@@ -12,8 +12,8 @@ from stoker.base.config import Limits
 from stoker.base.types import FinishReason
 from stoker.runtime.client import Cancel, ExecutorInfo, Submit
 from stoker.runtime.request import SequenceOutput
-from stoker.runtime.transport import ZmqMailbox
-from stoker.runtime.zmq_client import ZmqExecutorClient
+from stoker.runtime.transport.zmq_client import ZmqExecutorClient
+from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
 
 TIMEOUT_S = 0.3
 

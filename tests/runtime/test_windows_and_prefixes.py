@@ -18,9 +18,9 @@ from stoker.base.types import FinishReason
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.core.model_config import ModelConfig
-from stoker.core.prefix_lm import Prefix
+from stoker.core.prefix_lm import BidirectionalPrefix
 from stoker.engine.reader import Engine
-from stoker.runtime.worker.two_way import place_two_ways
+from stoker.runtime.worker.prefix_lm import fill_prefix_lm_positions
 
 Make = Callable[..., Driven]
 
@@ -49,11 +49,11 @@ def test_a_window_only_narrows(tiny_engine: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8), st.integers(0, 20), st.integers(1, 7)), min_size=1, max_size=6))
 def test_a_steps_tokens_sit_where_each_prefix_says(rows: list[tuple[int, int, int, int]]) -> None:
-    prefixes = [Prefix(length, min(mask, length - 1)) for length, mask, _, _ in rows]
+    prefixes = [BidirectionalPrefix(length, min(mask, length - 1)) for length, mask, _, _ in rows]
     indices = [range(start, start + count) for _, _, start, count in rows]
     positions = np.array([i for span in indices for i in span], dtype=np.int32)
     blocks, lens = np.empty_like(positions), np.empty(len(rows), dtype=np.int32)
-    place_two_ways(prefixes, np.array([len(span) for span in indices], dtype=np.int32), positions, blocks, lens)
+    fill_prefix_lm_positions(prefixes, np.array([len(span) for span in indices], dtype=np.int32), positions, blocks, lens)
     each = [(prefix, i) for prefix, span in zip(prefixes, indices, strict=True) for i in span]
     assert positions.tolist() == [prefix.position(i) for prefix, i in each]
     assert blocks.tolist() == [prefix.block_position(i) for prefix, i in each]

@@ -15,7 +15,7 @@ from small_tokenizers import small
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.tokenizer import Tokenizer
-from stoker.runtime.inprocess import InProcessClient, InProcessMailbox
+from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
 from stoker.server.app import make_app
 from stoker.server.metering import MeteredService
 from stoker.server.metrics import FrontendMetrics

@@ -115,7 +115,7 @@ def check_plan(scheduler: Scheduler, config: dict, plan) -> None:
 
 
 def check_blocks(scheduler: Scheduler, sequences: list[Sequence], flights) -> None:
-    tables, pool = scheduler.tables, scheduler.tables.pool
+    tables, pool = scheduler.kv_cache, scheduler.kv_cache.pool
     holders = [seq for seq in sequences if seq.row >= 0]
     refs = Counter(block for seq in holders for block in seq.blocks)
     assert pool.refs == [refs[block] for block in range(pool.num_blocks)]
@@ -210,8 +210,8 @@ def drive(config: dict, workload: dict) -> list:
 
 
 def finish(scheduler: Scheduler, config: dict, sequences: list[Sequence]) -> None:
-    assert scheduler.tables.pool.num_free == config["num_blocks"] and scheduler.num_running == scheduler.tables.num_reserved == 0
-    assert not scheduler._requests and not scheduler.tables._fronts and not scheduler._roster.queue._parked
+    assert scheduler.kv_cache.pool.num_free == config["num_blocks"] and scheduler.num_running == scheduler.kv_cache.num_reserved == 0
+    assert not scheduler._requests and not scheduler.kv_cache._fronts and not scheduler._running_set.queue._parked
     assert config["policy"] == "max_utilization" or scheduler.num_preemptions == 0
     for seq in sequences:
         tokens, reason = reference(seq)

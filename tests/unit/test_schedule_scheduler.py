@@ -85,7 +85,7 @@ def test_overlap_goes_on_from_ids_the_host_does_not_know() -> None:
         outcome = target.commit(plan, [token])
         assert outcome.token_ids == [token] and outcome.sequences == [seq]
     assert (seq.tokens, seq.finish_reason) == ([1, 1, 1, 0, 1, 2], FinishReason.LENGTH)
-    assert not target.has_work and target.tables.pool.num_free == 64
+    assert not target.has_work and target.kv_cache.pool.num_free == 64
 
 
 def test_a_sequence_that_ended_keeps_its_blocks_while_a_step_contains_it() -> None:
@@ -94,10 +94,10 @@ def test_a_sequence_that_ended_keeps_its_blocks_while_a_step_contains_it() -> No
     first, second = target.plan(0.0), target.plan(0.0)
     outcome = target.commit(first, [7])
     assert (outcome.finished, seq.finish_reason, seq.stop_id) == ([seq], FinishReason.STOP, 7)
-    assert target.num_running == 1 and target.tables.pool.num_free < 64
+    assert target.num_running == 1 and target.kv_cache.pool.num_free < 64
     late = target.commit(second, [5])
     assert not late.sequences and not late.finished and seq.tokens == [1, 1, 1, 7]
-    assert target.num_running == 0 and target.tables.pool.num_free == 64
+    assert target.num_running == 0 and target.kv_cache.pool.num_free == 64
 
 
 def test_min_tokens_keep_an_end_id_from_ending() -> None:
@@ -132,7 +132,7 @@ def test_cancel_frees_blocks_at_once_when_no_step_runs() -> None:
     step(target)
     assert target.request_ids() == ["r0", "r1"] and "r1" in target
     assert target.cancel("r0") == one and target.cancel("r1") == waiting and target.cancel("r0") == target.cancel("nobody") == []
-    assert target.tables.pool.num_free == 64 and target.num_waiting == 0 and not target.has_work and target.request_ids() == []
+    assert target.kv_cache.pool.num_free == 64 and target.num_waiting == 0 and not target.has_work and target.request_ids() == []
     assert {seq.finish_reason for seq in one + waiting} == {FinishReason.CANCELLED}
 
 
@@ -160,7 +160,7 @@ def test_a_failed_step_ends_its_rows_and_leaves_nothing_to_reuse() -> None:
     feed = Feed(target)
     (bad,) = feed([1] * 9)
     assert target.fail(target.plan(0.0)) == [bad]
-    assert bad.finish_reason is FinishReason.ERROR and target.tables.pool.num_free == 64
+    assert bad.finish_reason is FinishReason.ERROR and target.kv_cache.pool.num_free == 64
     (good,) = feed([1] * 9)
     step(target)
     assert good.num_cached == 0 and len(good.tokens) == 10
@@ -218,7 +218,7 @@ def test_a_follower_waits_only_for_what_it_shares() -> None:
     feed([1] * 8 + [3] * 4)
     assert rows(step(target)) == [(0, 0, 8, False)]
     assert rows(step(target)) == [(0, 8, 8, False)], "the leader's prefill takes all tokens"
-    assert target._roster.queue._parked == {}
+    assert target._running_set.queue._parked == {}
     target.cancel("r0")
     assert rows(step(target)) == [(100, 8, 4, True)]
 
@@ -363,7 +363,7 @@ def test_waiting_requests_that_are_cancelled_leave_no_trace() -> None:
     for i in range(1000):
         feed([2] * 3)
         target.cancel(f"r{i + 1}")
-    assert target.num_waiting == 0 and len(target._roster.queue._new) < 100
+    assert target.num_waiting == 0 and len(target._running_set.queue._new) < 100
 
 
 def test_plans_are_committed_in_order_and_whole() -> None:

@@ -50,7 +50,7 @@ def build(
     """Build the engine of checkpoint `source` in directory `out`, which appears whole or not at all.
 
     `force` replaces an engine that is there. `verify`: files (re-read what was written), auto (and compare greedy tokens with the
-    checkpoint's where that is quick), full (compare always), none. `kernels`: `runtime.ahead.compile_ahead`, where the engine is to
+    checkpoint's where that is quick), full (compare always), none. `kernels`: `runtime.ahead.compile_kernels`, where the engine is to
     bring compiled kernels along. Raises CheckpointError, ConfigError or EngineError; `out` is untouched then.
     """
     check_choice("verify", verify, VERIFY)

@@ -100,11 +100,11 @@ def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, v
 
     from stoker.builder.build import build as run
     from stoker.cli.progress import Bars
-    from stoker.runtime.ahead import compile_ahead
+    from stoker.runtime.aot import compile_kernels
 
     console = Console(stderr=True)
     with Bars(console) as bars:
-        engine = run(checkpoint, output, config, force=force, verify=verify, progress=bars, kernels=compile_ahead if kernels else None)
+        engine = run(checkpoint, output, config, force=force, verify=verify, progress=bars, kernels=compile_kernels if kernels else None)
     console.print(_summary(engine), markup=False, soft_wrap=True)
 
 

@@ -52,13 +52,13 @@ def _engine(console: Console) -> Path:
     """The default model's engine, from the cache or built now."""
     from stoker.builder.build import build_cached
     from stoker.builder.config import BuildConfig
-    from stoker.runtime.ahead import compile_ahead
+    from stoker.runtime.aot import compile_kernels
 
     started = time.perf_counter()
     with console.status(f"fetching {default_model.NAME}"):
         checkpoint = default_model.default_checkpoint()
     with Bars(console) as bars:
-        engine = build_cached(checkpoint, BuildConfig(limits=LIMITS), verify="files", progress=bars, kernels=compile_ahead)
+        engine = build_cached(checkpoint, BuildConfig(limits=LIMITS), verify="files", progress=bars, kernels=compile_kernels)
     console.print(f"Engine of {default_model.NAME}: {engine.path} ({time.perf_counter() - started:.1f} s)", markup=False, soft_wrap=True)
     return engine.path
 

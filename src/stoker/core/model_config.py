@@ -137,7 +137,7 @@ class PrefixConfig(Frozen, frozen=True, kw_only=True):
     """A prefix language model (ChatGLM 1, GLM): what precedes the answer's start token sees itself in both directions.
 
     The start token and all after it sit at the position of the prompt's first mask token, and their block positions count 1, 2, …;
-    `layers.prefix.prefix_of` finds both in a prompt.
+    `layers.prefix.find_bidirectional_prefix` finds both in a prompt.
     """
 
     start_id: int  # begins the answer: the last token of a well-formed prompt

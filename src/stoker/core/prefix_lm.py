@@ -9,7 +9,7 @@ from stoker.base.errors import RequestError
 from stoker.core.model_config import PrefixConfig
 
 
-class Prefix(NamedTuple):
+class BidirectionalPrefix(NamedTuple):
     """`length` tokens see each other in both directions; those after them sit at `mask_position`."""
 
     length: int
@@ -24,7 +24,7 @@ class Prefix(NamedTuple):
         return max(index - self.length + 1, 0)
 
 
-def prefix_of(config: PrefixConfig, prompt: Sequence[int]) -> Prefix:
+def find_bidirectional_prefix(config: PrefixConfig, prompt: Sequence[int]) -> BidirectionalPrefix:
     """The prefix of `prompt`'s token ids. Raises RequestError when it lacks the start token, or a mask before it."""
     length = next((i for i, token in enumerate(prompt) if token == config.start_id), None)
     if length is None:
@@ -32,4 +32,4 @@ def prefix_of(config: PrefixConfig, prompt: Sequence[int]) -> Prefix:
     places = [(config.mask_ids.index(prompt[i]) if config.ranked else 0, i) for i in range(length) if prompt[i] in config.mask_ids]
     if not places:
         raise RequestError("prompt", list(prompt), f"this model's prompts hold a mask token {config.mask_ids} before {config.start_id}")
-    return Prefix(length, min(places)[1])
+    return BidirectionalPrefix(length, min(places)[1])

@@ -132,7 +132,7 @@ def build_config(deployment: Deployment, tokenizer: Path | None = None) -> Build
 
 def _build(deployment: Deployment, local: Path, environment: Environment[str, str], progress: Progress | None) -> Path:
     from stoker.builder.build import build_cached
-    from stoker.runtime.ahead import compile_ahead
+    from stoker.runtime.aot import compile_kernels
 
     options = deployment.source
     assert isinstance(options, BuildOptions)
@@ -140,7 +140,7 @@ def _build(deployment: Deployment, local: Path, environment: Environment[str, st
     config = build_config(deployment, own)
     changed = config.rotary_base is not None or config.rotary_scaling_type is not None
     # Greedy tokens are not the checkpoint's once its positions turn otherwise.
-    return build_cached(local, config, verify="files" if changed else "auto", progress=progress, kernels=compile_ahead).path
+    return build_cached(local, config, verify="files" if changed else "auto", progress=progress, kernels=compile_kernels).path
 
 
 def _check_engine(deployment: Deployment, engine: Path) -> None:

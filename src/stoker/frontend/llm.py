@@ -20,9 +20,9 @@ from stoker.frontend.service import Completion
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import Shutdown
 from stoker.runtime.executor import Executor
-from stoker.runtime.inprocess import InProcessClient, InProcessMailbox
 from stoker.runtime.load import load_executor
 from stoker.runtime.request import ExecutorStats
+from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
 
 GIVE_UP_S = 10.0  # a load that a signal ends has so long
 

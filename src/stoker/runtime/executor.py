@@ -32,7 +32,7 @@ class Runner(Beginner, Protocol):
     """What the executor asks of the device side; a stub of it measures the executor alone."""
 
     def launch(self, plan: StepPlan) -> Handle: ...
-    def forget_cache(self, blocks: list[int]) -> None: ...
+    def zero_blocks(self, blocks: list[int]) -> None: ...
 
 
 class Handle(Protocol):
@@ -66,8 +66,8 @@ class Executor:
         self.info = info
         self.config = config
         self.stats = ExecutorStats(
-            num_blocks=scheduler.tables.pool.num_blocks,
-            tokens_per_block=scheduler.tables.tokens_per_block,
+            num_blocks=scheduler.kv_cache.pool.num_blocks,
+            tokens_per_block=scheduler.kv_cache.tokens_per_block,
             max_batch_size=config.max_batch_size or info.limits.max_batch_size,
         )
         self._ranks = ranks
@@ -210,7 +210,7 @@ class Executor:
         token_ids = [next(sampled) if samples else -1 for samples in plan.samples]
         for seq, token, samples in zip(plan.sequences, token_ids, plan.samples, strict=True):
             if samples and token < 0 and seq.finish_reason is None:
-                self.scheduler.tables.distrust(seq.blocks)
+                self.scheduler.kv_cache.poison(seq.blocks)
                 self.scheduler.end(seq, FinishReason.ERROR)
                 self._finish(seq, seq.fault or _NO_TOKEN)
         return token_ids
@@ -248,8 +248,8 @@ class Executor:
 
         After a plan, for what a sequence gave up at any time until then may be another's in it.
         """
-        if blocks := self.scheduler.tables.take_distrusted():
-            self.runner.forget_cache(blocks)
+        if blocks := self.scheduler.kv_cache.take_poisoned():
+            self.runner.zero_blocks(blocks)
 
     # Ends.
 
@@ -287,8 +287,8 @@ class Executor:
         stats.num_waiting = self.admission.num_waiting
         stats.num_running = scheduler.num_running
         stats.num_paused = scheduler.num_preempted
-        stats.num_free_blocks = scheduler.tables.pool.num_free
-        stats.num_cached_blocks = scheduler.tables.pool.num_cached
+        stats.num_free_blocks = scheduler.kv_cache.pool.num_free
+        stats.num_cached_blocks = scheduler.kv_cache.pool.num_cached
         stats.num_reused_tokens = scheduler.num_reused_tokens
         stats.busy_time_s = self.step_times.total_s
         stats.num_preemptions = scheduler.num_preemptions

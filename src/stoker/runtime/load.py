@@ -17,7 +17,7 @@ from stoker.runtime.client import ExecutorInfo, Mailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.rank import Capacity, load_rank, use_device
-from stoker.runtime.worker.ranks import Ranks, rank_devices
+from stoker.runtime.worker_group.leader import Ranks, rank_devices
 
 log = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
-from stoker.core.prefix_lm import Prefix
+from stoker.core.prefix_lm import BidirectionalPrefix
 
 
 class TokenRequest(msgspec.Struct, kw_only=True):
@@ -92,10 +92,39 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "blocks", "deadline", "end_ids", "fault", "finish_reason", "front", "grammar", "index", "max_computed", "max_tokens",
-        "min_tokens", "num_cached", "num_computed", "num_hashed", "num_in_flight", "num_pending", "num_preemptions", "num_prefill",
-        "num_prompt", "params", "prefix", "priority", "request", "request_id", "row", "seed", "seq_id", "status", "stop_id", "tokens",
-        "two_way", "waits_for_ids",
+        "arrival",
+        "bidirectional_prefix",
+        "blocks",
+        "deadline",
+        "end_ids",
+        "fault",
+        "finish_reason",
+        "front",
+        "grammar",
+        "index",
+        "max_computed",
+        "max_tokens",
+        "min_tokens",
+        "num_cached",
+        "num_computed",
+        "num_hashed",
+        "num_in_flight",
+        "num_pending",
+        "num_preemptions",
+        "num_prefill",
+        "num_prompt",
+        "params",
+        "prefix",
+        "priority",
+        "request",
+        "request_id",
+        "row",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_id",
+        "tokens",
+        "waits_for_ids",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: TokenRequest, index: int, arrival: float) -> None:
@@ -127,7 +156,7 @@ class Sequence:
         # Not planned while an id is pending: the grammar or the list of bad words must see it first.
         self.waits_for_ids = request.params.guide is not None or bool(request.params.bad_words)
         self.prefix: Any = request.cache_salt  # the prefix index's entry of its last hashed block; at first, the salt
-        self.two_way: Prefix | None = None  # a prefix model's prompt: how much of it sees itself in both directions
+        self.bidirectional_prefix: BidirectionalPrefix | None = None  # of a prefix LM's prompt
         self.grammar: Any = None  # what its guide was compiled to
         self.front: Any = None  # key of the prompt block that it will add to the prefix index next
         self.fault: ErrorInfo | None = None  # why no token can be chosen for it, where that is known

@@ -10,7 +10,7 @@ from typing import Any
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
 from stoker.runtime.client import ExecutorInfo, Message, Shutdown
-from stoker.runtime.transport import ZmqMailbox
+from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
 from stoker.server.child import end_with_parent, receive_task
 from stoker.server.tasks import ExecutorTask
 

@@ -21,7 +21,7 @@ from stoker.frontend.generation import GenerationService
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
 from stoker.frontend.tokenizer import Tokenizer
-from stoker.runtime.zmq_client import ZmqExecutorClient
+from stoker.runtime.transport.zmq_client import ZmqExecutorClient
 from stoker.server.app import make_app
 from stoker.server.child import end_with_parent, receive_task
 from stoker.server.http_protocol import BoundedProtocol

@@ -15,7 +15,7 @@ from stoker.base.errors import ConfigError
 from stoker.cli.bench.load import Bench
 
 if TYPE_CHECKING:
-    from stoker.runtime.breakdown import Breakdown
+    from stoker.profiling.breakdown import Breakdown
     from stoker.runtime.executor import Executor
 
 SHOWN = 16  # kernels of a table; the JSON has all
@@ -55,7 +55,7 @@ def of_load(bench: Bench, count: int, input_len: int, output_len: int) -> dict[s
 
 
 def _break_down(bench: Bench, is_there: Callable[[], bool]) -> dict[str, Any]:
-    from stoker.runtime.breakdown import break_down
+    from stoker.profiling.breakdown import break_down
 
     bench.executor.turn(0.0)
     while not is_there():

@@ -15,8 +15,8 @@ from stoker.base.errors import ConfigError
 from stoker.cli.progress import Bars
 
 if TYPE_CHECKING:
+    from stoker.profiling.batch_run import BatchRun
     from stoker.runtime.executor import Executor
-    from stoker.runtime.measure import Run
     from stoker.runtime.request import TokenRequest
 
 WARM_UP = (8, 32, 8)
@@ -26,23 +26,23 @@ class Bench:
     """Runs batches of random prompts on one executor; each call uses prompts that were not there before."""
 
     def __init__(self, engine: Path, runtime: RuntimeConfig) -> None:
-        from stoker.runtime.bulk import BulkMailbox
+        from stoker.profiling.mailbox import SynchronousMailbox
         from stoker.runtime.load import load_executor
 
         runtime = msgspec.structs.replace(runtime, max_queue_size=max(runtime.max_queue_size, 1 << 20))
-        self.executor: Executor = load_executor(engine, runtime, BulkMailbox)
-        assert isinstance(self.executor.mailbox, BulkMailbox)
+        self.executor: Executor = load_executor(engine, runtime, SynchronousMailbox)
+        assert isinstance(self.executor.mailbox, SynchronousMailbox)
         self._mailbox = self.executor.mailbox
         self._open: list[str] = []
         self._seeds = itertools.count(1)
         count, input_len, output_len = WARM_UP
         self.run(min(count, self.executor.stats.max_batch_size), input_len, output_len)
 
-    def run(self, count: int, input_len: int, output_len: int) -> Run:
+    def run(self, count: int, input_len: int, output_len: int) -> BatchRun:
         """`count` requests at once. Raises ConfigError when they don't fit the engine."""
-        from stoker.runtime import measure
+        from stoker.profiling import batch_run
 
-        return measure.run(self.executor, self._requests(count, input_len, output_len), output_len)
+        return batch_run.run_batch(self.executor, self._requests(count, input_len, output_len), output_len)
 
     def submit(self, count: int, input_len: int, output_len: int) -> None:
         """The same, to be turned by the caller. Raises ConfigError as `run` does."""
@@ -71,7 +71,7 @@ class Bench:
         return {"kernels": {"cached": counts.cached, "compiled": counts.compiled, "compile s": counts.compile_s}}
 
     def _requests(self, count: int, input_len: int, output_len: int) -> list[TokenRequest]:
-        from stoker.runtime import measure
+        from stoker.profiling import batch_run
 
         info = self.executor.info
         check_range("requests", count, 1, 1 << 20)
@@ -79,7 +79,7 @@ class Bench:
         check_range("output_len", output_len, 1, info.limits.max_output_len)
         if input_len + output_len > info.max_seq_len:
             raise ConfigError(f"{input_len} + {output_len} tokens are more than a sequence's {info.max_seq_len}.", cure="Ask for fewer.")
-        return measure.random_requests(count, input_len, output_len, info.vocab_size, seed=next(self._seeds))
+        return batch_run.random_requests(count, input_len, output_len, info.vocab_size, seed=next(self._seeds))
 
 
 def with_bar(what: str, jobs: list[Callable[[], dict]]) -> list[dict]:

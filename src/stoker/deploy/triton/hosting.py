@@ -27,8 +27,8 @@ from stoker.deploy.triton.load import load
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import ExecutorInfo
-from stoker.runtime.inprocess import InProcessClient, InProcessMailbox
-from stoker.runtime.zmq_client import ZmqExecutorClient
+from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
+from stoker.runtime.transport.zmq_client import ZmqExecutorClient
 from stoker.server.child import Child
 from stoker.server.protocols.kserve.errors import words
 from stoker.server.protocols.kserve.in_flight import InFlight

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.base.types import TokenLogprobs
 from stoker.kernels import ops
-from stoker.runtime.transfer import fetch
+from stoker.runtime.staging import fetch
 
 
 @dataclass(frozen=True, slots=True)

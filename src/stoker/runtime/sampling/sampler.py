@@ -16,15 +16,15 @@ from stoker.kernels import ops
 from stoker.kernels.types import DrawParams
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.bad_words import BadWords
-from stoker.runtime.sampling.bias import LogitBias
 from stoker.runtime.sampling.feature import Feature, Pairs
-from stoker.runtime.sampling.grammars import Grammars
-from stoker.runtime.sampling.guide import Guides
+from stoker.runtime.sampling.grammar_compiler import Grammars
+from stoker.runtime.sampling.guided_decoding import Guides
+from stoker.runtime.sampling.logit_bias import LogitBias
 from stoker.runtime.sampling.logprobs import Logprobs, score
 from stoker.runtime.sampling.min_tokens import MinTokens
 from stoker.runtime.sampling.penalties import Penalties
-from stoker.runtime.sampling.prompt import Piece
-from stoker.runtime.transfer import HostBuffers, padded
+from stoker.runtime.sampling.prompt_logprobs import Piece
+from stoker.runtime.staging import StagingBuffers, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class DrawTable:
             at += padded(end - at)
         self.temperature, self.top_k, self.top_p, self.min_p, self.seeds = self._arrays.values()
         self.top_p[:] = 1.0
-        self._buffers = HostBuffers(device, num_in_flight)
+        self._buffers = StagingBuffers(device, num_in_flight)
         self._copy()
 
     TYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seeds": np.int64}
@@ -115,7 +115,7 @@ class Sampler:
         self.features: list[Feature] = [
             Guides(vocab_size), LogitBias(vocab_size), Penalties(vocab_size, device), MinTokens(vocab_size), BadWords(vocab_size)
         ]  # fmt: skip
-        self._buffers = HostBuffers(device, num_in_flight)
+        self._buffers = StagingBuffers(device, num_in_flight)
         self._users: dict[int, list[Feature]] = {}  # seq_id → its features
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from stoker.runtime.request import Sequence, Status
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.policies.policy import Demand
-from stoker.runtime.schedule.roster import Roster
+from stoker.runtime.schedule.running_set import RunningSet
 
 
 class Planner:
     """Fills plans of at most `max_rows` rows and `max_num_tokens` tokens from a roster; max_rows <= max_num_tokens."""
 
-    def __init__(self, roster: Roster, *, max_rows: int, max_num_tokens: int, chunked_prefill: bool) -> None:
-        self._roster = roster
+    def __init__(self, roster: RunningSet, *, max_rows: int, max_num_tokens: int, chunked_prefill: bool) -> None:
+        self._running_set = roster
         self._most_rows = self._max_rows = max_rows
         self._max_num_tokens = max_num_tokens
         self._chunked_prefill = chunked_prefill
@@ -25,11 +25,11 @@ class Planner:
 
     def fill(self, plan: StepPlan, now: float, *, paused: bool) -> None:
         """Plan one step, and advance the counters of its sequences. `paused`: admit only those that ran before."""
-        num_holding = self._roster.num_holding
+        num_holding = self._running_set.num_holding
         prefills, starved = self._decodes(plan)
-        if self._prefills(plan, prefills) and not starved and not self._roster.stuck:
+        if self._prefills(plan, prefills) and not starved and not self._running_set.stuck:
             self._admissions(plan, num_holding, now, paused)
-        if starved and not plan.sequences and not self._roster.num_leaving:
+        if starved and not plan.sequences and not self._running_set.num_leaving:
             self.fill(plan, now, paused=paused)  # all whose turn it was gave themselves up; fewer run now, so this ends
 
     def _decodes(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
@@ -37,7 +37,7 @@ class Planner:
         sequences, starts = plan.sequences, plan.starts
         prefills: list[Sequence] = []
         starved = False
-        size = self._roster.tables.tokens_per_block
+        size = self._running_set.kv_cache.tokens_per_block
         running = Status.RUNNING
         for seq in self._turn():
             start = seq.num_computed
@@ -46,7 +46,7 @@ class Planner:
                 continue
             if start == seq.max_computed or (seq.num_pending and seq.waits_for_ids) or seq.status is not running:
                 continue
-            if not start % size and start == len(seq.blocks) * size and not self._roster.grow(seq):
+            if not start % size and start == len(seq.blocks) * size and not self._running_set.grow(seq):
                 starved = True
                 continue
             sequences.append(seq)
@@ -64,7 +64,7 @@ class Planner:
 
         A prompt that can't be cut keeps its place in the line until it is so far ahead that the step has room for it.
         """
-        running = self._roster.running
+        running = self._running_set.running
         if len(running) <= self._max_rows:
             return list(running.values())
         turn, room = [], self._max_num_tokens
@@ -90,19 +90,19 @@ class Planner:
 
     def _admissions(self, plan: StepPlan, num_holding: int, now: float, paused: bool) -> None:
         """Admit in order until one doesn't fit. One whose next block is being computed by another waits for it, out of the way."""
-        roster, policy, queue, tables = self._roster, self._roster.policy, self._roster.queue, self._roster.tables
+        roster, policy, queue, kv_cache = self._running_set, self._running_set.policy, self._running_set.queue, self._running_set.kv_cache
         while roster.has_free_row and (seq := queue.peek(preempted_only=paused)) is not None:
-            match = tables.match(seq)
+            match = kv_cache.match(seq)
             if match.leader is not None and not policy.whole_batches:
-                queue.park(seq, match.leader, tables.num_common_blocks(seq, match.leader))
+                queue.park(seq, match.leader, kv_cache.num_common_blocks(seq, match.leader))
                 continue
             all_rows_taken = len(plan) == self._max_rows
             budget = 0 if all_rows_taken else self._max_num_tokens - plan.num_tokens
-            num_new = self._num_new(seq, len(match.blocks) * tables.tokens_per_block, budget)
+            num_new = self._num_new(seq, len(match.blocks) * kv_cache.tokens_per_block, budget)
             # With all rows taken a sequence may still get blocks, to take turns with the others.
             if not num_new and not all_rows_taken and not policy.whole_batches:
                 return
-            demand = Demand(match.num_blocks_now, match.num_blocks_later, match.num_free, tables.num_reserved, num_holding)
+            demand = Demand(match.num_blocks_now, match.num_blocks_later, match.num_free, kv_cache.num_reserved, num_holding)
             if not policy.admits(demand):
                 roster.stuck = True
                 return

@@ -8,12 +8,12 @@ from collections.abc import Sequence as Seq
 
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason
-from stoker.runtime.kv.tables import BlockTables
+from stoker.runtime.kv.manager import KVCacheManager
 from stoker.runtime.request import Sequence, Status, TokenRequest
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.planner import Planner
 from stoker.runtime.schedule.policies import POLICIES
-from stoker.runtime.schedule.roster import Roster
+from stoker.runtime.schedule.running_set import RunningSet
 
 
 class Scheduler:
@@ -44,13 +44,13 @@ class Scheduler:
         prefix_reuse: bool = True,
         num_stages: int = 1,
     ) -> None:
-        self.tables = BlockTables(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse)
+        self.kv_cache = KVCacheManager(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse)
         self.max_num_tokens = max_num_tokens
         self.max_seq_len = max_seq_len
         self.chunked_prefill = chunked_prefill
-        self._roster = Roster(self.tables, POLICIES.get(policy)(), max_num_sequences or max_batch_size)
+        self._running_set = RunningSet(self.kv_cache, POLICIES.get(policy)(), max_num_sequences or max_batch_size)
         max_rows = min(max_batch_size, max_num_tokens)
-        self._planner = Planner(self._roster, max_rows=max_rows, max_num_tokens=max_num_tokens, chunked_prefill=chunked_prefill)
+        self._planner = Planner(self._running_set, max_rows=max_rows, max_num_tokens=max_num_tokens, chunked_prefill=chunked_prefill)
         self._num_stages = num_stages
         self._in_flight: deque[StepPlan] = deque()
         self._requests: dict[str, list[Sequence]] = {}  # those that haven't ended
@@ -62,27 +62,27 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that never held blocks; max_queue_size bounds them."""
-        return self._roster.queue.num_new
+        return self._running_set.queue.num_new
 
     @property
     def num_preempted(self) -> int:
         """Preempted sequences that wait again."""
-        return self._roster.queue.num_preempted
+        return self._running_set.queue.num_preempted
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks."""
-        return self._roster.num_holding
+        return self._running_set.num_holding
 
     @property
     def num_preemptions(self) -> int:
         """All-time count."""
-        return self._roster.num_preemptions
+        return self._running_set.num_preemptions
 
     @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens served from the prefix index, all time."""
-        return self._roster.num_reused_tokens
+        return self._running_set.num_reused_tokens
 
     @property
     def num_in_flight(self) -> int:
@@ -108,7 +108,7 @@ class Scheduler:
 
     def retry_after_s(self, now: float) -> float:
         """Seconds in which a place in the queue is likely: the mean time between recent admissions, between 1 and 60."""
-        return self._roster.queue.retry_after_s(now)
+        return self._running_set.queue.retry_after_s(now)
 
     def check(self, request: TokenRequest) -> None:
         """Raise RequestError for a request that could never run, however long it waited."""
@@ -121,8 +121,8 @@ class Scheduler:
                 "prompt_ids", request.prompt_ids, limit, cure="Shorten it, or serve with chunked_prefill or a larger max_num_tokens."
             )
         num_tokens = min(num_prompt + max_tokens, self.max_seq_len) - 1
-        capacity = self.tables.pool.num_blocks * self.tables.tokens_per_block
-        if self.tables.num_blocks_for(num_tokens) > self.tables.pool.num_blocks:
+        capacity = self.kv_cache.pool.num_blocks * self.kv_cache.tokens_per_block
+        if self.kv_cache.num_blocks_for(num_tokens) > self.kv_cache.pool.num_blocks:
             limit = f"with a prompt of {num_prompt} tokens it needs {num_tokens} places of the KV cache, which has {capacity}"
             raise RequestError("max_tokens", max_tokens, limit, cure="Ask for fewer tokens, or serve with a larger KV cache.")
 
@@ -135,7 +135,7 @@ class Scheduler:
         self._requests.setdefault(seq.request_id, []).append(seq)
         if seq.deadline is not None:
             self._next_deadline = min(self._next_deadline, seq.deadline)
-        self._roster.enqueue(seq)
+        self._running_set.enqueue(seq)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[Sequence]:
         """End a request's sequences, or the one at `index`. Returns those that hadn't ended; none when the id is unknown."""
@@ -164,12 +164,12 @@ class Scheduler:
         if not group:
             del self._requests[seq.request_id]
         seq.finish_reason, seq.stop_id = reason, stop_id
-        self._roster.end(seq)
+        self._running_set.end(seq)
 
     def pause(self, paused: bool) -> None:
         """Stop or resume admitting new sequences. Running ones go on, preempted ones included."""
         self._paused = paused
-        self._roster.stuck = False
+        self._running_set.stuck = False
 
     # A step.
 
@@ -191,7 +191,7 @@ class Scheduler:
         self._take(plan)
         outcome = StepOutcome()
         gained, gained_ids = outcome.sequences, outcome.token_ids
-        size = self.tables.tokens_per_block
+        size = self.kv_cache.tokens_per_block
         running, finished = Status.RUNNING, Status.FINISHED
         rows = zip(plan.sequences, plan.starts, plan.num_new, plan.samples, sampled_ids, strict=True)
         for seq, start, num_new, samples, token in rows:
@@ -201,7 +201,7 @@ class Scheduler:
             if seq.status is not finished:
                 num_computed = start + num_new
                 if num_computed // size > seq.num_hashed:
-                    self._roster.register(seq, num_computed)
+                    self._running_set.register(seq, num_computed)
                 if samples:
                     seq.tokens.append(token)
                     gained.append(seq)
@@ -213,21 +213,21 @@ class Scheduler:
                         self.end(seq, FinishReason.LENGTH)
                         outcome.finished.append(seq)
             if seq.status is not running:
-                self._roster.settle(seq)
+                self._running_set.settle(seq)
         return outcome
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """The step raised: end its sequences with ERROR and return those that hadn't ended. Nothing it wrote is reused."""
         self._take(plan)
         for seq in plan.sequences:
-            self.tables.distrust(seq.blocks[seq.num_hashed :])
+            self.kv_cache.poison(seq.blocks[seq.num_hashed :])
         failed = [seq for seq in plan.sequences if seq.status is not Status.FINISHED]
         for seq, samples in zip(plan.sequences, plan.samples, strict=True):
             seq.num_in_flight -= 1
             seq.num_pending -= samples
             if seq.status is not Status.FINISHED:
                 self.end(seq, FinishReason.ERROR)
-            self._roster.settle(seq)
+            self._running_set.settle(seq)
         return failed
 
     def _take(self, plan: StepPlan) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch
 from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.prompt import pieces
+from stoker.runtime.sampling.prompt_logprobs import pieces
 from stoker.runtime.schedule.plan import StepPlan
-from stoker.runtime.transfer import HostBuffers
-from stoker.runtime.worker.two_way import place_two_ways
+from stoker.runtime.staging import StagingBuffers
+from stoker.runtime.worker.prefix_lm import fill_prefix_lm_positions
 
 _NOTHING = torch.empty(0, dtype=torch.int32)
 _ALIGN = 4  # int32 of 16 bytes: every part of the buffer begins on such a boundary, or Triton would compile a kernel for each mixture
@@ -43,13 +43,13 @@ class Packed:
     is_padded: bool  # to the shape of a captured graph
     sampled: list[Sequence]  # rows that get a token, in the order of the logits; only the leader knows them
     num_extra: int = 0  # logits of prompt tokens that follow the sampled ones
-    is_two_way: bool = False  # rows have a prefix that sees itself in both directions, tokens a second position
+    is_prefix_lm: bool = False  # rows have a prefix that sees itself in both directions, tokens a second position
 
     @property
     def sizes(self) -> tuple[int, ...]:
         tokens, rows = self.shape.tokens, self.shape.rows
         sizes = (tokens, tokens, tokens, rows + 1, rows, self.num_logits, self.num_sampled, self.num_sampled, rows * self.width)
-        return (*sizes, tokens, rows) if self.is_two_way else sizes
+        return (*sizes, tokens, rows) if self.is_prefix_lm else sizes
 
     @property
     def num_places(self) -> int:
@@ -66,7 +66,7 @@ class StepInputs:
     counters: Tensor  # int32: positions of the tokens to draw
 
 
-class BlockTables:
+class HostBlockTables:
     """The block tables of all rows on the host; kept in step with sequences as they grow."""
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
@@ -91,11 +91,11 @@ class InputBuilder:
     """Builds the inputs of one step after another."""
 
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device, num_in_flight: int = 2) -> None:
-        self.tables = BlockTables(num_rows, max_blocks)
+        self.tables = HostBlockTables(num_rows, max_blocks)
         self.num_rows = num_rows
         self.block_size = block_size
         self.device = device
-        self._buffers = HostBuffers(device, num_in_flight)
+        self._buffers = StagingBuffers(device, num_in_flight)
 
     def pack(self, plan: StepPlan, shape: Shape | None = None) -> Packed:
         """The numbers of `plan`; padded to `shape` for a captured graph."""
@@ -125,10 +125,10 @@ class InputBuilder:
             is_padded=is_padded,
             sampled=[sequences[i] for i in sampled],
             num_extra=len(extra),
-            is_two_way=sequences[0].two_way is not None,
+            is_prefix_lm=sequences[0].bidirectional_prefix is not None,
         )
         packed.host = self.buffer(packed.num_places)
-        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables, *two_way = cut(
+        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables, *prefix_lm = cut(
             packed.host.numpy(), packed.sizes
         )
 
@@ -142,8 +142,9 @@ class InputBuilder:
         block_tables[num_rows:] = 0
         _fill_tokens(plan, ids)
         self._fill_places(plan, starts, counts, query_starts, block_tables, positions, slots)
-        if two_way:
-            place_two_ways([seq.two_way for seq in sequences if seq.two_way is not None], counts, positions, *two_way)
+        if prefix_lm:
+            prefixes = [seq.bidirectional_prefix for seq in sequences if seq.bidirectional_prefix is not None]
+            fill_prefix_lm_positions(prefixes, counts, positions, *prefix_lm)
         for padded in (ids, positions):
             padded[num_tokens:] = 0
         slots[num_tokens:] = -1
@@ -167,8 +168,8 @@ class InputBuilder:
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
             logits_idx=views[5],
-            block_positions=views[9] if packed.is_two_way else None,
-            prefix_lens=views[10] if packed.is_two_way else None,
+            block_positions=views[9] if packed.is_prefix_lm else None,
+            prefix_lens=views[10] if packed.is_prefix_lm else None,
         )
         return StepInputs(batch, views[6], views[7])
 

@@ -16,19 +16,19 @@ from torch import Tensor
 from stoker.base.errors import RankError, RequestError
 from stoker.base.types import TokenLogprobs
 from stoker.core.forward_batch import ForwardBatch, KVCache
-from stoker.core.prefix_lm import prefix_of
+from stoker.core.prefix_lm import find_bidirectional_prefix
 from stoker.distributed.world import ALONE_WORLD, World
 from stoker.kernels import ops
 from stoker.layers.decoder import Decoder
 from stoker.runtime.request import Sequence, TokenRequest
-from stoker.runtime.sampling.grammars import Grammars
+from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.sampling.logprobs import Logprobs, score
-from stoker.runtime.sampling.prompt import PromptLogprobs, PromptScores, pieces
+from stoker.runtime.sampling.prompt_logprobs import PromptLogprobs, PromptScores, pieces
 from stoker.runtime.sampling.sampler import Sampler
 from stoker.runtime.schedule.plan import StepPlan
-from stoker.runtime.transfer import fetch
-from stoker.runtime.worker.blank import Bounds, blank_packed, new_step
-from stoker.runtime.worker.graphs import Graphs
+from stoker.runtime.staging import fetch
+from stoker.runtime.worker.cuda_graphs import Graphs
+from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step, pack_dummy_step
 from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape
 
 
@@ -124,7 +124,7 @@ class ModelRunner:
     def add(self, seq: Sequence) -> None:
         """A sequence begins; called once, before its first step. Raises RequestError for what the model cannot do."""
         if (prefix := self.model.config.prefix) is not None:
-            seq.two_way = prefix_of(prefix, seq.request.prompt_ids)
+            seq.bidirectional_prefix = find_bidirectional_prefix(prefix, seq.request.prompt_ids)
             if seq.params.prompt_logprobs is not None:
                 limit = "this model's prompt tokens see those that follow them, so they have no probabilities"
                 raise RequestError("prompt_logprobs", seq.params.prompt_logprobs, limit)
@@ -197,24 +197,26 @@ class ModelRunner:
         self._remember(inputs.rows, torch.zeros_like(inputs.rows))
 
     @torch.inference_mode()
-    def run_blank(self, shape: Shape) -> None:
+    def run_dummy_step(self, shape: Shape) -> None:
         """A step of padding without a graph or a sampler, between others: the leader tells the other ranks of it, too.
 
         On a CPU with stages, where a step begins when it is waited for, none may be on its way.
         """
-        packed = blank_packed(self.inputs, shape, is_two_way=self.model.config.prefix is not None)
+        packed = pack_dummy_step(self.inputs, shape, is_prefix_lm=self.model.config.prefix is not None)
         if self.tell is not None:
             self.tell.step(packed, True)
         self.follow(packed, True)
 
     @torch.inference_mode()
-    def rehearse(self, shape: Shape, bounds: Bounds) -> None:
+    def run_dummy_step_with_sampling(self, shape: Shape, bounds: Bounds) -> None:
         """A step of padding without a graph, with all that its rows may ask of the sampler: for what it launches and allocates.
 
         Every rank runs it at the same time: it is not for a leader whose ranks already follow.
         """
         width = -(-self.max_seq_len // self.inputs.block_size)
-        step = new_step(shape, bounds, width, self.inputs.num_rows, self.device, is_two_way=self.model.config.prefix is not None)
+        step = allocate_dummy_step(
+            shape, bounds, width, self.inputs.num_rows, self.device, is_prefix_lm=self.model.config.prefix is not None
+        )
         logits = self._logits(step.batch)
         if not self.world.is_leader:
             self._remember(step.rows, torch.zeros_like(step.rows))
@@ -224,7 +226,7 @@ class ModelRunner:
         score(logits, token_ids, 1)
         self._remember(step.rows, token_ids)
 
-    def forget_cache(self, blocks: list[int]) -> None:
+    def zero_blocks(self, blocks: list[int]) -> None:
         """Zero blocks that may hold values that are not numbers, before others reuse them."""
         if self.tell is not None:
             self.tell.forget(blocks)

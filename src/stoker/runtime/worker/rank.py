@@ -15,8 +15,8 @@ from stoker.distributed.world import World
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.layers.decoder import Decoder
-from stoker.runtime.sampling.grammars import Grammars
-from stoker.runtime.worker.blank import Bounds
+from stoker.runtime.sampling.grammar_compiler import Grammars
+from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import MemoryBudget, block_bytes, free_memory, make_caches, num_kv_blocks
 from stoker.runtime.worker.model_runner import ModelRunner, Tell
@@ -90,7 +90,7 @@ class LoadedRank:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         for shape, bounds in largest_steps(self.capacity):
-            runner.rehearse(shape, bounds)
+            runner.run_dummy_step_with_sampling(shape, bounds)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(self.device) - before
 

@@ -1,6 +1,6 @@
 """Which tile a small linear uses: measured choices for known shapes, a rule for the rest.
 
-The table is filled by `stoker.kernels.triton.tune` on a device; an engine carries its own in tuning.json.
+The table is filled by `stoker.profiling.tile_tuning` on a device; an engine carries its own in tuning.json.
 """
 
 from __future__ import annotations

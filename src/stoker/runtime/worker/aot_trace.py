@@ -29,8 +29,8 @@ from stoker.layers.decoder import Decoder, layer_specs
 from stoker.layers.fused_layer import Tails
 from stoker.layers.loader import Loader
 from stoker.quant.format import TensorSource
-from stoker.runtime.worker.blank import Bounds
-from stoker.runtime.worker.graphs import Graphs
+from stoker.runtime.worker.cuda_graphs import Graphs
+from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import make_caches
 from stoker.runtime.worker.model_runner import ModelRunner
@@ -82,7 +82,7 @@ def kernels_of(engine: Engine, capability: int, config: RuntimeConfig = RuntimeC
     with torch.inference_mode(), collecting(capability) as jobs:
         # A stage's first rank has the biases of summed linears, and those after it are alike: of experts, too, each has as many.
         for stage, index in itertools.product(range(mapping.pipeline_parallel), range(min(mapping.tensor_parallel, 2))):
-            _rehearse(_runner(engine, config, stage * mapping.tensor_parallel + index))
+            _trace(_runner(engine, config, stage * mapping.tensor_parallel + index))
     return jobs
 
 
@@ -128,15 +128,15 @@ def _kind(engine: Engine, layer: int) -> tuple[Any, ...]:
     return model.layers[layer], formats
 
 
-def _rehearse(runner: ModelRunner) -> None:
+def _trace(runner: ModelRunner) -> None:
     """All that a rank launches, from the check of its inboxes on."""
     if (inboxes := runner.world.tensor.inboxes) is not None:
         sums_arrive(inboxes, META, 0)
     if runner.graphs is not None:
         for shape, all_greedy in itertools.product(_captured(runner.graphs), (True, False)):
-            runner.graphs.rehearse(shape, all_greedy)
+            runner.graphs.trace(shape, all_greedy)
     for shape, bounds in _eager(runner):
-        runner.rehearse(shape, bounds)
+        runner.run_dummy_step_with_sampling(shape, bounds)
 
 
 def _captured(graphs: Graphs) -> Iterator[Shape]:

@@ -87,7 +87,7 @@ class Product:
 def products_of(runner: ModelRunner) -> list[Product]:
     """The products of a step of `runner`'s model on its rank, in their order. Every rank runs the step that is listened to."""
     with _listening() as heard:
-        runner.run_blank(Shape(_TOKENS, _ROWS, is_decode=False))
+        runner.run_dummy_step(Shape(_TOKENS, _ROWS, is_decode=False))
     return heard
 
 

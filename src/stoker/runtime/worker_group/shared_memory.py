@@ -120,7 +120,7 @@ def encode_step(packed: Packed, all_greedy: bool) -> tuple[int, ...]:
     shape = packed.shape
     return (
         STEP, shape.tokens, shape.rows, shape.is_decode, packed.width, packed.num_logits, packed.num_sampled, packed.num_decodes,
-        packed.max_query_len, packed.max_seq_len, packed.is_padded, all_greedy, packed.is_two_way,
+        packed.max_query_len, packed.max_seq_len, packed.is_padded, all_greedy, packed.is_prefix_lm,
     )  # fmt: skip
 
 
@@ -131,11 +131,11 @@ def decode(slot: np.ndarray, buffer: Callable[[int], torch.Tensor]) -> Record:
         return Record(kind, None, False, slot[HEADER : HEADER + fields[0]].tolist())
     if kind != STEP:
         return Record(kind, None, False, [])
-    *sizes, is_padded, all_greedy, is_two_way = fields
+    *sizes, is_padded, all_greedy, is_prefix_lm = fields
     tokens, rows, is_decode, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len = sizes
     packed = Packed(
         torch.empty(0), Shape(tokens, rows, bool(is_decode)), width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len,
-        bool(is_padded), [], is_two_way=bool(is_two_way),
+        bool(is_padded), [], is_prefix_lm=bool(is_prefix_lm),
     )  # fmt: skip
     size = packed.num_places
     packed.host = buffer(size)

@@ -13,7 +13,7 @@ _LEAST = 1 << 16  # bytes: buffers grow seldom, for pinning memory stops the dev
 ALIGN = 16  # bytes: kernels are compiled for aligned arguments
 
 
-class HostBuffers:
+class StagingBuffers:
     """Buffers that steps are copied to the device from: pinned for a GPU, and used again when the step that one was for has ended.
 
     A step takes one at most.

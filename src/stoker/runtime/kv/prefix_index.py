@@ -6,18 +6,18 @@ from array import array
 from collections.abc import Sequence as Seq
 
 
-class Prefix:
-    """One full block: its token ids after those of `parent`, which is another Prefix or, for a first block, the cache salt."""
+class PrefixNode:
+    """One full block: its token ids after those of `parent`, which is another PrefixNode or, for a first block, the cache salt."""
 
     __slots__ = ("block", "chunk", "parent")
 
-    def __init__(self, parent: Prefix | str, chunk: bytes, block: int) -> None:
+    def __init__(self, parent: PrefixNode | str, chunk: bytes, block: int) -> None:
         self.parent = parent
         self.chunk = chunk
         self.block = block
 
 
-Key = tuple[Prefix | str, bytes]
+Key = tuple[PrefixNode | str, bytes]
 
 
 def pack(token_ids: Seq[int]) -> bytes:
@@ -34,20 +34,20 @@ class PrefixIndex:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._entries: dict[Key, Prefix] = {}
-        self._by_block: list[Prefix | None] = [None] * num_blocks
+        self._entries: dict[Key, PrefixNode] = {}
+        self._by_block: list[PrefixNode | None] = [None] * num_blocks
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, key: Key) -> Prefix | None:
+    def find(self, key: Key) -> PrefixNode | None:
         return self._entries.get(key)
 
-    def add(self, key: Key, block: int) -> Prefix:
+    def add(self, key: Key, block: int) -> PrefixNode:
         """The entry for `key`: a new one that names `block`, or the one there is, which names another block of equal contents."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = self._by_block[block] = Prefix(*key, block)
+            entry = self._entries[key] = self._by_block[block] = PrefixNode(*key, block)
         return entry
 
     def forget(self, block: int) -> None:

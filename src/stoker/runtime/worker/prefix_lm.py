@@ -1,14 +1,14 @@
-"""Where the tokens of prefix language models sit: `layers.prefix.Prefix` for all tokens of a step at once."""
+"""Where the tokens of prefix language models sit: `layers.prefix.BidirectionalPrefix` for all tokens of a step at once."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from stoker.core.prefix_lm import Prefix
+from stoker.core.prefix_lm import BidirectionalPrefix
 
 
-def place_two_ways(
-    prefixes: list[Prefix], counts: np.ndarray, positions: np.ndarray, block_positions: np.ndarray, prefix_lens: np.ndarray
+def fill_prefix_lm_positions(
+    prefixes: list[BidirectionalPrefix], counts: np.ndarray, positions: np.ndarray, block_positions: np.ndarray, prefix_lens: np.ndarray
 ) -> None:
     """Fill block_positions [T] and prefix_lens [R], and move positions [T], which hold the tokens' indices in their sequences.
 

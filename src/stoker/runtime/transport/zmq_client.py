@@ -11,8 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from stoker.base.errors import UnavailableError
 from stoker.runtime.client import Cancel, ExecutorInfo, Message
-from stoker.runtime.streams import StreamingClient, new_name
-from stoker.runtime.transport import (
+from stoker.runtime.transport.streams import StreamingClient, new_name
+from stoker.runtime.transport.zmq_mailbox import (
     HEARTBEAT_S,
     Bye,
     Closed,

@@ -20,7 +20,7 @@ from stoker.base.config import Limits
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
-from stoker.runtime.worker.rehearse import kernels_of
+from stoker.runtime.worker.aot_trace import kernels_of
 limits = Limits(max_batch_size=4, max_input_len=64, max_output_len=64, max_num_tokens=64)
 asked = {"device": "cuda", "compute_capability": "9.0", "dtype": "bfloat16", "dummy_weights": True, **json.loads(sys.argv[2])}
 config = BuildConfig(limits=limits, **asked)

@@ -15,9 +15,9 @@ import zmq
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
-from stoker.runtime.inprocess import split_by_client
 from stoker.runtime.request import ExecutorStats, SequenceOutput
-from stoker.runtime.streams import NAME_CHARS
+from stoker.runtime.transport.in_process import split_by_client
+from stoker.runtime.transport.streams import NAME_CHARS
 
 log = get_logger(__name__)
 

@@ -24,10 +24,10 @@ from stoker.base.errors import ConfigError, RankError
 from stoker.base.logging import get_logger
 from stoker.distributed.world import World, join, leader
 from stoker.engine.reader import Engine
-from stoker.runtime.worker.follow import FollowTask
 from stoker.runtime.worker.inputs import Packed
 from stoker.runtime.worker.rank import Capacity
-from stoker.runtime.worker.ring import END, FORGET, Ring, encode_step, step_size
+from stoker.runtime.worker_group.follower import FollowTask
+from stoker.runtime.worker_group.shared_memory import END, FORGET, Ring, encode_step, step_size
 
 log = get_logger(__name__)
 
@@ -68,7 +68,7 @@ class Follower:
         task.status_fd = theirs
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "stoker.runtime.worker.follow"], stdin=subprocess.PIPE, stdout=self._log, stderr=self._log,
+                [sys.executable, "-m", "stoker.runtime.worker_group.follower"], stdin=subprocess.PIPE, stdout=self._log, stderr=self._log,
                 bufsize=0, pass_fds=(*pass_fds, theirs), start_new_session=True, env=env.child_environment(),
             )  # fmt: skip
         except BaseException:

@@ -8,7 +8,7 @@ from stoker.runtime.client import ExecutorInfo, Mailbox, Message, StatsQuery, Su
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
 
-class BulkMailbox(Mailbox):
+class SynchronousMailbox(Mailbox):
     """Both ends in one object, for one thread."""
 
     def __init__(self, info: ExecutorInfo) -> None:

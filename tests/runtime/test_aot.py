@@ -19,8 +19,8 @@ from stoker.engine.reader import Engine
 from stoker.kernels.triton.aot import kernel_cache as cache
 from stoker.kernels.triton.aot.compiler import Job, compile_jobs
 from stoker.kernels.triton.aot.host_launchers import Launch
-from stoker.runtime import ahead
-from stoker.runtime.ahead import compile_ahead, launches
+from stoker.runtime import aot as ahead
+from stoker.runtime.aot import compile_kernels, launches
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -47,13 +47,13 @@ from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton import cache
 from stoker.kernels.triton.aot.offline_target import compiling
-from stoker.runtime.worker import rehearse
+from stoker.runtime.worker import aot_trace
 import torch
 cache.use()
 ops.use_launchers()
 engine = Engine.open(sys.argv[1])
 with torch.inference_mode(), compiling(90):
-    rehearse._rehearse(rehearse._runner(engine, rehearse.RuntimeConfig(), 0))
+    aot_trace._trace(aot_trace._runner(engine, aot_trace.RuntimeConfig(), 0))
 print(cache.counts.cached, cache.counts.compiled)
 """
 
@@ -66,7 +66,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     config = BuildConfig(device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "built"))
-        made = build(folder, folder / "engine", config, verify="none", kernels=compile_ahead, progress=lambda *seen: told.append(seen))
+        made = build(folder, folder / "engine", config, verify="none", kernels=compile_kernels, progress=lambda *seen: told.append(seen))
     stages = [seen for seen in told if seen[0] == "kernels"]
     assert stages[-1][1] == stages[-1][2] > 8
     return made
@@ -206,7 +206,7 @@ def test_kernels_of_another_triton_are_left_alone(tmp_path: Path) -> None:
 def test_an_engine_for_a_cpu_brings_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     made = build(
-        tmp_path, tmp_path / "engine", BuildConfig(device="cpu", dummy_weights=True, limits=LIMITS), verify="none", kernels=compile_ahead
+        tmp_path, tmp_path / "engine", BuildConfig(device="cpu", dummy_weights=True, limits=LIMITS), verify="none", kernels=compile_kernels
     )
     assert cache.FILE not in made.config.files
 
@@ -221,7 +221,7 @@ def test_an_engine_whose_kernels_cannot_be_listed_is_built_without_them(
         raise RuntimeError("a step reads from the device")
 
     monkeypatch.setattr(ahead, "launches", fails)
-    made = build(tmp_path, tmp_path / "engine", config, verify="none", kernels=compile_ahead)
+    made = build(tmp_path, tmp_path / "engine", config, verify="none", kernels=compile_kernels)
     assert cache.FILE not in made.config.files and "a step reads from the device" in caplog.text
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from stoker.base.errors import StokerError
 from stoker.base.types import FinishReason, SamplingParams
-from stoker.runtime.bulk import BulkMailbox
+from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.request import TokenRequest
 
 
 @dataclass(slots=True)
-class Run:
+class BatchRun:
     """One batch's times, in seconds."""
 
     num_requests: int
@@ -39,11 +39,11 @@ def random_requests(count: int, input_len: int, output_len: int, vocab_size: int
     ]
 
 
-def run(executor: Executor, requests: list[TokenRequest], output_len: int) -> Run:
+def run_batch(executor: Executor, requests: list[TokenRequest], output_len: int) -> BatchRun:
     """Run all requests, submitted at once, on this thread. Raises StokerError when one fails."""
     mailbox = executor.mailbox
-    assert isinstance(mailbox, BulkMailbox)
-    result = Run(len(requests), len(requests[0].prompt_ids), output_len)
+    assert isinstance(mailbox, SynchronousMailbox)
+    result = BatchRun(len(requests), len(requests[0].prompt_ids), output_len)
     unfinished = len(requests)
     seen: set[str] = set()
     started = last = time.perf_counter()

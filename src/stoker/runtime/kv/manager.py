@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stoker.runtime.kv.pool import BlockPool
-from stoker.runtime.kv.prefix import Key, Prefix, PrefixIndex, pack
+from stoker.runtime.kv.block_pool import BlockPool
+from stoker.runtime.kv.prefix_index import Key, PrefixIndex, PrefixNode, pack
 from stoker.runtime.request import Sequence
 
 
@@ -12,7 +12,7 @@ class Match:
 
     __slots__ = ("blocks", "leader", "num_blocks_later", "num_blocks_now", "num_free", "prefix")
 
-    def __init__(self, prefix: Prefix | str) -> None:
+    def __init__(self, prefix: PrefixNode | str) -> None:
         self.blocks: list[int] = []  # blocks to share
         self.prefix = prefix  # entry of the last of them, or the salt
         self.leader: Sequence | None = None  # a running sequence that is computing the block that comes next
@@ -21,7 +21,7 @@ class Match:
         self.num_blocks_later = 0  # blocks to allocate after those, until the sequence's last token
 
 
-class BlockTables:
+class KVCacheManager:
     """Fills and empties `Sequence.blocks` from a pool of `num_blocks` blocks of `tokens_per_block` tokens.
 
     A sequence holds the blocks of all its known tokens from its admission on, and grows by a block when a decode needs one.
@@ -35,8 +35,8 @@ class BlockTables:
         self.pool = BlockPool(num_blocks, self.index.forget if self.index is not None else None)
         self.num_reserved = 0
         self._fronts: dict[Key, Sequence] = {}
-        self._distrusted: set[int] = set()  # in use
-        self._spoilt: list[int] = []  # were distrusted, and nobody refers to them any more
+        self._poisoned_in_use: set[int] = set()  # in use
+        self._poisoned_free: list[int] = []  # were distrusted, and nobody refers to them any more
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
@@ -123,24 +123,24 @@ class BlockTables:
         release = self.pool.release
         for block in reversed(seq.blocks):
             release(block)
-        if self._distrusted:
-            spoilt = {block for block in seq.blocks if not self.pool.refs[block]} & self._distrusted
-            self._distrusted -= spoilt
-            self._spoilt += spoilt
+        if self._poisoned_in_use:
+            freed = {block for block in seq.blocks if not self.pool.refs[block]} & self._poisoned_in_use
+            self._poisoned_in_use -= freed
+            self._poisoned_free += freed
         seq.blocks = []
 
-    def distrust(self, blocks: list[int]) -> None:
+    def poison(self, blocks: list[int]) -> None:
         """These blocks in use may hold what is not numbers: no later sequence shares them, and they are to be zeroed."""
         for block in blocks:
             if self.index is not None:
                 self.index.forget(block)
             self.pool.discard(block)
-            self._distrusted.add(block)
+            self._poisoned_in_use.add(block)
 
-    def take_distrusted(self) -> list[int]:
+    def take_poisoned(self) -> list[int]:
         """Distrusted blocks that those who referred to them have given up, each once. Zero them before the next step is launched."""
-        spoilt, self._spoilt = self._spoilt, []
-        return spoilt
+        freed, self._poisoned_free = self._poisoned_free, []
+        return freed
 
     def _advance_front(self, seq: Sequence) -> None:
         """Announce the block that `seq` will add to the index next, so that others wait for it instead of computing it too."""

@@ -25,12 +25,12 @@ class Bounds:
         return Bounds(shape.rows, 1, max_seq_len) if shape.is_decode else Bounds(0, shape.tokens, max_seq_len)
 
 
-def static_places(max_tokens: int, max_rows: int, width: int) -> int:
+def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
     """int32 of a buffer that holds the parts of any padded step."""
     return num_places((*_sizes(Shape(max_tokens, max_rows, False)), max_rows * width))
 
 
-def blank_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, padding_row: int) -> StepInputs:
+def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, padding_row: int) -> StepInputs:
     """A step of padding only, laid out in `static` int32 as InputBuilder fills it: no token is stored, no key read."""
     parts = cut(static, _sizes(shape))
     for part, value in zip(parts, (0, 0, -1, 0, 0, 0, padding_row, 0), strict=True):
@@ -50,24 +50,26 @@ def blank_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, pad
     return StepInputs(batch, parts[6], parts[7])
 
 
-def new_step(shape: Shape, bounds: Bounds, width: int, padding_row: int, device: torch.device, *, is_two_way: bool = False) -> StepInputs:
+def allocate_dummy_step(
+    shape: Shape, bounds: Bounds, width: int, padding_row: int, device: torch.device, *, is_prefix_lm: bool = False
+) -> StepInputs:
     """A blank step in memory of its own, with block tables of `width` zeros. Its decodes have a token each, which sees no key."""
     static = torch.zeros(num_places(_sizes(shape)), dtype=torch.int32, device=device)
     tables = torch.zeros(shape.rows, width, dtype=torch.int32, device=device)
-    step = blank_step(static, tables, shape, bounds, padding_row)
+    step = fill_dummy_step(static, tables, shape, bounds, padding_row)
     starts = step.batch.query_starts
     starts.copy_(torch.arange(len(starts), dtype=torch.int32, device=device).clamp(max=bounds.num_decodes))
-    if is_two_way:
+    if is_prefix_lm:
         step.batch.block_positions = torch.zeros_like(step.batch.positions)
         step.batch.prefix_lens = torch.zeros_like(step.batch.seq_lens)
     return step
 
 
-def blank_packed(inputs: InputBuilder, shape: Shape, *, is_two_way: bool = False) -> Packed:
+def pack_dummy_step(inputs: InputBuilder, shape: Shape, *, is_prefix_lm: bool = False) -> Packed:
     """A blank step of one block's prompts, as the ranks are told of it."""
     packed = Packed(
         torch.empty(0), shape, width=1, num_logits=shape.rows, num_sampled=shape.rows, num_decodes=0, max_query_len=shape.tokens,
-        max_seq_len=inputs.block_size, is_padded=False, sampled=[], is_two_way=is_two_way,
+        max_seq_len=inputs.block_size, is_padded=False, sampled=[], is_prefix_lm=is_prefix_lm,
     )  # fmt: skip
     packed.host = inputs.buffer(packed.num_places)
     packed.host.zero_()

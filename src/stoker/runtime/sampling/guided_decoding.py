@@ -12,7 +12,7 @@ from torch import Tensor
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import ErrorInfo, Sequence
 from stoker.runtime.sampling.feature import Feature, Pairs
-from stoker.runtime.sampling.grammars import end_ids
+from stoker.runtime.sampling.grammar_compiler import end_ids
 
 # For one token, CPU seconds of the step loop: every other request waits meanwhile. Plain schemas take under a millisecond; what
 # ((a{1,50}){1,50}){1,50} takes grows with each token, to 1.1 s at the seventieth.

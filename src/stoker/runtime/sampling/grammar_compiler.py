@@ -11,7 +11,7 @@ from typing import Any
 from stoker.base.errors import ConfigError, DependencyError, RequestError
 from stoker.base.types import Guide
 from stoker.runtime.request import TokenRequest
-from stoker.runtime.sampling.schemas import check_depth, check_schema
+from stoker.runtime.sampling.json_schema import check_depth, check_schema
 
 THREADS = 2
 WHITESPACE = 1  # between the parts of JSON, at most: models that may indent without end do

@@ -13,11 +13,11 @@ import msgspec
 import torch
 
 from stoker.base.errors import ConfigError
+from stoker.profiling.roofline import Ceiling, Product, StepSize, Work, attention_work, ceiling, products_of
 from stoker.runtime.executor import Executor
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.inputs import Packed
 from stoker.runtime.worker.model_runner import ModelRunner, StepHandle
-from stoker.runtime.worker.work import Ceiling, Product, StepSize, Work, attention_work, ceiling, products_of
 
 # Kernels that compute a product, ours and the library's; not those that gather a split one's parts.
 _PRODUCT = re.compile(r"gemv|gemm|linear|nvjet|cutlass|xmma|cublas", re.IGNORECASE)

@@ -12,7 +12,7 @@ import msgspec
 
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, StatsQuery
 from stoker.runtime.request import ExecutorStats, SequenceOutput
-from stoker.runtime.streams import NAME_CHARS, StreamingClient, new_name
+from stoker.runtime.transport.streams import NAME_CHARS, StreamingClient, new_name
 
 
 class InProcessMailbox(Mailbox):

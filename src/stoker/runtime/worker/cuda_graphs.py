@@ -20,7 +20,7 @@ from torch import Tensor
 from stoker.base.logging import get_logger
 from stoker.core.forward_batch import ForwardBatch
 from stoker.runtime.schedule.plan import StepPlan
-from stoker.runtime.worker.blank import Bounds, blank_step, static_places
+from stoker.runtime.worker.dummy_step import Bounds, fill_dummy_step, static_buffer_size
 from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape, StepInputs
 
 log = get_logger(__name__)
@@ -83,7 +83,7 @@ class Graphs:
         self.mixed_rows = sorted({min(r, max_rows) for r in _MIXED_ROWS})
         blocks = inputs.tables.table.shape[1]
         most_tokens = max([*self.token_buckets, max_rows])
-        self._static = torch.zeros(static_places(most_tokens, max_rows, blocks), dtype=torch.int32, device=device)
+        self._static = torch.zeros(static_buffer_size(most_tokens, max_rows, blocks), dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_rows, blocks, dtype=torch.int32, device=device)
         self._captured: dict[tuple[Shape, bool], Captured] = {}
         self._pool: Any = None
@@ -127,7 +127,7 @@ class Graphs:
         self._captured[shape, all_greedy] = Captured(graph, token_ids, shape.rows)
         return self._captured[shape, all_greedy]
 
-    def rehearse(self, shape: Shape, all_greedy: bool) -> None:
+    def trace(self, shape: Shape, all_greedy: bool) -> None:
         """Launch what `capture` would record: on meta tensors, for the list of kernels."""
         step = self._blank(shape)
         self.forward(step.batch, step.rows, step.counters, all_greedy)
@@ -172,4 +172,4 @@ class Graphs:
 
     def _blank(self, shape: Shape) -> StepInputs:
         """A step of padding in the fixed buffers."""
-        return blank_step(self._static, self._tables, shape, Bounds.of_graph(shape, self.max_seq_len), self.inputs.num_rows)
+        return fill_dummy_step(self._static, self._tables, shape, Bounds.of_graph(shape, self.max_seq_len), self.inputs.num_rows)

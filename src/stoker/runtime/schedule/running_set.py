@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
-from stoker.runtime.kv.tables import BlockTables, Match
+from stoker.runtime.kv.manager import KVCacheManager, Match
 from stoker.runtime.request import Sequence, Status
 from stoker.runtime.schedule.policies.policy import Policy
 from stoker.runtime.schedule.queue import WaitingQueue
 
 
-class Roster:
+class RunningSet:
     """Moves sequences between waiting, running, leaving and gone.
 
     Leaving are those that ended or were preempted while a planned step still contains them. They keep their blocks and
     row until it is committed, so no step ever writes to what another sequence owns.
     """
 
-    def __init__(self, tables: BlockTables, policy: Policy, num_rows: int) -> None:
-        self.tables = tables
+    def __init__(self, kv_cache: KVCacheManager, policy: Policy, num_rows: int) -> None:
+        self.kv_cache = kv_cache
         self.policy = policy
         self.queue = WaitingQueue(policy.order)
         self.running: dict[int, Sequence] = {}  # by seq_id, in the order of their turns
@@ -44,7 +44,7 @@ class Roster:
 
     def admit(self, seq: Sequence, match: Match, now: float) -> None:
         self.queue.pop(seq, now)
-        self.tables.admit(seq, match)
+        self.kv_cache.admit(seq, match)
         seq.status = Status.RUNNING
         seq.row = heappop(self._free_rows)
         self.running[seq.seq_id] = seq
@@ -63,7 +63,7 @@ class Roster:
 
     def grow(self, seq: Sequence) -> bool:
         """A further block for a decode; False when it must wait for one, or was itself given up."""
-        while not self.tables.grow(seq):
+        while not self.kv_cache.grow(seq):
             victim = None if self.num_leaving else self.policy.victim(self.running.values())
             if victim is None:
                 return False
@@ -76,7 +76,7 @@ class Roster:
         """Release what a sequence that doesn't run any more holds, unless a planned step contains it."""
         if seq.num_in_flight or seq.row < 0:
             return
-        self.tables.release(seq)
+        self.kv_cache.release(seq)
         heappush(self._free_rows, seq.row)
         seq.row = -1
         self.num_leaving -= 1
@@ -87,7 +87,7 @@ class Roster:
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Its first `num_tokens` tokens are computed and committed: index their blocks, and let those that waited for them look again."""
-        self.tables.register(seq, num_tokens)
+        self.kv_cache.register(seq, num_tokens)
         self._wake(seq, seq.num_hashed)
 
     def _preempt(self, seq: Sequence) -> None:
@@ -97,7 +97,7 @@ class Roster:
 
     def _leave(self, seq: Sequence) -> None:
         del self.running[seq.seq_id]
-        self.tables.retire(seq)
+        self.kv_cache.retire(seq)
         self._wake(seq, math.inf)
         self.num_leaving += 1
         self.settle(seq)

@@ -20,7 +20,7 @@ log = get_logger(__name__)
 Progress = Callable[[str, int, int], None]
 
 
-def compile_ahead(path: Path, progress: Progress) -> None:
+def compile_kernels(path: Path, progress: Progress) -> None:
     """Compile what the engine at `path` launches on its target, in parallel, and write it to the engine's kernels.zip.
 
     Needs Triton, and no GPU. Without a known compute capability, or for a CPU, there is nothing to do. An engine whose kernels can't
@@ -72,7 +72,7 @@ def launches(path: Path, capability: int) -> list:
     from stoker.kernels.triton.aot.compiler import Job
 
     variables = {name: value for name, value in env.child_environment().items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "stoker.runtime.worker.rehearse", str(path), str(capability)]
+    command = [sys.executable, "-m", "stoker.runtime.worker.aot_trace", str(path), str(capability)]
     found = subprocess.run(command, env=variables, capture_output=True)
     if found.returncode:
         what = found.stderr.decode(errors="replace").strip().splitlines()[-1:]

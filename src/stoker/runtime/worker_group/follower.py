@@ -54,7 +54,7 @@ def follow(task: FollowTask) -> None:
     from stoker.distributed.world import join
     from stoker.engine.reader import Engine
     from stoker.runtime.worker.rank import load_rank, use_device
-    from stoker.runtime.worker.ring import Ring
+    from stoker.runtime.worker_group.shared_memory import Ring
 
     ring = Ring(task.ring_fd, task.num_readers, task.slot_size)
     threading.Thread(target=_beat, args=(ring, task.reader), name="beat", daemon=True).start()
@@ -72,14 +72,14 @@ def follow(task: FollowTask) -> None:
 
 
 def _run(ring: Any, reader: int, runner: Any, device: str) -> None:
-    from stoker.runtime.worker.ring import END, FORGET, SPIN_S, decode
+    from stoker.runtime.worker_group.shared_memory import END, FORGET, SPIN_S, decode
 
     while True:
         record = decode(ring.take(reader, SPIN_S[device]), runner.inputs.buffer)
         if record.kind == END:
             return
         if record.kind == FORGET:
-            runner.forget_cache(record.blocks)
+            runner.zero_blocks(record.blocks)
         else:
             runner.follow(record.packed, record.all_greedy)
         ring.release(reader)

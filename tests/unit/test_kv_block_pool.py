@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stoker.base.errors import ConfigError
-from stoker.runtime.kv.pool import BlockPool
+from stoker.runtime.kv.block_pool import BlockPool
 
 NUM_BLOCKS = 6
 
