@@ -16,14 +16,14 @@ from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.distributed.inbox import Inboxes
-from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts, RowWeight, Tail, TailLinear
+from stoker.kernels.quantized import BlockExperts, ExpertWeights, FusedLayer, FusedLinear, Int4Experts, Int4Weight, Int8Experts, RowWeight
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
 from stoker.kernels.triton.aot.offline_target import compile_for, compiling, resources
 from stoker.kernels.triton.attention import launch as attention
 from stoker.kernels.triton.attention.tiles import Tile
-from stoker.kernels.triton.fused_layer import launch as tail
+from stoker.kernels.triton.fused_layer import launch as fused_layer
 from stoker.kernels.triton.gemm.dense import launch as linear
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
@@ -159,15 +159,15 @@ LATENT = {"heads": 128, "kv_heads": 1, "size": 576, "value_size": None}
 EVERY_FEATURE = {"window": 512, "softcap": 30.0, "alibi_slopes": meta(32, dtype=FP32), "sinks": meta(32, dtype=FP32)}
 
 
-def tail_of(
+def fused_layer_of(
     form: str, zero: str = "none", *, rows: int = 1, group: int = 128, last: bool = False, biased: bool = False,
     sizes: tuple[int, ...] = (4096, 4096, 14336, 6144),
 ) -> None:  # fmt: skip
-    """A layer's tail, by default of Llama-3.1-8B; sizes: heads' features, hidden, the MLP's, qkv."""
+    """A fused layer, by default of Llama-3.1-8B; sizes: heads' features, hidden, the MLP's, qkv."""
     heads, hidden, size, qkv = sizes
     norm = Fusion("rms", meta(hidden), None, 1e-5)
 
-    def linear_of(n: int, k: int, fusion: Fusion) -> TailLinear:
+    def linear_of(n: int, k: int, fusion: Fusion) -> FusedLinear:
         bias = meta(n) if biased else None
         if form == "int4":
             grid = meta(256 // group * -(-k // 256), n, dtype=torch.float16 if not last else BF16)
@@ -177,33 +177,33 @@ def tail_of(
             weight = RowWeight(form, meta(n, k, dtype=getattr(torch, form)), None, bias)
         else:
             weight = RowWeight(form, meta(n, k, dtype=FP8 if form == "fp8" else torch.int8), meta(n, dtype=FP32), bias)
-        return TailLinear(lambda x, fusion: x, weight, fusion)
+        return FusedLinear(lambda x, fusion: x, weight, fusion)
 
     up = linear_of(2 * size, hidden, dataclasses.replace(norm, gate="gelu" if last else "silu"))
-    made = Tail(linear_of(hidden, heads, PLAIN), up, linear_of(hidden, size, PLAIN), None if last else linear_of(qkv, hidden, norm))
-    assert tail.takes_tail(made, rows)
-    tail.tail(meta(rows, heads), meta(rows, hidden), made)
+    made = FusedLayer(linear_of(hidden, heads, PLAIN), up, linear_of(hidden, size, PLAIN), None if last else linear_of(qkv, hidden, norm))
+    assert fused_layer.supports_fused_layer(made, rows)
+    fused_layer.fused_layer(meta(rows, heads), meta(rows, hidden), made)
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
-    "tail bfloat16": lambda: tail_of("bfloat16"),
-    "tail float16 135M, with biases": lambda: tail_of("float16", biased=True, sizes=(576, 576, 1536, 960)),
-    "tail fp8": lambda: tail_of("fp8"),
-    "tail int8 70B, last, with biases": lambda: tail_of("bytes", last=True, biased=True, sizes=(8192, 8192, 28672, 10240)),
-    "tail int4": lambda: tail_of("int4", "int"),
-    "tail int4 in groups of 32": lambda: tail_of("int4", "float", group=32),
-    "tail int4 of 2 rows in groups of 64": lambda: tail_of("int4", "none", rows=2, group=64),
-    "tail int4 of 2 rows": lambda: tail_of("int4", "int", rows=2),
-    "tail bfloat16 of 2 rows": lambda: tail_of("bfloat16", rows=2),
-    "tail fp8 of 4 rows": lambda: tail_of("fp8", rows=4),
-    "tail of 6 rows": lambda: tail_of("int4", "int", rows=6),
-    "tail of 16 rows, last, with biases": lambda: tail_of("int4", "float", rows=16, last=True, biased=True),
-    "tail of 32 rows": lambda: tail_of("int4", "int", rows=32),
-    "tail of 64 rows": lambda: tail_of("int4", "int", rows=64),
-    "tail of 32 rows in groups of 32": lambda: tail_of("int4", "float", rows=32, group=32),
-    "tail of 64 rows in groups of 64": lambda: tail_of("int4", "int", rows=64, group=64),
-    "tail of 64 rows 70B": lambda: tail_of("int4", "none", rows=64, sizes=(8192, 8192, 28672, 10240)),
-    "tail int4, of one block": lambda: tail_of("int4", "float", last=True, sizes=(256, 256, 768, 512)),
+    "fused layer bfloat16": lambda: fused_layer_of("bfloat16"),
+    "fused layer float16 135M, with biases": lambda: fused_layer_of("float16", biased=True, sizes=(576, 576, 1536, 960)),
+    "fused layer fp8": lambda: fused_layer_of("fp8"),
+    "fused layer int8 70B, last, with biases": lambda: fused_layer_of("bytes", last=True, biased=True, sizes=(8192, 8192, 28672, 10240)),
+    "fused layer int4": lambda: fused_layer_of("int4", "int"),
+    "fused layer int4 in groups of 32": lambda: fused_layer_of("int4", "float", group=32),
+    "fused layer int4 of 2 rows in groups of 64": lambda: fused_layer_of("int4", "none", rows=2, group=64),
+    "fused layer int4 of 2 rows": lambda: fused_layer_of("int4", "int", rows=2),
+    "fused layer bfloat16 of 2 rows": lambda: fused_layer_of("bfloat16", rows=2),
+    "fused layer fp8 of 4 rows": lambda: fused_layer_of("fp8", rows=4),
+    "fused layer of 6 rows": lambda: fused_layer_of("int4", "int", rows=6),
+    "fused layer of 16 rows, last, with biases": lambda: fused_layer_of("int4", "float", rows=16, last=True, biased=True),
+    "fused layer of 32 rows": lambda: fused_layer_of("int4", "int", rows=32),
+    "fused layer of 64 rows": lambda: fused_layer_of("int4", "int", rows=64),
+    "fused layer of 32 rows in groups of 32": lambda: fused_layer_of("int4", "float", rows=32, group=32),
+    "fused layer of 64 rows in groups of 64": lambda: fused_layer_of("int4", "int", rows=64, group=64),
+    "fused layer of 64 rows 70B": lambda: fused_layer_of("int4", "none", rows=64, sizes=(8192, 8192, 28672, 10240)),
+    "fused layer int4, of one block": lambda: fused_layer_of("int4", "float", last=True, sizes=(256, 256, 768, 512)),
     "norm": lambda: norm.norm(meta(1, 4096), meta(4096), None, 1e-5, "rms"),
     "norm of heads": lambda: norm.norm(meta(64, 32, 128), meta(128), None, 1e-5, "rms"),
     "norm wide": lambda: norm.norm(meta(8, 16384), meta(16384), meta(16384), 1e-5, "layer"),

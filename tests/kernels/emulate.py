@@ -1,4 +1,4 @@
-"""Run kernels on an emulated device: `tail FORM`, for one form of weights, or `attention`. A process of its own, uninterpreted."""
+"""Run kernels on an emulated device: `fused_layer FORM`, for one form of weights, or `attention`. A process of its own, uninterpreted."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 import test_rope_attention as attention
 import torch
 from emulated.launch import emulating
+from fused_layer_cases import check, problem
 from oracle import Case
-from tails import check, problem
 from test_attention import test_splits_meet_though_a_result_says_nothing
 
-from stoker.kernels.quantized import Tail
+from stoker.kernels.quantized import FusedLayer
 from stoker.kernels.triton.attention.tiles import Splits, Tile
-from stoker.kernels.triton.fused_layer.large_batch import launch as tail_rows
-from stoker.kernels.triton.fused_layer.small_batch import launch as tail_few
+from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
+from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 
 Made = tuple[torch.Tensor, torch.Tensor | None]
 # (heads' features, hidden ones, the MLP's, qkv's): features that end inside a turn, programs without a tile, several tiles a program
@@ -29,15 +29,15 @@ FEW = [
 SOME = [(6, torch.bfloat16, False, False, "silu", 4), (27, torch.bfloat16, True, False, "gelu_tanh", 7)]  # of int4
 
 
-def run(x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int, seed: int) -> Made:
+def run(x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, programs: int, seed: int) -> Made:
     with emulating(seed, programs) as lost:
-        made = (tail_few.tail_few if len(x) <= tail_few.MOST else tail_rows.tail_rows)(x, stream, parts)
+        made = (small_batch.run_small_batch if len(x) <= small_batch.MOST else large_batch.run_large_batch)(x, stream, parts)
     assert not any(lost[name] for name in lost if ".v2" in name or ".v4" in name), f"lanes meet in banks: {lost}"
     return made
 
 
-def tail(form: str) -> None:
-    most = tail_few.TILES["bfloat16" if form == "dense" else form.split()[0]].most
+def fused_layer(form: str) -> None:
+    most = small_batch.TILES["bfloat16" if form == "dense" else form.split()[0]].most
     cases = FEW[:most] if not form.startswith("int4") else [FEW[0], FEW[most - 1], SOME[form.endswith("32")]]
     for rows, dtype, biases, last, gate, programs in cases:
         parts, weights = problem(form, SHAPE, dtype, biases, last, gate, "cpu")
@@ -51,13 +51,13 @@ def tail(form: str) -> None:
             nan_stays_in_its_row(got, x, stream, parts, programs)
 
 
-def a_row_is_what_it_is_alone(got: Made, x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int) -> None:
+def a_row_is_what_it_is_alone(got: Made, x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, programs: int) -> None:
     last = slice(len(x) - 1, len(x))
     for one, alone in zip(got, run(x[last], stream[last], parts, programs + 1, 1), strict=True):
         assert one is None or (alone is not None and torch.equal(one[last], alone))
 
 
-def nan_stays_in_its_row(got: Made, x: torch.Tensor, stream: torch.Tensor, parts: Tail, programs: int) -> None:
+def nan_stays_in_its_row(got: Made, x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, programs: int) -> None:
     """And in sight; the others are what the launch before made them, which left messages and counters as they were."""
     x[0, 7] = float("nan")
     for one, other in zip(got, run(x, stream, parts, programs, 0), strict=True):
@@ -81,4 +81,4 @@ def attend() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    attend() if sys.argv[1] == "attention" else tail(sys.argv[2])
+    attend() if sys.argv[1] == "attention" else fused_layer(sys.argv[2])

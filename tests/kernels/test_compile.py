@@ -24,14 +24,17 @@ BOUNDS = {
     "decode int8": (144, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
     "decode latent": (192, 32),
     "prefill latent": (255, 72),  # 0 or 68 by the machine that compiles: the same assembler orders it otherwise on another processor
-    # what is left is for the attention before, which runs while a tail's rings fill
+    # what is left is for the attention before, which runs while a fused layer's rings fill
     # 16 warps; what is spilled lies outside the loops over blocks
-    "tail of 6 rows": (128, 0), "tail of 16 rows, last, with biases": (128, 0), "tail of 32 rows": (128, 64), "tail of 64 rows": (128, 64),
-    "tail of 64 rows 70B": (128, 64), "tail of 32 rows in groups of 32": (128, 64), "tail of 64 rows in groups of 64": (128, 64),
-    "tail bfloat16": (128, 0), "tail float16 135M, with biases": (128, 0), "tail bfloat16 of 2 rows": (168, 0),
-    "tail fp8 of 4 rows": (168, 16), "tail int4 of 2 rows": (168, 16),
-    "tail int4 in groups of 32": (168, 0), "tail int4 of 2 rows in groups of 64": (168, 0),
-    "tail fp8": (168, 0), "tail int8 70B, last, with biases": (168, 8), "tail int4": (168, 0), "tail int4, of one block": (168, 0),
+    "fused layer of 6 rows": (128, 0), "fused layer of 16 rows, last, with biases": (128, 0),
+    "fused layer of 32 rows": (128, 64), "fused layer of 64 rows": (128, 64),
+    "fused layer of 64 rows 70B": (128, 64), "fused layer of 32 rows in groups of 32": (128, 64),
+    "fused layer of 64 rows in groups of 64": (128, 64),
+    "fused layer bfloat16": (128, 0), "fused layer float16 135M, with biases": (128, 0), "fused layer bfloat16 of 2 rows": (168, 0),
+    "fused layer fp8 of 4 rows": (168, 16), "fused layer int4 of 2 rows": (168, 16),
+    "fused layer int4 in groups of 32": (168, 0), "fused layer int4 of 2 rows in groups of 64": (168, 0),
+    "fused layer fp8": (168, 0), "fused layer int8 70B, last, with biases": (168, 8),
+    "fused layer int4": (168, 0), "fused layer int4, of one block": (168, 0),
 }  # fmt: skip
 
 
@@ -45,7 +48,7 @@ GROUPS = [
     ("quant int8", "quant w8a8", "experts torch.b"),
     ("quant int4", "experts torch.f", "experts torch.i"),
     ("experts int4", "experts int8", "experts block"),
-    ("tail",),
+    ("fused layer",),
 ]
 
 
@@ -60,7 +63,9 @@ def test_fits_sm_90(group: tuple[str, ...], uninterpreted: Callable[..., str]) -
             assert kernel["registers"] <= registers, (name, kernel)
             assert kernel["spill_bytes"] <= spill, (name, kernel)
             assert kernel["shared_bytes"] <= SHARED_LIMIT, (name, kernel)
-        if name.startswith("tail"):  # its PTX counts on it: what it keeps begins where shared memory does, and Triton's own comes after
+        if name.startswith(
+            "fused layer"
+        ):  # its PTX places its buffers at the start of shared memory; Triton's scratch must come after them
             is_alone = launch["scratch"] is None and "rows" in name
             assert is_alone or launch["scratch"] >= launch["kernels"][0]["shared_bytes"] // 1024 * 1024
         # 128 tokens are too few tiles of 64 rows: tiles of 16 fill the device and take 6 µs instead of 15, without wgmma.

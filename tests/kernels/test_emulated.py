@@ -10,7 +10,7 @@ import pytest
 FORMS = ["dense", "fp8", "bytes", "int4 int", "int4 float 64", "int4 none 32"]
 
 
-@pytest.mark.parametrize("what", [["attention"], *(["tail", form] for form in FORMS)], ids=" ".join)
+@pytest.mark.parametrize("what", [["attention"], *(["fused_layer", form] for form in FORMS)], ids=" ".join)
 def test_on_an_emulated_device(what: list[str], uninterpreted: Callable[..., str]) -> None:
     """The program asserts; it prints nothing."""
     assert not uninterpreted(Path(__file__).with_name("emulate.py"), *what)

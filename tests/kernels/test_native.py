@@ -12,12 +12,11 @@ from oracle import Case, expected_attention, relative_error
 from torch import Tensor
 
 from stoker.core.forward_batch import KVCache
-from stoker.kernels.native import attention, build, linear, quant_int4, quant_int8, rope
-from stoker.kernels.native import fused_layer as tail
-from stoker.kernels.quantized import GroupedInt8Weight, Int4Weight, RowWeight, Tail, TailLinear
+from stoker.kernels.native import attention, build, fused_layer, linear, quant_int4, quant_int8, rope
+from stoker.kernels.quantized import FusedLayer, FusedLinear, GroupedInt8Weight, Int4Weight, RowWeight
 from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import attention as attention_reference
-from stoker.kernels.reference import fused_layer as tail_reference
+from stoker.kernels.reference import fused_layer as fused_layer_reference
 from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
@@ -256,29 +255,29 @@ def test_threads_change_nothing() -> None:
         torch.set_num_threads(threads)
 
 
-def tail_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int = 136, heads: int = 64, last: bool = False) -> Tail:
+def fused_layer_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int = 136, heads: int = 64, last: bool = False) -> FusedLayer:
     """A layer's linears, with biases, whose weights are of one form."""
 
-    def one(rows: int, columns: int, fusion: Fusion = PLAIN) -> TailLinear:
+    def one(rows: int, columns: int, fusion: Fusion = PLAIN) -> FusedLinear:
         bias = torch.randn(rows).to(dtype)
         if form == "bytes":
             weight, scale = torch.randint(-128, 128, (rows, columns), dtype=torch.int8), torch.rand(rows) / (70 * columns**0.5)
             alone = lambda x, fusion: quant_int8.int8_linear(x, weight, scale, bias, fusion)  # noqa: E731
-            return TailLinear(alone, RowWeight("bytes", weight, scale, bias), fusion)
+            return FusedLinear(alone, RowWeight("bytes", weight, scale, bias), fusion)
         if form == "bytes in groups":
             shifted = grouped_weight(rows, columns, 16, True)
             alone = lambda x, fusion: quant_int8.grouped_int8_linear(x, shifted, bias, fusion)  # noqa: E731
-            return TailLinear(alone, GroupedInt8Linear(shifted, bias).row_weight(), fusion)
+            return FusedLinear(alone, GroupedInt8Linear(shifted, bias).row_weight(), fusion)
         if form.startswith("int4"):
             codes = int4_weight(rows, columns, 32, form.removeprefix("int4 "))
             alone = lambda x, fusion: quant_int4.int4_linear(x, codes, bias, fusion)  # noqa: E731
-            return TailLinear(alone, quant_int4.int4_row_weight(codes, bias), fusion)
+            return FusedLinear(alone, quant_int4.int4_row_weight(codes, bias), fusion)
         values = (torch.randn(rows, columns) / columns**0.5).to(getattr(torch, form))
-        return TailLinear(lambda x, fusion: linear.linear(x, values, bias, fusion), RowWeight(form, values, None, bias), fusion)
+        return FusedLinear(lambda x, fusion: linear.linear(x, values, bias, fusion), RowWeight(form, values, None, bias), fusion)
 
     norm = Fusion(norm_kind="rms", norm_weight=torch.randn(hidden).to(dtype), norm_eps=1e-5)
     qkv = None if last else one(heads + 32, hidden, norm)
-    return Tail(one(hidden, heads), one(2 * inner, hidden, replace(norm, gate="silu")), one(hidden, inner), qkv)
+    return FusedLayer(one(hidden, heads), one(2 * inner, hidden, replace(norm, gate="silu")), one(hidden, inner), qkv)
 
 
 FORMS = ["float32", "bfloat16", "bytes", "bytes in groups", "int4 none", "int4 int", "int4 float"]
@@ -288,24 +287,24 @@ FORMS = ["float32", "bfloat16", "bytes", "bytes in groups", "int4 none", "int4 i
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_tail_is_its_linears(form: str, last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_layer_equals_its_linears(form: str, last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit, for any number of rows and threads, of rows that lie apart, in one call."""
-    threads, parts = torch.get_num_threads(), tail_of(form, dtype, hidden=480, inner=1000, heads=160, last=last)
-    most = next(rows for rows in range(100, 0, -1) if tail.takes_tail(parts, rows))
+    threads, parts = torch.get_num_threads(), fused_layer_of(form, dtype, hidden=480, inner=1000, heads=160, last=last)
+    most = next(rows for rows in range(100, 0, -1) if fused_layer.supports_fused_layer(parts, rows))
     assert most == {"bytes": quant_int8.few_rows(), "float32": 8, "bfloat16": 8}.get(form, 16)
     given = {
         rows: (torch.randn(rows, 168).to(dtype)[:, :160], torch.randn(rows, 480).to(dtype))
         for rows in (1, 2, 3, 5, 7, 8, 15, 16)
         if rows <= most
     }
-    expected = {rows: tail_reference.tail(*both, parts) for rows, both in given.items()}
-    monkeypatch.setattr(tail_reference, "tail", lambda *given: pytest.fail("the reference ran"))
+    expected = {rows: fused_layer_reference.fused_layer(*both, parts) for rows, both in given.items()}
+    monkeypatch.setattr(fused_layer_reference, "fused_layer", lambda *given: pytest.fail("the reference ran"))
     try:
         for count in (1, 2, 3, 5):
             torch.set_num_threads(count)
             for rows, (x, stream) in given.items():
                 before = stream.clone()
-                after, qkv = tail.tail(x, stream, parts)
+                after, qkv = fused_layer.fused_layer(x, stream, parts)
                 assert torch.equal(after, expected[rows][0]) and torch.equal(stream, before)
                 assert (qkv is None and last) or torch.equal(qkv, expected[rows][1])  # type: ignore[arg-type]
     finally:
@@ -313,18 +312,18 @@ def test_a_tail_is_its_linears(form: str, last: bool, dtype: torch.dtype, monkey
 
 
 @needs_compiler
-def test_tails_that_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = tail_of("float32", torch.float32)
-    assert tail.takes_tail(parts, 8) and not tail.takes_tail(parts, 9)
+def test_unsupported_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = fused_layer_of("float32", torch.float32)
+    assert fused_layer.supports_fused_layer(parts, 8) and not fused_layer.supports_fused_layer(parts, 9)
     unknown = replace(parts.up, weight=replace(parts.up.weight, form="fp8"))  # type: ignore[type-var]
-    narrow = tail_of("float32", torch.float32, hidden=64)
+    narrow = fused_layer_of("float32", torch.float32, hidden=64)
     for other in (unknown, replace(parts.up, weight=None), narrow.up):
-        assert not tail.takes_tail(replace(parts, up=other), 1)
+        assert not fused_layer.supports_fused_layer(replace(parts, up=other), 1)
     x, stream = torch.randn(2, 64), torch.randn(2, 96)
-    (after, _), halves = tail.tail(x, stream, parts), [torch.randn(2, 192)[:, ::2], stream.double()]
-    assert relative_error(tail.tail(x, stream.clone().t().contiguous().t(), parts)[0], after.double()) < 1e-6
+    (after, _), halves = fused_layer.fused_layer(x, stream, parts), [torch.randn(2, 192)[:, ::2], stream.double()]
+    assert relative_error(fused_layer.fused_layer(x, stream.clone().t().contiguous().t(), parts)[0], after.double()) < 1e-6
     ran: list[object] = []
-    monkeypatch.setattr(tail_reference, "tail", lambda *given: ran.append(given))
+    monkeypatch.setattr(fused_layer_reference, "fused_layer", lambda *given: ran.append(given))
     for refused in (
         (x[:, :32], stream),
         (x, halves[0]),
@@ -332,17 +331,17 @@ def test_tails_that_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         (x.half(), stream.half()),
         (torch.randn(9, 64), torch.randn(9, 96)),
     ):
-        tail.tail(*refused, parts)
+        fused_layer.fused_layer(*refused, parts)
     assert len(ran) == 5
 
 
 @needs_compiler
-def test_what_is_kept_of_a_tail_goes_with_it() -> None:
-    parts = tail_of("bytes", torch.float32)
-    before = len(tail._chains)
-    assert tail.takes_tail(parts, 1) and len(tail._chains) == before + 1
+def test_cached_arguments_are_freed_with_their_layer() -> None:
+    parts = fused_layer_of("bytes", torch.float32)
+    before = len(fused_layer._chains)
+    assert fused_layer.supports_fused_layer(parts, 1) and len(fused_layer._chains) == before + 1
     del parts
-    assert len(tail._chains) == before
+    assert len(fused_layer._chains) == before
 
 
 @needs_compiler

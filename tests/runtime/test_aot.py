@@ -126,7 +126,7 @@ def test_steps_of_quantized_experts_read_nothing_back(
     assert {kernel["SCATTER"] for kernel in grouped} == {True, False}
 
 
-def test_a_tail_is_compiled_where_its_launch_looks(tmp_path: Path) -> None:
+def test_a_fused_layer_is_compiled_where_its_launch_looks(tmp_path: Path) -> None:
     """It is written in Gluon, which Triton compiles from another kind of source. Layers that are alike launch two: what follows the last
     has no queries, keys and values to make."""
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 4}))
@@ -134,10 +134,10 @@ def test_a_tail_is_compiled_where_its_launch_looks(tmp_path: Path) -> None:
         device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS, quantization="WEIGHTS_ONLY_INT8"
     )
     engine = build(tmp_path, tmp_path / "engine", config, verify="none")
-    tails = [job for job in launches(engine.path, 90) if job.name == "tail_kernel"]
-    assert sorted(str(constants(job)["GATES"]) for job in tails) == ["0 1 0", "0 1 0 0"]
-    compile_jobs(tails[:1], tmp_path / "cache", 90, 1)
-    assert tails[0].is_cached(tmp_path / "cache")
+    found = [job for job in launches(engine.path, 90) if job.name == "fused_layer_small_batch_kernel"]
+    assert sorted(str(constants(job)["GATES"]) for job in found) == ["0 1 0", "0 1 0 0"]
+    compile_jobs(found[:1], tmp_path / "cache", 90, 1)
+    assert found[0].is_cached(tmp_path / "cache")
 
 
 def archive(path: Path, **files: bytes) -> Path:

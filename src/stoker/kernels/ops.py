@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from stoker.distributed.group import Group
-from stoker.kernels.quantized import GroupedInt8Weight, Int4Weight, RowWeight, StoredExperts, Tail
+from stoker.kernels.quantized import FusedLayer, GroupedInt8Weight, Int4Weight, RowWeight, StoredExperts
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import all_reduce as all_reduce_ref
 from stoker.kernels.reference import attention as attention_ref
 from stoker.kernels.reference import embedding as embedding_ref
-from stoker.kernels.reference import fused_layer as tail_ref
+from stoker.kernels.reference import fused_layer as fused_layer_ref
 from stoker.kernels.reference import linear as linear_ref
 from stoker.kernels.reference import moe as moe_ref
 from stoker.kernels.reference import norm as norm_ref
@@ -43,7 +43,7 @@ def use_launchers() -> None:
     """Bind the Triton launchers. Without a device they take meta tensors, to be compiled ahead (`kernels.triton.ahead`)."""
     from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
     from stoker.kernels.triton.attention import launch as attention
-    from stoker.kernels.triton.fused_layer import launch as tail_launcher
+    from stoker.kernels.triton.fused_layer import launch as fused_layer_launcher
     from stoker.kernels.triton.gemm.dense import launch as linear
     from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
     from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
@@ -53,7 +53,7 @@ def use_launchers() -> None:
     _GPU.update({
         activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
         moe_ref: moe, norm_ref: norm, fp8_ref: quant_fp8, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope,
-        sampling_ref: sampling, tail_ref: tail_launcher,
+        sampling_ref: sampling, fused_layer_ref: fused_layer_launcher,
     })  # fmt: skip
 
 
@@ -64,13 +64,13 @@ if torch.cuda.is_available():
 @cache
 def _cpu() -> dict[ModuleType, ModuleType]:
     """The launchers of C kernels; they are compiled by the first op of a CPU, if they were not yet."""
-    from stoker.kernels.native import attention, library, linear, quant_int4, quant_int8, rope
-    from stoker.kernels.native import fused_layer as tail
+    from stoker.kernels.native import attention, fused_layer, library, linear, quant_int4, quant_int8, rope
 
     if isinstance(library.kernels(), str):
         return {}
     return {
-        attention_ref: attention, linear_ref: linear, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope, tail_ref: tail,
+        attention_ref: attention, linear_ref: linear, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope,
+        fused_layer_ref: fused_layer,
     }  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
 
 
 def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight | None:
-    """A packed weight [N, K / 2] for `tail`, where its device's packing and its groups are such."""
+    """A packed weight [N, K / 2] for `fused_layer`, where its device's packing and its groups are such."""
     return _pick(weight.codes, int4_ref).int4_row_weight(weight, bias)
 
 
@@ -230,19 +230,25 @@ def block_fp8_linear(
     return _pick(x, fp8_ref).block_fp8_linear(x, weight, scale, block, bias, fusion)
 
 
-def takes_tail(parts: Tail, rows: int) -> bool:
-    """Whether `tail` of so many rows and these weights, on their device, is one launch."""
-    weight = parts.out.weight
-    return weight is not None and _pick(weight.weight, tail_ref).takes_tail(parts, rows)
+def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
+    """Whether `fused_layer` computes `rows` rows with these weights, on their device, in one launch."""
+    weight = layer.out.weight
+    return weight is not None and _pick(weight.weight, fused_layer_ref).supports_fused_layer(layer, rows)
 
 
-def tail(x: Tensor, stream: Tensor, parts: Tail) -> tuple[Tensor, Tensor | None]:
-    """(the stream after a layer, the next layer's qkv): of what attention gave, x [T, K], and the stream before it [T, hidden].
+def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor, Tensor | None]:
+    """Everything between the attention of one layer and the attention of the next.
 
-    stream + out(x), then + down(up(it, normed)), and qkv of that, normed: None after the last layer. A GPU kernel does all four
-    products in one launch, where `takes_tail`.
+    x [T, K] is the output of attention, `residual` [T, hidden] the residual stream before it. Computes
+
+        h = residual + out(x)
+        y = h + down(up(norm(h)))        # up is gated: act(gate) × up
+        qkv = next_qkv(norm(y))
+
+    and returns (y [T, hidden], qkv [T, qkv features]); qkv is None after the last layer. Where `supports_fused_layer` holds, a GPU kernel
+    does all four products in one launch.
     """
-    return _pick(x, tail_ref).tail(x, stream, parts)
+    return _pick(x, fused_layer_ref).fused_layer(x, residual, layer)
 
 
 def rope_store(

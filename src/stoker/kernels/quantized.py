@@ -104,8 +104,8 @@ class RowWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class TailLinear:
-    """One linear of a `Tail`: by itself, as a weight (None: no kernel of several linears takes it), and what is fused into it."""
+class FusedLinear:
+    """One linear of a `FusedLayer`: by itself, as a weight (None: no kernel of several linears takes it), and what is fused into it."""
 
     alone: Callable[[Tensor, Fusion], Tensor]
     weight: RowWeight | None
@@ -119,14 +119,14 @@ class TailLinear:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Tail:
+class FusedLayer:
     """What follows attention in a layer, up to the next layer's queries, keys and values (None after the last layer)."""
 
-    out: TailLinear  # + the stream
-    up: TailLinear  # of the stream, normed; gated
-    down: TailLinear  # + the stream
-    qkv: TailLinear | None  # of the stream, normed
+    out: FusedLinear  # + the stream
+    up: FusedLinear  # of the stream, normed; gated
+    down: FusedLinear  # + the stream
+    qkv: FusedLinear | None  # of the stream, normed
 
     @property
-    def linears(self) -> tuple[TailLinear, ...]:
+    def linears(self) -> tuple[FusedLinear, ...]:
         return (self.out, self.up, self.down) if self.qkv is None else (self.out, self.up, self.down, self.qkv)

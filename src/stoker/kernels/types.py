@@ -34,7 +34,7 @@ class AttentionParams:
     softcap: float | None = None  # scores become cap × tanh(scores ÷ cap)
     alibi_slopes: Tensor | None = None  # float32 [heads]: slope × (key position - query position) is added to the scaled scores
     sinks: Tensor | None = None  # float32 [heads]: a logit that joins the softmax and has no value
-    before_tail: bool = False  # of few tokens, what follows is `ops.tail`, which asks for its weights while this still runs
+    before_fused_layer: bool = False  # of few tokens, what follows is `ops.fused_layer`, which asks for its weights while this still runs
 
 
 @dataclass(slots=True)

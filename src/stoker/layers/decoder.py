@@ -13,7 +13,7 @@ from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.pipeline import ALONE, Stage
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN
-from stoker.layers.fused_layer import Tails
+from stoker.layers.fused_layer import FusedLayers
 from stoker.layers.layer import FEED_FORWARDS, LAYOUTS, MIXERS, RopeTables, make_layer
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
@@ -152,15 +152,15 @@ class Decoder:
         self.embed_norm = Norm(normed, loader, "embed_norm", config.embed_size or hidden) if normed else None
         tables, mine = RopeTables(num_positions, loader.device), stage.layers(config.num_layers)
         self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in mine]
-        self.tails = Tails.of(self.layers)
+        self.fused_layers = FusedLayers.for_layers(self.layers)
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._of_caches = [load_cache_fields(config, i, loader, tables) for i in mine]
 
-    def keep(self, kept: Sequence[int]) -> None:
-        """Leave out all layers of this stage but these: a rehearsal needs those that launch something else than others before them."""
-        self.layers = [self.layers[i] for i in kept]
-        if self.tails is not None:
-            self.tails = self.tails.only(kept)
+    def keep_layers(self, indices: Sequence[int]) -> None:
+        """Drop all layers of this stage except `indices`: an ahead-of-time trace needs one layer of each kind."""
+        self.layers = [self.layers[i] for i in indices]
+        if self.fused_layers is not None:
+            self.fused_layers = self.fused_layers.subset(indices)
 
     def complete_caches(self, caches: list[KVCache]) -> None:
         """Give quantized caches what they have besides their pages."""
@@ -176,8 +176,8 @@ class Decoder:
         stage = self.stage
         shape = (batch.num_tokens, self.config.hidden_size)
         x = self.begin(batch) if stage.is_first else stage.receive(shape, self.dtype, self.device)
-        if self.tails is not None and self.tails.take(batch.num_tokens):
-            x = self.tails(x, batch, caches)
+        if self.fused_layers is not None and self.fused_layers.supports(batch.num_tokens):
+            x = self.fused_layers(x, batch, caches)
         else:
             for layer, cache in zip(self.layers, caches, strict=True):
                 x = layer(x, batch, cache)

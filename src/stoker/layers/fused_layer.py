@@ -10,54 +10,54 @@ from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels import ops
-from stoker.kernels.quantized import Tail, TailLinear
+from stoker.kernels.quantized import FusedLayer, FusedLinear
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.attention import Attention
 from stoker.layers.layer import Layer, PreNorm
 from stoker.layers.mlp import MLP
 from stoker.quant.format import LinearOp, row_weight
 
-SOME = 32  # rows: a tail takes one of them, or some
+SOME = 32  # rows: fused layers exist where one row or this many are supported
 
 
-class Tails:
-    """The layers of a stage as attention and tails: the layouts of `layer`, cut between a layer's attention and its other linears."""
+class FusedLayers:
+    """The layers of a stage, cut after each attention: attention, then a fused layer up to the next attention."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.attentions: list[Attention] = [layer.attention for layer in layers]
         self.first = layers[0].attention_norm.fusion
-        self.tails = list(_tails(layers))
-        self._taken: dict[int, bool] = {}
+        self.layers = list(_fused_layers(layers))
+        self._supported: dict[int, bool] = {}
 
     @staticmethod
-    def of(layers: Sequence[Layer]) -> Tails | None:
+    def for_layers(layers: Sequence[Layer]) -> FusedLayers | None:
         """None where a layer is of another kind, or linears do better alone."""
         if not layers or not all(_is_plain(layer) for layer in layers):
             return None
-        made = Tails(layers)
-        if made.take(1):
+        made = FusedLayers(layers)
+        if made.supports(1):
             for attention in made.attentions:
-                attention.params = replace(attention.params, before_tail=True)
-        return made if made.take(1) or made.take(SOME) else None
+                attention.params = replace(attention.params, before_fused_layer=True)
+        return made if made.supports(1) or made.supports(SOME) else None
 
-    def only(self, kept: Sequence[int]) -> Tails:
-        """Those of some layers, as if these followed one another: for rehearsals."""
-        tails = copy(self)
-        tails.attentions, tails.tails = [self.attentions[i] for i in kept], [self.tails[i] for i in kept]
-        return tails
+    def subset(self, indices: Sequence[int]) -> FusedLayers:
+        """The given layers as if they followed one another. Used by the ahead-of-time trace."""
+        fused = copy(self)
+        fused.attentions, fused.layers = [self.attentions[i] for i in indices], [self.layers[i] for i in indices]
+        return fused
 
-    def take(self, rows: int) -> bool:
-        """Whether so many rows are taken."""
-        if rows not in self._taken:
-            self._taken[rows] = all(ops.takes_tail(tail, rows) for tail in self.tails)
-        return self._taken[rows]
+    def supports(self, rows: int) -> bool:
+        """Whether the kernel computes `rows` rows of every layer."""
+        if rows not in self._supported:
+            self._supported[rows] = all(ops.supports_fused_layer(layer, rows) for layer in self.layers)
+        return self._supported[rows]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
-        """The stream [T, hidden] after the last layer, of as many rows as they `take`."""
+        """The stream [T, hidden] after the last layer, for a number of rows that `supports` accepts."""
         qkv: Tensor | None = self.attentions[0].qkv(x, self.first)
-        for attention, tail, cache in zip(self.attentions, self.tails, caches, strict=True):
+        for attention, layer, cache in zip(self.attentions, self.layers, caches, strict=True):
             assert qkv is not None
-            x, qkv = ops.tail(attention.mixed(qkv, batch, cache), x, tail)
+            x, qkv = ops.fused_layer(attention.mixed(qkv, batch, cache), x, layer)
         return x
 
 
@@ -68,12 +68,12 @@ def _is_plain(layer: Layer) -> bool:
     return kinds and mlp.gated and layer.residual_scale == 1.0 and mlp.group.size == 1
 
 
-def _tails(layers: Sequence[Layer]) -> Iterator[Tail]:
+def _fused_layers(layers: Sequence[Layer]) -> Iterator[FusedLayer]:
     for layer, after in zip(layers, [*layers[1:], None], strict=True):
         qkv = None if after is None else _linear(after.attention.qkv, after.attention_norm.fusion)
         up = _linear(layer.mlp.up, layer.mlp_norm.gate(layer.mlp.activation))
-        yield Tail(_linear(layer.attention.out, PLAIN), up, _linear(layer.mlp.down, PLAIN), qkv)
+        yield FusedLayer(_linear(layer.attention.out, PLAIN), up, _linear(layer.mlp.down, PLAIN), qkv)
 
 
-def _linear(linear: LinearOp, fusion: Fusion) -> TailLinear:
-    return TailLinear(linear, row_weight(linear), fusion)
+def _linear(linear: LinearOp, fusion: Fusion) -> FusedLinear:
+    return FusedLinear(linear, row_weight(linear), fusion)

@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.core.model_config import AttentionConfig, ModelConfig
 from stoker.kernels import ops
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, GroupedInt8Weight, Int4Weight
-from stoker.kernels.reference.fused_layer import tail
+from stoker.kernels.reference.fused_layer import fused_layer
 from stoker.layers.decoder import kv_width
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.model_runner import ModelRunner
@@ -119,7 +119,7 @@ def _listening() -> Iterator[list[Product]]:
     with contextlib.ExitStack() as stack:
         for name in (*LINEARS, *EXPERTS):
             stack.enter_context(mock.patch.object(ops, name, wrap(name, getattr(ops, name))))
-        stack.enter_context(mock.patch.object(ops, "tail", tail))  # one linear after another, each of which is heard
+        stack.enter_context(mock.patch.object(ops, "fused_layer", fused_layer))  # one linear after another, each of which is heard
         yield heard
 
 

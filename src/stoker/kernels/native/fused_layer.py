@@ -1,4 +1,4 @@
-"""A layer's tail of few rows in one call: linears follow each other without coming back to Python, and threads wait awake."""
+"""The fused layer for few rows in one call: linears follow each other without coming back to Python, and threads wait awake."""
 
 from __future__ import annotations
 
@@ -22,59 +22,59 @@ from stoker.kernels.native.linear import (
     link,
 )
 from stoker.kernels.native.quant_int8 import few_rows as few_int8
-from stoker.kernels.quantized import RowWeight, Tail, TailLinear
+from stoker.kernels.quantized import FusedLayer, FusedLinear, RowWeight
 from stoker.kernels.reference import fused_layer as reference
 
 
 class Chain(NamedTuple):
-    """A tail's linears, and how many rows all of them take."""
+    """The linears of a fused layer, and how many rows all of them take."""
 
     links: tuple[Link, ...]
     most: int
 
 
-_chains: dict[int, tuple[weakref.ref[Tail], Chain | None]] = {}
+_chains: dict[int, tuple[weakref.ref[FusedLayer], Chain | None]] = {}
 
 
-def takes_tail(parts: Tail, rows: int) -> bool:
-    chain = _chain(parts)
+def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
+    chain = _chain(layer)
     return chain is not None and rows <= chain.most
 
 
-def tail(x: Tensor, stream: Tensor, parts: Tail) -> tuple[Tensor, Tensor | None]:
-    """See `ops.tail`. What the kernel does not take goes one after another."""
-    found, chain, dtype = kernels(), _chain(parts), STREAM.get(x.dtype, -1)
-    fits = dtype >= 0 and stream.dtype == x.dtype and stream.is_contiguous() and x.stride(1) == 1
+def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor, Tensor | None]:
+    """See `ops.fused_layer`. What the kernel does not take goes one after another."""
+    found, chain, dtype = kernels(), _chain(layer), STREAM.get(x.dtype, -1)
+    fits = dtype >= 0 and residual.dtype == x.dtype and residual.is_contiguous() and x.stride(1) == 1
     if isinstance(found, str) or chain is None or not fits or x.shape[0] > chain.most or x.shape[1] != chain.links[0].inputs:
-        return reference.tail(x, stream, parts)
+        return reference.fused_layer(x, residual, layer)
     rows, (out, up, down, *last) = x.shape[0], chain.links
-    between = torch.empty(rows, out.outputs + up.outputs, dtype=x.dtype)  # the stream after attention, and the inner features
-    after, qkv = torch.empty_like(stream), torch.empty(rows, last[0].outputs, dtype=x.dtype) if last else None
+    between = torch.empty(rows, out.outputs + up.outputs, dtype=x.dtype)  # the residual after attention, and the inner features
+    after, qkv = torch.empty_like(residual), torch.empty(rows, last[0].outputs, dtype=x.dtype) if last else None
     middle, end = between.data_ptr(), after.data_ptr()
     inner = middle + rows * out.outputs * x.element_size()
     data = b"".join((
         LINEARS(found.fork, torch.get_num_threads(), len(chain.links)),
-        GIVEN(x.data_ptr(), stream.data_ptr(), middle, rows, x.stride(0), dtype), out.packed,
+        GIVEN(x.data_ptr(), residual.data_ptr(), middle, rows, x.stride(0), dtype), out.packed,
         GIVEN(middle, 0, inner, rows, up.inputs, dtype), up.packed,
         GIVEN(inner, middle, end, rows, down.inputs, dtype), down.packed,
         *((GIVEN(end, 0, qkv.data_ptr(), rows, last[0].inputs, dtype), last[0].packed) if qkv is not None else ()),
     ))  # fmt: skip
-    return reference.tail(x, stream, parts) if found.linears(data) else (after, qkv)
+    return reference.fused_layer(x, residual, layer) if found.linears(data) else (after, qkv)
 
 
-def _chain(parts: Tail) -> Chain | None:
+def _chain(layer: FusedLayer) -> Chain | None:
     """None where the kernel does not take a linear, or one does not begin with what the one before gives."""
-    key = id(parts)
+    key = id(layer)
     found = _chains.get(key)
-    if found is None or found[0]() is not parts:
-        ref = weakref.ref(parts, lambda _: _chains.pop(key, None))
-        found = _chains[key] = ref, _made(parts)
+    if found is None or found[0]() is not layer:
+        ref = weakref.ref(layer, lambda _: _chains.pop(key, None))
+        found = _chains[key] = ref, _made(layer)
     return found[1]
 
 
-def _made(parts: Tail) -> Chain | None:
+def _made(layer: FusedLayer) -> Chain | None:
     links, most = [], []
-    for linear in parts.linears:
+    for linear in layer.linears:
         stored, rows = _stored(linear.weight)
         own = None if stored is None else _link(stored, linear)
         if own is None:
@@ -86,7 +86,7 @@ def _made(parts: Tail) -> Chain | None:
     return Chain(tuple(links), min(most)) if [own.inputs for own in links[1:]] == begins and links[2].outputs == hidden else None
 
 
-def _link(stored: Stored, linear: TailLinear) -> Link | None:
+def _link(stored: Stored, linear: FusedLinear) -> Link | None:
     assert linear.weight is not None
     return link(stored, linear.weight.bias, linear.fusion)
 

@@ -1,4 +1,4 @@
-"""A layer's tail, one linear after another."""
+"""Reference of the fused layer: its linears one after another."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from stoker.kernels.quantized import Tail
+from stoker.kernels.quantized import FusedLayer
 
 
-def takes_tail(tail: Tail, rows: int) -> bool:
+def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
     return False  # nothing is gained by it
 
 
-def tail(x: Tensor, stream: Tensor, parts: Tail) -> tuple[Tensor, Tensor | None]:
-    stream = parts.out.alone(x, replace(parts.out.fusion, residual=stream))
-    inner = parts.up.alone(stream, parts.up.fusion)
-    stream = parts.down.alone(inner, replace(parts.down.fusion, residual=stream))
-    return stream, None if parts.qkv is None else parts.qkv.alone(stream, parts.qkv.fusion)
+def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor, Tensor | None]:
+    residual = layer.out.alone(x, replace(layer.out.fusion, residual=residual))
+    inner = layer.up.alone(residual, layer.up.fusion)
+    residual = layer.down.alone(inner, replace(layer.down.fusion, residual=residual))
+    return residual, None if layer.qkv is None else layer.qkv.alone(residual, layer.qkv.fusion)

@@ -26,7 +26,7 @@ from stoker.kernels import ops
 from stoker.kernels.triton.all_reduce import sums_arrive
 from stoker.kernels.triton.aot.compiler import Job, collecting
 from stoker.layers.decoder import Decoder, layer_specs
-from stoker.layers.fused_layer import Tails
+from stoker.layers.fused_layer import FusedLayers
 from stoker.layers.loader import Loader
 from stoker.quant.format import TensorSource
 from stoker.runtime.worker.cuda_graphs import Graphs
@@ -99,8 +99,8 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     layers = stage.layers(settings.model.num_layers)
     caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel)
     model.complete_caches(caches)
-    first = _different(engine, layers, model.tails)
-    model.keep(first)
+    first = _different(engine, layers, model.fused_layers)
+    model.keep_layers(first)
     return ModelRunner(
         model, [caches[i] for i in first], num_rows=capacity.max_num_sequences,
         max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
@@ -110,12 +110,14 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     )  # fmt: skip
 
 
-def _different(engine: Engine, layers: Sequence[int], tails: Tails | None) -> list[int]:
-    """Which of a stage's layers launch something else than those before them. A tail reaches into the next layer, whose queries, keys and
-    values it makes: where layers have other widths than each other, none can be left out."""
+def _different(engine: Engine, layers: Sequence[int], fused_layers: FusedLayers | None) -> list[int]:
+    """Indices of a stage's layers that launch other kernels than the layers before them.
+
+    A fused layer computes the queries, keys and values of the next layer, so no layer can be left out where their widths differ.
+    """
     kinds: list[Any] = [_kind(engine, layer) for layer in layers]
-    if tails is not None:
-        if len({(one.num_heads + 2 * one.num_kv_heads) * one.head_size for one in tails.attentions}) > 1:
+    if fused_layers is not None:
+        if len({(one.num_heads + 2 * one.num_kv_heads) * one.head_size for one in fused_layers.attentions}) > 1:
             return list(range(len(kinds)))
         kinds = list(zip(kinds, [*kinds[1:], None], strict=True))
     return [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]

@@ -61,7 +61,7 @@ def _unused() -> int:
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """1, 2, 3, 4 (each a token more in a tail), 8, then steps that waste at most a fifth of a step's rows."""
+    """1, 2, 3, 4 (each a token more in a fused layer), 8, then steps that waste at most a fifth of a step's rows."""
     buckets = [1, 2, 3, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
     while buckets[-1] < max_rows:
         buckets.append(buckets[-1] + 256)

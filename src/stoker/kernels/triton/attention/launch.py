@@ -72,12 +72,12 @@ def _is_worth(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
     Between, the launch before would end program by program, and the first multiprocessors that are free take attention's programs two at a
     time (8 rows of 32 / 8 heads over 1,000 keys: 4.58 ms a step, 4.50 apart; 1 row 3.95 and 3.98, 64 rows 6.41 and 6.48).
     """
-    return q.shape[0] == 1 or _runs_beside_tail(q, params) or q.shape[0] * cache.keys.shape[1] >= 3 * num_sms(q.device)
+    return q.shape[0] == 1 or _overlaps_fused_layer(q, params) or q.shape[0] * cache.keys.shape[1] >= 3 * num_sms(q.device)
 
 
-def _runs_beside_tail(q: Tensor, params: AttentionParams) -> bool:
-    """Whether there is room for a tail's programs beside attention's: for more than two tokens' codes it takes all shared memory."""
-    return params.before_tail and q.shape[0] <= 2
+def _overlaps_fused_layer(q: Tensor, params: AttentionParams) -> bool:
+    """Whether the fused layer kernel has room beside attention on an SM: from three tokens on it takes all shared memory."""
+    return params.before_fused_layer and q.shape[0] <= 2
 
 
 def _keeps_dtype(q: Tensor, cache: KVCache) -> bool:
@@ -230,8 +230,8 @@ def _parts(size: int, is_whole: bool = False) -> tuple[int, int]:
 def _lets(q: Tensor, programs: int, params: AttentionParams) -> bool:
     """Whether the next kernel's programs may come in before a launch's are done. Of few programs they would take the multiprocessors that
     its splits need (one row of 32 / 8 heads over 1,000 keys: 4.20 ms a step of Llama-3.1-8B, 3.98 otherwise; eight rows: 4.53 and 4.58).
-    A tail has one program for each, and its first weights arrive meanwhile (FP8 and one row: 1 µs a layer)."""
-    return 4 * programs > num_sms(q.device) or _runs_beside_tail(q, params)
+    The fused layer kernel has one program for each, and its first weights arrive meanwhile (FP8 and one row: 1 µs a layer)."""
+    return 4 * programs > num_sms(q.device) or _overlaps_fused_layer(q, params)
 
 
 def _columns(splits: int, heads: int, size: int, tile: Tile) -> int:

@@ -1,4 +1,4 @@
-"""The linears of a tail, as kernels that walk through them hold them."""
+"""The linears of a fused layer as kernel arguments."""
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
 

@@ -1,8 +1,8 @@
 """The four linears between one layer's attention and the next one's, for some tokens against int4, in one launch.
 
-What `tail_kernel` is for one token. The features are cut into parts. A program has one of them, whose tokens stay in its shared memory (see
+As `small_batch` for one token. The features are cut into parts. A program has one of them, whose tokens stay in shared memory (see
 `operand`); each of its four groups of four warps walks through tiles of 64 rows, widens their codes in registers, multiplies them by the
-tokens and sends the sums (`tail_rows_sums`). Programs that have the parts of the same rows share these out, add them in one order, and
+tokens and sends the sums (`split_k`). Programs that have the parts of the same rows share these out, add them in one order, and
 store the outputs: row by row where others want them so, and as the operand of the next linear. Then all programs meet.
 
 Weights come through the warps' rings (see `ring`) and depend on nothing, so rings fill while programs meet. A norm's weight goes into the
@@ -283,14 +283,14 @@ def run(
 
 
 @gluon.jit(do_not_specialize=["programs", "m"])
-def tail_rows_kernel(
+def fused_layer_large_batch_kernel(
     x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, messages, squares, arrived, programs, m,
     GATES: gl.constexpr, BIASES: gl.constexpr, PARTS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
     DEPTH: gl.constexpr, TOKENS: gl.constexpr, SHARE: gl.constexpr, GROUP: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), all of them on the device at once.
 
-    The first 13 have a part for each linear, as `tail_kernel` takes them. All 16-bit rows are bfloat16: x [m, k] of the first, room for
+    The first 13 have a part for each linear, as in `small_batch/kernel.py`. All 16-bit rows are bfloat16: x [m, k] of the first, room for
     operands [k × TOKENS] of the others; residual and out [m, n] (no out of a gated one); blocks of 128 bytes of a row. m is TOKENS at most.
     messages float32 [tiles × parts, 2, TOKENS × 64] of the linear with the most, zeros; squares float32 [hidden / 16, TOKENS]; arrived
     int32 [1] (see `meet`). Lists with blanks between: GATES, BIASES, 1 for a linear with them; PARTS of its features. SHARE: the most

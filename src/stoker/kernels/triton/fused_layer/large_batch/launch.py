@@ -1,4 +1,4 @@
-"""The launch of `tail_rows_kernel`: a layer's tail for some tokens, against int4."""
+"""The launch of `fused_layer_large_batch_kernel`: the fused layer for some tokens, against int4."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.quantized import Tail
+from stoker.kernels.quantized import FusedLayer
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.fused_layer.large_batch.kernel import shared_places, tail_rows_kernel
+from stoker.kernels.triton.fused_layer.large_batch.kernel import fused_layer_large_batch_kernel, shared_places
 from stoker.kernels.triton.fused_layer.large_batch.schedule import GROUPS, TILE, WARPS, slot_bytes
 from stoker.kernels.triton.fused_layer.small_batch.launch import BLOCK, SHARED_BYTES, arrived, flags, link, listed, scale_name
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.wgmma import block_bytes
 
-FEWEST, MOST = 3, 64  # tokens: `tail_few` is faster with fewer (benchmarks/results/h200_tail_rows.json)
+FEWEST, MOST = 3, 64  # tokens: `run_small_batch` is faster with fewer (benchmarks/results/h200_tail_rows.json)
 MOST_PARTS, DEEPEST = 32, 4
 TRITONS = 1 << 10  # bytes of shared memory that Triton may take itself
 REGISTERS = 128  # of a thread: 16 warps have no more
@@ -33,61 +33,61 @@ class Plan:
     depth: int  # of the rings
 
 
-def takes(tail: Tail, rows: int) -> bool:
-    """Whether `tail_rows` is for these weights, which are `tail_few.are_alike`: int4, whose outputs are whole blocks of the next linear."""
-    first, norms = tail.out.weight, [linear.fusion.norm_weight for linear in (tail.up, tail.qkv) if linear is not None]
+def supports_large_batch(layer: FusedLayer, rows: int) -> bool:
+    """Whether the kernel takes `rows` rows of a layer that `is_uniform`: int4, whose outputs are whole blocks of the next linear."""
+    first, norms = layer.out.weight, [linear.fusion.norm_weight for linear in (layer.up, layer.qkv) if linear is not None]
     if first is None or first.form != "int4" or not FEWEST <= rows <= MOST or any(norm.dtype != torch.bfloat16 for norm in norms):
         return False
-    given = [linear.outputs for linear in tail.linears]
-    wanted = [2 * linear.weight.weight.shape[1] for linear in tail.linears[1:] if linear.weight is not None]
+    given = [linear.outputs for linear in layer.linears]
+    wanted = [2 * linear.weight.weight.shape[1] for linear in layer.linears[1:] if linear.weight is not None]
     whole = given[: len(wanted)] == wanted and all(
-        linear.weight.weight.shape[0] % TILE.value == 0 for linear in tail.linears if linear.weight
+        linear.weight.weight.shape[0] % TILE.value == 0 for linear in layer.linears if linear.weight
     )
-    return whole and plan_of(tail, rows, num_sms(first.weight.device)) is not None
+    return whole and plan_of(layer, rows, num_sms(first.weight.device)) is not None
 
 
-def tail_rows(x: Tensor, stream: Tensor, parts: Tail, plan: Plan | None = None) -> tuple[Tensor, Tensor | None]:
-    """`ops.tail` of FEWEST to MOST rows of bfloat16.
+def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan | None = None) -> tuple[Tensor, Tensor | None]:
+    """`ops.fused_layer` of FEWEST to MOST rows of bfloat16.
 
     All programs must be on the device at once, so the launch is a cooperative one, as that of one row.
     """
-    (m, hidden), programs = stream.shape, num_sms(x.device)
-    plan = plan or plan_of(parts, m, programs)
+    (m, hidden), programs = residual.shape, num_sms(x.device)
+    plan = plan or plan_of(layer, m, programs)
     assert plan is not None
-    size = parts.up.outputs
-    middle, after = torch.empty_like(stream), torch.empty_like(stream)
+    size = layer.up.outputs
+    middle, after = torch.empty_like(residual), torch.empty_like(residual)
     operands = [x.new_empty(features * plan.tokens) for features in (hidden, size, hidden)]
     links = [
-        link(parts.out, x, x.shape[1], stream, middle),
-        link(parts.up, operands[0], hidden, None, None),
-        link(parts.down, operands[1], size, middle, after),
+        link(layer.out, x, x.shape[1], residual, middle),
+        link(layer.up, operands[0], hidden, None, None),
+        link(layer.down, operands[1], size, middle, after),
     ]
     qkv = None
-    if parts.qkv is not None:
-        qkv = x.new_empty(m, parts.qkv.outputs)
-        links.append(link(parts.qkv, operands[2], hidden, None, qkv))
-    sizes = _sizes(parts)
-    messages = _messages(x.device, max(_words(sizes, plan), _most_words(sizes, _group(parts), programs)))
+    if layer.qkv is not None:
+        qkv = x.new_empty(m, layer.qkv.outputs)
+        links.append(link(layer.qkv, operands[2], hidden, None, qkv))
+    sizes = _sizes(layer)
+    messages = _messages(x.device, max(_words(sizes, plan), _most_words(sizes, _group(layer), programs)))
     squares = torch.empty(hidden // 16 * plan.tokens, dtype=torch.float32, device=x.device)
-    weight = parts.out.weight
+    weight = layer.out.weight
     assert weight is not None
-    tail_rows_kernel[(programs,)](
-        *zip(*links, strict=True), messages, squares, arrived(x.device), programs, m, **flags(parts),
-        PARTS=listed(plan.parts), ACT=parts.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
+    fused_layer_large_batch_kernel[(programs,)](
+        *zip(*links, strict=True), messages, squares, arrived(x.device), programs, m, **flags(layer),
+        PARTS=listed(plan.parts), ACT=layer.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
         DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share, GROUP=weight.group,
         num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **pdl_launch_options(x),
     )  # fmt: skip
     return after, qkv
 
 
-def plan_of(tail: Tail, rows: int, programs: int) -> Plan | None:
+def plan_of(layer: FusedLayer, rows: int, programs: int) -> Plan | None:
     """None where shared memory has no room for a ring of two slots."""
-    return _planned(_sizes(tail), _group(tail), max(8, triton.next_power_of_2(rows)), programs)
+    return _planned(_sizes(layer), _group(layer), max(8, triton.next_power_of_2(rows)), programs)
 
 
-def plan_with(tail: Tail, tokens: int, parts: tuple[int, ...]) -> Plan | None:
+def plan_with(layer: FusedLayer, tokens: int, parts: tuple[int, ...]) -> Plan | None:
     """The same with the features cut so."""
-    return _cut(_sizes(tail), _group(tail), tokens, parts)
+    return _cut(_sizes(layer), _group(layer), tokens, parts)
 
 
 @cache
@@ -127,14 +127,14 @@ def _parts(tiles: int, blocks: int, tokens: int, programs: int, most: int, is_fi
     return min((parts for parts in whole if triton.cdiv(blocks, parts) <= most), key=cost, default=0)
 
 
-def _group(tail: Tail) -> int:
-    assert tail.out.weight is not None
-    return tail.out.weight.group
+def _group(layer: FusedLayer) -> int:
+    assert layer.out.weight is not None
+    return layer.out.weight.group
 
 
-def _sizes(tail: Tail) -> tuple[tuple[int, int], ...]:
+def _sizes(layer: FusedLayer) -> tuple[tuple[int, int], ...]:
     """(tiles, blocks of a row) of each weight."""
-    shapes = (linear.weight.weight.shape for linear in tail.linears if linear.weight is not None)
+    shapes = (linear.weight.weight.shape for linear in layer.linears if linear.weight is not None)
     return tuple((n // TILE.value, size // BLOCK) for n, size in shapes)
 
 

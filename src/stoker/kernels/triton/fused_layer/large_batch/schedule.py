@@ -1,4 +1,4 @@
-"""Which blocks of which weights a warp of `tail_rows_kernel` multiplies, one after another, and how it asks for them ahead.
+"""Which blocks of which weights a warp of `fused_layer_large_batch_kernel` multiplies, one after another, and how it asks for them ahead.
 
 A program has one part of a linear's features, and every so manyth tile of 64 rows. Its blocks (a tile × 256 features of the part), tile by
 tile, are shared out to four groups of four warps; each warp has 16 rows of its group's blocks. What a warp asks for goes on from linear

@@ -1,4 +1,4 @@
-"""The rows that `tail_kernel` multiplies, as codes in shared memory: every program makes them anew, of what others stored.
+"""The rows that the small-batch kernel multiplies, as codes in shared memory: every program makes them anew, of what others stored.
 
 Of int8 digits, and of int4 with groups' sums, see `quant_codes`.
 """

@@ -223,7 +223,7 @@ def run(
 
 
 @gluon.jit(do_not_specialize=["programs"])
-def tail_kernel(
+def fused_layer_small_batch_kernel(
     x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, arrived, programs,
     GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr,

@@ -1,4 +1,4 @@
-"""The launch of `tail_kernel`: a layer's tail for a few tokens."""
+"""The launch of `fused_layer_small_batch_kernel`: the fused layer for a few tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.quantized import RowWeight, Tail, TailLinear
+from stoker.kernels.quantized import FusedLayer, FusedLinear, RowWeight
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton.device import num_sms, supports
-from stoker.kernels.triton.fused_layer.small_batch.kernel import block_features, shared_places, tail_kernel
+from stoker.kernels.triton.fused_layer.small_batch.kernel import block_features, fused_layer_small_batch_kernel, shared_places
 from stoker.kernels.triton.fused_layer.small_batch.schedule import slot_bytes
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.pipeline import BLOCK_BYTES
@@ -25,7 +25,7 @@ REDUCTIONS = 2 << 10  # of them, Triton's own, and what is lost to whole kilobyt
 
 
 @dataclass(frozen=True, slots=True)
-class TailTile:
+class SmallBatchTile:
     """How a program's warps share a tile of 16 rows, and how far ahead they ask."""
 
     num_warps: int
@@ -37,9 +37,12 @@ class TailTile:
 
 # Measured on one H200 in steps of Llama-3.1-8B's shapes (benchmarks/results/h200_tails.json); int4 in groups of 128.
 TILES = {
-    "bfloat16": TailTile(8, 1, 96 << 10, 168, 4), "float16": TailTile(8, 1, 96 << 10, 168, 4), "fp8": TailTile(8, 1, 96 << 10, 168, 4),
-    "bytes": TailTile(8, 1, 112 << 10, 168, 2), "int4": TailTile(8, 1, 64 << 10, 168, 3),
-}  # fmt: skip
+    "bfloat16": SmallBatchTile(8, 1, 96 << 10, 168, 4),
+    "float16": SmallBatchTile(8, 1, 96 << 10, 168, 4),
+    "fp8": SmallBatchTile(8, 1, 96 << 10, 168, 4),
+    "bytes": SmallBatchTile(8, 1, 112 << 10, 168, 2),
+    "int4": SmallBatchTile(8, 1, 64 << 10, 168, 3),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,58 +54,58 @@ class _Plan:
     widths: tuple[int, ...]
 
 
-def takes(tail: Tail, rows: int) -> bool:
-    """Whether `tail_few` is for these weights, which `are_alike`: a program has room for the rows' codes."""
-    first = tail.out.weight
+def supports_small_batch(layer: FusedLayer, rows: int) -> bool:
+    """Whether `run_small_batch` is for these weights, which `is_uniform`: a program has room for the rows' codes."""
+    first = layer.out.weight
     assert first is not None
     tile = TILES[first.form]
-    return rows <= tile.most and _plan(tail, rows, num_sms(first.weight.device), tile) is not None
+    return rows <= tile.most and _plan(layer, rows, num_sms(first.weight.device), tile) is not None
 
 
-def are_alike(tail: Tail) -> bool:
+def is_uniform(layer: FusedLayer) -> bool:
     """Whether these are four weights of one form on one device, in whole blocks and tiles, and each linear does what its place asks for."""
-    weights = [linear.weight for linear in tail.linears]
+    weights = [linear.weight for linear in layer.linears]
     first = weights[0]
     if first is None or not supports(first.weight, "fused_layer") or first.form not in TILES:
         return False
-    return all(w is not None and _kind(w) == _kind(first) and _is_whole(w) for w in weights) and _fits(tail)
+    return all(w is not None and _kind(w) == _kind(first) and _is_whole(w) for w in weights) and _fits(layer)
 
 
-def tail_few(x: Tensor, stream: Tensor, parts: Tail, tile: TailTile | None = None) -> tuple[Tensor, Tensor | None]:
-    """`ops.tail` of MOST rows and fewer.
+def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallBatchTile | None = None) -> tuple[Tensor, Tensor | None]:
+    """`ops.fused_layer` of MOST rows and fewer.
 
     All programs must be on the device at once, so the launch is a cooperative one: where processes share a device, half of a grid must not
     wait there for the other half. Without it a step is up to 2 % faster, since programs come in one by one while attention still runs.
     """
-    assert x.shape[0] <= MOST and x.is_contiguous() and stream.is_contiguous()
-    first = parts.out.weight
+    assert x.shape[0] <= MOST and x.is_contiguous() and residual.is_contiguous()
+    first = layer.out.weight
     assert first is not None
     tile, programs = tile or TILES[first.form], num_sms(x.device)
-    plan = _plan(parts, x.shape[0], programs, tile)
+    plan = _plan(layer, x.shape[0], programs, tile)
     assert plan is not None
-    middle, inner, after = torch.empty_like(stream), x.new_empty(len(x), parts.up.outputs), torch.empty_like(stream)
+    middle, inner, after = torch.empty_like(residual), x.new_empty(len(x), layer.up.outputs), torch.empty_like(residual)
     links = [
-        link(parts.out, x, x.shape[1], stream, middle),
-        link(parts.up, middle, middle.shape[1], None, inner),
-        link(parts.down, inner, inner.shape[1], middle, after),
+        link(layer.out, x, x.shape[1], residual, middle),
+        link(layer.up, middle, middle.shape[1], None, inner),
+        link(layer.down, inner, inner.shape[1], middle, after),
     ]
     qkv = None
-    if parts.qkv is not None:
-        qkv = x.new_empty(len(x), parts.qkv.outputs)
-        links.append(link(parts.qkv, after, after.shape[1], None, qkv))
-    tail_kernel[(programs,)](
-        *zip(*links, strict=True), arrived(x.device), programs, **flags(parts),
-        WIDTHS=listed(plan.widths), ACT=parts.up.fusion.gate, FORM=first.form, GROUP=first.group, SCALE=scale_name(first),
+    if layer.qkv is not None:
+        qkv = x.new_empty(len(x), layer.qkv.outputs)
+        links.append(link(layer.qkv, after, after.shape[1], None, qkv))
+    fused_layer_small_batch_kernel[(programs,)](
+        *zip(*links, strict=True), arrived(x.device), programs, **flags(layer),
+        WIDTHS=listed(plan.widths), ACT=layer.up.fusion.gate, FORM=first.form, GROUP=first.group, SCALE=scale_name(first),
         ZERO=first.zero_kind, DEPTH=plan.depth, WARPS=tile.num_warps, BLOCKS=tile.blocks, ROWS=plan.rows, TOKENS=x.shape[0],
         num_warps=tile.num_warps, maxnreg=tile.registers, launch_cooperative_grid=True, **pdl_launch_options(x),
     )  # fmt: skip
     return after, qkv
 
 
-def flags(parts: Tail) -> dict[str, str]:
+def flags(layer: FusedLayer) -> dict[str, str]:
     """What a kernel is told of each linear."""
-    gates = listed(linear.fusion.gate is not None for linear in parts.linears)
-    biases = listed(linear.weight is not None and linear.weight.bias is not None for linear in parts.linears)
+    gates = listed(linear.fusion.gate is not None for linear in layer.linears)
+    biases = listed(linear.weight is not None and linear.weight.bias is not None for linear in layer.linears)
     return {"GATES": gates, "BIASES": biases}
 
 
@@ -129,23 +132,23 @@ def _is_whole(weight: RowWeight) -> bool:
     return whole and dense and scale.element_size() == 2 and scale.shape[0] == 2 * weight.row_bytes // weight.group
 
 
-def _fits(tail: Tail) -> bool:
+def _fits(layer: FusedLayer) -> bool:
     """Whether each linear does what its place in the kernel does."""
-    norms = [linear.fusion for linear in (tail.up, tail.qkv) if linear is not None]
+    norms = [linear.fusion for linear in (layer.up, layer.qkv) if linear is not None]
     plain = all(f.norm_kind == "rms" and f.norm_weight is not None and f.norm_bias is None for f in norms)
-    return plain and tail.up.fusion.gate in ACTIVATIONS and all(f.input_gate is None for f in norms)
+    return plain and layer.up.fusion.gate in ACTIVATIONS and all(f.input_gate is None for f in norms)
 
 
-def _plan(tail: Tail, tokens: int, programs: int, tile: TailTile) -> _Plan | None:
+def _plan(layer: FusedLayer, tokens: int, programs: int, tile: SmallBatchTile) -> _Plan | None:
     """None where a program's rows are more than its threads, or shared memory has no room for a ring of two slots."""
-    weights = [linear.weight for linear in tail.linears if linear.weight is not None]
-    sizes = tuple((one.outputs, weight.weight.shape[0], weight.row_bytes) for one, weight in zip(tail.linears, weights, strict=True))
+    weights = [linear.weight for linear in layer.linears if linear.weight is not None]
+    sizes = tuple((one.outputs, weight.weight.shape[0], weight.row_bytes) for one, weight in zip(layer.linears, weights, strict=True))
     return _planned(sizes, weights[0].form, weights[0].group, weights[0].zero_kind, tokens, programs, tile)
 
 
 @cache
 def _planned(
-    sizes: tuple[tuple[int, int, int], ...], form: str, group: int, zero: str, tokens: int, programs: int, tile: TailTile
+    sizes: tuple[tuple[int, int, int], ...], form: str, group: int, zero: str, tokens: int, programs: int, tile: SmallBatchTile
 ) -> _Plan | None:
     """Of each linear: outputs, rows and bytes of a row. Cached, since layers are alike, and a step that is no graph asks in every one."""
     widths, rows, together = [], 0, tile.num_warps * tile.blocks
@@ -162,7 +165,7 @@ def _planned(
     return _Plan(depth, rows, tuple(widths)) if depth >= 2 else None
 
 
-def link(linear: TailLinear, x: Tensor, k: int, residual: Tensor | None, out: Tensor | None) -> tuple[object, ...]:
+def link(linear: FusedLinear, x: Tensor, k: int, residual: Tensor | None, out: Tensor | None) -> tuple[object, ...]:
     """A linear's part of a kernel's arguments, k its features: x stands for what it has not."""
     weight, fusion = linear.weight, linear.fusion
     assert weight is not None

@@ -1,4 +1,4 @@
-"""What a warp of `tail_kernel` makes of a slot: products of its rows' registers and the tokens' codes, of int4 scaled group by group."""
+"""What a warp of the small-batch kernel makes of a slot: products of its rows' registers and the tokens' codes, of int4 scaled by group."""
 
 # ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
 

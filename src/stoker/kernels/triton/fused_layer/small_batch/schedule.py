@@ -1,4 +1,4 @@
-"""Which tiles of which weights a warp of `tail_kernel` multiplies, one after another, and how it asks for them ahead.
+"""Which tiles of which weights a warp of `fused_layer_small_batch_kernel` multiplies, one after another, and how it asks for them ahead.
 
 A program has some tiles of 16 rows of each linear, whose features its warps share. What a warp asks for goes on from linear to linear.
 """

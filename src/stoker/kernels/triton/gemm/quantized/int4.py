@@ -27,7 +27,7 @@ from stoker.kernels.types import PLAIN, Fusion
 
 LARGEST_GROUP = 128  # larger ones, and such as 48, are cut into some that share a scale
 SMALLEST_GROUP = 16  # the depth of a 16-bit matrix instruction
-TAILS_GROUP = 32  # the smallest that a tail takes: of the bytes that a lane has of a block
+MIN_FUSED_LAYER_GROUP = 32  # the smallest that the fused layer kernel takes: of the bytes that a lane has of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _paired(codes: Tensor, pairs: int, group: int) -> Tensor:
 def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight | None:
     """See `ops.int4_row_weight`: groups of 32 to 128, and of more, which were cut."""
     packed: Packed | None = weight.packed
-    if packed is None or packed.group < TAILS_GROUP:
+    if packed is None or packed.group < MIN_FUSED_LAYER_GROUP:
         return None
     return RowWeight("int4", packed.codes, packed.scale, bias, packed.zero, packed.zero_kind, packed.group)
 

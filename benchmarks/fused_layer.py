@@ -1,6 +1,6 @@
-"""A layer's tail on one CUDA device: one launch beside its linears one by one, in CUDA graphs of weights past the cache.
+"""The fused layer on one CUDA device: one launch beside its linears one by one, in CUDA graphs of weights past the cache.
 
-    PYTHONPATH=src python benchmarks/tail.py [--forms bfloat16,fp8,bytes,int4,int4/32] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
+    PYTHONPATH=src python benchmarks/fused_layer.py [--forms bfloat16,fp8,bytes,int4,int4/32] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
 
 Llama-3.1-8B's shapes; more than four rows against int4, in groups of 128 or of what is named. The floor is the weights' bytes ÷ 4.42 TB/s
 (a read-only stream, measured). With --tiles also other tiles of few rows, and other parts of some.
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from stoker.cli.bench.report import origin
-from stoker.kernels.quantized import Int4Weight, Tail, TailLinear
-from stoker.kernels.reference.fused_layer import tail as one_by_one
-from stoker.kernels.triton.fused_layer.large_batch import launch as tail_rows
+from stoker.kernels.quantized import FusedLayer, FusedLinear, Int4Weight
+from stoker.kernels.reference.fused_layer import fused_layer as one_by_one
+from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.large_batch.launch import Plan, plan_of, plan_with
-from stoker.kernels.triton.fused_layer.launch import tail
-from stoker.kernels.triton.fused_layer.small_batch import launch as tail_few
-from stoker.kernels.triton.fused_layer.small_batch.launch import MOST, TailTile
+from stoker.kernels.triton.fused_layer.launch import fused_layer
+from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
+from stoker.kernels.triton.fused_layer.small_batch.launch import MOST, SmallBatchTile
 from stoker.kernels.triton.gemm.quantized.int4 import pack_int4
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.profiling.tile_tuning import time_graph
@@ -38,7 +38,7 @@ LAYERS = 8
 HIDDEN, SIZE, QKV = 4096, 14336, 6144
 
 
-def linear(form: str, n: int, k: int, fusion: Fusion) -> TailLinear:
+def linear(form: str, n: int, k: int, fusion: Fusion) -> FusedLinear:
     op: Any
     if form.startswith("int4"):
         group = int(form.partition("/")[2] or 128)
@@ -54,27 +54,27 @@ def linear(form: str, n: int, k: int, fusion: Fusion) -> TailLinear:
             if form == "bytes"
             else Fp8Linear((weight / 16).to(torch.float8_e4m3fn), scale, "token", None, None)
         )
-    return TailLinear(op, op.row_weight(), fusion)
+    return FusedLinear(op, op.row_weight(), fusion)
 
 
-def layer(form: str) -> Tail:
+def layer(form: str) -> FusedLayer:
     norm = Fusion("rms", torch.rand(HIDDEN, device="cuda").bfloat16(), None, 1e-5)
-    return Tail(
+    return FusedLayer(
         linear(form, HIDDEN, HIDDEN, PLAIN), linear(form, 2 * SIZE, HIDDEN, replace(norm, gate="silu")), linear(form, HIDDEN, SIZE, PLAIN),
         linear(form, QKV, HIDDEN, norm),
     )  # fmt: skip
 
 
-def num_bytes(parts: Tail) -> int:
+def num_bytes(parts: FusedLayer) -> int:
     tensors = [t for one in parts.linears if one.weight for t in (one.weight.weight, one.weight.scale, one.weight.zero) if t is not None]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def tiles(form: str) -> list[TailTile]:
-    found = [TailTile(8, 1, ring << 10, 168, MOST) for ring in (64, 96, 128, 160)] + [
-        TailTile(8, 2, ring << 10, 168, MOST) for ring in (64, 96, 128, 160)
+def tiles(form: str) -> list[SmallBatchTile]:
+    found = [SmallBatchTile(8, 1, ring << 10, 168, MOST) for ring in (64, 96, 128, 160)] + [
+        SmallBatchTile(8, 2, ring << 10, 168, MOST) for ring in (64, 96, 128, 160)
     ]
-    return found + [TailTile(16, 1, ring << 10, 128, MOST) for ring in (96, 128)] if form != "fp8" else found
+    return found + [SmallBatchTile(16, 1, ring << 10, 128, MOST) for ring in (96, 128)] if form != "fp8" else found
 
 
 def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
@@ -91,17 +91,17 @@ def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
 
         return round(time_graph(walk, 25) / LAYERS, 2)
 
-    few = not tail_rows.takes(layers[0], rows)
-    result = {"form": form, "rows": rows, "floor_us": round(floor, 2), "alone_us": took(one_by_one), "tail_us": took(tail)}
+    few = not large_batch.supports_large_batch(layers[0], rows)
+    result = {"form": form, "rows": rows, "floor_us": round(floor, 2), "alone_us": took(one_by_one), "fused_us": took(fused_layer)}
     print(" ".join(f"{name} {value:<8}" for name, value in result.items()), flush=True)
     others: list[Any] = [] if not try_tiles else tiles(form) if few else plans(layers[0], rows)
     for other in others:
-        one = partial(tail_few.tail_few, tile=other) if few else partial(tail_rows.tail_rows, plan=other)
+        one = partial(small_batch.run_small_batch, tile=other) if few else partial(large_batch.run_large_batch, plan=other)
         print(f"   {other}  {took(one):6.2f}", flush=True)
     return result
 
 
-def plans(parts: Tail, rows: int) -> list[Plan]:
+def plans(parts: FusedLayer, rows: int) -> list[Plan]:
     """The plan, and those with one linear cut otherwise."""
     programs = torch.cuda.get_device_properties(0).multi_processor_count
     first = plan_of(parts, rows, programs)

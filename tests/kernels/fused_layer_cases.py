@@ -1,4 +1,4 @@
-"""Layers' tails to try kernels on, beside float64.
+"""Fused layers to try kernels on, beside float64.
 
 Triton is imported inside functions: where a process interprets it, that is decided before it is imported.
 """
@@ -14,8 +14,8 @@ from oracle import relative_error
 from torch import Tensor
 
 from stoker.core.specs import LinearSpec
-from stoker.kernels.quantized import Int4Weight, RowWeight, Tail, TailLinear
-from stoker.kernels.reference.fused_layer import tail as one_by_one
+from stoker.kernels.quantized import FusedLayer, FusedLinear, Int4Weight, RowWeight
+from stoker.kernels.reference.fused_layer import fused_layer as one_by_one
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.types import PLAIN, Fusion
@@ -29,7 +29,7 @@ BOUND = 0.01  # of what is bfloat16 between linears, and nothing else
 
 
 def linear(form: str, n: int, k: int, bias: bool, dtype: torch.dtype, device: str) -> tuple[Any, RowWeight, Tensor]:
-    """(the linear, its weight for a tail, and in float64)."""
+    """(the linear, its weight for a fused layer, and in float64)."""
     weight = torch.randn(n, k, device=device) * k**-0.5 * torch.rand(n, 1, device=device).exp()
     given = torch.randn(n).bfloat16().to(device) if bias else None
     if form == "dense":
@@ -67,8 +67,8 @@ def int4_linear(kind: str, size: str, n: int, k: int, bias: Tensor | None, devic
 
 def problem(
     form: str, shape: tuple[int, ...], dtype: torch.dtype, biases: bool, last: bool, gate: str, device: str
-) -> tuple[Tail, list[Tensor]]:
-    """(the tail, its weights in float64). shape: heads' features, hidden ones, the MLP's, qkv's."""
+) -> tuple[FusedLayer, list[Tensor]]:
+    """(the fused layer, its weights in float64). shape: heads' features, hidden ones, the MLP's, qkv's."""
     heads, hidden, size, qkv = shape
     norm = lambda: Fusion("rms", (torch.rand(hidden) + 0.5).to(dtype).to(device), None, 1e-5)  # noqa: E731
     made, wide = [], []
@@ -79,21 +79,21 @@ def problem(
         (qkv, hidden, norm()),
     ):
         op, row, real = linear(form, n, k, biases, dtype, device)
-        made.append(TailLinear(op, row, fusion))
+        made.append(FusedLinear(op, row, fusion))
         wide.append(real)
-    return Tail(*made[:3], None if last else made[3]), wide
+    return FusedLayer(*made[:3], None if last else made[3]), wide
 
 
-def in_float64(x: Tensor, stream: Tensor, parts: Tail, weights: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """The tail without any rounding between its linears."""
+def in_float64(x: Tensor, stream: Tensor, parts: FusedLayer, weights: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The fused layer without any rounding between its linears."""
     linears = []
     for one, real in zip(parts.linears, weights, strict=False):
         assert one.weight is not None
         bias = 0 if one.weight.bias is None else one.weight.bias.double()
         fusion = replace(one.fusion, norm_weight=None if one.fusion.norm_weight is None else one.fusion.norm_weight.double())
         product = partial(lambda h, w, b: h @ w.T + b, w=real, b=bias)
-        linears.append(TailLinear(lambda h, f, product=product: around(h, f, product), None, fusion))
-    return one_by_one(x.double(), stream.double(), Tail(*linears[:3], linears[3] if len(linears) > 3 else None))
+        linears.append(FusedLinear(lambda h, f, product=product: around(h, f, product), None, fusion))
+    return one_by_one(x.double(), stream.double(), FusedLayer(*linears[:3], linears[3] if len(linears) > 3 else None))
 
 
 def errors(got: tuple[Tensor, Tensor | None], want: tuple[Tensor, Tensor | None]) -> list[float]:
@@ -103,8 +103,9 @@ def errors(got: tuple[Tensor, Tensor | None], want: tuple[Tensor, Tensor | None]
     ]
 
 
-def check(form: str, got: tuple[Tensor, Tensor | None], x: Tensor, stream: Tensor, parts: Tail, weights: list[Tensor]) -> None:
-    """What a kernel made is the tail. Of fp8 a norm that is off by a bit moves all codes: as far from the truth as codes are one by one."""
+def check(form: str, got: tuple[Tensor, Tensor | None], x: Tensor, stream: Tensor, parts: FusedLayer, weights: list[Tensor]) -> None:
+    """A kernel's result against float64. With FP8 a norm that differs by one bit moves all quantized values, so the bound is the error of
+    the linears one after another."""
     want = in_float64(x, stream, parts, weights)
     wrong = errors(got, want)
     if form == "fp8":

@@ -1,4 +1,4 @@
-"""A layer's tail in one launch, beside its linears one by one and beside float64.
+"""The fused layer in one launch, beside its linears one by one and beside float64.
 
 Triton is imported inside functions: tests/kernels, collected after this area, must ask for the interpreter before Triton is imported.
 """
@@ -8,24 +8,24 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import fused_layer_cases as cases
 import pytest
-import tails
 import torch
-from tails import BOUND, FORMS, check, errors, in_float64
+from fused_layer_cases import BOUND, FORMS, check, errors, in_float64
 
-from stoker.kernels.quantized import TailLinear
+from stoker.kernels.quantized import FusedLinear
 from stoker.kernels.types import PLAIN
 
 # (heads' features, hidden, MLP's, qkv): programs without a tile, features that end inside a turn, several tiles a program, Llama-3.1-8B
 SHAPES = [(256, 512, 768, 320), (1280, 1024, 2816, 1536), (2048, 2560, 6912, 3072), (4096, 4096, 14336, 6144)]
-problem = partial(tails.problem, device="cuda")
+problem = partial(cases.problem, device="cuda")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("form", FORMS)
-def test_a_tail_is_its_linears(form: str, shape: tuple[int, ...]) -> None:
+def test_the_small_batch_kernel_equals_its_linears(form: str, shape: tuple[int, ...]) -> None:
     from stoker.kernels.triton.fused_layer import launch as launcher
-    from stoker.kernels.triton.fused_layer.small_batch import launch as tail_few
+    from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 
     torch.manual_seed(0)
     for rows, dtype, biases, last, gate in (
@@ -36,23 +36,23 @@ def test_a_tail_is_its_linears(form: str, shape: tuple[int, ...]) -> None:
         (4, torch.bfloat16, False, False, "silu"),
     ):
         parts, weights = problem(form, shape, dtype, biases, last, gate)
-        most = tail_few.TILES[parts.out.weight.form].most
+        most = small_batch.TILES[parts.out.weight.form].most
         if rows > most:
-            assert not tail_few.takes(parts, rows)
-        assert launcher.takes_tail(parts, rows) == (rows <= most or form.startswith("int4"))
+            assert not small_batch.supports_small_batch(parts, rows)
+        assert launcher.supports_fused_layer(parts, rows) == (rows <= most or form.startswith("int4"))
         x, stream = torch.randn(rows, shape[0]).to(dtype).cuda(), torch.randn(rows, shape[1]).to(dtype).cuda()
         x[0, 3] *= 20
         torch.full((1 << 22,), float("nan"), device="cuda")  # what is allocated next holds this
-        got = tail_few.tail_few(x, stream, parts)
+        got = small_batch.run_small_batch(x, stream, parts)
         for row in range(rows):  # a row is what it is alone
-            alone = tail_few.tail_few(x[row : row + 1], stream[row : row + 1], parts)
+            alone = small_batch.run_small_batch(x[row : row + 1], stream[row : row + 1], parts)
             assert all(mine is theirs or torch.equal(mine[0], theirs[row]) for mine, theirs in zip(alone, got, strict=True))
         check(form, got, x, stream, parts, weights)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("kind", ["none 128", "int 128", "float 128", "int 64", "none 32", "float 32"])
-def test_a_tail_of_rows_is_its_linears(kind: str, shape: tuple[int, ...]) -> None:
+def test_the_large_batch_kernel_equals_its_linears(kind: str, shape: tuple[int, ...]) -> None:
     """Rows that fill no tile of tokens too; what one row is does not depend on the others."""
     from stoker.kernels.triton.fused_layer import launch as launcher
 
@@ -65,15 +65,15 @@ def test_a_tail_of_rows_is_its_linears(kind: str, shape: tuple[int, ...]) -> Non
         (64, False, False, "silu"),
     ):
         parts, weights = problem(f"int4 {kind}", shape, torch.bfloat16, biases, last, gate)
-        assert launcher.takes_tail(parts, rows)
+        assert launcher.supports_fused_layer(parts, rows)
         x, stream = torch.randn(rows, shape[0]).bfloat16().cuda(), torch.randn(rows, shape[1]).bfloat16().cuda()
         x[0, 3] *= 20
         torch.full((1 << 24,), float("nan"), device="cuda")  # what is allocated next holds this
-        got = launcher.tail(x, stream, parts)
+        got = launcher.fused_layer(x, stream, parts)
         assert max(errors(got, in_float64(x, stream, parts, weights))) < BOUND
         others = torch.randperm(rows)
         others[rows // 2] = rows // 2
-        moved = launcher.tail(x[others].contiguous(), stream[others].contiguous(), parts)
+        moved = launcher.fused_layer(x[others].contiguous(), stream[others].contiguous(), parts)
         for mine, theirs in zip(got, moved, strict=True):
             assert mine is None or torch.equal(mine[others], theirs)
 
@@ -85,26 +85,26 @@ def test_rows_of_other_kinds_are_left_alone() -> None:
     halves, _ = problem("int4 int", SHAPES[0], torch.float16, False, False, "silu")
     codes, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")
     ragged, _ = problem("int4 int", (256, 384, 768, 320), torch.bfloat16, False, False, "silu")
-    assert [rows for rows in (1, 2, 4, 5, 33, 64, 65) if launcher.takes_tail(parts, rows)] == [1, 2, 4, 5, 33, 64]
-    assert [rows for rows in (1, 2, 4, 5, 33, 64, 65) if launcher.takes_tail(small, rows)] == [1, 2, 4, 5, 33, 64]
-    assert not any(launcher.takes_tail(other, 32) for other in (halves, codes, ragged))
+    assert [rows for rows in (1, 2, 4, 5, 33, 64, 65) if launcher.supports_fused_layer(parts, rows)] == [1, 2, 4, 5, 33, 64]
+    assert [rows for rows in (1, 2, 4, 5, 33, 64, 65) if launcher.supports_fused_layer(small, rows)] == [1, 2, 4, 5, 33, 64]
+    assert not any(launcher.supports_fused_layer(other, 32) for other in (halves, codes, ragged))
 
 
 @pytest.mark.parametrize(
     ("form", "rows"), [("fp8", 1), ("dense", 3), ("int4 int", 1), ("int4 none 32", 2), ("int4 int", 27), ("int4 float 32", 27)]
 )
-def test_tails_meet_in_every_replay(form: str, rows: int) -> None:
+def test_the_grid_barrier_works_in_every_replay(form: str, rows: int) -> None:
     """Programs meet a few times a launch and leave their counters as they are: 200 replays of 8 launches end where the first one did."""
     from stoker.kernels.triton.fused_layer import launch as launcher
 
     torch.manual_seed(1)
     parts, _ = problem(form, SHAPES[1], torch.bfloat16, False, False, "silu")
     x, stream = torch.randn(rows, 1280).bfloat16().cuda(), torch.randn(rows, 1024).bfloat16().cuda()
-    first = launcher.tail(x, stream, parts)
+    first = launcher.fused_layer(x, stream, parts)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        many = [launcher.tail(x, stream, parts) for _ in range(8)]
+        many = [launcher.fused_layer(x, stream, parts) for _ in range(8)]
     for _ in range(200):
         graph.replay()
     torch.cuda.synchronize()
@@ -122,7 +122,7 @@ def test_nan_stays_in_sight_and_in_its_row(form: str, rows: int) -> None:
     parts, _ = problem(form, SHAPES[0], torch.bfloat16, False, False, "silu")
     x, stream = torch.randn(rows, 256).bfloat16().cuda(), torch.randn(rows, 512).bfloat16().cuda()
     x[0, 7] = float("nan")
-    for made in launcher.tail(x, stream, parts):
+    for made in launcher.fused_layer(x, stream, parts):
         assert made[0].isnan().all()
         assert not made[1:].isnan().any()
 
@@ -132,8 +132,8 @@ def test_weights_of_other_kinds_are_left_alone() -> None:
 
     parts, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")
     other, _ = problem("int4 int", SHAPES[0], torch.bfloat16, False, False, "silu")
-    odd, row, _ = tails.linear("bytes", 500, 256, False, torch.bfloat16, "cuda")
-    assert not launcher.takes_tail(replace(parts, up=other.up), 1)
-    assert not launcher.takes_tail(replace(parts, out=TailLinear(odd, row, PLAIN)), 1)
-    assert not launcher.takes_tail(replace(parts, up=replace(parts.up, fusion=replace(parts.up.fusion, norm_kind="layer"))), 1)
-    assert not launcher.takes_tail(replace(parts, down=replace(parts.down, weight=None)), 1)
+    odd, row, _ = cases.linear("bytes", 500, 256, False, torch.bfloat16, "cuda")
+    assert not launcher.supports_fused_layer(replace(parts, up=other.up), 1)
+    assert not launcher.supports_fused_layer(replace(parts, out=FusedLinear(odd, row, PLAIN)), 1)
+    assert not launcher.supports_fused_layer(replace(parts, up=replace(parts.up, fusion=replace(parts.up.fusion, norm_kind="layer"))), 1)
+    assert not launcher.supports_fused_layer(replace(parts, down=replace(parts.down, weight=None)), 1)

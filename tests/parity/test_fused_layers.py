@@ -1,4 +1,4 @@
-"""Steps of few tokens cut into attentions and tails: the same sums as layer by layer."""
+"""Steps of few tokens cut into attention and fused layers: the same sums as layer by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness import Harness
 from stoker.base.config import Limits
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.layers.fused_layer import Tails
+from stoker.layers.fused_layer import FusedLayers
 from stoker.layers.layer import Layer
 
 PROMPT = [7, 3, 11, 5, 2]
@@ -40,41 +40,41 @@ def decoded(model: Harness) -> list[torch.Tensor]:
     ("row", "quantization"), [("LlamaForCausalLM", "NO_QUANT"), ("Qwen2ForCausalLM", "WEIGHTS_ONLY_INT8"), ("GemmaForCausalLM", "FP8")]
 )
 @pytest.mark.parametrize("taken", [(1,), (len(PROMPT),), (1, len(PROMPT))], ids=str)
-def test_tails_are_the_layers(
+def test_fused_layers_equal_the_layers(
     row: str, quantization: str, taken: tuple[int, ...], tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     model = harness(row, tmp_path, tokenizer, quantization)
     layers: list[Layer] = model.model.layers
-    model.model.tails = None
+    model.model.fused_layers = None
     whole, steps = decoded(model), []
-    monkeypatch.setattr("stoker.kernels.ops.takes_tail", lambda tail, rows: rows in taken)
-    model.model.tails = tails = Tails(layers)
-    walk = Tails.__call__
+    monkeypatch.setattr("stoker.kernels.ops.supports_fused_layer", lambda layer, rows: rows in taken)
+    model.model.fused_layers = fused = FusedLayers(layers)
+    walk = FusedLayers.__call__
 
-    def seen(self: Tails, x: torch.Tensor, *rest: object) -> torch.Tensor:
+    def seen(self: FusedLayers, x: torch.Tensor, *rest: object) -> torch.Tensor:
         steps.append(len(x))
         return walk(self, x, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Tails, "__call__", seen)
-    assert [tail.qkv is None for tail in tails.tails] == [False] * (len(layers) - 1) + [True]
+    monkeypatch.setattr(FusedLayers, "__call__", seen)
+    assert [layer.qkv is None for layer in fused.layers] == [False] * (len(layers) - 1) + [True]
     for mine, theirs in zip(decoded(model), whole, strict=True):
         assert torch.equal(mine, theirs)
     assert steps == [rows for rows in (len(PROMPT), 1, 1, 1, 1) if rows in taken]
 
 
 @pytest.mark.parametrize(("taken", "is_made", "before"), [((1, 32), True, True), ((32,), True, False), ((5,), False, False)])
-def test_tails_are_made_where_one_row_or_some_are_taken(
+def test_fused_layers_exist_where_one_row_or_several_are_supported(
     taken: tuple[int, ...], is_made: bool, before: bool, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.kernels.ops.takes_tail", lambda tail, rows: rows in taken)
+    monkeypatch.setattr("stoker.kernels.ops.supports_fused_layer", lambda layer, rows: rows in taken)
     model = harness("LlamaForCausalLM", tmp_path, tokenizer).model
-    assert (model.tails is not None) == is_made
-    assert all(layer.attention.params.before_tail == before for layer in model.layers)
+    assert (model.fused_layers is not None) == is_made
+    assert all(layer.attention.params.before_fused_layer == before for layer in model.layers)
 
 
 @pytest.mark.parametrize(
     "row", ["GPT2LMHeadModel", "Gemma2ForCausalLM", "FalconForCausalLM", "MixtralForCausalLM", "DeepseekV2ForCausalLM"]
 )
-def test_layers_of_other_kinds_have_no_tails(row: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.kernels.ops.takes_tail", lambda tail, rows: True)
-    assert harness(row, tmp_path, tokenizer).model.tails is None
+def test_layers_of_other_kinds_have_no_fused_layers(row: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.kernels.ops.supports_fused_layer", lambda layer, rows: True)
+    assert harness(row, tmp_path, tokenizer).model.fused_layers is None
