@@ -45,7 +45,7 @@ LAUNCH = """
 import sys
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
-from stoker.kernels.triton import cache
+from stoker.kernels.triton.aot import kernel_cache as cache
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.runtime.worker import aot_trace
 import torch
@@ -246,7 +246,7 @@ def test_launches_of_several_ranks_are_told_apart(tmp_path: Path) -> None:
 
 NAMES_A_TYPE = """
 import torch
-from stoker.kernels.triton import band
+from stoker.kernels.triton.gemm.skinny_int4 import launch as band
 from stoker.kernels.triton.aot.compiler import collecting
 from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.types import PLAIN
