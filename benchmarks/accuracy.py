@@ -34,12 +34,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from stoker.builder.build import build
-from stoker.builder.checkpoint import open_checkpoint
+from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
-from stoker.builder.tokenizer import write_tokenizer
+from stoker.builder.tokenizers.write import write_tokenizer
 from stoker.cli.default_model import default_checkpoint
+from stoker.engine.layerwise import LayerStream, Scores, windows
 from stoker.engine.reader import Engine
-from stoker.engine.stream import LayerStream, Scores, windows
 from stoker.layers.loader import Loader
 
 

@@ -25,9 +25,9 @@ from apart import Apart, as_built
 
 from stoker import LLM, SamplingParams
 from stoker.builder.build import build_cached
-from stoker.builder.checkpoint import open_checkpoint
+from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
-from stoker.builder.verify import reference_model
+from stoker.builder.verification.greedy_tokens import reference_model
 from stoker.cli.default_model import default_checkpoint
 
 STREAMS = 16

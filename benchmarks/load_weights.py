@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from stoker.cli.bench.report import origin
-from stoker.engine.source import FileSource
 from stoker.engine.tensor_file import TensorFileWriter
+from stoker.engine.tensor_source import FileSource
 
 
 def main() -> None:

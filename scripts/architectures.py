@@ -1,87 +1,91 @@
-"""The table of architectures as a page: `python scripts/architectures.py > docs/architectures.md`."""
+"""Prints docs/architectures.md from the architecture table: `python scripts/architectures.py > docs/architectures.md`."""
 
 from __future__ import annotations
 
 import sys
 
-from stoker.builder.published_tokenizers import TOKENIZERS
-from stoker.models import Architecture, rows
+from stoker.builder.tokenizers.published import TOKENIZERS
+from stoker.models import Architecture, all_architectures
 from stoker.quant.names import RECIPES
 
 _HEAD = """# Architectures
 
-Made from the table in `src/stoker/models/` by `python scripts/architectures.py`; a test compares it. `architectures` of config.json
-decides which row reads a checkpoint, or `model_type` where that is absent. The proof of each row is a tiny random checkpoint in its own
-layout, built and run in float32: all logits within 2e-4 of the oracle's and 64 greedy tokens equal, prefilled in chunks, in a crowd,
-after a preemption and on top of shared blocks (`tests/parity/`). On a GPU the same checkpoints run in float32, bfloat16, INT8 and FP8,
-by hand and through captured steps (`tests/gpu/test_gpu_architectures.py`); all did on an H200 but InternLM 3, whose oracle that machine
-lacked.
+This page is generated from the table in `src/stoker/models/` with `python scripts/architectures.py`; a test compares the two. The build
+selects the row of a checkpoint by `architectures` in its config.json, or by `model_type` where `architectures` is absent.
 
-Each architecture can be built with every quantization: formats own linears, and all rows are made of the same ones. They are
+Every row is tested with a tiny checkpoint of random weights in the layout that its publisher uses (`tests/parity/`). The engine runs in
+float32. All logits must be within 2e-4 of the oracle's and 64 greedy tokens must be equal: with chunked prefill, in a batch with other
+sequences, after a preemption, and with shared prefix blocks. On a GPU the same checkpoints run in float32, bfloat16, INT8 and FP8, eagerly
+and in captured graphs (`tests/gpu/test_gpu_architectures.py`). All of them passed on an H200 except InternLM 3, whose oracle was not
+installed on that machine.
+
+Every architecture can be built with every quantization, because formats apply to linears and all architectures consist of the same linears:
 {recipes}.
-Each row is built and run in eight bits by the tests. FP8_BLOCK wants fused parts of multiples of 128 rows, which falcon-7b, gpt-oss,
-DeepSeek-V2-Lite and DeepSeek-MoE lack; they are refused by name. Routers, embeddings, heads and latent attention's up-projections stay
-in the engine's dtype, but for small models' heads on a CPU.
+The tests build and run each row in eight bits. FP8_BLOCK requires fused parts of a multiple of 128 rows. falcon-7b, gpt-oss,
+DeepSeek-V2-Lite and DeepSeek-MoE do not have them, and the build refuses them with a message. Routers, embeddings, output heads and the
+up-projections of latent attention are stored in the engine's dtype, except for the output heads of small models on a CPU.
 
-Any number of ranks can share a model: heads that don't divide are filled up with zeros, and a key/value head that several ranks need is
-copied.
+A model can be split over any number of ranks. Heads that the ranks do not divide evenly are padded with zeros, and a key-value head that
+several ranks need is stored on each of them.
 
 | family | `architectures` | oracle | tensor parallel |
 |---|---|---|---|
 """
 
-_FOOT = """
-## Versions that other systems' settings name
+_VERSIONS = """
+## Model versions in the settings of other systems
 
-A setting is checked against config.json; a contradiction is refused. `stoker build --model-version NAME=VALUE` gives it, or LMI's
-`option.NAME`.
+A version setting is checked against config.json, and a contradiction is refused. It is given as `stoker build --model-version NAME=VALUE`
+or as `option.NAME` of LMI.
 
 | setting | architecture |
 |---|---|
 """
 
 _NOTES = """
-## What differs from the reference on purpose
+## Intended differences from the reference
 
-- Rotary tables are fixed at load. `dynamic`, Qwen 1's NTK and `longrope` look at the length the engine was built for, not at each
-  sequence's: cached keys keep the angles they were stored with, so anything else makes an answer depend on how it was scheduled. An
-  engine whose `max_input_len` + `max_output_len` stays within the trained length has the reference's tables exactly.
-- Prefix language models (ChatGLM 1, GLM) see their prompt in both directions: it is prefilled in one step and shares no prefix. The
-  prompt holds a mask token and ends in the token that starts the answer, at whose place all later tokens sit: ChatGLM takes [gMASK] before
-  [MASK], GLM the first mask of any kind.
-- `rope_ratio` stretches positions in ChatGLM 2 and the rotary base in ChatGLM 3 and GLM-4, and no field of config.json tells them
-  apart: `chatglm_model_version` does, or `_name_or_path`.
-- FP8 block-scaled checkpoints (DeepSeek V3) stay as they are unless another quantization is asked for; MXFP4 ones (gpt-oss) are
-  widened as they are read, and the build chooses the engine's format.
-- Falcon's ALiBi is exact; transformers rounds it to bfloat16, which shows from position 256 on or where heads are no power of two.
-- Experts are routed in float32 whatever the engine's dtype.
+- Rotary tables are computed at load. `dynamic`, Qwen 1's NTK and `longrope` use the length that the engine was built for instead of the
+  length of each sequence: cached keys keep the angles they were stored with, so otherwise an answer would depend on how it was scheduled.
+  An engine whose `max_input_len` + `max_output_len` is within the trained length has exactly the tables of the reference.
+- The prompt of a prefix LM (ChatGLM 1, GLM) attends in both directions. It is prefilled in one step and shares no prefix blocks. The prompt
+  contains a mask token and ends in the token that starts the answer; all later tokens have the position of the mask token. ChatGLM uses
+  [gMASK] before [MASK], GLM the first mask token of any kind.
+- `rope_ratio` divides positions in ChatGLM 2 and multiplies the rotary base in ChatGLM 3 and GLM-4. No other field of config.json
+  distinguishes them; `chatglm_model_version` or `_name_or_path` does.
+- Checkpoints in FP8 blocks (DeepSeek V3) are imported without a change unless another quantization is requested. MXFP4 checkpoints
+  (gpt-oss) are dequantized as they are read, and the build chooses the format of the engine.
+- Falcon's ALiBi is exact. transformers rounds it to bfloat16, which changes results from position 256 on, or where the number of heads is
+  not a power of two.
+- Experts are routed in float32, whatever the dtype of the engine.
 
 ## Tokenizers
 
-Each becomes a tokenizer.json in the engine that gives texts back as they were, or the build refuses and names the file that it lacks.
+The build converts the tokenizer of a checkpoint to tokenizer.json and checks that texts survive encoding and decoding. If that is not
+possible, it stops and names the missing file.
 
-| what the checkpoint has | how it is read |
+| files in the checkpoint | conversion |
 |---|---|
-| tokenizer.json | as it is |
-| tokenizer.model of sentencepiece (Llama, Baichuan, InternLM, ...) | converted here; splits are compared with the sentencepiece library's |
+| tokenizer.json | used unchanged |
+| tokenizer.model of sentencepiece (Llama, Baichuan, InternLM, ...) | by Stoker; splits are compared with the sentencepiece library |
 {classes}
 | vocab.json and merges.txt, tiktoken.model, spiece.model, vocab.txt | by the converters of transformers |
 
-The classes are Python code beside the weights. None of it is run: the vocabulary file is enough. Any other class that a checkpoint brings
-itself needs `--trust-remote-code`, or a tokenizer.json from elsewhere (`--tokenizer`).
+The tokenizer classes in this table are published as Python code with the weights. Stoker converts their vocabulary files and never runs
+that code. Any other tokenizer class that is part of a checkpoint needs `--trust-remote-code`, or a tokenizer.json given with `--tokenizer`.
 """
 
 
 def markdown() -> str:
-    """The whole page."""
-    table = [_row(row) for row in sorted(rows(), key=lambda row: row.family.lower())]
-    versions = [f"| `{option}` | {row.name} |" for row in rows() for option in row.versions]
+    """The text of docs/architectures.md."""
+    table = [_row(row) for row in sorted(all_architectures(), key=lambda row: row.family.lower())]
+    versions = [f"| `{option}` | {row.name} |" for row in all_architectures() for option in row.version_options]
     recipes = ", ".join(name for name in RECIPES if name != "NO_QUANT")
     return (
         _HEAD.format(recipes=recipes)
         + "\n".join(table)
         + "\n"
-        + _FOOT
+        + _VERSIONS
         + "\n".join(versions)
         + "\n"
         + _NOTES.format(classes="\n".join(_classes()))
@@ -90,7 +94,7 @@ def markdown() -> str:
 
 def _classes() -> list[str]:
     found = ((name, " and ".join(files)) for name, kinds in TOKENIZERS.items() for files, _ in kinds)
-    return [f"| {files} of {name} | converted here |" for name, files in found]
+    return [f"| {files} of {name} | by Stoker |" for name, files in found]
 
 
 def _row(row: Architecture) -> str:

@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
-BUILT_BY = ("base", "quant", "layers", "models", "engine", "builder")  # sources that decide what an engine holds
+BUILT_BY = ("base", "core", "quant", "layers", "models", "engine", "builder")  # sources that decide what an engine holds
 
 # Each test process computes on one thread: they run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.builder.calibrate import CacheLoader, RecordingLoader, dense_tensors
-from stoker.builder.calibration_text import token_windows
+from stoker.builder.calibration.calibrate import CacheLoader, RecordingLoader, dense_tensors
+from stoker.builder.calibration.text import token_windows
 from stoker.distributed.group import SINGLE
+from stoker.engine.layerwise import LayerStream
 from stoker.engine.reader import Engine
-from stoker.engine.stream import LayerStream
 from stoker.layers.decoder import kv_cache_specs, layer_specs
 from stoker.layers.loader import Loader
 from stoker.quant.awq import AWQ

@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from tokenizers import Regex, models, pre_tokenizers
 
 from stoker.base.errors import CheckpointError
-from stoker.builder import gguf as module
 from stoker.builder.build import build
-from stoker.builder.checkpoint import open_checkpoint
+from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
-from stoker.builder.gguf import GGUFWeights
-from stoker.builder.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+from stoker.builder.gguf import weights as module
+from stoker.builder.gguf.tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+from stoker.builder.gguf.weights import GGUFWeights
 from stoker.builder.prepare import prepare
-from stoker.builder.probes import PROBES
-from stoker.builder.sentencepiece import from_sentencepiece, parse
+from stoker.builder.tokenizers.probe_texts import PROBES
+from stoker.builder.tokenizers.sentencepiece import from_sentencepiece, parse
 
 TEXTS = [*PROBES, "  two  spaces\tand\n\n\nlines ", "I'm we'LL 12345.678 x²", "<s>hello</s>"]
 

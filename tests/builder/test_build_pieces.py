@@ -14,12 +14,13 @@ import torch
 
 from stoker.base.errors import EngineError
 from stoker.builder import build as build_module
-from stoker.builder import convert, fingerprint
 from stoker.builder.build import Progress, build
+from stoker.builder.checkpoint import fingerprint
 from stoker.builder.config import BuildConfig
+from stoker.builder.conversion import convert
 from stoker.builder.prepare import prepare
 from stoker.core.specs import LinearSpec
-from stoker.engine import directory
+from stoker.engine import publish as directory
 from stoker.engine.reader import Engine
 from stoker.engine.tensor_file import TensorFileWriter
 from stoker.layers.decoder import declare

@@ -51,7 +51,7 @@ def test_the_command_line_reaches_the_engine(llama: Path, tmp_path: Path, run: C
         (("--rotary-scaling-factor", "2"), "belong together"),
         (("--rotary-scaling-type", "spiral", "--rotary-scaling-factor", "2"), "'spiral' is not supported"),
         (("--rotary-base", "-1"), "rotary_base=-1.0 is refused"),
-        (("--model-version", "gpt_model_version=gpt2"), "LlamaForCausalLM has no versions"),
+        (("--model-version", "gpt_model_version=gpt2"), "LlamaForCausalLM does not have this option"),
         (("--model-version", "gpt2"), "is not NAME=VALUE"),
     ],
 )
@@ -77,10 +77,10 @@ def test_a_version_decides_what_config_json_leaves_open(tmp_path: Path) -> None:
 
     assert rope(chatglm_model_version="chatglm2_6b_32k") == ("linear", 10000.0, 50.0)
     assert rope(chatglm_model_version="chatglm3_6b_32k") == rope() == ("default", 500000.0, 1.0)
-    with pytest.raises(ConfigError, match=r"chatglm_model_version='chatglm2_6b', but config.json is chatglm3_6b_32k"):
+    with pytest.raises(ConfigError, match=r"chatglm_model_version='chatglm2_6b', but config.json describes chatglm3_6b_32k"):
         rope(chatglm_model_version="chatglm2_6b")
     (tmp_path / "config.json").write_text(json.dumps(LONG | {"_name_or_path": "THUDM/chatglm3-6b-32k"}))
-    with pytest.raises(ConfigError, match=r"'chatglm2_6b_32k', but config.json is chatglm3_6b_32k or chatglm3"):
+    with pytest.raises(ConfigError, match=r"'chatglm2_6b_32k', but config.json describes chatglm3_6b_32k or chatglm3"):
         rope(chatglm_model_version="chatglm2_6b_32k")
 
 

@@ -17,11 +17,11 @@ import tiktoken
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint import open_checkpoint
-from stoker.builder.ice_tokenizer import LONGEST
-from stoker.builder.probes import PROBES
-from stoker.builder.tiktoken_ranks import ONE_DIGIT, THREE_DIGITS, read_ranks
-from stoker.builder.tokenizer import write_tokenizer
+from stoker.builder.checkpoint.checkpoint import open_checkpoint
+from stoker.builder.tokenizers.chatglm_6b import LONGEST
+from stoker.builder.tokenizers.probe_texts import PROBES
+from stoker.builder.tokenizers.tiktoken import ONE_DIGIT, THREE_DIGITS, read_ranks
+from stoker.builder.tokenizers.write import write_tokenizer
 from stoker.frontend.tokenizer import Tokenizer as Served
 
 CORPUS = [*PROBES, "the quick brown fox jumps over the lazy dog 1234 5678", "return self.value\n        if x:\n\treturn 3"] * 3

@@ -12,9 +12,9 @@ from tokenizers import models, pre_tokenizers
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.build import build
-from stoker.builder.checkpoint import open_checkpoint
+from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
-from stoker.builder.tokenizer import write_tokenizer
+from stoker.builder.tokenizers.write import write_tokenizer
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import CheckpointError
-from stoker.builder import weights as module
-from stoker.builder.checkpoint import open_checkpoint
-from stoker.builder.weights import PickledWeights, SafetensorsWeights, open_weights
+from stoker.builder.checkpoint import weights as module
+from stoker.builder.checkpoint.checkpoint import open_checkpoint
+from stoker.builder.checkpoint.weights import PickledWeights, SafetensorsWeights, open_weights
 
 INDEX = "model.safetensors.index.json"
 

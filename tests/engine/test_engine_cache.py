@@ -15,7 +15,7 @@ from stoker.builder.build import build_cached
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import prepare
 from stoker.engine.cache import address, cached_engine
-from stoker.engine.directory import workspace
+from stoker.engine.publish import workspace
 from stoker.engine.reader import Engine
 
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter needs seconds for its imports

@@ -14,8 +14,8 @@ from stoker.base.errors import EngineError
 from stoker.builder.build import build
 from stoker.engine.config import FORMAT_VERSION
 from stoker.engine.reader import Engine
-from stoker.engine.source import DummySource
 from stoker.engine.tensor_file import read_header
+from stoker.engine.tensor_source import DummySource
 
 FILE = "rank0.safetensors"
 

@@ -13,7 +13,7 @@ from stoker.base.config import Mapping
 from stoker.builder import build as build_module
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.builder.convert import quantized
+from stoker.builder.conversion.convert import quantized
 from stoker.core.specs import LinearSpec
 from stoker.engine.reader import rank_file
 from stoker.quant.block_fp8 import BlockFp8

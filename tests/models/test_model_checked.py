@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from stoker.base.errors import CheckpointError, StokerError
-from stoker.models import resolve
-from stoker.models.checked import read_config
+from stoker.models import resolve_architecture
+from stoker.models.config_reader import read_model_config
 
 PUBLISHED = Path(__file__).parents[1] / "parity" / "published"
 WRONG = ("x", -1, None, 1.5, 10**12, [1, 2], float("nan"))
@@ -21,7 +21,7 @@ def published(name: str) -> dict[str, Any]:
 
 
 def believed(hf: dict[str, Any]) -> None:
-    read_config(resolve(hf), hf)
+    read_model_config(resolve_architecture(hf), hf)
 
 
 def test_published_files_are_believed() -> None:
@@ -45,16 +45,16 @@ def test_wrong_values_are_refused_or_harmless(name: str) -> None:
     ("name", "change", "message"),
     [
         ("Llama-2-7b-hf", {"vocab_size": "32000"}, r"wrong value \(Expected `int`, got `str` - at `\$\.vocab_size`"),
-        ("Llama-2-7b-hf", {"vocab_size": -1}, r"vocab_size=-1 is refused: a whole number from 1 to 16777216 belongs there"),
-        ("Llama-2-7b-hf", {"hidden_size": 10**12}, "is refused: a whole number from 1 to 262144"),
-        ("Llama-2-7b-hf", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is refused: a model has 1 to 4096 layers"),
+        ("Llama-2-7b-hf", {"vocab_size": -1}, r"vocab_size=-1 is refused: it must be a whole number from 1 to 16777216"),
+        ("Llama-2-7b-hf", {"hidden_size": 10**12}, "is refused: it must be a whole number from 1 to 262144"),
+        ("Llama-2-7b-hf", {"num_hidden_layers": 10**9}, "=1000000000 is refused: the number of layers must be from 1 to 4096"),
         ("Llama-2-7b-hf", {"num_hidden_layers": 0}, "num_hidden_layers=0 is refused"),
         ("Llama-2-7b-hf", {"num_key_value_heads": 5}, "num_kv_heads=5 is refused: it must divide the 32 heads"),
-        ("Llama-2-7b-hf", {"rms_norm_eps": float("nan")}, "eps=nan is refused: a finite number"),
-        ("Llama-2-7b-hf", {"rope_theta": -1.0}, "theta=-1.0 is refused: a finite number above 0"),
-        ("Llama-2-7b-hf", {"head_dim": 33}, "rotary dimensions=33 is refused: features turn in pairs"),
+        ("Llama-2-7b-hf", {"rms_norm_eps": float("nan")}, "eps=nan is refused: it must be a finite number of at least 0"),
+        ("Llama-2-7b-hf", {"rope_theta": -1.0}, "theta=-1.0 is refused: it must be a finite number above 0"),
+        ("Llama-2-7b-hf", {"head_dim": 33}, "rotary dimensions=33 is refused: features are rotated in pairs"),
         ("Llama-2-7b-hf", {"partial_rotary_factor": 2.0}, "rotary dimensions=256 is refused: a head has 128 features"),
-        ("Llama-2-7b-hf", {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}, "64 above 0 belong there"),
+        ("Llama-2-7b-hf", {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}, "needs 64 numbers above 0"),
         ("Llama-2-7b-hf", {"rope_scaling": "yarn"}, "config.json has a wrong value"),
         ("mpt-7b", {"attn_config": "x"}, "config.json has a wrong value"),
         ("mpt-7b", {"attn_config": {"alibi": True, "rope": True}}, "rope=True is not supported"),
@@ -78,4 +78,4 @@ def test_messages_name_the_field_the_value_and_the_limit(name: str, change: dict
 @pytest.mark.parametrize("names", [3, True, {"x": 1}, "LlamaForCausalLM", [3, None], [[]]])
 def test_architectures_that_are_no_list_of_names(names: Any) -> None:
     with pytest.raises(CheckpointError, match="unknown architecture"):
-        resolve(published("Llama-2-7b-hf") | {"architectures": names, "model_type": None})
+        resolve_architecture(published("Llama-2-7b-hf") | {"architectures": names, "model_type": None})

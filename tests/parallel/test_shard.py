@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
-from stoker.builder.shares import cut
+from stoker.builder.conversion.shard_plan import cut
 from stoker.core.specs import LinearSpec
 from stoker.deploy.lmi_ranks import rank_names
 from stoker.distributed.group import Group

@@ -67,7 +67,7 @@ def published(
     return Reference(save, logits, config.get("padded_vocab_size") or config["vocab_size"], positions)
 
 
-def relaid(config: dict[str, Any], model: Any, rename: Callable[[Tensors], Tensors]) -> Reference:
+def converted(config: dict[str, Any], model: Any, rename: Callable[[Tensors], Tensors]) -> Reference:
     """The weights of a model of transformers, in the publisher's layout."""
     return published(config, rename(dict(model.state_dict())), hf_logits(model))
 
@@ -103,7 +103,7 @@ def internlm() -> Reference:
         "bias": True,
         "rotary": {"base": 10000, "type": "dynamic"},
     }
-    return relaid(config, model, lambda w: w)
+    return converted(config, model, lambda w: w)
 
 
 def internlm2() -> Reference:
@@ -127,7 +127,7 @@ def internlm2() -> Reference:
         "rope_theta": 1e6,
         "rope_scaling": {"type": "dynamic", "factor": 2.0},
     }
-    return relaid(GROUPED | config, model, rename)
+    return converted(GROUPED | config, model, rename)
 
 
 def baichuan_7b(second: bool) -> Reference:
@@ -138,7 +138,7 @@ def baichuan_7b(second: bool) -> Reference:
         return fused(w, 3, "model.layers.{i}.self_attn.W_pack", _QKV)
 
     if not second:
-        return relaid(config, model, rename)
+        return converted(config, model, rename)
     tensors = rename(dict(model.state_dict()))
     with torch.no_grad():
         scaled = torch.nn.functional.normalize(model.lm_head.weight)
@@ -174,7 +174,7 @@ def qwen(trained: int) -> Reference:
         "layer_norm_epsilon": 1e-6, "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True,
     }  # fmt: skip
     if trained >= POSITIONS:
-        return relaid(config, model, lambda w: qwen_tensors(model))
+        return converted(config, model, lambda w: qwen_tensors(model))
     tensors = qwen_tensors(model)
     return published(config, tensors, oracles.qwen_1(tensors, 5, 3, 1e-6, trained, POSITIONS))
 
@@ -200,7 +200,7 @@ def chatglm2(ratio: float, linear: bool) -> Reference:
         "seq_length": POSITIONS, "add_qkv_bias": True, "layernorm_epsilon": 1e-5, "rope_ratio": ratio,
         "_name_or_path": "THUDM/chatglm2-6b-32k" if linear else "THUDM/chatglm3-6b-32k",
     }  # fmt: skip
-    return relaid(config, model, rename)
+    return converted(config, model, rename)
 
 
 def glm_tensors(prefix: str, width: int, extra: Tensors) -> Tensors:
@@ -266,7 +266,7 @@ def santacoder() -> Reference:
         return out
 
     config = GPT | {"architectures": ["GPT2LMHeadCustomModel"], "model_type": "gpt2", "attention_head_type": "multiquery"}
-    return relaid(config | {"activation_function": "gelu_pytorch_tanh"}, model, rename)
+    return converted(config | {"activation_function": "gelu_pytorch_tanh"}, model, rename)
 
 
 def deepseek_moe() -> Reference:
@@ -295,7 +295,7 @@ def deepseek_moe() -> Reference:
         "architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "n_routed_experts": 8, "n_shared_experts": 2,
         "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
     }  # fmt: skip
-    return relaid(config, model, rename)
+    return converted(config, model, rename)
 
 
 def gemma3_seeing() -> Reference:

@@ -19,14 +19,14 @@ from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec
 from stoker.layers.decoder import declare
 from stoker.layers.shard import Sharding, local_spec
-from stoker.models import resolve, rows
+from stoker.models import all_architectures, resolve_architecture
 
 FILES = Path(__file__).parent / "published"
 
 
 def read(name: str) -> ModelConfig:
     hf = PUBLISHED[name][0]
-    return resolve(hf).config(hf)
+    return resolve_architecture(hf).read_config(hf)
 
 
 def count(config: ModelConfig) -> int:
@@ -122,11 +122,11 @@ def test_every_published_file_is_built() -> None:
     assert {file.stem for file in FILES.glob("*.json")} == set(CHECKPOINTS)
 
 
-def test_the_families_of_both_tables_are_all_of_them() -> None:
-    read_rows = {resolve(hf).name for hf, _ in PUBLISHED.values()} | {
-        resolve(json.loads((FILES / f"{name}.json").read_text())).name for name in CHECKPOINTS
+def test_every_row_has_a_published_size() -> None:
+    read_rows = {resolve_architecture(hf).name for hf, _ in PUBLISHED.values()} | {
+        resolve_architecture(json.loads((FILES / f"{name}.json").read_text())).name for name in CHECKPOINTS
     }
-    assert {row.name for row in rows()} == read_rows
+    assert {row.name for row in all_architectures()} == read_rows
 
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), [("DeepSeek-V2-Lite", 4, 1), ("falcon-180B", 8, 1), ("gpt-oss-120b", 4, 1)])

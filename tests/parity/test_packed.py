@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from stoker.base.errors import CheckpointError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.builder.packed import FP4, unpack_mxfp4
+from stoker.builder.prequantized.methods import FP4, unpack_mxfp4
 
 PROMPT = list(range(3, 40))
 BLOCK = (16, 8)  # sizes of the tiny model are no multiples of it

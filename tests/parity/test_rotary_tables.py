@@ -14,8 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.core.model_config import RopeConfig
 from stoker.layers.rope import rope_table
-from stoker.models import ARCHITECTURES
-from stoker.models.read import with_rotary
+from stoker.models import get_architecture
+from stoker.models.rotary_override import override_rotary
 
 HEAD = 64
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 4096}
@@ -40,8 +40,8 @@ def test_tables_are_those_of_transformers(name: str, length: int) -> None:
     kwargs = {"original_max_position_embeddings": 1024} if kind == "longrope" else {}
     config = (Phi3Config if kind == "longrope" else LlamaConfig)(**SIZES, **kwargs, rope_parameters=dict(parameters))
     inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
-    row = ARCHITECTURES.get("Phi3ForCausalLM" if kind == "longrope" else "LlamaForCausalLM")
-    read = row.config(SIZES | kwargs | {"rope_parameters": parameters}).layers[0].attention.rope
+    row = get_architecture("Phi3ForCausalLM" if kind == "longrope" else "LlamaForCausalLM")
+    read = row.read_config(SIZES | kwargs | {"rope_parameters": parameters}).layers[0].attention.rope
 
     table = rope_table(read, length, "cpu")
     angles = torch.arange(length)[:, None].double() * inv_freq.double()
@@ -72,13 +72,13 @@ def test_angles_hold_far_out() -> None:
 
 
 def test_settings_of_the_build_replace_the_checkpoints() -> None:
-    config = ARCHITECTURES.get("LlamaForCausalLM").config(SIZES)
-    changed = with_rotary(config, base=5e5, scaling="linear", factor=4.0)
+    config = get_architecture("LlamaForCausalLM").read_config(SIZES)
+    changed = override_rotary(config, base=5e5, scaling="linear", factor=4.0)
     rope = changed.layers[-1].attention.rope
     assert rope == RopeConfig(dim=HEAD, theta=5e5, scaling="linear", factor=4.0, original_max_positions=4096)
     assert changed.max_positions == 4 * 4096
-    stretched = ARCHITECTURES.get("LlamaForCausalLM").config(SIZES | {"rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert with_rotary(stretched, base=5e5).layers[0].attention.rope.factor == 2.0
+    stretched = get_architecture("LlamaForCausalLM").read_config(SIZES | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert override_rotary(stretched, base=5e5).layers[0].attention.rope.factor == 2.0
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def test_settings_of_the_build_replace_the_checkpoints() -> None:
         ("LlamaForCausalLM", {"base": 0.0}, "rotary_base=0.0 is refused"),
         ("LlamaForCausalLM", {"base": math.nan}, "rotary_base=nan is refused"),
         ("GPT2LMHeadModel", {"base": 2.0}, "has no rotary positions"),
-        ("GptOssForCausalLM", {"scaling": "linear", "factor": 2.0}, "stretches its positions itself .yarn"),
+        ("GptOssForCausalLM", {"scaling": "linear", "factor": 2.0}, "already scales its positions .yarn"),
     ],
 )
 def test_settings_of_the_build_that_cannot_be_right(name: str, given: dict[str, Any], says: str) -> None:
     own = {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}} if "Oss" in name else {}
     with pytest.raises(ConfigError, match=says):
-        with_rotary(ARCHITECTURES.get(name).config(own), **given)
+        override_rotary(get_architecture(name).read_config(own), **given)
 
 
 def test_an_unknown_scaling_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"rope_scaling of type 'spiral'.*yarn"):
-        ARCHITECTURES.get("LlamaForCausalLM").config(SIZES | {"rope_scaling": {"type": "spiral", "factor": 2.0}})
+        get_architecture("LlamaForCausalLM").read_config(SIZES | {"rope_scaling": {"type": "spiral", "factor": 2.0}})
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -119,6 +119,6 @@ def test_a_whole_model_past_the_trained_length(kind: str) -> None:
     model = hf_model("Llama" if kind == "dynamic" else "Phi3", **sizes, rope_parameters=scaling)
     rotary = model.model.rotary_emb
     cos, sin = rotary(torch.zeros(1), torch.arange(96)[None])
-    row = ARCHITECTURES.get(type(model).__name__)
-    table = rope_table(row.config(model.config.to_dict()).layers[0].attention.rope, 96, "cpu")
+    row = get_architecture(type(model).__name__)
+    table = rope_table(row.read_config(model.config.to_dict()).layers[0].attention.rope, 96, "cpu")
     assert torch.allclose(table, torch.cat((cos[0, :, :4], sin[0, :, :4]), -1), atol=2e-5)

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError, EngineError
-from stoker.builder import calibration_text
-from stoker.builder.accuracy import check_accuracy
 from stoker.builder.build import build
-from stoker.builder.calibrate import State
-from stoker.builder.calibration_text import calibration_windows, read_text
+from stoker.builder.calibration import text as calibration_text
+from stoker.builder.calibration.calibrate import State
+from stoker.builder.calibration.text import calibration_windows, read_text
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import prepare
+from stoker.builder.verification.accuracy import check_accuracy
 from stoker.distributed.group import SINGLE
+from stoker.engine.layerwise import LayerStream, Scores, windows
 from stoker.engine.reader import Engine
-from stoker.engine.stream import LayerStream, Scores, windows
 from stoker.layers.loader import Loader
 from stoker.quant.calibration import TensorTable, default_text, held_out_text
 
@@ -175,7 +175,7 @@ def test_the_accuracy_check_at_its_edges(
 ) -> None:
     """Nothing may be lost: what loses nothing passes, what has no perplexity does not."""
     runs = iter((Scores(nll=100.0, count=50), Scores(nll=100.0 + after, count=50)))
-    monkeypatch.setattr("stoker.builder.accuracy._run", lambda *_: next(runs))
+    monkeypatch.setattr("stoker.builder.verification.accuracy._run", lambda *_: next(runs))
     config = BuildConfig(quantization="WEIGHTS_ONLY_INT8", max_perplexity_increase=0.0, **QUICK)
     with pytest.raises(EngineError, match=says) if says else contextlib.nullcontext():
         build(checkpoint, tmp_path / "engine", config)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
-from stoker.builder.calibrate import CheckpointSource, dense_tensors
+from stoker.builder.calibration.calibrate import CheckpointSource, dense_tensors
 from stoker.builder.config import BuildConfig
 from stoker.builder.prepare import Prepared, prepare
 from stoker.core.model_config import AttentionConfig, MLAConfig, NormConfig, RopeConfig
 from stoker.core.specs import LinearSpec
 from stoker.distributed.group import SINGLE
-from stoker.engine.stream import LayerStream, windows
+from stoker.engine.layerwise import LayerStream, windows
 from stoker.kernels.reference.rope import spread
 from stoker.layers.decoder import layer_specs
 from stoker.layers.loader import Loader

@@ -19,10 +19,10 @@ from stoker.base.config import Mapping
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.builder.gguf_kept import KEPT
-from stoker.builder.kept import dequantize
+from stoker.builder.gguf.blocks import KEPT
+from stoker.builder.prequantized.import_weights import dequantize
+from stoker.engine.layerwise import LayerStream, windows
 from stoker.engine.reader import Engine
-from stoker.engine.stream import LayerStream, windows
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
 from stoker.quant.fp8 import Fp8

@@ -14,7 +14,7 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.model_config import AttentionConfig, RopeConfig
-from stoker.engine.stream import LayerStream, windows
+from stoker.engine.layerwise import LayerStream, windows
 from stoker.kernels import ops
 from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.reference.rope import quantize, spread

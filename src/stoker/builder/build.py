@@ -15,19 +15,19 @@ import msgspec
 import torch
 
 from stoker.base.config import check_choice
-from stoker.builder.accuracy import check_accuracy
-from stoker.builder.calibrate import Calibrated, calibrate, forget, needs_calibration, work_device
-from stoker.builder.calibration_text import calibration_windows
+from stoker.builder.calibration.calibrate import Calibrated, calibrate, forget, needs_calibration, work_device
+from stoker.builder.calibration.text import calibration_windows
 from stoker.builder.config import VERIFY, BuildConfig
-from stoker.builder.convert import convert, stored_tensors
-from stoker.builder.generation import write_generation
+from stoker.builder.conversion.convert import convert, stored_tensors
+from stoker.builder.conversion.shard_plan import RankShare, file_order
+from stoker.builder.generation_config import write_generation
 from stoker.builder.prepare import Prepared, prepare, quantizes
-from stoker.builder.shares import RankShare, file_order
-from stoker.builder.tokenizer import write_tokenizer
-from stoker.builder.verify import Greedy, verify_files, verify_tokens
+from stoker.builder.tokenizers.write import write_tokenizer
+from stoker.builder.verification.accuracy import check_accuracy
+from stoker.builder.verification.greedy_tokens import Greedy, verify_files, verify_tokens
 from stoker.engine.cache import cached_engine
 from stoker.engine.config import EngineConfig, rank_metadata
-from stoker.engine.directory import check_free, publish, record, sync, workspace, write_config
+from stoker.engine.publish import check_free, publish, record, sync, workspace, write_config
 from stoker.engine.reader import CONFIG, Engine, rank_file
 from stoker.engine.tensor_file import PINNED_BYTES, FileRecord, TensorFileWriter, num_bytes
 

@@ -8,8 +8,8 @@ import os
 import msgspec
 import torch
 
-from stoker.builder.names import weight_names
-from stoker.builder.shares import RankShare
+from stoker.builder.conversion.shard_plan import RankShare
+from stoker.builder.conversion.tensor_plan import weight_names
 from stoker.core.model_config import AttentionConfig, MLPConfig, ModelConfig
 from stoker.distributed.pipeline import stage_layers
 from stoker.engine.config import EngineConfig

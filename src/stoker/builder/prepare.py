@@ -14,21 +14,21 @@ import torch
 from stoker import __version__
 from stoker.base.config import Mapping
 from stoker.base.errors import CheckpointError, ConfigError
-from stoker.builder.checkpoint import Checkpoint, open_checkpoint
+from stoker.builder.checkpoint.canonical_names import LogicalWeights
+from stoker.builder.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from stoker.builder.checkpoint.fingerprint import fingerprint
+from stoker.builder.checkpoint.hub import fetch
 from stoker.builder.config import BuildConfig, fit_limits
-from stoker.builder.fetch import fetch
-from stoker.builder.fingerprint import fingerprint
-from stoker.builder.kept import keepable
-from stoker.builder.logical import LogicalWeights
-from stoker.builder.names import Making, plan
-from stoker.builder.shares import check_shares, fit_recipe
+from stoker.builder.conversion.shard_plan import check_shares, fit_recipe
+from stoker.builder.conversion.tensor_plan import Making, plan
+from stoker.builder.prequantized.import_weights import keepable
 from stoker.core.model_config import ModelConfig, MoEConfig
 from stoker.core.specs import LinearSpec
 from stoker.engine.config import EngineConfig, Origin, Target
 from stoker.layers.decoder import declare, layer_specs
-from stoker.models import Architecture, check_version, resolve
-from stoker.models.checked import read_config
-from stoker.models.read import with_rotary
+from stoker.models import Architecture, check_version, resolve_architecture
+from stoker.models.config_reader import read_model_config
+from stoker.models.rotary_override import override_rotary
 from stoker.quant.dense import Dense
 from stoker.quant.format import Format
 from stoker.quant.int8_grouped import GroupedInt8
@@ -164,11 +164,11 @@ def read_model(checkpoint: Checkpoint, versions: dict[str, str] | None = None) -
     `versions` decide where config.json leaves them open. Raises ConfigError for a version that it contradicts.
     """
     versions = versions or {}
-    architecture = resolve(checkpoint.config)
+    architecture = resolve_architecture(checkpoint.config)
     for option, value in versions.items():
         check_version(architecture, checkpoint.config, option, value)
     try:
-        return architecture, read_config(architecture, checkpoint.config | versions)
+        return architecture, read_model_config(architecture, checkpoint.config | versions)
     except CheckpointError as problem:
         raise CheckpointError(f"{checkpoint.name}: {problem.message}", cure=problem.cure) from None
 
@@ -181,7 +181,7 @@ def adapted(model: ModelConfig, build: BuildConfig) -> ModelConfig:
         raise ConfigError(f"rotary_dim={build.rotary_dim}: the checkpoint has {found}.", cure="Leave it out.")
     if not build.changes_positions:
         return model
-    return with_rotary(model, base=build.rotary_base, scaling=build.rotary_scaling_type, factor=build.rotary_scaling_factor)
+    return override_rotary(model, base=build.rotary_base, scaling=build.rotary_scaling_type, factor=build.rotary_scaling_factor)
 
 
 def own_dtype(checkpoint: Checkpoint) -> str:

@@ -47,8 +47,8 @@ def perplexity(
     from stoker.base.config import DEVICES, check_choice
     from stoker.base.errors import EngineError
     from stoker.cli.progress import Bars
+    from stoker.engine.layerwise import LayerStream, windows
     from stoker.engine.reader import Engine
-    from stoker.engine.stream import LayerStream, windows
 
     if device is not None:
         check_choice("device", device, DEVICES)

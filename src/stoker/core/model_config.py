@@ -184,7 +184,7 @@ class ModelConfig(Frozen, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, layers=tuple(layers))
 
 
-def encode(config: ModelConfig) -> dict:
+def encode_model(config: ModelConfig) -> dict:
     """The config as plain JSON data. Equal neighbouring layers are stored once with a count."""
     data = msgspec.to_builtins(config)
     runs: list[list] = []
@@ -197,8 +197,8 @@ def encode(config: ModelConfig) -> dict:
     return data
 
 
-def decode(data: dict) -> ModelConfig:
-    """The inverse of `encode`. Raises msgspec.ValidationError naming the path of a wrong value."""
+def decode_model(data: dict) -> ModelConfig:
+    """The inverse of `encode_model`. Raises msgspec.ValidationError naming the path of a wrong value."""
     runs = data.get("layers", [])
     layers = [run["layer"] for run in runs for _ in range(int(run["count"]))]
     return msgspec.convert({**data, "layers": layers}, ModelConfig)

@@ -12,7 +12,7 @@ from stoker.base import env
 from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
 from stoker.engine.config import EngineConfig, address
-from stoker.engine.directory import leftovers
+from stoker.engine.publish import leftovers
 from stoker.engine.reader import Engine
 
 log = get_logger(__name__)

@@ -10,8 +10,7 @@ import msgspec
 
 from stoker.base.config import DEVICES, DTYPES, Limits, Mapping, check_choice
 from stoker.base.errors import ConfigError, EngineError
-from stoker.core import model_config as layers_config
-from stoker.core.model_config import ModelConfig
+from stoker.core.model_config import ModelConfig, decode_model, encode_model
 from stoker.engine.tensor_file import FileRecord
 from stoker.layers.shard import Sharding
 from stoker.quant import recipe as recipes
@@ -77,7 +76,7 @@ def rank_metadata(config: EngineConfig, rank: int) -> dict[str, str]:
 def encode(config: EngineConfig) -> bytes:
     """The text of config.json."""
     plain = {"format_version": FORMAT_VERSION, "stoker_version": config.stoker_version}
-    plain["model"] = layers_config.encode(config.model)
+    plain["model"] = encode_model(config.model)
     plain["recipe"] = recipes.encode(config.recipe)
     for name in ("limits", "dtype", "mapping", "target", "weights", "checkpoint", "files", "checks"):
         plain[name] = msgspec.to_builtins(getattr(config, name))
@@ -88,7 +87,7 @@ def decode(plain: dict[str, Any], path: object) -> EngineConfig:
     """The inverse of `encode`, from parsed JSON. Raises EngineError naming `path` and the field that is wrong."""
     try:
         fields = {name: plain[name] for name in plain if name not in ("format_version", "model", "recipe")}
-        fields["model"] = layers_config.decode(plain["model"])
+        fields["model"] = decode_model(plain["model"])
         fields["recipe"] = recipes.decode(plain["recipe"])
         names = EngineConfig.__struct_fields__
         types = {f.name: f.type for f in msgspec.structs.fields(EngineConfig)}

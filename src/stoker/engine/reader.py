@@ -14,8 +14,8 @@ from stoker import __version__
 from stoker.base.errors import EngineError
 from stoker.distributed.group import SINGLE, Group
 from stoker.engine.config import FORMAT_VERSION, EngineConfig, decode, rank_metadata
-from stoker.engine.source import DummySource, FileSource
 from stoker.engine.tensor_file import read_metadata
+from stoker.engine.tensor_source import DummySource, FileSource
 from stoker.layers.loader import Loader
 from stoker.quant.format import TensorSource
 

@@ -1,12 +1,11 @@
-"""One file per family; importing the package imports each, which fills ARCHITECTURES."""
+"""The table of architectures: which checkpoints can be built, how their config.json is read, and what their weights are called.
 
-import importlib
-import pkgutil
+`architectures/` holds the rows, one file per model family. The other modules are shared: `architecture.py` defines a row, `registry.py`
+collects the rows and finds the one for a config.json, `config_reader.py` reads and checks a config.json, `config_fields.py` and
+`tensor_transforms.py` are the helpers that rows are written with, and `rotary_override.py` applies the rotary settings of a build.
+"""
 
-from stoker.models.architecture import ARCHITECTURES, Architecture
-from stoker.models.resolve import check_version, resolve, rows
+from stoker.models.architecture import Architecture
+from stoker.models.registry import all_architectures, check_version, get_architecture, resolve_architecture
 
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_module.name)
-
-__all__ = ["ARCHITECTURES", "Architecture", "check_version", "resolve", "rows"]
+__all__ = ["Architecture", "all_architectures", "check_version", "get_architecture", "resolve_architecture"]

@@ -1,4 +1,4 @@
-"""What an architecture file declares: how its config.json reads, and which checkpoint tensors make each engine tensor."""
+"""A row of the architecture table: how a config.json is read, and which checkpoint tensors make each engine tensor."""
 
 from __future__ import annotations
 
@@ -9,60 +9,50 @@ from typing import Any
 
 from torch import Tensor
 
-from stoker.base.registry import Registry
 from stoker.core.model_config import ModelConfig
 
-# HF config.json data → ModelConfig.
-ReadConfig = Callable[[dict[str, Any]], ModelConfig]
+# Converts the data of a Hugging Face config.json into a ModelConfig.
+ConfigReader = Callable[[dict[str, Any]], ModelConfig]
 
 
 @dataclass(frozen=True, slots=True)
-class Custom:
-    """An engine tensor made by a function. `combine` gets the sources' tensors in order; their names may hold {i} and {e}.
+class Transformed:
+    """An engine tensor that a function computes from checkpoint tensors.
 
-    It is applied to weights and biases alike, and to tensors on the meta device when shapes are checked.
+    `transform` receives the tensors named in `sources`, in that order, and the model config. Source names may contain `{i}` and `{e}`. The
+    function is applied to weights and biases alike, and to meta tensors when shapes are checked.
     """
 
     sources: tuple[str, ...]
-    combine: Callable[[list[Tensor], ModelConfig], Tensor]
+    transform: Callable[[list[Tensor], ModelConfig], Tensor]
 
 
-# Engine name → checkpoint name(s). Names are of modules: ".weight" and ".bias" follow on both sides.
-# "{i}" is the layer, "{e}" the expert (stacked along a new first axis). A tuple is concatenated along rows.
-# A name that ends in a tensor suffix itself (".weight", ".bias", or listed in full) is taken as it stands.
-Names = dict[str, str | tuple[str, ...] | Custom]
+# Maps engine names to checkpoint names. Both are module names: ".weight" and ".bias" are appended on both sides. "{i}" stands for the
+# layer index and "{e}" for the expert index; experts are stacked along a new first axis. A tuple is concatenated along the rows. A
+# checkpoint name that already ends in ".weight" or ".bias", and an engine name given in full, are used as they are.
+TensorNames = dict[str, str | tuple[str, ...] | Transformed]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Architecture:
-    """One kind of model: a row of ARCHITECTURES under the name that config.json's `architectures` gives."""
+    """One kind of model, registered under the name that config.json lists in `architectures`."""
 
     name: str
-    config: ReadConfig
-    names: Callable[[ModelConfig], Names]
-    family: str  # for people: "Llama 1, 2, 3"
-    oracle: str  # what its parity test compares with
-    model_types: tuple[str, ...] = ()  # config.json's `model_type`, for when `architectures` is absent
+    read_config: ConfigReader
+    tensor_names: Callable[[ModelConfig], TensorNames]
+    family: str  # the published models, for documentation: "Llama 1, 2, 3"
+    oracle: str  # the implementation that the parity test compares with, for documentation
+    model_types: tuple[str, ...] = ()  # values of config.json's `model_type`, used when `architectures` is absent
     aliases: tuple[str, ...] = ()  # other names in `architectures`
-    variant: Callable[[dict[str, Any]], str | None] | None = None  # the row that a config.json of this name really is
-    ignored: tuple[str, ...] = ()  # fnmatch patterns of checkpoint tensors that carry no weights (rotary tables, masks)
-    optional: tuple[str, ...] = ()  # checkpoint tensors that may be absent or present (a tied head)
-    renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement): older spellings of checkpoint tensors
-    versions: Mapping[str, Callable[[dict[str, Any]], tuple[str, ...]]] = field(default_factory=dict)  # option → what config.json is
-    tensor_parallel: str = "any"  # what limits or costs the number of ranks
+    variant: Callable[[dict[str, Any]], str | None] | None = None  # returns the row to use instead, for names that several models share
+    ignored_tensors: tuple[str, ...] = ()  # fnmatch patterns of checkpoint tensors that hold no weights (rotary tables, masks)
+    tensor_renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement) for older spellings of tensor names
+    # Foreign option that names a model version, such as gpt_model_version → the values that agree with a config.json.
+    version_options: Mapping[str, Callable[[dict[str, Any]], tuple[str, ...]]] = field(default_factory=dict)
+    tensor_parallel: str = "any"  # restrictions on the number of ranks, for documentation
 
-    def canonical(self, tensor: str) -> str:
-        """A checkpoint tensor's name as `names` spells it."""
-        for pattern, replacement in self.renames:
+    def canonical_name(self, tensor: str) -> str:
+        """The name of a checkpoint tensor in the spelling that `tensor_names` uses."""
+        for pattern, replacement in self.tensor_renames:
             tensor = re.sub(pattern, replacement, tensor)
         return tensor
-
-
-ARCHITECTURES: Registry[Architecture] = Registry("architecture")
-
-
-def register(*rows: Architecture) -> None:
-    """Add rows to the table, under their names and aliases."""
-    for row in rows:
-        for name in (row.name, *row.aliases):
-            ARCHITECTURES.add(name, row)

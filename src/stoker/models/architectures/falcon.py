@@ -1,0 +1,80 @@
+"""Falcon: attention and MLP in parallel over a fused qkv projection.
+
+Falcon 7B is multi-query; 40B, 180B and 11B have grouped queries. The RefinedWeb models (RW) are sequential and use ALiBi.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
+from stoker.models.architecture import Architecture, TensorNames, Transformed
+from stoker.models.config_fields import read_activation, read_max_positions, read_rope, require_values, with_defaults
+from stoker.models.tensor_transforms import ungroup_qkv
+
+
+@with_defaults(
+    aliases={"n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+    vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, layer_norm_epsilon=1e-5, alibi=False,
+    new_decoder_architecture=False, multi_query=True, parallel_attn=True, bias=False, activation="gelu", tie_word_embeddings=True,
+)  # fmt: skip
+def falcon_config(hf: dict[str, Any]) -> ModelConfig:
+    require_values(hf, apply_residual_connection_post_layernorm=False)
+    hidden, heads, bias, grouped = hf["hidden_size"], hf["num_attention_heads"], bool(hf["bias"]), hf["new_decoder_architecture"]
+    size = hidden // heads
+    norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=(hf.get("num_kv_heads") or heads) if grouped else 1 if hf["multi_query"] else heads,
+        head_size=size,
+        qkv_bias=bias,
+        out_bias=bias,
+        rope=None if hf["alibi"] else read_rope(hf, dim=size),
+        alibi=bool(hf["alibi"]),
+        alibi_scale=size**-0.5 if hf["alibi"] else 1.0,
+    )
+    width = hf.get("ffn_hidden_size") or 4 * hidden
+    mlp = MLPConfig(size=width, activation=read_activation(hf, "activation"), gated=False, up_bias=bias, down_bias=bias)
+    parallel = grouped or hf["parallel_attn"]
+    num_norms = hf.get("num_ln_in_parallel_attn") or (2 if grouped else 1)
+    layer = LayerConfig(
+        attention=attention, mlp=mlp, norm=norm, layout="parallel" if parallel else "pre", parallel_norms=num_norms if parallel else 1
+    )
+    return ModelConfig(
+        architecture="FalconForCausalLM",
+        vocab_size=hf["vocab_size"],
+        hidden_size=hidden,
+        max_positions=read_max_positions(hf, attention.rope),
+        layers=(layer,) * hf["num_hidden_layers"],
+        norm=norm,
+        tie_head=bool(hf["tie_word_embeddings"]),
+    )
+
+
+def falcon_names(config: ModelConfig) -> TensorNames:
+    layer = "transformer.h.{i}"
+    two_norms = config.layers[0].parallel_norms == 2
+    return {
+        "embed": "transformer.word_embeddings",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+        "layers.{i}.attention_norm": f"{layer}.ln_attn" if two_norms else f"{layer}.input_layernorm",
+        "layers.{i}.mlp_norm": f"{layer}.ln_mlp" if two_norms else f"{layer}.post_attention_layernorm",
+        "layers.{i}.attention.qkv": Transformed((f"{layer}.self_attention.query_key_value",), ungroup_qkv),
+        "layers.{i}.attention.out": f"{layer}.self_attention.dense",
+        "layers.{i}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
+        "layers.{i}.mlp.down": f"{layer}.mlp.dense_4h_to_h",
+    }
+
+
+ARCHITECTURES = (
+    Architecture(
+        name="FalconForCausalLM",
+        read_config=falcon_config,
+        tensor_names=falcon_names,
+        family="Falcon 7B, 40B, 180B, 11B, RW",
+        oracle="transformers",
+        model_types=("falcon",),
+        ignored_tensors=("*.rotary_emb.inv_freq",),
+    ),
+)

@@ -1,0 +1,140 @@
+"""Gemma 1, 2, and the text model of Gemma 3.
+
+Gemma 1 is Llama with scaled embeddings and norms that multiply by 1 + w. Gemma 2 adds soft caps, norms before and after each block, and
+sliding-window layers between full-attention layers. Gemma 3 replaces the caps with q/k norms, and gives sliding-window layers their own
+rotary base.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stoker.core.model_config import ModelConfig, NormConfig
+from stoker.models.architecture import Architecture, TensorNames, Transformed
+from stoker.models.architectures.llama import llama_config, llama_names
+from stoker.models.config_fields import read_layer_types, read_rope, replace_fields, require_values, with_defaults
+from stoker.models.tensor_transforms import add_one
+
+
+@with_defaults(
+    vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=16, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6, tie_word_embeddings=True,
+)  # fmt: skip
+def gemma_config(hf: dict[str, Any], *, architecture: str = "GemmaForCausalLM", **attention: Any) -> ModelConfig:
+    require_values(hf, use_bidirectional_attention=False)
+    # Early files have hidden_act=gelu, but the models were trained with the tanh form, as hidden_activation says.
+    hf = hf | {"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh"}
+    norm = NormConfig(eps=hf["rms_norm_eps"], wide=True)
+    config = llama_config(hf, architecture=architecture, **attention)
+    return replace_fields(config, layer={"norm": norm}, norm=norm, embed_scale=hf["hidden_size"] ** 0.5)
+
+
+_GEMMA2_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+
+
+@with_defaults(**_GEMMA2_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0, sliding_window_pattern=2)
+def gemma2_config(hf: dict[str, Any], *, architecture: str = "Gemma2ForCausalLM", **attention: Any) -> ModelConfig:
+    scale = hf["query_pre_attn_scalar"] ** -0.5
+    config = gemma_config(hf, architecture=architecture, scale=scale, softcap=hf["attn_logit_softcapping"], **attention)
+    local = {"window": hf["sliding_window"]}
+    layer_types = read_layer_types(hf, config.num_layers)
+    return replace_fields(
+        config,
+        layer={"layout": "sandwich"},
+        attention=lambda i: local if layer_types[i] == "sliding_attention" else {},
+        logit_softcap=hf["final_logit_softcapping"],
+    )
+
+
+@with_defaults(
+    **_GEMMA2_DEFAULTS, vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None, attn_logit_softcapping=None,
+    head_dim=256, rms_norm_eps=1e-6, sliding_window_pattern=6, rope_local_base_freq=10000.0,
+)  # fmt: skip
+def gemma3_config(hf: dict[str, Any], *, architecture: str = "Gemma3ForCausalLM") -> ModelConfig:
+    norm = NormConfig(eps=hf["rms_norm_eps"], wide=True)
+    global_rope = read_rope(hf, dim=hf["head_dim"], theta=1e6, kind="full_attention")
+    local_parameters = (hf.get("rope_parameters") or {}).get("sliding_attention") or {}
+    local_rope = read_rope(local_parameters, dim=hf["head_dim"], theta=hf["rope_local_base_freq"])
+    if local_parameters:
+        local_rope = msgspec.structs.replace(local_rope, theta=float(local_parameters.get("rope_theta") or hf["rope_local_base_freq"]))
+    config = gemma2_config(hf, architecture=architecture, qk_norm=norm, rope=global_rope)
+    layer_types = read_layer_types(hf, config.num_layers)
+    return replace_fields(config, attention=lambda i: {"rope": local_rope} if layer_types[i] == "sliding_attention" else {})
+
+
+def gemma3_text_config(hf: dict[str, Any]) -> ModelConfig:
+    """The language model of a multimodal checkpoint."""
+    text = dict(hf.get("text_config") or {})
+    return gemma3_config({"tie_word_embeddings": hf.get("tie_word_embeddings", True)} | text, architecture="Gemma3ForConditionalGeneration")
+
+
+def gemma_names(config: ModelConfig) -> TensorNames:
+    return _with_one_plus_norms(llama_names(config))
+
+
+def gemma2_names(config: ModelConfig) -> TensorNames:
+    layer = "model.layers.{i}"
+    names = llama_names(config) | {
+        "layers.{i}.attention_post_norm": f"{layer}.post_attention_layernorm",
+        "layers.{i}.mlp_norm": f"{layer}.pre_feedforward_layernorm",
+        "layers.{i}.mlp_post_norm": f"{layer}.post_feedforward_layernorm",
+    }
+    return _with_one_plus_norms(names)
+
+
+def _with_one_plus_norms(names: TensorNames) -> TensorNames:
+    """`names` with every norm weight w stored as 1 + w."""
+    return {
+        key: Transformed((source,), add_one) if key.endswith("norm") and isinstance(source, str) else source
+        for key, source in names.items()
+    }
+
+
+# The prefixes with which transformers 4 and 5 save the language model.
+_LANGUAGE_MODEL_PREFIXES = (
+    (r"^language_model\.model\.", "model."),
+    (r"^model\.language_model\.", "model."),
+    (r"^language_model\.lm_head", "lm_head"),
+)
+ARCHITECTURES = (
+    Architecture(
+        name="GemmaForCausalLM",
+        read_config=gemma_config,
+        tensor_names=gemma_names,
+        family="Gemma 1",
+        oracle="transformers",
+        model_types=("gemma",),
+        ignored_tensors=("*.rotary_emb.inv_freq",),
+    ),
+    Architecture(
+        name="Gemma2ForCausalLM",
+        read_config=gemma2_config,
+        tensor_names=gemma2_names,
+        family="Gemma 2",
+        oracle="transformers",
+        model_types=("gemma2",),
+    ),
+    Architecture(
+        name="Gemma3ForCausalLM",
+        read_config=gemma3_config,
+        tensor_names=gemma2_names,
+        family="Gemma 3 (1B)",
+        oracle="transformers",
+        model_types=("gemma3_text",),
+    ),
+    Architecture(
+        name="Gemma3ForConditionalGeneration",
+        read_config=gemma3_text_config,
+        tensor_names=gemma2_names,
+        family="Gemma 3 (text of 4B, 12B, 27B)",
+        oracle="transformers",
+        model_types=("gemma3",),
+        ignored_tensors=("*vision_tower.*", "*multi_modal_projector.*"),
+        tensor_renames=_LANGUAGE_MODEL_PREFIXES,
+    ),
+)

@@ -1,0 +1,151 @@
+"""Reads the fields of a Hugging Face config.json that many model families share.
+
+In this package, `hf` always is the data of a config.json.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from stoker.base.errors import CheckpointError
+from stoker.core.model_config import ModelConfig, RopeConfig
+from stoker.layers.rope import METHODS
+
+# config.json's name of an activation → ours.
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_quick", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
+
+# Keys that the configuration class of GPT-2 accepts in addition to its own.
+GPT_KEY_ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+# New values of fields, the same for every layer or computed from the layer index.
+LayerFields = dict[str, Any] | Callable[[int], dict[str, Any]]
+
+
+def with_defaults(
+    aliases: dict[str, str] | None = None, **values: Any
+) -> Callable[[Callable[..., ModelConfig]], Callable[..., ModelConfig]]:
+    """Decorator of a config reader: fills in the keys that config.json leaves out.
+
+    `values` are the defaults of the family's configuration class in transformers, or of its publisher's. `aliases` maps other spellings of
+    a key to the spelling that the reader uses; a null value under an alias is ignored.
+    """
+
+    def decorate(read_config: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
+        @functools.wraps(read_config)
+        def read_with_defaults(hf: dict[str, Any], **options: Any) -> ModelConfig:
+            renamed = {key: hf[alias] for alias, key in (aliases or {}).items() if hf.get(alias) is not None}
+            return read_config({**values, **hf, **renamed}, **options)
+
+        return read_with_defaults
+
+    return decorate
+
+
+def replace_fields(
+    config: ModelConfig, *, attention: LayerFields | None = None, layer: LayerFields | None = None, **model: Any
+) -> ModelConfig:
+    """A copy of `config` with fields replaced: in the attention of every layer, in every layer, and in the model itself.
+
+    `attention` and `layer` are dictionaries, or functions from the layer index to a dictionary.
+    """
+
+    def fields_of(given: LayerFields | None, i: int) -> dict[str, Any]:
+        return given(i) if callable(given) else given or {}
+
+    layers = []
+    for i, old in enumerate(config.layers):
+        new_attention = msgspec.structs.replace(old.attention, **fields_of(attention, i))
+        layers.append(msgspec.structs.replace(old, attention=new_attention, **fields_of(layer, i)))
+    return msgspec.structs.replace(config, layers=tuple(layers), **model)
+
+
+def require_values(hf: dict[str, Any], **supported: Any) -> None:
+    """Raise CheckpointError for a key whose value is not the supported one. Absent and null values are accepted."""
+    for key, value in supported.items():
+        if hf.get(key) is not None and hf[key] != value:
+            raise CheckpointError(f"config.json: {key}={hf[key]!r} is not supported.", cure=f"Only {key}={value!r} is.")
+
+
+def read_activation(hf: dict[str, Any], key: str = "hidden_act", default: str = "silu") -> str:
+    """The activation under `key`, in the spelling of MLPConfig. Raises CheckpointError for one that is not implemented."""
+    name = hf.get(key) or default
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(f"config.json: {key}={name!r} is not supported.", cure=f"Supported: {', '.join(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[name]
+
+
+def read_head_size(hf: dict[str, Any]) -> int:
+    """Features of one attention head: `head_dim`, or else the hidden size divided by the number of heads."""
+    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def read_layer_types(hf: dict[str, Any], num_layers: int) -> list[str]:
+    """The attention of each layer, `sliding_attention` or `full_attention`.
+
+    From `layer_types` where it is given; otherwise every `sliding_window_pattern`-th layer has full attention.
+    """
+    step = hf["sliding_window_pattern"]
+    return hf.get("layer_types") or ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)]
+
+
+def read_rope(
+    hf: dict[str, Any], *, dim: int, interleaved: bool = False, theta: float = 10000.0, partial: float = 1.0, kind: str | None = None
+) -> RopeConfig:
+    """Rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` as transformers 5 writes them.
+
+    `dim` is the head size; `theta` and `partial` (the rotated fraction of it) are the family's defaults. `kind` selects one of several sets
+    of parameters: sliding_attention or full_attention.
+    """
+    scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    if kind is not None and kind in scaling:
+        scaling = dict(scaling[kind] or {})
+    theta = scaling.get("rope_theta") or hf.get("rope_theta") or theta
+    fraction = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial
+    return apply_rope_scaling(RopeConfig(dim=int(dim * fraction), theta=float(theta), interleaved=interleaved), scaling, hf)
+
+
+def apply_rope_scaling(config: RopeConfig, scaling: dict[str, Any], hf: dict[str, Any]) -> RopeConfig:
+    """`config` with the scaling method that `scaling` names. Raises CheckpointError for an unknown method."""
+    method = scaling.get("rope_type") or scaling.get("type") or "default"
+    method = {"su": "longrope"}.get(method, method)
+    if method not in METHODS:
+        raise CheckpointError(f"config.json: rope_scaling of type {method!r} is not supported.", cure=f"Supported: {', '.join(METHODS)}.")
+    if method == "default":
+        return config
+    fields: dict[str, Any] = {"scaling": method, "original_max_positions": _original_positions(method, scaling, hf)}
+    if method in ("longrope", "yarn") and scaling.get("factor") is None:
+        scaling["factor"] = hf.get("max_position_embeddings", 2048) / fields["original_max_positions"]
+    numbers = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    fields |= {name: float(scaling[name]) for name in numbers if scaling.get(name) is not None}
+    if scaling.get("truncate") is not None:
+        fields["truncate"] = bool(scaling["truncate"])
+    fields |= {name: tuple(map(float, scaling[name])) for name in ("short_factor", "long_factor") if scaling.get(name)}
+    return msgspec.structs.replace(config, **fields)
+
+
+def _original_positions(method: str, scaling: dict[str, Any], hf: dict[str, Any]) -> int:
+    """The context length that the unscaled frequencies were trained for."""
+    longest = hf.get("max_position_embeddings", 2048)
+    if method in ("dynamic", "linear"):
+        return longest
+    return hf.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or longest
+
+
+def read_max_positions(hf: dict[str, Any], rope: RopeConfig | None, key: str = "max_position_embeddings", default: int = 2048) -> int:
+    """The longest supported sequence. For dynamic and yarn scaling, config.json may give the length before scaling."""
+    longest = hf.get(key) or default
+    if rope is not None and rope.scaling in ("dynamic", "yarn"):
+        return max(longest, int(rope.original_max_positions * rope.factor))
+    return longest

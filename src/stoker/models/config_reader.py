@@ -1,0 +1,112 @@
+"""Reads the config.json of a checkpoint, and checks every size before anything is allocated by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from stoker.base.errors import CheckpointError
+from stoker.core.model_config import AttentionConfig, ModelConfig, MoEConfig, RopeConfig, decode_model, encode_model
+from stoker.models.architecture import Architecture
+
+MAX_LAYERS = 4096
+MAX_SIZE = 1 << 18  # of one width or count, so that the product of any three is a byte count that fits in 64 bits
+_POSITION_FIELDS = ("max_positions", "learned_positions", "block_positions", "original_max_positions", "logn_length", "window", "chunk")
+_MAX_BY_FIELD = {"vocab_size": 1 << 24} | dict.fromkeys((*_POSITION_FIELDS, "start_id"), 1 << 31)
+_POSITIVE_FIELDS = ("softcap", "logit_softcap", "theta", "factor", "clip_qkv", "alibi_max")
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_CURE = "Correct config.json, or download it again."
+
+
+def read_model_config(row: Architecture, hf: dict[str, Any]) -> ModelConfig:
+    """Convert the data of a config.json into a checked ModelConfig.
+
+    Raises CheckpointError for a missing key, a value of the wrong type, and a value that is out of range.
+    """
+    for key in _DEPTH_KEYS:  # before the reader creates one LayerConfig for each layer
+        if type(depth := hf.get(key)) is int and not 1 <= depth <= MAX_LAYERS:
+            raise _out_of_range(key, depth, f"the number of layers must be from 1 to {MAX_LAYERS}")
+    try:
+        config = decode_model(encode_model(row.read_config(hf)))  # the round trip checks the type of every field
+    except KeyError as problem:
+        raise CheckpointError(f"config.json has no {problem}.", cure=_CURE) from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as problem:
+        raise CheckpointError(f"config.json has a wrong value ({problem}).", cure=_CURE) from None
+    check_model_config(config)
+    return config
+
+
+def check_model_config(config: ModelConfig) -> None:
+    """Check the range of every number, and that the sizes of attention, rotary embeddings and experts are consistent.
+
+    Raises CheckpointError naming the field, its value and its limit.
+    """
+    for part in _config_parts(config):
+        for field in msgspec.structs.fields(part):
+            _check_number(field, getattr(part, field.name))
+        if isinstance(part, RopeConfig):
+            _check_rope(part)
+        elif isinstance(part, AttentionConfig):
+            _check_heads(part)
+        elif isinstance(part, MoEConfig):
+            _check_experts(part)
+
+
+def _config_parts(config: ModelConfig) -> Iterator[msgspec.Struct]:
+    """The config and all structs nested in it. Equal structs, such as identical layers, are yielded once."""
+    pending: list[Any] = [config]
+    seen: set[msgspec.Struct] = set()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, tuple):
+            pending += dict.fromkeys(part)
+        elif isinstance(part, msgspec.Struct) and part not in seen:
+            seen.add(part)
+            pending += [getattr(part, name) for name in part.__struct_fields__]
+            yield part
+
+
+def _check_number(field: Any, value: Any) -> None:
+    name = field.name
+    if type(value) is int:
+        low, high = int(field.default != 0 and name != "start_id"), _MAX_BY_FIELD.get(name, MAX_SIZE)
+        if not low <= value <= high:
+            raise _out_of_range(name, value, f"it must be a whole number from {low} to {high}")
+    elif type(value) is float:
+        is_positive, is_eps = name in _POSITIVE_FIELDS, name == "eps"
+        if not math.isfinite(value) or (is_eps and value < 0) or (is_positive and value <= 0):
+            bound = " above 0" if is_positive else " of at least 0" if is_eps else ""
+            raise _out_of_range(name, value, f"it must be a finite number{bound}")
+
+
+def _check_rope(rope: RopeConfig) -> None:
+    if rope.dim % 2:
+        raise _out_of_range("rotary dimensions", rope.dim, "features are rotated in pairs")
+    for name in ("short_factor", "long_factor") if rope.scaling == "longrope" else ():
+        factors = getattr(rope, name)
+        if len(factors) != rope.dim // 2 or not all(math.isfinite(factor) and factor > 0 for factor in factors):
+            raise _out_of_range(name, f"{len(factors)} numbers", f"longrope needs {rope.dim // 2} numbers above 0, one per rotated pair")
+
+
+def _check_heads(attention: AttentionConfig) -> None:
+    if attention.num_heads % attention.num_kv_heads:
+        raise _out_of_range("num_kv_heads", attention.num_kv_heads, f"it must divide the {attention.num_heads} heads")
+    if attention.rope is not None and attention.rope.dim > attention.head_size:
+        raise _out_of_range("rotary dimensions", attention.rope.dim, f"a head has {attention.head_size} features")
+
+
+def _check_experts(moe: MoEConfig) -> None:
+    if moe.score not in ("softmax", "sigmoid", "softmax_topk"):
+        raise _out_of_range("score", moe.score, "experts are scored by softmax or sigmoid")
+    if moe.num_experts % moe.num_groups:
+        raise _out_of_range("num_groups", moe.num_groups, f"it must divide the {moe.num_experts} experts")
+    for name, most in (("top_groups", moe.num_groups), ("top_k", moe.num_experts * moe.top_groups // moe.num_groups)):
+        if getattr(moe, name) > most:
+            raise _out_of_range(name, getattr(moe, name), f"at most {most} can be chosen")
+
+
+def _out_of_range(name: str, value: object, limit: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {name}={value} is refused: {limit}.", cure=_CURE)

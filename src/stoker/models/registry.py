@@ -1,0 +1,85 @@
+"""The registry of architectures: collects the rows of `architectures/` and finds the one that a config.json names."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.registry import Registry, nearest
+from stoker.models import architectures
+from stoker.models.architecture import Architecture
+
+
+def _collect() -> Registry[Architecture]:
+    """Import every module of `architectures/` and register its rows under their names and aliases."""
+    registry: Registry[Architecture] = Registry("architecture")
+    for module in pkgutil.iter_modules(architectures.__path__, f"{architectures.__name__}."):
+        for row in importlib.import_module(module.name).ARCHITECTURES:
+            for name in (row.name, *row.aliases):
+                registry.add(name, row)
+    return registry
+
+
+_REGISTRY = _collect()
+
+
+def all_architectures() -> list[Architecture]:
+    """All rows, each once, in the alphabetical order of their files."""
+    return list(dict.fromkeys(_REGISTRY.get(name) for name in _REGISTRY))
+
+
+def get_architecture(name: str) -> Architecture:
+    """The row with this name or alias. Raises ConfigError with the nearest names."""
+    return _REGISTRY.get(name)
+
+
+def resolve_architecture(hf: dict[str, Any]) -> Architecture:
+    """The row for the data of a config.json: the first supported name in `architectures`, or else the row of its `model_type`.
+
+    Raises CheckpointError with the nearest supported names.
+    """
+    row = _by_name(hf) or _by_model_type(hf)
+    if row is None:
+        raise _unknown_architecture(hf)
+    variant = row.variant(hf) if row.variant else None
+    return get_architecture(variant) if variant else row
+
+
+def _by_name(hf: dict[str, Any]) -> Architecture | None:
+    names = hf.get("architectures")
+    if not isinstance(names, list):
+        return None
+    return next((get_architecture(name) for name in names if isinstance(name, str) and name in _REGISTRY), None)
+
+
+def _by_model_type(hf: dict[str, Any]) -> Architecture | None:
+    if hf.get("architectures"):
+        return None
+    return next((row for row in all_architectures() if hf.get("model_type") in row.model_types), None)
+
+
+def _unknown_architecture(hf: dict[str, Any]) -> CheckpointError:
+    names = hf.get("architectures") or [hf.get("model_type")]
+    wanted = str(names[0]) if isinstance(names, list) else str(names)
+    if wanted == "None":
+        return CheckpointError("config.json has neither architectures nor model_type.", cure="Add one of them.")
+    known = [row.name for row in all_architectures()]
+    return CheckpointError(f"unknown architecture {wanted!r}.", cure=f"Use one of: {', '.join(nearest(wanted, known) or known)}.")
+
+
+def check_version(row: Architecture, hf: dict[str, Any], option: str, value: str) -> None:
+    """Check a foreign option that names a model version: `baichuan_model_version`, `chatglm_model_version` or `gpt_model_version`.
+
+    Raises ConfigError when the architecture has no such option, and when `value` contradicts config.json.
+    """
+    if option not in row.version_options:
+        families = [r.name for r in all_architectures() if option in r.version_options]
+        raise ConfigError(
+            f"{option}={value!r}: {row.name} does not have this option.",
+            cure=f"Leave it out; it applies to {', '.join(families) or 'no architecture'}.",
+        )
+    accepted = row.version_options[option](hf)
+    if value not in accepted:
+        raise ConfigError(f"{option}={value!r}, but config.json describes {' or '.join(accepted)}.", cure=f"Use {option}={accepted[0]}.")
