@@ -31,8 +31,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(stream, "stream_kernel", InRegisters())
     functions = {
-        "load_weights": _load, "load_tokens": _load, "load_operand": _load_operand, "widened": _widened,
-        "wide_nibbles": _wide_nibbles, "add_products": _add_products,
+        "load_weight_fragment": _load, "load_token_fragment": _load, "load_fragment": _load_fragment, "e4m3_to_f16": _e4m3_to_f16,
+        "dequantize_int4": _dequantize_int4, "mma_m16n8": _mma_m16n8,
     }  # fmt: skip
     for kernels in (stream_kernel, band_kernel):
         for name in functions.keys() & vars(kernels).keys():
@@ -51,11 +51,11 @@ def _load(address: tl.tensor, inside: tl.tensor, OFFSET: Any = 0) -> tuple[tl.te
     return tuple(_tensor(column, tl.int32) for column in words.reshape(-1, 4).T)
 
 
-def _load_operand(address: tl.tensor, OFFSET: Any) -> tuple[tl.tensor, ...]:
+def _load_fragment(address: tl.tensor, OFFSET: Any) -> tuple[tl.tensor, ...]:
     return _load(address, address, OFFSET)
 
 
-def _widened(codes: tuple[tl.tensor, ...]) -> tuple[tl.tensor, ...]:
+def _e4m3_to_f16(codes: tuple[tl.tensor, ...]) -> tuple[tl.tensor, ...]:
     return tuple(_tensor(word, tl.int32) for code in codes for word in _halves(code.handle.data.ravel()))
 
 
@@ -65,7 +65,7 @@ def _halves(codes: Register) -> Register:
     return values.numpy().view(np.int32).reshape(-1, 2).T
 
 
-def _wide_nibbles(words: tuple[tl.tensor, ...], grid: tuple[tl.tensor, ...], SIDE: Any, XTYPE: Any, ZERO: Any) -> tuple[tl.tensor, ...]:
+def _dequantize_int4(words: tuple[tl.tensor, ...], grid: tuple[tl.tensor, ...], SIDE: Any, XTYPE: Any, ZERO: Any) -> tuple[tl.tensor, ...]:
     side, name, zero = (getattr(part, "value", part) for part in (SIDE, XTYPE, ZERO))
     dtype = getattr(torch, name)
     first, *second = (torch.from_numpy(part.handle.data.astype(np.float32)) for part in _plain(grid))
@@ -89,7 +89,7 @@ def _plain(grid: tuple[tl.tensor, ...]) -> list[tl.tensor]:
     return [part.to(tl.float32) for part in grid]
 
 
-def _add_products(
+def _mma_m16n8(
     sums: tuple[tl.tensor, ...], upper: tuple[tl.tensor, ...], lower: tuple[tl.tensor, ...], tokens: tuple[tl.tensor, ...], KIND: Any
 ) -> tuple[tl.tensor, ...]:
     kind = getattr(KIND, "value", KIND)

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.ptx.mma import floats, registers
+from stoker.kernels.triton.ptx.registers import float32_registers, int32_registers
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # until Triton 3.6, and since
 BLOCK_BYTES = tl.constexpr(16 * 128)
@@ -80,7 +80,7 @@ def take_block(place, lane, AFTER: gl.constexpr):
     The lane's bytes are 32 side by side, from lane % 4 × 32 on. Afterwards the slot may be asked for again.
     """
     even = place + lane // 4 * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16
-    kinds: gl.constexpr = registers(16)
+    kinds: gl.constexpr = int32_registers(16)
     code: gl.constexpr = _taking(AFTER)
     given: gl.constexpr = "=&r," * 16 + "r,r"
     return gl.inline_asm_elementwise(code, given, [even, even ^ 16], dtype=kinds, is_pure=False, pack=1)
@@ -101,7 +101,7 @@ def take_two_rows(place, lane, PIECE: gl.constexpr, BLOCKS: gl.constexpr, AFTER:
     """
     row = lane_row(lane)
     first = place + row * 128 + ((lane % 4 * PIECE // 16) ^ (row % 8)) * 16 + lane % 4 * PIECE % 16
-    kinds: gl.constexpr = registers(16 * BLOCKS)
+    kinds: gl.constexpr = int32_registers(16 * BLOCKS)
     code: gl.constexpr = _taking_two_rows(PIECE, BLOCKS, AFTER)
     given: gl.constexpr = "=&r," * (16 * BLOCKS) + "r"
     return gl.inline_asm_elementwise(code, given, [first], dtype=kinds, is_pure=False, pack=1)
@@ -110,7 +110,7 @@ def take_two_rows(place, lane, PIECE: gl.constexpr, BLOCKS: gl.constexpr, AFTER:
 @gluon.jit
 def take_words(place, OFFSET: gl.constexpr, COUNT: gl.constexpr):
     """COUNT registers (1, 2 or 4) from OFFSET bytes after `place`, a multiple of their size."""
-    kinds: gl.constexpr = registers(COUNT)
+    kinds: gl.constexpr = int32_registers(COUNT)
     code: gl.constexpr = _taking_words(OFFSET, COUNT)
     return gl.inline_asm_elementwise(code, "=r," * COUNT + "r", [place], dtype=kinds, is_pure=False, pack=1)
 
@@ -123,7 +123,7 @@ def take_float(place):
 @gluon.jit
 def take_floats(place, COUNT: gl.constexpr):
     """2, 4 or 8 side by side."""
-    kinds: gl.constexpr = floats(COUNT)
+    kinds: gl.constexpr = float32_registers(COUNT)
     code: gl.constexpr = _taking_floats(COUNT)
     return gl.inline_asm_elementwise(code, "=&f," * COUNT + "r", [place], dtype=kinds, is_pure=False, pack=1)
 
@@ -131,7 +131,7 @@ def take_floats(place, COUNT: gl.constexpr):
 @gluon.jit
 def take_two(place, KIND: gl.constexpr):
     """float32 of two neighbouring numbers of KIND: bfloat16, float16 or byte (unsigned)."""
-    kinds: gl.constexpr = floats(2)
+    kinds: gl.constexpr = float32_registers(2)
     code: gl.constexpr = _taking_two(KIND)
     return gl.inline_asm_elementwise(code, "=f,=f,r", [place], dtype=kinds, is_pure=False, pack=1)
 

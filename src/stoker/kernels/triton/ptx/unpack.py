@@ -1,7 +1,12 @@
-"""Stored integers made into operands of a matrix instruction, four a register.
+"""Stored 4- and 8-bit values converted to the dtype of a matrix operand, four values per register.
 
-Triton lowers arithmetic on 8-bit elements one at a time; PACKED, for a GPU, takes four in one register. The plain branch says what it
-means.
+These functions work on Triton tiles of any layout, unlike the other modules of this package. Triton lowers arithmetic on 8-bit elements
+one element at a time; with PACKED, inline PTX converts the four elements of a 32-bit register together. The branch without PACKED is the
+definition, and what the interpreter runs.
+
+    byte of packed int4:  bits 7–4 "high" value | bits 3–0 "low" value
+    prmt selectors below: a nibble 0–3 names a byte of the first source, 4–7 a byte of the second, from the lowest byte of the result up
+    lop3 with table 0xea: (a & b) | c
 """
 
 from __future__ import annotations
@@ -9,88 +14,125 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.kernels.triton.ptx.registers import ptx
+
 
 @triton.jit
-def nibbles(codes, PACKED: tl.constexpr):
-    """int8 (low, high) of each byte, 0 … 15."""
+def unpack_int4(packed, PACKED: tl.constexpr):
+    """(low, high) nibbles of each byte as int8, 0 … 15."""
     if PACKED:
         low, high = tl.inline_asm_elementwise(
-            "{ and.b32 $0, $2, 0x0f0f0f0f; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0f0f0f0f; }",
-            "=&r,=&r,r", [codes], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+            _UNPACK_INT4, "=&r,=&r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )  # fmt: skip
         return low, high
     else:
-        return (codes & 15).to(tl.int8), (codes >> 4).to(tl.int8)
+        return (packed & 15).to(tl.int8), (packed >> 4).to(tl.int8)
 
 
 @triton.jit
-def wide_nibbles(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """DTYPE of code + 128 (bfloat16), + 1024 (float16) or + 0 (float32), (low, high) of each byte: `nibble_base` is what was added.
+def unpack_int4_biased(packed, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """(low, high) nibbles of each byte as DTYPE, plus `int4_bias(DTYPE)`, exactly.
 
-    A code is or-ed into the fraction bits of a number whose last place is one.
+    With PACKED a nibble is or-ed into the fraction of the bias, whose last place is one, so no conversion instruction is needed.
     """
     if PACKED and tl.bfloat16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
-            """{ .reg .b32 t;
-            prmt.b32 t, $2, 0, 0x4140; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea;
-            shr.u32 t, t, 4; lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xea; }""",
-            "=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            _UNPACK_INT4_BF16, "=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )  # fmt: skip
         return low, high
     elif PACKED and tl.float16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
-            """{ .reg .b32 t;
-            prmt.b32 t, $2, 0, 0x4140; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea;
-            shr.u32 t, t, 4; lop3.b32 $1, t, 0x000f000f, 0x64006400, 0xea; }""",
-            "=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+            _UNPACK_INT4_F16, "=&r,=&r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )  # fmt: skip
         return low, high
     else:
-        base: tl.constexpr = nibble_base(DTYPE)
-        return ((codes & 15).to(tl.float32) + base).to(DTYPE), ((codes >> 4).to(tl.float32) + base).to(DTYPE)
+        bias: tl.constexpr = int4_bias(DTYPE)
+        return ((packed & 15).to(tl.float32) + bias).to(DTYPE), ((packed >> 4).to(tl.float32) + bias).to(DTYPE)
 
 
 @triton.jit
-def shifted_and_scaled(codes, zero, scale, low):
-    """(codes - zero) × scale, + low unless it is None, of 16-bit numbers two at a time: the compiler would widen them to 32 bits for it."""
-    narrow: tl.constexpr = "bf16x2" if codes.dtype == tl.bfloat16 else "f16x2"
-    if low is None:
-        code: tl.constexpr = "{ .reg .b32 t; sub.rn." + narrow + " t, $1, $2; mul.rn." + narrow + " $0, t, $3; }"
-        return tl.inline_asm_elementwise(code, "=r,r,r,r", [codes, zero, scale], dtype=codes.dtype, is_pure=True, pack=2)
+def dequantize_16bit(values, zero, scale, offset):
+    """(values - zero) × scale, + offset unless it is None, two 16-bit numbers per register. Triton would widen them to 32 bits."""
+    PAIR: tl.constexpr = "bf16x2" if values.dtype == tl.bfloat16 else "f16x2"
+    if offset is None:
+        code: tl.constexpr = _dequantize_16bit(PAIR, False)
+        return tl.inline_asm_elementwise(code, "=r,r,r,r", [values, zero, scale], dtype=values.dtype, is_pure=True, pack=2)
     else:
-        code_low: tl.constexpr = "{ .reg .b32 t; sub.rn." + narrow + " t, $1, $2; fma.rn." + narrow + " $0, t, $3, $4; }"
-        return tl.inline_asm_elementwise(code_low, "=r,r,r,r,r", [codes, zero, scale, low], dtype=codes.dtype, is_pure=True, pack=2)
+        code_offset: tl.constexpr = _dequantize_16bit(PAIR, True)
+        return tl.inline_asm_elementwise(
+            code_offset, "=r,r,r,r,r", [values, zero, scale, offset], dtype=values.dtype, is_pure=True, pack=2
+        )  # fmt: skip
 
 
 @triton.constexpr_function
-def nibble_base(dtype):
+def int4_bias(dtype):
+    """What `unpack_int4_biased` adds: the number with the last fraction bit worth one and bits 0–3 clear. None is needed in float32."""
     return 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
 
 
 @triton.jit
-def wide_bytes(codes, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """int8 or float8_e4m3fn as DTYPE, exactly.
+def unpack_8bit(values, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """int8 or float8_e4m3fn values as DTYPE, exactly.
 
-    bfloat16 has no room for a byte beside 128: the low seven bits are or-ed into 128, and the sign decides whether 128 or 256 is taken off.
+    int8 to bfloat16: 128 + q does not fit beside a fraction of seven bits when q is negative, so the low seven bits are or-ed into 128, and
+    128, or 256 for a negative q (128 with the sign bit or-ed in), is subtracted.
+    int8 to float16: q + 128, an unsigned byte, becomes the low byte of 1024, and 1152 is subtracted.
     """
-    if PACKED and codes.dtype == tl.int8 and tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 t, u, a, b;
-            prmt.b32 t, $2, 0, 0x4140; prmt.b32 u, $2, 0, 0x4342;
-            lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, t, 0x00800080, 0x43004300, 0xea;
-            sub.rn.bf16x2 $0, a, b;
-            lop3.b32 a, u, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, u, 0x00800080, 0x43004300, 0xea;
-            sub.rn.bf16x2 $1, a, b; }""",
-            "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
-    elif PACKED and codes.dtype == tl.int8 and tl.float16 == DTYPE:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 t, u, c;
-            xor.b32 t, $2, 0x80808080; mov.b32 c, 0x64646464;
-            prmt.b32 u, t, c, 0x4342; prmt.b32 t, t, c, 0x4140;
-            mov.b32 c, 0x64806480;
-            sub.rn.f16x2 $0, t, c; sub.rn.f16x2 $1, u, c; }""",
-            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+    if PACKED and values.dtype == tl.int8 and tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise(_INT8_TO_BF16, "=&r,=&r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif PACKED and values.dtype == tl.int8 and tl.float16 == DTYPE:
+        return tl.inline_asm_elementwise(_INT8_TO_F16, "=&r,=&r,r", [values], dtype=tl.float16, is_pure=True, pack=4)
     else:
-        return codes.to(DTYPE)
+        return values.to(DTYPE)
+
+
+_UNPACK_INT4 = ptx(
+    "{ and.b32 $0, $2, 0x0f0f0f0f;",  # low nibbles of four bytes
+    "shr.u32 $1, $2, 4;",
+    "and.b32 $1, $1, 0x0f0f0f0f; }",  # high nibbles
+)
+
+_UNPACK_INT4_BF16 = ptx(
+    "{ .reg .b32 t;",
+    "prmt.b32 t, $2, 0, 0x4140;",  # byte 0 to the lower half, byte 1 to the upper half, zeros above them
+    "lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea;",  # 0x4300 is 128.0: 128 + low nibble, twice
+    "shr.u32 t, t, 4;",
+    "lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xea; }",  # 128 + high nibble, twice
+)
+
+_UNPACK_INT4_F16 = ptx(
+    "{ .reg .b32 t;",
+    "prmt.b32 t, $2, 0, 0x4140;",
+    "lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea;",  # 0x6400 is 1024.0
+    "shr.u32 t, t, 4;",
+    "lop3.b32 $1, t, 0x000f000f, 0x64006400, 0xea; }",
+)
+
+_INT8_TO_BF16 = ptx(
+    "{ .reg .b32 t, u, a, b;",
+    "prmt.b32 t, $2, 0, 0x4140;",  # bytes 0 and 1, one per half
+    "prmt.b32 u, $2, 0, 0x4342;",  # bytes 2 and 3
+    "lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea;",  # 128 + the low seven bits
+    "lop3.b32 b, t, 0x00800080, 0x43004300, 0xea;",  # 128, or 256 where the sign bit is set
+    "sub.rn.bf16x2 $0, a, b;",
+    "lop3.b32 a, u, 0x007f007f, 0x43004300, 0xea;",
+    "lop3.b32 b, u, 0x00800080, 0x43004300, 0xea;",
+    "sub.rn.bf16x2 $1, a, b; }",
+)
+
+_INT8_TO_F16 = ptx(
+    "{ .reg .b32 t, u, c;",
+    "xor.b32 t, $2, 0x80808080;",  # q + 128, unsigned
+    "mov.b32 c, 0x64646464;",
+    "prmt.b32 u, t, c, 0x4342;",  # 0x6400 | byte: 1024 + (q + 128); bytes 2 and 3
+    "prmt.b32 t, t, c, 0x4140;",  # bytes 0 and 1
+    "mov.b32 c, 0x64806480;",  # 1152, twice
+    "sub.rn.f16x2 $0, t, c;",
+    "sub.rn.f16x2 $1, u, c; }",
+)
+
+
+@triton.constexpr_function
+def _dequantize_16bit(pair, has_offset):
+    last = f"fma.rn.{pair} $0, t, $3, $4; }}" if has_offset else f"mul.rn.{pair} $0, t, $3; }}"
+    return "\n".join(["{ .reg .b32 t;", f"sub.rn.{pair} t, $1, $2;", last])

@@ -15,7 +15,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.ptx.mma import floats, registers
+from stoker.kernels.triton.ptx.registers import float32_registers, int32_registers
 
 # Four bits of a register's half are a bfloat16 as they are, a subnormal one: code × 2^-133, or where they lie four higher × 2^-129. One
 # multiplication and addition makes a value of it, times 2^-16 so that no scale is too large for that.
@@ -51,7 +51,7 @@ def take_pieces(address, are_there, GROUP: gl.constexpr):
 
     are_there: four numbers, 0 where a piece is not there and becomes zeros.
     """
-    kinds: gl.constexpr = registers(16)
+    kinds: gl.constexpr = int32_registers(16)
     code: gl.constexpr = _taking_pieces(column_features(GROUP))
     return gl.inline_asm_elementwise(code, "=&r," * 16 + "l,r,r,r,r", (address,) + are_there, dtype=kinds, is_pure=False, pack=1)
 
@@ -112,7 +112,7 @@ def add_block(sums, words, scales, lows, place, TOKENS: gl.constexpr):
     CODE_SCALES of its group, and of the value of code 0 × SUM_SCALE, which the sums are times. place: of the block's tokens.
     """
     COUNT: gl.constexpr = TOKENS // 2
-    kinds: gl.constexpr = floats(COUNT)
+    kinds: gl.constexpr = float32_registers(COUNT)
     code: gl.constexpr = _adding_block(TOKENS)
     given: gl.constexpr = "=f," * COUNT + "r" + ",r" * 24 + _tied(COUNT)
     return gl.inline_asm_elementwise(code, given, (place,) + words + scales + lows + sums, dtype=kinds, is_pure=False, pack=1)

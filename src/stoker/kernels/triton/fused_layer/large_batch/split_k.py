@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from stoker.kernels.triton.fused_layer.large_batch.schedule import blocks_of, share_of
 from stoker.kernels.triton.fused_layer.linear_args import LENGTH
-from stoker.kernels.triton.ptx.mma import floats
+from stoker.kernels.triton.ptx.registers import float32_registers
 
 AT_ONCE = gl.constexpr(16)  # messages of 16 bytes that a lane waits for together
 
@@ -49,7 +49,7 @@ def sums_of(link, place, nth, tiles, thread, PARTS: gl.constexpr, COLUMNS: gl.co
     _, last = blocks_of(link[LENGTH], PARTS - 1, PARTS)
     cut = thread * 0 + is_cut(nth, tiles, gl.cdiv(link[LENGTH], PARTS))
     last_cut = thread * 0 + is_cut(nth, tiles, last)
-    kinds: gl.constexpr = floats(4 * COLUMNS)
+    kinds: gl.constexpr = float32_registers(4 * COLUMNS)
     code: gl.constexpr = _taking(PARTS, COLUMNS, 256 * TOKENS)
     given: gl.constexpr = "=&f," * (4 * COLUMNS) + "l,r,r"
     return gl.inline_asm_elementwise(code, given, [place, cut, last_cut], dtype=kinds, is_pure=False, pack=1)

@@ -13,8 +13,8 @@ from stoker.kernels.triton.gemm.skinny import kernel as stream_kernel
 from stoker.kernels.triton.ptx import mma as fragments
 from stoker.kernels.triton.ptx.pipeline import groups_of_block, lane_row, take_floats, take_two, take_words
 
-add_products = gluon.jit(fragments.add_products.fn)
-widened = gluon.jit(fragments.widened.fn)
+mma_m16n8 = gluon.jit(fragments.mma_m16n8.fn)
+e4m3_to_f16 = gluon.jit(fragments.e4m3_to_f16.fn)
 same = gluon.jit(stream_kernel.same.fn)
 
 
@@ -31,8 +31,8 @@ def add_bytes(sums, words, codes, FORM: gl.constexpr, BLOCKS: gl.constexpr):
     for half in gl.static_range(2 * BLOCKS):
         given = take_words(codes, 64 * half, 4)
         if FORM == "fp8":
-            given = widened(given)
-        made = made + add_products(
+            given = e4m3_to_f16(given)
+        made = made + mma_m16n8(
             sums[4 * half : 4 * half + 4], words[8 * half : 8 * half + 4], words[8 * half + 4 : 8 * half + 8], given,
             "e4m3" if FORM == "fp8" else FORM,
         )  # fmt: skip
@@ -73,7 +73,7 @@ def group_products(words, codes, nothing, GROUP: gl.constexpr, BLOCKS: gl.conste
                 given = take_words(codes, 256 * block + 64 * pair, 4)
                 for side in gl.static_range(2):
                     mine = given[2 * side : 2 * side + 2]
-                    made = made + add_products(same(nothing, 4), upper, lower, mine, "low" if side == 0 else "upper")
+                    made = made + mma_m16n8(same(nothing, 4), upper, lower, mine, "low" if side == 0 else "upper")
         else:
             for pair in gl.static_range(128 // GROUP):
                 for side in gl.static_range(2):
@@ -81,7 +81,7 @@ def group_products(words, codes, nothing, GROUP: gl.constexpr, BLOCKS: gl.conste
                         upper = words[16 * block + 8 * half : 16 * block + 8 * half + 4]
                         lower = words[16 * block + 8 * half + 4 : 16 * block + 8 * half + 8]
                         given = take_words(codes, 256 * block + GROUP * side + 64 * (pair + half), 4)
-                        made = made + add_products(same(nothing, 4), upper, lower, given, "low" if side == 0 else "upper")
+                        made = made + mma_m16n8(same(nothing, 4), upper, lower, given, "low" if side == 0 else "upper")
     return made
 
 

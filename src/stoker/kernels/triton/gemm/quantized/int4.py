@@ -22,7 +22,7 @@ from stoker.kernels.triton.gemm.skinny.launch import stream, takes
 from stoker.kernels.triton.gemm.skinny_int4.launch import band
 from stoker.kernels.triton.gemm.skinny_int4.launch import takes as band_takes
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.triton.ptx.unpack import nibbles
+from stoker.kernels.triton.ptx.unpack import unpack_int4
 from stoker.kernels.types import PLAIN, Fusion
 
 LARGEST_GROUP = 128  # larger ones, and such as 48, are cut into some that share a scale
@@ -128,7 +128,7 @@ def dequantize_kernel(
     pdl_launch_dependents(USE_PDL)
     source = tl.minimum(first + row, last - 1)
     col = tl.arange(0, GROUP)[None, :]
-    low, high = nibbles(tl.load(codes + source.to(tl.int64)[:, None] * stride_codes + pair * GROUP + col), PACKED)
+    low, high = unpack_int4(tl.load(codes + source.to(tl.int64)[:, None] * stride_codes + pair * GROUP + col), PACKED)
     target = out + row.to(tl.int64)[:, None] * size + pair * (2 * GROUP) + col
     inside = (first + row < last)[:, None]
     for half in tl.static_range(2):

@@ -17,7 +17,7 @@ import triton.language as tl
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.gemm.quantized.activations import encode, row_step
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
-from stoker.kernels.triton.ptx.unpack import nibble_base, nibbles, shifted_and_scaled, wide_bytes, wide_nibbles
+from stoker.kernels.triton.ptx.unpack import dequantize_16bit, int4_bias, unpack_8bit, unpack_int4, unpack_int4_biased
 
 LATE_GROUP = tl.constexpr(64)  # from this size of groups on their sums are scaled, not their widened codes, for up to LATE_TOKENS
 LATE_TOKENS = tl.constexpr(32)
@@ -67,7 +67,7 @@ def add_product(
     """acc + W[rows, cols] × v, weights of one byte or more. FORM block: scale_rows [BLOCK_N] and row_scale [COLS] are these columns'."""
     w = take(w_rows[:, None] + cols[None, :], (cols < k)[None, :], not EVEN_K)
     if FORM == "wide":
-        w = wide_bytes(w, v.dtype, PACKED)
+        w = unpack_8bit(w, v.dtype, PACKED)
     if FORM == "block":
         part = tl.dot(w, v, max_num_imprecise_acc=IMPRECISE)
         return acc + part * scale_rows[:, None] * row_scale[None, :]
@@ -83,7 +83,7 @@ def add_group(acc, w, v, sums, scale, zero, place, ZERO: tl.constexpr, PACKED: t
         acc += joined_digits(tl.dot(w, v, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
         total = sums
     else:
-        acc += tl.dot(wide_bytes(w, v.dtype, PACKED), v, input_precision=PRECISION) * s[:, None]
+        acc += tl.dot(unpack_8bit(w, v.dtype, PACKED), v, input_precision=PRECISION) * s[:, None]
         total = tl.sum(v.to(tl.float32), 0)
     if ZERO == "float":
         acc += tl.load(zero + place).to(tl.float32)[:, None] * total[None, :]
@@ -96,13 +96,13 @@ def add_int4(acc, codes, low_v, high_v, sums, grid, ZERO: tl.constexpr, PACKED: 
     low_grid = grid[: len(grid) // 2]
     high_grid = grid[len(grid) // 2 :]
     if low_v.dtype == tl.int8:
-        low, high = nibbles(codes, PACKED)
+        low, high = unpack_int4(codes, PACKED)
         s, b = grid_of(low_grid, ZERO)
         acc = (acc + b[:, None] * sums[0][None, :]) + joined_digits(tl.dot(low, low_v, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
         s, b = grid_of(high_grid, ZERO)
         acc = (acc + b[:, None] * sums[1][None, :]) + joined_digits(tl.dot(high, high_v, out_dtype=tl.int32)).to(tl.float32) * s[:, None]
     else:
-        low, high = wide_nibbles(codes, low_v.dtype, PACKED)
+        low, high = unpack_int4_biased(codes, low_v.dtype, PACKED)
         if ZERO != "float" and codes.shape[1] >= LATE_GROUP and acc.shape[1] <= LATE_TOKENS:
             acc += tl.dot(whole_nibbles(low, low_grid, ZERO, PACKED), low_v, input_precision="ieee") * low_grid[0].to(tl.float32)[:, None]
             acc += (
@@ -116,8 +116,8 @@ def add_int4(acc, codes, low_v, high_v, sums, grid, ZERO: tl.constexpr, PACKED: 
 
 @triton.jit
 def whole_nibbles(codes, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
-    """code - zero point of `wide_nibbles`, exactly."""
-    base: tl.constexpr = nibble_base(codes.dtype)
+    """code - zero point of `unpack_int4_biased`, exactly."""
+    base: tl.constexpr = int4_bias(codes.dtype)
     if ZERO == "none":
         zero = base + 8.0
     else:
@@ -132,8 +132,8 @@ def whole_nibbles(codes, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def scaled_nibbles(codes, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
-    """Values of `wide_nibbles`: (code - zero point) × scale, exact but for the product, or code × scale + low where ZERO is float."""
-    base: tl.constexpr = nibble_base(codes.dtype)
+    """Values of `unpack_int4_biased`: (code - zero point) × scale, exact but for the product, or code × scale + low where ZERO is float."""
+    base: tl.constexpr = int4_bias(codes.dtype)
     scale = grid[0].to(codes.dtype)[:, None]
     if ZERO == "none":
         zero = base + 8.0
@@ -144,9 +144,9 @@ def scaled_nibbles(codes, grid, ZERO: tl.constexpr, PACKED: tl.constexpr):
     if PACKED and codes.dtype.primitive_bitwidth == 16:
         zero = (tl.zeros_like(scale) + zero).to(codes.dtype)
         if ZERO == "float":
-            return shifted_and_scaled(codes, zero, scale, grid[1].to(codes.dtype)[:, None])
+            return dequantize_16bit(codes, zero, scale, grid[1].to(codes.dtype)[:, None])
         else:
-            return shifted_and_scaled(codes, zero, scale, None)
+            return dequantize_16bit(codes, zero, scale, None)
     else:
         made = (codes.to(tl.float32) - zero) * scale.to(tl.float32)
         if ZERO == "float":

@@ -16,8 +16,8 @@ import triton.language as tl
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.gemm.quantized.kernel import grid_of, stored_grid
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
-from stoker.kernels.triton.ptx.mma import add_products, load_tokens, load_weights, widened
-from stoker.kernels.triton.ptx.unpack import nibbles
+from stoker.kernels.triton.ptx.mma import e4m3_to_f16, load_token_fragment, load_weight_fragment, mma_m16n8
+from stoker.kernels.triton.ptx.unpack import unpack_int4
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def take_weights(places, chunk, is_there, COUNT: tl.constexpr, PARTS: tl.constex
     made = ()
     for part in tl.static_range(PARTS):
         for i in tl.static_range(COUNT):
-            made = made + load_weights(places[i] + chunk.to(tl.int64) * (64 * PARTS), is_there.to(tl.int32), part * 64)
+            made = made + load_weight_fragment(places[i] + chunk.to(tl.int64) * (64 * PARTS), is_there.to(tl.int32), part * 64)
     return made
 
 
@@ -104,7 +104,7 @@ def products(acc, words, given, KIND: tl.constexpr, EACH: tl.constexpr, M_TILES:
     made = ()
     for tile in tl.static_range(M_TILES):
         for column in tl.static_range(N_TILES):
-            made = made + add_products(
+            made = made + mma_m16n8(
                 acc[4 * (N_TILES * tile + column) : 4 * (N_TILES * tile + column) + 4], words[8 * tile : 8 * tile + 4],
                 words[8 * tile + 4 : 8 * tile + 8], given[EACH * column : EACH * column + EACH], KIND,
             )  # fmt: skip
@@ -116,9 +116,9 @@ def take_tokens(tokens, offset, is_there, FORM: tl.constexpr, N_TILES: tl.conste
     """The operands of each tile of tokens, `offset` bytes on."""
     made = ()
     for tile in tl.static_range(N_TILES):
-        given = load_tokens(tokens[tile] + offset.to(tl.int64), is_there.to(tl.int32))
+        given = load_token_fragment(tokens[tile] + offset.to(tl.int64), is_there.to(tl.int32))
         if FORM == "fp8":
-            given = widened(given)
+            given = e4m3_to_f16(given)
         made = made + given
     return made
 
@@ -189,7 +189,7 @@ def plain_sums(
                 part = tl.load(x + (digit * m + tokens)[None, :] * stride_x + cols[:, None]).to(tl.float32)
                 v = v * 254.0 + part
             if FORM == "int4":
-                low, high = nibbles(tl.load(byte), PACKED)
+                low, high = unpack_int4(tl.load(byte), PACKED)
                 s, offset = grid_of(stored_grid(scale, zero, group[None, :] * stride_groups + rows[:, None], ZERO), ZERO)
                 w = (low if side == 0 else high).to(tl.float32) * s + offset
             else:

@@ -16,7 +16,7 @@ import triton.language as tl
 from stoker.kernels.triton.gemm.quantized.activations import row_values
 from stoker.kernels.triton.gemm.skinny.kernel import finish, lane_rows, same, take_grid, take_weights
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
-from stoker.kernels.triton.ptx.mma import add_products, load_operand, wide_nibbles
+from stoker.kernels.triton.ptx.mma import dequantize_int4, load_fragment, mma_m16n8
 
 CHUNK_BYTES = tl.constexpr(64)  # of a row, that four lanes read at once
 OPERAND = tl.constexpr(512)  # bytes of tokens that a warp reads at once
@@ -77,11 +77,11 @@ def add_chunk(acc, words, grid, tokens, XTYPE: tl.constexpr, ZERO: tl.constexpr,
     for side in tl.static_range(2):
         given = ()
         for i in tl.static_range(2 * N_TILES):
-            given = given + load_operand(tokens, (2 * N_TILES * side + i) * OPERAND)
+            given = given + load_fragment(tokens, (2 * N_TILES * side + i) * OPERAND)
         wide = ()
         mine = grid[EACH * 2 * M_TILES * side : EACH * 2 * M_TILES * (side + 1)]
         for i in tl.static_range(2 * M_TILES):
-            wide = wide + wide_nibbles(words[4 * i : 4 * i + 4], mine[EACH * i : EACH * (i + 1)], side, XTYPE, ZERO)
+            wide = wide + dequantize_int4(words[4 * i : 4 * i + 4], mine[EACH * i : EACH * (i + 1)], side, XTYPE, ZERO)
         made = ()
         for tile in tl.static_range(M_TILES):
             for column in tl.static_range(N_TILES):
@@ -89,7 +89,7 @@ def add_chunk(acc, words, grid, tokens, XTYPE: tl.constexpr, ZERO: tl.constexpr,
                 for half in tl.static_range(2):
                     upper = wide[16 * tile + 4 * half : 16 * tile + 4 * half + 4]
                     lower = wide[16 * tile + 8 + 4 * half : 16 * tile + 8 + 4 * half + 4]
-                    total = add_products(total, upper, lower, given[8 * column + 4 * half : 8 * column + 4 * half + 4], XTYPE)
+                    total = mma_m16n8(total, upper, lower, given[8 * column + 4 * half : 8 * column + 4 * half + 4], XTYPE)
                 made = made + total
         acc = made
     return acc
