@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from stoker.base.config import Mapping
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.symmetric import SymmetricGroup
 from stoker.distributed.world import join
@@ -157,7 +157,7 @@ def rank_main(rank: int, sizes: list[int], port: int, args: argparse.Namespace) 
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     world = join(store, rank, Mapping(tensor_parallel=sizes[0]), device)
-    about = {"what": "all-reduce, µs", **origin(device="cuda")}
+    about = {"what": "all-reduce, µs", **provenance(device="cuda")}
 
     def tell(row: dict[str, Any]) -> None:
         if rank == 0:

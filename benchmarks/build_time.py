@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 
 LAYERS_A_FILE = 8
 
@@ -125,7 +125,7 @@ def main() -> None:
         results.append(row)
     shutil.rmtree(args.folder)
     if args.json:
-        found = {**origin(), "config": args.config, "quantize": args.quantize, "checkpoint_gb": size / 1e9, "builds": results}
+        found = {**provenance(), "config": args.config, "quantize": args.quantize, "checkpoint_gb": size / 1e9, "builds": results}
         Path(args.json).write_text(json.dumps(found, indent=1))
 
 

@@ -20,10 +20,10 @@ import tokenizers
 from stoker.base.config import Limits
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.cli.bench.report import origin, percentile
-from stoker.cli.bench.serving import ask
-from stoker.cli.http import get
-from stoker.cli.served import served
+from stoker.cli.benchmark.results import percentile, provenance
+from stoker.cli.clients.http import get
+from stoker.cli.commands.bench.serving import time_request
+from stoker.cli.server_process import running_server
 from stoker.runtime.aot import compile_kernels
 
 
@@ -46,7 +46,7 @@ async def measure(url: str, count: int, input_len: int, output_len: int) -> list
     for _ in range(count):
         prompt = draw.choices(range(300, 30_000), k=input_len)
         body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True}
-        found.append((await ask(url, body)).first_s * 1e3)
+        found.append((await time_request(url, body)).first_s * 1e3)
     return found
 
 
@@ -68,11 +68,11 @@ def main() -> None:
         config = BuildConfig(dtype=args.dtype, dummy_weights=True, limits=limits, device=args.device, tokenizer=folder + "/tokenizer")
         build(args.config, engine, config, verify="none", kernels=compile_kernels)
         started = time.time()
-        with served(engine, args.options.split()) as url:
+        with running_server(engine, args.options.split()) as url:
             ready_s = time.time() - started
             asyncio.run(measure(url, 5, args.input_len, args.output_len))  # shapes seen once
             times = asyncio.run(measure(url, args.requests, args.input_len, args.output_len))
-        about = origin(engine, args.device)
+        about = provenance(engine, args.device)
     row = {"input_len": args.input_len, "first_token_ms": {"median": statistics.median(times), "p90": percentile(times, 90),
            "max": max(times)}, "server_ready_s": ready_s}  # fmt: skip
     print(row, flush=True)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(HERE))
 import triton_compare  # noqa: E402
 
 from stoker.base.types import GenerationRequest, SamplingParams  # noqa: E402
-from stoker.cli.served import served  # noqa: E402
+from stoker.cli.server_process import running_server  # noqa: E402
 from stoker.frontend.generation import GenerationService  # noqa: E402
 from stoker.frontend.llm import LLM  # noqa: E402
 from stoker.frontend.tokenizer import Tokenizer  # noqa: E402
@@ -122,7 +122,7 @@ def throughput(engine: Path, num_streams: int, tokens: int, rounds: int) -> dict
     texts, grpc_port = prompts(num_streams), triton_compare.free_port()
     rates: dict[str, list[float]] = {}
     options = ["--grpc-port", str(grpc_port), "--kv-cache-tokens", str(KV_CACHE_TOKENS), "--model-name", "demo"]
-    with LLM(engine, kv_cache_tokens=KV_CACHE_TOKENS) as llm, served(engine, options) as url:
+    with LLM(engine, kv_cache_tokens=KV_CACHE_TOKENS) as llm, running_server(engine, options) as url:
         port = int(url.rpartition(":")[2])
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 from stoker.kernels.quantized import FusedLayer, FusedLinear, Int4Weight
 from stoker.kernels.reference.fused_layer import fused_layer as one_by_one
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
@@ -129,7 +129,7 @@ def main() -> None:
     results = [measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if count <= MOST or "int4" in form]
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({**origin(device="cuda"), "layers": LAYERS, "results": results}, file, indent=1)
+            json.dump({**provenance(device="cuda"), "layers": LAYERS, "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from stoker.base import logging
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.cli.bench.breakdown import prompt_steps
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.breakdown import min_prefill_steps
+from stoker.cli.benchmark.results import provenance
 from stoker.kernels.triton.aot.kernel_cache import counts
 from stoker.profiling.batch_run import random_requests, run_batch
 from stoker.profiling.breakdown import break_down
@@ -63,7 +63,7 @@ def gap(executor: Executor, batch: int, context: int, num_steps: int = 32) -> di
     """Where the device's time goes in decode steps, and how long it has nothing to do between them."""
     mailbox = executor.mailbox
     assert isinstance(mailbox, SynchronousMailbox)
-    length = 2 * num_steps + 16 + prompt_steps(executor, batch * context)
+    length = 2 * num_steps + 16 + min_prefill_steps(executor, batch * context)
     mailbox.submit(random_requests(batch, context, length, executor.info.vocab_size, seed=70))
     executor.turn(0.0)
     while executor.is_busy and (executor.stats.last_step_tokens != batch or executor.stats.last_step_rows != batch):
@@ -97,7 +97,7 @@ def main() -> None:
     logging.configure("INFO")
     mapping = Mapping(tensor_parallel=args.tensor_parallel, pipeline_parallel=args.pipeline_parallel, expert_parallel=args.expert_parallel)
     results: dict[str, object] = {
-        **origin(device="cuda"), "config": args.config,
+        **provenance(device="cuda"), "config": args.config,
         "tensor_parallel": mapping.tensor_parallel, "pipeline_parallel": mapping.pipeline_parallel,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

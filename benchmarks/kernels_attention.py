@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.reference import attention as reference
 from stoker.kernels.triton.aot.offline_target import compiling
@@ -230,7 +230,7 @@ def main() -> None:
     print(f"total {time.monotonic() - began:.1f} s")
     if chosen.json:
         with open(chosen.json, "w") as file:
-            json.dump({**origin(device="cuda"), "results": results}, file, indent=1)
+            json.dump({**provenance(device="cuda"), "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

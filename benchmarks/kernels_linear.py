@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 from stoker.kernels.reference import linear as reference
 from stoker.kernels.triton.gemm.dense import launch as kernels
 from stoker.profiling.tile_tuning import LinearCase, candidates, precompile, time_linear
@@ -64,7 +64,7 @@ def main() -> None:
         print(f"{name:5} M={rows:<3} floor {floor:6.1f}  library {library:6.1f}  best {took}  {best[0]}  err {error:.1e}", flush=True)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({**origin(device="cuda"), "results": results}, file, indent=1)
+            json.dump({**provenance(device="cuda"), "results": results}, file, indent=1)
 
 
 def vars_of(tile: object) -> dict[str, int]:

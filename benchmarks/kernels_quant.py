@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts, StoredExperts
 from stoker.kernels.reference import moe as moe_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
@@ -451,7 +451,7 @@ def main() -> None:
     print(f"total {time.monotonic() - began:.0f} s; {stream_tile.__name__} gives the defaults")
     if chosen.json:
         with open(chosen.json, "w") as file:
-            json.dump({**origin(device="cuda"), "results": results}, file, indent=1, default=str)
+            json.dump({**provenance(device="cuda"), "results": results}, file, indent=1, default=str)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
@@ -260,11 +260,11 @@ def main() -> None:
             jobs.setdefault(key, (case, tile))
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_tile, jobs.values(), chunksize=1))
-    print(f"{origin(device='cuda')['device']}: {len(jobs)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{provenance(device='cuda')['device']}: {len(jobs)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
     rows = [measure(case, args.fast) for case in cases]
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({**origin(device="cuda"), "rows": rows}, file, indent=1)
+            json.dump({**provenance(device="cuda"), "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 from stoker.engine.tensor_file import TensorFileWriter
 from stoker.engine.tensor_source import FileSource
 
@@ -45,7 +45,7 @@ def main() -> None:
             rates.append(path.stat().st_size / (time.perf_counter() - started) / 1e9)
             assert torch.equal(held[-1].cpu(), block) and torch.equal(held[0].cpu(), block)
             del held
-    row = {**origin(device=device.type), "gib": args.gib, "gb_per_s": rates}
+    row = {**provenance(device=device.type), "gib": args.gib, "gb_per_s": rates}
     print(row, flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(row) + "\n")

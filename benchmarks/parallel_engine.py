@@ -22,9 +22,9 @@ from typing import Any
 from stoker.base import logging
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import StokerError
-from stoker.cli.bench.breakdown import of_decodes
-from stoker.cli.bench.load import Bench
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.breakdown import decode_breakdown
+from stoker.cli.benchmark.executor import ExecutorBenchmark
+from stoker.cli.benchmark.results import provenance
 
 HERE = Path(__file__).parent
 STEPS = 128  # decode steps whose median counts
@@ -74,7 +74,7 @@ class Watched:
         return {index: round(statistics.mean(seen[3:-1]) / 100, 3) for index, seen in self.seen.items() if len(seen) > 5}
 
 
-def latency(bench: Bench, batch: int, context: int) -> dict[str, Any]:
+def latency(bench: ExecutorBenchmark, batch: int, context: int) -> dict[str, Any]:
     """The median decode step after `context` tokens of each row, and how busy the GPUs are over LEAST_S of them."""
     executor = bench.executor
     bench.submit(batch, context, OUTPUT_LEN)
@@ -85,13 +85,13 @@ def latency(bench: Bench, batch: int, context: int) -> dict[str, Any]:
         executor.turn(0.0)
     with Watched() as watched:
         turns = list(timed_turns(bench, batch))
-    bench.finish()
+    bench.cancel_submitted()
     first = turns[:STEPS]
     return {"batch": batch, "context": context, "step_ms": statistics.median(first) * 1e3, "max_step_ms": max(first) * 1e3,
             "steps": len(turns), "busy": watched.shares}  # fmt: skip
 
 
-def timed_turns(bench: Bench, batch: int) -> Iterator[float]:
+def timed_turns(bench: ExecutorBenchmark, batch: int) -> Iterator[float]:
     """Seconds of each step, until there are enough or the first row ends."""
     executor, begin = bench.executor, time.perf_counter()
     last, count = begin, 0
@@ -103,7 +103,7 @@ def timed_turns(bench: Bench, batch: int) -> Iterator[float]:
         last, count = now, count + 1
 
 
-def throughput(bench: Bench, count: int, isl: int, osl: int, tell: Tell) -> dict[str, Any]:
+def throughput(bench: ExecutorBenchmark, count: int, isl: int, osl: int, tell: Tell) -> dict[str, Any]:
     """Output tokens a second of `count` requests at once; the tokens so far are told meanwhile."""
     stop = threading.Event()
     threading.Thread(target=progress, args=(bench.executor.stats, tell, stop), daemon=True).start()
@@ -126,11 +126,11 @@ def progress(stats: Any, tell: Tell, stop: threading.Event) -> None:
         last, told = now, tokens
 
 
-def breakdown(bench: Bench, batch: int, context: int) -> dict[str, Any]:
+def breakdown(bench: ExecutorBenchmark, batch: int, context: int) -> dict[str, Any]:
     """Where the leader's device spends its decode steps; a row a kernel, the longest first."""
     signal.alarm(BREAKDOWN_S)
     try:
-        found = of_decodes(bench, batch, context)
+        found = decode_breakdown(bench, batch, context)
         found["kernels"] = found["kernels"][:16]
     except (StokerError, RuntimeError) as error:  # a profiler that does not work here is no reason to end
         found = {"error": str(error)}
@@ -144,8 +144,8 @@ def measure(args: argparse.Namespace) -> None:
     runtime = RuntimeConfig(
         prefix_reuse=False, custom_all_reduce=not args.nccl, max_batch_size=args.max_batch, kv_cache_fraction=args.memory_fraction
     )
-    bench = Bench(Path(args.engine), runtime)
-    about = {"what": args.name, **origin(Path(args.engine), bench.executor.info.device)}
+    bench = ExecutorBenchmark(Path(args.engine), runtime)
+    about = {"what": args.name, **provenance(Path(args.engine), bench.executor.info.device)}
 
     def tell(row: dict[str, Any]) -> None:
         line = json.dumps(about | row | {"after_s": round(time.monotonic() - started, 1)}, ensure_ascii=False)
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace) -> None:
         with Path(args.json).open("a") as file:
             file.write(line + "\n")
 
-    tell({"ready_s": round(time.monotonic() - started, 1), **bench.kernels})
+    tell({"ready_s": round(time.monotonic() - started, 1), **bench.kernel_counts})
     for batch, context in pairs(args.latency):
         tell(latency(bench, batch, context))
     for lengths in filter(None, args.throughput.split(",")):

@@ -20,7 +20,7 @@ import torch
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 from stoker.kernels.triton.attention import tiles as attention_tuning
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
@@ -60,7 +60,7 @@ def main() -> None:
     if args.json:
         with open(args.json, "w") as file:
             what = {"config": args.config, "quantize": args.quantize, "kv_cache": args.kv_cache}
-            json.dump({**origin(device="cuda"), **what, "results": results}, file, indent=1)
+            json.dump({**provenance(device="cuda"), **what, "results": results}, file, indent=1)
 
 
 @torch.inference_mode()

@@ -33,7 +33,7 @@ from torch import Tensor
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.cli.bench.report import origin
+from stoker.cli.benchmark.results import provenance
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.gemm.dense import launch as linear
 from stoker.kernels.triton.gemm.dense.tiles import LinearTile
@@ -226,7 +226,7 @@ def main() -> None:
     for rows in all_rows:
         results.append(tune(executor, shapes(config, form, rows), args.context))
         if args.json:
-            found = {**origin(device="cuda"), "config": args.config, "ranks": args.ranks, "quantize": args.quantize, "results": results}
+            found = {**provenance(device="cuda"), "config": args.config, "ranks": args.ranks, "quantize": args.quantize, "results": results}
             Path(args.json).write_text(json.dumps(found, indent=1))
 
 

@@ -15,8 +15,8 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.builder.estimate import estimate
 from stoker.builder.prepare import prepare
-from stoker.cli.build import build as build_command
-from stoker.cli.inspect import inspect as inspect_command
+from stoker.cli.commands.build import build as build_command
+from stoker.cli.commands.inspect import inspect as inspect_command
 
 APP = typer.Typer()
 APP.command("build")(build_command)

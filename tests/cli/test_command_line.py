@@ -1,8 +1,7 @@
-"""The `stoker` command: its table, its help, what it imports, and how it fails."""
+"""How the `stoker` command fails and ends: one-line errors with a cure, exit statuses, signals; and `stoker doctor`."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -13,31 +12,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from stoker.base import env
-from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.base.types import SamplingParams
-from stoker.cli.command import Command, load
-from stoker.cli.main import COMMANDS, main
-from stoker.cli.options import RUNTIME, SAMPLING
-from stoker.cli.serve import SERVER
-from stoker.server.schemas.settings import ServerSettings
+from stoker.cli.main import main
 
-# Fields that no option sets, and why.
-NOT_OFFERED = {
-    RuntimeConfig: {"kv_cache_dtype": "chosen when the engine is built"},
-    SamplingParams: dict.fromkeys(
-        ("logit_bias", "stop_token_ids", "bad_words", "include_stop", "skip_special_tokens", "logprobs", "prompt_logprobs", "beam_width",
-         "length_penalty", "early_stopping", "guide"), "asked for through the API",
-    ),
-    ServerSettings: {
-        "api_keys": "read from a file, --api-keys: arguments are seen by other users of the machine",
-        "options": "set by deployment formats",
-    },
-}  # fmt: skip
+Run = Callable[..., tuple[int, str]]
 
 
 def stoker(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,73 +28,23 @@ def stoker(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """The command line in this process: its exit status, and what it wrote to stderr."""
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process; returns its exit status and standard error."""
 
     def call(*args: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["stoker", *args])
         try:
             status = main()
         except SystemExit as end:
+            assert isinstance(end.code, int)
             status = end.code
         return status, capfd.readouterr().err
 
     return call
 
 
-def test_help_lists_every_command_with_its_example() -> None:
-    shown = stoker("--help").stdout
-    for row in COMMANDS:
-        assert row.name in shown
-        assert f"$ {row.example}" in shown
-
-
-def leaves(rows: tuple[Command, ...]) -> list[Command]:
-    """The commands that do something; tables are descended into."""
-    found: list[Command] = []
-    for row in rows:
-        module, _, name = row.target.partition(":")
-        found += leaves(getattr(importlib.import_module(module), name)) if name == "COMMANDS" else [row]
-    return found
-
-
-@pytest.mark.parametrize("row", leaves(COMMANDS), ids=lambda row: row.name)
-def test_every_command_resolves_and_its_help_has_an_example(row: Command) -> None:
-    command = load(row)
-    assert row.name in row.example
-    assert "stoker " in command.help
-    assert all(option.help for option in command.params)
-
-
-@pytest.mark.parametrize("row", leaves(COMMANDS), ids=lambda row: row.name)
-def test_an_example_stays_on_one_line_in_a_narrow_terminal(row: Command) -> None:
-    command = load(row)
-    shown = command.get_help(command.make_context(row.name, [], resilient_parsing=True, terminal_width=40)).splitlines()
-    examples = [line.strip() for line in command.help.splitlines() if line.strip().startswith("stoker ")]
-    assert examples and set(examples) <= {line.strip() for line in shown}
-
-
-def test_examples_of_a_table_stay_on_one_line() -> None:
-    assert (
-        "$ stoker bench latency engine --batch 1 --batch 8 --context 128 --context 1024\n" in stoker("bench", "--help", COLUMNS="40").stdout
-    )
-
-
-@pytest.mark.parametrize("code", ["import stoker", "from stoker.cli.main import main; main()"])
-def test_start_up_imports_nothing_heavy(code: str) -> None:
-    heavy = ("torch", "transformers", "fastapi", "numpy", "tokenizers", "rich.table", "prometheus_client", "huggingface_hub")
-    check = f"import sys, atexit; atexit.register(lambda: print('LOADED', [m for m in {heavy} if m in sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", f"{check}\n{code}", "--help"], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "LOADED []", done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(("struct", "helps"), [(RuntimeConfig, RUNTIME), (SamplingParams, SAMPLING), (ServerSettings, SERVER)])
-def test_every_setting_is_an_option_or_has_a_reason(struct: type[msgspec.Struct], helps: dict[str, str]) -> None:
-    assert set(helps) | set(NOT_OFFERED[struct]) == set(struct.__struct_fields__)
-    assert not set(helps) & set(NOT_OFFERED[struct])
-
-
-WRONG = [
+# Arguments, exit status, and a part of the message. Words in capitals are replaced by paths.
+FAILURES = [
     (["generate", "ENGINE", "hi", "--temperature", "-1"], 2, "temperature=-1.0 is refused: it must be at least 0"),
     (["generate", "ENGINE", "hi", "--policy", "fifo"], 2, "policy='fifo' is refused. Use one of: guaranteed_no_evict"),
     (["generate", "ENGINE", ""], 2, "prompt=[] is refused: it is empty."),
@@ -131,7 +62,7 @@ WRONG = [
     (["inspect", "NOWHERE"], 1, "is not an engine"),
     (["build", "NOWHERE", "-o", "OUT"], 1, "NOWHERE"),
     (["bench", "throughput", "ENGINE", "--input-len", "5000"], 2, "input_len=5000 is refused."),
-    (["bench", "latency", "ENGINE", "--breakdown"], 2, "--breakdown looks at a GPU, and this engine runs on the CPU. Leave it out."),
+    (["bench", "latency", "ENGINE", "--breakdown"], 2, "--breakdown measures a GPU, and this engine runs on the CPU. Leave it out."),
     (["build", "NOWHERE", "-o", "OUT", "--compute-capability", "sm_90"], 2, "compute_capability='sm_90' is refused."),
     (["bench", "serving", "--url", "ftp://127.0.0.1"], 2, "Use an address such as http://127.0.0.1:8000."),
     (["bench", "serving", "--url", "http://127.0.0.1:1"], 1, "does not answer"),
@@ -163,10 +94,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("args", "status", "says"), WRONG, ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None)
-def test_an_error_is_one_line_with_the_cure(
-    args: list[str], status: int, says: str, tiny_engine: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
-) -> None:
+@pytest.mark.parametrize(("args", "status", "says"), FAILURES, ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None)
+def test_an_error_is_one_line_with_the_cure(args: list[str], status: int, says: str, tiny_engine: Path, tmp_path: Path, run: Run) -> None:
     names = {"NOWHERE": "NOWHERE", "OUT": "out", "EMPTY": "empty.txt", "LATIN": "latin.txt", "LMI": "lmi", "DAMAGED": "damaged"}
     places = {"ENGINE": str(tiny_engine), **{name: str(tmp_path / place) for name, place in names.items()}}
     (tmp_path / "empty.txt").write_text("\n")
@@ -175,11 +104,11 @@ def test_an_error_is_one_line_with_the_cure(
     (tmp_path / "damaged" / "config.json").write_text('{"model_type": "lla')
     (tmp_path / "lmi").mkdir()
     (tmp_path / "lmi" / "serving.properties").write_text(f"option.model_id={tiny_engine}\n")
-    found, told = run(*(re.sub("^[A-Z]+", lambda match: places.get(match[0], match[0]), arg) for arg in args))
-    assert found == status, told
-    assert told.startswith("stoker: ")
-    assert says in told
-    assert told.count("\n") == 1
+    exit_status, error = run(*(re.sub("^[A-Z]+", lambda match: places.get(match[0], match[0]), arg) for arg in args))
+    assert exit_status == status, error
+    assert error.startswith("stoker: ")
+    assert says in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -193,16 +122,14 @@ def test_an_error_is_one_line_with_the_cure(
         (["bench", "serving"], "give an engine, or --url of a running server"),
     ],
 )
-def test_wrong_usage_is_status_2_and_shows_the_way(args: list[str], says: str, run: Callable[..., tuple[int, str]]) -> None:
-    status, told = run(*args)
+def test_wrong_usage_has_status_2_and_a_suggestion(args: list[str], says: str, run: Run) -> None:
+    status, error = run(*args)
     assert status == 2
-    assert says in told
-    assert "Traceback" not in told
+    assert says in error
+    assert "Traceback" not in error
 
 
-def test_a_traceback_is_shown_only_when_it_is_asked_for(
-    tmp_path: Path, run: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_traceback_is_printed_only_at_log_level_debug(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = str(tmp_path / "none")
     assert "Traceback" not in run("inspect", missing)[1]
     monkeypatch.setenv("STOKER_LOG", "debug")
@@ -214,7 +141,7 @@ def test_a_traceback_is_shown_only_when_it_is_asked_for(
 @pytest.mark.parametrize(
     ("value", "threads"), [("3", 3), ("4,2", 4), ("0", None), ("-1", None), ("all", None), ("9" * 5000, None)]
 )  # fmt: skip
-def test_threads_of_the_environment_are_a_number(value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_count_of_the_environment_is_a_number(value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_THREADS", value)
     if threads is not None:
         assert env.num_threads() == threads
@@ -223,35 +150,15 @@ def test_threads_of_the_environment_are_a_number(value: str, threads: int | None
         env.num_threads()
 
 
-def test_brackets_of_a_path_are_shown(tiny_engine: Path, tmp_path: Path) -> None:
+def test_brackets_in_a_path_are_not_read_as_markup(tiny_engine: Path, tmp_path: Path) -> None:
     engine = tmp_path / "[bold]" / "en[/gine]"
     shutil.copytree(tiny_engine, engine)
     assert str(engine) in stoker("inspect", str(engine), COLUMNS="400").stdout
     shown = stoker("build", str(tiny_engine.parent / "checkpoint"), "-o", str(tmp_path / "[red]"), "--verify", "none", COLUMNS="40").stderr
-    assert shown.splitlines()[-1] == f"Serve it: stoker serve {tmp_path / '[red]'}"  # one line, to be pasted
+    assert shown.splitlines()[-1] == f"Serve it: stoker serve {tmp_path / '[red]'}"  # one line, so that it can be copied
 
 
-def test_a_terminal_without_unicode_gets_question_marks_and_json_stays_whole(tiny_engine: Path) -> None:
-    latin = {"PYTHONIOENCODING": "latin-1"}
-    asked = ["generate", str(tiny_engine), "hello", "--max-tokens", "8", "--ignore-eos"]
-    plain, as_json = (
-        subprocess.run([sys.executable, "-m", "stoker", *asked, *more], capture_output=True, env={**os.environ, **latin})
-        for more in ([], ["--json"])
-    )
-    text = json.loads(as_json.stdout)["choices"][0]["text"]
-    assert not text.isascii()
-    assert plain.stdout == (text + "\n").encode("latin-1", errors="replace"), plain.stderr
-
-
-def test_perplexity_of_the_first_bytes_of_a_text_ends_at_a_whole_character(tiny_engine: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("naïve " * 9)
-    asked = ["eval", "perplexity", str(tiny_engine), "--text", str(tmp_path / "text"), "--window", "64", "--json", "--max-bytes"]
-    cut, whole = (json.loads(stoker(*asked, count).stdout) for count in ("3", "2"))
-    assert cut == whole
-    assert cut["tokens"] > 0
-
-
-def test_doctor_tells_of_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_doctor_reports_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = stoker("doctor", "--offline", "--json", STOKER_CACHE=str(tmp_path / "file"))
     found = {line["what"]: line for line in json.loads(done.stdout)}
@@ -260,13 +167,13 @@ def test_doctor_tells_of_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_damaged_engine_is_named(tiny_engine: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]) -> None:
+def test_a_missing_file_of_an_engine_is_named(tiny_engine: Path, tmp_path: Path, run: Run) -> None:
     for file in tiny_engine.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "rank0.safetensors").unlink()
-    status, told = run("generate", str(tmp_path), "hi")
+    status, error = run("generate", str(tmp_path), "hi")
     assert status == 1
-    assert "rank0.safetensors" in told
+    assert "rank0.safetensors" in error
 
 
 def test_ctrl_c_ends_a_stream_quietly(tiny_engine: Path) -> None:
@@ -277,9 +184,9 @@ def test_ctrl_c_ends_a_stream_quietly(tiny_engine: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    told = process.communicate(timeout=30)[1]
-    assert process.returncode in (0, 130)  # 0 when the answer was there first
-    assert told == b""
+    error = process.communicate(timeout=30)[1]
+    assert process.returncode in (0, 130)  # 0 when the answer was complete before the signal
+    assert error == b""
 
 
 def test_sigterm_ends_the_server_that_a_benchmark_started(tiny_engine: Path, tmp_path: Path) -> None:
@@ -292,7 +199,7 @@ def test_sigterm_ends_the_server_that_a_benchmark_started(tiny_engine: Path, tmp
     children = _children(process.pid)
     assert children
     process.send_signal(signal.SIGTERM)
-    process.stderr.read()  # it ends when the last process that writes there has
+    process.stderr.read()  # returns when the last process that holds the pipe has ended
     assert process.wait() == 128 + signal.SIGTERM
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
@@ -301,20 +208,14 @@ def _children(process: int) -> list[str]:
     return Path(f"/proc/{process}/task/{process}/children").read_text().split()
 
 
-def test_a_full_disk_is_told_with_a_cure(tiny_engine: Path) -> None:
+def test_a_full_disk_is_reported_with_a_cure(tiny_engine: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-m", "stoker", "inspect", str(tiny_engine)], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("stoker: [Errno 28] No space left on device. Free space on that disk, or write to another: ")
 
 
-def test_chat_without_any_standard_input_ends(tiny_engine: Path) -> None:
-    code = "import os, sys; os.close(0); os.execv(sys.executable, [sys.executable, '-m', 'stoker', 'chat', sys.argv[1]])"
-    done = subprocess.run([sys.executable, "-c", code, str(tiny_engine)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_doctor_tells_of_each_thing_in_turn() -> None:
+def test_doctor_reports_every_check() -> None:
     done = stoker("doctor", "--offline", "--json")
     found = {line["what"]: line for line in json.loads(done.stdout)}
     assert done.returncode == 0

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stoker.cli import tour
-from stoker.cli.http import events, post
-from stoker.cli.scrape import scrape
-from stoker.cli.served import served
+from stoker.cli import demo_requests
+from stoker.cli.clients.http import events, post
+from stoker.cli.clients.metrics import read_metrics
+from stoker.cli.server_process import running_server
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("golden.json").read_text())
 MODEL = "smollm2"
@@ -28,12 +28,14 @@ MODEL = "smollm2"
 
 @pytest.fixture(scope="module")
 def url(smollm2_engine: Path) -> Iterator[str]:
-    with served(smollm2_engine, ["--model-name", MODEL, "--kv-cache-tokens", "4096"]) as found:
+    with running_server(smollm2_engine, ["--model-name", MODEL, "--kv-cache-tokens", "4096"]) as found:
         yield found
 
 
 async def chat(url: str, case: dict[str, Any]) -> str:
-    answer = await tour.ask(url, MODEL, [{"role": "user", "content": case["message"]}], max_tokens=len(case["token_ids"]))
+    answer = await demo_requests.stream_answer(
+        url, MODEL, [{"role": "user", "content": case["message"]}], max_tokens=len(case["token_ids"])
+    )
     assert answer.num_tokens == len(case["token_ids"])
     return answer.text
 
@@ -51,27 +53,27 @@ async def test_streams_under_load_are_transformers_answers(url: str) -> None:
 
 
 async def test_a_client_that_leaves_frees_its_blocks(url: str) -> None:
-    before = await scrape(url)
+    before = await read_metrics(url)
     body = {"model": MODEL, "prompt": "Count to a thousand:", "max_tokens": 512, "ignore_eos": True, "temperature": 0, "stream": True}
     async with aclosing(events(url, "/v1/completions", body)) as stream:
         await anext(stream)
-        assert (await scrape(url))["num_used_blocks"] > 0
+        assert (await read_metrics(url))["num_used_blocks"] > 0
     async with asyncio.timeout(10):
-        while (now := await scrape(url))["num_used_blocks"]:
+        while (now := await read_metrics(url))["num_used_blocks"]:
             pass
     assert now["num_running"] == 0
     assert now["num_decode_tokens"] - before["num_decode_tokens"] < 50
 
 
 async def test_the_demos_batch_is_batched_and_shares_its_prefix(url: str) -> None:
-    batch = await tour.ask_at_once(url, MODEL, ["What is in Rome?", "What is in Oslo?", "What is in Lima?"], max_tokens=12)
+    batch = await demo_requests.request_batch(url, MODEL, ["What is in Rome?", "What is in Oslo?", "What is in Lima?"], max_tokens=12)
     assert all(answer.text and answer.first_s > 0 for answer in batch.answers)
     assert batch.after["num_reused_tokens"] - batch.before["num_reused_tokens"] >= 3 * 48  # whole blocks of the instructions
     assert 0 < batch.peak_blocks <= batch.after["num_blocks"]
     steps = batch.after["num_steps"] - batch.before["num_steps"]
     assert (batch.after["row_steps"] - batch.before["row_steps"]) / steps > 1.5
     out = Console(file=io.StringIO(), width=100)
-    out.print(tour.table(batch.answers[0], batch))
+    out.print(demo_requests.result_table(batch.answers[0], batch))
     assert "3 streams: prefix tokens reused" in out.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -9,8 +9,8 @@ import torch
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.cli.bench.breakdown import prompt_steps
-from stoker.cli.bench.load import Bench
+from stoker.cli.benchmark.breakdown import min_prefill_steps
+from stoker.cli.benchmark.executor import ExecutorBenchmark
 from stoker.core.specs import LinearSpec
 from stoker.distributed.world import ALONE_WORLD
 from stoker.engine.reader import Engine
@@ -122,12 +122,12 @@ def test_steps_are_timed(tiny_engine: Path) -> None:
 
 
 def test_a_benchmark_ends_what_it_began(tiny_engine: Path) -> None:
-    bench = Bench(tiny_engine, RuntimeConfig(kv_cache_tokens=1024))
+    bench = ExecutorBenchmark(tiny_engine, RuntimeConfig(kv_cache_tokens=1024))
     bench.submit(4, 20, 40)
     for _ in range(5):
         bench.executor.turn(0.0)
     assert bench.executor.is_busy
-    bench.finish()
+    bench.cancel_submitted()
     pool = bench.executor.scheduler.kv_cache.pool
     assert not bench.executor.is_busy and pool.num_free == pool.num_blocks
     assert bench.run(2, 8, 4).num_requests == 2
@@ -135,5 +135,5 @@ def test_a_benchmark_ends_what_it_began(tiny_engine: Path) -> None:
 
 def test_prompts_take_as_many_steps_as_their_tokens_need(tiny_engine: Path) -> None:
     executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), SynchronousMailbox)
-    assert prompt_steps(executor, 1) == 1
-    assert prompt_steps(executor, 128 - 8) == 1 and prompt_steps(executor, 128 - 7) == 2  # 128 tokens a step, 8 of them decodes
+    assert min_prefill_steps(executor, 1) == 1
+    assert min_prefill_steps(executor, 128 - 8) == 1 and min_prefill_steps(executor, 128 - 7) == 2  # 128 tokens a step, 8 of them decodes

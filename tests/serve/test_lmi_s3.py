@@ -18,8 +18,8 @@ from stoker import LLM, SamplingParams
 from stoker.base.errors import CheckpointError, StokerError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.cli.deployed import engine_info
-from stoker.cli.served import served
+from stoker.cli.prepare_server import engine_info
+from stoker.cli.server_process import running_server
 from stoker.deploy import resolve
 from stoker.deploy.deployment import EngineSource
 from stoker.deploy.lmi_package import package
@@ -117,7 +117,7 @@ def test_from_model_data_to_boto3(s3: Any, archive: Path) -> None:
     body = json.dumps({"inputs": "a story", "parameters": {"max_new_tokens": 12, "do_sample": False}})
     streaming = json.dumps({"inputs": "a story", "parameters": {"max_new_tokens": 12}, "stream": True})
     named = {"EndpointName": "trt-llm-lmi-model", "ContentType": "application/json"}
-    with served("s3://models/prefix/mymodel.tar.gz", ["--port", "0"]) as url:
+    with running_server("s3://models/prefix/mymodel.tar.gz", ["--port", "0"]) as url:
         runtime = boto3.client("sagemaker-runtime", endpoint_url=url, config=Config(retries={"total_max_attempts": 1}))
         whole = json.loads(runtime.invoke_endpoint(Body=body, **named)["Body"].read())
         events = runtime.invoke_endpoint_with_response_stream(Body=streaming, **named)["Body"]

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.cli.served import served
+from stoker.cli.server_process import running_server
 from stoker.server.process import serve
 from stoker.server.schemas.settings import ServerSettings
 
@@ -62,7 +62,7 @@ def web(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "--tls-certificate", str(pem), "--tls-key", str(secret), "--api-keys", str(folder / "keys"), "--cors-origin", "https://a.example",
         "--max-request-bytes", "5000", "--tool-parser", "hermes", "--model-name", "tiny", "--kv-cache-tokens", "4096",
     ]  # fmt: skip
-    with served(tiny_engine, options) as url:
+    with running_server(tiny_engine, options) as url:
         yield url, ssl.create_default_context(cafile=str(pem))
 
 

@@ -16,8 +16,8 @@ from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError, EngineError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.cli.deployed import deployed, engine_info
 from stoker.cli.main import main
+from stoker.cli.prepare_server import engine_info, prepare_server, read_deployment
 from stoker.deploy import lmi, resolve
 from stoker.deploy.deployment import EngineInfo, EngineSource
 from stoker.deploy.lmi_package import package
@@ -96,7 +96,7 @@ def test_what_was_packaged_answers_as_the_engine_does(form: str, engine: Path, t
         served = tmp_path / "lmi"
         served.mkdir()
         (served / "serving.properties").write_text(f"option.model_id={tmp_path / 'data'}\n")
-    found = deployed(served, ServerSettings(), RuntimeConfig(), frozenset())
+    found = prepare_server(read_deployment(served, ServerSettings(), RuntimeConfig(), frozenset()))
     assert (found.deployment.format, isinstance(found.deployment.source, EngineSource)) == ("lmi", True)
     assert found.settings.model_name == {"tar": "mymodel", "folder": "data", "model_id": "lmi", "nested": "data"}[form]
     assert found.tokenizer == found.engine.parent, "the layout's own tokenizer files count"

@@ -202,7 +202,7 @@ def test_secrets_are_never_shown(
     shown = capsys.readouterr()
     assert SECRET not in shown.out + shown.err + caplog.text
     assert "key-that-is-secret" not in shown.out + shown.err
-    assert "opened by the secret" in shown.out
+    assert "access token" in shown.out
 
 
 def test_a_private_repository_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

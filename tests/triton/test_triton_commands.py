@@ -128,7 +128,7 @@ def test_a_repository_and_an_engine_are_served_on_tritons_ports(engine: Path, tm
 
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
     if kind == "launch":
-        from stoker.cli.deployed import engine_info
+        from stoker.cli.prepare_server import engine_info
         from stoker.deploy.triton.export import export_triton
 
         export_triton(engine_info(engine), tmp_path / "repo", {"decoupled_mode": "true", "max_tokens_in_paged_kv_cache": "4096"})

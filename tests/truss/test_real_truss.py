@@ -24,7 +24,7 @@ import pytest
 from stoker import LLM
 from stoker.base.types import SamplingParams
 from stoker.cli.main import main
-from stoker.cli.served import served
+from stoker.cli.server_process import running_server
 
 pytestmark = [pytest.mark.truss, pytest.mark.timeout(300)]
 
@@ -111,7 +111,7 @@ def wait_ready(process: subprocess.Popen[bytes], real: Real) -> None:
 @pytest.fixture(scope="module")
 def own(folder: Path) -> Iterator[httpx.Client]:
     """`stoker serve` of the same folder."""
-    with served(folder) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with running_server(folder) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
 

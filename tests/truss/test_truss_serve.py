@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stoker.cli.served import served
+from stoker.cli.server_process import running_server
 from stoker.engine.reader import Engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -39,7 +39,7 @@ def test_ten_replicas_build_once_and_then_it_is_served(folder: Path, tmp_path: P
     (engine,) = {Path(path) for path, _ in replicas}
     config = Engine.open(engine).config
     assert (config.limits.max_input_len, config.limits.max_output_len, config.limits.max_beam_width) == (2048, 256, 4)
-    with served(folder, ["--kv-cache-tokens", "4096"]) as url:
+    with running_server(folder, ["--kv-cache-tokens", "4096"]) as url:
         asked = {"prompt": "the quick brown", "max_tokens": 8}
         with httpx.Client(base_url=url, timeout=30) as client:
             assert client.get("/v1/models/model").json() == {}

@@ -1,4 +1,8 @@
-"""Options that commands share: each is a field of the value that it sets, checked where that value is made."""
+"""Command-line options that several commands share.
+
+Most options are the fields of a settings struct: `struct_options` makes one option per field, and the struct checks the values. To add an
+option for a new field of RuntimeConfig or SamplingParams, add its help text to RUNTIME_HELP or SAMPLING_HELP.
+"""
 
 from __future__ import annotations
 
@@ -16,59 +20,63 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.types import SamplingParams
 
-RUNTIME = {
-    "device": "cpu or cuda. Default: what the engine was built for.",
-    "devices": "The GPU of each rank, by index among the visible ones: 0,1. Default: the first ones.",
-    "policy": "Who is admitted: guaranteed_no_evict, max_utilization or static.",
-    "max_batch_size": "Sequences that compute in one step; at most the engine's.",
-    "max_num_sequences": "Sequences that hold KV blocks at once. Default: max_batch_size.",
-    "max_num_tokens": "Tokens of one step; at most the engine's.",
-    "chunked_prefill": "Split prompts over steps, mixed with decodes.",
-    "prefix_reuse": "Keep KV blocks for later prompts that begin alike.",
-    "kv_cache_tokens": "Token places of the KV cache.",
-    "kv_cache_fraction": "KV cache as a fraction of the memory that is free. With --kv-cache-tokens, the smaller wins.",
-    "max_queue_size": "Waiting requests; more are refused with 429.",
-    "overlap": "Plan a step while the one before it runs. GPU only.",
-    "cuda_graphs": "Replay captured steps. GPU only.",
-    "custom_all_reduce": "Sum short messages of several GPUs in each other's memory; else all go through NCCL.",
-    "attention_window": "Keep at most so many tokens of a sequence visible.",
-    "step_timeout_s": "A step that takes longer hangs: not ready. Default: 30 on a GPU, 120 on a CPU.",
-    "num_threads": "CPU threads for arithmetic. Default: all cores.",
+# Field of RuntimeConfig: help text of its option.
+RUNTIME_HELP = {
+    "device": "cpu or cuda. Default: the device that the engine was built for.",
+    "devices": "GPU index of each rank, among the visible GPUs, such as 0,1. Default: the first ones.",
+    "policy": "Scheduling policy: guaranteed_no_evict, max_utilization or static.",
+    "max_batch_size": "Maximum number of sequences per step; at most the engine's.",
+    "max_num_sequences": "Maximum number of sequences that hold KV blocks. Default: max_batch_size.",
+    "max_num_tokens": "Maximum number of tokens per step; at most the engine's.",
+    "chunked_prefill": "Split long prompts over several steps and batch them with decodes.",
+    "prefix_reuse": "Reuse cached KV blocks for prompts with the same beginning.",
+    "kv_cache_tokens": "Size of the KV cache in tokens.",
+    "kv_cache_fraction": "Size of the KV cache as a fraction of free memory. With --kv-cache-tokens, the smaller size is used.",
+    "max_queue_size": "Maximum number of waiting requests; further requests are rejected with status 429.",
+    "overlap": "Schedule the next step while the current one runs. GPU only.",
+    "cuda_graphs": "Run decode steps as CUDA graphs. GPU only.",
+    "custom_all_reduce": "Sum short messages of several GPUs through peer memory. Without it, all messages go through NCCL.",
+    "attention_window": "Maximum number of previous tokens that attention reads.",
+    "step_timeout_s": "Seconds after which a step counts as hung and the server as not ready. Default: 30 on a GPU, 120 on a CPU.",
+    "num_threads": "Number of CPU threads for computation. Default: all cores.",
 }
-SAMPLING = {
-    "max_tokens": "New tokens, at most.",
-    "min_tokens": "New tokens before an end may come.",
-    "n": "Answers for each prompt.",
-    "temperature": "0 is greedy.",
-    "top_k": "Sample from the k best tokens; 0 is off.",
-    "top_p": "Sample from the best tokens of this total probability; 1 is off.",
-    "min_p": "Drop tokens below this fraction of the best one's probability; 0 is off.",
-    "seed": "The same seed gives the same tokens.",
-    "repetition_penalty": "Above 1 discourages tokens that were there.",
-    "presence_penalty": "Subtracted once for each token that was generated.",
-    "frequency_penalty": "Subtracted each time a token was generated.",
-    "stop": "A string that ends the answer. May be repeated.",
-    "ignore_eos": "Go on after the model's end token.",
+# Field of SamplingParams: help text of its option.
+SAMPLING_HELP = {
+    "max_tokens": "Maximum number of new tokens.",
+    "min_tokens": "Minimum number of new tokens before the answer may end.",
+    "n": "Number of answers per prompt.",
+    "temperature": "Sampling temperature; 0 is greedy.",
+    "top_k": "Sample from the k most likely tokens; 0 turns it off.",
+    "top_p": "Sample from the most likely tokens with this total probability; 1 turns it off.",
+    "min_p": "Drop tokens below this fraction of the highest probability; 0 turns it off.",
+    "seed": "Seed of the random generator; the same seed gives the same tokens.",
+    "repetition_penalty": "Above 1, tokens that are already in the text become less likely.",
+    "presence_penalty": "Subtracted once from the logits of each generated token.",
+    "frequency_penalty": "Subtracted from a token's logit each time it was generated.",
+    "stop": "A string that ends the answer. Repeatable.",
+    "ignore_eos": "Continue after the model's end token.",
 }
+TEMPLATE_SETTINGS = typer.Option("--set", help="A template variable or parameter as name:value; separate several with commas. Repeatable.")
 
 Function = Callable[..., Any]
-_INDICES = tuple[int, ...] | None  # one option, with commas
+_INDICES = tuple[int, ...] | None  # a field of this type is one option with commas
+_FLAGS = {"http_port": "port", "protocols": "protocol", "cors_origins": "cors-origin"}  # fields whose option has another name
 
 
-def fields(struct: type[msgspec.Struct], name: str, helps: dict[str, str], **defaults: Any) -> Callable[[Function], Function]:
-    """Give a command an option for each field of `struct` in `helps`; it receives the struct as keyword argument `name`.
+def struct_options(struct: type[msgspec.Struct], name: str, helps: dict[str, str], **defaults: Any) -> Callable[[Function], Function]:
+    """Decorate a command with an option for each field of `struct` in `helps`. The command receives the struct as keyword `name`.
 
-    `defaults` differ from the struct's own. Raises what the struct raises for a bad value.
+    `defaults` replace the struct's own defaults. A bad value raises what the struct's constructor raises.
     """
     options = [_option(struct, field, text, defaults) for field, text in helps.items()]
 
     def decorate(command: Function) -> Function:
         @functools.wraps(command)
-        def run(**given: Any) -> Any:
-            values = {option.name: _value(struct, option.name, given.pop(option.name)) for option in options}
-            return command(**given, **{name: struct(**values)})
+        def run(**arguments: Any) -> Any:
+            values = {option.name: _field_value(struct, option.name, arguments.pop(option.name)) for option in options}
+            return command(**arguments, **{name: struct(**values)})
 
-        own = [parameter for parameter in _signature(command) if parameter.name != name]
+        own = [parameter for parameter in _parameters(command) if parameter.name != name]
         run.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in own + options}
         return run
@@ -76,8 +84,34 @@ def fields(struct: type[msgspec.Struct], name: str, helps: dict[str, str], **def
     return decorate
 
 
-def _signature(command: Function) -> list[inspect.Parameter]:
-    """Parameters with evaluated annotations: those of this module's decorators are values, those of commands are text."""
+def explicit_parameters(context: typer.Context) -> frozenset[str]:
+    """Names of the parameters that are given on the command line, as opposed to those at their default."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def read_lines(path: Path, what: str) -> list[str]:
+    """The non-empty lines of a UTF-8 text file. Raises ConfigError when it cannot be read or has none; `what` names a line's content."""
+    cure = f"Name a UTF-8 text file with one {what} a line."
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", cure=cure) from None
+    if not lines:  # an empty list of API keys would turn authentication off
+        raise ConfigError(f"{path} holds no {what}.", cure=cure)
+    return lines
+
+
+def parse_template_settings(settings: list[str]) -> dict[str, str]:
+    """The values of --set, each "name:value" or several joined by commas, as a dictionary. Raises ConfigError."""
+    pairs = [pair for text in settings for pair in text.split(",") if pair]
+    if wrong := next((pair for pair in pairs if ":" not in pair), None):
+        raise ConfigError(f"--set {wrong!r} has no value.", cure="Write name:value.")
+    return dict(pair.split(":", 1) for pair in pairs)
+
+
+def _parameters(command: Function) -> list[inspect.Parameter]:
+    """A command's parameters with evaluated annotations. Annotations that a decorator of this module added are values already."""
     hints = typing.get_type_hints(command, include_extras=True) if not hasattr(command, "__signature__") else {}
     kind = inspect.Parameter.KEYWORD_ONLY
     return [p.replace(annotation=hints.get(p.name, p.annotation), kind=kind) for p in inspect.signature(command).parameters.values()]
@@ -86,54 +120,36 @@ def _signature(command: Function) -> list[inspect.Parameter]:
 def _option(struct: type[msgspec.Struct], name: str, text: str, defaults: dict[str, Any]) -> inspect.Parameter:
     field = next(field for field in msgspec.structs.fields(struct) if field.name == name)
     default = defaults.get(name, field.default)
-    kind: Any = typing.get_type_hints(struct)[name]
-    if typing.get_origin(kind) is tuple:
-        kind, default = list[str], list(default)
-    if kind == _INDICES:
-        kind = str | None
-    option = typer.Option(f"--{_flag(name, kind)}", help=text, show_default=default not in (None, []))
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+    annotation: Any = typing.get_type_hints(struct)[name]
+    if typing.get_origin(annotation) is tuple:
+        annotation, default = list[str], list(default)
+    if annotation == _INDICES:
+        annotation = str | None
+    option = typer.Option(f"--{_flag(name, annotation)}", help=text, show_default=default not in (None, []))
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option])
 
 
-def _flag(name: str, kind: Any) -> str:
-    flag = {"http_port": "port", "protocols": "protocol", "cors_origins": "cors-origin"}.get(name, name.replace("_", "-"))
-    return f"{flag}/--no-{flag}" if kind is bool else flag
+def _flag(name: str, annotation: Any) -> str:
+    flag = _FLAGS.get(name, name.replace("_", "-"))
+    return f"{flag}/--no-{flag}" if annotation is bool else flag
 
 
-def _value(struct: type[msgspec.Struct], name: str, value: Any) -> Any:
+def _field_value(struct: type[msgspec.Struct], name: str, value: Any) -> Any:
     if isinstance(value, str) and typing.get_type_hints(struct)[name] == _INDICES:
-        return _indices(name, value)
+        return _parse_indices(name, value)
     return tuple(value) if isinstance(value, list) else value
 
 
-def _indices(name: str, text: str) -> tuple[int, ...]:
+def _parse_indices(name: str, text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
         raise ConfigError(f"{name}={text!r} is refused.", cure="Write indices with commas between them: 0,1.")
     return tuple(map(int, parts))
 
 
-def given(context: typer.Context) -> frozenset[str]:
-    """Names of the parameters that stand on the command line."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
-
-
-def lines_of(path: Path, what: str) -> list[str]:
-    """The non-empty lines of a UTF-8 text file, one at least. Raises ConfigError that names the file and what it was to hold."""
-    cure = f"Name a UTF-8 text file with one {what} a line."
-    try:
-        found = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", cure=cure) from None
-    if not found:  # no key at all would let everybody in
-        raise ConfigError(f"{path} holds no {what}.", cure=cure)
-    return found
-
-
 def sampling_options(**defaults: Any) -> Callable[[Function], Function]:
-    """The options of SamplingParams, as `params`."""
-    return fields(SamplingParams, "params", SAMPLING, **defaults)
+    """Decorate a command with the options of SamplingParams; it receives them as `params`."""
+    return struct_options(SamplingParams, "params", SAMPLING_HELP, **defaults)
 
 
-runtime_options = fields(RuntimeConfig, "runtime", RUNTIME)
+runtime_options = struct_options(RuntimeConfig, "runtime", RUNTIME_HELP)

@@ -1,0 +1,40 @@
+"""Names of the devices of this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def device_name(device: str | None = None) -> str:
+    """The GPU's name when `device` is "cuda", otherwise the processor's name and the number of cores this process may use."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    return f"{cpu_name()}, {len(available_cores())} cores"
+
+
+def cpu_name() -> str:
+    for line in _cpuinfo_lines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def cpu_flags() -> set[str]:
+    """The processor's instruction sets by Linux's names; empty when /proc/cpuinfo does not list them."""
+    return next((set(line.partition(":")[2].split()) for line in _cpuinfo_lines() if line.startswith("flags")), set())
+
+
+def available_cores() -> set[int]:
+    """Ids of the cores that this process may use."""
+    return os.sched_getaffinity(0)
+
+
+def _cpuinfo_lines() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,1 @@
+"""Clients of a running server: HTTP and event streams, metrics, Triton."""

@@ -1,0 +1,91 @@
+"""Requests to a Triton server through tritonclient: input tensors from plain values, and batches of random token ids."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from stoker.base.config import check_range
+from stoker.base.errors import DependencyError, StokerError
+from stoker.server.protocols.kserve.dtypes import DTYPES, kserve_name, text_array
+from stoker.server.schemas.triton_models import Tensor
+from stoker.server.schemas.triton_models import tensors as declared_tensors
+
+FIRST_TOKEN_ID = 3  # smaller ids are special tokens in most vocabularies
+MAX_COUNT = 1 << 20
+_END_ID, _PAD_ID = 2, 0
+
+_INPUTS: dict[str, Tensor] = {
+    tensor.name: tensor for kind in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble") for tensor in declared_tensors(kind)[0]
+}
+
+
+def import_tritonclient(protocol: str) -> Any:
+    """The module tritonclient.grpc or tritonclient.http. Raises DependencyError when it is not installed."""
+    try:
+        return importlib.import_module(f"tritonclient.{protocol}")
+    except ImportError:
+        raise DependencyError("tritonclient", "this command", "grpc") from None
+
+
+def input_tensors(tritonclient: Any, values: dict[str, Any]) -> list[Any]:
+    """InferInput objects of shape [1, number of values] for one request; data types are those of the five models' declared inputs."""
+    inputs = []
+    for name, value in values.items():
+        dtype = kserve_name(_INPUTS[name].dtype)
+        items = value if isinstance(value, list) else [value]
+        shape = (1, len(items))
+        array = text_array([item.encode() for item in items], shape) if dtype == "BYTES" else np.array([items], DTYPES[dtype])
+        inputs.append(_infer_input(tritonclient, name, dtype, array))
+    return inputs
+
+
+def random_token_inputs(
+    tritonclient: Any,
+    *,
+    batch_size: int,
+    start_len: int,
+    output_len: int,
+    vocab_size: int,
+    beam_width: int = 1,
+    top_k: int = 1,
+    top_p: float = 0.0,
+) -> list[Any]:
+    """The inputs of `batch_size` prompts of `start_len` random tokens for the tensorrt_llm model. Raises ConfigError for a bad size."""
+    check_sizes(start_len, output_len, vocab_size, batch_size=batch_size)
+    ids = np.random.default_rng(0).integers(FIRST_TOKEN_ID, vocab_size, (batch_size, start_len), np.int32)
+    scalars: dict[str, tuple[float, type[np.generic]]] = {
+        "input_lengths": (start_len, np.int32), "request_output_len": (output_len, np.int32), "end_id": (_END_ID, np.int32),
+        "pad_id": (_PAD_ID, np.int32), "runtime_top_k": (top_k, np.int32), "runtime_top_p": (top_p, np.float32),
+        "beam_width": (beam_width, np.int32),
+    }  # fmt: skip
+    columns = {name: np.full((batch_size, 1), value, dtype) for name, (value, dtype) in scalars.items()}
+    return [
+        _infer_input(tritonclient, name, "FP32" if array.dtype == np.float32 else "INT32", array)
+        for name, array in {"input_ids": ids, **columns}.items()
+    ]
+
+
+def check_sizes(start_len: int, output_len: int, vocab_size: int, **counts: int) -> None:
+    """Raise ConfigError for a length, vocabulary size or count from which no random request can be made."""
+    for name, value in {**counts, "start_len": start_len, "output_len": output_len}.items():
+        check_range(name, value, 1, MAX_COUNT)
+    check_range("vocab_size", vocab_size, FIRST_TOKEN_ID + 1, 1 << 31)
+
+
+def infer(client: Any, model: str, inputs: list[Any]) -> Any:
+    """`client.infer`; an error of the server is raised as StokerError with the server's message."""
+    from tritonclient.utils import InferenceServerException
+
+    try:
+        return client.infer(model, inputs)
+    except InferenceServerException as error:
+        raise StokerError(f"the server answered: {error.message()}") from None
+
+
+def _infer_input(tritonclient: Any, name: str, dtype: str, array: Any) -> Any:
+    tensor = tritonclient.InferInput(name, list(array.shape), dtype)
+    tensor.set_data_from_numpy(array)
+    return tensor

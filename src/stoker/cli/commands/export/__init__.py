@@ -1,0 +1,14 @@
+"""`stoker export`: one file per format that an engine can be written in as a folder."""
+
+from stoker.cli.command_table import Command
+
+COMMANDS = (
+    Command(
+        "triton", "stoker.cli.commands.export.triton:triton", "The five models of an inflight_batcher_llm repository.",
+        "stoker export triton engine repo",
+    ),
+    Command(
+        "truss", "stoker.cli.commands.export.truss:truss", "A Truss that contains the engine, for the truss package.",
+        "stoker export truss engine my-truss --accelerator H100",
+    ),
+)  # fmt: skip

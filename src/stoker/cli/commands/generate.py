@@ -1,0 +1,94 @@
+"""`stoker generate`: completes prompts in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import RequestError
+from stoker.base.types import FinishReason, SamplingParams
+from stoker.cli.options import read_lines, runtime_options, sampling_options
+
+if TYPE_CHECKING:
+    from stoker.frontend.llm import LLM, Prompt
+    from stoker.frontend.service import Completion
+
+
+@runtime_options
+@sampling_options(max_tokens=64)
+def generate(
+    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. Several are batched.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with one prompt a line.")] = None,
+    as_chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user message through the chat template.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt: text, token ids, finish reason and usage.")
+    ] = False,
+    *,
+    params: SamplingParams,
+    runtime: RuntimeConfig,
+) -> None:
+    """Complete prompts and print the answers. The answer to a single prompt streams.
+
+    Examples:
+
+      stoker generate engine "Once upon a time"
+
+      stoker generate engine "The capital of Japan is" --max-tokens 8
+
+      stoker generate engine --chat "What is the capital of Japan?"
+
+      stoker generate engine --file prompts.txt --json > answers.jsonl
+    """
+    texts = [*(prompts or []), *(read_lines(file, "prompt") if file is not None else [])]
+    if not texts:
+        raise typer.BadParameter("give at least one, or --file", param_hint="PROMPTS")
+    from stoker.frontend.llm import LLM
+
+    with LLM(engine, **msgspec.structs.asdict(runtime)) as llm:
+        inputs: list[Prompt] = [llm.chat_prompt([{"role": "user", "content": text}]) if as_chat else text for text in texts]
+        if len(inputs) == 1 and params.n == 1 and not as_json:
+            asyncio.run(_print_stream(llm, inputs[0], params))
+        else:
+            _print_batch(llm, texts, inputs, params, as_json)
+
+
+async def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    """Print an answer as it is generated. Raises RequestError when the sequence fails."""
+    async for delta in llm.stream(prompt, params):
+        typer.echo(delta.text, nl=False)
+        if delta.finish_reason is FinishReason.ERROR:
+            raise RequestError("prompt", prompt, delta.error or "it failed")
+    typer.echo()
+
+
+def _print_batch(llm: LLM, texts: list[str], inputs: list[Prompt], params: SamplingParams, as_json: bool) -> None:
+    from rich.console import Console
+
+    from stoker.cli.output.progress import ProgressBars
+
+    num_done = 0
+    with ProgressBars(Console(stderr=True)) as bars:
+
+        def on_answer(answer: Completion) -> None:
+            nonlocal num_done
+            num_done += 1
+            bars("answers", num_done, len(inputs))
+
+        bars("answers", 0, len(inputs))
+        answers = llm.generate(inputs, params, on_answer)
+    for text, answer in zip(texts, answers, strict=True):
+        typer.echo(_format_json(text, answer) if as_json else _format_text(text, answer))
+
+
+def _format_json(prompt: str, answer: Completion) -> bytes:
+    return msgspec.json.encode({"prompt": prompt, "choices": answer.choices, "usage": answer.usage})
+
+
+def _format_text(prompt: str, answer: Completion) -> str:
+    return "\n".join(f"> {prompt}\n{choice.text}\n" for choice in answer.choices)

@@ -1,0 +1,124 @@
+"""`stoker launch`: serves a Triton repository on Triton's ports, with the options of tensorrtllm_backend's launch_triton_server.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from stoker.base import env, logging
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.server.schemas.settings import ServerSettings
+from stoker.server.schemas.triton_models import TritonOptions
+
+
+def launch(
+    model_repo: Annotated[Path, typer.Option("--model_repo", "--model-repo", help="The model repository.")],
+    world_size: Annotated[int | None, typer.Option("--world_size", "--world-size", help="Number of ranks; must be the engine's.")] = None,
+    http_port: Annotated[int, typer.Option("--http_port", "--http-port", help="HTTP port; 0 chooses a free port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option("--grpc_port", "--grpc-port", help="gRPC port; 0 chooses a free port.")] = 8001,
+    metrics_port: Annotated[int, typer.Option("--metrics_port", "--metrics-port", help="Metrics port; 0 chooses a free port.")] = 8002,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    force: Annotated[bool, typer.Option("--force", "-f", help="Launch even when a tritonserver process is running.")] = False,
+    log: Annotated[bool, typer.Option("--log", help="Write a verbose log to --log-file.")] = False,
+    log_file: Annotated[Path, typer.Option("--log-file", help="The file that --log writes.")] = Path("triton_log.txt"),
+    tensorrt_llm_model_name: Annotated[
+        str | None, typer.Option("--tensorrt_llm_model_name", help="Name of the engine's model; must be the repository's.")
+    ] = None,
+    tritonserver: Annotated[
+        Path | None, typer.Option("--tritonserver", help="Run this tritonserver program on the repository instead of Stoker's server.")
+    ] = None,
+    model_control: Annotated[str, typer.Option(help="none, or explicit: clients may load and unload models.")] = "none",
+) -> None:
+    """Serve a Triton model repository in the foreground. Ctrl-C or SIGTERM stops the server.
+
+    Examples:
+
+      stoker launch --model_repo repo
+
+      stoker launch --model_repo repo --world_size 2 --grpc_port 9001 --log --log-file server.log
+    """
+    from stoker.cli.prepare_server import engine_info, prepare_server, read_deployment
+    from stoker.server.process import serve
+
+    addresses = ServerSettings(host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
+    deployment = read_deployment(model_repo, ServerSettings(), RuntimeConfig())
+    if not isinstance(deployment.server.options, TritonOptions | None):
+        raise ConfigError(f"{model_repo} is of the format {deployment.format}.", cure=f"Serve it: stoker serve {model_repo}.")
+    prepared = prepare_server(deployment)
+    options = prepared.settings.options
+    assert isinstance(options, TritonOptions)
+    _check_world_size(world_size, engine_info(prepared.engine).mapping.world_size)
+    _check_model_name(tensorrt_llm_model_name, options)
+    if not force:
+        _check_no_tritonserver()
+    if tritonserver is not None:
+        _execute_tritonserver(tritonserver, model_repo, addresses, log_file if log else None)
+    settings = msgspec.structs.replace(
+        prepared.settings, host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port,
+        options=msgspec.structs.replace(options, model_control=model_control),
+    )  # fmt: skip
+    with _logging_to(log_file if log else None):
+        raise typer.Exit(serve(prepared.engine, prepared.runtime, settings, typer.echo, tokenizer=prepared.tokenizer))
+
+
+def _check_world_size(requested: int | None, num_ranks: int) -> None:
+    if requested not in (None, num_ranks):
+        raise ConfigError(
+            f"--world_size {requested}: the engine has {num_ranks} rank{'s' if num_ranks > 1 else ''}.",
+            cure=f"Use {num_ranks}, or build another engine.",
+        )
+
+
+def _check_model_name(requested: str | None, options: TritonOptions) -> None:
+    model = options.of_kind("tensorrt_llm")
+    names = {name for name in (requested or "").split(",") if name}
+    if model is not None and names - {model.name}:
+        raise ConfigError(f"--tensorrt_llm_model_name {requested}: the repository's model is {model.name}.", cure=f"Use {model.name}.")
+
+
+def _check_no_tritonserver() -> None:
+    """Raise ConfigError when a tritonserver process exists, as launch_triton_server.py does: it would still hold GPU memory."""
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            name = path.read_text().strip()
+        except OSError:  # the process has ended
+            continue
+        if name == "tritonserver":
+            raise ConfigError(f"tritonserver is already running as process {path.parent.name}.", cure="Stop it, or launch with --force.")
+
+
+def _execute_tritonserver(program: Path, repository: Path, addresses: ServerSettings, log_file: Path | None) -> None:
+    """Replace this process by a real tritonserver. The repository's Python models then start Stoker's executor themselves."""
+    command = [
+        str(program), f"--model-repository={repository}", f"--http-address={addresses.host}", f"--grpc-address={addresses.host}",
+        f"--http-port={addresses.http_port}", f"--grpc-port={addresses.grpc_port}", f"--metrics-port={addresses.metrics_port}",
+        "--disable-auto-complete-config", "--backend-config=python,shm-region-prefix-name=prefix0_",
+        *([] if log_file is None else ["--log-verbose=3", f"--log-file={log_file}"]),
+    ]  # fmt: skip
+    os.execve(command[0], command, env.child_environment())
+
+
+@contextmanager
+def _logging_to(file: Path | None) -> Iterator[None]:
+    """Log at level DEBUG to `file` inside the block, from this process and its children; without a file, at INFO to stderr."""
+    if file is None:
+        if not env.text("STOKER_LOG"):
+            logging.configure("INFO")
+        yield
+        return
+    logging.configure("DEBUG")
+    with file.open("ab") as target:
+        original_stderr = os.dup(2)
+        os.dup2(target.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(original_stderr, 2)
+            os.close(original_stderr)

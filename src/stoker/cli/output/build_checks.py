@@ -1,0 +1,25 @@
+"""The results of a build's checks, as sentences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def describe_checks(checks: dict[str, Any]) -> dict[str, str]:
+    """A sentence without a full stop for each entry of `checks` in an engine's config.json, by the check's name."""
+    describe = {"greedy": _describe_greedy, "accuracy": _describe_accuracy}
+    return {name: describe.get(name, str)(result) for name, result in checks.items()}
+
+
+def _describe_greedy(result: dict[str, Any]) -> str:
+    if result.get("skipped"):
+        return f"Greedy tokens were not compared: {result['skipped']}"
+    return f"Greedy tokens equal to the checkpoint's: {result['equal']} of {result['tokens']}"
+
+
+def _describe_accuracy(result: dict[str, Any]) -> str:
+    if result["skipped"]:
+        return f"Perplexity was not measured: {result['skipped']}"
+    before, after, increase = result["perplexity_before"], result["perplexity_after"], result["increase"]
+    agreement = f"{result['greedy_agreement']:.1%} of the most likely tokens are the same"
+    return f"Perplexity on {result['tokens']} tokens: {before:.3f} before, {after:.3f} after quantization ({increase:+.2%}); {agreement}"

@@ -1,0 +1,132 @@
+"""From a path or address on the command line to an engine and the settings to serve it with.
+
+`read_deployment` reads what the path requests and applies the command line's options; it fetches and builds nothing but the folder itself.
+`prepare_server` fetches or builds the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from stoker.base import env
+from stoker.base.config import RuntimeConfig
+from stoker.base.logging import get_logger
+from stoker.deploy import model_name, resolve
+from stoker.deploy.deployment import Deployment, EngineInfo, EngineSource
+from stoker.deploy.triton.export import five_models
+from stoker.engine.reader import Engine
+from stoker.server.schemas.settings import ServerSettings
+from stoker.server.schemas.triton_models import TritonOptions
+
+log = get_logger(__name__)
+S = TypeVar("S", ServerSettings, RuntimeConfig)
+
+
+class PreparedServer(msgspec.Struct, kw_only=True):
+    """The arguments of server.process.serve."""
+
+    engine: Path
+    settings: ServerSettings
+    runtime: RuntimeConfig
+    deployment: Deployment
+    tokenizer: Path | None = None  # None: the engine's own
+
+
+def read_deployment(
+    path: str | Path | None,
+    settings: ServerSettings,
+    runtime: RuntimeConfig,
+    explicit: frozenset[str] | None = None,
+    progress: resolve.Progress | None = None,
+) -> Deployment:
+    """The deployment that a path or address requests, with the command line's settings applied. Its engine is not fetched or built.
+
+    `explicit` names the fields that were set on the command line; they override the folder's settings. None: the fields that differ from
+    their default. Raises ConfigError, and CheckpointError for an address that cannot be fetched.
+    """
+    deployment = resolve.read(path, env.child_environment(), progress)
+    return _with_name(_override(deployment, settings, runtime, explicit), path)
+
+
+def prepare_server(deployment: Deployment, progress: resolve.Progress | None = None) -> PreparedServer:
+    """Fetch or build the deployment's engine, and log the deployment's notes. Raises ConfigError, CheckpointError and EngineError."""
+    for note in deployment.notes:
+        log.log(logging.WARNING if note.severity == "warning" else logging.INFO, "%s", note)
+    prepared = resolve.ready(deployment, env.child_environment(), progress)
+    return PreparedServer(
+        engine=prepared.engine,
+        settings=_with_models(deployment.server, prepared.engine),
+        runtime=deployment.runtime,
+        deployment=prepared.deployment,
+        tokenizer=prepared.tokenizer,
+    )
+
+
+def engine_is_missing(deployment: Deployment) -> bool:
+    """Whether `prepare_server` may take long because the engine is not a local directory. A cached build also counts as missing."""
+    return _local_engine(deployment) is None
+
+
+def check_engine(deployment: Deployment) -> None:
+    """Raise EngineError when a local engine directory is incomplete or has another format version, so that no start would accept it."""
+    path = _local_engine(deployment)
+    if path is not None:
+        Engine.open(path)
+
+
+def engine_info(path: Path) -> EngineInfo:
+    """What an export needs from an engine's config.json. Raises EngineError."""
+    config = Engine.open(path).config
+    return EngineInfo(
+        path=str(path.resolve()), architecture=config.model.architecture, vocab_size=config.model.vocab_size, dtype=config.dtype,
+        limits=config.limits, mapping=config.mapping,
+    )  # fmt: skip
+
+
+def override_fields(base: S, settings: S, explicit: frozenset[str] | None = None) -> S:
+    """`base` with the fields of `settings` that `explicit` names. Without it, with the fields that differ from their default."""
+    default = type(settings)()
+    names = [name for name in settings.__struct_fields__ if explicit is None or name in explicit]
+    changed = {
+        name: value for name in names if (value := getattr(settings, name)) != getattr(default, name) or explicit is not None
+    }  # fmt: skip
+    return msgspec.structs.replace(base, **changed)
+
+
+def _local_engine(deployment: Deployment) -> Path | None:
+    """The engine's directory, or None when the engine must be fetched or built."""
+    source = deployment.source
+    path = Path(source.location).expanduser() if isinstance(source, EngineSource) else None
+    return path if path is not None and path.is_dir() else None
+
+
+def _override(deployment: Deployment, settings: ServerSettings, runtime: RuntimeConfig, explicit: frozenset[str] | None) -> Deployment:
+    return msgspec.structs.replace(
+        deployment,
+        server=override_fields(deployment.server, settings, explicit),
+        runtime=override_fields(deployment.runtime, runtime, explicit),
+    )
+
+
+def _with_name(deployment: Deployment, path: str | Path | None) -> Deployment:
+    """`deployment` named after the path or address on the command line, where it would be named after its folder in the cache.
+
+    The models of a Triton repository have their names in the repository's files.
+    """
+    server = deployment.server
+    if path is None or deployment.format == "triton" or server.model_name not in (None, Path(deployment.path).name):
+        return deployment
+    return msgspec.structs.replace(deployment, server=msgspec.structs.replace(server, model_name=model_name.of(path)))
+
+
+def _with_models(settings: ServerSettings, engine: Path) -> ServerSettings:
+    """`settings` with the five Triton models of an engine, when the deployment format has no options of its own."""
+    if settings.options is not None:
+        return settings
+    info = engine_info(engine)
+    options = TritonOptions(models=five_models(info, {"decoupled_mode": "true"}), unary=True, max_beam_width=info.limits.max_beam_width)
+    return msgspec.structs.replace(settings, options=options)
