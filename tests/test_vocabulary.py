@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "stoker"
 
 # Packages and folders that already use the glossary. Everything is listed in the end.
-MIGRATED: tuple[str, ...] = ()
+MIGRATED: tuple[str, ...] = ("cli", "tests/cli")
 
 # Words of identifiers, after splitting at underscores and capital letters, and the term to use instead.
 IDENTIFIER_WORDS = {

@@ -22,7 +22,7 @@ QUESTION = "What is the capital of Japan?"
 # Long enough to fill several KV blocks, which all requests of the batch then share.
 SYSTEM_MESSAGE = (
     "You are a guide who answers travellers' questions about the countries of the world. Answer in two short sentences. Name one place "
-    "in the country, and tell why a visitor should go there. Do not repeat the question, do not make lists, do not ask anything back, "
+    "in the country, and tell why a visitor should go there. Do not repeat the question, do not make lists, do not end with a question, "
     "and do not apologise."
 )
 COUNTRIES = ("France", "Italy", "Egypt", "Canada", "Peru", "Kenya", "Norway", "India")

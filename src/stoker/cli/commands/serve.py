@@ -35,7 +35,7 @@ SERVER_HELP = {
     "load_timeout_s": "Maximum number of seconds for loading the model.",
     "num_frontends": "Number of processes that parse requests, tokenize and stream.",
     "max_request_bytes": "Maximum size of a request; larger ones are rejected with status 413.",
-    "drain_timeout_s": "Seconds that requests in flight may take after the server was told to stop.",
+    "drain_timeout_s": "Seconds that requests in flight may take after a stop signal.",
     "cors_origins": "Allow web pages of this origin to send requests; * allows all. Repeatable.",
     "tls_certificate": "A PEM file. With --tls-key, the server uses HTTPS.",
     "tls_key": "A PEM file with the private key of --tls-certificate.",
