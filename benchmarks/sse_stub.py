@@ -29,10 +29,10 @@ from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Completion, Service
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.request import ExecutorStats
-from stoker.server.app import make_app
-from stoker.server.frontend_process import HttpServer, http_config
-from stoker.server.metering import MeteredService
-from stoker.server.metrics import FrontendMetrics
+from stoker.server.application import make_app
+from stoker.server.metrics.frontend import FrontendMetrics
+from stoker.server.metrics.metered import MeteredService
+from stoker.server.processes.frontend import HttpServer, http_config
 from stoker.server.protocol import Context
 from stoker.server.schemas.settings import ServerSettings
 

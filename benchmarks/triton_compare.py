@@ -42,10 +42,10 @@ sys.path.insert(0, str(HERE.parent / "scripts"))
 
 from real_triton import RealTriton  # noqa: E402
 
-from stoker.server.child import Child  # noqa: E402
-from stoker.server.process import bind  # noqa: E402
+from stoker.server.processes.child import Child  # noqa: E402
+from stoker.server.processes.supervisor import bind  # noqa: E402
+from stoker.server.processes.tasks import FrontendTask  # noqa: E402
 from stoker.server.schemas.settings import ServerSettings  # noqa: E402
-from stoker.server.tasks import FrontendTask  # noqa: E402
 
 PACE_S = 0.0  # steps as fast as they go, as on the other side
 UNARY_REQUESTS = 500
@@ -85,7 +85,7 @@ def stoker() -> Iterator[Ports]:
         address, grpc = f"ipc://{folder}/executor", free_port()
         executor = subprocess.Popen([sys.executable, str(HERE / "triton_stub_executor.py"), address, str(PACE_S)])
         task = FrontendTask(folder, "stub", ServerSettings(), address, [listener.fileno()], f"127.0.0.1:{grpc}")
-        start = Child.start("frontend", "stoker.server.frontend_process", task, pass_fds=[listener.fileno()])
+        start = Child.start("frontend", "stoker.server.processes.frontend", task, pass_fds=[listener.fileno()])
         frontend = asyncio.run_coroutine_threadsafe(start, loop).result(30)
         try:
             wait_ready(listener.getsockname()[1])

@@ -131,7 +131,7 @@ def test_torch_free_modules_import_no_torch_on_the_way() -> None:
 
 def test_a_frontend_process_never_loads_torch() -> None:
     """The same, as Python sees it."""
-    code = "import sys, stoker.server.frontend_process, stoker.runtime.schedule.scheduler; print('torch' in sys.modules)"
+    code = "import sys, stoker.server.processes.frontend, stoker.runtime.schedule.scheduler; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -11,7 +11,7 @@ from test_generation_service import ask, serving
 
 from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
-from stoker.frontend.beam import BeamSearch
+from stoker.frontend.beam_search import BeamSearch
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.request import TokenRequest
 

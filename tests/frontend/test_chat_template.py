@@ -10,7 +10,7 @@ from small_tokenizers import REAL, real
 
 from stoker.base.env import cache_dir
 from stoker.base.errors import EngineError, RequestError
-from stoker.frontend.chat import ChatTemplate
+from stoker.frontend.chat_template import ChatTemplate
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"

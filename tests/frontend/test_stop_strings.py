@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.frontend.stop import StopChecker
+from stoker.frontend.stop_strings import StopChecker
 
 ALPHABET = "ab\n"
 stops = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)

@@ -16,8 +16,8 @@ from stoker.base.errors import CheckpointError, UnavailableError
 from stoker.base.fields.table import FieldRow
 from stoker.base.fields.values import Flag
 from stoker.frontend.repository import ModelRepository
-from stoker.server.app import make_app
-from stoker.server.metrics import FrontendMetrics
+from stoker.server.application import make_app
+from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.protocol import Context
 from stoker.server.protocols.sagemaker.parameters import TABLE
 from stoker.server.schemas.lmi import LMIOptions

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmi_recordings import StandIn
 
+from stoker.server.protocols.sagemaker.dialects import Shapes, encode
 from stoker.server.protocols.sagemaker.request import Asked
-from stoker.server.protocols.sagemaker.shapes import Shapes, encode
 from stoker.server.protocols.sagemaker.tokens import Token
 from stoker.server.schemas.lmi import LMIOptions
 

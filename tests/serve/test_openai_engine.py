@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.cli.server_process import running_server
-from stoker.server.process import serve
+from stoker.server.processes.supervisor import serve
 from stoker.server.schemas.settings import ServerSettings
 
 KEY = "a-key-of-this-test"

@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 
 from stoker.base import env
-from stoker.server.process import bind, listen
+from stoker.server.processes.loading import Waiting
+from stoker.server.processes.supervisor import bind, listen
 from stoker.server.schemas.lmi import LMIOptions
 from stoker.server.schemas.settings import ServerSettings
-from stoker.server.waiting import Waiting
 
 
 def test_every_door_says_that_it_is_loading() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 from scripted_service import make_asgi, make_context
 
-from stoker.server.app import make_app
-from stoker.server.frontend_process import HttpServer, http_config
+from stoker.server.application import make_app
+from stoker.server.processes.frontend import HttpServer, http_config
 from stoker.server.schemas.settings import ServerSettings
 
 

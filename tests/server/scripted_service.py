@@ -10,14 +10,14 @@ from typing import Any
 from stoker.base.config import Limits
 from stoker.base.errors import RequestError, StokerError
 from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
-from stoker.frontend.messages import check_messages
+from stoker.frontend.chat_messages import check_messages
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.request import ExecutorStats
-from stoker.server.app import make_app
-from stoker.server.metering import MeteredService
-from stoker.server.metrics import FrontendMetrics
+from stoker.server.application import make_app
+from stoker.server.metrics.frontend import FrontendMetrics
+from stoker.server.metrics.metered import MeteredService
 from stoker.server.protocol import Context
 from stoker.server.schemas.settings import ServerSettings
 

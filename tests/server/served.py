@@ -8,7 +8,7 @@ import sys
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure
-from stoker.server.process import serve
+from stoker.server.processes.supervisor import serve
 from stoker.server.schemas.settings import ServerSettings
 
 

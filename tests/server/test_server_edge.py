@@ -11,8 +11,8 @@ from live_http import asgi_client, live_server, until
 from scripted_service import ScriptedService, make_context
 
 from stoker.base.errors import ConfigError, QueueFullError, UnavailableError
-from stoker.server.app import make_app
-from stoker.server.http_protocol import MAX_HEAD_BYTES
+from stoker.server.application import make_app
+from stoker.server.http.connection import MAX_HEAD_BYTES
 from stoker.server.schemas.settings import ServerSettings
 
 ASK = {"prompt": "hi", "max_tokens": 4}

@@ -11,7 +11,8 @@ import pytest
 from live_http import live_server, until
 from scripted_service import ScriptedService
 
-from stoker.server import exchange, http_protocol
+from stoker.server.http import connection as http_protocol
+from stoker.server.http import request_context as exchange
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b'{"prompt": "hi", "max_tokens": 3}'

@@ -21,10 +21,10 @@ from live_http import events, until
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.server.process import bind, reserve
-from stoker.server.process import serve as run
+from stoker.server.processes.supervisor import bind, reserve
+from stoker.server.processes.supervisor import serve as run
+from stoker.server.processes.tasks import ExecutorTask
 from stoker.server.schemas.settings import ServerSettings
-from stoker.server.tasks import ExecutorTask
 
 PROGRAM = str(Path(__file__).parent / "served.py")
 LONG = {"prompt": "the quick brown fox", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
@@ -127,7 +127,7 @@ async def test_answers_leaving_and_draining(engine: Path, tmp_path: Path) -> Non
 
 async def test_a_dead_executor_is_told_and_ends_the_server(engine: Path, tmp_path: Path) -> None:
     async with serve(engine, tmp_path) as served, httpx.AsyncClient(base_url=served.url, timeout=30) as client:
-        (executor,) = served.children("stoker.server.executor_process")
+        (executor,) = served.children("stoker.server.processes.executor")
         asking = asyncio.create_task(client.post("/v1/completions", json=MANY))
         async with asyncio.timeout(10):
             while not await number(client, "stoker_running_sequences"):
@@ -144,7 +144,7 @@ async def test_a_dead_executor_is_told_and_ends_the_server(engine: Path, tmp_pat
 
 async def test_several_frontends_add_their_counts_up_and_the_second_signal_stops_at_once(engine: Path, tmp_path: Path) -> None:
     async with serve(engine, tmp_path, num_frontends=2, drain_timeout_s=60) as served:
-        assert len(served.children("stoker.server.frontend_process")) == 2
+        assert len(served.children("stoker.server.processes.frontend")) == 2
         for _ in range(6):
             async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
                 assert (await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code == 200
@@ -158,7 +158,7 @@ async def test_several_frontends_add_their_counts_up_and_the_second_signal_stops
                     break
                 children = served.children("stoker.server")
                 # A stopped executor cannot finish the stream, so the drain would last its minute.
-                os.kill(served.children("stoker.server.executor_process")[0], signal.SIGSTOP)
+                os.kill(served.children("stoker.server.processes.executor")[0], signal.SIGSTOP)
                 served.process.send_signal(signal.SIGINT)
                 served.process.send_signal(signal.SIGTERM)  # another one: two of a kind that wait are one
                 assert await asyncio.wait_for(served.ended(), 10) == 0
@@ -178,7 +178,7 @@ async def test_an_end_amid_the_start_is_silent(engine: Path, tmp_path: Path, lib
     """An exception out of a signal's handler, amid the import of a compiled module, comes out as another one."""
     with (tmp_path / "stderr").open("w") as stderr:
         task = pickle.dumps(ExecutorTask(str(engine), RuntimeConfig(device="cpu"), f"ipc://{tmp_path}/executor"))
-        command = [sys.executable, "-m", "stoker.server.executor_process"]
+        command = [sys.executable, "-m", "stoker.server.processes.executor"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr)
     assert process.stdin is not None
     process.stdin.write(len(task).to_bytes(8, "little") + task)
@@ -217,5 +217,5 @@ def test_a_grpc_port_that_is_taken_is_told_before_anything_starts(engine: Path) 
 
 
 def test_a_frontend_imports_no_torch() -> None:
-    code = "import sys, stoker.server.frontend_process; assert not {'torch', 'transformers'} & set(sys.modules), sys.modules"
+    code = "import sys, stoker.server.processes.frontend; assert not {'torch', 'transformers'} & set(sys.modules), sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

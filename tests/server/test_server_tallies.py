@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from stoker.server.tallies import Tallies
+from stoker.server.metrics.counters import Tallies
 
 
 def test_counts_are_written_once() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from stoker.server.errors import GenerationError
-from stoker.server.protocols.kserve.catalogue import Catalogue
-from stoker.server.protocols.kserve.dtypes import text_array
 from stoker.server.protocols.kserve.inference import Inference, Response, Responses, ServedModel
+from stoker.server.protocols.kserve.models.catalogue import Catalogue
+from stoker.server.protocols.kserve.tensors.dtypes import text_array
 from stoker.server.schemas.triton_models import Step, Tensor, TritonModel
 
 _INPUTS = (

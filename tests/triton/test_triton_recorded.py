@@ -12,10 +12,10 @@ from live_http import live_app
 from recorded_models import catalogue
 from scripted_service import ScriptedService, make_context
 
-from stoker.server.app import Application
-from stoker.server.protocols.health import Health
+from stoker.server.application import Application
+from stoker.server.protocols.health.protocol import Health
 from stoker.server.protocols.kserve.core import Core
-from stoker.server.protocols.kserve_http import KServeHTTP
+from stoker.server.protocols.kserve.http.protocol import KServeHTTP
 
 RECORDED = Path(__file__).parent / "recorded"
 # Answers that cannot be equal; docs/triton.md has the reasons. Each has a test of its own below or in test_triton_http.py.

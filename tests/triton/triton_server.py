@@ -16,12 +16,12 @@ from stoker.frontend.generation import GenerationService
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
-from stoker.server.app import make_app
-from stoker.server.metering import MeteredService
-from stoker.server.metrics import FrontendMetrics
+from stoker.server.application import make_app
+from stoker.server.metrics.frontend import FrontendMetrics
+from stoker.server.metrics.metered import MeteredService
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.core import Core
-from stoker.server.protocols.kserve_grpc import open_door
+from stoker.server.protocols.kserve.grpc.server import open_door
 from stoker.server.schemas.settings import ServerSettings
 
 TEXT = "The quick brown fox 你好 🎉 stop here"

@@ -14,9 +14,9 @@ from live_http import live_app
 from scripted_service import make_context
 from truss_recordings import Recorded, Reply, StandIn, read, send
 
-from stoker.server.app import make_app
+from stoker.server.application import make_app
+from stoker.server.processes.loading import Waiting
 from stoker.server.schemas.settings import ServerSettings
-from stoker.server.waiting import Waiting
 
 # Exchanges in which Stoker does something else; docs/truss.md says what and why, test_truss_predict.py tests it.
 OTHERWISE = {

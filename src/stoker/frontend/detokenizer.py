@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from stoker.frontend.pieces import BytePieces, FallbackPieces
+from stoker.frontend.token_pieces import BytePieces, FallbackPieces
 
 MAX_BYTE_RUN = 64  # byte tokens held back while their run goes on
 MAX_WINDOW = 64  # tokens that a windowed detokenizer holds back while they end inside a character

@@ -11,12 +11,12 @@ from typing import Any
 
 from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.types import Delta, GenerationRequest
+from stoker.frontend.active_request import OpenRequest
 from stoker.frontend.admission import check_ids, check_prompt, check_request
-from stoker.frontend.beam import BeamDriver, check_beams
-from stoker.frontend.chat import ChatTemplate
-from stoker.frontend.joining import Joiner
-from stoker.frontend.open_request import OpenRequest
-from stoker.frontend.remote_errors import raise_refusal
+from stoker.frontend.aggregation import Joiner
+from stoker.frontend.beam_search import BeamDriver, check_beams
+from stoker.frontend.chat_template import ChatTemplate
+from stoker.frontend.executor_errors import raise_refusal
 from stoker.frontend.service import Completion, Service
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import ExecutorClient, ExecutorInfo

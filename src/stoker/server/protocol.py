@@ -11,8 +11,8 @@ import msgspec
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
-from stoker.server.exchange import JSON, Exchange
-from stoker.server.metrics import FrontendMetrics
+from stoker.server.http.request_context import JSON, Exchange
+from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.schemas.settings import ServerSettings
 
 Handler = Callable[[Exchange], Awaitable[None]]

@@ -9,7 +9,7 @@ import numpy as np
 
 from stoker.base.config import check_range
 from stoker.base.errors import DependencyError, StokerError
-from stoker.server.protocols.kserve.dtypes import DTYPES, kserve_name, text_array
+from stoker.server.protocols.kserve.tensors.dtypes import DTYPES, kserve_name, text_array
 from stoker.server.schemas.triton_models import Tensor
 from stoker.server.schemas.triton_models import tensors as declared_tensors
 

@@ -45,7 +45,7 @@ def launch(
       stoker launch --model_repo repo --world_size 2 --grpc_port 9001 --log --log-file server.log
     """
     from stoker.cli.prepare_server import engine_info, prepare_server, read_deployment
-    from stoker.server.process import serve
+    from stoker.server.processes.supervisor import serve
 
     addresses = ServerSettings(host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
     deployment = read_deployment(model_repo, ServerSettings(), RuntimeConfig())

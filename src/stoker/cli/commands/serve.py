@@ -114,13 +114,13 @@ def _prepare(
 ) -> tuple[PreparedServer, list[socket.socket]]:
     """The engine and the listening sockets. While an engine is fetched or built, the ports answer that the model is loading."""
     from stoker.cli.prepare_server import engine_is_missing, prepare_server, read_deployment
-    from stoker.server.process import listen
+    from stoker.server.processes.supervisor import listen
 
     deployment = read_deployment(model, settings, runtime, explicit, progress)
     listeners = listen(deployment.server)
     if not engine_is_missing(deployment):
         return prepare_server(deployment, progress), listeners
-    from stoker.server.waiting import Waiting
+    from stoker.server.processes.loading import Waiting
 
     with Waiting(listeners, deployment.server, deployment.server.model_name or "model") as waiting:
 
@@ -132,7 +132,7 @@ def _prepare(
 
 
 def _run(prepared: PreparedServer, listeners: list[socket.socket]) -> int:
-    from stoker.server.process import serve as run_server
+    from stoker.server.processes.supervisor import serve as run_server
 
     return run_server(
         prepared.engine, prepared.runtime, prepared.settings, typer.echo, tokenizer=prepared.tokenizer, listeners=listeners

@@ -11,8 +11,8 @@ from stoker.base.errors import RequestError
 from stoker.deploy.triton.ensemble import steps
 from stoker.deploy.triton.hosting import Hosted
 from stoker.server.errors import GenerationError
-from stoker.server.protocols.kserve.dtypes import text_array
 from stoker.server.protocols.kserve.inference import Inference, Response, Responses, Tensors
+from stoker.server.protocols.kserve.tensors.dtypes import text_array
 
 UNFINISHED = "\ufffd"  # what postprocessing writes for the bytes of a character that is not whole yet
 _PRE, _LLM, _ = steps()

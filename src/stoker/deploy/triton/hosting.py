@@ -29,14 +29,14 @@ from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
 from stoker.runtime.transport.zmq_client import ZmqExecutorClient
-from stoker.server.child import Child
+from stoker.server.processes.child import Child
+from stoker.server.processes.tasks import ExecutorTask
 from stoker.server.protocols.kserve.errors import words
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import Inference, Response, Run
-from stoker.server.protocols.kserve.tensorrt_llm import TensorrtLLM
-from stoker.server.protocols.kserve.text_tokens import Postprocessing, Preprocessing
+from stoker.server.protocols.kserve.models.tensorrt_llm import TensorrtLLM
+from stoker.server.protocols.kserve.models.tokenizer import Postprocessing, Preprocessing
 from stoker.server.schemas.triton_models import TritonOptions
-from stoker.server.tasks import ExecutorTask
 
 CANCEL_POLL_S = 0.05
 LOAD_TIMEOUT_S = 600.0
@@ -153,7 +153,7 @@ class EngineModel(Hosted):
         engine, address = engine_of(self.deployment), f"ipc://{self._run_dir.name}/executor"
         task = ExecutorTask(engine, self.deployment.runtime, address)
         python = env.text("STOKER_PYTHON") or sys.executable
-        self._executor = await Child.start("executor", "stoker.server.executor_process", task, python=python)
+        self._executor = await Child.start("executor", "stoker.server.processes.executor", task, python=python)
         client = await ZmqExecutorClient.connect(address, connect_timeout_s=LOAD_TIMEOUT_S)
         return GenerationService(self.model.name, Tokenizer.load(tokenizer_of(self.deployment)), client)
 

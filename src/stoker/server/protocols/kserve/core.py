@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any
 
+from stoker.server.metrics.triton import Timer
 from stoker.server.protocol import Context
-from stoker.server.protocols.kserve.catalogue import Catalogue, over
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, Responses, ServedModel
-from stoker.server.protocols.kserve.settings import LogSettings
-from stoker.server.triton_metrics import Timer
+from stoker.server.protocols.kserve.models.catalogue import Catalogue, over
+from stoker.server.protocols.kserve.trace_and_log import LogSettings
 
 ENSEMBLE_PARAMETERS: Parameters = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 NOT_ONE = "generate expects model to produce exactly 1 response, use generate stream for model that generates various number of responses"

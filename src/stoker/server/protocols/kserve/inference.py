@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from stoker.server.protocols.kserve.dtypes import text_array
+from stoker.server.protocols.kserve.tensors.dtypes import text_array
 from stoker.server.schemas.triton_models import Tensor, TritonModel
 
 TEXT = "text_output"

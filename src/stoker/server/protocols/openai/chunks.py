@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from stoker.base.types import Usage
-from stoker.server.protocols.openai import wire
+from stoker.server.protocols.openai import response_json as wire
 
 DONE = b"data: [DONE]\n\n"
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from stoker.base.fields.table import ANYTHING, FieldRow, FieldTable, accepted, no_effect, rejected
 from stoker.base.fields.values import Flag, ListOf, MappingOf, Real, Text, Whole, exactly
 from stoker.base.types import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from stoker.server.protocols.common.guides import CHOICES
 
 EndpointName = Literal["completions", "chat"]
 
@@ -19,7 +20,6 @@ MAX_GRAMMAR_CHARS = 1 << 20
 
 FLAG, OBJECT = Flag(), MappingOf()
 MODEL_NAME = Text(512)
-CHOICES = ListOf(Text(1 << 16), MAX_ITEMS)
 _TOKEN_COUNT = Whole(0, MAX_TOKENS)
 _TOP_COUNT = Whole(0, MAX_LOGPROBS)
 _SEED = Whole(-(2**63), 2**64 - 1)

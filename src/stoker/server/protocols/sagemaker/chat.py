@@ -8,11 +8,11 @@ from typing import Any
 from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Service
 from stoker.server.errors import sequence_error
-from stoker.server.protocols.openai import wire
-from stoker.server.protocols.openai.answer import AnswerParser, delta_object, message_object
-from stoker.server.protocols.openai.chat_request import Call, read_call
+from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.chat.request import Call, read_call
+from stoker.server.protocols.openai.parsers.answer import AnswerParser, delta_object, message_object
+from stoker.server.protocols.sagemaker.dialects import encode
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, Reply
-from stoker.server.protocols.sagemaker.shapes import encode
 from stoker.server.protocols.sagemaker.tokens import finish_name
 from stoker.server.schemas.settings import ServerSettings
 

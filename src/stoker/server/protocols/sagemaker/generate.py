@@ -8,13 +8,13 @@ from typing import Any
 from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import sequence_error
-from stoker.server.gathering import gather
-from stoker.server.protocols.openai.merging import streams
-from stoker.server.protocols.openai.wire import finite
+from stoker.server.protocols.common.concurrency import gather
+from stoker.server.protocols.common.streams import streams
+from stoker.server.protocols.openai.response_json import finite
 from stoker.server.protocols.sagemaker import tokens as spelling
+from stoker.server.protocols.sagemaker.dialects import Shapes, encode
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, SSE, Reply
 from stoker.server.protocols.sagemaker.request import Asked
-from stoker.server.protocols.sagemaker.shapes import Shapes, encode
 from stoker.server.protocols.sagemaker.tokens import NO_TOKEN, Token
 from stoker.server.schemas.lmi import LMIOptions
 

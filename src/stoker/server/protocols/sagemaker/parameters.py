@@ -5,6 +5,7 @@ from __future__ import annotations
 from stoker.base.fields.table import ANYTHING, FieldTable, accepted, no_effect, rejected
 from stoker.base.fields.values import Flag, ListOf, Real, Text, Whole, exactly
 from stoker.base.types import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from stoker.server.protocols.common.guides import CHOICES
 
 FORMATTERS = ("json", "jsonlines", "sse", "3p", "3p_stream")
 MAX_TOKENS = 1 << 24
@@ -61,7 +62,7 @@ TABLE = FieldTable([
     accepted("output_formatter", exactly(*FORMATTERS), f"one of {', '.join(FORMATTERS)}; the streaming ones stream even without stream"),
     accepted("guided_json", ANYTHING, "a JSON schema, as an object or text"),
     accepted("guided_regex", _GRAMMAR, "a regular expression"),
-    accepted("guided_choice", ListOf(Text(1 << 16), MAX_ITEMS), "a list of strings"),
+    accepted("guided_choice", CHOICES, "a list of strings"),
     accepted("guided_grammar", _GRAMMAR, "a grammar in EBNF"),
     accepted("request_timeout", Real(0.001, 86400), "seconds; a partial answer has finish_reason length"),
     no_effect("stream", _FLAG, "stream belongs beside inputs; LMI ignores it here, too"),

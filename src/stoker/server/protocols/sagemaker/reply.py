@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.base.errors import StokerError
 from stoker.server.errors import GenerationError, describe
-from stoker.server.exchange import JSON, Exchange
+from stoker.server.http.request_context import JSON, Exchange
 from stoker.server.protocols.openai.chunks import DONE
 from stoker.server.protocols.sagemaker import eventstream
 from stoker.server.protocols.sagemaker.errors import inference_body, model_error_body

@@ -12,11 +12,11 @@ from stoker.base.errors import RequestError
 from stoker.base.fields.errors import InvalidValueError
 from stoker.base.fields.values import Flag
 from stoker.base.types import GenerationRequest, SamplingParams
+from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.service import Service
-from stoker.server.bad_words import bad_word_ids
 from stoker.server.errors import BodyError
-from stoker.server.exchange import decode_json
-from stoker.server.protocols.openai.guides import read_guide
+from stoker.server.http.request_context import decode_json
+from stoker.server.protocols.common.guides import read_guide
 from stoker.server.protocols.openai.prompts import encode
 from stoker.server.protocols.sagemaker import parameters
 from stoker.server.protocols.sagemaker.errors import PayloadError, shown

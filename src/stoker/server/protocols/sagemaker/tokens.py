@@ -6,7 +6,7 @@ import msgspec
 
 from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Service
-from stoker.server.protocols.openai.wire import finite
+from stoker.server.protocols.openai.response_json import finite
 
 NO_TOKEN = -1  # the id of a line that has to be sent and has no token
 

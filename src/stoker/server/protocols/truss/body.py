@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from stoker.server.errors import BodyError
-from stoker.server.exchange import Exchange
+from stoker.server.http.request_context import Exchange
 
 BINARY = b"application/octet-stream"
 

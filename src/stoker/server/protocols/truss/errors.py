@@ -6,7 +6,7 @@ import json
 
 from stoker.base.errors import StokerError, UnavailableError
 from stoker.server.errors import Failure, describe
-from stoker.server.exchange import Exchange
+from stoker.server.http.request_context import Exchange
 
 NOT_READY = "Model with name model is not ready."
 MODEL_FAILED = "Internal Server Error (in model/chainlet)."

@@ -11,7 +11,7 @@ import msgspec
 from stoker.base.types import FinishReason, GenerationRequest
 from stoker.frontend.service import Service
 from stoker.server.errors import sequence_error
-from stoker.server.exchange import JSON, STREAMED, Exchange
+from stoker.server.http.request_context import JSON, STREAMED, Exchange
 from stoker.server.protocols.truss.body import BINARY, is_binary
 from stoker.server.protocols.truss.request import Asked
 

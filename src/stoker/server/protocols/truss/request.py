@@ -9,8 +9,8 @@ import msgspec
 
 from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest, SamplingParams
+from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.service import Service
-from stoker.server.bad_words import bad_word_ids
 from stoker.server.protocols.openai.prompts import encode
 from stoker.server.protocols.truss import parameters
 from stoker.server.schemas.settings import ServerSettings

@@ -1,0 +1,64 @@
+"""A request that runs: its sequences on their way from outputs to deltas, and what they used."""
+
+from __future__ import annotations
+
+from stoker.base.errors import UnavailableError
+from stoker.base.types import Delta, FinishReason, Usage
+from stoker.frontend.sequence_text import SequenceText
+from stoker.frontend.tokenizer import Tokenizer
+from stoker.runtime.client import ExecutorClient
+from stoker.runtime.request import SequenceOutput, TokenRequest
+
+
+class OpenRequest:
+    """The first delta carries the prompt's usage, the last one all of it. A sequence ended by its text is cancelled in the executor."""
+
+    def __init__(self, task: TokenRequest, tokenizer: Tokenizer, client: ExecutorClient) -> None:
+        params = task.params
+        self.started = False
+        self._task = task
+        self._client = client
+        self._texts = [SequenceText(i, params, tokenizer.detokenizer(params.skip_special_tokens)) for i in range(params.n)]
+        self._cached_tokens: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(text.finished for text in self._texts)
+
+    def push(self, outputs: list[SequenceOutput]) -> list[Delta]:
+        return self._counted([self._push_one(output) for output in outputs if not self._texts[output.index].finished])
+
+    def fail(self, error: UnavailableError) -> list[Delta]:
+        """The executor is gone: end what runs."""
+        deltas = []
+        for text in self._texts:
+            if not text.finished:
+                text.finished = True
+                deltas.append(Delta(text.index, finish_reason=FinishReason.ERROR, error=str(error)))
+        return self._counted(deltas)
+
+    def _push_one(self, output: SequenceOutput) -> Delta:
+        text = self._texts[output.index]
+        if text.num_tokens == 0 and output.token_ids:
+            self._note_cached(output.cached_tokens)
+        delta = text.push(output)
+        delta.prompt_logprobs = output.prompt_logprobs
+        if text.stopped_by_text and not self.finished:
+            self._client.cancel(self._task.request_id, text.index)
+        return delta
+
+    def _note_cached(self, cached_tokens: int) -> None:
+        # Of n sequences the later ones reuse the first one's blocks; the request's own gain is the smallest.
+        self._cached_tokens = cached_tokens if self._cached_tokens is None else min(self._cached_tokens, cached_tokens)
+
+    def _counted(self, deltas: list[Delta]) -> list[Delta]:
+        if not deltas:
+            return deltas
+        usage = Usage(len(self._task.prompt_ids), 0, self._cached_tokens or 0)
+        if not self.started:
+            deltas[0].usage = usage
+        if self.finished:
+            usage.completion_tokens = sum(text.num_tokens for text in self._texts)
+            deltas[-1].usage = usage
+        self.started = True
+        return deltas

@@ -1,0 +1,113 @@
+"""Messages to a prompt, through the model's own chat template: Jinja in a sandbox, with what transformers offers to templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from stoker.base.errors import EngineError, RequestError
+from stoker.frontend.chat_messages import check_messages
+
+MAX_TEMPLATE_CHARS = 1 << 20
+CONTINUE_MARK = "\ue000continue\ue001 "  # private use: no template gives it a meaning; the space shows whether the template trims
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """{% generation %} … {% endgeneration %} marks the assistant's text for training; here it is only its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template. It comes with the engine; requests bring values, never template text."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise EngineError(f"the chat template has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are read.", cure="Shorten it.")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise EngineError(f"the chat template cannot be compiled: {error}.", cure="Correct tokenizer_config.json.") from None
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        *,
+        max_chars: int,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        **values: Any,
+    ) -> str:
+        """The prompt's text, at most `max_chars` of it. `values` are the template's own switches (enable_thinking, …).
+
+        continue_final_message leaves the last message open, for the model to go on with. Raises RequestError.
+        """
+        if "chat_template" in values:
+            raise RequestError("chat_template", values["chat_template"], "a request cannot bring a template", cure="Use the model's own.")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message", True, "it excludes add_generation_prompt", cure="Set one of them to false.")
+        messages = check_messages(messages, max_chars=max_chars)
+        if continue_final_message:
+            _mark_end(messages)
+        context = {**self._special_tokens, **values, "messages": messages, "tools": tools, "documents": documents}
+        text = self._run({**context, "add_generation_prompt": add_generation_prompt}, max_chars)
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _run(self, context: dict[str, Any], max_chars: int) -> str:
+        pieces, size = [], 0
+        try:
+            for piece in self._template.generate(context):
+                size += len(piece)
+                if size > max_chars:
+                    raise RequestError(
+                        "messages", context["messages"], f"they make a prompt of more than {max_chars} characters", cure="Shorten them."
+                    )
+                pieces.append(piece)
+        except RequestError:
+            raise
+        except Exception as error:  # a template may fail in any way Python can
+            raise RequestError("messages", context["messages"], f"the model's chat template refuses them: {error}") from None
+        return "".join(pieces)
+
+
+def _mark_end(messages: list[dict[str, Any]]) -> None:
+    last = messages[-1]
+    if last["content"] is None:
+        raise RequestError("continue_final_message", True, "the last message has no text to continue")
+    last["content"] += CONTINUE_MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    if (end := text.rfind(CONTINUE_MARK.rstrip())) < 0:
+        raise RequestError("continue_final_message", True, "the chat template does not show the last message")
+    trims = not text.startswith(CONTINUE_MARK, end)
+    return text[:end].rstrip() if trims else text[:end]
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """Jinja's own filter escapes HTML; models were trained on plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,81 @@
+"""The ASGI application: protocols over a model repository."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+
+from stoker.base.errors import StokerError
+from stoker.base.logging import get_logger
+from stoker.server.errors import RouteError, describe
+from stoker.server.http.authentication import check_key
+from stoker.server.http.request_context import Exchange
+from stoker.server.http.routing import Routes
+from stoker.server.protocol import Context, Endpoint, Protocol
+from stoker.server.protocols.registry import PROTOCOLS
+
+log = get_logger(__name__)
+
+
+def make_app(context: Context) -> Any:
+    """An ASGI application with the protocols that the settings name (all of them when they name none) and the health routes."""
+    names = context.settings.protocols or tuple(PROTOCOLS)
+    protocols = [PROTOCOLS.get(name)(context) for name in dict.fromkeys(("health", *names))]
+    app: Any = Application(context, protocols)
+    if origins := context.settings.cors_origins:
+        shown = ["x-request-id", "retry-after"]
+        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
+    return app
+
+
+class Application:
+    """Routes requests; whatever a handler raises is told in the shape of the protocol that the path belongs to."""
+
+    def __init__(self, context: Context, protocols: list[Protocol]) -> None:
+        self._context = context
+        self._protocols = protocols
+        self._routes = Routes([
+            (endpoint.method, endpoint.path, (protocol, endpoint)) for protocol in protocols for endpoint in protocol.endpoints()
+        ])  # fmt: skip
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1003})
+        exchange = Exchange(scope, receive, send, max_body_bytes=self._context.settings.max_request_bytes)
+        try:
+            self._check_port(scope)
+            (protocol, endpoint), exchange.path = self._routes.find(scope["method"], scope["path"])
+        except StokerError as error:
+            await self._refuse(exchange, self._owner(scope["path"]), error)
+            self._context.metrics.answered("other", exchange.status)
+        else:
+            await self.handle(protocol, endpoint, exchange)
+
+    def _check_port(self, scope: dict[str, Any]) -> None:
+        """The port of the metrics, when they have their own, shows nothing but metrics and health."""
+        port = self._context.settings.metrics_port
+        if port and (scope.get("server") or ("", 0))[1] == port and not scope["path"].startswith(("/metrics", "/health")):
+            raise RouteError(scope["path"])
+
+    async def handle(self, protocol: Protocol, endpoint: Endpoint, exchange: Exchange) -> None:
+        try:
+            if not endpoint.open:
+                check_key(exchange, self._context.settings.api_keys)
+            await endpoint.handler(exchange)
+        except ConnectionResetError:
+            exchange.disconnected = True
+        except (Exception, asyncio.CancelledError) as error:
+            if exchange.started or isinstance(error, asyncio.CancelledError):
+                log.error("%s ended in the middle of its answer: %r", endpoint.path, error, exc_info=error)
+                raise
+            await self._refuse(exchange, protocol, error)
+        self._context.metrics.answered(endpoint.path, 499 if exchange.disconnected else exchange.status)
+
+    async def _refuse(self, exchange: Exchange, protocol: Protocol, error: BaseException) -> None:
+        failure = describe(error)
+        await exchange.respond(failure.status, protocol.failure_body(failure), protocol.failure_type, failure.headers)
+
+    def _owner(self, path: str) -> Protocol:
+        return next((protocol for protocol in self._protocols if path.startswith(protocol.prefixes)), self._protocols[0])

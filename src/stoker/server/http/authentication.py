@@ -1,0 +1,25 @@
+"""Who may ask: API keys."""
+
+from __future__ import annotations
+
+import hmac
+
+from stoker.server.errors import AuthenticationError
+from stoker.server.http.request_context import Exchange
+
+
+def check_key(exchange: Exchange, keys: tuple[str, ...]) -> None:
+    """Raise AuthenticationError unless there are no keys, or the request brings one."""
+    check_authorization(exchange.headers.get(b"authorization", b""), keys)
+
+
+def check_authorization(value: bytes, keys: tuple[str, ...]) -> None:
+    """The same for the value of the header `authorization`. Takes the same time for every wrong key."""
+    if not keys:
+        return
+    scheme, _, given = value.partition(b" ")
+    if not given:
+        raise AuthenticationError("this server asks for an API key.", cure="Send the header Authorization: Bearer KEY.")
+    matches = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]
+    if scheme.lower() != b"bearer" or not any(matches):
+        raise AuthenticationError("the API key is not one of this server's.", cure="Send the header Authorization: Bearer KEY.")

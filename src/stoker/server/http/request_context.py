@@ -1,0 +1,181 @@
+"""One HTTP request and its answer, directly on ASGI: a bounded body, one whole answer or a stream, and a client that may leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from stoker.server.errors import BodyError, BodyTimeoutError, BodyTooLargeError
+from stoker.server.http.connection import CYCLE, Cycle
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+JSON = b"application/json"
+PLAIN = b"text/plain"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+STREAMED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # proxies keep nothing back
+MAX_ID_CHARS = 128
+BODY_S = 60.0  # the next piece of a body has so long to come
+DISCARD_BYTES = 256 << 20
+DISCARD_S = 2.0
+REQUEST_ID = b"x-request-id"
+
+
+class Exchange:
+    """Used by one handler. `path` holds the route's parameters; `request_id` is the client's X-Request-Id, or a new one."""
+
+    def __init__(self, scope: dict[str, Any], receive: Any, send: Any, *, max_body_bytes: int) -> None:
+        self._receive = receive
+        self._send = send
+        self._max_body_bytes = max_body_bytes
+        self.method: str = scope["method"]
+        self.path: dict[str, Any] = {}
+        self._cycle: Cycle | None = scope.get("extensions", {}).get(CYCLE)
+        self.query: bytes = scope.get("query_string", b"")
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.request_id = _request_id(self.headers.get(REQUEST_ID))
+        self.status = 0  # of the answer, once it has begun
+        self.disconnected = False
+
+    @property
+    def started(self) -> bool:
+        return self.status > 0
+
+    async def body(self) -> bytes:
+        """The whole body. Raises BodyTooLargeError before reading what Content-Length already tells is too long, and BodyTimeoutError."""
+        length = self.headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            await self._discard()
+            raise BodyTooLargeError(int(length), self._max_body_bytes)
+        if self._cycle is not None and (whole := self._cycle.whole_body()) is not None:
+            if len(whole) > self._max_body_bytes:
+                raise BodyTooLargeError(None, self._max_body_bytes)
+            return whole
+        chunks, size, more = [], 0, True
+        while more:
+            message = await self._next_piece()
+            if message["type"] == "http.disconnect":
+                raise ConnectionResetError
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                await self._discard()
+                raise BodyTooLargeError(None, self._max_body_bytes)
+            chunks.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _next_piece(self) -> Any:
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await self._receive()
+        except TimeoutError:
+            raise BodyTimeoutError(BODY_S) from None
+
+    async def _discard(self) -> None:
+        """Take what the client still sends and keep none of it, for a while: closing on unread bytes would reset the connection, and
+        the client would never see the answer. One that waits to be told to go on (Expect) sends nothing."""
+        if b"expect" in self.headers:
+            return
+        size, more = 0, True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while more and size < DISCARD_BYTES:
+                    message = await self._receive()
+                    size += len(message.get("body", b""))
+                    more = message.get("more_body", False)
+
+    async def json(self) -> dict[str, Any]:
+        """The body as a JSON object. Raises BodyError that tells what is wrong and at which byte."""
+        value = decode_json(await self.body())
+        if not isinstance(value, dict):
+            raise BodyError(f"the body is a JSON {_json_name(value)}, not an object.", cure="Send {…}.")
+        return value
+
+    async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON, headers: Headers = ()) -> None:
+        """One whole answer."""
+        length = (b"content-length", b"%d" % len(body))
+        await self._start(status, [(b"content-type", content_type), length, *headers])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def open_stream(self, content_type: bytes = EVENT_STREAM, status: int = 200, headers: Headers = STREAMED) -> None:
+        await self._start(status, [(b"content-type", content_type), *headers])
+
+    async def send(self, chunk: bytes) -> None:
+        if self._cycle is None or not self._cycle.write(chunk):
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def close_stream(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    def attended(self) -> Attended:
+        """Cancel what runs inside when the client leaves; then leave quietly, with `disconnected` set."""
+        return Attended(self)
+
+    def attend(self, leave: Callable[[], object]) -> Callable[[], object]:
+        """`leave` is called when the client leaves, until what this returns is called."""
+        if self._cycle is not None:
+            self._cycle.on_leave(leave)
+            return lambda: None if self._cycle is None else self._cycle.on_leave(None)
+        return asyncio.create_task(self._watch(leave)).cancel
+
+    async def _watch(self, leave: Callable[[], object]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        leave()
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        headers.append((REQUEST_ID, self.request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+class Attended:
+    """A block that is cancelled when the client leaves."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._stop = self._exchange.attend(self._leave)
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._stop()
+        if not isinstance(error, asyncio.CancelledError) or not self._exchange.disconnected:
+            return False
+        self._task.uncancel()
+        return True
+
+    def _leave(self) -> None:
+        self._exchange.disconnected = True
+        self._task.cancel()
+
+
+def decode_json(body: bytes) -> Any:
+    """JSON as the standard has it: no NaN, no Infinity, no number beyond a double, no half surrogates. Raises BodyError."""
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.MsgspecError as error:
+        detail = "it is empty" if not body else str(error)
+    except UnicodeDecodeError as error:
+        detail = f"byte {error.start} is not UTF-8"
+    except RecursionError:
+        detail = "it is nested too deeply"
+    raise BodyError(f"the request's body is not JSON: {detail}.", cure="Send UTF-8 JSON with finite numbers.")
+
+
+def _request_id(given: bytes | None) -> str:
+    text = given.decode("latin-1") if given is not None else ""
+    return text if 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else f"{random.getrandbits(128):032x}"
+
+
+def _json_name(value: Any) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,104 @@
+"""The metrics of base/metrics.py through prometheus-client: what frontends count, and the executor's numbers at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest, multiprocess
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as MetricFamily
+
+from stoker.base import env, metrics
+from stoker.base.logging import get_logger
+from stoker.base.metrics import EXECUTOR_METRICS, FRONTEND_METRICS, Metric
+from stoker.frontend.repository import ModelRepository
+from stoker.runtime.request import ExecutorStats
+from stoker.server.metrics.counters import CounterTally, HistogramTally, Tallies
+from stoker.server.metrics.triton import TritonMetrics, executor_families, triton_names
+
+log = get_logger(__name__)
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus-client when it is imported; set for several frontends
+
+
+class FrontendMetrics:
+    """What this process counts. With several frontends each writes its counts to files that any of them can add up."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # a gauge beside every counter that nobody reads
+        self.registry = CollectorRegistry()
+        self._made = {metric.name: self._make(metric) for metric in FRONTEND_METRICS}
+        self._children: dict[tuple[str, tuple[str, ...]], CounterTally | HistogramTally] = {}  # as many as prometheus-client keeps itself
+        self.tallies = Tallies(shared=bool(env.text(MULTIPROCESS_DIR)))
+        self.triton = TritonMetrics(self.registry, self.tallies)
+
+    def of(self, metric: Metric, *labels: str) -> Any:
+        """The child with these label values."""
+        if (child := self._children.get((metric.name, labels))) is None:
+            made = self._made[metric.name].labels(*labels)
+            tally = self.tallies.histogram if metric.kind == "histogram" else self.tallies.counter
+            child = self._children[metric.name, labels] = tally(made)
+        return child
+
+    def answered(self, route: str, status: int) -> None:
+        self.of(metrics.RESPONSES, route, str(status)).inc()
+
+    async def exposition(self, repository: ModelRepository) -> bytes:
+        """Everything in Prometheus' text format. An executor that does not answer has no numbers; the rest is shown."""
+        self.tallies.write()
+        scrape = CollectorRegistry()
+        scrape.register(_Executors(await _stats(repository)))
+        return triton_names(self._own()) + generate_latest(scrape)
+
+    def _own(self) -> bytes:
+        if not env.text(MULTIPROCESS_DIR):
+            return generate_latest(self.registry)
+        together = CollectorRegistry()
+        multiprocess.MultiProcessCollector(together)
+        return generate_latest(together)
+
+    def _make(self, metric: Metric) -> Counter | Histogram:
+        if metric.kind == "counter":
+            return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)
+
+
+class _Executors:
+    """A collector over one scrape's statistics, by model."""
+
+    def __init__(self, stats: dict[str, ExecutorStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[MetricFamily]:
+        for metric in EXECUTOR_METRICS:
+            family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+                metric.name, metric.help, labels=metric.labels
+            )
+            for model, stats in self._stats.items():
+                family.add_metric([model], value_of(stats, metric.source))
+            yield family
+        yield from executor_families(self._stats)
+
+
+def value_of(stats: ExecutorStats, source: str) -> float:
+    """The number a metric's `source` names: a field of the statistics, or one derived from them."""
+    match source:
+        case "num_used_blocks":
+            return stats.num_blocks - stats.num_free_blocks
+        case "occupancy":
+            possible = stats.num_steps * stats.max_batch_size
+            return stats.row_steps / possible if possible else 0.0
+    return getattr(stats, source)
+
+
+async def _stats(repository: ModelRepository) -> dict[str, ExecutorStats]:
+    found = {}
+    for model in repository.models():
+        if model.service is not None and model.service.ready:
+            try:
+                found[model.name] = await model.service.stats()
+            except Exception as error:
+                log.warning("no statistics of %s: %s", model.name, error)
+    return found

@@ -1,0 +1,178 @@
+"""Counts what passes: requests at the service, tokens and their times at the executor's client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from stoker.base import metrics
+from stoker.base.errors import QueueFullError, RequestError, UnavailableError
+from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
+from stoker.frontend.service import Completion, Service
+from stoker.runtime.client import ExecutorClient, ExecutorInfo
+from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
+from stoker.server.metrics.counters import HistogramTally
+from stoker.server.metrics.frontend import FrontendMetrics
+
+
+class MeteredService(Service):
+    """A service whose requests are counted by outcome, duration and size. A request's outcome is its first sequence's."""
+
+    def __init__(self, inner: Service, counts: FrontendMetrics) -> None:
+        self.inner = inner
+        self.model_name, self.end_ids, self.pad_id = inner.model_name, inner.end_ids, inner.pad_id
+        self._counts = counts
+        self._duration = counts.of(metrics.REQUEST_DURATION, self.model_name)
+        self._prompt_length = counts.of(metrics.PROMPT_LENGTH, self.model_name)
+        self._output_length = counts.of(metrics.OUTPUT_LENGTH, self.model_name)
+        self._prompt_tokens = counts.of(metrics.PROMPT_TOKENS, self.model_name)
+        self._output_tokens = counts.of(metrics.OUTPUT_TOKENS, self.model_name)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
+        with self._watched() as outcome:
+            async with aclosing(self.inner.stream(request)) as batches:
+                async for deltas in batches:
+                    for delta in deltas:
+                        outcome.num_tokens += len(delta.token_ids)
+                        if delta.finish_reason is not None:
+                            outcome.reason = outcome.reason or delta.finish_reason
+                        if delta.usage is not None:
+                            outcome.usage = delta.usage
+                    yield deltas
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        with self._watched() as outcome:
+            completion = await self.inner.complete(request)
+            outcome.reason, outcome.usage = completion.choices[0].finish_reason, completion.usage
+            return completion
+
+    def cancel(self, request_id: str) -> None:
+        self.inner.cancel(request_id)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.inner.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return self.inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.inner.token_bytes(token_id)
+
+    def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
+        return self.inner.render_chat(messages, **template_values)
+
+    async def stats(self) -> ExecutorStats:
+        return await self.inner.stats()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self.inner.info
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.inner.max_seq_len
+
+    @property
+    def ready(self) -> bool:
+        return self.inner.ready
+
+    @contextmanager
+    def _watched(self) -> Iterator[_Outcome]:
+        outcome, started = _Outcome(), time.monotonic()
+        try:
+            yield outcome
+        except BaseException as error:
+            outcome.failure = _outcome_of(error)
+            raise
+        finally:
+            self._counts.of(metrics.REQUESTS, self.model_name, outcome.name).inc()
+            self._duration.observe(time.monotonic() - started)
+            if outcome.usage is not None:
+                self._count(outcome.usage.prompt_tokens, max(outcome.usage.completion_tokens, outcome.num_tokens))
+
+    def _count(self, num_prompt: int, num_output: int) -> None:
+        self._prompt_tokens.inc(num_prompt)
+        self._output_tokens.inc(num_output)
+        self._prompt_length.observe(num_prompt)
+        self._output_length.observe(num_output)
+
+
+class MeteredClient(ExecutorClient):
+    """A client that notes when tokens arrive. Each step of a beam search is a request of its own here."""
+
+    def __init__(self, inner: ExecutorClient, model_name: str, counts: FrontendMetrics) -> None:
+        self.inner = inner
+        self.info = inner.info
+        self._first = counts.of(metrics.TIME_TO_FIRST_TOKEN, model_name)
+        self._between = counts.of(metrics.INTER_TOKEN_LATENCY, model_name)
+
+    def generate(self, request: TokenRequest) -> AsyncGenerator[list[SequenceOutput], None]:
+        return _Timed(self.inner.generate(request), self._first, self._between)
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        self.inner.cancel(request_id, index)
+
+    async def stats(self) -> ExecutorStats:
+        return await self.inner.stats()
+
+    def pause(self, paused: bool) -> None:
+        self.inner.pause(paused)
+
+    @property
+    def alive(self) -> bool:
+        return self.inner.alive
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+class _Timed(AsyncGenerator[list[SequenceOutput], None]):
+    """A stream whose tokens are timed. No generator of its own: the event loop keeps track of each of those, at 5 µs a request."""
+
+    def __init__(self, inner: AsyncGenerator[list[SequenceOutput], None], first: HistogramTally, between: HistogramTally) -> None:
+        self._inner, self._histogram, self._between = inner, first, between
+        self._last = time.monotonic()
+
+    async def __anext__(self) -> list[SequenceOutput]:
+        outputs = await self._inner.__anext__()
+        if outputs[0].token_ids:
+            now = time.monotonic()
+            self._histogram.observe(now - self._last)
+            self._last, self._histogram = now, self._between
+        return outputs
+
+    async def asend(self, value: None) -> list[SequenceOutput]:
+        return await self.__anext__()
+
+    async def athrow(self, *error: Any) -> list[SequenceOutput]:
+        return await self._inner.athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class _Outcome:
+    def __init__(self) -> None:
+        self.reason: FinishReason | None = None
+        self.failure: str | None = None
+        self.usage: Usage | None = None
+        self.num_tokens = 0  # seen in a stream, for one whose last delta, which tells them all, never comes
+
+    @property
+    def name(self) -> str:
+        return self.reason or self.failure or FinishReason.CANCELLED
+
+
+def _outcome_of(error: BaseException) -> str:
+    match error:
+        case QueueFullError():
+            return "queue_full"
+        case RequestError():
+            return "refused"
+        case UnavailableError():
+            return "unavailable"
+        case Exception():
+            return FinishReason.ERROR
+    return FinishReason.CANCELLED

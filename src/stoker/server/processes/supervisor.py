@@ -1,0 +1,201 @@
+"""A server as processes: this one watches, an executor computes, frontends answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.base.logging import get_logger
+from stoker.server.http.tls import check_tls
+from stoker.server.processes.child import Child
+from stoker.server.processes.tasks import ExecutorTask, FrontendTask
+from stoker.server.schemas.settings import ServerSettings
+
+log = get_logger(__name__)
+
+EXECUTOR_STOP_S = 10.0
+FAILING_S = 1.0  # after the executor died, frontends answer 503 for so long before the port closes
+BACKLOG = 2048
+
+
+def serve(
+    engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, announce: Callable[[str], None] = print,
+    *, tokenizer: Path | str | None = None, listeners: list[socket.socket] | None = None,
+) -> int:  # fmt: skip
+    """Serve the engine directory until SIGINT or SIGTERM; returns the exit status: 0 when told to stop, 1 when a process died.
+
+    The first signal stops accepting, lets requests in flight end within drain_timeout_s, then stops; the second stops at once.
+    `tokenizer` is a directory to read instead of the engine's own; `listeners` are those of `listen`, when they are open already.
+    `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address, or the certificate, cannot
+    be used.
+    """
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(listener) for listener in listeners or listen(settings)]
+        grpc = stack.enter_context(reserve(settings.host, settings.grpc_port)) if settings.grpc_port is not None else None
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
+        supervisor = Supervisor(Path(engine), runtime, settings, listeners, grpc, Path(run_dir), announce)
+        supervisor.tokenizer = Path(tokenizer or engine)
+        return asyncio.run(supervisor.run())
+
+
+def listen(settings: ServerSettings) -> list[socket.socket]:
+    """The open HTTP ports: the server's, then the metrics' own. Raises ConfigError when one, or the certificate, cannot be used."""
+    check_tls(settings)
+    with contextlib.ExitStack() as stack:
+        ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
+        listeners = [stack.enter_context(bind(settings.host, port)) for port in ports]
+        stack.pop_all()
+        return listeners
+
+
+def with_metrics_port(settings: ServerSettings, listeners: list[socket.socket]) -> ServerSettings:
+    """The settings with the port that the metrics were given where any free one was asked for: requests tell the doors by it."""
+    if settings.metrics_port is None:
+        return settings
+    return msgspec.structs.replace(settings, metrics_port=listeners[1].getsockname()[1])
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A bound socket that never listens: it keeps the port for the frontends, which all listen there. Raises ConfigError.
+
+    Binding without SO_REUSEPORT first tells a port that another server of the same user shares out already.
+    """
+    with bind(host, port) as taken:
+        family, address = taken.family, taken.getsockname()
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind(address)
+    return holder
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a busy port is told before anything is loaded. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host={host!r} cannot be used: {error}.", cure="Use an address of this machine, such as 127.0.0.1.") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{host}:{port} cannot be used: {error.strerror}.", cure="Stop the other server, or use another --port."
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+class Supervisor:
+    """Starts the processes, watches them, and ends them in order: frontends first, then the executor."""
+
+    def __init__(
+        self,
+        engine: Path,
+        runtime: RuntimeConfig,
+        settings: ServerSettings,
+        listeners: list[socket.socket],
+        grpc: socket.socket | None,
+        run_dir: Path,
+        announce: Callable[[str], None],
+    ) -> None:
+        self.tokenizer = engine  # the directory that frontends read theirs from
+        self._engine = engine
+        self._runtime = runtime
+        self._settings = settings
+        self._listeners = listeners
+        self._grpc_address = _address(grpc) if grpc is not None else None
+        self._run_dir = run_dir
+        self._announce = announce
+        self._address = f"ipc://{run_dir}/executor"
+        self._name = settings.model_name or engine.resolve().name
+        self._stop = asyncio.Event()
+        self._children: list[Child] = []
+
+    async def run(self) -> int:
+        started = time.monotonic()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        executor, *frontends = self._children = await asyncio.gather(*self._starts())
+        for listener in self._listeners:
+            listener.close()
+        ready = asyncio.gather(*(child.ready() for child in self._children))
+        failed = await self._watch(ready, started)
+        if failed is not None:
+            log.error("the %s %s; the server stops.", failed.name, failed.ending)
+        await self._end(executor, frontends, failing=failed is executor and ready.done())
+        ready.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ready
+        return 0 if failed is None else 1
+
+    async def _watch(self, ready: asyncio.Future[Any], started: float) -> Child | None:
+        """Announce when all are ready; return when told to stop, or the child that ended by itself."""
+        exits = {asyncio.create_task(child.process.wait()): child for child in self._children}
+        ends: set[asyncio.Future[Any]] = {*exits, asyncio.create_task(self._stop.wait())}
+        await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            self._log_doors()
+            self._announce(f"{self._name} is served at {self.url} (ready after {time.monotonic() - started:.1f} s)")
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return None if self._stop.is_set() else next(child for task, child in exits.items() if task.done())
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+        return f"{'https' if self._settings.tls_key else 'http'}://{host}:{self._port}"
+
+    def _log_doors(self) -> None:
+        """The lines that scripts around Triton wait for."""
+        if self._grpc_address is not None:
+            log.info("Started GRPCInferenceService at %s", self._grpc_address)
+        log.info("Started HTTPService at %s", self._doors[0])
+        if len(self._doors) > 1:
+            log.info("Started Metrics Service at %s", self._doors[1])
+
+    def _starts(self) -> list:
+        self._port = self._listeners[0].getsockname()[1]
+        self._doors = [_address(listener) for listener in self._listeners]
+        fds = [listener.fileno() for listener in self._listeners]
+        settings = with_metrics_port(self._settings, self._listeners)
+        task = FrontendTask(str(self.tokenizer), self._name, settings, self._address, fds, self._grpc_address)
+        count = self._settings.num_frontends
+        # Several frontends add their counts up through files, which prometheus-client keeps in this directory.
+        shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
+        work = ExecutorTask(str(self._engine), self._runtime, self._address)
+        executor = Child.start("executor", "stoker.server.processes.executor", work)
+        frontend = "stoker.server.processes.frontend"
+        return [executor, *(Child.start("frontend", frontend, task, pass_fds=fds, environment=shared) for _ in range(count))]
+
+    async def _end(self, executor: Child, frontends: list[Child], *, failing: bool) -> None:
+        if failing:
+            await asyncio.sleep(FAILING_S)
+        grace_s = self._settings.drain_timeout_s + 5.0
+        await asyncio.gather(*(frontend.stop(grace_s) for frontend in frontends))
+        await executor.stop(EXECUTOR_STOP_S)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            for child in self._children:
+                child.signal(signal.SIGKILL)
+        elif self._settings.drain_timeout_s:
+            log.info("stopping; requests in flight have %.0f s. A second signal stops at once.", self._settings.drain_timeout_s)
+        self._stop.set()
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

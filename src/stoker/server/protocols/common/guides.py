@@ -1,0 +1,80 @@
+"""The many spellings of "the answer must match a grammar" to one Guide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stoker.base.errors import RequestError
+from stoker.base.fields.errors import InvalidValueError
+from stoker.base.fields.values import ListOf, Text
+from stoker.base.registry import nearest
+from stoker.base.types import Guide
+
+CHOICES = ListOf(Text(1 << 16), 1024)
+KIND_OF_FIELD = {
+    "guided_json": "json_schema", "json_schema": "json_schema", "guided_regex": "regex", "regex": "regex", "guided_choice": "choice",
+    "guided_grammar": "grammar", "ebnf": "grammar",
+}  # fmt: skip
+OBJECT = Guide("json_schema", '{"type": "object"}')  # JSON mode: an object, not just any value
+KIND_OF_OUTPUT = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "structural_tag": "structural_tag"}
+
+
+def read_guide(values: dict[str, Any]) -> Guide | None:
+    """The grammar that a request asks for, in whatever spelling. Raises RequestError when there are two."""
+    found = {name: _guide(kind, name, values[name]) for name, kind in KIND_OF_FIELD.items() if name in values}
+    if "response_format" in values and (guide := _response_format(values["response_format"])) is not None:
+        found["response_format"] = guide
+    if "structured_outputs" in values:
+        found["structured_outputs"] = _structured_outputs(values["structured_outputs"])
+    if len(found) > 1:
+        raise RequestError(list(found)[1], values[list(found)[1]], f"{next(iter(found))} is set too", cure="Use one of them.")
+    return next(iter(found.values()), None)
+
+
+def _guide(kind: str, name: str, value: Any) -> Guide:
+    """A schema may be an object or its text; true and false are schemas too."""
+    if kind == "choice":
+        try:
+            choices = CHOICES.check(list(value) if isinstance(value, tuple) else value)
+        except InvalidValueError as error:
+            raise error.request_error(name) from None
+        if not choices:
+            raise RequestError(name, value, "it must list at least one string")
+        return Guide("choice", msgspec.json.encode(choices).decode())
+    if (kind == "json_schema" and isinstance(value, (dict, bool))) or (kind == "structural_tag" and isinstance(value, dict)):
+        return Guide(kind, msgspec.json.encode(value).decode())
+    if not isinstance(value, str):
+        raise RequestError(name, value, "it must be a string" if kind != "json_schema" else "it must be a JSON schema")
+    return Guide(kind, value)
+
+
+def _response_format(value: dict[str, Any]) -> Guide | None:
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return OBJECT
+        case "json_schema":
+            inner = value.get("json_schema")
+            if not isinstance(inner, dict) or not isinstance(inner.get("schema", inner.get("json_schema")), (dict, bool)):
+                raise RequestError("response_format.json_schema", inner, 'it must be {"name": …, "schema": {…}}')
+            return _guide("json_schema", "response_format", inner.get("schema", inner.get("json_schema")))
+        case "structural_tag":
+            return _guide("structural_tag", "response_format", value)
+    raise RequestError("response_format.type", value.get("type"), "it must be text, json_object, json_schema or structural_tag")
+
+
+def _structured_outputs(value: dict[str, Any]) -> Guide:
+    given = {name: item for name, item in value.items() if item is not None and item is not False}
+    for name in given:
+        if name not in KIND_OF_OUTPUT and name != "json_object":
+            near = nearest(name, [*KIND_OF_OUTPUT, "json_object"])
+            raise RequestError(
+                f"structured_outputs.{name}", given[name], "there is no such field", cure=f"Did you mean {near[0]}?" if near else ""
+            )
+    if len(given) != 1:
+        raise RequestError("structured_outputs", value, f"it must hold one of {', '.join(KIND_OF_OUTPUT)}, json_object")
+    name, item = next(iter(given.items()))
+    return OBJECT if name == "json_object" else _guide(KIND_OF_OUTPUT[name], f"structured_outputs.{name}", item)

@@ -1,0 +1,52 @@
+"""Routes of the server itself: alive, ready, version, metrics."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import msgspec
+
+from stoker.server.errors import Failure
+from stoker.server.http.request_context import PLAIN, Exchange
+from stoker.server.metrics.frontend import CONTENT_TYPE
+from stoker.server.protocol import Endpoint, Protocol
+
+
+class Health(Protocol):
+    """/health/live: the process answers. /health and /health/ready: every model answers too. /metrics: Prometheus' text format."""
+
+    prefixes = ("/health", "/metrics", "/version")
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("GET", "/health", self.ready, open=True),
+            Endpoint("GET", "/health/ready", self.ready, open=True),
+            Endpoint("GET", "/health/live", self.live, open=True),
+            Endpoint("GET", "/version", self.version, open=True),
+            Endpoint("GET", "/metrics", self.metrics),
+        ]
+
+    async def live(self, exchange: Exchange) -> None:
+        await exchange.respond(200, content_type=PLAIN)
+
+    async def ready(self, exchange: Exchange) -> None:
+        """200 when every model answers; 503 with each model's state and its reason when not."""
+        repository = self.context.repository
+        if repository.ready:
+            await exchange.respond(200, content_type=PLAIN)
+            return
+        states = [
+            {"model": m.name, "state": m.state, "reason": m.reason or "its executor does not answer"}
+            for m in repository.models()
+            if not m.ready
+        ]
+        await exchange.respond(503, msgspec.json.encode({"error": "not ready", "models": states}))
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.respond(200, msgspec.json.encode({"version": importlib.metadata.version("stoker")}))
+
+    async def metrics(self, exchange: Exchange) -> None:
+        await exchange.respond(200, await self.context.metrics.exposition(self.context.repository), CONTENT_TYPE)
+
+    def failure_body(self, failure: Failure) -> bytes:
+        return msgspec.json.encode({"error": failure.message})

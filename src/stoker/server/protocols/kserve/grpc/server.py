@@ -1,0 +1,272 @@
+"""KServe v2 over gRPC: inference.GRPCInferenceService with Triton's extensions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf import json_format
+from tritonclient.grpc import service_pb2 as pb
+
+from stoker.base.errors import ConfigError, StokerError
+from stoker.base.logging import get_logger
+from stoker.server.errors import describe
+from stoker.server.http.authentication import check_authorization
+from stoker.server.protocol import Context
+from stoker.server.protocols.kserve import metadata as described
+from stoker.server.protocols.kserve import trace_and_log as settings
+from stoker.server.protocols.kserve.core import Core
+from stoker.server.protocols.kserve.errors import TritonError, grpc_code, words
+from stoker.server.protocols.kserve.grpc import messages as grpc_messages
+from stoker.server.protocols.kserve.inference import Response, ServedModel
+from stoker.server.schemas.settings import ServerSettings
+
+log = get_logger(__name__)
+
+SERVICE = "inference.GRPCInferenceService"
+MAX_STREAM_REQUESTS = 4096  # in flight on one stream; more wait until some have ended
+MAX_MESSAGE = (1 << 31) - 1  # protobuf's own limit
+EMPTY_FINAL = "triton_enable_empty_final_response"
+OPEN = ("ServerLive", "ServerReady", "ModelReady")
+
+Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+class KServeGRPC:
+    """The service's methods over a core. Keys, when the server has any, come as `authorization: Bearer KEY` metadata."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def handlers(self) -> Any:
+        """For grpc.aio.Server.add_generic_rpc_handlers."""
+        unary: dict[str, tuple[Handler, Any, Any]] = {
+            "ServerLive": (self.live, pb.ServerLiveRequest, pb.ServerLiveResponse),
+            "ServerReady": (self.ready, pb.ServerReadyRequest, pb.ServerReadyResponse),
+            "ModelReady": (self.model_ready, pb.ModelReadyRequest, pb.ModelReadyResponse),
+            "ServerMetadata": (self.server, pb.ServerMetadataRequest, pb.ServerMetadataResponse),
+            "ModelMetadata": (self.metadata, pb.ModelMetadataRequest, pb.ModelMetadataResponse),
+            "ModelConfig": (self.config, pb.ModelConfigRequest, pb.ModelConfigResponse),
+            "ModelStatistics": (self.statistics, pb.ModelStatisticsRequest, pb.ModelStatisticsResponse),
+            "RepositoryIndex": (self.index, pb.RepositoryIndexRequest, pb.RepositoryIndexResponse),
+            "RepositoryModelLoad": (self.load, pb.RepositoryModelLoadRequest, pb.RepositoryModelLoadResponse),
+            "RepositoryModelUnload": (self.unload, pb.RepositoryModelUnloadRequest, pb.RepositoryModelUnloadResponse),
+            "TraceSetting": (self.trace, pb.TraceSettingRequest, pb.TraceSettingResponse),
+            "LogSettings": (self.logging, pb.LogSettingsRequest, pb.LogSettingsResponse),
+            "SystemSharedMemoryStatus": (self.nothing(pb.SystemSharedMemoryStatusResponse), pb.SystemSharedMemoryStatusRequest, None),
+            "CudaSharedMemoryStatus": (self.nothing(pb.CudaSharedMemoryStatusResponse), pb.CudaSharedMemoryStatusRequest, None),
+            "SystemSharedMemoryUnregister": (
+                self.nothing(pb.SystemSharedMemoryUnregisterResponse), pb.SystemSharedMemoryUnregisterRequest, None,
+            ),
+            "CudaSharedMemoryUnregister": (
+                self.nothing(pb.CudaSharedMemoryUnregisterResponse), pb.CudaSharedMemoryUnregisterRequest, None,
+            ),
+            "SystemSharedMemoryRegister": (self.refuse_region, pb.SystemSharedMemoryRegisterRequest, None),
+            "CudaSharedMemoryRegister": (self.refuse_region, pb.CudaSharedMemoryRegisterRequest, None),
+        }  # fmt: skip
+        table = {
+            name: grpc.unary_unary_rpc_method_handler(_told(handler), asked.FromString, lambda answer: answer.SerializeToString())
+            for name, (handler, asked, _) in unary.items()
+        }
+        # Answers of these two are bytes already.
+        table["ModelInfer"] = grpc.unary_unary_rpc_method_handler(_told(self.infer), pb.ModelInferRequest.FromString)
+        table["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self.stream_infer, pb.ModelInferRequest.FromString)
+        return grpc.method_handlers_generic_handler(SERVICE, table)
+
+    async def live(self, request: Any, context: Any) -> Any:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ready(self, request: Any, context: Any) -> Any:
+        return pb.ServerReadyResponse(ready=self._core.context.repository.ready)
+
+    async def model_ready(self, request: Any, context: Any) -> Any:
+        return pb.ModelReadyResponse(ready=self._find(request).state == "READY")
+
+    async def server(self, request: Any, context: Any) -> Any:
+        return pb.ServerMetadataResponse(**described.server())
+
+    async def metadata(self, request: Any, context: Any) -> Any:
+        return json_format.ParseDict(described.metadata(self._find(request)), pb.ModelMetadataResponse())
+
+    async def config(self, request: Any, context: Any) -> Any:
+        shown = described.config(self._find(request).model)
+        return json_format.ParseDict({"config": shown}, pb.ModelConfigResponse(), ignore_unknown_fields=True)
+
+    async def statistics(self, request: Any, context: Any) -> Any:
+        try:
+            models = [self._find(request)] if request.name else self._core.catalogue.all()
+        except TritonError:
+            raise TritonError(f"requested model '{request.name[:200]}' is not available") from None
+        shown = {"model_stats": [self._core.statistics(served) for served in models]}
+        return json_format.ParseDict(shown, pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
+
+    async def index(self, request: Any, context: Any) -> Any:
+        return json_format.ParseDict({"models": self._core.index(ready_only=request.ready)}, pb.RepositoryIndexResponse())
+
+    async def load(self, request: Any, context: Any) -> Any:
+        self._core.set_loaded(request.model_name, grpc_messages.parameters(request.parameters), loaded=True)
+        return pb.RepositoryModelLoadResponse()
+
+    async def unload(self, request: Any, context: Any) -> Any:
+        self._core.set_loaded(request.model_name, grpc_messages.parameters(request.parameters), loaded=False)
+        return pb.RepositoryModelUnloadResponse()
+
+    async def trace(self, request: Any, context: Any) -> Any:
+        asked = {name: list(request.settings[name].value) or None for name in request.settings}
+        shown = settings.check_trace(asked)
+        values = {name: {"value": value if isinstance(value, list) else [value]} for name, value in shown.items()}
+        return json_format.ParseDict({"settings": values}, pb.TraceSettingResponse())
+
+    async def logging(self, request: Any, context: Any) -> Any:
+        self._core.logging.change(grpc_messages.parameters(request.settings))
+        answer = pb.LogSettingsResponse()
+        for name, value in self._core.logging.shown().items():
+            setting = answer.settings[name]
+            if isinstance(value, bool):
+                setting.bool_param = value
+            elif isinstance(value, int):
+                setting.uint32_param = value
+            else:
+                setting.string_param = value
+        return answer
+
+    def nothing(self, answer: Any) -> Handler:
+        async def handler(request: Any, context: Any) -> Any:
+            return answer()
+
+        return handler
+
+    async def refuse_region(self, request: Any, context: Any) -> Any:
+        raise TritonError("shared memory is not supported: send tensors in the request.", 501)
+
+    async def infer(self, request: Any, context: Any) -> bytes:
+        served = self._ready(request)
+        if served.model.decoupled and not served.unary:
+            raise TritonError("ModelInfer RPC doesn't support models with decoupled transaction policy", 501)
+        inference = grpc_messages.read(request, served)
+        inference.single = True
+        response = await self._core.one(served, inference)
+        return grpc_messages.Encoder(served, inference).whole(response)
+
+    async def stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """Requests of one stream run side by side; when the stream ends early, so do they."""
+        room, turn = asyncio.Semaphore(MAX_STREAM_REQUESTS), asyncio.Lock()
+
+        async def write(message: bytes) -> None:  # one at a time, as gRPC wants
+            async with turn:
+                await context.write(message)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    await room.acquire()
+                    group.create_task(self._respond(request, write)).add_done_callback(lambda _: room.release())
+        except* grpc.aio.UsageError:  # a write to a stream whose client has gone
+            pass
+
+    async def _respond(self, request: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
+        try:
+            served = self._ready(request)
+            inference = grpc_messages.read(request, served)
+            empty_final = inference.parameters.pop(EMPTY_FINAL, False) is True
+            encoder, ended = grpc_messages.Encoder(served, inference), False
+            async with aclosing(self._core.responses(served, inference)) as responses:
+                async for batch in responses:
+                    for response in batch:
+                        ended = response.final
+                        if response.shows or not response.final or empty_final:
+                            await write(encoder.streamed(response))
+        except StokerError as error:
+            await write(grpc_messages.stream_error(words(error), request.id))
+        except grpc.aio.UsageError:
+            raise
+        except Exception as error:
+            await write(grpc_messages.stream_error(describe(error).message, request.id))
+        else:
+            if empty_final and not ended:
+                await write(encoder.streamed(Response(final=True)))
+
+    def _find(self, request: Any) -> ServedModel:
+        name = getattr(request, "name", None)
+        return self._core.catalogue.find(name if name is not None else request.model_name, _version(request))
+
+    def _ready(self, request: Any) -> ServedModel:
+        return self._core.catalogue.ready(request.model_name, request.model_version)
+
+
+def _version(request: Any) -> str:
+    return request.version if hasattr(request, "version") else request.model_version
+
+
+def _told(handler: Handler) -> Handler:
+    """The handler, whose errors become gRPC statuses."""
+
+    async def told(request: Any, context: Any) -> Any:
+        try:
+            return await handler(request, context)
+        except Exception as error:
+            status = describe(error).status
+            # Triton's "exactly one response" is a status 200 over HTTP; here it is the model's failure.
+            code = getattr(grpc.StatusCode, grpc_code(status))
+            await context.abort(code, words(error))
+
+    return told
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without one of the server's API keys; health is open, as over HTTP."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._keys = keys
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if details.method.rpartition("/")[2] in OPEN:
+            return handler
+        given = next((value for key, value in details.invocation_metadata if key == "authorization"), "")
+        try:
+            check_authorization(given.encode(), self._keys)
+        except StokerError as error:
+            return _refusing(handler, words(error))
+        return handler
+
+
+def _refusing(handler: Any, message: str) -> Any:
+    async def refuse(request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+
+    if handler is not None and handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(refuse)
+    return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def open_door(context: Context, address: str, core: Core | None = None) -> Any:
+    """A grpc.aio server bound to `address` (host:port), not started; `server.port` is its port. Several processes may share a port.
+
+    Messages longer than max_request_bytes are refused before they are read. Raises ConfigError when the address cannot be used.
+    """
+    settings = context.settings
+    options = [
+        ("grpc.max_receive_message_length", min(settings.max_request_bytes, MAX_MESSAGE)),
+        ("grpc.max_send_message_length", -1), ("grpc.so_reuseport", 1),
+        ("grpc.max_metadata_size", 64 << 10), ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]  # fmt: skip
+    server = grpc.aio.server(options=options, interceptors=[KeyInterceptor(settings.api_keys)] if settings.api_keys else ())
+    server.add_generic_rpc_handlers((KServeGRPC(Core.of(context, core)).handlers(),))
+    try:
+        server.port = _bind(server, address, settings)
+    except RuntimeError as error:
+        raise ConfigError(f"{address} cannot be used: {error}.", cure="Use another --grpc-port.") from None
+    return server
+
+
+def _bind(server: Any, address: str, settings: ServerSettings) -> int:
+    if not settings.tls_key or not settings.tls_certificate:
+        return server.add_insecure_port(address)
+    pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_certificate).read_bytes())
+    return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))

@@ -1,0 +1,166 @@
+"""The body of /infer, both ways: JSON, followed by the bytes of binary tensors when there are any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stoker.server.protocols.kserve.errors import TritonError
+from stoker.server.protocols.kserve.http.json_body import read_object
+from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, ServedModel, Tensors
+from stoker.server.protocols.kserve.tensors import dtypes
+from stoker.server.protocols.kserve.tensors.signature import check
+
+HEADER_LENGTH = b"inference-header-content-length"
+_SHARED = "shared_memory_region"
+
+
+class Asked(msgspec.Struct):
+    """A request, and which of its outputs are wanted as bytes."""
+
+    inference: Inference
+    binary: dict[str, bool] = {}
+    binary_default: bool = False
+
+    def wants_bytes(self, name: str) -> bool:
+        return self.binary.get(name, self.binary_default)
+
+
+def read(body: bytes, header_length: bytes | None, served: ServedModel) -> Asked:
+    """Raises TritonError in Triton's words."""
+    view = memoryview(body)
+    size = _header_size(header_length, len(body))
+    if not size:
+        raise TritonError(
+            f"[request id: <id_unknown>] Raw request must only have 1 input (found 1) to be deduced but got {len(served.model.inputs)} "
+            f"inputs in '{served.model.name}' model configuration"
+        )
+    message = read_object(view[:size])
+    inference = Inference(model=served.model, request_id=request_id(message), parameters=parameters(message), single=True)
+    asked = Asked(inference, binary_default=inference.parameters.get("binary_data_output") is True)
+    _read_outputs(message, asked)
+    tensors, types = _read_inputs(message, view[size:], served.model.name)
+    check(inference, tensors, types)
+    return asked
+
+
+def _header_size(header: bytes | None, size: int) -> int:
+    if header is None:
+        return size
+    if not header.isdigit() or len(header) > 12 or int(header) > size:
+        raise TritonError(f"Unable to parse Inference-Header-Content-Length: {header[:40].decode('latin-1')!r} of a body of {size} bytes")
+    return int(header)
+
+
+def request_id(message: dict[str, Any]) -> str:
+    given = message.get("id", "")
+    if not isinstance(given, (str, int)) or isinstance(given, bool):
+        raise TritonError("Unable to parse 'id': attempt to access JSON non-string as string", 500)
+    return str(given)
+
+
+def parameters(message: dict[str, Any]) -> Parameters:
+    """Request parameters. Raises TritonError for a value that is no scalar, and for the sequences that no model here has."""
+    given = message.get("parameters", {})
+    if not isinstance(given, dict):
+        raise TritonError("Unable to parse 'parameters': attempt to access JSON non-object as object", 500)
+    for name, value in given.items():
+        if not isinstance(value, (bool, int, str, float)):
+            raise TritonError(f"parameter '{name[:80]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
+    return given
+
+
+def _read_outputs(message: dict[str, Any], asked: Asked) -> None:
+    names = []
+    for output in _objects(message.get("outputs", []), "outputs"):
+        name, given = _name(output, "outputs"), parameters(output)
+        refuse_extensions(name, given)
+        if "binary_data" in given:
+            asked.binary[name] = given["binary_data"] is True
+        names.append(name)
+    asked.inference.outputs = tuple(dict.fromkeys(names))
+
+
+def refuse_extensions(name: str, given: Parameters) -> None:
+    if _SHARED in given:
+        raise TritonError(f"Unable to find shared memory region: '{str(given[_SHARED])[:80]}'. Send tensor '{name}' in the request.")
+    if given.get("classification"):
+        raise TritonError(f"classification of output '{name}' is not supported; ask for the tensor.")
+
+
+def _read_inputs(message: dict[str, Any], raw: memoryview, model: str) -> tuple[Tensors, dict[str, str]]:
+    if "inputs" not in message:
+        raise TritonError("Unable to parse 'inputs': attempt to access non-existing object member 'inputs'", 500)
+    tensors: Tensors = {}
+    types, at = {}, 0
+    for given in _objects(message["inputs"], "inputs"):
+        name, dtype = _name(given, "inputs"), given.get("datatype")
+        if name in tensors:
+            raise TritonError(f"input '{name}' already exists in request")
+        if not isinstance(dtype, str) or dtype not in dtypes.DTYPES:
+            raise TritonError(f"invalid datatype for input {name}")
+        shape = dtypes.check_shape(name, given.get("shape"))
+        options = parameters(given)
+        refuse_extensions(name, options)
+        if "binary_data_size" in options:
+            size = _binary_size(name, options["binary_data_size"], len(raw) - at)
+            tensors[name] = dtypes.from_raw(name, dtype, shape, raw[at : at + size], model)
+            at += size
+        else:
+            tensors[name] = _from_data(given, dtype, shape)
+        types[name] = dtype
+    if at != len(raw):
+        raise TritonError(f"unexpected additional input data for model '{model}': {len(raw) - at} bytes belong to no input")
+    return tensors, types
+
+
+def _from_data(given: dict[str, Any], dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    if "data" not in given:
+        raise TritonError("Unable to parse 'data': attempt to access non-existing object member 'data'", 500)
+    return dtypes.from_json(dtype, shape, given["data"])
+
+
+def _binary_size(name: str, size: Any, left: int) -> int:
+    if type(size) is not int or size < 0:
+        raise TritonError(f"Unable to parse 'binary_data_size' of input '{name}': it must be a whole number from 0")
+    if size > left:
+        raise TritonError(f"unexpected size for input '{name}', expecting {size} bytes but only {left} bytes are left in the request")
+    return size
+
+
+def _objects(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise TritonError(f"Unable to parse '{name}': attempt to access JSON non-array as array", 500)
+    return value
+
+
+def _name(item: dict[str, Any], where: str) -> str:
+    name = item.get("name")
+    if not isinstance(name, str):
+        raise TritonError(f"Unable to parse '{where}': attempt to access non-existing object member 'name'", 500)
+    return name
+
+
+def write(served: ServedModel, asked: Asked, response: Response) -> tuple[bytes, int | None]:
+    """The body, and its JSON's length when bytes follow."""
+    inference, raws, outputs = asked.inference, [], []
+    for name, array in response.tensors().items():
+        output: dict[str, Any] = {"name": name, "datatype": _datatype(served, name), "shape": list(array.shape)}
+        if asked.wants_bytes(name):
+            raws.append(dtypes.to_raw(array))
+            output["parameters"] = {"binary_data_size": len(raws[-1])}
+        else:
+            output["data"] = dtypes.to_json(array)
+        outputs.append(output)
+    head: dict[str, Any] = {"id": inference.request_id} if inference.request_id else {}
+    head |= {"model_name": served.model.name, "model_version": served.version}
+    if response.parameters:
+        head["parameters"] = response.parameters
+    text = msgspec.json.encode(head | {"outputs": outputs})
+    return (text, None) if not raws else (b"".join([text, *raws]), len(text))
+
+
+def _datatype(served: ServedModel, name: str) -> str:
+    return next(dtypes.kserve_name(tensor.dtype) for tensor in served.model.outputs if tensor.name == name)

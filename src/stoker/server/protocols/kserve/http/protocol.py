@@ -1,0 +1,255 @@
+"""KServe v2 over HTTP, with Triton's extensions: binary tensors, generate, statistics, repository, trace and log settings."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from stoker.base.errors import StokerError
+from stoker.server.errors import Failure, MethodError, RouteError, describe
+from stoker.server.http.request_context import EVENT_STREAM, JSON, PLAIN, Exchange
+from stoker.server.protocol import Context, Endpoint, Protocol
+from stoker.server.protocols.kserve import metadata as described
+from stoker.server.protocols.kserve import trace_and_log as settings
+from stoker.server.protocols.kserve.core import Core
+from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError, words
+from stoker.server.protocols.kserve.http import compression
+from stoker.server.protocols.kserve.http import generate as generate_json
+from stoker.server.protocols.kserve.http import infer as infer_json
+from stoker.server.protocols.kserve.http.json_body import read_object
+from stoker.server.protocols.kserve.inference import Inference, ServedModel
+
+MODEL = "/v2/models/{model}"
+VERSIONED = MODEL + "/versions/{version}"
+SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory")
+OCTETS = b"application/octet-stream"
+
+_encode = msgspec.json.encode
+
+
+class KServeHTTP(Protocol):
+    prefixes = ("/v2",)
+    failure_type = PLAIN
+
+    def __init__(self, context: Context, core: Core | None = None) -> None:
+        super().__init__(context)
+        self._core = Core.of(context, core)
+
+    def endpoints(self) -> list[Endpoint]:
+        # The router tries one after another: what is asked most stands first.
+        found = [
+            Endpoint("POST", f"{base}/{name}", handler)
+            for base in (MODEL, VERSIONED)
+            for name, handler in (("generate_stream", self.generate_stream), ("generate", self.generate), ("infer", self.infer))
+        ]
+        found += [
+            Endpoint("GET", "/v2", self.server),
+            Endpoint("GET", "/v2/health/live", self.live, open=True),
+            Endpoint("GET", "/v2/health/ready", self.ready, open=True),
+            Endpoint("GET", "/v2/models/stats", self.all_stats),
+            Endpoint("POST", "/v2/repository/index", self.index),
+            Endpoint("POST", "/v2/repository/models/{model}/load", self.load),
+            Endpoint("POST", "/v2/repository/models/{model}/unload", self.unload),
+            Endpoint("GET", "/v2/logging", self.logging),
+            Endpoint("POST", "/v2/logging", self.set_logging),
+        ]
+        for base in (MODEL, VERSIONED):
+            found += [
+                Endpoint("GET", base, self.metadata),
+                Endpoint("GET", f"{base}/ready", self.model_ready, open=True),
+                Endpoint("GET", f"{base}/config", self.config),
+                Endpoint("GET", f"{base}/stats", self.stats),
+            ]
+        for path in ("/v2/trace/setting", f"{MODEL}/trace/setting"):
+            found += [Endpoint("GET", path, self.trace), Endpoint("POST", path, self.set_trace)]
+        for kind in SHARED_MEMORY:
+            found += [
+                Endpoint("GET", f"/v2/{kind}/status", self.no_regions),
+                Endpoint("POST", f"/v2/{kind}/region/{{region}}/register", self.refuse_region),
+                Endpoint("POST", f"/v2/{kind}/unregister", self.nothing_to_unregister),
+            ]
+        return found
+
+    async def server(self, exchange: Exchange) -> None:
+        await exchange.respond(200, _encode(described.server()))
+
+    async def live(self, exchange: Exchange) -> None:
+        await exchange.respond(200, content_type=PLAIN)
+
+    async def ready(self, exchange: Exchange) -> None:
+        await exchange.respond(200 if self.context.repository.ready else 503, content_type=PLAIN)
+
+    async def model_ready(self, exchange: Exchange) -> None:
+        try:
+            ready = self._find(exchange).state == "READY"
+        except UnknownModelError:
+            ready = False
+        if ready:
+            await exchange.respond(200, content_type=PLAIN)
+        else:
+            await exchange.respond(400, _encode({"error": "Model version not ready"}), PLAIN)
+
+    async def metadata(self, exchange: Exchange) -> None:
+        await self._tell(exchange, lambda: described.metadata(self._find(exchange)))
+
+    async def config(self, exchange: Exchange) -> None:
+        await self._tell(exchange, lambda: described.config(self._find(exchange).model))
+
+    async def stats(self, exchange: Exchange) -> None:
+        try:
+            served = self._find(exchange)
+        except UnknownModelError:
+            error = {"error": f"requested model '{exchange.path['model'][:200]}' is not available"}
+            await exchange.respond(400, _encode(error))
+        else:
+            await exchange.respond(200, _encode({"model_stats": [self._core.statistics(served)]}))
+
+    async def all_stats(self, exchange: Exchange) -> None:
+        await exchange.respond(200, _encode({"model_stats": [self._core.statistics(served) for served in self._core.catalogue.all()]}))
+
+    async def index(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        ready_only = bool(body) and read_object(body).get("ready") is True
+        await self._tell(exchange, lambda: self._core.index(ready_only=ready_only))
+
+    async def load(self, exchange: Exchange) -> None:
+        await self._set_loaded(exchange, loaded=True)
+
+    async def unload(self, exchange: Exchange) -> None:
+        await self._set_loaded(exchange, loaded=False)
+
+    async def _set_loaded(self, exchange: Exchange, *, loaded: bool) -> None:
+        body = await exchange.body()
+        try:
+            given = infer_json.parameters(read_object(body)) if body else {}
+            self._core.set_loaded(exchange.path["model"], given, loaded=loaded)
+        except TritonError as error:
+            await self._refuse(exchange, error, JSON)
+        else:
+            await exchange.respond(200)
+
+    async def logging(self, exchange: Exchange) -> None:
+        await exchange.respond(200, _encode(self._core.logging.shown()))
+
+    async def set_logging(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        await self._tell(exchange, lambda: self._core.logging.change(read_object(body)))
+
+    async def trace(self, exchange: Exchange) -> None:
+        await exchange.respond(200, _encode(settings.TRACE))
+
+    async def set_trace(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        await self._tell(exchange, lambda: settings.check_trace(read_object(body)))
+
+    async def no_regions(self, exchange: Exchange) -> None:
+        await exchange.respond(200, b"[]")
+
+    async def nothing_to_unregister(self, exchange: Exchange) -> None:
+        await exchange.respond(200)
+
+    async def refuse_region(self, exchange: Exchange) -> None:
+        error = TritonError("shared memory is not supported: send tensors in the request, as JSON or binary.", 501)
+        await self._refuse(exchange, error, JSON)
+
+    async def infer(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        async with exchange.attended():
+            kind = PLAIN
+            try:
+                served = self._ready(exchange)
+                if served.model.decoupled and not served.unary:
+                    raise TritonError("HTTP end point doesn't support models with decoupled transaction policy", 501)
+                kind = JSON
+                body = compression.unpack(body, exchange.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
+                asked = infer_json.read(body, exchange.headers.get(infer_json.HEADER_LENGTH), served)
+                kind = PLAIN
+                response = await self._core.one(served, asked.inference)
+                await self._answer(exchange, *infer_json.write(served, asked, response))
+            except StokerError as error:
+                await self._refuse(exchange, error, kind)
+
+    async def _answer(self, exchange: Exchange, body: bytes, header_length: int | None) -> None:
+        headers = [] if header_length is None else [(infer_json.HEADER_LENGTH, b"%d" % header_length)]
+        body, encoding = compression.pack(body, exchange.headers.get(b"accept-encoding", b""))
+        if encoding:
+            headers.append((b"content-encoding", encoding))
+        await exchange.respond(200, body, JSON if header_length is None else OCTETS, headers)
+
+    async def generate(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        async with exchange.attended():
+            try:
+                served, inference = self._read_generate(exchange, body)
+                response = await self._core.one(served, inference)
+            except StokerError as error:
+                await self._refuse(exchange, error, JSON, model_error=400)
+            else:
+                await exchange.respond(200, generate_json.Writer(served, inference).body(response))
+
+    async def generate_stream(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        async with exchange.attended():
+            try:
+                served, inference = self._read_generate(exchange, body)
+            except StokerError as error:
+                await self._refuse(exchange, error, JSON)
+                return
+            await self._stream(exchange, served, inference)
+
+    async def _stream(self, exchange: Exchange, served: ServedModel, inference: Inference) -> None:
+        writer = generate_json.Writer(served, inference)
+        try:
+            async with aclosing(self._core.responses(served, inference)) as responses:
+                async for batch in responses:
+                    if not exchange.started:
+                        await exchange.open_stream()
+                    if events := [writer.event(response) for response in batch if response.shows]:
+                        await exchange.send(b"".join(events))
+            if not exchange.started:
+                await exchange.open_stream()
+        except StokerError as error:  # what a model refuses is an event too, with the error's status while there is none yet
+            event = generate_json.error_event(words(error))
+            if not exchange.started:
+                failure = describe(error)
+                await exchange.respond(_of_model(failure.status), event, EVENT_STREAM, failure.headers)
+                return
+            await exchange.send(event)
+        await exchange.close_stream()
+
+    def _read_generate(self, exchange: Exchange, body: bytes) -> tuple[ServedModel, Inference]:
+        served = self._ready(exchange)
+        body = compression.unpack(body, exchange.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
+        return served, generate_json.read(read_object(body), served)
+
+    def failure_body(self, failure: Failure) -> bytes:
+        """Triton's shape; its own words where it has some."""
+        told = {RouteError.code: "Not Found", MethodError.code: "Method Not Allowed"}
+        return _encode({"error": told.get(failure.code, failure.message)})
+
+    async def _tell(self, exchange: Exchange, value: Any) -> None:
+        """The value as JSON, or its error as Triton's control routes write one."""
+        try:
+            body = _encode(value())
+        except TritonError as error:
+            await self._refuse(exchange, error, JSON)
+        else:
+            await exchange.respond(200, body)
+
+    async def _refuse(self, exchange: Exchange, error: StokerError, kind: bytes, *, model_error: int | None = None) -> None:
+        failure = describe(error)
+        status = model_error if model_error and failure.status == 500 and not isinstance(error, TritonError) else failure.status
+        await exchange.respond(status, _encode({"error": words(error)}), kind, failure.headers)
+
+    def _find(self, exchange: Exchange) -> ServedModel:
+        return self._core.catalogue.find(exchange.path["model"], exchange.path.get("version"))
+
+    def _ready(self, exchange: Exchange) -> ServedModel:
+        return self._core.catalogue.ready(exchange.path["model"], exchange.path.get("version"))
+
+
+def _of_model(status: int) -> int:
+    """Triton's generate tells a model's own failure as 400."""
+    return 400 if status == 500 else status

@@ -1,0 +1,114 @@
+"""preprocessing and postprocessing: the tokenizer on its own."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+
+from stoker.base.errors import RequestError
+from stoker.frontend.service import Service
+from stoker.server.protocols.kserve.inference import Inference, Response, Responses, Tensors
+from stoker.server.protocols.kserve.models import sampling
+from stoker.server.protocols.kserve.tensors import word_lists
+from stoker.server.protocols.kserve.tensors.dtypes import text_array
+from stoker.server.protocols.kserve.tensors.row import Row, rows
+from stoker.server.schemas.settings import ServerSettings
+
+MAX_BIAS_ELEMENTS = 1 << 24
+
+
+class TokenizerModel(ABC):
+    """A model without an executor. Both answer any number of rows with one response."""
+
+    def __init__(self, service: Callable[[], Service], settings: ServerSettings) -> None:
+        self._service = service
+        self._settings = settings
+
+    async def run(self, inference: Inference) -> Responses:
+        outputs = await asyncio.to_thread(self.outputs, inference, self._service())
+        names = [tensor.name for tensor in inference.model.outputs if tensor.name in (inference.outputs or outputs)]
+        if missing := next((name for name in names if name not in outputs), None):
+            raise RequestError("outputs", missing, f"the served outputs are {', '.join(sorted(outputs))}", cure="Leave it out.")
+        yield [Response(outputs={name: outputs[name] for name in names}, final=True)]
+
+    @abstractmethod
+    def outputs(self, inference: Inference, service: Service) -> Tensors:
+        """Every output of the model, by name."""
+
+
+class Preprocessing(TokenizerModel):
+    """Text and word lists to token ids; rows of INPUT_ID are padded with the pad id."""
+
+    def outputs(self, inference: Inference, service: Service) -> Tensors:
+        given = rows(inference)
+        for row in given:
+            row.refuse_what_cannot_be()
+        end_ids, pad_ids = self._ids(given, service)
+        ids = [service.encode(row.value("QUERY", ""), add_special_tokens=self._settings.add_special_tokens) for row in given]
+        words = {role: word_lists.write([sampling.spellings(role, row.texts(role), service) for row in given])
+                 for role in ("BAD_WORDS_DICT", "STOP_WORDS_DICT")}  # fmt: skip
+        return {
+            "INPUT_ID": _padded(ids, pad_ids[:, 0]),
+            "REQUEST_INPUT_LEN": _column([len(row) for row in ids]),
+            "DECODER_INPUT_ID": pad_ids,
+            "REQUEST_DECODER_INPUT_LEN": np.ones_like(pad_ids),
+            "BAD_WORDS_IDS": words["BAD_WORDS_DICT"],
+            "STOP_WORDS_IDS": words["STOP_WORDS_DICT"],
+            "EMBEDDING_BIAS": _bias(given, service),
+            "REQUEST_OUTPUT_LEN": _column([row.value("REQUEST_OUTPUT_LEN", 0) for row in given]),
+            "OUT_END_ID": end_ids,
+            "OUT_PAD_ID": pad_ids,
+            "OUT_PROMPT_TABLE_EXTRA_IDS": np.zeros((len(given), 0), np.uint64),  # there are no prompt tables
+        }
+
+    def _ids(self, given: list[Row], service: Service) -> tuple[np.ndarray, np.ndarray]:
+        """A model with several end ids names the first; -1 stands for none."""
+        default_end = next(iter(service.end_ids), -1)
+        default_pad = service.pad_id if service.pad_id is not None else max(default_end, 0)
+        ends = [row.value("END_ID", default_end) for row in given]
+        return _column(ends), _column([row.value("PAD_ID", default_pad) for row in given])
+
+
+class Postprocessing(TokenizerModel):
+    """Token ids to text: each of [rows, beams] decoded as a whole. 0.8's log-probabilities and logits pass through."""
+
+    def outputs(self, inference: Inference, service: Service) -> Tensors:
+        texts = []
+        tokens, lengths = inference.inputs["TOKENS_BATCH"], inference.inputs["SEQUENCE_LENGTH"]
+        if not inference.model.max_batch_size:
+            tokens, lengths = tokens[None], lengths[None]
+        if lengths.shape != tokens.shape[:2]:
+            raise RequestError("SEQUENCE_LENGTH", list(lengths.shape), f"TOKENS_BATCH has {list(tokens.shape[:2])} sequences")
+        for ids, length in zip(tokens.reshape(lengths.size, tokens.shape[2]), lengths.ravel().tolist(), strict=True):
+            if not 0 <= length <= len(ids):
+                raise RequestError("SEQUENCE_LENGTH", length, f"the row has {len(ids)} tokens")
+            texts.append(service.decode(ids[:length].tolist(), skip_special_tokens=self._settings.skip_special_tokens).encode())
+        passed = {f"OUT_{role}": array for role, array in inference.inputs.items() if role not in ("TOKENS_BATCH", "SEQUENCE_LENGTH")}
+        return {"OUTPUT": text_array(texts, lengths.shape)} | passed
+
+
+def _column(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int32).reshape(-1, 1)
+
+
+def _padded(ids: list[list[int]], pads: np.ndarray) -> np.ndarray:
+    array = np.repeat(pads[:, None], max(map(len, ids)), axis=1).astype(np.int32)
+    for row, tokens in enumerate(ids):
+        array[row, : len(tokens)] = tokens
+    return array
+
+
+def _bias(given: list[Row], service: Service) -> np.ndarray:
+    """[rows, vocabulary] where any row has words; no columns otherwise."""
+    found = [sampling.word_bias(row.texts("EMBEDDING_BIAS_WORDS"), row.array("EMBEDDING_BIAS_WEIGHTS"), service) for row in given]
+    width = service.info.vocab_size if any(found) else 0
+    if len(given) * width > MAX_BIAS_ELEMENTS:
+        raise RequestError("EMBEDDING_BIAS_WORDS", len(given), f"{width} weights a row in so many rows", cure="Send fewer rows.")
+    array = np.zeros((len(given), width), np.float32)
+    for row, weights in enumerate(found):
+        for token, weight in weights.items():
+            array[row, token] = weight
+    return array

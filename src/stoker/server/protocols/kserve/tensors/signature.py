@@ -1,0 +1,93 @@
+"""A request's tensors against what its model declares, refused in Triton's words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stoker.server.protocols.kserve.errors import TritonError
+from stoker.server.protocols.kserve.inference import Inference, Tensors
+from stoker.server.protocols.kserve.tensors.dtypes import kserve_name
+from stoker.server.schemas.triton_models import Tensor, TritonModel
+
+BATCH_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each input shape. If you "
+    "want to specify the full shape including the batch dim in your input dims config, try setting max_batch_size to zero. See the model "
+    "configuration docs for more info on max_batch_size."
+)
+
+
+def check(inference: Inference, given: Tensors, dtypes: dict[str, str]) -> None:
+    """Fill `inference.inputs` by role from tensors by declared name. `dtypes` are as the client named them. Raises TritonError."""
+    model = inference.model
+    declared = {tensor.name: tensor for tensor in model.inputs}
+    for name in given:
+        if name not in declared:
+            raise TritonError(f"unexpected inference input '{name[:200]}' for model '{model.name}'")
+    check_outputs(inference)
+    check_present(inference, given)
+    for name, array in given.items():
+        _check_tensor(inference, declared[name], array, dtypes[name])
+    _check_rows(inference, given)
+    inference.inputs = {declared[name].role or name: array for name, array in given.items()}
+
+
+def check_outputs(inference: Inference) -> None:
+    known = {tensor.name for tensor in inference.model.outputs}
+    for name in inference.outputs:
+        if name not in known:
+            raise TritonError(f"unexpected inference output '{name[:200]}' for model '{inference.model.name}'")
+
+
+def expected_shape(model: TritonModel, tensor: Tensor) -> list[int]:
+    return [*([-1] if model.max_batch_size else []), *tensor.dims]
+
+
+def check_present(inference: Inference, given: Tensors) -> None:
+    """Raises TritonError that names the required inputs which are missing."""
+    model = inference.model
+    required = [tensor.name for tensor in model.inputs if not tensor.optional]
+    missing = [name for name in required if name not in given]
+    if not missing:
+        return
+    total = len(model.inputs)
+    some = f"expected number of inputs between {len(required)} and {total}"
+    expected = some if len(required) < total else f"expected {total} inputs"
+    raise TritonError(
+        f"[request id: {inference.known_id}] {expected} but got {len(given)} inputs for model '{model.name}'. Got input(s) "
+        f"{_names(sorted(given))}, but missing required input(s) {_names(sorted(missing))}. Please provide all required input(s)."
+    )
+
+
+def _check_tensor(inference: Inference, tensor: Tensor, array: np.ndarray, dtype: str) -> None:
+    model, lead = inference.model, f"[request id: {inference.known_id}] "
+    if dtype != kserve_name(tensor.dtype):
+        what = f"inference input '{tensor.name}' data-type is '{dtype}', but model '{model.name}' expects '{kserve_name(tensor.dtype)}'"
+        raise TritonError(lead + what)
+    expected = expected_shape(model, tensor)
+    shape = array.shape
+    if len(shape) != len(expected) or any(want not in (-1, have) for want, have in zip(expected, shape, strict=True)):
+        note = BATCH_NOTE if model.max_batch_size else ""
+        what = f"unexpected shape for input '{tensor.name}' for model '{model.name}'."
+        raise TritonError(f"{lead}{what} Expected {_dims(expected)}, got {_dims(shape)}. {note}")
+
+
+def _check_rows(inference: Inference, given: Tensors) -> None:
+    model, lead = inference.model, f"[request id: {inference.known_id}] "
+    if not model.max_batch_size or not given:
+        return
+    counts = {name: len(array) for name, array in given.items()}
+    rows = next(iter(counts.values()))
+    if different := next((name for name, count in counts.items() if count != rows), None):
+        raise TritonError(f"{lead}input '{different}' batch size does not match other inputs for '{model.name}'")
+    if rows > model.max_batch_size:
+        raise TritonError(f"{lead}inference request batch-size must be <= {model.max_batch_size} for '{model.name}'")
+    if rows == 0:
+        raise TritonError(f"{lead}inference request batch-size must be > 0 for '{model.name}'")
+
+
+def _dims(shape: list[int] | tuple[int, ...]) -> str:
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+def _names(names: list[str]) -> str:
+    return "[" + ",".join(f"'{name}'" for name in names) + "]"

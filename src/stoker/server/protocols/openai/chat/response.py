@@ -1,0 +1,111 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+from stoker.base.types import Delta, FinishReason, TokenLogprobs, Usage
+from stoker.frontend.service import Choice, Service
+from stoker.server.errors import describe, sequence_error
+from stoker.server.http.request_context import Exchange
+from stoker.server.protocol import Context
+from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.chat.request import Call, read_call
+from stoker.server.protocols.openai.chunks import DONE, Chunks, event
+from stoker.server.protocols.openai.parsers.answer import AnswerParser, Parts, delta_object, message_object
+
+
+async def chat(exchange: Exchange, context: Context, service: Service, body: dict[str, Any]) -> None:
+    """Answer one request, whole or streamed."""
+    async with exchange.attended():
+        call = await read_call(body, service, context.settings)
+        if call.asked.stream:
+            await _Stream(exchange, call).run()
+        else:
+            await exchange.respond(200, await _whole(call))
+
+
+async def _whole(call: Call) -> bytes:
+    completion = await call.service.complete(call.request)
+    body = {**call.head, "choices": [_choice(call, choice) for choice in completion.choices], "usage": wire.usage_object(completion.usage)}
+    if "prompt_logprobs" in call.asked.values:
+        body["prompt_logprobs"] = wire.prompt_logprobs(call.service, completion.prompt_logprobs or [])
+    return wire.encode(body)
+
+
+def _choice(call: Call, choice: Choice) -> dict[str, Any]:
+    if choice.finish_reason is FinishReason.ERROR:
+        raise sequence_error(choice.error, ready=call.service.ready)
+    parts = call.parser().push(choice.text, last=True) if call.parsed else Parts(choice.text)
+    return {
+        "index": choice.index,
+        "message": message_object(parts, reasoning=call.settings.reasoning_parser is not None),
+        "logprobs": None if call.num_top is None else wire.chat_logprobs(call.service, choice.logprobs, call.num_top),
+        "finish_reason": call.finish(choice.finish_reason, len(parts.calls)),
+        "stop_reason": wire.stop_reason(choice.finish_reason, choice.stop_reason),
+    }
+
+
+class _Stream:
+    """One streamed answer. Everything that one wake-up brings leaves in one piece."""
+
+    def __init__(self, exchange: Exchange, call: Call) -> None:
+        self._exchange = exchange
+        self._call = call
+        self._options = call.asked.options
+        head = {**call.head, "object": "chat.completion.chunk"}
+        self._chunks = Chunks(head, chat=True, include_usage=self._options.include_usage)
+        self._plain = not (call.parsed or call.num_top is not None or self._options.continuous_usage_stats)
+        self._parsers = [call.parser() if call.parsed else AnswerParser(None, None, one_call=False) for _ in range(call.request.params.n)]
+        self._scores: list[list[TokenLogprobs]] = [[] for _ in self._parsers]  # of tokens whose text is held back
+        self._usage = Usage()
+
+    async def run(self) -> None:
+        async with aclosing(self._call.service.stream(self._call.request)) as batches:
+            async for deltas in batches:
+                data = b"".join([self._chunk(delta) for delta in deltas])
+                if not self._exchange.started:
+                    data = b"".join([self._role(i) for i in range(len(self._parsers))]) + data
+                    await self._exchange.open_stream()
+                if data:
+                    await self._exchange.send(data)
+        if self._options.include_usage:
+            await self._exchange.send(self._chunks.usage(self._usage))
+        await self._exchange.send(DONE)
+        await self._exchange.close_stream()
+
+    def _chunk(self, delta: Delta) -> bytes:
+        if self._plain and delta.finish_reason is None and delta.usage is None:
+            return self._chunks.text(delta.index, delta.text) if delta.text else b""
+        wire.count(self._usage, delta)
+        if delta.finish_reason is FinishReason.ERROR:
+            failure = describe(sequence_error(delta.error, ready=self._call.service.ready))
+            return event({"error": wire.failure_object(failure)})
+        return self._parsed(delta)
+
+    def _parsed(self, delta: Delta) -> bytes:
+        """A chunk with whatever is certain now; none while all is held back."""
+        parser, scores = self._parsers[delta.index], self._scores[delta.index]
+        scores += delta.logprobs
+        num_calls = parser.num_calls
+        parts = parser.push(delta.text, last=delta.finish_reason is not None)
+        if not parts and delta.finish_reason is None and not self._options.continuous_usage_stats:
+            return b""
+        logprobs = None
+        if self._call.num_top is not None and (parts or delta.finish_reason is not None):
+            logprobs = wire.chat_logprobs(self._call.service, scores, self._call.num_top)
+            scores.clear()
+        return self._choice(delta, delta_object(parts, num_calls), logprobs)
+
+    def _choice(self, delta: Delta, shown: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
+        reason = delta.finish_reason
+        choice: dict[str, Any] = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": None}
+        if reason is not None:
+            choice["finish_reason"] = self._call.finish(reason, self._parsers[delta.index].num_calls)
+            choice["stop_reason"] = wire.stop_reason(reason, delta.stop_reason)
+        return self._chunks.choice(choice, self._usage if self._options.continuous_usage_stats else None)
+
+    def _role(self, index: int) -> bytes:
+        role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._chunks.choice(role, Usage(self._usage.prompt_tokens) if self._options.continuous_usage_stats else None)

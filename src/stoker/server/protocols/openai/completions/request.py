@@ -1,0 +1,80 @@
+"""A completions request: checked, a GenerationRequest for each prompt."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from stoker.base.errors import RequestError
+from stoker.base.types import GenerationRequest
+from stoker.frontend.service import Service
+from stoker.server.protocol import Context
+from stoker.server.protocols.openai.call import Asked, read
+from stoker.server.protocols.openai.prompts import encode, read_prompts
+
+MAX_TOKENS = 16  # OpenAI's default
+
+
+class Call(msgspec.Struct):
+    """One request: for each prompt a GenerationRequest, and the text that echo puts before its answers."""
+
+    asked: Asked
+    service: Service
+    requests: list[GenerationRequest]
+    echoes: list[str]
+    num_choices: int  # of a prompt, in the answer; best_of may generate more
+    score_only: bool  # max_tokens=0: the one generated token is dropped
+    head: dict[str, Any]
+
+    @property
+    def logprobs(self) -> bool:
+        return "logprobs" in self.asked.values
+
+
+async def read_call(body: dict[str, Any], service: Service, context: Context) -> Call:
+    default = context.settings.default_max_tokens or MAX_TOKENS
+    echo = body.get("echo") is True
+    asked = read("completions", {**body, "max_tokens": 1} if _scores(body, echo) else body, service, context.settings, max_tokens=default)
+    values = asked.values
+    num_choices = asked.params.n
+    asked.params = msgspec.structs.replace(asked.params, **_params(values, num_choices, echo))
+    if asked.params.n != num_choices and asked.stream:
+        raise RequestError("best_of", values["best_of"], "with stream it must equal n")
+    if "prompt" not in values:
+        raise RequestError("prompt", None, "it is missing")
+    prompts = read_prompts(values["prompt"])
+    requests = [asked.generation(prompt, i if len(prompts) > 1 else None) for i, prompt in enumerate(prompts)]
+    echoes = [await _echo(service, request) if echo else "" for request in requests]
+    head = {"id": f"cmpl-{asked.request_id}", "object": "text_completion", "created": int(time.time()), "model": service.model_name}
+    return Call(asked, service, requests, echoes, num_choices, _scores(body, echo), head)
+
+
+def _scores(body: dict[str, Any], echo: bool) -> bool:
+    """Only the prompt's log-probabilities are wanted. The executor always generates, so one token is made and dropped."""
+    return echo and type(body.get("max_tokens")) is int and body["max_tokens"] == 0
+
+
+def _params(values: dict[str, Any], n: int, echo: bool) -> dict[str, Any]:
+    """logprobs, and what best_of and echo change."""
+    params: dict[str, Any] = {"logprobs": values["logprobs"]} if "logprobs" in values else {}
+    best_of = values.get("best_of", n)
+    if best_of < n:
+        raise RequestError("best_of", best_of, f"it must be at least n={n}")
+    if best_of > n and not values.get("use_beam_search"):
+        params |= {"n": best_of, "logprobs": values.get("logprobs", 0)}
+    if echo and "logprobs" in values:
+        params["prompt_logprobs"] = max(values["logprobs"], values.get("prompt_logprobs", 0))
+    return params
+
+
+async def _echo(service: Service, request: GenerationRequest) -> str:
+    """The prompt's text as the model sees it; the request then brings its ids."""
+    text = request.prompt if isinstance(request.prompt, str) else None
+    ids = await encode(service, text, add_special_tokens=request.add_special_tokens) if text is not None else request.prompt
+    assert isinstance(ids, list)
+    if request.truncate_prompt_tokens is not None and len(ids) > request.truncate_prompt_tokens:
+        ids, text = ids[-request.truncate_prompt_tokens :], None
+    request.prompt = ids
+    return text if text is not None else service.decode(ids, skip_special_tokens=False)

@@ -1,0 +1,15 @@
+"""How models write tool calls, by the name that `--tool-parser` uses."""
+
+from __future__ import annotations
+
+from stoker.base.registry import Registry
+from stoker.server.protocols.openai.parsers.tools.hermes import HermesParser
+from stoker.server.protocols.openai.parsers.tools.llama3 import Llama3Parser
+from stoker.server.protocols.openai.parsers.tools.mistral import MistralParser
+from stoker.server.protocols.openai.parsers.tools.parser import ToolParser
+
+TOOL_PARSERS: Registry[type[ToolParser]] = Registry("tool parser")
+TOOL_PARSERS.add("llama3", Llama3Parser)
+TOOL_PARSERS.add("hermes", HermesParser)
+TOOL_PARSERS.add("qwen", HermesParser)
+TOOL_PARSERS.add("mistral", MistralParser)

@@ -1,0 +1,57 @@
+"""Mistral: [TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name[ARGS]{…} once for each call; the calls end the answer."""
+
+from __future__ import annotations
+
+from stoker.server.protocols.openai.parsers.marks import held_from
+from stoker.server.protocols.openai.parsers.tools.parser import ToolCall, ToolParser, read_first_json, read_json, short_id
+
+MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class MistralParser(ToolParser):
+    needs_special_tokens = True
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(names)
+        self._held = ""
+        self._inside = False
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        self._held += text
+        if self._inside:
+            return "", []
+        if (start := self._held.find(MARK)) >= 0:
+            self._inside = True
+            shown, self._held = self._held[:start].rstrip(), self._held[start:]
+        else:
+            end = len(self._held[: held_from(self._held, MARK)].rstrip())
+            shown, self._held = self._held[:end], self._held[end:]
+        return shown, []
+
+    def flush(self) -> tuple[str, list[ToolCall]]:
+        held, self._held = self._held, ""
+        calls = self._calls(held) if self._inside else []
+        return ("", calls) if calls else (held, [])
+
+    def new_id(self) -> str:
+        return short_id()
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        """All of `text` as calls, or none."""
+        calls: list[ToolCall | None] = []
+        for part in text.split(MARK)[1:]:
+            part = part.strip()
+            if part.startswith("["):
+                values = read_json(part)
+                calls += [self.call(value) for value in values] if isinstance(values, list) else [None]
+            else:
+                calls.append(self._named(part))
+        return [call for call in calls if call is not None] if all(calls) else []
+
+    def _named(self, part: str) -> ToolCall | None:
+        """name[ARGS]{…}, also without the mark in between, as the first releases with this form write it."""
+        brace = part.find("{")
+        name = part[:brace].removesuffix(ARGS).partition(CALL_ID)[0].strip()
+        value, end = read_first_json(part[brace:]) if brace > 0 else (None, 0)
+        whole = brace + end == len(part)
+        return self.call({"name": name, "arguments": value}) if isinstance(value, dict) and whole else None

@@ -1,0 +1,117 @@
+"""The routes of OpenAI's API, and of the servers that extend it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from stoker.base.errors import NotFoundError, RequestError
+from stoker.base.fields.errors import InvalidValueError
+from stoker.frontend.service import Service
+from stoker.server.errors import Failure
+from stoker.server.http.request_context import Exchange
+from stoker.server.protocol import Context, Endpoint, Protocol
+from stoker.server.protocols.openai import fields
+from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.chat.response import chat
+from stoker.server.protocols.openai.completions.response import complete
+from stoker.server.protocols.openai.parsers.reasoning import REASONING_PARSERS
+from stoker.server.protocols.openai.parsers.tools import TOOL_PARSERS
+
+
+class ModelError(NotFoundError):
+    """The request names a model that is not served."""
+
+    code = "model_not_found"
+    field = "model"
+
+
+class OpenAI(Protocol):
+    prefixes = ("/v1", "/tokenize", "/detokenize")
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        if (parser := context.settings.tool_parser) is not None:
+            TOOL_PARSERS.get(parser)  # a wrong name is told when the server starts
+        if (parser := context.settings.reasoning_parser) is not None:
+            REASONING_PARSERS.get(parser)
+        self._created = int(time.time())
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("POST", "/v1/completions", self.completions),
+            Endpoint("POST", "/v1/chat/completions", self.chat_completions),
+            Endpoint("GET", "/v1/models", self.models),
+            Endpoint("GET", "/v1/models/{model:path}", self.model),
+            Endpoint("POST", "/tokenize", self.tokenize),
+            Endpoint("POST", "/detokenize", self.detokenize),
+        ]
+
+    async def completions(self, exchange: Exchange) -> None:
+        body = await exchange.json()
+        await complete(exchange, self.context, self._service(body), body)
+
+    async def chat_completions(self, exchange: Exchange) -> None:
+        body = await exchange.json()
+        await chat(exchange, self.context, self._service(body), body)
+
+    async def models(self, exchange: Exchange) -> None:
+        rows = [self._row(model.name, model.service) for model in self.context.repository.models() if model.service is not None]
+        await exchange.respond(200, wire.encode({"object": "list", "data": rows}))
+
+    async def model(self, exchange: Exchange) -> None:
+        name = exchange.path["model"]
+        await exchange.respond(200, wire.encode(self._row(name, self._named(name))))
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """{"prompt": text} or {"messages": […]} to token ids; add_special_tokens as in generation."""
+        values = fields.TOKENIZE.check(await exchange.json())
+        service = self._service(values)
+        if not isinstance(values.get("prompt"), str) and "messages" not in values:
+            raise RequestError("prompt", values.get("prompt"), "it must be text, or messages must be given")
+        chatted = "prompt" not in values
+        text = service.render_chat(values["messages"], **_switches(values)) if chatted else values["prompt"]
+        ids = await asyncio.to_thread(service.encode, text, add_special_tokens=values.get("add_special_tokens", not chatted))
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
+        if values.get("return_token_strs"):
+            answer["token_strs"] = [wire.token_text(service, token) for token in ids]
+        await exchange.respond(200, wire.encode(answer))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """{"tokens": ids} to text, special tokens included."""
+        values = fields.DETOKENIZE.check(await exchange.json())
+        service = self._service(values)
+        if "tokens" not in values:
+            raise RequestError("tokens", None, "it is missing")
+        text = await asyncio.to_thread(service.decode, list(values["tokens"]), skip_special_tokens=False)
+        await exchange.respond(200, wire.encode({"prompt": text}))
+
+    def failure_body(self, failure: Failure) -> bytes:
+        return wire.failure_body(failure)
+
+    def _service(self, body: dict[str, Any]) -> Service:
+        """The service that a request names; without a name, the first."""
+        name = body.get("model")
+        if name is None:
+            return self.context.default_service()
+        try:
+            return self._named(fields.MODEL_NAME.check(name))
+        except InvalidValueError as error:
+            raise error.request_error("model") from None
+
+    def _named(self, name: str) -> Service:
+        try:
+            return self.context.repository.service(name)
+        except NotFoundError as error:
+            raise ModelError(error.message, cure=error.cure) from None
+
+    def _row(self, name: str, service: Service) -> dict[str, Any]:
+        return {
+            "id": name, "object": "model", "created": self._created, "owned_by": "stoker", "root": name, "parent": None,
+            "max_model_len": service.max_seq_len,
+        }  # fmt: skip
+
+
+def _switches(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in ("add_generation_prompt", "continue_final_message") if name in values}

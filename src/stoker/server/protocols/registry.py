@@ -1,0 +1,18 @@
+"""The protocols a server can speak, by the name that `--protocols` and deployment formats use."""
+
+from __future__ import annotations
+
+from stoker.base.registry import Registry
+from stoker.server.protocol import Protocol
+from stoker.server.protocols.health.protocol import Health
+from stoker.server.protocols.kserve.http.protocol import KServeHTTP
+from stoker.server.protocols.openai.protocol import OpenAI
+from stoker.server.protocols.sagemaker.protocol import SageMaker
+from stoker.server.protocols.truss.protocol import Truss
+
+PROTOCOLS: Registry[type[Protocol]] = Registry("protocol")
+PROTOCOLS.add("health", Health)
+PROTOCOLS.add("kserve", KServeHTTP)
+PROTOCOLS.add("openai", OpenAI)
+PROTOCOLS.add("sagemaker", SageMaker)
+PROTOCOLS.add("truss", Truss)

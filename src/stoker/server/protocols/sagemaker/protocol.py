@@ -1,0 +1,168 @@
+"""The SageMaker container's routes, and those of SageMaker's own runtime, so that its clients work against one server."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+from urllib.parse import parse_qs
+
+from stoker.base.errors import NotFoundError, RequestError, StokerError
+from stoker.frontend.repository import NOT_LOADED, Model, ModelState
+from stoker.frontend.service import Service
+from stoker.server.errors import Failure
+from stoker.server.http.request_context import Exchange
+from stoker.server.protocol import Context, Endpoint, Protocol
+from stoker.server.protocols.openai.chat.response import chat as openai_chat
+from stoker.server.protocols.openai.completions.response import complete as openai_complete
+from stoker.server.protocols.sagemaker.chat import chat
+from stoker.server.protocols.sagemaker.errors import NoModelError, management_body, pretty
+from stoker.server.protocols.sagemaker.generate import generate
+from stoker.server.protocols.sagemaker.reply import FIXED_HEADERS, Lines, PlatformReply, PlatformStream, Reply
+from stoker.server.protocols.sagemaker.request import read, read_object
+from stoker.server.schemas.lmi import LMIOptions
+
+
+class SageMaker(Protocol):
+    """/ping and /invocations are the container's contract, /predictions and /models the DJL server's, /endpoints the platform's."""
+
+    prefixes = ("/ping", "/invocations", "/predictions", "/models", "/endpoints")
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        given = context.settings.options
+        self._options = given if isinstance(given, LMIOptions) else LMIOptions()
+        self._started = datetime.datetime.now(datetime.UTC)
+
+    def endpoints(self) -> list[Endpoint]:
+        pings = [Endpoint(method, "/ping", self.ping, open=True) for method in ("GET", "POST")]
+        posts = {
+            "/invocations": self.invocations,
+            "/predictions/{model}": self.predictions,
+            "/predictions/{model}/{version}": self.predictions,
+            "/models/{model}/invoke": self.predictions,
+            "/endpoints/{endpoint}/invocations": self.endpoint,
+            "/endpoints/{endpoint}/invocations-response-stream": self.endpoint_stream,
+        }
+        gets = {"/models": self.models, "/models/{model}": self.model}
+        return [
+            *pings,
+            *(Endpoint("POST", path, handler) for path, handler in posts.items()),
+            *(Endpoint("GET", path, handler) for path, handler in gets.items()),
+        ]
+
+    async def ping(self, exchange: Exchange) -> None:
+        """200 when every model answers. 503 while one is loading, 500 when one has failed; its status then says which, and why."""
+        models = self.context.repository.models()
+        states = {model.name: _state(model) for model in models}
+        failed = any(_status(model) == "Failed" for model in models)
+        status = 200 if self.context.repository.ready else 500 if failed else 503
+        await exchange.respond(status, pretty(states), headers=FIXED_HEADERS)
+
+    async def models(self, exchange: Exchange) -> None:
+        statuses = {"Healthy": "READY", "Failed": "FAILED"}
+        rows = [
+            {"modelName": m.name, "modelUrl": f"stoker:///{m.name}", "status": statuses.get(_status(m), "PENDING")}
+            for m in self.context.repository.models()
+        ]
+        await exchange.respond(200, pretty({"models": rows}), headers=FIXED_HEADERS)
+
+    async def model(self, exchange: Exchange) -> None:
+        name = exchange.path["model"]
+        try:
+            model = self.context.repository.find(name)
+        except NotFoundError:
+            raise NoModelError(f"Workflow not found: {name[:80]}") from None
+        await exchange.respond(200, pretty([{"workflowName": name, "models": [await self._described(model)]}]), headers=FIXED_HEADERS)
+
+    async def invocations(self, exchange: Exchange) -> None:
+        await self._answer(exchange, Reply(exchange), *self._chosen(exchange))
+
+    async def predictions(self, exchange: Exchange) -> None:
+        await self._answer(exchange, Reply(exchange), exchange.path["model"], exchange.path.get("version"))
+
+    async def endpoint(self, exchange: Exchange) -> None:
+        await self._answer(exchange, PlatformReply(exchange))
+
+    async def endpoint_stream(self, exchange: Exchange) -> None:
+        await self._answer(exchange, PlatformStream(exchange))
+
+    def failure_body(self, failure: Failure) -> bytes:
+        return management_body(failure)
+
+    async def _answer(self, exchange: Exchange, reply: Reply, name: str | None = None, version: str | None = None) -> None:
+        try:
+            _refuse_paging(exchange)
+            service = self._service(name, version)
+            body = read_object(await exchange.body(), self._options)
+            async with exchange.attended():
+                await self._by_schema(reply, service, body)
+        except NoModelError:
+            raise
+        except StokerError as error:
+            if exchange.started:
+                raise
+            await reply.refuse(error)
+
+    async def _by_schema(self, reply: Reply, service: Service, body: dict[str, Any]) -> None:
+        settings, options = self.context.settings, self._options
+        if "inputs" in body:
+            return await generate(reply, service, await read(body, service, settings, options), options)
+        if options.dialect != "async":
+            return await chat(reply, service, body, settings)
+        unnamed = {name: value for name, value in body.items() if name != "model"}
+        through: Any = Lines(reply)
+        if "messages" in body:
+            return await openai_chat(through, self.context, service, unnamed)
+        return await openai_complete(through, self.context, service, unnamed)
+
+    def _chosen(self, exchange: Exchange) -> tuple[str | None, str | None]:
+        """The model that the query names, as the DJL server takes it."""
+        query = parse_qs(exchange.query.decode("latin-1"))
+        return next(iter(query.get("model_name", [])), None), next(iter(query.get("model_version", [])), None)
+
+    def _service(self, name: str | None, version: str | None) -> Service:
+        if name is None:
+            return self.context.default_service()
+        try:
+            return self.context.repository.service(name, version)
+        except NotFoundError:
+            raise NoModelError(f"Model or workflow not found: {name[:80]}") from None
+
+    async def _described(self, model: Model) -> dict[str, Any]:
+        limits = model.service.info.limits if model.service is not None else None
+        waiting = (await model.service.stats()).num_waiting if model.service is not None and model.ready else 0
+        worker = {"id": 1, "startTime": f"{self._started:%Y-%m-%dT%H:%M:%S}.000Z", "status": "READY" if model.ready else "UNLOADED"}
+        device = {"deviceType": model.service.info.device if model.service is not None else "none", "deviceId": -1}
+        return {
+            "modelName": model.name,
+            "modelUrl": f"stoker:///{model.name}",
+            "batchSize": self._options.batch_size,
+            "maxRollingBatchSize": limits.max_batch_size if limits is not None else None,
+            "requestInQueue": waiting,
+            "status": _status(model),
+            "loadedAtStartup": True,
+            "workerGroups": [{"device": device, "minWorkers": 1, "maxWorkers": 1, "workers": [worker]}],
+        }
+
+
+def _refuse_paging(exchange: Exchange) -> None:
+    """The DJL server's answers in pages, which it keeps for later."""
+    for name, harmless in ((b"x-synchronous", b"true"), (b"x-starting-token", b"")):
+        if exchange.headers.get(name, harmless).lower() != harmless:
+            value = exchange.headers[name].decode("latin-1")
+            raise RequestError(name.decode(), value, "answers are not kept for later", cure="Leave the header out, or stream.")
+
+
+def _state(model: Model) -> dict[str, str]:
+    """Its status; but for Healthy, with the reason."""
+    status = _status(model)
+    return {"status": status} | ({} if status == "Healthy" else {"reason": model.reason or "its executor does not answer"})
+
+
+def _status(model: Model) -> str:
+    """Healthy, Loading, Draining or Failed."""
+    if model.ready:
+        return "Healthy"
+    if model.state is ModelState.UNAVAILABLE and model.reason == NOT_LOADED:
+        return "Loading"  # its turn has not come yet
+    return {ModelState.LOADING: "Loading", ModelState.DRAINING: "Draining"}.get(model.state, "Failed")

@@ -1,0 +1,111 @@
+"""The routes of a Truss model server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.frontend.repository import ModelState
+from stoker.frontend.service import Service
+from stoker.server.errors import Failure
+from stoker.server.http.request_context import Exchange
+from stoker.server.protocol import Context, Endpoint, Handler, Protocol
+from stoker.server.protocols.openai.chat.response import chat as openai_chat
+from stoker.server.protocols.openai.completions.response import complete as openai_complete
+from stoker.server.protocols.truss.body import read_object
+from stoker.server.protocols.truss.errors import NOT_READY, failure_body, refuse, refuse_error
+from stoker.server.protocols.truss.predict import answer
+from stoker.server.protocols.truss.request import read
+from stoker.server.schemas.truss import TrussOptions
+
+CHAT = "/v1/chat/completions"
+_ABSENT = ("embeddings", "messages", "responses")  # methods of a Model that no engine here has
+
+
+class Truss(Protocol):
+    """:predict, and, on a server that names this protocol, everything else that a Truss answers. The model's name is not looked at."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        given = context.settings.options
+        self._options = given if isinstance(given, TrussOptions) else TrussOptions()
+        self._named = "truss" in context.settings.protocols
+        self.prefixes = ("/",) if self._named else ()
+
+    def endpoints(self) -> list[Endpoint]:
+        predicts = [Endpoint("POST", f"/v1/models/{{model}}:{verb}", self.predict) for verb in ("predict", "predict_binary")]
+        if not self._named:
+            return predicts
+        return [
+            Endpoint("GET", "/", self.live, open=True),
+            Endpoint("GET", "/ping", self.loaded, open=True),
+            Endpoint("GET", "/v1/models/{model}", self.ready, open=True),
+            Endpoint("GET", "/v1/models/{model}/loaded", self.loaded, open=True),
+            Endpoint("GET", "/v1/models/{model}/schema", self.schema),
+            *predicts,
+            Endpoint("POST", "/invocations", self.predict),
+            *(Endpoint("POST", f"/v1/{name}", _absent(name)) for name in _ABSENT),
+        ]
+
+    async def live(self, exchange: Exchange) -> None:
+        await exchange.respond(200, b"true")
+
+    async def ready(self, exchange: Exchange) -> None:
+        """Every model answers."""
+        await self._tell(exchange, self.context.repository.ready)
+
+    async def loaded(self, exchange: Exchange) -> None:
+        """Every model was loaded, whether its executor answers or not."""
+        await self._tell(exchange, self._loaded)
+
+    async def schema(self, exchange: Exchange) -> None:
+        if self._loaded:
+            return await refuse(exchange, 404, "No schema found", b"600")
+        return await refuse(exchange, 503, "Schema not available, please try again later.")
+
+    async def predict(self, exchange: Exchange) -> None:
+        """Readiness is looked at first, then the body, as there."""
+        try:
+            service = self.context.default_service()
+            body = await read_object(exchange)
+            async with exchange.attended():
+                await self._by_body(exchange, service, body)
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            if exchange.started:
+                raise
+            await refuse_error(exchange, error)
+
+    def failure_body(self, failure: Failure) -> bytes:
+        return failure_body(failure)
+
+    async def _by_body(self, exchange: Exchange, service: Service, body: dict[str, Any]) -> None:
+        if not self._reads_as_openai(body):
+            return await answer(exchange, service, await read(body, service, self.context.settings, self._options))
+        unnamed = {name: value for name, value in body.items() if name != "model"}  # the path named it
+        route = self._options.default_route
+        if route == CHAT or (route is None and "messages" in body):
+            return await openai_chat(exchange, self.context, service, unnamed)
+        return await openai_complete(exchange, self.context, service, unnamed)
+
+    def _reads_as_openai(self, body: dict[str, Any]) -> bool:
+        options = self._options
+        return options.openai or options.default_route is not None or ("model" in body and not options.legacy)
+
+    @property
+    def _loaded(self) -> bool:
+        models = self.context.repository.models()
+        return bool(models) and all(model.state is ModelState.READY for model in models)
+
+    async def _tell(self, exchange: Exchange, well: bool) -> None:
+        if well:
+            await exchange.respond(200, b"{}")
+        else:
+            await refuse(exchange, 503, NOT_READY)
+
+
+def _absent(method: str) -> Handler:
+    async def handler(exchange: Exchange) -> None:
+        await refuse(exchange, 404, f"`{method}` must only be called if model has it.")
+
+    return handler
