@@ -36,9 +36,9 @@ from tokenizers import Tokenizer
 from stoker.builder.build import build
 from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
-from stoker.builder.tokenizers.write import write_tokenizer
+from stoker.builder.tokenizers.tokenizer_files import write_tokenizer
 from stoker.cli.default_model import default_checkpoint
-from stoker.engine.layerwise import LayerStream, Scores, windows
+from stoker.engine.layerwise import LayerwiseModel, Scores, split_windows
 from stoker.engine.reader import Engine
 from stoker.layers.loader import Loader
 
@@ -86,7 +86,7 @@ UNTIED = ("NO_QUANT", "WEIGHTS_ONLY_INT8", "FP8", "WEIGHTS_ONLY_INT4", "AWQ g128
 def untied(out: Path) -> Path:
     """The model as a Hugging Face directory in bfloat16, with a copy of the embedding for its head."""
     checkpoint = open_checkpoint(default_checkpoint())
-    tensors = {name: checkpoint.weights.read(name).bfloat16() for name in checkpoint.weights.stored}
+    tensors = {name: checkpoint.weights.read(name).bfloat16() for name in checkpoint.weights.tensors}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     out.mkdir()
     save_file(tensors, out / "model.safetensors")
@@ -107,7 +107,7 @@ class Measured:
     """The stream after the engine's last layer, and what its own head makes of each window."""
 
     engine: Engine
-    stream: LayerStream
+    stream: LayerwiseModel
     scores: list[Scores]
 
     @property
@@ -117,18 +117,18 @@ class Measured:
 
 def measured(engine: Engine, text: str, window: int) -> Measured:
     ids = Tokenizer.from_file(str(engine.path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    stream, loader = LayerStream(engine.config.model, windows(ids, window)), engine.loader()
-    stream.begin(loader)
+    stream, loader = LayerwiseModel(engine.config.model, split_windows(ids, window)), engine.loader()
+    stream.embed(loader)
     for _ in range(engine.config.model.num_layers):
-        stream.advance(loader)
+        stream.run_layer(loader)
     return Measured(engine, stream, scored(stream, loader))
 
 
-def scored(stream: LayerStream, loader: Loader) -> list[Scores]:
+def scored(stream: LayerwiseModel, loader: Loader) -> list[Scores]:
     """What the loader's head makes of each window."""
     found = []
     for window, hidden in zip(stream.tokens, stream.hidden, strict=True):
-        one = LayerStream(stream.config, [window])
+        one = LayerwiseModel(stream.config, [window])
         one.hidden = [hidden]
         found.append(one.score(loader))
     return found

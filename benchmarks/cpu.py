@@ -27,7 +27,7 @@ from stoker import LLM, SamplingParams
 from stoker.builder.build import build_cached
 from stoker.builder.checkpoint.checkpoint import open_checkpoint
 from stoker.builder.config import BuildConfig
-from stoker.builder.verification.greedy_tokens import reference_model
+from stoker.builder.verification.reference_model import load_reference_model
 from stoker.cli.default_model import default_checkpoint
 
 STREAMS = 16
@@ -114,7 +114,7 @@ def load(engine: Path) -> LLM:
 
 def reference(checkpoint: Path) -> Any:
     torch.set_grad_enabled(False)
-    return reference_model(open_checkpoint(checkpoint, "SmolLM2", weights=True), "float32", False).eval()
+    return load_reference_model(open_checkpoint(checkpoint, "SmolLM2", weights=True), "float32", False).eval()
 
 
 def compared(ours: float, theirs: float, asked: float) -> dict[str, Any]:

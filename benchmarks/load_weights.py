@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from stoker.cli.benchmark.results import provenance
-from stoker.engine.tensor_file import TensorFileWriter
-from stoker.engine.tensor_source import FileSource
+from stoker.engine.safetensors_writer import SafetensorsWriter
+from stoker.engine.tensor_source import FileTensorSource
 
 
 def main() -> None:
@@ -31,13 +31,13 @@ def main() -> None:
     block = torch.randn(shape).to(torch.bfloat16)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = Path(folder) / "rank0.safetensors"
-        with TensorFileWriter(path, dict.fromkeys(names, (shape, torch.bfloat16)), {}) as writer:
+        with SafetensorsWriter(path, dict.fromkeys(names, (shape, torch.bfloat16)), {}) as writer:
             for name in names:
                 writer.write(name, block)
             writer.finish()
         rates = []
         for _ in range(3):
-            source = FileSource(path, device)
+            source = FileTensorSource(path, device)
             started = time.perf_counter()
             held = [source.get(name, shape, torch.bfloat16) for name in names]
             if device.type == "cuda":

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.builder.calibration.calibrate import CacheLoader, RecordingLoader, dense_tensors
-from stoker.builder.calibration.text import token_windows
+from stoker.builder.calibration.calibration_text import tokenize_windows
+from stoker.builder.calibration.recording import CacheRecordingLoader, InputRecordingLoader, dense_tensors
 from stoker.distributed.group import SINGLE
-from stoker.engine.layerwise import LayerStream
+from stoker.engine.layerwise import LayerwiseModel
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import kv_cache_specs, layer_specs
 from stoker.layers.loader import Loader
@@ -58,18 +58,18 @@ class Subject:
     def increase(self, chosen: Format, kv_cache: str | None = None, layers: tuple[int, ...] | None = None) -> float:
         """The share by which perplexity grows with `layers` in a format, all of them unless told."""
         model, recipe = self.engine.config.model, Recipe(default=chosen, kv_cache=kv_cache)
-        stream, dense = LayerStream(model, self.tokens), self.engine.loader()
-        stream.begin(dense)
+        stream, dense = LayerwiseModel(model, self.tokens), self.engine.loader()
+        stream.embed(dense)
         for index in range(model.num_layers):
             if layers is not None and index not in layers:
-                stream.advance(dense)
+                stream.run_layer(dense)
                 continue
             specs = layer_specs(model, index)
             stored = quantize_layer(model.layers[index], f"layers.{index}", specs, recipe, self.layer(index), self.stats[index])
             if kv_cache is not None:
                 found = self.caches[index][kv_cache].tensors()
                 stored |= {spec.name: found[key] for key, spec in kv_cache_specs(model, index, kv_cache).items()}
-            stream.advance(Loader(TensorTable(stored), recipe, torch.float32, CPU, SINGLE))
+            stream.run_layer(Loader(TensorTable(stored), recipe, torch.float32, CPU, SINGLE))
         return stream.score(dense).perplexity / self.perplexity - 1
 
 
@@ -78,19 +78,19 @@ def subject(smollm2_engine: Path) -> Subject:
     torch.set_num_threads(1)
     engine = Engine.open(smollm2_engine)
     model, dense = engine.config.model, engine.loader()
-    found = Subject(engine, token_windows(smollm2_engine, held_out_text()[PROSE], 2, 384))
-    stream = LayerStream(model, token_windows(smollm2_engine, default_text(), 6, 320))
-    stream.begin(dense)
+    found = Subject(engine, tokenize_windows(smollm2_engine, held_out_text()[PROSE], 2, 384))
+    stream = LayerwiseModel(model, tokenize_windows(smollm2_engine, default_text(), 6, 320))
+    stream.embed(dense)
     with torch.inference_mode():
         for index in range(model.num_layers):
             attention = model.layers[index].attention
-            found.caches.append({kind: CacheStats(attention, kind, stream.tables(CPU).get(attention.rope)) for kind in KINDS})
+            found.caches.append({kind: CacheStats(attention, kind, stream.rope_tables(CPU).get(attention.rope)) for kind in KINDS})
             for measured in found.caches[index].values():
-                stream.advance(CacheLoader(engine.source(), Recipe(), torch.float32, CPU, measured), keep=True)
-            recorder = RecordingLoader(engine.source(), Recipe(default=AWQ()), torch.float32, CPU)
-            stream.advance(recorder)
+                stream.run_layer(CacheRecordingLoader(engine.source(), Recipe(), torch.float32, CPU, measured), discard_output=True)
+            recorder = InputRecordingLoader(engine.source(), Recipe(default=AWQ()), torch.float32, CPU)
+            stream.run_layer(recorder)
             found.stats.append(recorder.stats)
-    found.perplexity = LayerStream(model, found.tokens).run(dense).perplexity
+    found.perplexity = LayerwiseModel(model, found.tokens).run(dense).perplexity
     return found
 
 

@@ -1,4 +1,4 @@
-"""GGUF files of small models, written with the library, as llama.cpp's converter lays them out."""
+"""Writes GGUF files of small models with the gguf library, in the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ NAMES = {
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py."""
+    """The row permutation of llama.cpp's convert_hf_to_gguf.py (LlamaModel.permute)."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def gguf_name(name: str) -> str:
+    """The GGUF name of a Hugging Face tensor."""
     module, suffix = name.rsplit(".", 1)
     if module.startswith("model.layers."):
         _, _, layer, part = module.split(".", 3)
@@ -40,7 +41,7 @@ def write(
     tokenizer: dict[str, Any] | None = None,
     metadata: dict[str, Any] | None = None,
 ) -> Path:
-    """`kind`: what matrices whose rows are whole blocks are stored as. `metadata` replaces values, or None drops them."""
+    """Write a model. `kind`: block type of the matrices. `metadata`: values to replace; None removes a value."""
     config, arch = made.config, made.config.model_type
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -77,7 +78,7 @@ def write(
 
 
 def byte_level(core: tokenizers.Tokenizer, pre: str = "gpt-2") -> dict[str, Any]:
-    """Metadata of a byte-level BPE tokenizer."""
+    """The metadata of a byte-level BPE tokenizer, without the prefix `tokenizer.`."""
     model = json.loads(core.to_str())["model"]
     tokens = [token for token, _ in sorted(core.get_vocab().items(), key=lambda item: item[1])]
     merges = [" ".join(m) if isinstance(m, list) else m for m in model["merges"]]
@@ -89,6 +90,7 @@ def byte_level(core: tokenizers.Tokenizer, pre: str = "gpt-2") -> dict[str, Any]
 
 
 def typed(value: Any) -> tuple[Any, gguf.GGUFValueType]:
+    """The value with its GGUF type."""
     kinds = {
         str: gguf.GGUFValueType.STRING,
         bool: gguf.GGUFValueType.BOOL,

@@ -1,4 +1,4 @@
-"""Checkpoints of every layout become engines that agree with transformers."""
+"""Builds of tiny checkpoints: layouts, dtypes, refusals, publishing, and agreement with transformers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from stoker.base.errors import CheckpointError, ConfigError, EngineError
 from stoker.builder.build import build, build_cached
 from stoker.builder.config import BuildConfig, fit_limits
 from stoker.builder.prepare import prepare
-from stoker.engine.config import decode, encode
+from stoker.engine.config import decode_engine_config, encode_engine_config
 from stoker.engine.reader import Engine
 
 
 def agrees(engine: Engine) -> bool:
+    """Whether the build compared all greedy tokens with those of transformers, and found them equal."""
     greedy = engine.config.checks["greedy"]
     assert not greedy["skipped"], greedy
     return greedy["tokens"] == 32 and greedy["equal"] == 32 and greedy["max_error"] < 1e-3
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "safetensors-sharded", "bin", "bin-sharded"])
-def test_layouts_give_the_same_engine(tmp_path: Path, llama: Path, layout: str) -> None:
+def test_every_checkpoint_layout_makes_the_same_engine(tmp_path: Path, llama: Path, layout: str) -> None:
     source = tiny.save(tiny.model(), tmp_path / "checkpoint", layout)
     engine = build(source, tmp_path / "engine")
     assert agrees(engine)
     reference = build(llama, tmp_path / "reference", verify="files")
-    ours, theirs = (load_file(made.path / "rank0.safetensors") for made in (engine, reference))
-    assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    stored, expected = (load_file(built.path / "rank0.safetensors") for built in (engine, reference))
+    assert list(stored) == list(expected) and all(torch.equal(stored[name], expected[name]) for name in stored)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_layouts_give_the_same_engine(tmp_path: Path, llama: Path, layout: str) 
         ("qwen3", {}),
     ],
 )
-def test_architectures_agree(tmp_path: Path, model_type: str, changes: dict) -> None:
+def test_architectures_agree_with_transformers(tmp_path: Path, model_type: str, changes: dict) -> None:
     source = tiny.save(tiny.model(model_type, **changes), tmp_path / "checkpoint")
     assert agrees(build(source, tmp_path / "engine", verify="full"))
 
@@ -62,13 +63,13 @@ def test_tensors_are_fused_by_rows(tmp_path: Path, llama: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_dtypes(tmp_path: Path, llama: Path, dtype: str) -> None:
+def test_weights_are_stored_in_the_requested_dtype(tmp_path: Path, llama: Path, dtype: str) -> None:
     engine = build(llama, tmp_path / "engine", BuildConfig(dtype=dtype), verify="full")
     assert agrees(engine)
     assert {t.dtype for t in load_file(engine.path / "rank0.safetensors").values()} == {getattr(torch, dtype)}
 
 
-def test_default_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(tmp_path: Path) -> None:
+def test_the_default_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(tmp_path: Path) -> None:
     source = tiny.save(tiny.model().to(torch.bfloat16), tmp_path / "checkpoint")
     on_gpu = build(source, tmp_path / "gpu", BuildConfig(device="cuda", compute_capability="9.0"), verify="files")
     on_cpu = build(source, tmp_path / "cpu", BuildConfig(device="cpu"), verify="files")
@@ -77,9 +78,9 @@ def test_default_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(tmp_path
 
 
 def test_values_that_overflow_float16_are_refused(tmp_path: Path) -> None:
-    made = tiny.model()
-    made.model.layers[1].mlp.down_proj.weight.data[3, 5] = 1e6
-    source = tiny.save(made, tmp_path / "checkpoint")
+    model = tiny.model()
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = 1e6
+    source = tiny.save(model, tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.layers\.1\.mlp\.down_proj\.weight .*float16.*bfloat16"):
         build(source, tmp_path / "engine", BuildConfig(dtype="float16"))
     assert not (tmp_path / "engine").exists()
@@ -104,13 +105,13 @@ Q = "model.layers.2.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(K), rf"{K} is missing; layers\.2\.attention\.qkv\.weight is made of it \(2 of its 3 parts are there\)"),
+        (lambda t: t.pop(K), rf"{K} is missing; layers\.2\.attention\.qkv\.weight is made of it \(2 of its 3 parts were found\)"),
         (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
-        (lambda t: t.update(extra=torch.zeros(3)), r"extra would be left out: LlamaForCausalLM has no place"),
-        (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.zeros(3)}), r"layers\.3\.mlp\.up_proj\.weight would be left out"),
+        (lambda t: t.update(extra=torch.zeros(3)), r"extra would not be used: LlamaForCausalLM has no such tensor"),
+        (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.zeros(3)}), r"layers\.3\.mlp\.up_proj\.weight would not be used"),
         (lambda t: t.update({K: torch.zeros(16, 47)}), rf"{K} \[16, 47\].*qkv"),
-        (lambda t: t.update({K: t[Q], Q: t[K]}), r"q_proj\.weight \[16, 48\].*of rows \[48, 16, 16\]"),
-        (lambda t: t.update({K: torch.zeros(16, 48, dtype=torch.int8)}), r"k_proj.*torch\.int8 are not plain numbers"),
+        (lambda t: t.update({K: t[Q], Q: t[K]}), r"q_proj\.weight \[16, 48\].*with parts of \[48, 16, 16\] rows"),
+        (lambda t: t.update({K: torch.zeros(16, 48, dtype=torch.int8)}), r"k_proj.*torch\.int8 are not floating-point numbers"),
         (lambda t: t[K].fill_(float("nan")), rf"model\.safetensors: {K} holds NaN"),
     ],
 )  # fmt: skip
@@ -120,7 +121,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path, llama: Path, change:
     assert not (tmp_path / "engine").exists()
 
 
-def test_ignored_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
+def test_ignored_tensors_and_a_copy_of_a_tied_head_are_accepted(tmp_path: Path) -> None:
     source = tiny.save(tiny.model(tie_word_embeddings=True), tmp_path / "tied")
 
     def add(tensors: dict) -> None:
@@ -136,13 +137,13 @@ def test_ignored_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["LlamaForCasualLM"]}, "unknown architecture 'LlamaForCasualLM'.*LlamaForCausalLM"),
-        ({"architectures": [], "model_type": None}, "names no architectures"),
+        ({"architectures": [], "model_type": None}, "has neither architectures nor model_type"),
         ({"hidden_size": None}, "config.json"),
         ({"hidden_act": "tanhshrink"}, "hidden_act='tanhshrink'"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"quantized already \(bitsandbytes\)"),
     ],
 )
-def test_configs_that_cannot_be_read(tmp_path: Path, llama: Path, changes: dict, message: str) -> None:
+def test_unsupported_configs_are_refused(tmp_path: Path, llama: Path, changes: dict, message: str) -> None:
     source = edited(llama, tmp_path / "bad", lambda tensors: None)
     config = json.loads((source / "config.json").read_text()) | changes
     (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
@@ -150,25 +151,25 @@ def test_configs_that_cannot_be_read(tmp_path: Path, llama: Path, changes: dict,
         build(source, tmp_path / "engine")
 
 
-def test_generation_config_keeps_every_end_id(tmp_path: Path, llama: Path) -> None:
+def test_generation_config_lists_every_end_id(tmp_path: Path, llama: Path) -> None:
     source = edited(llama, tmp_path / "c", lambda tensors: None)
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7, 2], "temperature": 0.6, "transformers_version": "4"}))
     engine = build(source, tmp_path / "engine", verify="files")
-    kept = json.loads((engine.path / "generation_config.json").read_text())
-    assert kept == {"eos_token_id": [2, 7], "temperature": 0.6, "bos_token_id": 1}
+    written = json.loads((engine.path / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [2, 7], "temperature": 0.6, "bos_token_id": 1}
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 999]}))
     with pytest.raises(CheckpointError, match="eos_token_id 999 is outside the vocabulary of 320"):
         build(source, tmp_path / "other")
     for name, wrong in (("eos_token_id", "</s>"), ("eos_token_id", [2, None]), ("bos_token_id", True), ("pad_token_id", {"id": 1})):
         (source / "generation_config.json").write_text(json.dumps({name: wrong}))
-        with pytest.raises(CheckpointError, match=rf"generation_config\.json has {name}=.*, which is no token id"):
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json has {name}=.*, which is not a token id"):
             build(source, tmp_path / "other")
     (source / "generation_config.json").write_text(json.dumps({"bos_token_id": 999, "pad_token_id": -1}))
     engine = build(source, tmp_path / "other", verify="files")
     assert json.loads((engine.path / "generation_config.json").read_text()) == {"eos_token_id": [2]}
 
 
-def test_an_engine_is_replaced_only_when_forced_and_whole(tmp_path: Path, llama: Path) -> None:
+def test_an_engine_is_replaced_only_with_force_and_by_a_complete_one(tmp_path: Path, llama: Path) -> None:
     out = tmp_path / "engine"
     first = build(llama, out, verify="files")
     with pytest.raises(EngineError, match=r"holds an engine already.*--force"):
@@ -185,25 +186,25 @@ def test_an_engine_is_replaced_only_when_forced_and_whole(tmp_path: Path, llama:
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
 
 
-def test_of_two_builds_at_once_the_later_one_replaces_nothing(tmp_path: Path, llama: Path) -> None:
-    """The other build is done while this one verifies."""
+def test_of_two_concurrent_builds_the_later_one_replaces_nothing(tmp_path: Path, llama: Path) -> None:
+    """The other build finishes while this one verifies."""
     out, config = tmp_path / "engine", BuildConfig(device="cpu")
 
     def progress(stage: str, done: int, total: int) -> None:
         if stage == "verify" and not out.exists():
             build(llama, tmp_path / "other", config, verify="none").path.rename(out)
-            (out / "theirs").touch()
+            (out / "other").touch()
 
     with pytest.raises(EngineError, match="holds an engine already"):
         build(llama, out, config, verify="files", progress=progress)
-    assert (out / "theirs").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["engine"]
+    assert (out / "other").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["engine"]
     build(llama, out, config, verify="files", force=True)
-    assert not (out / "theirs").exists()
+    assert not (out / "other").exists()
 
 
 @pytest.mark.parametrize("stage", ["weights", "verify"])
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_a_build_that_ends_early_leaves_nothing(tmp_path: Path, llama: Path, stage: str, problem: BaseException) -> None:
+def test_an_interrupted_build_leaves_no_files(tmp_path: Path, llama: Path, stage: str, problem: BaseException) -> None:
     def progress(name: str, done: int, total: int) -> None:
         if name == stage:
             raise problem
@@ -224,23 +225,23 @@ def test_a_build_that_ends_early_leaves_nothing(tmp_path: Path, llama: Path, sta
         ({"quantization": "GPTQ", "quantization_settings": {"damp": -1}}, "damp=-1.0 is refused"),
     ],
 )
-def test_options_without_effect_or_sense_are_refused(llama: Path, given: dict, message: str) -> None:
+def test_settings_without_effect_or_out_of_range_are_refused(llama: Path, given: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(llama, BuildConfig(device="cpu", **given))
 
 
-def test_config_round_trip(tmp_path: Path, llama: Path) -> None:
+def test_the_engine_config_survives_encoding(tmp_path: Path, llama: Path) -> None:
     engine = build(llama, tmp_path / "engine")
-    assert decode(json.loads(encode(engine.config)), "here") == engine.config
+    assert decode_engine_config(json.loads(encode_engine_config(engine.config)), "here") == engine.config
 
 
-def test_dummy_weights_need_a_config_alone(tmp_path: Path, llama: Path) -> None:
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "config.json").write_bytes((llama / "config.json").read_bytes())
+def test_dummy_weights_need_only_a_config(tmp_path: Path, llama: Path) -> None:
+    source = tmp_path / "config only"
+    source.mkdir()
+    (source / "config.json").write_bytes((llama / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"has no weights.*--dummy-weights"):
-        build(alone, tmp_path / "engine")
-    engine = build(alone, tmp_path / "engine", BuildConfig(dummy_weights=True))
+        build(source, tmp_path / "engine")
+    engine = build(source, tmp_path / "engine", BuildConfig(dummy_weights=True))
     assert engine.config.weights == "dummy" and "rank0.safetensors" not in engine.config.files
     weight = engine.source().get("layers.0.attention.qkv.weight", (80, 48), torch.float32)
     assert 0.01 < float(weight.std()) < 0.03
@@ -262,7 +263,7 @@ def test_settings_that_cannot_be_built_are_refused(tmp_path: Path, llama: Path) 
         build(llama, tmp_path / "engine", verify="maybe")
 
 
-def test_limits_shrink_to_the_positions_unless_chosen() -> None:
+def test_default_limits_are_reduced_to_the_positions_and_others_are_refused() -> None:
     assert fit_limits(Limits(), 8192) == Limits()
     small = fit_limits(Limits(), 1024)
     assert (small.max_input_len, small.max_output_len, small.max_seq_len) == (1023, 1023, 1024)
@@ -273,7 +274,7 @@ def test_limits_shrink_to_the_positions_unless_chosen() -> None:
             fit_limits(Limits(**chosen), 512)
 
 
-def test_the_cache_builds_once_and_rebuilds_what_is_damaged(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_builds_once_and_rebuilds_a_damaged_engine(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build_cached(llama, verify="files")
     stamp = (first.path / "config.json").stat().st_mtime_ns
     assert build_cached(llama, verify="files").path == first.path

@@ -1,4 +1,4 @@
-"""The estimate is what the build writes, and what the cache and the step then take."""
+"""Estimates agree with the files that a build writes, and with the memory of the cache and of a step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ APP.command("build")(build_command)
 APP.command("inspect")(inspect_command)
 
 
-def test_sizes_are_those_of_the_files(tmp_path: Path, llama: Path) -> None:
-    asked = BuildConfig(dtype="bfloat16", limits=Limits(max_batch_size=8, max_input_len=100, max_output_len=29, tokens_per_block=16))
-    found = estimate(prepare(llama, asked).config, memory=1 << 30)
-    engine = build(llama, tmp_path / "engine", asked, verify="files")
+def test_estimated_sizes_equal_the_written_files(tmp_path: Path, llama: Path) -> None:
+    settings = BuildConfig(dtype="bfloat16", limits=Limits(max_batch_size=8, max_input_len=100, max_output_len=29, tokens_per_block=16))
+    found = estimate(prepare(llama, settings).config, memory=1 << 30)
+    engine = build(llama, tmp_path / "engine", settings, verify="files")
     size = (engine.path / "rank0.safetensors").stat().st_size
     assert found.weights == sum(p.numel() * 2 for p in tiny.model().parameters()) == found.files["rank0.safetensors"]
     assert 0 < size - found.weights < 4096
@@ -37,13 +37,13 @@ def test_sizes_are_those_of_the_files(tmp_path: Path, llama: Path) -> None:
     assert found.largest_batch == 8
 
 
-@pytest.mark.parametrize("room", [0, 1, 5])
-def test_the_largest_batch_is_what_is_left_over(llama: Path, room: int) -> None:
+@pytest.mark.parametrize("num_sequences", [0, 1, 5])
+def test_the_largest_batch_fits_the_remaining_memory(llama: Path, num_sequences: int) -> None:
     config = prepare(llama, BuildConfig(device="cuda", limits=Limits(max_input_len=200, max_output_len=50))).config
     found = estimate(config, memory=1 << 40)
-    needed = found.weights + found.activations + int(room * found.kv_sequence / 0.9) + 1
-    left = estimate(config, memory=needed)
-    assert left.largest_batch == room and left.fits == (room > 0)
+    memory = found.weights + found.activations + int(num_sequences * found.kv_sequence / 0.9) + 1
+    left = estimate(config, memory=memory)
+    assert left.largest_batch == num_sequences and left.fits == (num_sequences > 0)
     assert estimate(config).largest_batch is None
 
 
@@ -68,7 +68,7 @@ def run(*arguments: str) -> str:
     return result.output + f"\nexit {result.exit_code}"
 
 
-def test_commands(tmp_path: Path, llama: Path) -> None:
+def test_build_and_inspect_commands(tmp_path: Path, llama: Path) -> None:
     engine = str(tmp_path / "engine")
     dry = run("build", str(llama), "--dry-run", "--device", "cpu", "--max-batch-size", "4")
     assert "largest batch of full sequences that fits" in dry and "4 of 4" in dry and "exit 0" in dry
@@ -85,7 +85,7 @@ def test_commands(tmp_path: Path, llama: Path) -> None:
     assert "exit 0" in again and "Greedy" not in again
 
 
-def test_hub_ids_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_are_not_found_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
     from huggingface_hub import errors
     from huggingface_hub.errors import LocalEntryNotFoundError

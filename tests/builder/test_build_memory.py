@@ -1,4 +1,4 @@
-"""The build holds a few layers' worth of memory, whatever the model's size."""
+"""A build holds at most a few layers in memory, whatever the size of the model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 def field(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
-plain = {"compensate": False} if sys.argv[4] == "FP8" else {}  # wide models are rounded without calibration
-asked = BuildConfig(device="cpu", quantization=sys.argv[4], quantization_settings=plain)
-build(sys.argv[1], sys.argv[2] + "-warm", asked, verify="files")
+format_settings = {"compensate": False} if sys.argv[4] == "FP8" else {}  # as for wide models: no calibration
+settings = BuildConfig(device="cpu", quantization=sys.argv[4], quantization_settings=format_settings)
+build(sys.argv[1], sys.argv[2] + "-warm", settings, verify="files")
 before = field("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
-build(sys.argv[3], sys.argv[2], asked, verify="files")
+build(sys.argv[3], sys.argv[2], settings, verify="files")
 print(field("VmHWM") - before)
 """
 
@@ -59,7 +59,7 @@ def big(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("quantization", ["NO_QUANT", "FP8", "WEIGHTS_ONLY_INT8"])
 def test_peak_memory_is_under_three_layers(quantization: str, big: Path, llama: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BUILD, str(llama), str(tmp_path / "engine"), str(big), quantization]
-    # What malloc keeps of freed tensors, as it does of such small ones, is none of the build's: these are all given back.
+    # Return all freed tensors to the system: malloc would retain tensors as small as these.
     variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=variables)
     assert done.returncode == 0, done.stderr

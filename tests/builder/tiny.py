@@ -1,4 +1,4 @@
-"""Small random checkpoints in every layout that is read."""
+"""Small random checkpoints in every supported layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}
 
 
 def model(model_type: str = "llama", seed: int = 0, **changes: Any) -> Any:
-    """transformers' model with random weights, biases and norms included."""
+    """A model of transformers with random weights, biases and norms included. `changes` replace SIZES."""
     torch.manual_seed(seed)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | changes)).eval()
     with torch.no_grad():
@@ -32,6 +32,7 @@ def model(model_type: str = "llama", seed: int = 0, **changes: Any) -> Any:
 
 
 def byte_level() -> tokenizers.Tokenizer:
+    """A byte-level BPE tokenizer with VOCAB tokens."""
     core = tokenizers.Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -49,7 +50,7 @@ def save_tokenizer(path: Path) -> None:
 
 
 def save(made: Any, path: Path, layout: str = "safetensors") -> Path:
-    """Save as safetensors, safetensors-sharded, bin or bin-sharded."""
+    """Save a model with its tokenizer. `layout`: safetensors, safetensors-sharded, bin or bin-sharded."""
     path.mkdir(parents=True, exist_ok=True)
     made.config.architectures = [type(made).__name__]
     made.config.save_pretrained(path)
@@ -57,9 +58,9 @@ def save(made: Any, path: Path, layout: str = "safetensors") -> Path:
     tensors = {name: tensor.detach().clone() for name, tensor in made.state_dict().items()}
     if made.config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
-    kind, _, sharded = layout.partition("-")
+    kind, _, is_sharded = layout.partition("-")
     write, stem, suffix = (save_file, "model", "safetensors") if kind == "safetensors" else (torch.save, "pytorch_model", "bin")
-    if not sharded:
+    if not is_sharded:
         write(tensors, path / f"{stem}.{suffix}")
         return path
     names = sorted(tensors)

@@ -15,7 +15,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved tiny Llama. Read only."""
+    """The directory of a tiny Llama checkpoint. Read-only."""
     import tiny
 
     return tiny.save(tiny.model(), tmp_path_factory.mktemp("llama"))

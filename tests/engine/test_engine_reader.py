@@ -1,4 +1,4 @@
-"""Engines are refused in one line that names both sides and the cure, or they open."""
+"""Opening an engine: every defect is refused in one line that ends with a cure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stoker.base.errors import EngineError
 from stoker.builder.build import build
 from stoker.engine.config import FORMAT_VERSION
 from stoker.engine.reader import Engine
-from stoker.engine.tensor_file import read_header
-from stoker.engine.tensor_source import DummySource
+from stoker.engine.safetensors_header import read_header
+from stoker.engine.tensor_source import DummyTensorSource
 
 FILE = "rank0.safetensors"
 
@@ -31,6 +31,7 @@ def edit(engine: Path, **fields: object) -> None:
 
 
 def refused(path: Path, **options: bool) -> str:
+    """The message of the error that opening the directory raises."""
     with pytest.raises(EngineError) as caught:
         Engine.open(path, **options)
     text = str(caught.value)
@@ -38,7 +39,7 @@ def refused(path: Path, **options: bool) -> str:
     return text
 
 
-def test_what_is_no_engine(tmp_path: Path, llama: Path) -> None:
+def test_paths_that_are_not_engines_are_refused(tmp_path: Path, llama: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere")
     assert "has no config.json" in refused(tmp_path)
     assert f"is a Hugging Face checkpoint. Run: stoker build {llama} -o ENGINE." in refused(llama)
@@ -51,7 +52,7 @@ def test_what_is_no_engine(tmp_path: Path, llama: Path) -> None:
         assert "is not JSON" in refused(tmp_path)
 
 
-def test_versions_and_files(engine: Path) -> None:
+def test_other_versions_and_damaged_files_are_refused(engine: Path) -> None:
     Engine.open(engine, verify=True)
     edit(engine, format_version=99, stoker_version="9.9")
     assert "engine format 99 (Stoker 9.9), and this Stoker" in refused(engine)
@@ -60,10 +61,10 @@ def test_versions_and_files(engine: Path) -> None:
         file.seek(-1, 2)
         file.write(b"\x55")
     Engine.open(engine)
-    assert f"{FILE} is corrupt: sha256" in refused(engine, verify=True)
+    assert f"{FILE} is corrupt: its sha256 is" in refused(engine, verify=True)
     with (engine / FILE).open("r+b") as file:
         file.truncate(100)
-    assert f"{FILE} is truncated or changed: 100 bytes" in refused(engine)
+    assert f"{FILE} is truncated or changed: it has 100 bytes" in refused(engine)
     (engine / FILE).unlink()
     assert f"{FILE} is missing" in refused(engine)
 
@@ -77,7 +78,7 @@ def test_versions_and_files(engine: Path) -> None:
         {"dtype": "nothing"}, {"weights": "nothing"}, {"target": {"device": "nothing"}}, {"recipe": {"kv_cache": "nothing"}},
     ],
 )  # fmt: skip
-def test_damaged_configs(engine: Path, fields: dict) -> None:
+def test_damaged_configs_are_refused(engine: Path, fields: dict) -> None:
     edit(engine, **fields)
     assert "config.json is damaged" in refused(engine)
 
@@ -88,12 +89,12 @@ def test_files_outside_the_directory_are_refused(engine: Path) -> None:
     assert "../escape" in refused(engine)
 
 
-def test_wrong_world_and_device(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_world_size_or_device_is_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Engine.open(engine)
     opened.check_world(1)
-    with pytest.raises(EngineError, match=r"built for 1 ranks .*, and 2 run.*--tensor-parallel 2"):
+    with pytest.raises(EngineError, match=r"built for 1 ranks .*, and 2 are running.*--tensor-parallel 2"):
         opened.check_world(2)
-    with pytest.raises(EngineError, match=r"built for cpu, and cuda was asked for.*--device cuda"):
+    with pytest.raises(EngineError, match=r"built for cpu, and cuda was requested.*--device cuda"):
         opened.check_device(torch.device("cuda"))
     edit(engine, target={"device": "cuda", "compute_capability": "9.0"})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -101,7 +102,7 @@ def test_wrong_world_and_device(engine: Path, monkeypatch: pytest.MonkeyPatch) -
         Engine.open(engine).check_device(torch.device("cuda"))
 
 
-def test_tensors_are_mapped_not_copied(engine: Path) -> None:
+def test_tensors_are_views_of_the_mapped_file(engine: Path) -> None:
     source, given = Engine.open(engine).source(), load_file(engine / FILE)
     for name, tensor in given.items():
         found = source.get(name, tuple(tensor.shape), tensor.dtype)
@@ -112,12 +113,12 @@ def test_tensors_are_mapped_not_copied(engine: Path) -> None:
     assert torch.equal(load_file(engine / FILE)["embed.weight"], given["embed.weight"])
 
 
-def test_tensors_are_asked_by_name_shape_and_dtype(engine: Path) -> None:
+def test_missing_tensors_and_other_shapes_or_dtypes_are_refused(engine: Path) -> None:
     source = Engine.open(engine).source()
     with pytest.raises(EngineError, match=r"rank0\.safetensors: tensor 'nothing' is missing"):
         source.get("nothing", (1,), torch.float32)
     for shape, dtype in (((48, 320), torch.float32), ((320, 48), torch.float16)):
-        with pytest.raises(EngineError, match=r"tensor 'embed.weight' is torch.float32 \[320, 48\] where"):
+        with pytest.raises(EngineError, match=r"tensor 'embed.weight' is torch.float32 \[320, 48\], and .* is expected"):
             source.get("embed.weight", shape, dtype)
 
 
@@ -135,8 +136,8 @@ def test_tensors_are_asked_by_name_shape_and_dtype(engine: Path) -> None:
         torch.float8_e5m2,
     ],
 )
-def test_dummy_tensors(dtype: torch.dtype) -> None:
-    source = DummySource(torch.device("cpu"))
+def test_dummy_tensors_depend_on_their_name_alone(dtype: torch.dtype) -> None:
+    source = DummyTensorSource(torch.device("cpu"))
     first, again = source.get("layers.0.mlp.up.weight", (64, 48), dtype), source.get("layers.0.mlp.up.weight", (64, 48), dtype)
     other = source.get("layers.1.mlp.up.weight", (64, 48), dtype)
     assert first.dtype == dtype and first.shape == (64, 48)
@@ -148,24 +149,24 @@ def test_dummy_tensors(dtype: torch.dtype) -> None:
 
 
 def test_dummy_scales_are_positive_and_norms_near_one() -> None:
-    source = DummySource(torch.device("cpu"))
+    source = DummyTensorSource(torch.device("cpu"))
     assert bool((source.get("layers.0.mlp.up.scale", (64,), torch.float32) > 0).all())
     assert abs(float(source.get("layers.0.attention_norm.weight", (64,), torch.float32).mean()) - 1) < 0.05
 
 
-def test_a_source_for_a_device_copies_every_byte(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The staging path with stand-ins for pinned memory and events, in pieces smaller than a tensor."""
-    from stoker.engine import staging as module
+def test_staging_buffers_copy_every_byte(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory and events are replaced by plain memory, and buffers are smaller than a tensor."""
+    from stoker.engine import staging as staging_module
 
-    monkeypatch.setattr(module, "STAGING_BYTES", 1000)
+    monkeypatch.setattr(staging_module, "STAGING_BYTES", 1000)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None))
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: real(*args, **kwargs))
-    staging, entries = module.Staging(), read_header(engine / FILE, EngineError, "")
+    staging, entries = staging_module.StagingBuffers(), read_header(engine / FILE, EngineError, "")
     with (engine / FILE).open("rb") as file:
         for name, tensor in load_file(engine / FILE).items():
             out = torch.empty_like(tensor)
-            staging.fill(out, file.fileno(), entries[name].start)
+            staging.copy_from_file(out, file.fileno(), entries[name].start)
             assert torch.equal(out, tensor)
         with pytest.raises(EOFError):
-            staging.fill(torch.empty(100), file.fileno(), (engine / FILE).stat().st_size - 9)
+            staging.copy_from_file(torch.empty(100), file.fileno(), (engine / FILE).stat().st_size - 9)

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from stoker.base.config import Mapping
-from stoker.builder import build as build_module
 from stoker.builder.build import build
+from stoker.builder.build_plan import BuildPlan
 from stoker.builder.config import BuildConfig
-from stoker.builder.conversion.convert import quantized
+from stoker.builder.conversion.convert import quantize_in_chunks
 from stoker.core.specs import LinearSpec
-from stoker.engine.reader import rank_file
+from stoker.engine.reader import rank_file_name
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
 from stoker.quant.fp8 import Fp8
@@ -33,7 +33,7 @@ def test_the_device_quantizes_as_a_cpu_does(chosen: Format, experts: int) -> Non
     spec = LinearSpec(name="up", in_features=4096, parts=(1024, 640), num_experts=experts)
     weight = torch.randn(spec.weight_shape, generator=torch.Generator().manual_seed(3)).bfloat16()
     weight[..., 5, :] = 0
-    here, there = quantized(chosen, weight, spec), quantized(chosen, weight.cuda(), spec)
+    here, there = quantize_in_chunks(chosen, weight, spec), quantize_in_chunks(chosen, weight.cuda(), spec)
     assert here.keys() == there.keys()
     for suffix, tensor in here.items():
         assert there[suffix].is_cuda and there[suffix].dtype == tensor.dtype
@@ -65,9 +65,9 @@ def test_a_build_on_the_device_writes_what_one_on_a_cpu_does(
         mapping=Mapping(tensor_parallel=ranks), max_perplexity_increase=None if quantization == "NO_QUANT" else 10.0,
     )  # fmt: skip
     there = build(tmp_path / "hf", tmp_path / "there", asked, verify="files").path
-    monkeypatch.setattr(build_module, "work_device", lambda prepared: torch.device("cpu"))
+    monkeypatch.setattr(BuildPlan, "device", torch.device("cpu"))
     here = build(tmp_path / "hf", tmp_path / "here", asked, verify="files").path
     for rank in range(ranks):
-        ours, theirs = (load_file(path / rank_file(rank)) for path in (there, here))
+        ours, theirs = (load_file(path / rank_file_name(rank)) for path in (there, here))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8)) for name, tensor in ours.items() if tensor.dim())

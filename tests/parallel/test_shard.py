@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
-from stoker.builder.conversion.shard_plan import cut
+from stoker.builder.conversion.shard_plan import slice_shard
 from stoker.core.specs import LinearSpec
 from stoker.deploy.lmi_ranks import rank_names
 from stoker.distributed.group import Group
@@ -62,8 +62,8 @@ def test_the_sum_over_ranks_of_their_columns_is_the_whole(rows: int, columns: in
     width = local_spec(spec, sharding).in_features
     total, scales = torch.zeros(rows, dtype=torch.float64), []
     for rank in range(size):
-        part = cut(spec, Layout(weight.shape, weight.dtype, 0, 1), weight, sharding, rank)
-        scales.append(cut(spec, Layout(scale.shape, scale.dtype, 0, 1, 1, unit), scale, sharding, rank))
+        part = slice_shard(spec, Layout(weight.shape, weight.dtype, 0, 1), weight, sharding, rank)
+        scales.append(slice_shard(spec, Layout(scale.shape, scale.dtype, 0, 1, 1, unit), scale, sharding, rank))
         assert part.shape == (rows, width) and scales[-1].shape == (rows, -(-width // unit))
         mine = torch.nn.functional.pad(x, (0, size * width))[rank * width : (rank + 1) * width]
         total += part @ mine

@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole is refused by name, in every row's own layout, before anything is written."""
+"""Incomplete checkpoints in the layout of each row are refused by tensor name, before anything is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_tensors_missing_left_over_or_misshapen(row: str, tmp_path: Path) -> Non
         prepare(tmp_path, config)
     extra = victim.replace(".1.", ".9.", 1)
     save_file(tensors | {extra: torch.zeros(2)}, file)
-    with pytest.raises(CheckpointError, match=rf"{re.escape(get_architecture(architecture).canonical_name(extra))} would be left out"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(get_architecture(architecture).canonical_name(extra))} would not be used"):
         prepare(tmp_path, config)
     save_file(tensors | {victim: torch.zeros(tensors[victim].shape[0] + 1, *tensors[victim].shape[1:])}, file)
     with pytest.raises(CheckpointError, match=re.escape(victim)):

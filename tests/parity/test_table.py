@@ -123,7 +123,7 @@ def test_the_guide_quotes_the_source() -> None:
 
 # Other source files that name an architecture, and why.
 NAMED_ELSEWHERE = {
-    "builder/gguf/weights.py": {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"},  # GGUF has its own names for them
+    "builder/checkpoint/gguf/config.py": {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"},  # GGUF has its own names for them
     "models/architectures/chatglm.py": {"ChatGLM1Model"},  # the variant of ChatGLMModel
 }
 

@@ -21,14 +21,14 @@ from torch import Tensor
 from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError, EngineError
 from stoker.builder.build import build
-from stoker.builder.calibration import text as calibration_text
-from stoker.builder.calibration.calibrate import State
-from stoker.builder.calibration.text import calibration_windows, read_text
+from stoker.builder.calibration import calibration_text
+from stoker.builder.calibration.calibration_text import calibration_windows, read_text
+from stoker.builder.calibration.saved_layers import SavedLayers, calibration_folder
 from stoker.builder.config import BuildConfig
-from stoker.builder.prepare import prepare
+from stoker.builder.prepare import add_fingerprint, prepare
 from stoker.builder.verification.accuracy import check_accuracy
 from stoker.distributed.group import SINGLE
-from stoker.engine.layerwise import LayerStream, Scores, windows
+from stoker.engine.layerwise import LayerwiseModel, Scores, split_windows
 from stoker.engine.reader import Engine
 from stoker.layers.loader import Loader
 from stoker.quant.calibration import TensorTable, default_text, held_out_text
@@ -50,15 +50,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_interrupted_calibration_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = BuildConfig(quantization="AWQ", kv_cache_dtype="int8", max_perplexity_increase=9.0, **QUICK)
     whole = build(checkpoint, tmp_path / "whole", config)
-    real, saved = State.save, []
+    real, saved = SavedLayers.save, []
 
-    def failing(self: State, index: int, *rest: Any) -> None:
+    def failing(self: SavedLayers, index: int, *rest: Any) -> None:
         saved.append(index)
         if index == 1 and len(saved) == 2:
             raise KeyboardInterrupt
         real(self, index, *rest)
 
-    monkeypatch.setattr(State, "save", failing)
+    monkeypatch.setattr(SavedLayers, "save", failing)
     with pytest.raises(KeyboardInterrupt):
         build(checkpoint, tmp_path / "again", config)
     again = build(checkpoint, tmp_path / "again", config)
@@ -70,21 +70,21 @@ def test_an_interrupted_calibration_goes_on(checkpoint: Path, tmp_path: Path, mo
 
 def interrupted(checkpoint: Path, out: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build that is killed when its first layer is calibrated and kept."""
-    real = State.save
+    real = SavedLayers.save
 
-    def failing(self: State, index: int, *rest: Any) -> None:
+    def failing(self: SavedLayers, index: int, *rest: Any) -> None:
         real(self, index, *rest)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(State, "save", failing)
+        patch.setattr(SavedLayers, "save", failing)
         with pytest.raises(KeyboardInterrupt):
             build(checkpoint, out, config)
 
 
 def layers_saved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    real, saved = State.save, []
-    monkeypatch.setattr(State, "save", lambda self, index, *rest: (saved.append(index), real(self, index, *rest)))
+    real, saved = SavedLayers.save, []
+    monkeypatch.setattr(SavedLayers, "save", lambda self, index, *rest: (saved.append(index), real(self, index, *rest)))
     return saved
 
 
@@ -115,9 +115,9 @@ def test_what_was_kept_is_not_believed_when_it_is_damaged(
 def test_two_builds_at_once_do_not_disturb_each_other(checkpoint: Path, tmp_path: Path) -> None:
     """Another process holds the lock of the same calibration, and its files are neither taken nor removed."""
     config = BuildConfig(quantization="AWQ", max_perplexity_increase=9.0, **QUICK)
-    prepared = prepare(checkpoint, config).with_fingerprint()
+    prepared = add_fingerprint(prepare(checkpoint, config))
     tokens = calibration_windows(checkpoint, None, config.calibration_size, config.calibration_seq_len)
-    theirs = State(prepared, tokens).path
+    theirs = SavedLayers(calibration_folder(prepared.config), tokens).path
     hold = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", hold, f"{theirs}.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == b"held\n"
@@ -133,15 +133,15 @@ def test_cache_scales_are_measured_and_used(checkpoint: Path, tmp_path: Path, kv
     engine = build(
         checkpoint, tmp_path / "engine", BuildConfig(kv_cache_dtype=kv_cache, max_perplexity_increase=1.0, **QUICK), verify="files"
     )
-    tokens = windows(list(range(1, 200)), 64)
+    tokens = split_windows(list(range(1, 200)), 64)
     exact = build(checkpoint, tmp_path / "exact", BuildConfig(device="cpu"), verify="files")
-    scores = [LayerStream(e.config.model, tokens).run(e.loader()) for e in (engine, exact)]
+    scores = [LayerwiseModel(e.config.model, tokens).run(e.loader()) for e in (engine, exact)]
     assert engine.kv_dtype == getattr(torch, kv_cache)
     assert scores[0].nll != scores[1].nll
     assert scores[0].perplexity == pytest.approx(scores[1].perplexity, rel=0.02)
     # e4m3 has exponents of its own: only a scale that is far off would hurt it.
     other = Loader(_Assumed(engine, 1.0 if kv_cache == "int8" else 1e-3), engine.config.recipe, torch.float32, CPU, SINGLE)
-    assumed = LayerStream(engine.config.model, tokens).run(other)
+    assumed = LayerwiseModel(engine.config.model, tokens).run(other)
     assert abs(assumed.nll - scores[1].nll) > 3 * abs(scores[0].nll - scores[1].nll), "assumed scales would be worse"
 
 
@@ -164,18 +164,20 @@ def test_the_accuracy_check_reports_and_refuses(checkpoint: Path, tmp_path: Path
     assert found["increase"] == pytest.approx(found["perplexity_after"] / found["perplexity_before"] - 1)
     assert 0 < found["greedy_agreement"] < 1
     strict = msgspec.structs.replace(config, max_perplexity_increase=found["increase"] - 0.01)
-    with pytest.raises(EngineError, match=r"WEIGHTS_ONLY_INT4 raises perplexity by .*% is allowed.*--max-perplexity-increase"):
+    with pytest.raises(EngineError, match=r"WEIGHTS_ONLY_INT4 increases perplexity by .*% is allowed.*--max-perplexity-increase"):
         build(checkpoint, tmp_path / "refused", strict)
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize(("after", "says"), [(math.nan, "makes a model without a perplexity"), (0.0, None), (1e-3, "and 0.0% is allowed")])
+@pytest.mark.parametrize(
+    ("after", "says"), [(math.nan, "results in an infinite or undefined perplexity"), (0.0, None), (1e-3, "and 0.0% is allowed")]
+)
 def test_the_accuracy_check_at_its_edges(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float, says: str | None
 ) -> None:
     """Nothing may be lost: what loses nothing passes, what has no perplexity does not."""
     runs = iter((Scores(nll=100.0, count=50), Scores(nll=100.0 + after, count=50)))
-    monkeypatch.setattr("stoker.builder.verification.accuracy._run", lambda *_: next(runs))
+    monkeypatch.setattr("stoker.builder.verification.accuracy._score", lambda *_: next(runs))
     config = BuildConfig(quantization="WEIGHTS_ONLY_INT8", max_perplexity_increase=0.0, **QUICK)
     with pytest.raises(EngineError, match=says) if says else contextlib.nullcontext():
         build(checkpoint, tmp_path / "engine", config)
@@ -201,7 +203,7 @@ def test_a_quantized_cache_alone_is_measured_too(checkpoint: Path, tmp_path: Pat
 def test_perplexity_before_is_that_of_transformers(checkpoint: Path, tmp_path: Path) -> None:
     engine = build(checkpoint, tmp_path / "engine", BuildConfig(device="cpu"), verify="files")
     ids = torch.randint(0, 320, (100,), generator=torch.Generator().manual_seed(5)).tolist()
-    ours = LayerStream(engine.config.model, windows(ids, 40)).run(engine.loader())
+    ours = LayerwiseModel(engine.config.model, split_windows(ids, 40)).run(engine.loader())
     model = tiny.model()
     with torch.inference_mode():
         losses = [
@@ -213,7 +215,7 @@ def test_perplexity_before_is_that_of_transformers(checkpoint: Path, tmp_path: P
 
 def test_without_a_tokenizer_nothing_is_calibrated(checkpoint: Path, tmp_path: Path) -> None:
     prepared = prepare(checkpoint, BuildConfig(quantization="WEIGHTS_ONLY_INT8", **QUICK))
-    assert check_accuracy(prepared, tmp_path, ask=True, progress=lambda *_: None).skipped == "there is no tokenizer"
+    assert check_accuracy(prepared, tmp_path, even_if_slow=True, progress=lambda *_: None).skipped == "there is no tokenizer"
 
 
 def test_calibration_data_comes_from_files_and_folders(tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_calibration_data_comes_from_files_and_folders(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"c\.json: a row has no text, content or article"):
         read_text(str(tmp_path))
     (tmp_path / "d.bin").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"d\.bin is no text"):
+    with pytest.raises(ConfigError, match=r"d\.bin is not a text file"):
         read_text(str(tmp_path / "d.bin"))
 
 
@@ -253,7 +255,7 @@ def test_calibration_data_that_is_no_text_is_refused(tmp_path: Path, monkeypatch
         (tmp_path / "a.json").write_text(text)
         with pytest.raises(ConfigError, match=says):
             read_text(str(tmp_path / "a.json"))
-    with pytest.raises(ConfigError, match="calibration_data='' names nothing"):
+    with pytest.raises(ConfigError, match="calibration_data='' is empty"):
         read_text("")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no text"):
@@ -269,7 +271,7 @@ def test_calibration_data_that_is_no_text_is_refused(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("text", ["the quick brown fox " * 2000, " " * 50_000, "x\n" * 20_000, "\x00\xff" * 9000, "one line"])
 def test_windows_of_a_long_text_are_those_of_all_of_it(checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = windows(Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text, add_special_tokens=False).ids, 32, 4)
+    whole = split_windows(Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text, add_special_tokens=False).ids, 32, 4)
     monkeypatch.setattr(calibration_text, "CHARS_PER_TOKEN", 1)
-    found = calibration_text.token_windows(checkpoint, text, 4, 32)
+    found = calibration_text.tokenize_windows(checkpoint, text, 4, 32)
     assert len(found) == len(whole) and all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))

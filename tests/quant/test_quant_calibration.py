@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
-from stoker.builder.calibration.calibrate import CheckpointSource, dense_tensors
+from stoker.builder.build_plan import BuildPlan
+from stoker.builder.calibration.recording import CheckpointTensorSource, dense_tensors
 from stoker.builder.config import BuildConfig
-from stoker.builder.prepare import Prepared, prepare
+from stoker.builder.prepare import prepare
 from stoker.core.model_config import AttentionConfig, MLAConfig, NormConfig, RopeConfig
 from stoker.core.specs import LinearSpec
 from stoker.distributed.group import SINGLE
-from stoker.engine.layerwise import LayerStream, windows
+from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.kernels.reference.rope import spread
 from stoker.layers.decoder import layer_specs
 from stoker.layers.loader import Loader
@@ -222,7 +223,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _dense_layer(prepared: Prepared, dense: Loader) -> dict[str, Tensor]:
+def _dense_layer(prepared: BuildPlan, dense: Loader) -> dict[str, Tensor]:
     """The first layer's tensors, unquantized, by engine name."""
     return {name: tensor for spec in layer_specs(prepared.config.model, 0).values() for name, tensor in dense_tensors(spec, dense).items()}
 
@@ -234,10 +235,10 @@ def test_folds_leave_a_layer_as_it_was(model_type: str, tmp_path: Path) -> None:
     made.save_pretrained(tmp_path)  # experts in the hub's spelling
     prepared = prepare(tmp_path, BuildConfig(device="cpu"))
     model = prepared.config.model
-    dense = Loader(CheckpointSource(prepared, CPU), Recipe(), torch.float32, CPU, SINGLE)
+    dense = Loader(CheckpointTensorSource(prepared.converter()), Recipe(), torch.float32, CPU, SINGLE)
     torch.manual_seed(3)
-    stream = LayerStream(model, windows(torch.randint(0, 320, (60,)).tolist(), 30))
-    stream.begin(dense)
+    stream = LayerwiseModel(model, split_windows(torch.randint(0, 320, (60,)).tolist(), 30))
+    stream.embed(dense)
     weights = _dense_layer(prepared, dense)
     found = folding.folds(model.layers[0], "layers.0")
     assert found or model_type == "olmo2"
@@ -247,10 +248,10 @@ def test_folds_leave_a_layer_as_it_was(model_type: str, tmp_path: Path) -> None:
         factors = folding.apply(fold, torch.rand(size) * 2 + 0.5, weights)
         assert factors.shape == (size,)
     before = stream.hidden
-    stream.advance(dense)
+    stream.run_layer(dense)
     expected = stream.hidden
     stream.layer, stream.hidden = 0, before
-    stream.advance(Loader(TensorTable(weights), Recipe(), torch.float32, CPU, SINGLE))
+    stream.run_layer(Loader(TensorTable(weights), Recipe(), torch.float32, CPU, SINGLE))
     for ours, theirs in zip(stream.hidden, expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
     if model_type in ("llama", "qwen2", "mixtral"):

@@ -71,7 +71,7 @@ def test_scales_and_weights_that_are_no_numbers(case: str, suffix: str, value: f
 )
 def test_groups_that_are_not_those_of_group_size(case: str, change: Change, settings: dict[str, Any], tmp_path: Path) -> None:
     source = edited(tmp_path / "hf", case, "g_idx", change, **settings)
-    with pytest.raises(CheckpointError, match=rf"{STEM}\.g_idx does not number groups of 32 features.*desc_act"):
+    with pytest.raises(CheckpointError, match=rf"{STEM}\.g_idx does not assign features to groups of 32.*desc_act"):
         build(source, tmp_path / "engine", BuildConfig(device="cpu"), verify="files")
 
 
@@ -105,10 +105,10 @@ def test_misshapen_parts_are_named(case: str, suffix: str, change: Change, messa
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        (compressed(INT8, TOKEN | {"num_bits": 4}), "4-bit int input_activations of 8-bit int weights are not read"),
-        (compressed(INT8, TOKEN | {"type": "float"}), "8-bit float input_activations of 8-bit int weights are not read"),
+        (compressed(INT8, TOKEN | {"num_bits": 4}), "4-bit int input_activations of 8-bit int weights are not supported"),
+        (compressed(INT8, TOKEN | {"type": "float"}), "8-bit float input_activations of 8-bit int weights are not supported"),
         (compressed(FLOAT8, TOKEN | {"type": "int"}), "8-bit int input_activations of 8-bit float weights"),
-        (compressed(INT8) | {"format": "pack-quantized"}, "format='pack-quantized' of 8 bits is not read"),
+        (compressed(INT8) | {"format": "pack-quantized"}, "format='pack-quantized' of 8 bits is not supported"),
     ],
 )
 def test_settings_that_contradict_each_other(quantization: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor
 from stoker.base.config import Mapping
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.builder.build import build
+from stoker.builder.checkpoint.gguf.blocks import PREQUANTIZED_BLOCKS
 from stoker.builder.config import BuildConfig
-from stoker.builder.gguf.blocks import KEPT
-from stoker.builder.prequantized.import_weights import dequantize
-from stoker.engine.layerwise import LayerStream, windows
+from stoker.builder.prequantized.dequantize import dequantize
+from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.engine.reader import Engine
 from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
@@ -217,8 +217,8 @@ def test_the_engine_says_what_the_real_weights_say(case: str, tmp_path: Path) ->
     save_file(load_file(plain / "model.safetensors") | weights, plain / "model.safetensors")
     dense = build(plain, tmp_path / "dense", BuildConfig(device="cpu"), verify="files")
     widened = build(source, tmp_path / "widened", BuildConfig(device="cpu", quantization="NO_QUANT"), verify="files")
-    tokens = windows(torch.randint(0, 320, (80,), generator=torch.Generator().manual_seed(1)).tolist(), 40)
-    kept, expected, wide = (LayerStream(e.config.model, tokens).run(e.loader()) for e in (engine, dense, widened))
+    tokens = split_windows(torch.randint(0, 320, (80,), generator=torch.Generator().manual_seed(1)).tolist(), 40)
+    kept, expected, wide = (LayerwiseModel(e.config.model, tokens).run(e.loader()) for e in (engine, dense, widened))
     assert wide.nll == pytest.approx(expected.nll, rel=1e-5)
     # e4m3 activations are part of the block format.
     assert kept.nll == pytest.approx(expected.nll, rel=2e-2 if case == "fp8 blocks" else 1e-3)
@@ -245,15 +245,15 @@ def test_a_quantized_cache_goes_with_weights_as_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
-        ("awq", {"bits": 3}, "3 bits in groups of 32 are not read"),
-        ("awq", {"group_size": 48}, "in groups of 48 are not read"),
-        ("awq", {"version": "marlin"}, "version 'marlin' is not read"),
+        ("awq", {"bits": 3}, "3 bits in groups of 32 are not supported"),
+        ("awq", {"group_size": 48}, "in groups of 48 are not supported"),
+        ("awq", {"version": "marlin"}, "version 'marlin' is not supported"),
         ("gptq", {"bits": 2}, "2 bits"),
-        ("gptq", {"group_size": 64}, r"down_proj\.qzeros has shape \[3, 8\], and quantization_config asks for \[2, 8\].*block size"),
+        ("gptq", {"group_size": 64}, r"down_proj\.qzeros has shape \[3, 8\], and quantization_config implies \[2, 8\].*block size"),
         ("fp8", {"weight_block_size": [32]}, "is not .rows, columns."),
-        ("fp8 blocks", {"weight_block_size": [16, 16]}, r"weight_scale_inv has shape \[2, 3\], and quantization_config asks for \[4, 6\]"),
+        ("fp8 blocks", {"weight_block_size": [16, 16]}, r"weight_scale_inv has shape \[2, 3\], and quantization_config implies \[4, 6\]"),
         ("fp8 blocks", {"weight_block_size": None}, "weight_scale is missing"),
-        ("int-quantized", {"config_groups": {}}, "0 config_groups are not read"),
+        ("int-quantized", {"config_groups": {}}, "0 config_groups are not supported"),
         ("awq", {"quant_method": "bitsandbytes"}, r"quantized already \(bitsandbytes\)"),
     ],
 )
@@ -274,11 +274,11 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
 
 def test_as_stored_wants_something_stored(tmp_path: Path) -> None:
     source = tiny.save(tiny.model(), tmp_path / "hf")
-    with pytest.raises(ConfigError, match="holds no weights in few bits"):
+    with pytest.raises(ConfigError, match="has no pre-quantized weights"):
         build(source, tmp_path / "engine", BuildConfig(device="cpu", quantization="as_stored"))
 
 
-@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", PREQUANTIZED_BLOCKS, ids=lambda kind: kind.name)
 def test_gguf_blocks_hold_the_numbers_of_the_library(kind: gguf.GGMLQuantizationType) -> None:
     """Random bytes are every code and scale there is; half-precision fields are kept finite."""
     size = gguf.GGML_QUANT_SIZES[kind][1]
@@ -288,7 +288,7 @@ def test_gguf_blocks_hold_the_numbers_of_the_library(kind: gguf.GGMLQuantization
         raw[..., field + 1] &= 0x3B
     rows = raw.reshape(12, -1)
     expected = torch.from_numpy(gguf.quants.dequantize(rows, kind))
-    found = dequantize(KEPT[kind].format, KEPT[kind].take(torch.from_numpy(rows)))
+    found = dequantize(PREQUANTIZED_BLOCKS[kind].format, PREQUANTIZED_BLOCKS[kind].repack(torch.from_numpy(rows)))
     assert torch.equal(found, expected)
 
 

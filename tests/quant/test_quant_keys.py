@@ -14,7 +14,7 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.model_config import AttentionConfig, RopeConfig
-from stoker.engine.layerwise import LayerStream, windows
+from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.kernels import ops
 from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.reference.rope import quantize, spread
@@ -191,8 +191,8 @@ def test_a_build_measures_any_attention(model: str, kv_cache: str, tmp_path: Pat
     quick: dict[str, Any] = {"calibration_size": 4, "calibration_seq_len": 64, "device": "cpu", "max_perplexity_increase": 1.0}
     plain = build(checkpoint, tmp_path / "plain", BuildConfig(device="cpu"), verify="files")
     engine = build(checkpoint, tmp_path / "engine", BuildConfig(kv_cache_dtype=kv_cache, **quick), verify="files")
-    tokens = windows(list(range(1, 200)), 64)
-    expected, found = (LayerStream(each.config.model, tokens).run(each.loader()) for each in (plain, engine))
+    tokens = split_windows(list(range(1, 200)), 64)
+    expected, found = (LayerwiseModel(each.config.model, tokens).run(each.loader()) for each in (plain, engine))
     assert found.nll != expected.nll and found.nll == pytest.approx(expected.nll, rel=1e-2)
     config = engine.config.model.layers[0].attention
     assert isinstance(config, AttentionConfig)
@@ -200,4 +200,4 @@ def test_a_build_measures_any_attention(model: str, kv_cache: str, tmp_path: Pat
     assert not torch.allclose(balance, torch.ones(()), atol=0.01)
     loader = engine.loader()
     loader.recipe = plain.config.recipe
-    assert LayerStream(engine.config.model, tokens).run(loader).nll == expected.nll, "the weights are the checkpoint's"
+    assert LayerwiseModel(engine.config.model, tokens).run(loader).nll == expected.nll, "the weights are the checkpoint's"

@@ -98,6 +98,11 @@ class DependencyError(StokerError):
         super().__init__(f"{what} needs the package {package}, which is not installed.", cure=f"Run: pip install 'stoker[{extra}]'.")
 
 
+def first_line(problem: Exception) -> str:
+    """The first line of another library's exception, without its full stop, to be quoted in a message."""
+    return next(iter(str(problem).splitlines()), type(problem).__name__).rstrip(".")
+
+
 def _shorten(value: Any, limit: int = 80) -> str:
     """The value as a message shows it; long ones by their type and length only."""
     if isinstance(value, (list, tuple, bytes, str)) and len(value) >= limit:

@@ -1,0 +1,1 @@
+"""Builds an engine from a checkpoint. `build.py` is the entry point."""

@@ -1,4 +1,4 @@
-"""What a person asks of a build. Torch-free, so that deployment formats can fill it in."""
+"""The settings of a build. This module is free of torch, so that deployment formats can create them."""
 
 from __future__ import annotations
 
@@ -15,33 +15,75 @@ VERIFY = ("auto", "full", "files", "none")
 
 
 class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Every field that changes the engine; with the checkpoint's fingerprint it is the engine's address in the cache."""
+    """The settings of a build. Together with the checkpoint's fingerprint they determine the engine's address in the cache."""
 
-    dtype: str | None = None  # None: the checkpoint's own, and float32 for the CPU
-    quantization: str | None = None  # the name of a recipe; None: NO_QUANT
-    quantization_settings: dict[str, Any] = {}  # fields of its format: group_size, alpha, per_token; and calibration_size and the like
-    kv_cache_dtype: str | None = None  # auto, int8 or float8_e4m3fn; None: as the recipe says
-    calibration_data: str | None = None  # a file, folder or hub dataset; None: the text that Stoker ships
-    calibration_size: int = 32  # windows that calibration reads
-    calibration_seq_len: int = 512  # tokens of a window
-    max_perplexity_increase: float | None = None  # a share above which the build refuses; None: the recipe's own
-    limits: Limits = Limits()  # fields left at their default shrink to the model's positions; others are refused beyond them
+    dtype: str | None = None
+    """Dtype of activations and of weights that are not quantized. None: the checkpoint's on a GPU, float32 on a CPU."""
+
+    quantization: str | None = None
+    """Name of a recipe, such as AWQ. None: NO_QUANT, or AS_STORED for a pre-quantized checkpoint."""
+
+    quantization_settings: dict[str, Any] = {}
+    """Fields of the recipe's format, such as group_size, alpha and per_token."""
+
+    kv_cache_dtype: str | None = None
+    """`auto` (the engine's dtype), `int8` or `float8_e4m3fn`. None: as the recipe says."""
+
+    calibration_data: str | None = None
+    """Text for calibration: a file, a folder or a hub dataset. None: the text that Stoker ships."""
+
+    calibration_size: int = 32
+    """Number of windows of text that calibration reads."""
+
+    calibration_seq_len: int = 512
+    """Tokens of one window."""
+
+    max_perplexity_increase: float | None = None
+    """Fraction by which quantization may increase perplexity before the build fails; 0.05 is 5 %. None: the recipe's own limit."""
+
+    limits: Limits = Limits()
+    """Largest batch and sequence lengths. Lengths that are left at their default are reduced to the model's positions; others that exceed
+    them are refused."""
+
     mapping: Mapping = Mapping()
-    device: str | None = None  # cpu or cuda; None: cuda where there is one
-    compute_capability: str | None = None  # "9.0"; None: this machine's device, or any when there is none here
-    dummy_weights: bool = False  # write no weights; random ones are made at load
-    trust_remote_code: bool = False  # let the checkpoint's own Python run, for its tokenizer and for verification
-    tokenizer: str | None = None  # a directory to take the tokenizer from; None: the checkpoint
-    shrinking: tuple[str, ...] = ()  # lengths of `limits` that shrink too, since nobody chose them
-    versions: dict[str, str] = {}  # foreign options that name a model's version, such as gpt_model_version: checked against config.json
-    rotary_base: float | None = None  # in place of the checkpoint's rope_theta
-    rotary_dim: int | None = None  # checked: it must be the checkpoint's
-    rotary_scaling_type: str | None = None  # linear or dynamic; with rotary_scaling_factor
+    """Number of tensor-parallel and pipeline-parallel ranks."""
+
+    device: str | None = None
+    """`cpu` or `cuda`. None: cuda if this machine has a GPU."""
+
+    compute_capability: str | None = None
+    """Compute capability of the target GPU, such as `9.0`. None: that of this machine's GPU, or any if it has none."""
+
+    dummy_weights: bool = False
+    """Write no weights. Random ones are created at load."""
+
+    trust_remote_code: bool = False
+    """Allow Python code of the checkpoint to run, for its tokenizer and for verification."""
+
+    tokenizer: str | None = None
+    """Directory of the tokenizer. None: the checkpoint."""
+
+    shrinking: tuple[str, ...] = ()
+    """Names of further lengths in `limits` that may be reduced, because they are defaults of another system."""
+
+    versions: dict[str, str] = {}
+    """Options of other systems that name a model version, such as gpt_model_version. They are checked against config.json."""
+
+    rotary_base: float | None = None
+    """Replaces rope_theta of the checkpoint."""
+
+    rotary_dim: int | None = None
+    """Checked: it must be the number of rotary dimensions of the checkpoint."""
+
+    rotary_scaling_type: str | None = None
+    """`linear` or `dynamic`, together with rotary_scaling_factor."""
+
     rotary_scaling_factor: float | None = None
+    """Factor by which positions are scaled, above 1."""
 
     @property
     def changes_positions(self) -> bool:
-        """Whether the engine's positions turn otherwise than the checkpoint's, so that their tokens cannot be compared."""
+        """Whether the engine's rotary positions differ from the checkpoint's, so that their tokens cannot be compared."""
         return any(value is not None for value in (self.rotary_base, self.rotary_scaling_type, self.rotary_scaling_factor))
 
     def __post_init__(self) -> None:
@@ -56,38 +98,38 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"compute_capability={self.compute_capability!r} is refused: device=cpu has none.", cure="Leave one of them out."
             )
         if self.max_perplexity_increase is not None and not -1 <= self.max_perplexity_increase < math.inf:
-            raise ConfigError(f"max_perplexity_increase={self.max_perplexity_increase} is refused.", cure="Use a share such as 0.05.")
+            raise ConfigError(f"max_perplexity_increase={self.max_perplexity_increase} is refused.", cure="Use a fraction such as 0.05.")
         check_range("calibration_size", self.calibration_size, 1, 1 << 20)
         check_range("calibration_seq_len", self.calibration_seq_len, 2, 1 << 20)
 
     @staticmethod
-    def of_settings(settings: dict[str, Any]) -> dict[str, Any]:
-        """The fields that foreign settings of a quantization fill: those of calibration by name, the rest as quantization_settings."""
-        own = {name: value for name, value in settings.items() if name.startswith("calibration_")}
-        return {**own, "quantization_settings": {name: value for name, value in settings.items() if name not in own}}
+    def fields_from_settings(settings: dict[str, Any]) -> dict[str, Any]:
+        """The fields that the quantization settings of another system set: `calibration_*` by name, all others in quantization_settings."""
+        calibration = {name: value for name, value in settings.items() if name.startswith("calibration_")}
+        return {**calibration, "quantization_settings": {name: value for name, value in settings.items() if name not in calibration}}
 
 
-def fit_limits(asked: Limits, max_positions: int, shrinking: tuple[str, ...] = ()) -> Limits:
-    """Limits that the model's positions allow.
+def fit_limits(limits: Limits, max_positions: int, shrinking: tuple[str, ...] = ()) -> Limits:
+    """The limits, with lengths reduced so that prompt and output together stay within the model's positions.
 
-    Lengths left at their default and those in `shrinking` shrink, and prompt and output together stay within the positions.
-    Raises ConfigError for lengths that were chosen and don't fit.
+    Only lengths at their default, and those named in `shrinking`, are reduced. Raises ConfigError when the others do not fit.
     """
-    if asked.max_seq_len <= max_positions:
-        return asked
+    if limits.max_seq_len <= max_positions:
+        return limits
     default = Limits()
     names = ("max_input_len", "max_output_len", "max_total_len")
-    chosen = {name: getattr(asked, name) for name in names if getattr(asked, name) != getattr(default, name) and name not in shrinking}
+    chosen = {name: getattr(limits, name) for name in names if getattr(limits, name) != getattr(default, name) and name not in shrinking}
     lengths = [value for name, value in chosen.items() if name != "max_total_len"]
     if "max_total_len" in chosen or len(lengths) == 2 or any(value >= max_positions for value in lengths):
-        what = ", ".join(f"{name}={value}" for name, value in chosen.items())
+        settings = ", ".join(f"{name}={value}" for name, value in chosen.items())
         raise ConfigError(
-            f"{what}: sequences of {asked.max_seq_len} tokens, and the model has {max_positions} positions.", cure="Lower them."
+            f"{settings}: sequences have up to {limits.max_seq_len} tokens, and the model has {max_positions} positions.",
+            cure="Lower them.",
         )
-    most = max_positions - 1
+    longest = max_positions - 1
     return msgspec.structs.replace(
-        asked,
-        max_input_len=min(asked.max_input_len, most),
-        max_output_len=min(asked.max_output_len, most),
+        limits,
+        max_input_len=min(limits.max_input_len, longest),
+        max_output_len=min(limits.max_output_len, longest),
         max_total_len=max_positions,
     )

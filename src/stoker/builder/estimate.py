@@ -1,4 +1,4 @@
-"""What an engine will take, before it is built: files, device memory, and the largest batch that fits."""
+"""Estimates an engine before it is built: file sizes, device memory, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -8,68 +8,69 @@ import os
 import msgspec
 import torch
 
-from stoker.builder.conversion.shard_plan import RankShare
-from stoker.builder.conversion.tensor_plan import weight_names
-from stoker.core.model_config import AttentionConfig, MLPConfig, ModelConfig
+from stoker.builder.conversion.shard_plan import ShardPlan
+from stoker.builder.conversion.tensor_plan import dense_shapes
+from stoker.core.model_config import AttentionConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 from stoker.distributed.pipeline import stage_layers
 from stoker.engine.config import EngineConfig
-from stoker.engine.reader import rank_file
-from stoker.engine.tensor_file import num_bytes
+from stoker.engine.reader import rank_file_name
+from stoker.engine.safetensors_header import num_bytes
 from stoker.layers.decoder import declare, kv_width
 
-USABLE = {"cuda": 0.9, "cpu": 0.5}  # of the memory, as runtime's kv_cache_fraction
+USABLE_FRACTION = {"cuda": 0.9, "cpu": 0.5}  # of free memory, as the runtime's kv_cache_fraction
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """All in bytes; but for the files, of the rank that needs the most."""
+    """Sizes in bytes. All except `files` are of the rank that needs the most memory."""
 
-    parameters: int
-    files: dict[str, int]
+    parameters: int  # number of weights, before quantization
+    files: dict[str, int]  # by file name
     weights: int
     activations: int  # of one step of max_num_tokens
     kv_token: int  # KV cache of one token
-    kv_sequence: int  # of one sequence at max_seq_len, in whole blocks
+    kv_sequence: int  # of one sequence of max_seq_len, in whole blocks
     kv_limits: int  # of max_batch_size such sequences
-    memory: int | None  # the device's; None: there is none here and none was given
-    largest_batch: int | None  # sequences of max_seq_len that fit
+    memory: int | None  # of the device; None when this machine has no such device and no size was given
+    largest_batch: int | None  # sequences of max_seq_len that fit; None when the memory is unknown
 
     @property
     def fits(self) -> bool:
+        """Whether at least one sequence fits, as far as known."""
         return self.largest_batch is None or self.largest_batch > 0
 
 
 def estimate(config: EngineConfig, memory: int | None = None) -> Estimate:
-    """The estimate of an engine. `memory`: the device's bytes, when it is not in this machine."""
+    """The estimate of an engine. `memory`: bytes of the device's memory, if it is not a device of this machine."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    shares = [RankShare(config, rank) for rank in range(config.mapping.world_size)]
-    files = {rank_file(i): sum(num_bytes(*layout) for layout in share.layouts().values()) for i, share in enumerate(shares)}
+    shards = [ShardPlan(config, rank) for rank in range(config.mapping.world_size)]
+    files = {rank_file_name(i): sum(num_bytes(*layout) for layout in shard.layouts().values()) for i, shard in enumerate(shards)}
     weights = max(files.values())
     activations = activation_bytes(config, dtype)
-    token = kv_token_bytes(config, dtype)
+    kv_token = kv_token_bytes(config, dtype)
     limits = config.limits
-    sequence = token * -(-limits.max_seq_len // limits.tokens_per_block) * limits.tokens_per_block
+    kv_sequence = kv_token * -(-limits.max_seq_len // limits.tokens_per_block) * limits.tokens_per_block
     memory = memory if memory is not None else device_memory(config.target.device)
-    free = None if memory is None else int((memory - weights - activations) * USABLE[config.target.device])
+    free = None if memory is None else int((memory - weights - activations) * USABLE_FRACTION[config.target.device])
     return Estimate(
-        parameters=parameters(config.model),
+        parameters=num_parameters(config.model),
         files={} if config.weights == "dummy" else files,
         weights=weights,
         activations=activations,
-        kv_token=token,
-        kv_sequence=sequence,
-        kv_limits=sequence * limits.max_batch_size,
+        kv_token=kv_token,
+        kv_sequence=kv_sequence,
+        kv_limits=kv_sequence * limits.max_batch_size,
         memory=memory,
-        largest_batch=None if free is None else max(0, min(free // sequence, limits.max_batch_size)),
+        largest_batch=None if free is None else max(0, min(free // kv_sequence, limits.max_batch_size)),
     )
 
 
-def parameters(model: ModelConfig) -> int:
-    """Values of all weights before quantization."""
-    return sum(math.prod(shape) for spec in declare(model).values() for shape in weight_names(spec).values())
+def num_parameters(model: ModelConfig) -> int:
+    """The number of weights before quantization."""
+    return sum(math.prod(shape) for spec in declare(model).values() for shape in dense_shapes(spec).values())
 
 
 def kv_token_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token over the layers of the rank that has the most."""
+    """Bytes of keys and values of one token, over the layers of the pipeline stage that has the most."""
     size = (getattr(torch, config.recipe.kv_cache) if config.recipe.kv_cache else dtype).itemsize
     tensor, stages = config.mapping.tensor_parallel, config.mapping.pipeline_parallel
     return max(
@@ -79,33 +80,34 @@ def kv_token_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
 
 
 def activation_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """The widest moment of a step: the stream and its residual, the widest layer's intermediate values, and the logits in float32 beside
-    the model's dtype."""
+    """Peak bytes of activations in one step.
+
+    Hidden states, residual and norm output, the intermediate values of the widest layer, and logits in float32 and in the model's dtype.
+    """
     model, limits = config.model, config.limits
     widest = max(max(_attention_width(layer.attention), _mlp_width(layer.mlp)) for layer in model.layers)
-    rows = limits.max_num_tokens * (3 * model.hidden_size + widest) * dtype.itemsize
+    hidden = limits.max_num_tokens * (3 * model.hidden_size + widest) * dtype.itemsize
     logits = limits.max_batch_size * limits.max_beam_width * model.vocab_size * (dtype.itemsize + 4)
-    return rows + logits
+    return hidden + logits
 
 
-def _attention_width(attention: object) -> int:
-    """Values a token holds at once: qkv, rotated queries, the mixed values."""
+def _attention_width(attention: AttentionConfig | MLAConfig) -> int:
+    """Values per token that exist at the same time: qkv, the rotated queries, and the output of attention."""
     if isinstance(attention, AttentionConfig):
         return attention.head_size * (3 * attention.num_heads + 2 * attention.num_kv_heads)
-    heads, size = attention.num_heads, attention.nope_size + attention.rope_size + attention.kv_rank  # type: ignore[attr-defined]
-    return 3 * heads * size
+    return 3 * attention.num_heads * (attention.nope_size + attention.rope_size + attention.kv_rank)
 
 
-def _mlp_width(mlp: object) -> int:
-    """Gate, up and their product; for experts, of each one chosen."""
+def _mlp_width(mlp: MLPConfig | MoEConfig) -> int:
+    """Values per token that exist at the same time: gate, up and their product; for experts, those of each chosen expert."""
     if isinstance(mlp, MLPConfig):
         return mlp.size * (3 if mlp.gated else 2)
-    shared = _mlp_width(mlp.shared) if mlp.shared is not None else 0  # type: ignore[attr-defined]
-    return mlp.top_k * _mlp_width(mlp.expert) + shared  # type: ignore[attr-defined]
+    shared = _mlp_width(mlp.shared) if mlp.shared is not None else 0
+    return mlp.top_k * _mlp_width(mlp.expert) + shared
 
 
 def device_memory(device: str) -> int | None:
-    """Bytes of the device here: a GPU's memory, or what this machine has free."""
+    """Bytes of a GPU's memory, or of this machine's available memory; None when there is no GPU."""
     if device == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

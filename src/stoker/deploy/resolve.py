@@ -117,7 +117,7 @@ def build_config(deployment: Deployment, tokenizer: Path | None = None) -> Build
     return BuildConfig(
         dtype=options.dtype,
         quantization=options.quantization,
-        **BuildConfig.of_settings(options.quantization_settings),
+        **BuildConfig.fields_from_settings(options.quantization_settings),
         kv_cache_dtype=options.kv_cache_dtype,
         limits=options.limits,
         shrinking=unset,

@@ -1,4 +1,4 @@
-"""Engines kept by content: the same checkpoint and the same settings are built once on a machine, however many processes ask."""
+"""The cache of built engines, by content: each combination of checkpoint and settings is built once per machine."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from filelock import FileLock, Timeout
 from stoker.base import env
 from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
-from stoker.engine.config import EngineConfig, address
-from stoker.engine.publish import leftovers
+from stoker.engine.config import EngineConfig, content_address
+from stoker.engine.publish import workspaces_of
 from stoker.engine.reader import Engine
 
 log = get_logger(__name__)
 
 
-def cached_engine(config: EngineConfig, make: Callable[[Path], object]) -> Engine:
-    """The engine of `config`, made by `make(path)` when the cache has none.
+def cached_engine(config: EngineConfig, build: Callable[[Path], object]) -> Engine:
+    """The cached engine of `config`, built with `build(path)` if there is none.
 
-    `make` must put a whole directory at `path` in one step. One process makes it, under a lock that ends with the process; the others
-    wait for it. A directory that is damaged, and what killed builds left, is removed under the lock.
+    `build` must create the whole directory at `path` in one step. One process builds under a file lock, which ends with the process; others
+    wait for it. A damaged engine, and the workspaces of killed builds, are removed under the lock.
     """
-    path = env.cache_dir() / "engines" / address(config)
-    if (engine := _whole(path)) is not None:
+    path = env.cache_dir() / "engines" / content_address(config)
+    if (engine := _open_intact(path)) is not None:
         return engine
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(path.name + ".lock"))
-    with _acquired(lock, path):
-        if (engine := _whole(path)) is not None:
+    with _acquire(FileLock(path.with_name(path.name + ".lock")), path):
+        if (engine := _open_intact(path)) is not None:
             return engine
-        for left in [*leftovers(path), path]:
-            shutil.rmtree(left, ignore_errors=True)
-        make(path)
+        for stale in [*workspaces_of(path), path]:
+            shutil.rmtree(stale, ignore_errors=True)
+        build(path)
         return Engine.open(path)
 
 
-def _acquired(lock: FileLock, path: Path) -> FileLock:
-    """The lock, held. Says so once when another process has it."""
+def _acquire(lock: FileLock, path: Path) -> FileLock:
+    """Acquire the lock; log once if another process holds it."""
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -48,12 +47,12 @@ def _acquired(lock: FileLock, path: Path) -> FileLock:
     return lock
 
 
-def _whole(path: Path) -> Engine | None:
+def _open_intact(path: Path) -> Engine | None:
     """The engine at `path`, or None when there is none or it is damaged."""
     if not path.exists():
         return None
     try:
         return Engine.open(path)
     except EngineError as problem:
-        log.warning("the cached engine is built again: %s", problem)
+        log.warning("rebuilding the cached engine: %s", problem)
         return None

@@ -1,4 +1,4 @@
-"""An engine's config.json: everything the runtime must know, in one value."""
+"""The config.json of an engine: everything that the runtime needs to know besides the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from stoker.base.config import DEVICES, DTYPES, Limits, Mapping, check_choice
 from stoker.base.errors import ConfigError, EngineError
 from stoker.core.model_config import ModelConfig, decode_model, encode_model
-from stoker.engine.tensor_file import FileRecord
+from stoker.engine.file_record import FileRecord
 from stoker.layers.shard import Sharding
 from stoker.quant import recipe as recipes
 from stoker.quant.recipe import Recipe
@@ -20,33 +20,60 @@ FORMAT_VERSION = 3
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The device an engine was laid out for."""
+    """The device that an engine was built for."""
 
-    device: str = "cpu"  # cpu, cuda
-    compute_capability: str | None = None  # "9.0"; None: any device of the kind
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+    compute_capability: str | None = None
+    """Such as `9.0`. None: any device of that kind."""
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint an engine was made of."""
+class CheckpointOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint that an engine was built from."""
 
-    name: str  # the directory's or file's name, or the hub id
-    fingerprint: str  # sha256 over the checkpoint's files
+    name: str
+    """Name of the directory or file, or the hub id."""
+
+    fingerprint: str
+    """SHA-256 over the checkpoint's files."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What config.json holds."""
+    """The content of config.json."""
 
     stoker_version: str
+    """Version of Stoker that built the engine."""
+
     model: ModelConfig
+    """Sizes and blocks of the model."""
+
     limits: Limits
-    dtype: str  # of arithmetic and of weights that are not quantized
+    """Largest batch and sequence lengths."""
+
+    dtype: str
+    """Dtype of activations and of weights that are not quantized."""
+
     mapping: Mapping = Mapping()
+    """Number of tensor-parallel and pipeline-parallel ranks."""
+
     recipe: Recipe = Recipe()
+    """Weight formats of all linears, and the dtype of the KV cache."""
+
     target: Target = Target()
-    weights: str = "files"  # files; dummy: random ones are made at load
-    checkpoint: Origin
-    files: dict[str, FileRecord] = {}  # every other file of the directory
-    checks: dict[str, Any] = {}  # what the build verified, for people to read
+    """Device that the engine runs on."""
+
+    weights: str = "files"
+    """`files`, or `dummy`: random weights are created at load."""
+
+    checkpoint: CheckpointOrigin
+    """Where the weights come from."""
+
+    files: dict[str, FileRecord] = {}
+    """Size and digest of every other file of the directory."""
+
+    checks: dict[str, Any] = {}
+    """What the build verified, for people to read."""
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
@@ -56,26 +83,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sharding(self) -> Sharding:
-        """How each stage's weights are spread over its tensor-parallel ranks."""
+        """How the weights of each pipeline stage are split over its tensor-parallel ranks."""
         mapping = self.mapping
         return Sharding(size=mapping.tensor_parallel, grain=self.recipe.grain, by_expert=mapping.expert_parallel)
 
 
-def address(config: EngineConfig) -> str:
-    """What an engine is, by content: a digest of format version, model, settings, target and checkpoint fingerprint."""
+def content_address(config: EngineConfig) -> str:
+    """Digest of all that determines an engine's content: format version, model, settings, target and checkpoint fingerprint."""
     bare = msgspec.structs.replace(config, files={}, checks={}, stoker_version="")
     bare = msgspec.structs.replace(bare, checkpoint=msgspec.structs.replace(bare.checkpoint, name=""))
-    return hashlib.sha256(encode(bare)).hexdigest()[:40]
+    return hashlib.sha256(encode_engine_config(bare)).hexdigest()[:40]
 
 
 def rank_metadata(config: EngineConfig, rank: int) -> dict[str, str]:
-    """What a rank's file says of itself, so that one of another build, or of another rank, is refused."""
-    return {"engine": address(config), "rank": f"{rank} of {config.mapping.world_size}"}
+    """Metadata of a rank's file, by which a file of another build or another rank is recognized."""
+    return {"engine": content_address(config), "rank": f"{rank} of {config.mapping.world_size}"}
 
 
-def encode(config: EngineConfig) -> bytes:
+def encode_engine_config(config: EngineConfig) -> bytes:
     """The text of config.json."""
-    plain = {"format_version": FORMAT_VERSION, "stoker_version": config.stoker_version}
+    plain: dict[str, Any] = {"format_version": FORMAT_VERSION, "stoker_version": config.stoker_version}
     plain["model"] = encode_model(config.model)
     plain["recipe"] = recipes.encode(config.recipe)
     for name in ("limits", "dtype", "mapping", "target", "weights", "checkpoint", "files", "checks"):
@@ -83,15 +110,13 @@ def encode(config: EngineConfig) -> bytes:
     return json.dumps(plain, indent=1).encode() + b"\n"
 
 
-def decode(plain: dict[str, Any], path: object) -> EngineConfig:
-    """The inverse of `encode`, from parsed JSON. Raises EngineError naming `path` and the field that is wrong."""
+def decode_engine_config(plain: dict[str, Any], path: object) -> EngineConfig:
+    """The inverse of `encode_engine_config`, from parsed JSON. Raises EngineError naming `path` and the invalid field."""
     try:
         fields = {name: plain[name] for name in plain if name not in ("format_version", "model", "recipe")}
         fields["model"] = decode_model(plain["model"])
         fields["recipe"] = recipes.decode(plain["recipe"])
-        names = EngineConfig.__struct_fields__
-        types = {f.name: f.type for f in msgspec.structs.fields(EngineConfig)}
-        plain_names = [n for n in names if n in fields and n not in ("model", "recipe")]
-        return EngineConfig(**fields | {n: msgspec.convert(fields[n], types[n]) for n in plain_names})
+        types = {field.name: field.type for field in msgspec.structs.fields(EngineConfig) if field.name not in ("model", "recipe")}
+        return EngineConfig(**fields | {name: msgspec.convert(fields[name], types[name]) for name in types if name in fields})
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
         raise EngineError(f"{path}: config.json is damaged ({problem!r}).", cure="Build the engine again.") from None

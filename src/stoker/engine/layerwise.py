@@ -1,6 +1,7 @@
-"""Windows of tokens that pass a model one layer at a time: any model is measured with one layer's weights in memory.
+"""Runs a model one layer at a time, so that a model of any size is evaluated with the weights of a single layer in memory.
 
-Hidden states wait in host memory between layers.
+Calibration records the inputs of a layer's linears, quantizes the layer, and continues with the quantized one. `stoker eval` and the
+accuracy check of the build compute perplexity. Between layers, hidden states are in host memory.
 """
 
 from __future__ import annotations
@@ -21,115 +22,135 @@ from stoker.layers.decoder import Decoder, kv_shapes, load_cache_fields
 from stoker.layers.layer import RopeTables, make_layer
 from stoker.layers.loader import Loader
 
-HEAD_ROWS = 128  # whose logits are in memory at once
+LOGITS_ROWS = 128  # positions whose logits are in memory at the same time
 
 
-def windows(token_ids: list[int], length: int, count: int | None = None) -> list[Tensor]:
-    """int32 pieces of `length` tokens without overlap, `count` at most; the last one may be shorter, but has two tokens."""
-    pieces = [token_ids[start : start + length] for start in range(0, len(token_ids), length)]
-    return [torch.tensor(piece, dtype=torch.int32) for piece in pieces if len(piece) > 1][:count]
+def split_windows(token_ids: list[int], length: int, count: int | None = None) -> list[Tensor]:
+    """Cut a text into at most `count` int32 windows of `length` tokens without overlap. The last window has at least 2 tokens."""
+    windows = [token_ids[start : start + length] for start in range(0, len(token_ids), length)]
+    return [torch.tensor(window, dtype=torch.int32) for window in windows if len(window) > 1][:count]
 
 
 @dataclass(slots=True)
 class Scores:
-    """How well a model foretells the tokens of its windows, each from those before it in the window."""
+    """How well a model predicts the tokens of its windows, each from the tokens before it in the same window."""
 
-    nll: float = 0.0  # the sum of negative log-likelihoods, natural
-    count: int = 0
-    best: list[Tensor] = field(default_factory=list)  # the likeliest next token at each place, int32, a tensor a window
+    nll: float = 0.0  # sum of negative log-likelihoods (natural logarithm)
+    count: int = 0  # predicted tokens
+    best: list[Tensor] = field(default_factory=list)  # per window, int32: the most likely next token at each position
 
     @property
     def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood."""
         return math.exp(min(self.nll / max(self.count, 1), 700.0))
 
     def agreement(self, other: Scores) -> float:
-        """The share of places with the same likeliest token."""
+        """The fraction of positions at which both models have the same most likely token."""
         same = sum(int((a == b).sum()) for a, b in zip(self.best, other.best, strict=True))
         return same / max(sum(len(a) for a in self.best), 1)
 
 
-class LayerStream:
-    """`hidden` [T, hidden_size] of each window, before layer `layer`."""
+class LayerwiseModel:
+    """A forward pass over windows of tokens that is advanced one layer at a time.
+
+    `hidden` holds one tensor [tokens, hidden_size] per window: the input of layer `layer`, which is the next one to run.
+    """
 
     def __init__(self, config: ModelConfig, tokens: list[Tensor]) -> None:
         if config.requires_whole_prompt:
-            raise ConfigError(f"{config.architecture} reads prompts in both directions: it has no perplexity.", cure="Skip it.")
+            raise ConfigError(
+                f"{config.architecture} is a prefix LM: its prompt tokens attend in both directions, so it has no perplexity.",
+                cure="Skip the evaluation.",
+            )
         longest = max((len(window) for window in tokens), default=0)
         if longest > config.max_positions:
-            raise ConfigError(f"windows of {longest} tokens, and the model has {config.max_positions} positions.", cure="Use shorter ones.")
+            raise ConfigError(
+                f"a window has {longest} tokens, and the model has {config.max_positions} positions.", cure="Use shorter windows."
+            )
         self.config = config
         self.tokens = tokens
         self.hidden: list[Tensor] = []
         self.layer = 0
-        self._outer = msgspec.structs.replace(config, layers=())
-        self._tables: RopeTables | None = None
+        self._without_layers = msgspec.structs.replace(config, layers=())
+        self._rope_tables: RopeTables | None = None
 
     @torch.inference_mode()
-    def begin(self, loader: Loader) -> None:
-        """Look the tokens up."""
-        outer = Decoder(self._outer, loader, 1)
-        self.hidden = [outer.begin(_batch(window.to(loader.device))).cpu() for window in self.tokens]
+    def embed(self, loader: Loader) -> None:
+        """Compute the input of the first layer."""
+        decoder = Decoder(self._without_layers, loader, 1)
+        self.hidden = [decoder.begin(_single_row_batch(window.to(loader.device))).cpu() for window in self.tokens]
         self.layer = 0
 
     @torch.inference_mode()
-    def advance(self, loader: Loader, *, keep: bool = False) -> None:
-        """Pass the next layer. `keep`: only run it."""
-        config, index, tables = self.config.layers[self.layer], self.layer, self.tables(loader.device)
+    def run_layer(self, loader: Loader, *, discard_output: bool = False) -> None:
+        """Run the next layer with weights from `loader`. `discard_output`: do not advance, so that the layer can run again."""
+        config, index, tables = self.config.layers[self.layer], self.layer, self.rope_tables(loader.device)
         layer = make_layer(config, loader, f"layers.{index}", self.config.hidden_size, tables)
-        of_cache = load_cache_fields(self.config, index, loader, tables)
+        cache_fields = load_cache_fields(self.config, index, loader, tables)
         for i, window in enumerate(self.tokens):
-            cache = self._cache(len(window), loader, of_cache)
-            out = layer(self.hidden[i].to(loader.device), _batch(window.to(loader.device)), cache).cpu()
-            if not keep:
+            cache = self._make_cache(len(window), loader, cache_fields)
+            out = layer(self.hidden[i].to(loader.device), _single_row_batch(window.to(loader.device)), cache).cpu()
+            if not discard_output:
                 self.hidden[i] = out
-        if not keep:
+        if not discard_output:
             self.layer += 1
 
-    def tables(self, device: torch.device) -> RopeTables:
-        """The rotary rows of all windows' positions, and of as many as share a mean of keys."""
-        if self._tables is None:
-            self._tables = RopeTables(max(MEAN_TOKENS, max(map(len, self.tokens), default=0)), device)
-        return self._tables
+    def rope_tables(self, device: torch.device) -> RopeTables:
+        """Rotary tables for the positions of all windows, and for MEAN_TOKENS positions that share a key mean."""
+        if self._rope_tables is None:
+            self._rope_tables = RopeTables(max(MEAN_TOKENS, max(map(len, self.tokens), default=0)), device)
+        return self._rope_tables
 
     @torch.inference_mode()
     def score(self, loader: Loader) -> Scores:
-        """Foretell each window's tokens from the stream after the last layer."""
-        outer, scores = Decoder(self._outer, loader, 1), Scores()
+        """Predict the tokens of each window from the output of the last layer."""
+        decoder, scores = Decoder(self._without_layers, loader, 1), Scores()
         for window, hidden in zip(self.tokens, self.hidden, strict=True):
             best = []
-            for start in range(0, len(window) - 1, HEAD_ROWS):
-                rows = slice(start, min(start + HEAD_ROWS, len(window) - 1))
-                logits = outer.logits(hidden[rows].to(loader.device)).float()
-                wanted = window[rows.start + 1 : rows.stop + 1].long().to(loader.device)
-                scores.nll += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum").double())
+            for start in range(0, len(window) - 1, LOGITS_ROWS):
+                rows = slice(start, min(start + LOGITS_ROWS, len(window) - 1))
+                logits = decoder.logits(hidden[rows].to(loader.device)).float()
+                targets = window[rows.start + 1 : rows.stop + 1].long().to(loader.device)
+                scores.nll += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum").double())
                 best.append(logits.argmax(dim=-1).int().cpu())
             scores.count += len(window) - 1
             scores.best.append(torch.cat(best))
         return scores
 
     def run(self, loader: Loader, progress: Callable[[int, int], None] | None = None) -> Scores:
-        """All layers, and the scores."""
-        self.begin(loader)
+        """Run all layers and score the result. `progress` receives (layers done, number of layers)."""
+        self.embed(loader)
         for index in range(self.config.num_layers):
-            self.advance(loader)
+            self.run_layer(loader)
             if progress is not None:
                 progress(index + 1, self.config.num_layers)
         return self.score(loader)
 
-    def _cache(self, length: int, loader: Loader, of_cache: dict[str, Tensor]) -> KVCache:
+    def _make_cache(self, length: int, loader: Loader, cache_fields: dict[str, Tensor]) -> KVCache:
+        """A KV cache of one block of `length` tokens for the next layer."""
         heads, key_size, value_size = kv_shapes(self.config, self.layer)
         kv_cache = loader.recipe.kv_cache
         dtype = getattr(torch, kv_cache) if kv_cache is not None else loader.dtype
         keys, values = (torch.zeros(1, heads, length, size, dtype=dtype, device=loader.device) for size in (key_size, value_size))
-        return KVCache(keys, values if value_size else None, **of_cache)
+        return KVCache(keys, values if value_size else None, **cache_fields)
 
 
-def _batch(window: Tensor) -> ForwardBatch:
-    """One row in one block, as long as the window."""
+def _single_row_batch(window: Tensor) -> ForwardBatch:
+    """The prefill of one sequence whose only block is as long as the window."""
     length, device = len(window), window.device
 
-    def ints(*values: int) -> Tensor:
+    def int32(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    places = torch.arange(length, dtype=torch.int32, device=device)
-    return ForwardBatch(window, places, places, ints(0, length), ints(length), ints(0)[None], int(length == 1), length, length)
+    positions = torch.arange(length, dtype=torch.int32, device=device)
+    return ForwardBatch(
+        token_ids=window,
+        positions=positions,
+        slots=positions,
+        query_starts=int32(0, length),
+        seq_lens=int32(length),
+        block_tables=int32(0)[None],
+        num_decodes=int(length == 1),
+        max_query_len=length,
+        max_seq_len=length,
+    )

@@ -1,9 +1,11 @@
-"""Making an engine directory: it appears whole or not at all."""
+"""Writes an engine directory so that it appears complete or not at all.
+
+A build works in a hidden directory next to the output (`workspace`), which is renamed when everything in it is on the disk (`publish`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import socket
@@ -11,15 +13,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stoker.base.errors import EngineError
-from stoker.engine.config import EngineConfig, encode
-from stoker.engine.reader import CONFIG, is_engine
-from stoker.engine.tensor_file import FileRecord
+from stoker.engine.config import EngineConfig, encode_engine_config
+from stoker.engine.reader import CONFIG_FILE, is_engine
 
-_OLD = ".old"  # after the workspace's name: the engine that is being replaced
+_REPLACED = ".old"  # suffix of a workspace's name: the engine that is being replaced
 
 
-def check_free(out: Path, force: bool) -> None:
-    """Raise EngineError unless `out` may be written: it is absent, empty, or an engine that `force` replaces."""
+def check_output(out: Path, force: bool) -> None:
+    """Raise EngineError unless `out` may be written: it is absent or empty, or `force` is set and it is an engine."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not is_engine(out):
@@ -30,15 +31,15 @@ def check_free(out: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def workspace(out: Path) -> Iterator[Path]:
-    """A directory beside `out`, gone when the block ends. What dead builds of this machine left there is removed first."""
+    """A directory next to `out` that is removed when the block ends. Workspaces of dead processes of this machine are removed first."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    for left in leftovers(out):
-        host, _, process = left.name.removeprefix(_prefix(out)).rpartition("-")
-        pid, _, started = process.removesuffix(_OLD).partition(".")
-        if host == socket.gethostname() and _start_of(pid) != started:
-            shutil.rmtree(left, ignore_errors=True)
-    pid = str(os.getpid())
-    work = out.with_name(f"{_prefix(out)}{socket.gethostname()}-{pid}.{_start_of(pid)}")
+    for path in workspaces_of(out):
+        host, _, process = path.name.removeprefix(_prefix(out)).rpartition("-")
+        pid, _, started = process.removesuffix(_REPLACED).partition(".")
+        if host == socket.gethostname() and _start_time(pid) != started:
+            shutil.rmtree(path, ignore_errors=True)
+    own_pid = str(os.getpid())
+    work = out.with_name(f"{_prefix(out)}{socket.gethostname()}-{own_pid}.{_start_time(own_pid)}")
     work.mkdir()
     try:
         yield work
@@ -46,26 +47,26 @@ def workspace(out: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def leftovers(out: Path) -> list[Path]:
-    """Workspaces of builds of `out` that run, or died."""
+def workspaces_of(out: Path) -> list[Path]:
+    """The workspaces of all builds of `out`, running or dead."""
     return sorted(path for path in out.parent.iterdir() if path.name.startswith(_prefix(out)))
 
 
 def publish(work: Path, out: Path) -> None:
-    """Put the finished directory in its place; an engine that is there goes only when the new one is whole, and on the disk."""
-    sync([*work.iterdir(), work])
+    """Move the finished directory `work` to `out`. An engine that it replaces is removed after the new one is on the disk."""
+    flush_to_disk([*work.iterdir(), work])
     if out.exists():
-        old = work.with_name(work.name + _OLD)
-        out.rename(old)
+        replaced = work.with_name(work.name + _REPLACED)
+        out.rename(replaced)
         work.rename(out)
-        shutil.rmtree(old)
+        shutil.rmtree(replaced)
     else:
         work.rename(out)
-    sync([out.parent])
+    flush_to_disk([out.parent])
 
 
-def sync(paths: Iterable[Path]) -> None:
-    """Wait until the contents of files, and the names in directories, are on the disk."""
+def flush_to_disk(paths: Iterable[Path]) -> None:
+    """Wait until the contents of files, and the entries of directories, are on the disk (fsync)."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -75,28 +76,24 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def write_config(directory: Path, config: EngineConfig) -> None:
-    """Write config.json: the file is the old one or the new one, whenever the machine stops."""
-    fresh = directory / f"{CONFIG}.new"
-    with fresh.open("wb") as file:
-        file.write(encode(config))
+    """Write config.json atomically: after a crash, the file is the old or the new one."""
+    temporary = directory / f"{CONFIG_FILE}.new"
+    with temporary.open("wb") as file:
+        file.write(encode_engine_config(config))
         file.flush()
         os.fsync(file.fileno())
-    fresh.replace(directory / CONFIG)
-
-
-def record(file: Path) -> FileRecord:
-    """A small file's size and digest."""
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-        return FileRecord(file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest())
+    temporary.replace(directory / CONFIG_FILE)
 
 
 def _prefix(out: Path) -> str:
     return f".{out.name}.building-"
 
 
-def _start_of(pid: str) -> str | None:
-    """When a process started, in ticks since the machine did (proc(5)); None: there is none. A restarted container has the same ids."""
+def _start_time(pid: str) -> str | None:
+    """When a process started, in clock ticks since boot (proc(5)); None when there is no such process.
+
+    A process id alone is ambiguous: a restarted container uses the same ones.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

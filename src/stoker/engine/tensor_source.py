@@ -1,4 +1,4 @@
-"""Where a rank's tensors come from: its file, mapped, or random numbers for engines without weights."""
+"""The stored tensors of one rank: from its file, or random for engines that were built without weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import EngineError
-from stoker.engine.staging import Staging
-from stoker.engine.tensor_file import Entry, read_header
+from stoker.engine.safetensors_header import TensorEntry, read_header
+from stoker.engine.staging import StagingBuffers
 from stoker.quant.format import TensorSource
 
 REBUILD = "Build the engine again."
 
 
-class FileSource(TensorSource):
-    """Tensors of one rank file. On the CPU they are views of the mapped file (private pages, so a write stays in the process); for a
-    device they are read through pinned memory."""
+class FileTensorSource(TensorSource):
+    """The tensors of one rank file.
+
+    On the CPU they are views of the mapped file, whose pages are private: writes stay in the process. For a device they are copied through
+    pinned memory.
+    """
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.path = path
@@ -29,42 +32,44 @@ class FileSource(TensorSource):
             self._mapped: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=path.stat().st_size)
         else:
             self._file = path.open("rb")
-            self._staging = Staging()
+            self._staging = StagingBuffers()
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor by name. Raises EngineError when it is missing, or has another shape or dtype."""
         entry = self.entries.get(name)
         if entry is None:
             raise EngineError(f"{self.path}: tensor {name!r} is missing.", cure=REBUILD)
         if (entry.shape, entry.dtype) != (tuple(shape), dtype):
             stored, wanted = f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(shape)}"
-            raise EngineError(f"{self.path}: tensor {name!r} is {stored} where {wanted} is expected.", cure=REBUILD)
+            raise EngineError(f"{self.path}: tensor {name!r} is {stored}, and {wanted} is expected.", cure=REBUILD)
         return self._view(entry) if self.device.type == "cpu" else self._copy(entry)
 
-    def _copy(self, entry: Entry) -> Tensor:
+    def _copy(self, entry: TensorEntry) -> Tensor:
         out = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
-        self._staging.fill(out, self._file.fileno(), entry.start)
+        self._staging.copy_from_file(out, self._file.fileno(), entry.start)
         return out
 
-    def _view(self, entry: Entry) -> Tensor:
+    def _view(self, entry: TensorEntry) -> Tensor:
         flat = torch.empty(0, dtype=torch.uint8).set_(self._mapped)[entry.start : entry.stop]
         if entry.start % entry.dtype.itemsize:
             flat = flat.clone()
         return flat.view(entry.dtype).view(entry.shape)
 
 
-class DummySource(TensorSource):
-    """Random tensors that any linear can compute with: each the same for its name, whatever the order they are asked in."""
+class DummyTensorSource(TensorSource):
+    """Random tensors with which every linear computes finite numbers. A tensor depends on its name alone, not on the order of calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Random values: full-range integers, small positive scales, norm weights near 1, and others near 0."""
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         generator = torch.Generator(self.device).manual_seed(seed)
         if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            # Without the top exponent bit every code is a finite number below 2.
-            codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device=self.device)
-            return codes.bitwise_and_(0xBF).view(dtype)
+            # Every bit pattern without the top exponent bit is a finite number below 2.
+            bits = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device=self.device)
+            return bits.bitwise_and_(0xBF).view(dtype)
         out = torch.empty(shape, dtype=dtype, device=self.device)
         if not dtype.is_floating_point:
             limits = torch.iinfo(dtype)

@@ -1,4 +1,4 @@
-"""A checkpoint: its config, its weights, its other files, whatever form it came in."""
+"""A checkpoint: its configuration, weights and other files, in any supported layout."""
 
 from __future__ import annotations
 
@@ -7,55 +7,58 @@ from pathlib import Path
 from typing import Any
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.json_file import read_json
-from stoker.builder.checkpoint.weights import NoWeights, Weights, open_weights
-from stoker.builder.gguf.weights import GGUFWeights
+from stoker.builder.checkpoint.gguf.weights import GGUFWeights
+from stoker.builder.checkpoint.json_file import read_json_object
+from stoker.builder.checkpoint.weight_files import open_weights
+from stoker.builder.checkpoint.weights import CheckpointWeights, NoWeights
 
-SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
+_EXTRA_FILES = ("*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`config` is config.json's data, or the same made from GGUF metadata."""
+    """An opened checkpoint."""
 
     path: Path
     name: str
-    config: dict[str, Any]
-    weights: Weights
+    config: dict[str, Any]  # the data of config.json, or the equivalent from GGUF metadata
+    weights: CheckpointWeights
     gguf: GGUFWeights | None = None
-    extra_files: list[Path] = field(default_factory=list)  # tokenizer and settings, beside config.json
+    extra_files: list[Path] = field(default_factory=list)  # tokenizer, settings and config.json
 
-    def json(self, name: str) -> dict[str, Any]:
-        """A JSON object beside config.json; empty when there is none."""
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file of the checkpoint; empty when the file does not exist."""
         file = self.path / name
-        return read_json(file) if self.gguf is None and file.is_file() else {}
+        return read_json_object(file) if self.gguf is None and file.is_file() else {}
 
     @property
     def files(self) -> list[Path]:
-        """All files that the engine may depend on."""
+        """All files that may influence the engine."""
         return [*self.weights.files, *self.extra_files]
 
 
 def open_checkpoint(path: Path, name: str | None = None, *, weights: bool = True) -> Checkpoint:
-    """A Hugging Face directory, a GGUF file, or a directory that holds one GGUF file. `weights=False`: a config.json is enough.
+    """Open a Hugging Face directory, a GGUF file, or a directory with one GGUF file. `weights=False`: config.json is sufficient.
 
     Raises CheckpointError naming what is missing or damaged.
     """
     name = name or path.resolve().name
-    gguf = _gguf_file(path)
+    gguf = _find_gguf(path)
     if gguf is not None:
         opened = GGUFWeights(gguf)
         return Checkpoint(path, name, opened.config, opened, gguf=opened)
-    file = path if path.is_file() and path.suffix == ".json" else path / "config.json"
-    if not file.is_file():
+    config = path if path.is_file() and path.suffix == ".json" else path / "config.json"
+    if not config.is_file():
         raise CheckpointError(
-            f"{path} has no config.json and is no GGUF file.", cure="Name a Hugging Face checkpoint directory or a .gguf file."
+            f"{path} has no config.json and is not a GGUF file.", cure="Name a Hugging Face checkpoint directory or a .gguf file."
         )
-    small = sorted({f for pattern in SMALL_FILES for f in file.parent.glob(pattern) if f.is_file()} if path.is_dir() else {file})
-    return Checkpoint(file.parent, name, read_json(file), open_weights(path) if weights else NoWeights(), extra_files=small)
+    extra_files = {f for pattern in _EXTRA_FILES for f in path.glob(pattern) if f.is_file()} if path.is_dir() else {config}
+    data = read_json_object(config)
+    return Checkpoint(config.parent, name, data, open_weights(path) if weights else NoWeights(), extra_files=sorted(extra_files))
 
 
-def _gguf_file(path: Path) -> Path | None:
+def _find_gguf(path: Path) -> Path | None:
+    """The GGUF file that `path` is, or the only one in a directory without config.json."""
     if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_dir() and not (path / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""What a checkpoint is, by content: digests of its files, remembered while the files don't change."""
+"""Identifies a checkpoint by content: a digest over the digests of its files, which are cached while the files do not change."""
 
 from __future__ import annotations
 
@@ -10,68 +10,69 @@ from pathlib import Path
 
 from stoker.base import env
 
-PIECE_BYTES = 64 << 20
-MOST_AT_ONCE = 8  # pieces: sha256 takes 1.4 GB/s a core, a page cache gives more
+CHUNK_BYTES = 64 << 20
+MAX_THREADS = 8  # sha256 processes 1.4 GB/s per core, which is less than the page cache delivers
 
 
 def fingerprint(files: Iterable[Path], progress: Callable[[int, int], None] = lambda done, total: None) -> str:
-    """sha256 over the names and digests of `files`, in the order of their names. `progress` is told (bytes done, of how many)."""
+    """SHA-256 over the names and digests of `files`, in the order of their names. `progress` receives (bytes done, total bytes)."""
     total, done = hashlib.sha256(), 0
     ordered = sorted(set(files), key=lambda file: (file.name, file))
-    pool = ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
-        digests = [Digest(file, pool) for file in ordered]
-        num_bytes = sum(len(digest.pieces) for digest in digests) * PIECE_BYTES
+        digests = [FileDigest(file, pool) for file in ordered]
+        num_bytes = sum(len(digest.chunks) for digest in digests) * CHUNK_BYTES
         for digest in digests:
-            for piece in digest.pieces:
-                piece.result()
-                done += PIECE_BYTES
+            for chunk in digest.chunks:
+                chunk.result()
+                done += CHUNK_BYTES
                 progress(done, num_bytes)
-            total.update(f"{digest.file.name} {digest.read()}\n".encode())
+            total.update(f"{digest.file.name} {digest.result()}\n".encode())
     finally:
         pool.shutdown(cancel_futures=True)
     return total.hexdigest()
 
 
-class Digest:
-    """sha256 over the sha256 of a file's `pieces`, remembered in the cache directory under its path, size, inode and time of change.
+class FileDigest:
+    """The digest of a file: SHA-256 over the SHA-256 of each of its chunks, which a thread pool computes.
 
-    There are no pieces to wait for where it is known.
+    It is cached in the cache directory under the file's path, size, inode and times of change. `chunks` is empty if the digest was cached.
     """
 
     def __init__(self, file: Path, pool: ThreadPoolExecutor) -> None:
         status = file.stat()
-        seen = f"{file.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns} {PIECE_BYTES}"
+        key = f"{file.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns} {CHUNK_BYTES}"
         self.file = file
-        self._note = env.cache_dir() / "digests" / hashlib.sha256(seen.encode()).hexdigest()
-        known = self._note.read_text() if self._note.is_file() else ""
-        self._known = known if len(known) == 64 else ""  # else the note is not whole
-        self.pieces = [] if self._known else [pool.submit(_piece, file, start) for start in range(0, status.st_size, PIECE_BYTES)]
+        self._cache_file = env.cache_dir() / "digests" / hashlib.sha256(key.encode()).hexdigest()
+        cached = self._cache_file.read_text() if self._cache_file.is_file() else ""
+        self._digest = cached if len(cached) == 64 else ""  # a cache file of another length is incomplete
+        self.chunks = [] if self._digest else [pool.submit(_sha256_chunk, file, at) for at in range(0, status.st_size, CHUNK_BYTES)]
 
-    def read(self) -> str:
-        if not self._known:
-            self._known = hashlib.sha256(b"".join(piece.result() for piece in self.pieces)).hexdigest()
-            _remember(self._note, self._known)
-        return self._known
+    def result(self) -> str:
+        """The digest in hexadecimal. Waits for the chunks, and writes the cache file."""
+        if not self._digest:
+            self._digest = hashlib.sha256(b"".join(chunk.result() for chunk in self.chunks)).hexdigest()
+            _write_cache_file(self._cache_file, self._digest)
+        return self._digest
 
 
-def _piece(file: Path, start: int) -> bytes:
-    """sha256 of PIECE_BYTES of a file, fewer at its end."""
-    found, buffer, left = hashlib.sha256(), memoryview(bytearray(1 << 20)), PIECE_BYTES
+def _sha256_chunk(file: Path, start: int) -> bytes:
+    """SHA-256 of the chunk at offset `start`, which may be shorter at the end of the file."""
+    digest, buffer, left = hashlib.sha256(), memoryview(bytearray(1 << 20)), CHUNK_BYTES
     with file.open("rb", buffering=0) as opened:
         opened.seek(start)
         while left and (count := opened.readinto(buffer[:left])):
-            found.update(buffer[:count])
+            digest.update(buffer[:count])
             left -= count
-    return found.digest()
+    return digest.digest()
 
 
-def _remember(note: Path, found: str) -> None:
-    """A cache directory that cannot be written costs time, not the build."""
+def _write_cache_file(cache_file: Path, digest: str) -> None:
+    """Write atomically. A cache directory that cannot be written costs time, but does not fail the build."""
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        fresh = note.with_name(f"{note.name}.{os.getpid()}")
-        fresh.write_text(found)
-        fresh.replace(note)
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cache_file.with_name(f"{cache_file.name}.{os.getpid()}")
+        temporary.write_text(digest)
+        temporary.replace(cache_file)
     except OSError:
         pass

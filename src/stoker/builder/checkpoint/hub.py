@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a local path, or a hub id when the hub can be reached."""
+"""Finds a checkpoint on the local disk, or downloads it from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ import re
 from pathlib import Path
 
 from stoker.base import env
-from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.weights import reason
+from stoker.base.errors import CheckpointError, first_line
 
-WANTED = ["*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.gguf"]
+_PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.gguf"]
+_REPLACED_BY_SAFETENSORS = ("*.bin", "*.gguf")
 
 
-def fetch(source: str | Path, revision: str | None = None) -> tuple[Path, str]:
-    """(local path, name) of a checkpoint. Raises CheckpointError when it is neither here nor on a reachable hub."""
+def locate_checkpoint(source: str | Path, revision: str | None = None) -> tuple[Path, str]:
+    """(local path, name) of a checkpoint that is given as a path or a hub id.
+
+    Raises CheckpointError when it is neither a local path nor available on the hub.
+    """
     path = Path(source).expanduser()
     if path.exists():
         return path, path.resolve().name
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)) or str(source).startswith("."):
         raise CheckpointError(f"{source} does not exist.", cure="Name a checkpoint directory, a .gguf file or a hub id.")
-    return _from_hub(str(source), revision), str(source)
+    return _download(str(source), revision), str(source)
 
 
-def _from_hub(repo: str, revision: str | None) -> Path:
+def _download(repo: str, revision: str | None) -> Path:
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     token = env.hub_token()
-    http_error = getattr(errors, "HTTPError", OSError)  # httpx's, since hub 1.0
-    unreachable: tuple[type[Exception], ...] = (LocalEntryNotFoundError, HfHubHTTPError, OSError, http_error)
+    http_error = getattr(errors, "HTTPError", OSError)  # httpx's own class, which huggingface_hub 1.0 and later raise
+    connection_errors: tuple[type[Exception], ...] = (LocalEntryNotFoundError, HfHubHTTPError, OSError, http_error)
     try:
-        files = [*WANTED] if not _has_safetensors(repo, revision, token) else [name for name in WANTED if name not in ("*.bin", "*.gguf")]
-        return Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=files))
+        has_safetensors = _has_safetensors(repo, revision, token)
+        patterns = [pattern for pattern in _PATTERNS if not (has_safetensors and pattern in _REPLACED_BY_SAFETENSORS)]
+        return Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=patterns))
     except GatedRepoError:
         raise CheckpointError(f"{repo} is gated on the hub.", cure="Accept its terms there and set HF_TOKEN.") from None
     except (RepositoryNotFoundError, errors.HFValidationError):
         raise CheckpointError(
             f"{repo} is not a local path, and the hub has no such model (or no access).", cure="Check the id, or set HF_TOKEN."
         ) from None
-    except unreachable as problem:
+    except connection_errors as problem:
         raise CheckpointError(
-            f"{repo} is not a local path, and the hub cannot be reached ({reason(problem)}).",
+            f"{repo} is not a local path, and the hub cannot be reached ({first_line(problem)}).",
             cure="Download the checkpoint elsewhere and name its directory, or name a .gguf file.",
         ) from None
 

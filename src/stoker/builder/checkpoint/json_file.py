@@ -1,4 +1,4 @@
-"""A checkpoint's JSON files, which are objects."""
+"""Reads the JSON files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from stoker.base.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 << 20
-FETCH = "Download the checkpoint again."
+DOWNLOAD_AGAIN = "Download the checkpoint again."  # the cure of errors about damaged files
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError naming the file."""
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError naming the file."""
     if file.stat().st_size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{file} has more than {MAX_JSON_BYTES} bytes.", cure=FETCH)
+        raise CheckpointError(f"{file} has more than {MAX_JSON_BYTES} bytes.", cure=DOWNLOAD_AGAIN)
     try:
         data = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{file} is not JSON ({problem}).", cure=FETCH) from None
+        raise CheckpointError(f"{file} is not JSON ({problem}).", cure=DOWNLOAD_AGAIN) from None
     if not isinstance(data, dict):
-        raise CheckpointError(f"{file} is not an object.", cure=FETCH)
+        raise CheckpointError(f"{file} is not an object.", cure=DOWNLOAD_AGAIN)
     return data

@@ -1,4 +1,4 @@
-"""From engine tensors to checkpoint tensors: the plan of a conversion, proven complete before a byte is read."""
+"""Plans which checkpoint tensors make each engine tensor, and checks names, shapes and dtypes before any tensor is read."""
 
 from __future__ import annotations
 
@@ -11,45 +11,46 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.weights import Stored, Weights
+from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec, Spec
 from stoker.layers.decoder import declare
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 
 _SUFFIXES = (".weight", ".bias")
-SHOWN = 5  # names in a message
-PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MAX_NAMES_SHOWN = 5
+_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_CURE_MISMATCH = "Check that config.json belongs to these weights."
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
-    """How one engine tensor is made: `sources` concatenated by rows, or combined; one list an expert when experts are stacked."""
+class TensorPlan:
+    """How one engine tensor is made: its sources are concatenated along the rows, or transformed by a function."""
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[tuple[str, ...], ...]  # one tuple, or one for each expert
-    stacked: bool  # the tuples are stacked along a new first axis
-    parts: tuple[int, ...] = ()  # rows of each source, where the engine says
-    custom: Transformed | None = None
+    sources: tuple[tuple[str, ...], ...]  # names of checkpoint tensors: one tuple, or one per expert
+    stacked: bool  # whether the tuples are experts, stacked along a new first axis
+    parts: tuple[int, ...] = ()  # rows of each part of a fused linear
+    transformed: Transformed | None = None
 
 
-def plan(architecture: Architecture, config: ModelConfig, weights: Weights) -> dict[str, Making]:
-    """A making for each tensor of the model, by engine name.
+def plan_tensors(architecture: Architecture, config: ModelConfig, weights: CheckpointWeights) -> dict[str, TensorPlan]:
+    """A plan for each tensor of the model, by engine name.
 
-    Raises CheckpointError naming the tensors when one is missing, misshapen or left over.
+    Raises CheckpointError naming the tensors when one is missing, has the wrong shape, or is not used.
     """
     names = architecture.tensor_names(config)
-    makings = {r.name: r for spec in declare(config).values() for r in _makings(spec, names)}
-    _check_present(makings, weights)
-    for making in makings.values():
-        _check_shape(making, weights, config)
-    used = {source for r in makings.values() for group in r.sources for source in group}
-    _check_unused(set(weights.stored) - used, architecture, config, names, weights)
-    return makings
+    plans = {plan.name: plan for spec in declare(config).values() for plan in _plans_of(spec, names)}
+    _check_present(plans, weights)
+    for plan in plans.values():
+        _check_shape(plan, weights, config)
+    used = {source for plan in plans.values() for group in plan.sources for source in group}
+    _check_unused(set(weights.tensors) - used, architecture, config, names, weights)
+    return plans
 
 
-def weight_names(spec: Spec) -> dict[str, tuple[int, ...]]:
+def dense_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     """The engine tensors of a spec before quantization, with their shapes."""
     if not isinstance(spec, LinearSpec):
         return {spec.name: spec.shape}
@@ -57,13 +58,20 @@ def weight_names(spec: Spec) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{spec.name}.bias": spec.bias_shape} if spec.bias else shapes
 
 
-def _makings(spec: Spec, names: TensorNames) -> list[Making]:
-    return [_making(name, shape, spec, names) for name, shape in weight_names(spec).items()]
+def combine_sources(plan: TensorPlan, tensors: list[Tensor], config: ModelConfig) -> Tensor:
+    """The engine tensor, or one expert of it, from the tensors of one tuple of `plan.sources`."""
+    if plan.transformed is not None:
+        return plan.transformed.transform(tensors, config)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _making(name: str, shape: tuple[int, ...], spec: Spec, names: TensorNames) -> Making:
-    found, layer, suffix = _find(name, names)
-    custom = found if isinstance(found, Transformed) else None
+def _plans_of(spec: Spec, names: TensorNames) -> list[TensorPlan]:
+    return [_plan(name, shape, spec, names) for name, shape in dense_shapes(spec).items()]
+
+
+def _plan(name: str, shape: tuple[int, ...], spec: Spec, names: TensorNames) -> TensorPlan:
+    found, layer, suffix = _look_up(name, names)
+    transformed = found if isinstance(found, Transformed) else None
     given = found.sources if isinstance(found, Transformed) else (found,) if isinstance(found, str) else found
     sources = [source if source.endswith(_SUFFIXES) else source + suffix for source in given]
     experts = spec.num_experts if isinstance(spec, LinearSpec) else 0
@@ -72,86 +80,84 @@ def _making(name: str, shape: tuple[int, ...], spec: Spec, names: TensorNames) -
         tuple(source.replace("{i}", layer).replace("{e}", str(e)) for source in sources) for e in range(experts if stacked else 1)
     )
     parts = spec.parts if isinstance(spec, LinearSpec) else ()
-    return Making(name, shape, groups, stacked, parts, custom)
+    return TensorPlan(name, shape, groups, stacked, parts, transformed)
 
 
-def _find(name: str, names: TensorNames) -> tuple[str | tuple[str, ...] | Transformed, str, str]:
-    """The mapping of an engine tensor, its layer number, and the suffix that the mapping leaves out."""
+def _look_up(name: str, names: TensorNames) -> tuple[str | tuple[str, ...] | Transformed, str, str]:
+    """(the entry of `names` for an engine tensor, its layer index, the suffix that the entry leaves out)."""
     match = re.match(r"layers\.(\d+)\.", name)
     layer = match[1] if match else ""
-    general = f"layers.{{i}}.{name[match.end() :]}" if match else name
-    for full in (name, general):
-        if full in names:
-            return names[full], layer, ""
-        module, _, suffix = full.rpartition(".")
+    for_any_layer = f"layers.{{i}}.{name[match.end() :]}" if match else name
+    for key in (name, for_any_layer):
+        if key in names:
+            return names[key], layer, ""
+        module, _, suffix = key.rpartition(".")
         if module in names:
             return names[module], layer, f".{suffix}"
-    raise CheckpointError(f"the architecture names no checkpoint tensor for {name}.", cure="Add it to the architecture's names.")
+    raise CheckpointError(f"the architecture names no checkpoint tensor for {name}.", cure="Add it to the architecture's tensor_names.")
 
 
-def _check_present(makings: Mapping[str, Making], weights: Weights) -> None:
-    for making in makings.values():
-        wanted = [source for group in making.sources for source in group]
-        missing = [source for source in wanted if source not in weights.stored]
+def _check_present(plans: Mapping[str, TensorPlan], weights: CheckpointWeights) -> None:
+    for plan in plans.values():
+        sources = [source for group in plan.sources for source in group]
+        missing = [source for source in sources if source not in weights.tensors]
         if missing:
-            others = f" ({len(wanted) - len(missing)} of its {len(wanted)} parts are there)" if len(wanted) > len(missing) else ""
+            found = f" ({len(sources) - len(missing)} of its {len(sources)} parts were found)" if len(sources) > len(missing) else ""
             where = weights.files[0].parent if weights.files else "the checkpoint"
             raise CheckpointError(
-                f"{where}: tensor {_some(missing)} is missing; {making.name} is made of it{others}.",
+                f"{where}: tensor {_list_names(missing)} is missing; {plan.name} is made of it{found}.",
                 cure="Check that config.json belongs to these weights, and download them again.",
             )
 
 
-def _check_shape(making: Making, weights: Weights, config: ModelConfig) -> None:
-    wanted = making.shape[1:] if making.stacked else making.shape
-    for group in making.sources:
-        found = [weights.stored[source] for source in group]
-        parts = ", ".join(f"{weights.locate(source)} {list(s.shape)} {s.dtype}" for source, s in zip(group, found, strict=True))
-        if making.custom is None and (odd := [s.dtype for s in found if s.dtype not in PLAIN]):
-            raise CheckpointError(f"{parts}: weights of {odd[0]} are not plain numbers.", cure="Build from an unquantized checkpoint.")
-        shape = _combined_shape(making, found, config)
-        if shape != wanted or not _parts_fit(making, found):
-            made = f"makes {making.name} of shape {list(shape)}" if shape else f"does not make {making.name}"
-            says = f"config.json says {list(wanted)}" + (f" of rows {list(making.parts)}" if len(making.parts) > 1 else "")
-            raise CheckpointError(f"{parts}: {made}, where {says}.", cure="Check that config.json belongs to these weights.")
+def _check_shape(plan: TensorPlan, weights: CheckpointWeights, config: ModelConfig) -> None:
+    expected = plan.shape[1:] if plan.stacked else plan.shape
+    for group in plan.sources:
+        infos = [weights.tensors[source] for source in group]
+        listed = ", ".join(f"{weights.location(source)} {list(info.shape)} {info.dtype}" for source, info in zip(group, infos, strict=True))
+        if plan.transformed is None and (wrong := [info.dtype for info in infos if info.dtype not in _FLOAT_DTYPES]):
+            raise CheckpointError(
+                f"{listed}: weights of {wrong[0]} are not floating-point numbers.", cure="Build from an unquantized checkpoint."
+            )
+        shape = _combined_shape(plan, infos, config)
+        if shape != expected or not _parts_match(plan, infos):
+            made = f"makes {plan.name} of shape {list(shape)}" if shape else f"does not make {plan.name}"
+            parts = f" with parts of {list(plan.parts)} rows" if len(plan.parts) > 1 else ""
+            raise CheckpointError(f"{listed}: {made}, and config.json implies {list(expected)}{parts}.", cure=_CURE_MISMATCH)
 
 
-def _parts_fit(making: Making, found: list[Stored]) -> bool:
-    """Whether sources that are parts of a fused linear (q, k, v; gate, up) have each its own rows, not only the same sum."""
-    if making.custom is not None or len(found) != len(making.parts) or len(found) == 1:
+def _parts_match(plan: TensorPlan, infos: list[TensorInfo]) -> bool:
+    """Whether each part of a fused linear (q, k, v; gate, up) has its own number of rows. An equal sum of rows is not sufficient."""
+    if plan.transformed is not None or len(infos) != len(plan.parts) or len(infos) == 1:
         return True
-    return tuple(stored.shape[0] for stored in found) == making.parts
+    return tuple(info.shape[0] for info in infos) == plan.parts
 
 
-def _combined_shape(making: Making, found: list[Stored], config: ModelConfig) -> tuple[int, ...] | None:
-    """The shape that the sources make; None when they don't fit together."""
-    blanks = [torch.empty(stored.shape, dtype=stored.dtype, device="meta") for stored in found]
+def _combined_shape(plan: TensorPlan, infos: list[TensorInfo], config: ModelConfig) -> tuple[int, ...] | None:
+    """The shape of the tensor that the sources make; None when they do not fit together."""
+    meta_tensors = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos]
     try:
-        return tuple(combine(making, blanks, config).shape)
+        return tuple(combine_sources(plan, meta_tensors, config).shape)
     except (RuntimeError, ValueError, IndexError):
         return None
 
 
-def combine(making: Making, tensors: list[Tensor], config: ModelConfig) -> Tensor:
-    """One engine tensor, or one expert's share of it."""
-    if making.custom is not None:
-        return making.custom.transform(tensors, config)
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _check_unused(unused: set[str], architecture: Architecture, config: ModelConfig, names: TensorNames, weights: Weights) -> None:
+def _check_unused(
+    unused: set[str], architecture: Architecture, config: ModelConfig, names: TensorNames, weights: CheckpointWeights
+) -> None:
+    """Raise CheckpointError for an unused tensor that is neither ignored by the architecture nor the copy of a tied head."""
     allowed = [*architecture.ignored_tensors]
     if config.tie_head:
         head = names.get("head", ())
         allowed += [f"{source}{suffix}" for source in ((head,) if isinstance(head, str) else ()) for suffix in _SUFFIXES]
-    left = sorted(name for name in unused if not any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed))
-    if left:
+    remaining = sorted(name for name in unused if not any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed))
+    if remaining:
         raise CheckpointError(
-            f"{weights.locate(left[0])}: {_some(left)} would be left out: {architecture.name} has no place for it.",
-            cure="Check that config.json belongs to these weights.",
+            f"{weights.location(remaining[0])}: {_list_names(remaining)} would not be used: {architecture.name} has no such tensor.",
+            cure=_CURE_MISMATCH,
         )
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+def _list_names(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + more

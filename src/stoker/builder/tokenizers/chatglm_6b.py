@@ -1,7 +1,7 @@
-"""ChatGLM-6B's ice_text.model: a sentencepiece vocabulary in which line breaks, tabs and runs of blanks are pieces of their own.
+"""Converts ice_text.model of ChatGLM-6B, a sentencepiece model with pieces for line breaks, tabs and runs of spaces.
 
-The published code writes them as `<n>`, `<|tab|>` and `<|blank_80|>` to `<|blank_2|>` before sentencepiece sees the text. Here each is one
-character of a private range, so that nothing merges with it. A literal `<n>` in a text stays what it is.
+The published code replaces them with `<n>`, `<|tab|>` and `<|blank_80|>` to `<|blank_2|>` before it calls sentencepiece. The converted
+tokenizer maps each to a private-use character instead, so that no other piece merges with it, and a literal `<n>` in a text is not changed.
 """
 
 from __future__ import annotations
@@ -13,75 +13,69 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer, decoders, normalizers
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.tokenizers.probe_texts import PROBES
-from stoker.builder.tokenizers.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED, convert, parse
+from stoker.builder.tokenizers.check_splits import check_splits
+from stoker.builder.tokenizers.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED, convert_model, parse_model
 
-LONGEST = 80  # blanks that are one piece
-_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "<unused_0>", "<sop>", "<eop>", "<ENC>", "<dBLOCK>")
-_PRIVATE = 0xE000
-# Text → its piece, in the order that it is looked for.
-_SPACES = {"\n": "<n>", "\t": "<|tab|>"} | {" " * i: f"<|blank_{i}|>" for i in range(LONGEST, 1, -1)}
-_MARKS = {piece: chr(_PRIVATE + i) for i, piece in enumerate(_SPACES.values())}
-_UNTYPED = chr(0x10FFFF)  # begins the names of pieces that no text holds
+MAX_SPACES = 80  # longest run of spaces that is one piece
+MAX_IMAGE_TOKENS = 1 << 20
+_SPECIAL_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "<unused_0>", "<sop>", "<eop>", "<ENC>", "<dBLOCK>")
+_FIRST_PRIVATE_CHARACTER = 0xE000
+# Whitespace → its piece, longest first.
+_WHITESPACE_PIECES = {"\n": "<n>", "\t": "<|tab|>"} | {" " * i: f"<|blank_{i}|>" for i in range(MAX_SPACES, 1, -1)}
+_PRIVATE_CHARACTERS = {piece: chr(_FIRST_PRIVATE_CHARACTER + i) for i, piece in enumerate(_WHITESPACE_PIECES.values())}
+_NONCHARACTER = chr(0x10FFFF)  # first character of placeholder pieces, which therefore match no text
 
 
-def from_ice(file: Path, shift: int) -> Tokenizer:
-    """The tokenizer of ice_text.model; ids of text begin at `shift`, after those of images.
+def convert_chatglm_6b(file: Path, num_image_tokens: int) -> Tokenizer:
+    """The tokenizer of ice_text.model. The ids of text pieces begin after those of `num_image_tokens` image tokens.
 
-    Raises CheckpointError when it is no such file, or splits the probes otherwise than the sentencepiece library.
+    Raises CheckpointError when the file is of another kind, or the result splits the probe texts differently from sentencepiece.
     """
-    proto = parse(file)
+    proto = parse_model(file)
     if proto is None or all(piece.piece != "<n>" for piece in proto.pieces):
         raise CheckpointError(f"{file} is not ChatGLM-6B's vocabulary.", cure="Download it again.")
-    if not 0 <= shift <= 1 << 20:
-        raise CheckpointError(f"tokenizer_config.json: num_image_tokens={shift} is refused.", cure="Use 0 to 1048576.")
-    _complete(proto)
+    if not 0 <= num_image_tokens <= MAX_IMAGE_TOKENS:
+        raise CheckpointError(f"tokenizer_config.json: num_image_tokens={num_image_tokens} is refused.", cure="Use 0 to 1048576.")
+    _append_missing_pieces(proto)
     original = SentencePieceProcessor(model_proto=proto.SerializeToString())
-    tokenizer = convert(_marked(proto, shift))
-    before = [normalizers.Replace(text, _MARKS[piece]) for text, piece in _SPACES.items()]
-    after = [decoders.Replace(_MARKS[piece], text) for text, piece in _SPACES.items()]
-    tokenizer.normalizer = normalizers.Sequence([*before, tokenizer.normalizer])
-    tokenizer.decoder = decoders.Sequence([*after, tokenizer.decoder])
-    _check(tokenizer, original, shift, file)
+    tokenizer = convert_model(_with_private_characters(proto, num_image_tokens))
+    encode_whitespace = [normalizers.Replace(text, _PRIVATE_CHARACTERS[piece]) for text, piece in _WHITESPACE_PIECES.items()]
+    decode_whitespace = [decoders.Replace(_PRIVATE_CHARACTERS[piece], text) for text, piece in _WHITESPACE_PIECES.items()]
+    tokenizer.normalizer = normalizers.Sequence([*encode_whitespace, tokenizer.normalizer])
+    tokenizer.decoder = decoders.Sequence([*decode_whitespace, tokenizer.decoder])
+    check_splits(tokenizer, lambda text: [num_image_tokens + i for i in original.encode(_replace_whitespace(text))], file)
     return tokenizer
 
 
-def _complete(proto: Any) -> None:
-    """The first release's file ends before the special tokens, the blanks and the bytes: its code appends them."""
+def _append_missing_pieces(proto: Any) -> None:
+    """Append special tokens, whitespace and bytes to the file of the first release, whose code does the same."""
     if any(piece.piece == "[gMASK]" for piece in proto.pieces):
         return
-    spaces = [piece for piece in sorted(_SPACES.values(), key=lambda piece: (len(piece), piece)) if piece != "<n>"]
-    for kind, names in ((CONTROL, _SPECIAL), (USER_DEFINED, spaces), (BYTE, [f"<0x{byte:02X}>" for byte in range(256)])):
+    whitespace = [piece for piece in sorted(_WHITESPACE_PIECES.values(), key=lambda piece: (len(piece), piece)) if piece != "<n>"]
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    for kind, names in ((CONTROL, _SPECIAL_TOKENS), (USER_DEFINED, whitespace), (BYTE, byte_pieces)):
         for name in names:
             proto.pieces.add(piece=name, score=0.0, type=kind)
     proto.trainer_spec.byte_fallback = True
 
 
-def _marked(proto: Any, shift: int) -> Any:
-    """`proto` with `shift` pieces before it, and the spaces as private characters."""
-    made = type(proto)()
-    made.CopyFrom(proto)
-    del made.pieces[:]
-    for i in range(shift):
-        made.pieces.add(piece=f"{_UNTYPED}<image_{i}>", score=0.0, type=UNUSED)
+def _with_private_characters(proto: Any, num_image_tokens: int) -> Any:
+    """A copy of `proto` with placeholders for image tokens at the beginning, and whitespace pieces as private-use characters."""
+    copy = type(proto)()
+    copy.CopyFrom(proto)
+    del copy.pieces[:]
+    for i in range(num_image_tokens):
+        copy.pieces.add(piece=f"{_NONCHARACTER}<image_{i}>", score=0.0, type=UNUSED)
     for piece in proto.pieces:
-        marked = _MARKS.get(piece.piece)
-        made.pieces.add(piece=marked or piece.piece, score=piece.score, type=NORMAL if marked else piece.type)
-    made.trainer_spec.unk_id += shift
-    made.trainer_spec.bos_id += shift
-    return made
+        character = _PRIVATE_CHARACTERS.get(piece.piece)
+        copy.pieces.add(piece=character or piece.piece, score=piece.score, type=NORMAL if character else piece.type)
+    copy.trainer_spec.unk_id += num_image_tokens
+    copy.trainer_spec.bos_id += num_image_tokens
+    return copy
 
 
-def _written(text: str) -> str:
-    """`text` as the published code hands it to sentencepiece."""
-    for space, piece in _SPACES.items():
-        text = text.replace(space, piece)
+def _replace_whitespace(text: str) -> str:
+    """`text` as the published code passes it to sentencepiece."""
+    for whitespace, piece in _WHITESPACE_PIECES.items():
+        text = text.replace(whitespace, piece)
     return text
-
-
-def _check(tokenizer: Tokenizer, original: SentencePieceProcessor, shift: int, file: Path) -> None:
-    for text in PROBES:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        wanted = [shift + i for i in original.encode(_written(text))]
-        if ids != wanted:
-            raise CheckpointError(f"{file}: converted, it splits {text!r} into {ids}, not {wanted}.", cure="Add a tokenizer.json.")

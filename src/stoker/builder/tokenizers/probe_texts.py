@@ -1,6 +1,6 @@
-"""Texts that a tokenizer must get right: words, code, scripts, joined emoji, digits."""
+"""Texts on which a converted tokenizer must agree with the original: words, code, several scripts, joined emoji, digits."""
 
-PROBES = (
+PROBE_TEXTS = (
     "Hello world! The quick brown fox jumps over 13 lazy dogs.",
     "def f(x):\n    return x + 1\n",
     "naïve café, größer, Ελληνικά, русский, 你好世界, こんにちは",

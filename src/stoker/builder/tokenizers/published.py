@@ -1,7 +1,7 @@
-"""Tokenizers that their publishers wrote as Python code beside the weights: rebuilt from the vocabulary file, and none of it is run.
+"""Converts tokenizers that are published as Python code with the weights. Their vocabulary files are converted; the code is never run.
 
-One row a class that tokenizer_config.json may name. Sources: tokenization_qwen.py, tokenization_chatglm.py (three generations) and
-tokenization_glm.py of the published models.
+The table has one row per class name in tokenizer_config.json. Sources: tokenization_qwen.py, tokenization_chatglm.py (three
+generations) and tokenization_glm.py of the published models.
 """
 
 from __future__ import annotations
@@ -13,110 +13,117 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.json_file import read_json
-from stoker.builder.tokenizers.chatglm_6b import from_ice
-from stoker.builder.tokenizers.sentencepiece import from_sentencepiece
-from stoker.builder.tokenizers.tiktoken import ONE_DIGIT, THREE_DIGITS, from_ranks
+from stoker.builder.checkpoint.json_file import read_json_object
+from stoker.builder.tokenizers.chatglm_6b import convert_chatglm_6b
+from stoker.builder.tokenizers.sentencepiece import convert_sentencepiece
+from stoker.builder.tokenizers.split_patterns import ONE_DIGIT, THREE_DIGITS
+from stoker.builder.tokenizers.tiktoken import convert_tiktoken
 
-# (tokenizer, what tokenizer_config.json says unless it says something else)
-Made = tuple[Tokenizer, dict[str, Any]]
-Row = tuple[tuple[str, ...], Callable[[Path, dict[str, Any]], Made]]
+# (tokenizer, default values for tokenizer_config.json)
+Converted = tuple[Tokenizer, dict[str, Any]]
+# (required files, converter of a directory and its tokenizer_config)
+Row = tuple[tuple[str, ...], Callable[[Path, dict[str, Any]], Converted]]
 
 _CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
-_GLM = ("[MASK]", "[gMASK]", "[sMASK]")
-_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-_SEEN = ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
+_QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
+_GLM_MASKS = ("[MASK]", "[gMASK]", "[sMASK]")
+_GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_GLM_MEDIA = ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
 
 
-def published_tokenizer(path: Path, config: dict[str, Any]) -> Made | None:
-    """The tokenizer of `path` when tokenizer_config.json names a class of the table, else None.
+def convert_published_tokenizer(path: Path, config: dict[str, Any]) -> Converted | None:
+    """The tokenizer of directory `path` when `tokenizer_class` in its tokenizer_config is in the table; otherwise None.
 
     Raises CheckpointError naming a vocabulary file that is missing or damaged.
     """
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
-    for files, make in TOKENIZERS.get(name, ()):
+    for files, convert in TOKENIZERS.get(name, ()):
         if all((path / file).is_file() for file in files):
-            return make(path, config)
+            return convert(path, config)
     if name not in TOKENIZERS:
         return None
-    wanted = " or ".join(" and ".join(files) for files, _ in TOKENIZERS[name])
-    raise CheckpointError(f"{path} has no {wanted}, of which {name} is made.", cure="Download it, or name another with --tokenizer.")
+    needed = " or ".join(" and ".join(files) for files, _ in TOKENIZERS[name])
+    raise CheckpointError(f"{path} has no {needed}, which {name} needs.", cure="Download it, or name another tokenizer with --tokenizer.")
 
 
-def _qwen(path: Path, config: dict[str, Any]) -> Made:
-    """ChatML when generation_config.json says so; <|im_end|> then ends an answer beside <|endoftext|>."""
-    tokenizer = from_ranks(path / "qwen.tiktoken", ONE_DIGIT, _QWEN, nfc=True)
-    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-    chats = generation.get("chat_format") == "chatml"
-    plain = {"eos_token": "<|im_end|>" if chats else "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    return tokenizer, plain | ({"chat_template": _CHATML} if chats else {})
+def _convert_qwen(path: Path, config: dict[str, Any]) -> Converted:
+    """Qwen 1. If generation_config.json sets chat_format to chatml, answers end with <|im_end|> in addition to <|endoftext|>."""
+    tokenizer = convert_tiktoken(path / "qwen.tiktoken", ONE_DIGIT, _QWEN_SPECIAL, nfc=True)
+    generation = read_json_object(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    is_chat = generation.get("chat_format") == "chatml"
+    defaults = {"eos_token": "<|im_end|>" if is_chat else "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    return tokenizer, defaults | ({"chat_template": _CHATML} if is_chat else {})
 
 
-def _chatglm(path: Path, config: dict[str, Any]) -> Made:
-    """ChatGLM-6B: a prompt ends in [gMASK] <sop>."""
-    tokenizer = from_ice(path / "ice_text.model", int(config.get("num_image_tokens", 20000)))
-    _frame(tokenizer, "$A", "[gMASK]", "<sop>")
+def _convert_chatglm(path: Path, config: dict[str, Any]) -> Converted:
+    """ChatGLM-6B. A prompt ends with [gMASK] <sop>."""
+    tokenizer = convert_chatglm_6b(path / "ice_text.model", int(config.get("num_image_tokens", 20000)))
+    _set_template(tokenizer, "$A", "[gMASK]", "<sop>")
     return tokenizer, {"bos_token": "<sop>", "eos_token": "<eop>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
-def _chatglm2(path: Path, config: dict[str, Any]) -> Made:
-    """ChatGLM 2 and 3: a prompt begins with [gMASK] sop. sop and eop are English words, too: only alone are they tokens."""
-    own = {key: value for key, value in config.items() if key != "added_tokens_decoder"}
-    tokenizer = from_sentencepiece(path / "tokenizer.model", own)
-    if tokenizer is None:  # GLM-4's class had this name, too
-        return _glm4(path, config)
+def _convert_chatglm2(path: Path, config: dict[str, Any]) -> Converted:
+    """ChatGLM 2 and 3. A prompt begins with [gMASK] sop.
+
+    `sop` and `eop` also occur in words, so they are tokens only where they stand alone.
+    """
+    own_config = {key: value for key, value in config.items() if key != "added_tokens_decoder"}
+    tokenizer = convert_sentencepiece(path / "tokenizer.model", own_config)
+    if tokenizer is None:  # early GLM-4 checkpoints have the same class name
+        return _convert_glm4(path, config)
     words = [AddedToken(word, normalized=False, single_word=True, special=True) for word in ("sop", "eop")]
-    _special(tokenizer, *_GLM, *words, *_ROLES)
-    _frame(tokenizer, "[gMASK]", "sop", "$A")
+    _add_special_tokens(tokenizer, *_GLM_MASKS, *words, *_GLM_ROLES)
+    _set_template(tokenizer, "[gMASK]", "sop", "$A")
     return tokenizer, {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
 
 
-def _glm4(path: Path, config: dict[str, Any]) -> Made:
-    tokenizer = from_ranks(path / "tokenizer.model", THREE_DIGITS, ("<|endoftext|>", *_GLM, "<sop>", "<eop>", *_ROLES, *_SEEN))
-    _frame(tokenizer, "[gMASK]", "<sop>", "$A")
+def _convert_glm4(path: Path, config: dict[str, Any]) -> Converted:
+    """GLM-4. A prompt begins with [gMASK] <sop>."""
+    special = ("<|endoftext|>", *_GLM_MASKS, "<sop>", "<eop>", *_GLM_ROLES, *_GLM_MEDIA)
+    tokenizer = convert_tiktoken(path / "tokenizer.model", THREE_DIGITS, special)
+    _set_template(tokenizer, "[gMASK]", "<sop>", "$A")
     return tokenizer, {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 
 
-def _glm10b(path: Path, config: dict[str, Any]) -> Made:
-    """GPT-2's vocabulary and added_tokens.json: [CLS], the text with its mask, the end, and the token that starts the answer."""
-    tokenizer = Tokenizer(_bpe(path / "vocab.json", path / "merges.txt"))
+def _convert_glm_10b(path: Path, config: dict[str, Any]) -> Converted:
+    """GLM-10B: GPT-2's vocabulary and added_tokens.json. A prompt is [CLS], the text, the end token, and the answer's start token."""
+    tokenizer = Tokenizer(_read_bpe(path / "vocab.json", path / "merges.txt"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    added = read_json(path / "added_tokens.json")
-    _special(tokenizer, *sorted(added, key=added.__getitem__))
-    if odd := [token for token, i in added.items() if tokenizer.token_to_id(token) != i]:
-        raise CheckpointError(f"{path / 'added_tokens.json'}: {odd[0]!r} cannot have id {added[odd[0]]}.", cure="Download it again.")
-    _frame(tokenizer, "[CLS]", "$A", "<|endoftext|>", "<|startofpiece|>")
+    added = read_json_object(path / "added_tokens.json")
+    _add_special_tokens(tokenizer, *sorted(added, key=added.__getitem__))
+    if wrong := [token for token, i in added.items() if tokenizer.token_to_id(token) != i]:
+        raise CheckpointError(f"{path / 'added_tokens.json'}: {wrong[0]!r} cannot have id {added[wrong[0]]}.", cure="Download it again.")
+    _set_template(tokenizer, "[CLS]", "$A", "<|endoftext|>", "<|startofpiece|>")
     return tokenizer, {"eos_token": "<|endofpiece|>", "pad_token": "<|endoftext|>"}
 
 
-def _bpe(vocab: Path, merges: Path) -> models.BPE:
+def _read_bpe(vocab: Path, merges: Path) -> models.BPE:
     try:
         return models.BPE.from_file(str(vocab), str(merges))
     except Exception as problem:  # the library raises bare Exception for every defect
-        raise CheckpointError(f"{vocab} and {merges.name} are no vocabulary ({problem}).", cure="Download them again.") from None
+        raise CheckpointError(f"{vocab} and {merges.name} are not a vocabulary ({problem}).", cure="Download them again.") from None
 
 
-def _special(tokenizer: Tokenizer, *tokens: str | AddedToken) -> None:
-    made = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False, special=True) for token in tokens]
-    tokenizer.add_special_tokens(made)
+def _add_special_tokens(tokenizer: Tokenizer, *tokens: str | AddedToken) -> None:
+    added = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False, special=True) for token in tokens]
+    tokenizer.add_special_tokens(added)
 
 
-def _frame(tokenizer: Tokenizer, *parts: str) -> None:
-    """What stands around a prompt's text, `$A`. Raises CheckpointError for a token that the vocabulary lacks."""
+def _set_template(tokenizer: Tokenizer, *parts: str) -> None:
+    """Set the tokens around the text of a prompt, which is `$A`. Raises CheckpointError for a token that is not in the vocabulary."""
     ids = {part: tokenizer.token_to_id(part) for part in parts if part != "$A"}
-    if missing := [part for part, found in ids.items() if found is None]:
-        raise CheckpointError(f"the vocabulary has no {missing[0]}, which stands around every prompt.", cure="Download it again.")
+    if missing := [part for part, token_id in ids.items() if token_id is None]:
+        raise CheckpointError(f"the vocabulary has no {missing[0]}, which every prompt contains.", cure="Download it again.")
     tokenizer.post_processor = processors.TemplateProcessing(single=list(parts), pair=None, special_tokens=list(ids.items()))
 
 
 TOKENIZERS: dict[str, tuple[Row, ...]] = {
-    "QWenTokenizer": ((("qwen.tiktoken",), _qwen),),
-    "ChatGLMTokenizer": ((("ice_text.model",), _chatglm), (("tokenizer.model",), _chatglm2)),
-    "ChatGLM4Tokenizer": ((("tokenizer.model",), _glm4),),
-    "GLMGPT2Tokenizer": ((("vocab.json", "merges.txt", "added_tokens.json"), _glm10b),),
+    "QWenTokenizer": ((("qwen.tiktoken",), _convert_qwen),),
+    "ChatGLMTokenizer": ((("ice_text.model",), _convert_chatglm), (("tokenizer.model",), _convert_chatglm2)),
+    "ChatGLM4Tokenizer": ((("tokenizer.model",), _convert_glm4),),
+    "GLMGPT2Tokenizer": ((("vocab.json", "merges.txt", "added_tokens.json"), _convert_glm_10b),),
 }

@@ -1,4 +1,4 @@
-"""Sentencepiece models as tokenizer.json, checked against the sentencepiece library itself."""
+"""Converts sentencepiece models to tokenizer.json, and compares the result with the sentencepiece library."""
 
 from __future__ import annotations
 
@@ -8,71 +8,94 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
 from stoker.base.errors import CheckpointError
-from stoker.builder.checkpoint.weights import FETCH
-from stoker.builder.tokenizers.probe_texts import PROBES
+from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
+from stoker.builder.tokenizers.check_splits import check_splits
 
 UNIGRAM, BPE = 1, 2  # TrainerSpec.model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ModelProto.SentencePiece.type
-# Classes whose tokenizer puts the begin token first unless tokenizer_config.json says otherwise.
-BEGIN_BY_DEFAULT = (
+# Classes that put the begin token first unless tokenizer_config.json sets add_bos_token.
+_BOS_BY_DEFAULT = (
     "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "BaiChuanTokenizer", "BaichuanTokenizer", "InternLMTokenizer",
     "InternLM2Tokenizer", "InternLM3Tokenizer",
 )  # fmt: skip
 
 
-def from_sentencepiece(file: Path, config: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer of a sentencepiece file and its tokenizer_config.json; None when the file is of another kind.
+def convert_sentencepiece(file: Path, config: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer of a sentencepiece file; None when the file is of another kind. `config`: the data of tokenizer_config.json.
 
-    Raises CheckpointError when the result splits the probes otherwise than the sentencepiece library.
+    Raises CheckpointError when the converted tokenizer splits the probe texts differently from the sentencepiece library.
     """
-    proto = parse(file)
+    proto = parse_model(file)
     if proto is None or not proto.pieces:
         return None
     if proto.trainer_spec.model_type not in _MODELS:
         raise CheckpointError(f"{file} is a word or character model.", cure="Name another tokenizer with --tokenizer.")
-    added, first = _added_tokens(config, file), proto.trainer_spec.bos_id
-    _check_id(proto, "unk_id", file)
-    _rename(proto, added)
-    tokenizer = convert(proto)
-    _check(tokenizer, file)
-    _add_later_tokens(tokenizer, added, file)
-    if config.get("add_bos_token", str(config.get("tokenizer_class")).removesuffix("Fast") in BEGIN_BY_DEFAULT):
-        _check_id(proto, "bos_id", file)
-        begin(tokenizer, proto.pieces[first].piece, first)
+    added, bos_id = _read_added_tokens(config, file), proto.trainer_spec.bos_id
+    _check_piece_id(proto, "unk_id", file)
+    _rename_pieces(proto, added)
+    tokenizer = convert_model(proto)
+    _compare_with_library(tokenizer, file)
+    _append_added_tokens(tokenizer, added, file)
+    tokenizer_class = str(config.get("tokenizer_class")).removesuffix("Fast")
+    if config.get("add_bos_token", tokenizer_class in _BOS_BY_DEFAULT):
+        _check_piece_id(proto, "bos_id", file)
+        prepend_bos(tokenizer, proto.pieces[bos_id].piece, bos_id)
     return tokenizer
 
 
-def _check_id(proto: Any, name: str, file: Path) -> None:
-    found = getattr(proto.trainer_spec, name)
-    if not 0 <= found < len(proto.pieces):
-        message = f"{file}: {name}={found} is none of its {len(proto.pieces)} pieces"
-        raise CheckpointError(f"{message}.", cure="Add a tokenizer.json, or set add_bos_token to false." if name == "bos_id" else FETCH)
+def parse_model(file: Path) -> Any:
+    """The sentencepiece ModelProto in a file; None when the file is of another kind, such as tiktoken."""
+    from google.protobuf.message import DecodeError
+    from transformers.utils import sentencepiece_model_pb2_new as schema
 
-
-def _added_tokens(config: dict[str, Any], file: Path) -> dict[int, dict[str, Any]]:
-    """tokenizer_config.json's added_tokens_decoder by id. Raises CheckpointError unless each has its content."""
     try:
-        added = {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
-        if all(isinstance(token["content"], str) for token in added.values()):
-            return added
-        what = "a content is no text"
-    except (TypeError, ValueError, AttributeError, KeyError) as problem:
-        what = f"{type(problem).__name__}: {problem}"
-    raise CheckpointError(f"{file.parent}: tokenizer_config.json has a wrong added_tokens_decoder ({what}).", cure="Download it again.")
+        return schema.ModelProto.FromString(file.read_bytes())  # type: ignore[attr-defined]
+    except DecodeError:
+        return None
 
 
-def convert(proto: Any) -> Tokenizer:
-    """The tokenizer of a ModelProto of kind UNIGRAM or BPE, unchecked."""
+def convert_model(proto: Any) -> Tokenizer:
+    """The tokenizer of a ModelProto of kind UNIGRAM or BPE, without a comparison."""
     tokens, scores = [piece.piece for piece in proto.pieces], [piece.score for piece in proto.pieces]
     tokenizer = Tokenizer(_MODELS[proto.trainer_spec.model_type](tokens, scores, proto.trainer_spec))
-    spaces(tokenizer, prefix=proto.normalizer_spec.add_dummy_prefix)
+    use_space_symbol(tokenizer, prefix=proto.normalizer_spec.add_dummy_prefix)
     tokenizer.normalizer = normalizers.Sequence([*_normalizers(proto.normalizer_spec), tokenizer.normalizer])
-    add_tokens(tokenizer, [(piece.piece, piece.type) for piece in proto.pieces])
+    add_special_pieces(tokenizer, [(piece.piece, piece.type) for piece in proto.pieces])
     return tokenizer
 
 
-def bpe_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Merges of a sentencepiece BPE vocabulary: every split of a piece into two, best score first, as Hugging Face's converter does."""
+def make_bpe(tokens: list[str], scores: list[float], unknown: str) -> models.BPE:
+    """A sentencepiece BPE model. Characters that are not in the vocabulary are encoded as bytes."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return models.BPE(vocab=vocab, merges=_derive_merges(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+
+
+def use_space_symbol(tokenizer: Tokenizer, *, prefix: bool) -> None:
+    """Represent spaces by ▁ inside the tokenizer. `prefix`: prepend a space when encoding, and remove it when decoding."""
+    before = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
+    after = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *after])
+
+
+def add_special_pieces(tokenizer: Tokenizer, pieces: list[tuple[str, int]]) -> None:
+    """Make control pieces special tokens, and user-defined pieces tokens that are never split. `pieces`: (text, type) by id."""
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token, kind in pieces if kind == CONTROL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in pieces if kind == USER_DEFINED])
+
+
+def prepend_bos(tokenizer: Tokenizer, token: str, token_id: int) -> None:
+    """Put the begin token before every text."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 {token}:1 $B:1", special_tokens=[(token, token_id)]
+    )
+
+
+def _derive_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """The merges of a sentencepiece BPE vocabulary, best score first, derived as Hugging Face's converter does.
+
+    Every division of a piece into two other pieces is a merge.
+    """
     ranked: list[tuple[float, int, int, tuple[str, str]]] = []
     for piece, i in vocab.items():
         for cut in range(1, len(piece)):
@@ -82,61 +105,15 @@ def bpe_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, st
     return [pair for *_, pair in sorted(ranked)]
 
 
-def bpe(tokens: list[str], scores: list[float], unknown: str) -> models.BPE:
-    """A sentencepiece BPE model; characters outside the vocabulary become bytes."""
-    vocab = {token: i for i, token in enumerate(tokens)}
-    return models.BPE(vocab=vocab, merges=bpe_merges(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+def _make_bpe(tokens: list[str], scores: list[float], trainer: Any) -> models.BPE:
+    return make_bpe(tokens, scores, tokens[trainer.unk_id])
 
 
-def spaces(tokenizer: Tokenizer, *, prefix: bool) -> None:
-    """Spaces are ▁ inside; `prefix`: text begins with one that decoding takes away."""
-    before = [normalizers.Prepend("▁")] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
-    after = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *after])
-
-
-def add_tokens(tokenizer: Tokenizer, pieces: list[tuple[str, int]]) -> None:
-    """Control pieces are special tokens; user-defined ones are taken whole wherever they stand."""
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token, kind in pieces if kind == CONTROL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in pieces if kind == USER_DEFINED])
-
-
-def begin(tokenizer: Tokenizer, token: str, token_id: int) -> None:
-    """Put the begin token before every text."""
-    template = processors.TemplateProcessing(
-        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 {token}:1 $B:1", special_tokens=[(token, token_id)]
-    )
-    tokenizer.post_processor = template
-
-
-def parse(file: Path) -> Any:
-    """The ModelProto of a file, or None when it is of another kind."""
-    from google.protobuf.message import DecodeError
-    from transformers.utils import sentencepiece_model_pb2_new as schema
-
-    try:
-        return schema.ModelProto.FromString(file.read_bytes())  # type: ignore[attr-defined]
-    except DecodeError:  # the name is also given to tiktoken files
-        return None
-
-
-def _bpe(tokens: list[str], scores: list[float], trainer: Any) -> models.BPE:
-    return bpe(tokens, scores, tokens[trainer.unk_id])
-
-
-def _unigram(tokens: list[str], scores: list[float], trainer: Any) -> models.Unigram:
+def _make_unigram(tokens: list[str], scores: list[float], trainer: Any) -> models.Unigram:
     return models.Unigram(list(zip(tokens, scores, strict=True)), unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
 
 
-_MODELS = {UNIGRAM: _unigram, BPE: _bpe}
-
-
-def _rename(proto: Any, added: dict[int, dict[str, Any]]) -> None:
-    """Reserved pieces that tokenizer_config.json gives a name (InternLM 2: [UNUSED_TOKEN_145] is <|im_end|>)."""
-    for i, token in added.items():
-        if 0 <= i < len(proto.pieces):
-            proto.pieces[i].piece = token["content"]
+_MODELS = {UNIGRAM: _make_unigram, BPE: _make_bpe}
 
 
 def _normalizers(spec: Any) -> list[Any]:
@@ -146,21 +123,44 @@ def _normalizers(spec: Any) -> list[Any]:
     return found
 
 
-def _add_later_tokens(tokenizer: Tokenizer, tokens: dict[int, dict[str, Any]], file: Path) -> None:
-    """Tokens that tokenizer_config.json adds after the sentencepiece vocabulary, in the order of their ids."""
+def _check_piece_id(proto: Any, name: str, file: Path) -> None:
+    """Raise CheckpointError unless the id `name` of the trainer's specification is that of a piece."""
+    piece_id = getattr(proto.trainer_spec, name)
+    if not 0 <= piece_id < len(proto.pieces):
+        cure = "Add a tokenizer.json, or set add_bos_token to false." if name == "bos_id" else DOWNLOAD_AGAIN
+        raise CheckpointError(f"{file}: {name}={piece_id} is not the id of one of its {len(proto.pieces)} pieces.", cure=cure)
+
+
+def _read_added_tokens(config: dict[str, Any], file: Path) -> dict[int, dict[str, Any]]:
+    """added_tokens_decoder of tokenizer_config.json, by id. Raises CheckpointError unless each token has a content."""
+    try:
+        added = {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
+        if all(isinstance(token["content"], str) for token in added.values()):
+            return added
+        reason = "a content is not a string"
+    except (TypeError, ValueError, AttributeError, KeyError) as problem:
+        reason = f"{type(problem).__name__}: {problem}"
+    raise CheckpointError(f"{file.parent}: tokenizer_config.json has a wrong added_tokens_decoder ({reason}).", cure="Download it again.")
+
+
+def _rename_pieces(proto: Any, added: dict[int, dict[str, Any]]) -> None:
+    """Rename reserved pieces as tokenizer_config.json does (InternLM 2: [UNUSED_TOKEN_145] becomes <|im_end|>)."""
+    for i, token in added.items():
+        if 0 <= i < len(proto.pieces):
+            proto.pieces[i].piece = token["content"]
+
+
+def _append_added_tokens(tokenizer: Tokenizer, tokens: dict[int, dict[str, Any]], file: Path) -> None:
+    """Append the tokens that follow the sentencepiece vocabulary, in the order of their ids."""
     for i, token in sorted(tokens.items()):
         if tokenizer.token_to_id(token["content"]) is None and i != tokenizer.get_vocab_size():
-            sides = f"has id {i}, and {tokenizer.get_vocab_size()} is next"
-            raise CheckpointError(f"{file}: added token {token['content']!r} {sides}.", cure="Add a tokenizer.json.")
+            ids = f"has id {i}, and {tokenizer.get_vocab_size()} is next"
+            raise CheckpointError(f"{file}: added token {token['content']!r} {ids}.", cure="Add a tokenizer.json.")
         added = AddedToken(token["content"], normalized=bool(token.get("normalized")), special=bool(token.get("special")))
         (tokenizer.add_special_tokens if added.special else tokenizer.add_tokens)([added])
 
 
-def _check(tokenizer: Tokenizer, file: Path) -> None:
+def _compare_with_library(tokenizer: Tokenizer, file: Path) -> None:
     from sentencepiece import SentencePieceProcessor
 
-    original = SentencePieceProcessor(model_file=str(file))
-    for text in PROBES:
-        ids, wanted = tokenizer.encode(text, add_special_tokens=False).ids, original.encode(text)
-        if ids != wanted:
-            raise CheckpointError(f"{file}: converted, it splits {text!r} into {ids}, not {wanted}.", cure="Add a tokenizer.json.")
+    check_splits(tokenizer, SentencePieceProcessor(model_file=str(file)).encode, file)

@@ -29,12 +29,12 @@ def inspect(
     from rich.console import Console
 
     from stoker.cli.output.tables import name_value_table
-    from stoker.engine.config import encode
+    from stoker.engine.config import encode_engine_config
     from stoker.engine.reader import Engine
 
     opened = Engine.open(engine, verify=verify)
     if as_json:
-        typer.echo(encode(opened.config), nl=False)
+        typer.echo(encode_engine_config(opened.config), nl=False)
         return
     console = Console()
     console.print(name_value_table(str(engine), _config_rows(opened.config)))
@@ -72,7 +72,7 @@ def _config_rows(config: EngineConfig) -> list[tuple[str, str]]:
 
 def _tensor_rows(engine: Engine) -> list[tuple[str, str]]:
     from stoker.base.errors import EngineError
-    from stoker.engine.tensor_file import read_header
+    from stoker.engine.safetensors_header import read_header
 
     files = [engine.file(name) for name in engine.config.files if name.endswith(".safetensors")]
     entries = {name: entry for file in files for name, entry in read_header(file, EngineError, "Build the engine again.").items()}

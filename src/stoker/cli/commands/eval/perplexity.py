@@ -38,7 +38,7 @@ def perplexity(
     from stoker.base.config import DEVICES, check_choice
     from stoker.base.errors import EngineError
     from stoker.cli.output.progress import ProgressBars
-    from stoker.engine.layerwise import LayerStream, windows
+    from stoker.engine.layerwise import LayerwiseModel, split_windows
     from stoker.engine.reader import Engine
 
     if device is not None:
@@ -49,13 +49,13 @@ def perplexity(
         raise EngineError(f"{engine} has no tokenizer.", cure="Build it again with --tokenizer.")
     tokenizer = Tokenizer.from_file(str(engine / "tokenizer.json"))
     token_ids = tokenizer.encode(_read_text(text, max_bytes), add_special_tokens=False).ids
-    token_windows = windows(token_ids, window)
+    token_windows = split_windows(token_ids, window)
     if not token_windows:
         raise ConfigError(f"{text} has less than two tokens.", cure="Name a longer text.")
     torch.set_num_threads(env.num_threads())
     loader = opened.loader(0, torch.device(device or opened.config.target.device))
     with ProgressBars(Console(stderr=True)) as bars:
-        scores = LayerStream(opened.config.model, token_windows).run(loader, lambda done, total: bars("layers", done, total))
+        scores = LayerwiseModel(opened.config.model, token_windows).run(loader, lambda done, total: bars("layers", done, total))
     if as_json:
         result = {
             "perplexity": scores.perplexity, "tokens": scores.count, "windows": len(token_windows),

@@ -1,0 +1,35 @@
+"""All decisions of a build, made before anything is written."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from stoker.builder.checkpoint.checkpoint import Checkpoint
+from stoker.builder.config import BuildConfig
+from stoker.builder.conversion.convert import Converter, PrecomputedTensors
+from stoker.builder.conversion.tensor_plan import TensorPlan
+from stoker.engine.config import EngineConfig
+
+
+class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What `prepare` decided: the sizes, dtype and formats of the engine, and which checkpoint tensors make which engine tensors."""
+
+    checkpoint: Checkpoint
+    settings: BuildConfig
+    config: EngineConfig  # of the engine; without files, and without a fingerprint until `prepare.add_fingerprint`
+    tensor_plans: dict[str, TensorPlan]  # by engine name; empty for dummy weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of activations and of weights that are not quantized."""
+        return getattr(torch, self.config.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that weights are converted and measured on: the target's kind of device, if this machine has one."""
+        return torch.device("cuda" if self.config.target.device == "cuda" and torch.cuda.is_available() else "cpu")
+
+    def converter(self, device: torch.device | None = None, calibrated: PrecomputedTensors | None = None) -> Converter:
+        """The converter of the checkpoint's tensors. `calibrated`: tensors that calibration has already quantized."""
+        return Converter(self.config, self.tensor_plans, self.checkpoint.weights, device or self.device, calibrated)

@@ -1,0 +1,72 @@
+"""Loaders whose layers record what calibration needs: the inputs of linears, and the keys and values of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.builder.conversion.convert import Converter
+from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.specs import LinearSpec, Spec
+from stoker.distributed.group import SINGLE
+from stoker.kernels import ops
+from stoker.kernels.types import AttentionParams, Rotary
+from stoker.layers.loader import Loader
+from stoker.quant.calibration import CacheStats, record
+from stoker.quant.format import TensorSource
+from stoker.quant.recipe import Recipe
+from stoker.quant.stats import InputStats
+
+
+class CheckpointTensorSource(TensorSource):
+    """The tensors of a checkpoint under their engine names, before quantization, on the converter's device."""
+
+    def __init__(self, converter: Converter) -> None:
+        self.converter = converter
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in `dtype`."""
+        return self.converter.dense_tensor(name, dtype)
+
+
+class InputRecordingLoader(Loader):
+    """Loads dense linears. Those whose format in `recipe` needs calibration add statistics of their inputs to `stats`, by name."""
+
+    def __init__(self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(source, Recipe(), dtype, device, SINGLE)
+        self.formats = recipe
+        self.stats: dict[str, InputStats] = {}
+
+    def linear(self, spec: LinearSpec) -> Any:
+        """A linear, wrapped if its inputs are recorded."""
+        loaded = super().linear(spec)
+        needs_calibration = self.formats.format_for(spec).needs_calibration
+        return record(loaded, spec, self.device, self.stats) if needs_calibration else loaded
+
+
+class CacheRecordingLoader(Loader):
+    """Loads layers whose attention adds its queries, keys and values to `stats`."""
+
+    def __init__(self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device, stats: CacheStats) -> None:
+        super().__init__(source, recipe, dtype, device, SINGLE)
+        self.stats = stats
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams
+    ) -> Tensor:
+        """`ops.rope_attention` in two steps, between which the cache is recorded."""
+        q = ops.rope_store(q, k, v, *rotary, cache, batch.slots)
+        self.stats.add(q, cache.keys, cache.values)
+        return ops.attention(q, cache, batch, params)
+
+
+def dense_tensors(spec: Spec, loader: Loader) -> dict[str, Tensor]:
+    """The tensors of a spec before quantization, by engine name."""
+    if not isinstance(spec, LinearSpec):
+        return {spec.name: loader.tensor(spec)}
+    tensors = {f"{spec.name}.weight": loader.source.get(f"{spec.name}.weight", spec.weight_shape, loader.dtype)}
+    if spec.bias:
+        tensors[f"{spec.name}.bias"] = loader.source.get(f"{spec.name}.bias", spec.bias_shape, loader.dtype)
+    return tensors

@@ -1,0 +1,79 @@
+"""The tensors of a checkpoint under canonical names: older spellings are renamed, and packed tensors appear as the weights they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
+from stoker.builder.prequantized.dequantize import dequantize
+from stoker.builder.prequantized.methods import DequantizedWeight, find_dequantized, find_prequantized
+from stoker.builder.prequantized.weight import PrequantizedWeight
+from stoker.models import Architecture
+
+
+class CanonicalWeights(CheckpointWeights):
+    """The tensors of `inner` in the spelling of `architecture`.
+
+    `quantization` is the quantization_config of config.json, if any. A weight of a pre-quantized checkpoint appears once, under the name of
+    the plain weight: as a float32 tensor in `tensors`, and, where a format can hold it without a change, in `prequantized`.
+    """
+
+    def __init__(self, inner: CheckpointWeights, architecture: Architecture, quantization: dict[str, Any] | None = None) -> None:
+        self.inner = inner
+        self.files = inner.files
+        canonical = architecture.canonical_name
+        prequantized = find_prequantized(inner.tensors, quantization) if isinstance(quantization, dict) else {}
+        if prequantized is None:
+            dequantized = find_dequantized(inner.tensors, quantization or {})
+        else:
+            dequantized = {name: _dequantized(weight) for name, weight in prequantized.items()}
+        self._prequantized = {canonical(name): weight for name, weight in (prequantized or {}).items()}
+        self._dequantized = {canonical(name): weight for name, weight in dequantized.items()}
+        packed = {source for weight in dequantized.values() for source in weight.sources}
+        plain = [name for name in inner.tensors if name not in packed]
+        self._plain = {canonical(name): name for name in plain}
+        if len(self._plain) < len(plain):
+            duplicate = next(name for name in plain if self._plain[canonical(name)] != name)
+            raise CheckpointError(f"{inner.location(duplicate)} exists twice, in two spellings.", cure="Remove one of them.")
+        self.tensors = {name: inner.tensors[raw] for name, raw in self._plain.items()}
+        self.tensors |= {name: weight.info for name, weight in self._dequantized.items()}
+        self.prequantized = {name: inner.prequantized[raw] for name, raw in self._plain.items() if raw in inner.prequantized}
+        self.prequantized |= {name: weight.format for name, weight in self._prequantized.items()}
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        if name in self._dequantized:
+            yield self.read(name).flatten()
+        else:
+            yield from self.inner.chunks(self._plain[name])
+
+    def copy_into(self, name: str, out: Tensor) -> Iterator[Tensor]:
+        if name in self._dequantized:
+            yield from super().copy_into(name, out)
+        else:
+            yield from self.inner.copy_into(self._plain[name], out)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._dequantized:
+            return self.inner.read(self._plain[name])
+        weight = self._dequantized[name]
+        return weight.dequantize([self.inner.read(source) for source in weight.sources])
+
+    def read_prequantized(self, name: str) -> dict[str, Tensor]:
+        if name not in self._prequantized:
+            return self.inner.read_prequantized(self._plain[name])
+        weight = self._prequantized[name]
+        return weight.repack([self.inner.read(source) for source in weight.sources])
+
+    def location(self, name: str) -> str:
+        return self.inner.location(self._dequantized[name].sources[0] if name in self._dequantized else self._plain[name])
+
+
+def _dequantized(weight: PrequantizedWeight) -> DequantizedWeight:
+    """The weight in float32, for builds that store it in another format."""
+    info = TensorInfo(weight.shape, torch.float32)
+    return DequantizedWeight(weight.sources, info, lambda tensors: dequantize(weight.format, weight.repack(tensors)))

@@ -1,0 +1,109 @@
+"""compressed-tensors checkpoints: pack-quantized int4, int-quantized int8 and float-quantized e4m3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.weights import TensorInfo
+from stoker.builder.prequantized.checks import FLOATS, check_scales, check_tensor, dtype_name, matrix_shape, modules_with, read_section
+from stoker.builder.prequantized.fp8 import repack_row_scales
+from stoker.builder.prequantized.packed_int32 import int4_tensors, supported_group, unpack_int32
+from stoker.builder.prequantized.weight import PrequantizedWeight
+from stoker.quant.format import Format
+from stoker.quant.fp8 import Fp8
+from stoker.quant.int4 import GROUP_SIZES, Int4
+from stoker.quant.int8 import Int8
+from stoker.quant.smoothquant import SmoothQuant
+
+
+def read_compressed_tensors(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
+    """The weights of a checkpoint with one group of settings. Raises CheckpointError for settings that are not supported."""
+    config_groups = list(read_section(quantization, "config_groups").values())
+    if len(config_groups) != 1 or not isinstance(config_groups[0], dict):
+        raise CheckpointError(
+            f"quantization_config: {len(config_groups)} config_groups are not supported.", cure="Use a checkpoint with one."
+        )
+    weights, inputs = read_section(config_groups[0], "weights"), read_section(config_groups[0], "input_activations")
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    if (bits, kind) == (4, "int") and not inputs:
+        return _read_int4(tensors, weights)
+    _check_eight_bits(quantization, weights, inputs)
+    is_static = bool(inputs) and not inputs.get("dynamic")
+    if kind == "float":
+        chosen: Format = Fp8(activations="none" if not inputs else "static" if is_static else "token")
+    else:
+        chosen = SmoothQuant(per_token=not is_static) if inputs else Int8()
+    return _read_eight_bits(tensors, chosen, torch.float8_e4m3fn if kind == "float" else torch.int8, is_static)
+
+
+def _check_eight_bits(quantization: dict[str, Any], weights: dict[str, Any], inputs: dict[str, Any]) -> None:
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    if (bits, kind) not in ((8, "int"), (8, "float")) or weights.get("strategy") not in ("channel", "tensor"):
+        raise CheckpointError(
+            f"quantization_config: {bits}-bit {kind} weights with strategy {weights.get('strategy')!r} are not supported.",
+            cure="Use a checkpoint with 4-bit int weights, or 8-bit weights with scales per channel or tensor.",
+        )
+    if quantization.get("format") == "pack-quantized":
+        raise CheckpointError(
+            "quantization_config: format='pack-quantized' of 8 bits is not supported.", cure="Use int-quantized, or 4 bits."
+        )
+    input_bits, input_kind = inputs.get("num_bits", bits), inputs.get("type", kind)
+    if inputs and (input_bits, input_kind) != (bits, kind):
+        raise CheckpointError(
+            f"quantization_config: {input_bits}-bit {input_kind} input_activations of {bits}-bit {kind} weights are not supported.",
+            cure="Use a checkpoint whose activations have the type of its weights.",
+        )
+
+
+def _read_eight_bits(
+    tensors: Mapping[str, TensorInfo], chosen: Format, dtype: torch.dtype, is_static: bool
+) -> dict[str, PrequantizedWeight]:
+    """Modules with `weight` [out, in], `weight_scale` (one, or one per row), and `input_scale` when activations are static."""
+    input_suffixes = (".input_scale",) if is_static else ()
+    found = {}
+    for module in modules_with(tensors, ".weight_scale", (".weight", *input_suffixes)):
+        shape = matrix_shape(tensors, f"{module}.weight")
+        check_tensor(tensors, f"{module}.weight", shape, dtype)
+        sources = (f"{module}.weight", f"{module}.weight_scale", *(module + suffix for suffix in input_suffixes))
+        check_scales(tensors, *sources)
+        found[f"{module}.weight"] = PrequantizedWeight(sources, shape, chosen, repack_row_scales(shape[0]))
+    return found
+
+
+def _read_int4(tensors: Mapping[str, TensorInfo], weights: dict[str, Any]) -> dict[str, PrequantizedWeight]:
+    """Modules with `weight_packed` [out, in / 8], `weight_scale` [out, groups], and optionally `weight_zero_point` [out / 8, groups]."""
+    size = weights.get("group_size")
+    size = -1 if size is None else size
+    if type(size) is not int or (size != -1 and size not in GROUP_SIZES):
+        raise CheckpointError(
+            f"quantization_config: groups of {size!r} are not supported.", cure=f"Supported: {', '.join(map(str, GROUP_SIZES))}."
+        )
+    found = {}
+    for module in modules_with(tensors, ".weight_packed", (".weight_scale",)):
+        out_features, words = matrix_shape(tensors, f"{module}.weight_packed")
+        in_features = words * 8
+        group = in_features if size == -1 else size
+        num_groups = -(-in_features // group)
+        zero = f"{module}.weight_zero_point"
+        is_asymmetric = not weights.get("symmetric", True) and zero in tensors
+        check_tensor(tensors, f"{module}.weight_packed", (out_features, words), torch.int32)
+        check_tensor(tensors, f"{module}.weight_scale", (out_features, num_groups), *FLOATS)
+        if is_asymmetric:
+            check_tensor(tensors, zero, (-(-out_features // 8), num_groups), torch.int32)
+        scale_dtype = dtype_name(tensors[f"{module}.weight_scale"].dtype)
+        chosen = Int4(group_size=supported_group(group), zero="int" if is_asymmetric else "none", scale_dtype=scale_dtype, clip=False)
+
+        def repack(parts: list[Tensor], group: int = group, is_asymmetric: bool = is_asymmetric) -> dict[str, Tensor]:
+            zeros = unpack_int32(parts[2].t().contiguous()).t() if is_asymmetric else None
+            return int4_tensors(unpack_int32(parts[0]), parts[1], zeros, group)
+
+        # weight_shape is not needed, but counts as used.
+        shape_tensor = (f"{module}.weight_shape",) if f"{module}.weight_shape" in tensors else ()
+        sources = (f"{module}.weight_packed", f"{module}.weight_scale", *((zero,) if is_asymmetric else ()), *shape_tensor)
+        found[f"{module}.weight"] = PrequantizedWeight(sources, (out_features, in_features), chosen, repack)
+    return found

@@ -1,0 +1,66 @@
+"""Hugging Face `fp8` checkpoints: e4m3 weights with one scale per block or one scale per weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
+from stoker.builder.checkpoint.weights import TensorInfo
+from stoker.builder.prequantized.checks import FLOATS, check_scales, check_tensor
+from stoker.builder.prequantized.weight import PrequantizedWeight
+from stoker.quant.block_fp8 import BlockFp8
+from stoker.quant.fp8 import Fp8
+
+
+def read_fp8(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
+    """The weights of an fp8 checkpoint.
+
+    With `weight_block_size`, `weight_scale_inv` has one scale per block [rows, columns]; despite its name, weights are multiplied by it.
+    Otherwise `weight_scale` has one scale, and `input_scale`, if present, is the static scale of activations.
+    """
+    block = quantization.get("weight_block_size")
+    if block is not None and not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise CheckpointError(f"quantization_config: weight_block_size={block!r} is not [rows, columns].", cure=DOWNLOAD_AGAIN)
+    is_static = quantization.get("activation_scheme", "static") == "static"
+    found = {}
+    for name, info in tensors.items():
+        if info.dtype != torch.float8_e4m3fn or len(info.shape) != 2 or not name.endswith(".weight"):
+            continue
+        scale = f"{name}_scale_inv" if block is not None else f"{name}_scale"
+        if scale not in tensors:
+            raise CheckpointError(f"{scale} is missing, and {name} needs it.", cure=DOWNLOAD_AGAIN)
+        found[name] = _in_blocks(tensors, name, scale, block) if block is not None else _per_tensor(tensors, name, scale, is_static)
+    return found
+
+
+def _in_blocks(tensors: Mapping[str, TensorInfo], name: str, scale: str, block: list[int]) -> PrequantizedWeight:
+    out_features, in_features = tensors[name].shape
+    check_tensor(tensors, scale, (-(-out_features // block[0]), -(-in_features // block[1])), *FLOATS)
+    chosen = BlockFp8(rows=block[0], columns=block[1])
+    return PrequantizedWeight(
+        (name, scale), (out_features, in_features), chosen, lambda parts: {"weight": parts[0], "scale": parts[1].float()}
+    )
+
+
+def _per_tensor(tensors: Mapping[str, TensorInfo], name: str, scale: str, is_static: bool) -> PrequantizedWeight:
+    out_features, in_features = tensors[name].shape
+    input_scale = f"{name.removesuffix('.weight')}.input_scale"
+    input_scales = (input_scale,) if input_scale in tensors and is_static else ()
+    check_scales(tensors, name, scale, *input_scales)
+    chosen = Fp8(weights="tensor", activations="static" if input_scales else "token")
+    return PrequantizedWeight((name, scale, *input_scales), (out_features, in_features), chosen, repack_row_scales(out_features))
+
+
+def repack_row_scales(out_features: int) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+    """Converts weight, scale (one, or one per row) and optionally input scale to stored tensors with one scale per row."""
+
+    def repack(parts: list[Tensor]) -> dict[str, Tensor]:
+        stored = {"weight": parts[0], "scale": parts[1].float().reshape(-1).expand(out_features).contiguous()}
+        return stored if len(parts) == 2 else stored | {"input_scale": parts[2].float().reshape(1)}
+
+    return repack

@@ -1,0 +1,84 @@
+"""GPTQ checkpoints (AutoGPTQ and GPTQModel): weights [in, out] of 4 or 8 bits, packed along the input features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.weights import TensorInfo
+from stoker.builder.prequantized.checks import FLOATS, check_tensor, dtype_name, matrix_shape, modules_with, read_bits_and_group
+from stoker.builder.prequantized.packed_int32 import int4_tensors, split_groups, supported_group, unpack_int32
+from stoker.builder.prequantized.weight import PrequantizedWeight
+from stoker.quant.format import Format
+from stoker.quant.int4 import Int4
+from stoker.quant.int8_grouped import GroupedInt8
+
+
+def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:
+    """The weights of a GPTQ checkpoint.
+
+    `qweight` [in × bits / 32, out], `qzeros` [groups, out × bits / 32], `scales` [groups, out], and optionally `g_idx` [in], the group of
+    each input feature. The first version of the format stores each zero point minus one.
+    """
+    bits, size = read_bits_and_group(quantization, (4, 8))
+    zero_offset = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
+    found = {}
+    for module in modules_with(tensors, ".qweight", (".qzeros", ".scales")):
+        words, out_features = matrix_shape(tensors, f"{module}.qweight")
+        in_features = words * 32 // bits
+        group = in_features if size == -1 else size
+        num_groups = -(-in_features // group)
+        check_tensor(tensors, f"{module}.qweight", (words, out_features), torch.int32)
+        check_tensor(tensors, f"{module}.qzeros", (num_groups, out_features * bits // 32), torch.int32)
+        check_tensor(tensors, f"{module}.scales", (num_groups, out_features), *FLOATS)
+        has_group_index = f"{module}.g_idx" in tensors
+        reordered = bool(quantization.get("desc_act")) and has_group_index
+        if has_group_index:
+            check_tensor(tensors, f"{module}.g_idx", (in_features,), torch.int32)
+        sources = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales", *(("g_idx",) if has_group_index else ())))
+        chosen = _choose_format(bits, group, reordered, tensors[f"{module}.scales"].dtype)
+        repack = _repack(module, bits, zero_offset, group, in_features, reordered)
+        found[f"{module}.weight"] = PrequantizedWeight(sources, (out_features, in_features), chosen, repack)
+    return found
+
+
+def _choose_format(bits: int, group: int, reordered: bool, scale_dtype: torch.dtype) -> Format:
+    if bits == 8:
+        if reordered:
+            raise CheckpointError("GPTQ of 8 bits with desc_act is not supported.", cure="Build from the original checkpoint.")
+        return GroupedInt8(group_size=supported_group(group), scale_dtype="float32", shifted=True)
+    return Int4(group_size=supported_group(group), zero="int", scale_dtype=dtype_name(scale_dtype), clip=False, reorder=reordered)
+
+
+def _repack(
+    module: str, bits: int, zero_offset: int, group: int, in_features: int, reordered: bool
+) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+    def repack(parts: list[Tensor]) -> dict[str, Tensor]:
+        qweight, qzeros, scales, *group_index = parts
+        order = _feature_order(module, group_index[0], group, reordered) if group_index else None
+        values = unpack_int32(qweight.t().contiguous(), bits)  # [out, in]
+        zero, scale = unpack_int32(qzeros, bits).t().int() + zero_offset, scales.t()
+        if bits == 8:
+            scale = split_groups(scale.float(), group, in_features)
+            offset = split_groups((128 - zero).float(), group, in_features) * scale
+            return {"weight": (values.int() - 128).to(torch.int8), "scale": scale, "offset": offset}
+        if not reordered or order is None:
+            return int4_tensors(values, scale, zero, group)
+        return int4_tensors(values[:, order], scale, zero, group) | {"order": order.int()}
+
+    return repack
+
+
+def _feature_order(module: str, group_index: Tensor, group: int, reordered: bool) -> Tensor:
+    """int64 [in]: the input features sorted by group. Raises CheckpointError unless all groups have `group` features."""
+    order = group_index.argsort(stable=True) if reordered else torch.arange(len(group_index))
+    if not torch.equal(group_index[order].long(), torch.arange(len(order)) // group):
+        raise CheckpointError(
+            f"{module}.g_idx does not assign features to groups of {group}{'' if reordered else ' in order'}.",
+            cure="Correct group_size and desc_act in config.json, or download the checkpoint again.",
+        )
+    return order

@@ -1,0 +1,49 @@
+"""MXFP4 checkpoints (gpt-oss), which are dequantized to bfloat16 as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
+from stoker.builder.checkpoint.weights import TensorInfo
+from stoker.builder.prequantized.checks import dtype_name
+from stoker.builder.prequantized.weight import DequantizedWeight
+
+# The values of FP4 e2m1 by their four bits (OCP Microscaling Formats 1.0, table 5).
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def read_mxfp4(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, DequantizedWeight]:
+    """The weights [experts, in, out] of a checkpoint that stores `x_blocks` and `x_scales` in place of `x`.
+
+    Blocks are uint8 [experts, out, blocks, 16], and scales uint8 [experts, out, blocks]. Raises CheckpointError when they do not fit.
+    """
+    found: dict[str, DequantizedWeight] = {}
+    for name, info in tensors.items():
+        if not name.endswith("_blocks"):
+            continue
+        stem = name.removesuffix("_blocks")
+        scales = f"{stem}_scales"
+        if len(info.shape) != 4 or scales not in tensors or tensors[scales].shape != info.shape[:3]:
+            raise CheckpointError(f"{scales} is missing, or does not fit {name} {list(info.shape)}.", cure=DOWNLOAD_AGAIN)
+        if wrong := [part for part in (name, scales) if tensors[part].dtype != torch.uint8]:
+            found_dtype = dtype_name(tensors[wrong[0]].dtype)
+            raise CheckpointError(f"{wrong[0]} is {found_dtype}, and uint8 is expected.", cure=DOWNLOAD_AGAIN)
+        experts, out_features, blocks, block_bytes = info.shape
+        weight = TensorInfo((experts, blocks * block_bytes * 2, out_features), torch.bfloat16)
+        found[stem] = DequantizedWeight((name, scales), weight, lambda parts: dequantize_mxfp4(*parts))
+    return found
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16 [experts, in, out]. The low nibble of a byte comes first; the values of a block are multiplied by 2 ** (scale - 127)."""
+    table = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
+    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    exponent = scales.to(torch.int32)[..., None] - 127
+    values = torch.ldexp(table[nibbles.long()].float(), exponent).to(torch.bfloat16)
+    return values.flatten(-2).transpose(1, 2)

@@ -1,0 +1,38 @@
+"""Small integers packed into int32 words, and the stored tensors of an int4 weight.
+
+Shapes: `out` and `in` are the features of the linear; `groups` is the number of scale groups per row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stoker.quant import groups
+from stoker.quant.int4 import GROUP_SIZES
+
+_FALLBACK_GROUP = 128
+
+
+def unpack_int32(words: Tensor, bits: int = 4) -> Tensor:
+    """int32 [..., n] → uint8 [..., n × 32 / bits], lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(-2)
+
+
+def int4_tensors(values: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> dict[str, Tensor]:
+    """The stored tensors of an Int4 format from values [out, in] and scales and zero points [out, in / group]."""
+    in_features = values.shape[1]
+    stored = {"weight": groups.pack(values), "scale": split_groups(scale, group, in_features)}
+    return stored if zero is None else stored | {"zero": split_groups(zero.to(torch.uint8), group, in_features)}
+
+
+def split_groups(scale: Tensor, group: int, in_features: int) -> Tensor:
+    """Scales [out, in / group] → [out, in / supported_group(group)]. The scale of a group that is too large is repeated."""
+    supported = supported_group(group)
+    return scale.repeat_interleave(-(-group // supported), 1)[:, : -(-in_features // supported)].contiguous()
+
+
+def supported_group(group: int) -> int:
+    """The group size of the engine's format: `group` if the format has it, or else a part of it. One group per row becomes several."""
+    return group if group in GROUP_SIZES else _FALLBACK_GROUP

@@ -1,0 +1,101 @@
+"""Chooses the recipe of a build: the quantization that was requested, or the formats that a pre-quantized checkpoint is stored in."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from stoker.base.errors import ConfigError
+from stoker.builder.checkpoint.checkpoint import Checkpoint
+from stoker.builder.config import BuildConfig
+from stoker.builder.conversion.import_linear import import_format
+from stoker.builder.conversion.shard_plan import fit_recipe_to_shards
+from stoker.builder.conversion.tensor_plan import TensorPlan
+from stoker.core.model_config import ModelConfig
+from stoker.core.specs import LinearSpec
+from stoker.engine.config import EngineConfig
+from stoker.layers.decoder import declare, layer_specs
+from stoker.quant.dense import Dense
+from stoker.quant.format import Format
+from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.names import NARROW, canonical, find_recipe
+from stoker.quant.recipe import AS_STORED, Recipe
+
+
+def choose_recipe(settings: BuildConfig, config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint) -> Recipe:
+    """The recipe of the engine `config`, with the calibration settings, and with groups that fit the shards.
+
+    Raises ConfigError for a quantization that is unknown, or does not apply to the model or the checkpoint.
+    """
+    recipe = _requested_or_stored(settings, config, plans, checkpoint)
+    if settings.max_perplexity_increase is not None and not changes_values(recipe):
+        raise ConfigError("max_perplexity_increase is refused: nothing is quantized.", cure="Leave it out, or name a quantization.")
+    config = msgspec.structs.replace(config, recipe=_with_calibration(settings, config, recipe))
+    return fit_recipe_to_shards(config)
+
+
+def changes_values(recipe: Recipe) -> bool:
+    """Whether an engine with this recipe computes different values than its checkpoint, so that its accuracy is measured."""
+    return recipe.name != "NO_QUANT" or recipe.kv_cache is not None
+
+
+def is_calibrated(model: ModelConfig, recipe: Recipe) -> bool:
+    """Whether calibration determines a part of the recipe."""
+    if recipe.name == AS_STORED:  # scales of activations are stored in the checkpoint as well
+        return recipe.kv_cache is not None
+    linears = [spec for i in range(model.num_layers) for spec in layer_specs(model, i).values() if isinstance(spec, LinearSpec)]
+    return recipe.kv_cache is not None or any(recipe.format_for(spec).needs_calibration for spec in linears)
+
+
+def _requested_or_stored(settings: BuildConfig, config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint) -> Recipe:
+    requested = settings.quantization and canonical(settings.quantization)
+    if requested not in (None, AS_STORED):
+        is_narrow = config.model.hidden_size <= NARROW and not config.model.requires_whole_prompt and not settings.dummy_weights
+        return find_recipe(requested, settings.quantization_settings, settings.kv_cache_dtype, is_narrow)
+    unquantized = find_recipe(None, settings.quantization_settings, settings.kv_cache_dtype)
+    stored = _stored_recipe(config, plans, checkpoint) if plans else None
+    if stored is None and requested is not None:
+        raise ConfigError(f"{checkpoint.name} has no pre-quantized weights that can be imported.", cure="Name a quantization.")
+    return unquantized if stored is None else msgspec.structs.replace(stored, kv_cache=unquantized.kv_cache)
+
+
+def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint) -> Recipe | None:
+    """The recipe whose formats hold the weights of a pre-quantized checkpoint without a change; None for other checkpoints.
+
+    The most frequent format is the default, and all other linears are overrides.
+    """
+    linears = [spec for spec in declare(config.model).values() if isinstance(spec, LinearSpec)]
+    formats = {spec.name: _with_dtype(import_format(spec, plans, checkpoint.weights) or Dense(), config.dtype) for spec in linears}
+    counts = Counter(formats[spec.name] for spec in linears if spec.quantize and formats[spec.name] != Dense())
+    default = counts.most_common(1)[0][0] if counts else Dense()
+    recipe = Recipe(default=default, name=AS_STORED)
+    overrides = {spec.name: formats[spec.name] for spec in linears if recipe.format_for(spec) != formats[spec.name]}
+    return None if set(formats.values()) == {Dense()} else msgspec.structs.replace(recipe, overrides=overrides)
+
+
+def _with_dtype(chosen: Format, dtype: str) -> Format:
+    """The format with the dtype of activations, for those that store it."""
+    return msgspec.structs.replace(chosen, dtype=dtype) if isinstance(chosen, GroupedInt8) else chosen
+
+
+def _with_calibration(settings: BuildConfig, config: EngineConfig, recipe: Recipe) -> Recipe:
+    """The recipe with the settings of calibration, which are a part of the engine's content address.
+
+    Raises ConfigError for a prefix LM, whose layers cannot be calibrated on text.
+    """
+    if not is_calibrated(config.model, recipe):
+        return recipe
+    if config.model.requires_whole_prompt and config.weights == "files":
+        cache = f" with a KV cache of {recipe.kv_cache}" if recipe.kv_cache else ""
+        raise ConfigError(
+            f"{recipe.name}{cache} is refused: it is calibrated on text, and {config.model.architecture} is a prefix LM, whose prompt "
+            "tokens attend in both directions.",
+            cure="Use WEIGHTS_ONLY_INT8, WEIGHTS_ONLY_INT4, FP8 or FP8_BLOCK, and do not quantize the KV cache.",
+        )
+    calibration = {
+        "data": settings.calibration_data or "default",
+        "size": settings.calibration_size,
+        "seq_len": settings.calibration_seq_len,
+    }
+    return msgspec.structs.replace(recipe, calibration=calibration)

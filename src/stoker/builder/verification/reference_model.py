@@ -1,0 +1,36 @@
+"""The model of transformers that an engine is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import torch
+
+from stoker.builder.checkpoint.checkpoint import Checkpoint
+
+
+def load_reference_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: bool) -> torch.nn.Module:
+    """The checkpoint's model in float32, with weights rounded to `dtype`."""
+    rounded = getattr(torch, dtype)
+    with contextlib.redirect_stderr(io.StringIO()):  # transformers draws progress bars
+        if checkpoint.gguf is not None:
+            return _from_gguf(checkpoint, rounded).eval()
+        from transformers import AutoModelForCausalLM
+
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        return AutoModelForCausalLM.from_pretrained(str(checkpoint.path), dtype=rounded, **options).float().eval()
+
+
+def _from_gguf(checkpoint: Checkpoint, rounded: torch.dtype) -> torch.nn.Module:
+    """The model with the tensors that Stoker read: transformers' own GGUF reader requires the accelerate package."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**checkpoint.config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = {name: checkpoint.weights.read(name).to(rounded) for name in checkpoint.weights.tensors}
+    missing = set(model.load_state_dict(weights, strict=False).missing_keys)
+    if missing - {"lm_head.weight"}:
+        raise ValueError(f"{sorted(missing)} are not in the file")
+    return model

@@ -1,0 +1,26 @@
+"""Reads the files of an engine back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from stoker.base.errors import EngineError
+from stoker.engine.reader import Engine, rank_file_name
+from stoker.engine.safetensors_header import TensorLayouts
+from stoker.engine.tensor_source import FileTensorSource
+
+
+def verify_files(path: Path, layouts: list[TensorLayouts]) -> None:
+    """Raise EngineError unless every file has its digest, and the file of each rank holds exactly the tensors in `layouts`."""
+    engine = Engine.open(path, verify=True)
+    for rank, planned in enumerate(layouts if engine.config.weights == "files" else []):
+        file = path / rank_file_name(rank)
+        entries = FileTensorSource(file, torch.device("cpu")).entries
+        found = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
+        if found != planned:
+            different = sorted(set(found.items()) ^ set(planned.items()), key=str)[0]
+            raise EngineError(
+                f"{file} does not hold the tensors that were planned: {different}.", cure="Report this with the checkpoint's name."
+            )

@@ -1,0 +1,110 @@
+"""Checkpoints stored in FP8 blocks (DeepSeek V3) and MXFP4 (gpt-oss) are compared with their dequantized weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from cases import GROUPED, MLA
+from harness import Harness, alone
+from oracles import hf_logits, hf_model
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from stoker.base.errors import CheckpointError
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.builder.prequantized.mxfp4 import FP4_VALUES, dequantize_mxfp4
+
+PROMPT = list(range(3, 40))
+BLOCK = (16, 8)  # the sizes of the tiny model are not multiples of it
+
+
+def fp8_blocks(path: Path, block: tuple[int, int] = BLOCK) -> dict[str, torch.Tensor]:
+    """Store every matrix of a saved checkpoint in blocks, as DeepSeek does. Returns the dequantized weights."""
+    tensors, dequantized = load_file(path / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if "proj" not in name:
+            continue
+        rows, columns = (math.ceil(size / side) for size, side in zip(weight.shape, block, strict=True))
+        stored, scale = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+        dequantized[name] = torch.empty(weight.shape)
+        for r in range(rows):
+            for c in range(columns):
+                where = slice(r * block[0], (r + 1) * block[0]), slice(c * block[1], (c + 1) * block[1])
+                scale[r, c] = weight[where].abs().max() / 448
+                stored[where] = (weight[where] / scale[r, c]).to(torch.float8_e4m3fn)
+                dequantized[name][where] = stored[where].float() * scale[r, c]
+        tensors[name], tensors[f"{name}_scale_inv"] = stored, scale
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    (path / "config.json").write_text(json.dumps(config))
+    return dequantized
+
+
+def logits(path: Path, tokenizer: Path, quantization: str | None = None) -> torch.Tensor:
+    settings = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", quantization=quantization)
+    build(path, path / "engine", settings, verify="none")
+    return alone(Harness(path / "engine", 256), PROMPT)
+
+
+def test_fp8_blocks_are_dequantized_without_quantization(tmp_path: Path, tokenizer: Path) -> None:
+    model = hf_model("DeepseekV3", **MLA, n_group=4, topk_group=2)
+    model.save_pretrained(tmp_path)
+    dequantized = fp8_blocks(tmp_path)
+    found = logits(tmp_path, tokenizer, "NO_QUANT")
+
+    plain = tmp_path / "plain"
+    model.save_pretrained(plain)
+    save_file(load_file(plain / "model.safetensors") | dequantized, plain / "model.safetensors")
+    reference = type(model).from_pretrained(plain, attn_implementation="eager").float()
+    assert (found - hf_logits(reference)(PROMPT, 0)).abs().max() < 2e-4
+    assert (found - hf_logits(model)(PROMPT, 0)).abs().max() > 1e-3, "the rounding changes the logits, so the dequantized weights were used"
+
+
+def test_mxfp4_experts_are_dequantized(tmp_path: Path, tokenizer: Path) -> None:
+    sizes = GROUPED | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
+    model = hf_model("GptOss", **sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=9)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for i, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(layer.mlp.experts, name)
+            experts, inner, out = weight.shape
+            blocks = torch.randint(0, 256, (experts, out, inner // 32, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(122, 126, (experts, out, inner // 32), dtype=torch.uint8, generator=generator)
+            with torch.no_grad():
+                weight.copy_(convert_moe_packed_tensors(blocks, scales))
+            stem = f"model.layers.{i}.mlp.experts.{name}"
+            del tensors[stem]
+            tensors |= {f"{stem}_blocks": blocks, f"{stem}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert (logits(tmp_path, tokenizer) - hf_logits(model)(PROMPT, 0)).abs().max() < 2e-4
+
+
+def test_every_fp4_value_is_dequantized() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16)
+    scales = torch.full((1, 16, 1), 130, dtype=torch.uint8)
+    found = dequantize_mxfp4(blocks, scales)[0].T.flatten()
+    expected = [8 * FP4_VALUES[nibble] for byte in range(256) for nibble in (byte & 15, byte >> 4)]
+    assert found.tolist() == expected
+
+
+def test_missing_and_misshapen_scales_are_refused(tmp_path: Path, tokenizer: Path) -> None:
+    hf_model("DeepseekV3", **MLA, n_group=4, topk_group=2).save_pretrained(tmp_path)
+    fp8_blocks(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    save_file({k: t for k, t in tensors.items() if k != name}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} is missing, and .* needs it"):
+        logits(tmp_path, tokenizer)
+    save_file(tensors | {name: torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \[2, 2\].*implies \[3, 5\]"):
+        logits(tmp_path, tokenizer)
