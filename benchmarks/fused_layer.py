@@ -21,10 +21,10 @@ from stoker.cli.benchmark.results import provenance
 from stoker.kernels.quantized import FusedLayer, FusedLinear, Int4Weight
 from stoker.kernels.reference.fused_layer import fused_layer as one_by_one
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
-from stoker.kernels.triton.fused_layer.large_batch.launch import Plan, plan_of, plan_with
+from stoker.kernels.triton.fused_layer.large_batch.launch import Plan, plan_for, plan_with_split_k
 from stoker.kernels.triton.fused_layer.launch import fused_layer
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
-from stoker.kernels.triton.fused_layer.small_batch.launch import MOST, SmallBatchTile
+from stoker.kernels.triton.fused_layer.small_batch.launch import MAX_TOKENS, SmallBatchTile
 from stoker.kernels.triton.gemm.quantized.int4 import pack_int4
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.profiling.tile_tuning import time_graph
@@ -71,10 +71,10 @@ def num_bytes(parts: FusedLayer) -> int:
 
 
 def tiles(form: str) -> list[SmallBatchTile]:
-    found = [SmallBatchTile(8, 1, ring << 10, 168, MOST) for ring in (64, 96, 128, 160)] + [
-        SmallBatchTile(8, 2, ring << 10, 168, MOST) for ring in (64, 96, 128, 160)
+    found = [SmallBatchTile(8, 1, ring << 10, 168, MAX_TOKENS) for ring in (64, 96, 128, 160)] + [
+        SmallBatchTile(8, 2, ring << 10, 168, MAX_TOKENS) for ring in (64, 96, 128, 160)
     ]
-    return found + [SmallBatchTile(16, 1, ring << 10, 128, MOST) for ring in (96, 128)] if form != "fp8" else found
+    return found + [SmallBatchTile(16, 1, ring << 10, 128, MAX_TOKENS) for ring in (96, 128)] if form != "fp8" else found
 
 
 def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
@@ -104,15 +104,15 @@ def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
 def plans(parts: FusedLayer, rows: int) -> list[Plan]:
     """The plan, and those with one linear cut otherwise."""
     programs = torch.cuda.get_device_properties(0).multi_processor_count
-    first = plan_of(parts, rows, programs)
+    first = plan_for(parts, rows, programs)
     assert first is not None
     found = [first]
     for place in range(4):
         for count in (1, 2, 4, 8, 16):
-            cuts = list(first.parts)
+            cuts = list(first.split_k)
             cuts[place] = count
-            other = plan_with(parts, first.tokens, tuple(cuts))
-            if count != first.parts[place] and other is not None:
+            other = plan_with_split_k(parts, first.num_tokens, tuple(cuts))
+            if count != first.split_k[place] and other is not None:
                 found.append(other)
     return found
 
@@ -126,7 +126,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     rows = [int(count) for count in args.rows.split(",")]
-    results = [measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if count <= MOST or "int4" in form]
+    results = [
+        measure(form, count, args.tiles) for form in args.forms.split(",") for count in rows if count <= MAX_TOKENS or "int4" in form
+    ]
     if args.json:
         with open(args.json, "w") as file:
             json.dump({**provenance(device="cuda"), "layers": LAYERS, "results": results}, file, indent=1)

@@ -31,13 +31,13 @@ SOME = [(6, torch.bfloat16, False, False, "silu", 4), (27, torch.bfloat16, True,
 
 def run(x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, programs: int, seed: int) -> Made:
     with emulating(seed, programs) as lost:
-        made = (small_batch.run_small_batch if len(x) <= small_batch.MOST else large_batch.run_large_batch)(x, stream, parts)
+        made = (small_batch.run_small_batch if len(x) <= small_batch.MAX_TOKENS else large_batch.run_large_batch)(x, stream, parts)
     assert not any(lost[name] for name in lost if ".v2" in name or ".v4" in name), f"lanes meet in banks: {lost}"
     return made
 
 
 def fused_layer(form: str) -> None:
-    most = small_batch.TILES["bfloat16" if form == "dense" else form.split()[0]].most
+    most = small_batch.TILES["bfloat16" if form == "dense" else form.split()[0]].max_tokens
     cases = FEW[:most] if not form.startswith("int4") else [FEW[0], FEW[most - 1], SOME[form.endswith("32")]]
     for rows, dtype, biases, last, gate, programs in cases:
         parts, weights = problem(form, SHAPE, dtype, biases, last, gate, "cpu")

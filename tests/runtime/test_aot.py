@@ -135,7 +135,7 @@ def test_a_fused_layer_is_compiled_where_its_launch_looks(tmp_path: Path) -> Non
     )
     engine = build(tmp_path, tmp_path / "engine", config, verify="none")
     found = [job for job in launches(engine.path, 90) if job.name == "fused_layer_small_batch_kernel"]
-    assert sorted(str(constants(job)["GATES"]) for job in found) == ["0 1 0", "0 1 0 0"]
+    assert sorted(str(constants(job)["GATED"]) for job in found) == ["0 1 0", "0 1 0 0"]
     compile_jobs(found[:1], tmp_path / "cache", 90, 1)
     assert found[0].is_cached(tmp_path / "cache")
 

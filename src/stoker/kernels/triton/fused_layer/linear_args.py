@@ -1,48 +1,139 @@
-"""The linears of a fused layer as kernel arguments."""
+"""The linears of a fused layer as kernel arguments.
 
-# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+The fields of all linears travel in one flat tuple (`pack_linears` on the host, `unpack_linears` in the kernel), because Triton serializes a
+tuple of numbers and pointers for ahead-of-time compilation, but neither a named tuple nor a tuple of tuples.
+
+    linears:  x of out_proj, x of gate_up, x of down, x of qkv, norm of out_proj, norm of gate_up, …       field × count + linear
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, NamedTuple
+
 import triton
-import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# A linear is a tuple, since Triton's language has no structs: these are its fields, as kernels list them.
-X, NORM, EPS, WEIGHT, SCALES, ZEROS, BIAS, RESIDUAL, OUT, N, K, STRIDE, LENGTH = map(tl.constexpr, range(13))
+from stoker.kernels.quantized import FusedLinear
+from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
+
+
+class LinearArgs(NamedTuple):
+    """One linear: y = activation(norm(x) × weightᵀ × scale + bias) + residual. Absent tensors are passed as x, and never read.
+
+    Fields hold tensors and numbers on the host, and the kernel's arguments in the kernel.
+    """
+
+    x_ptr: Any  # 16 bits [tokens, k]; of the large-batch kernel's later linears the operand [k × tokens] of `ptx.wgmma`
+    norm_ptr: Any  # [k]: the weight of the RMS norm of x (gate_up and qkv)
+    norm_eps: Any
+    weight_ptr: Any  # [n, row bytes], [2n, row bytes] when gated: the n gate rows, then the n rows that they gate
+    scale_ptr: Any  # float32 [rows] (fp8, int8), or 16 bits [groups, rows] (int4)
+    zero_ptr: Any  # int4: uint8 or 16 bits [groups, rows]
+    bias_ptr: Any  # [rows]
+    residual_ptr: Any  # [tokens, n] (out_proj and down)
+    out_ptr: Any  # [tokens, n]
+    n: Any  # output features
+    k: Any  # input features
+    stride_row: Any  # bytes from a row of the weight to the next
+    row_blocks: Any  # blocks of 128 bytes in a row of the weight
+
+
+def linear_args(linear: FusedLinear, x: Tensor, k: int, residual: Tensor | None, out: Tensor | None) -> LinearArgs:
+    """The arguments of one linear with `k` input features."""
+    weight, fusion = linear.weight, linear.fusion
+    assert weight is not None
+    optional = fusion.norm_weight, weight.scale, weight.zero, weight.bias, residual, out
+    norm, scale, zero, bias, added, result = (x if tensor is None else tensor for tensor in optional)
+    stored = weight.weight
+    return LinearArgs(
+        x_ptr=x,
+        norm_ptr=norm,
+        norm_eps=fusion.norm_eps,
+        weight_ptr=stored,
+        scale_ptr=scale,
+        zero_ptr=zero,
+        bias_ptr=bias,
+        residual_ptr=added,
+        out_ptr=result,
+        n=linear.outputs,
+        k=k,
+        stride_row=stored.stride(0) * stored.element_size(),
+        row_blocks=weight.row_bytes // BLOCK_ROW_BYTES.value,
+    )
+
+
+def pack_linears(linears: Iterable[LinearArgs]) -> tuple[Any, ...]:
+    """The kernel argument `linears`: field by field, of each field the values of all linears."""
+    return tuple(chain.from_iterable(zip(*linears, strict=True)))
+
+
+def pack_numbers(numbers: Iterable[int]) -> str:
+    """Compile-time numbers, one per linear, as the text of a constexpr argument: Triton serializes no constant that is a tuple."""
+    return " ".join(str(int(number)) for number in numbers)
 
 
 @triton.constexpr_function
-def listed(numbers):
-    return tuple(int(number) for number in numbers.split())
+def unpack_numbers(text):
+    """The tuple that `pack_numbers` wrote."""
+    return tuple(int(number) for number in text.split())
 
 
 @gluon.jit
-def linked(fields, COUNT: gl.constexpr):
-    """COUNT linears, of parallel tuples."""
-    links = ()
-    for i in gl.static_range(COUNT):
-        link = ()
-        for field in gl.static_range(len(fields)):
-            link = link + (fields[field][i],)
-        links = links + (link,)
-    return links
+def unpack_linear(packed, INDEX: gl.constexpr, COUNT: gl.constexpr):
+    """The `LinearArgs` of linear number INDEX, of COUNT."""
+    return LinearArgs(
+        x_ptr=packed[INDEX],
+        norm_ptr=packed[COUNT + INDEX],
+        norm_eps=packed[2 * COUNT + INDEX],
+        weight_ptr=packed[3 * COUNT + INDEX],
+        scale_ptr=packed[4 * COUNT + INDEX],
+        zero_ptr=packed[5 * COUNT + INDEX],
+        bias_ptr=packed[6 * COUNT + INDEX],
+        residual_ptr=packed[7 * COUNT + INDEX],
+        out_ptr=packed[8 * COUNT + INDEX],
+        n=packed[9 * COUNT + INDEX],
+        k=packed[10 * COUNT + INDEX],
+        stride_row=packed[11 * COUNT + INDEX],
+        row_blocks=packed[12 * COUNT + INDEX],
+    )
 
 
 @gluon.jit
-def chosen(links, linear, FIELD: gl.constexpr, AS: gl.constexpr, COUNT: gl.constexpr):
-    """A field of the linear of that number."""
-    value = gl.to_tensor(links[0][FIELD]).to(AS)
+def unpack_linears(packed, COUNT: gl.constexpr):
+    """A tuple of COUNT `LinearArgs`, three or four."""
+    linears = (
+        unpack_linear(packed, 0, COUNT),
+        unpack_linear(packed, 1, COUNT),
+        unpack_linear(packed, 2, COUNT),
+        unpack_linear(packed, COUNT - 1, COUNT),
+    )
+    return linears[0:COUNT]
+
+
+@gluon.jit
+def select_field(linears, index, FIELD: gl.constexpr, DTYPE: gl.constexpr, COUNT: gl.constexpr):
+    """Field number FIELD (`field_number`) of the linear whose number is the run-time value `index`, as DTYPE."""
+    value = gl.to_tensor(linears[0][FIELD]).to(DTYPE)
     for i in gl.static_range(1, COUNT):
-        value = gl.where(linear == i, gl.to_tensor(links[i][FIELD]).to(AS), value)
+        value = gl.where(index == i, gl.to_tensor(linears[i][FIELD]).to(DTYPE), value)
     return value
 
 
+@triton.constexpr_function
+def field_number(name):
+    """The place of a field in `LinearArgs`."""
+    fields = LinearArgs._fields
+    return fields.index(name)
+
+
 @gluon.jit
-def number(flags, linear, COUNT: gl.constexpr):
-    """A compile-time number of the linear of that number."""
-    value = gl.to_tensor(flags[0])
+def select_number(numbers, index, COUNT: gl.constexpr):
+    """Of COUNT compile-time numbers, the one at the run-time index."""
+    value = gl.to_tensor(numbers[0])
     for i in gl.static_range(1, COUNT):
-        value = gl.where(linear == i, flags[i], value)
+        value = gl.where(index == i, numbers[i], value)
     return value

@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.ptx.registers import float32_registers, int32_registers, ptx
+from stoker.kernels.triton.ptx.registers import float32_registers, int32_registers, ptx, ptx_text
 
 
 @triton.jit
@@ -159,7 +159,7 @@ _E4M3_TO_F16 = ptx(
 
 @triton.constexpr_function
 def _load_weight_fragment(offset):
-    return "\n".join([
+    return ptx_text(
         "{ .reg .pred p;",
         "setp.ne.b32 p, $5, 0;",  # p: the mask
         "mov.b32 $0, 0;",  # zeros where the mask is 0
@@ -170,7 +170,7 @@ def _load_weight_fragment(offset):
         # L2::128B: the neighbouring lanes' sectors of the same line are fetched together.
         f"@p ld.relaxed.gpu.global.L1::no_allocate.L2::128B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];",
         "}",
-    ])  # fmt: skip
+    )
 
 
 @triton.constexpr_function

@@ -18,6 +18,12 @@ def ptx(*instructions: str) -> tl.constexpr:
 
 
 @triton.constexpr_function
+def ptx_text(*instructions):
+    """The same within a constexpr function, whose results need no wrapper."""
+    return "\n".join(instructions)
+
+
+@triton.constexpr_function
 def int32_registers(count):
     """Result types of an assembly block that returns `count` 32-bit registers, of any content."""
     return (tl.int32,) * count

@@ -14,16 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.ptx.registers import ptx
+from stoker.kernels.triton.ptx.registers import ptx, ptx_text
 
 
 @triton.jit
 def unpack_int4(packed, PACKED: tl.constexpr):
     """(low, high) nibbles of each byte as int8, 0 … 15."""
     if PACKED:
-        low, high = tl.inline_asm_elementwise(
-            _UNPACK_INT4, "=&r,=&r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
-        )  # fmt: skip
+        low, high = tl.inline_asm_elementwise(_UNPACK_INT4, "=&r,=&r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
         return low, high
     else:
         return (packed & 15).to(tl.int8), (packed >> 4).to(tl.int8)
@@ -38,12 +36,10 @@ def unpack_int4_biased(packed, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     if PACKED and tl.bfloat16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
             _UNPACK_INT4_BF16, "=&r,=&r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )  # fmt: skip
+        )
         return low, high
     elif PACKED and tl.float16 == DTYPE:
-        low, high = tl.inline_asm_elementwise(
-            _UNPACK_INT4_F16, "=&r,=&r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )  # fmt: skip
+        low, high = tl.inline_asm_elementwise(_UNPACK_INT4_F16, "=&r,=&r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
         return low, high
     else:
         bias: tl.constexpr = int4_bias(DTYPE)
@@ -59,9 +55,7 @@ def dequantize_16bit(values, zero, scale, offset):
         return tl.inline_asm_elementwise(code, "=r,r,r,r", [values, zero, scale], dtype=values.dtype, is_pure=True, pack=2)
     else:
         code_offset: tl.constexpr = _dequantize_16bit(PAIR, True)
-        return tl.inline_asm_elementwise(
-            code_offset, "=r,r,r,r,r", [values, zero, scale, offset], dtype=values.dtype, is_pure=True, pack=2
-        )  # fmt: skip
+        return tl.inline_asm_elementwise(code_offset, "=r,r,r,r,r", [values, zero, scale, offset], dtype=values.dtype, is_pure=True, pack=2)
 
 
 @triton.constexpr_function
@@ -135,4 +129,4 @@ _INT8_TO_F16 = ptx(
 @triton.constexpr_function
 def _dequantize_16bit(pair, has_offset):
     last = f"fma.rn.{pair} $0, t, $3, $4; }}" if has_offset else f"mul.rn.{pair} $0, t, $3; }}"
-    return "\n".join(["{ .reg .b32 t;", f"sub.rn.{pair} t, $1, $2;", last])
+    return ptx_text("{ .reg .b32 t;", f"sub.rn.{pair} t, $1, $2;", last)

@@ -1,4 +1,4 @@
-"""The launch of `fused_layer_large_batch_kernel`: the fused layer for some tokens, against int4."""
+"""Launch of the fused layer kernel for 3 to 64 tokens of bfloat16 against int4."""
 
 from __future__ import annotations
 
@@ -11,146 +11,159 @@ from torch import Tensor
 
 from stoker.kernels.quantized import FusedLayer
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.fused_layer.large_batch.kernel import fused_layer_large_batch_kernel, shared_places
-from stoker.kernels.triton.fused_layer.large_batch.schedule import GROUPS, TILE, WARPS, slot_bytes
-from stoker.kernels.triton.fused_layer.small_batch.launch import BLOCK, SHARED_BYTES, arrived, flags, link, listed, scale_name
+from stoker.kernels.triton.fused_layer.large_batch.config import NUM_WARPGROUPS, NUM_WARPS, TILE_ROWS, shared_offsets, stage_bytes
+from stoker.kernels.triton.fused_layer.large_batch.kernel import fused_layer_large_batch_kernel
+from stoker.kernels.triton.fused_layer.linear_args import linear_args, pack_linears, pack_numbers
+from stoker.kernels.triton.fused_layer.requirements import SHARED_BYTES, first_weight, linear_flags, scale_dtype
+from stoker.kernels.triton.fused_layer.small_batch.launch import barrier_counter
 from stoker.kernels.triton.pdl import pdl_launch_options
-from stoker.kernels.triton.ptx.wgmma import block_bytes
+from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
+from stoker.kernels.triton.ptx.wgmma import operand_bytes
 
-FEWEST, MOST = 3, 64  # tokens: `run_small_batch` is faster with fewer (benchmarks/results/h200_tail_rows.json)
-MOST_PARTS, DEEPEST = 32, 4
-TRITONS = 1 << 10  # bytes of shared memory that Triton may take itself
-REGISTERS = 128  # of a thread: 16 warps have no more
+MIN_TOKENS, MAX_TOKENS = 3, 64  # with fewer tokens the small-batch kernel is faster (benchmarks/results/h200_tail_rows.json)
+MAX_SPLIT_K = 32
+MIN_STAGES, MAX_STAGES = 2, 4
+SCRATCH_BYTES = 1 << 10  # shared memory that Triton may need itself
+REGISTERS = 128  # per thread: what 16 warps can have
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the kernel is compiled for."""
+    """How a launch cuts the linears, and how far ahead it prefetches."""
 
-    tokens: int  # a power of two
-    parts: tuple[int, ...]  # of each linear's features
-    share: int  # the most blocks of a part
-    depth: int  # of the rings
+    num_tokens: int  # a power of two
+    split_k: tuple[int, ...]  # per linear, the number of slices of its input features
+    max_slice_blocks: int  # of a slice of any linear
+    num_stages: int
 
 
 def supports_large_batch(layer: FusedLayer, rows: int) -> bool:
-    """Whether the kernel takes `rows` rows of a layer that `is_uniform`: int4, whose outputs are whole blocks of the next linear."""
-    first, norms = layer.out.weight, [linear.fusion.norm_weight for linear in (layer.up, layer.qkv) if linear is not None]
-    if first is None or first.form != "int4" or not FEWEST <= rows <= MOST or any(norm.dtype != torch.bfloat16 for norm in norms):
+    """Whether the kernel takes `rows` rows of a layer that `meets_requirements`.
+
+    It needs int4 weights of whole 64-row tiles, bfloat16 norms, and outputs that are whole blocks of the next linear, since a linear
+    writes the next one's operand.
+    """
+    weight, norms = first_weight(layer), [linear.fusion.norm_weight for linear in (layer.up, layer.qkv) if linear is not None]
+    if weight.form != "int4" or not MIN_TOKENS <= rows <= MAX_TOKENS or any(norm is None or norm.dtype != torch.bfloat16 for norm in norms):
         return False
-    given = [linear.outputs for linear in layer.linears]
-    wanted = [2 * linear.weight.weight.shape[1] for linear in layer.linears[1:] if linear.weight is not None]
-    whole = given[: len(wanted)] == wanted and all(
-        linear.weight.weight.shape[0] % TILE.value == 0 for linear in layer.linears if linear.weight
-    )
-    return whole and plan_of(layer, rows, num_sms(first.weight.device)) is not None
+    outputs = [linear.outputs for linear in layer.linears]
+    inputs = [2 * linear.weight.weight.shape[1] for linear in layer.linears[1:] if linear.weight is not None]
+    in_tiles = all(linear.weight.weight.shape[0] % TILE_ROWS.value == 0 for linear in layer.linears if linear.weight is not None)
+    return outputs[: len(inputs)] == inputs and in_tiles and plan_for(layer, rows, num_sms(weight.weight.device)) is not None
 
 
 def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan | None = None) -> tuple[Tensor, Tensor | None]:
-    """`ops.fused_layer` of FEWEST to MOST rows of bfloat16.
-
-    All programs must be on the device at once, so the launch is a cooperative one, as that of one row.
-    """
-    (m, hidden), programs = residual.shape, num_sms(x.device)
-    plan = plan or plan_of(layer, m, programs)
+    """`ops.fused_layer` of MIN_TOKENS to MAX_TOKENS rows of bfloat16. A cooperative launch, as `run_small_batch`."""
+    (m, hidden), num_ctas = residual.shape, num_sms(x.device)
+    plan = plan or plan_for(layer, m, num_ctas)
     assert plan is not None
-    size = layer.up.outputs
+    size, weight = layer.up.outputs, first_weight(layer)
     middle, after = torch.empty_like(residual), torch.empty_like(residual)
-    operands = [x.new_empty(features * plan.tokens) for features in (hidden, size, hidden)]
-    links = [
-        link(layer.out, x, x.shape[1], residual, middle),
-        link(layer.up, operands[0], hidden, None, None),
-        link(layer.down, operands[1], size, middle, after),
+    operands = [x.new_empty(features * plan.num_tokens) for features in (hidden, size, hidden)]
+    linears = [
+        linear_args(layer.out, x, x.shape[1], residual, middle),
+        linear_args(layer.up, operands[0], hidden, None, None),
+        linear_args(layer.down, operands[1], size, middle, after),
     ]
     qkv = None
     if layer.qkv is not None:
         qkv = x.new_empty(m, layer.qkv.outputs)
-        links.append(link(layer.qkv, operands[2], hidden, None, qkv))
+        linears.append(linear_args(layer.qkv, operands[2], hidden, None, qkv))
     sizes = _sizes(layer)
-    messages = _messages(x.device, max(_words(sizes, plan), _most_words(sizes, _group(layer), programs)))
-    squares = torch.empty(hidden // 16 * plan.tokens, dtype=torch.float32, device=x.device)
-    weight = layer.out.weight
-    assert weight is not None
-    fused_layer_large_batch_kernel[(programs,)](
-        *zip(*links, strict=True), messages, squares, arrived(x.device), programs, m, **flags(layer),
-        PARTS=listed(plan.parts), ACT=layer.up.fusion.gate, SCALE=scale_name(weight), ZERO=weight.zero_kind,
-        DEPTH=plan.depth, TOKENS=plan.tokens, SHARE=plan.share, GROUP=weight.group,
-        num_warps=WARPS.value, maxnreg=REGISTERS, launch_cooperative_grid=True, **pdl_launch_options(x),
-    )  # fmt: skip
+    count = max(_partials_count(sizes, plan), _max_partials_count(sizes, weight.group, num_ctas))
+    fused_layer_large_batch_kernel[(num_ctas,)](
+        pack_linears(linears),
+        _partials(x.device, count),
+        torch.empty(hidden // 16 * plan.num_tokens, dtype=torch.float32, device=x.device),
+        barrier_counter(x.device),
+        num_ctas,
+        m,
+        **linear_flags(layer),
+        SPLIT_K=pack_numbers(plan.split_k),
+        ACTIVATION=layer.up.fusion.gate,
+        GROUP_SIZE=weight.group,
+        SCALE_DTYPE=scale_dtype(weight),
+        ZERO_KIND=weight.zero_kind,
+        NUM_STAGES=plan.num_stages,
+        MAX_SLICE_BLOCKS=plan.max_slice_blocks,
+        NUM_TOKENS=plan.num_tokens,
+        num_warps=NUM_WARPS.value,
+        maxnreg=REGISTERS,
+        launch_cooperative_grid=True,
+        **pdl_launch_options(x),
+    )
     return after, qkv
 
 
-def plan_of(layer: FusedLayer, rows: int, programs: int) -> Plan | None:
-    """None where shared memory has no room for a ring of two slots."""
-    return _planned(_sizes(layer), _group(layer), max(8, triton.next_power_of_2(rows)), programs)
+def plan_for(layer: FusedLayer, rows: int, num_ctas: int) -> Plan | None:
+    """The plan for `rows` rows; None where shared memory has no room for MIN_STAGES stages."""
+    return _plan(_sizes(layer), first_weight(layer).group, max(8, triton.next_power_of_2(rows)), num_ctas)
 
 
-def plan_with(layer: FusedLayer, tokens: int, parts: tuple[int, ...]) -> Plan | None:
-    """The same with the features cut so."""
-    return _cut(_sizes(layer), _group(layer), tokens, parts)
+def plan_with_split_k(layer: FusedLayer, num_tokens: int, split_k: tuple[int, ...]) -> Plan | None:
+    """The plan with given numbers of slices. Used by benchmarks."""
+    return _plan_with_split_k(_sizes(layer), first_weight(layer).group, num_tokens, split_k)
 
 
 @cache
-def _planned(sizes: tuple[tuple[int, int], ...], group: int, tokens: int, programs: int) -> Plan | None:
-    """Cached, since layers are alike, and a step that is no graph asks in every one of them."""
-    most = max((count for count in range(1, 257) if _depth(tokens, count, group) >= 2), default=0)
-    parts = tuple(_parts(tiles, blocks, tokens, programs, most, nth == 0) for nth, (tiles, blocks) in enumerate(sizes))
-    return _cut(sizes, group, tokens, parts) if all(parts) else None
+def _plan(sizes: tuple[tuple[int, int], ...], group_size: int, num_tokens: int, num_ctas: int) -> Plan | None:
+    """Cached, because all layers are alike, and eager steps need it for every one of them."""
+    max_blocks = max((count for count in range(1, 257) if _num_stages(num_tokens, count, group_size) >= MIN_STAGES), default=0)
+    split_k = tuple(_best_split_k(tiles, blocks, num_tokens, num_ctas, max_blocks, nth == 0) for nth, (tiles, blocks) in enumerate(sizes))
+    return _plan_with_split_k(sizes, group_size, num_tokens, split_k) if all(split_k) else None
 
 
-def _cut(sizes: tuple[tuple[int, int], ...], group: int, tokens: int, parts: tuple[int, ...]) -> Plan | None:
-    share = max(triton.cdiv(blocks, each) for (_, blocks), each in zip(sizes, parts, strict=True))
-    depth = min(_depth(tokens, share, group), DEEPEST)
-    return Plan(tokens, parts, share, depth) if depth >= 2 else None
+def _plan_with_split_k(sizes: tuple[tuple[int, int], ...], group_size: int, num_tokens: int, split_k: tuple[int, ...]) -> Plan | None:
+    slice_blocks = max(triton.cdiv(blocks, count) for (_, blocks), count in zip(sizes, split_k, strict=True))
+    num_stages = min(_num_stages(num_tokens, slice_blocks, group_size), MAX_STAGES)
+    return Plan(num_tokens, split_k, slice_blocks, num_stages) if num_stages >= MIN_STAGES else None
 
 
-def _depth(tokens: int, share: int, group: int) -> int:
-    """The slots of a ring that shared memory has room for beside the tokens of so many blocks."""
-    return int(SHARED_BYTES - TRITONS - shared_places(0, tokens, share, group)[-1]) // (WARPS.value * slot_bytes(group))
+def _num_stages(num_tokens: int, slice_blocks: int, group_size: int) -> int:
+    """The stages that shared memory has room for beside the operand of `slice_blocks` blocks."""
+    other_bytes = shared_offsets(0, num_tokens, slice_blocks, group_size)[-1] + SCRATCH_BYTES
+    return int(SHARED_BYTES - other_bytes) // (NUM_WARPS.value * stage_bytes(group_size))
 
 
-def _parts(tiles: int, blocks: int, tokens: int, programs: int, most: int, is_first: bool) -> int:
-    """Into how many parts to cut a linear's features, of which no program takes more than `most` blocks; 0: none will do.
+def _best_split_k(tiles: int, blocks: int, num_tokens: int, num_ctas: int, max_blocks: int, is_first: bool) -> int:
+    """The number of slices with the least estimated time, of at most `max_blocks` blocks each; 0 if there is none.
 
-    By what was measured on an H200 with Llama-3.1-8B's shapes: a block of each of its four groups takes a program 1.2 µs, tokens and sums
-    come at 32 KB a µs, and nothing else happens while the first linear's tokens are made an operand. Sums are written, read, and go to
-    memory when their place in the cache is needed.
+    The estimate comes from measurements on an H200 with Llama-3.1-8B's shapes: a CTA takes 1.2 µs for one block of each of its four
+    warpgroups; operands and partial sums arrive at 32 KB per µs; nothing overlaps the conversion of the first linear's operand (a factor
+    of 3). Partial sums are written, read, and evicted to memory (a factor of 3.5).
     """
 
-    def cost(parts: int) -> float:
-        share, mine = triton.cdiv(blocks, parts), triton.cdiv(tiles, programs // parts)
-        turns = max(triton.cdiv(mine * share, GROUPS.value), share)
-        brought = (3 if is_first else 1) * share * block_bytes(tokens)
-        return 1.2 * turns + (brought + 3.5 * mine * 256 * tokens) / 32e3
+    def estimate_us(count: int) -> float:
+        slice_blocks, cta_tiles = triton.cdiv(blocks, count), triton.cdiv(tiles, num_ctas // count)
+        steps = max(triton.cdiv(cta_tiles * slice_blocks, NUM_WARPGROUPS.value), slice_blocks)
+        operand = (3 if is_first else 1) * slice_blocks * operand_bytes(num_tokens)
+        return 1.2 * steps + (operand + 3.5 * cta_tiles * 256 * num_tokens) / 32e3
 
-    whole = [parts for parts in range(1, min(blocks, MOST_PARTS, programs) + 1) if triton.cdiv(blocks, triton.cdiv(blocks, parts)) == parts]
-    return min((parts for parts in whole if triton.cdiv(blocks, parts) <= most), key=cost, default=0)
-
-
-def _group(layer: FusedLayer) -> int:
-    assert layer.out.weight is not None
-    return layer.out.weight.group
+    counts = range(1, min(blocks, MAX_SPLIT_K, num_ctas) + 1)
+    without_empty_slices = [count for count in counts if triton.cdiv(blocks, triton.cdiv(blocks, count)) == count]
+    fitting = (count for count in without_empty_slices if triton.cdiv(blocks, count) <= max_blocks)
+    return min(fitting, key=estimate_us, default=0)
 
 
 def _sizes(layer: FusedLayer) -> tuple[tuple[int, int], ...]:
-    """(tiles, blocks of a row) of each weight."""
+    """(64-row tiles, blocks of a row) of each weight."""
     shapes = (linear.weight.weight.shape for linear in layer.linears if linear.weight is not None)
-    return tuple((n // TILE.value, size // BLOCK) for n, size in shapes)
+    return tuple((rows // TILE_ROWS.value, row_bytes // BLOCK_ROW_BYTES.value) for rows, row_bytes in shapes)
 
 
-def _words(sizes: tuple[tuple[int, int], ...], plan: Plan) -> int:
-    """Of messages: for the linear with the most parts of tiles, each in two pieces."""
-    return max(tiles * parts for (tiles, _), parts in zip(sizes, plan.parts, strict=True)) * 2 * TILE.value * plan.tokens
-
-
-@cache
-def _most_words(sizes: tuple[tuple[int, int], ...], group: int, programs: int) -> int:
-    """For any number of tokens: one place serves them all, 59 MB with Llama-3.1-8B's shapes."""
-    plans = (_planned(sizes, group, tokens, programs) for tokens in (8, 16, 32, MOST))
-    return max(_words(sizes, plan) for plan in plans if plan is not None)
+def _partials_count(sizes: tuple[tuple[int, int], ...], plan: Plan) -> int:
+    """Elements of `partials_ptr`: two segments for each slice and tile of the linear that has the most."""
+    return max(tiles * count for (tiles, _), count in zip(sizes, plan.split_k, strict=True)) * 2 * TILE_ROWS.value * plan.num_tokens
 
 
 @cache
-def _messages(device: torch.device, count: int) -> Tensor:
-    """What programs send each other: every launch leaves it at zero. Launches of one device run one after another."""
+def _max_partials_count(sizes: tuple[tuple[int, int], ...], group_size: int, num_ctas: int) -> int:
+    """For any number of tokens: one buffer serves all launches, 59 MB with Llama-3.1-8B's shapes."""
+    plans = (_plan(sizes, group_size, num_tokens, num_ctas) for num_tokens in (8, 16, 32, MAX_TOKENS))
+    return max(_partials_count(sizes, plan) for plan in plans if plan is not None)
+
+
+@cache
+def _partials(device: torch.device, count: int) -> Tensor:
+    """The buffer of partial sums. Every launch leaves it at zero; launches on a device run one after another."""
     return torch.zeros(count, dtype=torch.float32, device=device)

@@ -1,72 +1,71 @@
-"""Scales and zeros of a warp's 16 rows of a block, from a slot of its ring into the registers that `operand.add_block` takes."""
+"""Scales and zeros of a warp's 16 rows of a block, from a pipeline stage into the registers that `wgmma_int4_block` takes.
 
-# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+A lane needs, for its rows g and g + 8 (g = l / 4) and the pair of groups in which its 32 bytes lie, the scales and zeros of both groups.
+With groups of 64 or 128 several lanes with the same rows need the same ones. Then each lane converts those of one row of one group of each
+pair, and the lanes exchange them in shared memory:
+
+    exchange, per pair of groups, 288 bytes:   | side 0: row 0 … 15 | side 1: row 0 … 15 | 32 |      8 bytes each: scale twice, offset twice
+
+With groups of 32 the four lanes of a row are in different pairs, and each converts its own.
+"""
+
+# ruff: noqa: RUF005 - Triton's language concatenates tuples with +; it does not unpack them.
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.ptx.pipeline import groups_of_block, take_number, take_words, warp_together
-from stoker.kernels.triton.ptx.wgmma import CODE_SCALES, SUM_SCALE, pair_of
-
-PAIR_BYTES = gl.constexpr(288)  # 8 of each row and group, and more so that lanes which read two pairs' read different banks
-
-
-@triton.constexpr_function
-def exchange_bytes(group):
-    """Of a warp: what its lanes make for each other of every row and group. In groups of 32 each lane makes what it needs itself."""
-    return PAIR_BYTES.value * groups_of_block(group) // 2 if group > 32 else 0
+from stoker.kernels.triton.fused_layer.large_batch.config import PAIR_EXCHANGE_BYTES
+from stoker.kernels.triton.ptx.lanes import bf16_twice
+from stoker.kernels.triton.ptx.pipeline import groups_per_block
+from stoker.kernels.triton.ptx.shared import load_shared_as_float, load_shared_words, store_shared_word_pair
+from stoker.kernels.triton.ptx.sync import warp_barrier
+from stoker.kernels.triton.ptx.wgmma import SUBNORMAL_SCALES, SUM_SCALE
 
 
 @gluon.jit
-def take_grid(place, exchange, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.constexpr):
-    """(scales, lows) of a lane's two rows in its pair of a block's groups. Afterwards the slot may be asked for again.
+def load_scales(address, exchange, lane, CONFIG: gl.constexpr):
+    """(scales, offsets) of this lane, four registers each: row g of both groups of its pair, then row g + 8.
 
-    place: of the slot's scales; exchange: `exchange_bytes` of this warp's. In larger groups lanes with the same rows need the same: then
-    each lane makes a row of one group of each pair.
+    address: of the stage's scales; exchange: this warp's `exchange_bytes`. Afterwards copies may be issued into the stage.
     """
-    PAIRS: gl.constexpr = groups_of_block(GROUP) // 2
-    pair = lane % 4 * 32 // GROUP
+    SCALE_DTYPE: gl.constexpr = CONFIG.scale_dtype
+    ZERO_KIND: gl.constexpr = CONFIG.zero_kind
+    GROUP_SIZE: gl.constexpr = CONFIG.group_size
+    PAIRS: gl.constexpr = groups_per_block(GROUP_SIZE) // 2
+    pair = lane % 4 * 32 // GROUP_SIZE  # in which the lane's 32 bytes lie
     scales = ()
-    lows = ()
-    if GROUP == 32:
+    offsets = ()
+    if GROUP_SIZE == 32:
         for nth in gl.static_range(4):
             row = 8 * (nth // 2) + lane // 4
-            scale, low = made(place, pair, nth % 2 * 16 + row, CODE_SCALES[nth % 2], SCALE, ZERO, GROUP)
+            scale, offset = convert_scale(address, pair, nth % 2 * 16 + row, SUBNORMAL_SCALES[nth % 2], SCALE_DTYPE, ZERO_KIND, GROUP_SIZE)
             scales = scales + (scale,)
-            lows = lows + (low,)
-        warp_together(lane)
+            offsets = offsets + (offset,)
+        warp_barrier(lane)
     else:
-        side = gl.where(lane < 16, CODE_SCALES[0], CODE_SCALES[1])
+        subnormal_scale = gl.where(lane < 16, SUBNORMAL_SCALES[0], SUBNORMAL_SCALES[1])
         for nth in gl.static_range(PAIRS):
-            scale, low = made(place, nth, lane, side, SCALE, ZERO, GROUP)
-            put_two(exchange + PAIR_BYTES * nth + 8 * lane, scale, low)
-        warp_together(lane)
+            scale, offset = convert_scale(address, nth, lane, subnormal_scale, SCALE_DTYPE, ZERO_KIND, GROUP_SIZE)
+            store_shared_word_pair(exchange + PAIR_EXCHANGE_BYTES * nth + 8 * lane, scale, offset)
+        warp_barrier(lane)
         for nth in gl.static_range(4):
-            scale, low = take_words(exchange + PAIR_BYTES * pair + lane // 4 * 8, 128 * (nth % 2) + 64 * (nth // 2), 2)
+            scale, offset = load_shared_words(exchange + PAIR_EXCHANGE_BYTES * pair + lane // 4 * 8, 128 * (nth % 2) + 64 * (nth // 2), 2)
             scales = scales + (scale,)
-            lows = lows + (low,)
-    return scales, lows
+            offsets = offsets + (offset,)
+    return scales, offsets
 
 
 @gluon.jit
-def made(place, pair, at, code_scale, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.constexpr):
-    """(a scale × code_scale, the value of code 0 × SUM_SCALE), each twice in a register. at: 16 × the side of the pair + the row."""
-    ZEROS_AT: gl.constexpr = 32 * groups_of_block(GROUP)
-    scale = take_number(place + 64 * pair + 2 * at, SCALE).to(gl.bfloat16).to(gl.float32)
-    if ZERO == "none":
-        low = scale * (-8.0 * SUM_SCALE)
-    elif ZERO == "int":
-        low = scale * -SUM_SCALE * take_number(place + ZEROS_AT + 32 * pair + at, "byte")
+def convert_scale(address, pair, entry, subnormal_scale, SCALE_DTYPE: gl.constexpr, ZERO_KIND: gl.constexpr, GROUP_SIZE: gl.constexpr):
+    """(scale × subnormal_scale, value of q = 0 × SUM_SCALE), each twice in a register. entry: 16 × the side of the pair + the row."""
+    ZEROS: gl.constexpr = 32 * groups_per_block(GROUP_SIZE)  # bytes of scales, after which zeros lie
+    scale = load_shared_as_float(address + 64 * pair + 2 * entry, SCALE_DTYPE).to(gl.bfloat16).to(gl.float32)
+    if ZERO_KIND == "none":
+        offset = scale * (-8.0 * SUM_SCALE)
+    elif ZERO_KIND == "int":
+        offset = scale * -SUM_SCALE * load_shared_as_float(address + ZEROS + 32 * pair + entry, "byte")
     else:
-        low = take_number(place + ZEROS_AT + 64 * pair + 2 * at, SCALE) * SUM_SCALE
-    return pair_of(scale * code_scale), pair_of(low)
-
-
-@gluon.jit
-def put_two(place, one, other):
-    gl.inline_asm_elementwise(
-        "st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, $1;", "=r,r,r,r", [place, one, other], dtype=gl.int32, is_pure=False, pack=1
-    )
+        offset = load_shared_as_float(address + ZEROS + 64 * pair + 2 * entry, SCALE_DTYPE) * SUM_SCALE
+    return bf16_twice(scale * subnormal_scale), bf16_twice(offset)

@@ -1,11 +1,22 @@
-"""Sums over parts of a linear's features, sent by the programs that have the parts to those that finish the rows.
+"""Combining split-K partial sums between CTAs with flags inside the data.
 
-A message's word is a float32 whose last bit is set, one part in 2^23, so a word that is not zero has arrived. Its one reader makes it zero
-again, and leaves all as the next linear and the next launch want them. What it replaces, a meeting of the programs (stores, a fence, an
-atomic operation, a load that waits) before the sums are loaded, takes 1.3 µs of a linear's 10 to 20 (8B shapes, 32 tokens).
+The CTAs that have the slices of a tile's features send their sums through global memory to the CTA that finishes the rows (`epilogue`). No
+separate flag exists: a float32 is stored with its lowest bit set (an error of 1 in 2^23), so a word that is not zero has arrived. Its one
+reader stores zero again, and so leaves the buffer ready for the next linear and the next launch.
+
+    partials [tile, slice, segment, group of 8 tokens, thread of the warpgroup, 4]:
+
+      tile 0:  | slice 0: segment 0 | segment 1 | slice 1: segment 0 | segment 1 | …          256 × TOKENS bytes per segment
+      segment: | tokens 0–7: thread 0: c0 c1 c2 c3 | thread 1 | … | thread 127 | tokens 8–15: …
+      c0 … c3: the accumulator registers of a warpgroup's thread (`ptx.wgmma`): row g token 2c, 2c + 1; row g + 8 token 2c, 2c + 1
+
+    sender     acc | 1 → st.relaxed          …                                      one 16-byte store per 8 tokens
+    reader     ld.relaxed … until no word is zero → sum over slices and segments in a fixed order → st.relaxed 0
+
+A grid barrier instead (stores, a fence, an atomic, a load that waits) takes 1.3 µs of a linear's 10 to 20 (8B shapes, 32 tokens, H200).
 """
 
-# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+# ruff: noqa: RUF005 - Triton's language concatenates tuples with +; it does not unpack them.
 
 from __future__ import annotations
 
@@ -13,88 +24,96 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.fused_layer.large_batch.schedule import blocks_of, share_of
-from stoker.kernels.triton.fused_layer.linear_args import LENGTH
+from stoker.kernels.triton.fused_layer.large_batch.schedule import blocks_of_slice, run_length
 from stoker.kernels.triton.ptx.registers import float32_registers
 
-AT_ONCE = gl.constexpr(16)  # messages of 16 bytes that a lane waits for together
+LOADS_IN_FLIGHT = gl.constexpr(16)  # 16-byte loads that a lane waits for together
 
 
 @triton.constexpr_function
-def columns_at_once(parts, tokens):
-    """Eights of tokens whose sums a lane takes at once."""
-    return max(1, min(tokens // 8, AT_ONCE.value // 4 // parts))
+def columns_at_once(split_k, tokens):
+    """How many groups of 8 tokens a lane sums at once: all segments of these take at most half of LOADS_IN_FLIGHT."""
+    return max(1, min(tokens // 8, LOADS_IN_FLIGHT.value // 4 // split_k))
 
 
 @gluon.jit
-def place_of_sums(messages, tile, part, piece, PARTS: gl.constexpr, TOKENS: gl.constexpr):
-    """Where the sums of a part of a tile's features lie, of the group that has its first block or of the next one."""
-    return messages.to(gl.int64) + ((tile * PARTS + part) * 2 + piece).to(gl.int64) * (256 * TOKENS)
+def partials_address(partials_ptr, tile, slice_idx, segment, SPLIT_K: gl.constexpr, TOKENS: gl.constexpr):
+    """int64: where the partial sums of a tile's slice and segment lie."""
+    return partials_ptr.to(gl.int64) + ((tile * SPLIT_K + slice_idx) * 2 + segment).to(gl.int64) * (256 * TOKENS)
 
 
 @gluon.jit
-def send_sums(place, sums, TOKENS: gl.constexpr):
-    """Store all of a lane's sums (TOKENS / 2 float registers) from `place` (int64), 16 bytes of eight tokens' rows, on."""
+def send_partials(address, acc, TOKENS: gl.constexpr):
+    """Store a lane's accumulators (TOKENS / 2 float32 registers) at `address` (int64), 16 bytes for each 8 tokens."""
     COUNT: gl.constexpr = TOKENS // 2
-    code: gl.constexpr = _sending(COUNT)
-    gl.inline_asm_elementwise(code, "=r,l" + ",r" * COUNT, (place,) + sums, dtype=gl.int32, is_pure=False, pack=1)
+    code: gl.constexpr = _send_partials(COUNT)
+    gl.inline_asm_elementwise(code, "=r,l" + ",r" * COUNT, (address,) + acc, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def sums_of(link, place, nth, tiles, thread, PARTS: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr):
-    """Four float registers of a lane for each of COLUMNS eights of tokens: a tile's sums over all features, once all have come.
+def receive_partials(linear, address, nth, num_tiles, thread, SPLIT_K: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr):
+    """Four float32 registers of a lane for each of COLUMNS groups of 8 tokens: a tile's sums over all features, once all have arrived.
 
-    place (int64): of the lane's first ones. nth: which of the program's tiles it is.
+    address (int64): of the lane's first partial sums. nth: which of the CTA's `num_tiles` tiles it is.
     """
-    _, last = blocks_of(link[LENGTH], PARTS - 1, PARTS)
-    cut = thread * 0 + is_cut(nth, tiles, gl.cdiv(link[LENGTH], PARTS))
-    last_cut = thread * 0 + is_cut(nth, tiles, last)
-    kinds: gl.constexpr = float32_registers(4 * COLUMNS)
-    code: gl.constexpr = _taking(PARTS, COLUMNS, 256 * TOKENS)
-    given: gl.constexpr = "=&f," * (4 * COLUMNS) + "l,r,r"
-    return gl.inline_asm_elementwise(code, given, [place, cut, last_cut], dtype=kinds, is_pure=False, pack=1)
+    _, last_blocks = blocks_of_slice(linear.row_blocks, SPLIT_K - 1, SPLIT_K)  # the last slice may be shorter
+    two_segments = thread * 0 + has_two_segments(nth, num_tiles, gl.cdiv(linear.row_blocks, SPLIT_K))
+    last_two_segments = thread * 0 + has_two_segments(nth, num_tiles, last_blocks)
+    types: gl.constexpr = float32_registers(4 * COLUMNS)
+    code: gl.constexpr = _receive_partials(SPLIT_K, COLUMNS, 256 * TOKENS)
+    constraints: gl.constexpr = "=&f," * (4 * COLUMNS) + "l,r,r"
+    return gl.inline_asm_elementwise(code, constraints, [address, two_segments, last_two_segments], dtype=types, is_pure=False, pack=1)
 
 
 @gluon.jit
-def is_cut(nth, tiles, blocks):
-    """Whether two groups have blocks of a program's tile of that number: 1 or 0."""
-    share = share_of(tiles, blocks)
-    return gl.where(nth * blocks % share + blocks > share, 1, 0)
+def has_two_segments(nth, num_tiles, blocks):
+    """1 where two warpgroups have blocks of the CTA's tile number `nth`, else 0."""
+    length = run_length(num_tiles, blocks)
+    return gl.where(nth * blocks % length + blocks > length, 1, 0)
 
 
 @triton.constexpr_function
-def _sending(count):
-    lines = []
+def _send_partials(count):
+    """PTX of `send_partials`: the address is $1, then `count` sums."""
+    lines = ["{ .reg .b32 t<4>;"]
     for first in range(0, count, 4):
-        lines += [f"or.b32 t{i}, ${2 + first + i}, 1;" for i in range(4)]
+        lines += [f"or.b32 t{i}, ${2 + first + i}, 1;" for i in range(4)]  # not zero: it has arrived
+        # relaxed: each word carries its own flag, so no other store has to be ordered with it. 8 tokens take 128 threads × 16 bytes.
         lines.append(f"st.relaxed.gpu.global.v4.b32 [$1 + {512 * first}], {{t0, t1, t2, t3}};")
-    return "{ .reg .b32 t<4>; " + " ".join(lines) + " mov.b32 $0, 0; }"
+    return "\n".join([*lines, "mov.b32 $0, 0; }"])
 
 
 @triton.constexpr_function
-def _taking(parts, columns, size):
-    """PTX of `sums_of`: after the outputs the place, and whether tiles are cut, those of the last part too. size: of a part's sums.
+def _receive_partials(split_k, columns, segment_bytes):
+    """PTX of `receive_partials`: after the results the address, whether a tile has two segments, and the same for the last slice.
 
-    All messages are looked at together, again and again: one after another would be that many waits for memory.
+    Up to LOADS_IN_FLIGHT loads are issued together and repeated until all have arrived: waiting for one after another would take a memory
+    latency each. The sums are then added in the order slice, segment.
     """
     count = 4 * columns
-    place, cut, last_cut = (f"${count + i}" for i in range(3))
-    lines = [f"mov.f32 ${i}, 0f00000000;" for i in range(count)]
-    lines.append(f"setp.ne.b32 p, {cut}, 0; setp.ne.b32 q, {last_cut}, 0;")
-    messages = [(part, piece, column) for part in range(parts) for piece in range(2) for column in range(columns)]
-    for begin in range(0, len(messages), AT_ONCE.value):
-        loads, least, adds = [], [], []
-        for at, message in enumerate(messages[begin : begin + AT_ONCE.value]):
-            part, piece, column = message
-            guard = "" if piece == 0 else "@q " if part == parts - 1 else "@p "
+    address, two_segments, last_two_segments = (f"${count + i}" for i in range(3))
+    lines = [
+        "{ .reg .pred p, q, r;",
+        ".reg .f32 f;",
+        f".reg .b32 t, z, w<{4 * LOADS_IN_FLIGHT.value}>;",
+        "mov.b32 z, 0;",
+        *(f"mov.f32 ${i}, 0f00000000;" for i in range(count)),
+        f"setp.ne.b32 p, {two_segments}, 0;",
+        f"setp.ne.b32 q, {last_two_segments}, 0;",
+    ]
+    parts = [(slice_idx, segment, column) for slice_idx in range(split_k) for segment in range(2) for column in range(columns)]
+    for begin in range(0, len(parts), LOADS_IN_FLIGHT.value):
+        loads, checks, adds = [], [], []
+        for at, part in enumerate(parts[begin : begin + LOADS_IN_FLIGHT.value]):
+            slice_idx, segment, column = part
+            guard = "" if segment == 0 else "@q " if slice_idx == split_k - 1 else "@p "  # a second segment may not exist
             words = [f"w{4 * at + i}" for i in range(4)]
-            where = f"[{place} + {(2 * part + piece) * size + 2048 * column}]"
-            lines += [f"mov.b32 {word}, 1;" for word in words]
-            loads.append(f"{guard}ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, {where};")
-            least += [f"min.u32 t, t, {word};" for word in words]
-            sums = [f"${4 * column + i}" for i in range(4)]
-            adds += [f"mov.b32 f, {words[i]}; {guard}add.f32 {sums[i]}, {sums[i]}, f;" for i in range(4)]
-            adds.append(f"{guard}st.relaxed.gpu.global.v4.b32 {where}, {{z, z, z, z}};")
-        lines += [f"WAIT{begin}: mov.b32 t, 1;", *loads, *least, f"setp.eq.b32 r, t, 0; @r bra WAIT{begin};", *adds]
-    registers = f".reg .pred p, q, r; .reg .f32 f; .reg .b32 t, z, w<{4 * AT_ONCE.value}>;"
-    return "{ " + registers + " mov.b32 z, 0; " + " ".join(lines) + " }"
+            source = f"[{address} + {(2 * slice_idx + segment) * segment_bytes + 2048 * column}]"
+            lines += [f"mov.b32 {word}, 1;" for word in words]  # what is not loaded counts as arrived
+            loads.append(f"{guard}ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, {source};")
+            checks += [f"min.u32 t, t, {word};" for word in words]  # zero if any word has not arrived
+            for i in range(4):
+                adds += [f"mov.b32 f, {words[i]};", f"{guard}add.f32 ${4 * column + i}, ${4 * column + i}, f;"]
+            adds.append(f"{guard}st.relaxed.gpu.global.v4.b32 {source}, {{z, z, z, z}};")  # ready for the next sender
+        lines += [f"WAIT{begin}: mov.b32 t, 1;", *loads, *checks, "setp.eq.b32 r, t, 0;", f"@r bra WAIT{begin};", *adds]
+    return "\n".join([*lines, "}"])

@@ -1,133 +1,114 @@
-"""The rows that the small-batch kernel multiplies, as codes in shared memory: every program makes them anew, of what others stored.
+"""The activations that the small-batch kernel multiplies: normalized, quantized, and stored in shared memory.
 
-Of int8 digits, and of int4 with groups' sums, see `quant_codes`.
+Every CTA does this for all tokens at the beginning of every linear, from what all CTAs stored (5.4 µs per layer and token of int4 on an
+H200, which limits this kernel to 4 tokens). Layouts: `config`.
+
+An int8 activation has two digits, x ≈ step × (254 × coarse + fine) with coarse and fine in -127 … 127, so 16 bits of precision with 8-bit
+products. For int4, `group_sums` of the integers 254 × coarse + fine multiply the zero of each group.
 """
 
-# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+# ruff: noqa: RUF005 - Triton's language concatenates tuples with +; it does not unpack them.
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.fused_layer.linear_args import EPS, K, X
-from stoker.kernels.triton.ptx.pipeline import put_codes, put_float, put_halves
-
-
-@triton.constexpr_function
-def code_bytes(form, widths):
-    """Of a row."""
-    return (1 if form == "fp8" else 2) * digits_apart(widths)
-
-
-@triton.constexpr_function
-def total_bytes(widths, group):
-    """Of a row's groups' sums, and as many more as let lanes of several rows read different banks."""
-    return 4 * max(widths) // group + 16 if group else 0
-
-
-@triton.constexpr_function
-def is_wide(form):
-    """Whether weights, and so codes, have 16 bits."""
-    return form == "bfloat16" or form == "float16"
-
-
-@triton.constexpr_function
-def digits_apart(widths):
-    """Bytes from coarse digits to fine ones: the widest row, and as many more as let lanes of both read different banks."""
-    return max(widths) + 64
+from stoker.kernels.triton.fused_layer.small_batch.config import activation_bytes, digit_distance, group_sum_bytes, is_16bit
+from stoker.kernels.triton.ptx.shared import store_shared_bytes, store_shared_float, store_shared_halves
 
 
 @gluon.jit
-def whole(x):
-    """A float whose last bits are the nearest integer of |x| < 2^22, to even on a tie."""
+def round_in_fraction(x):
+    """x + 1.5 × 2^23: a float whose low bits are the integer nearest to x, to even on a tie, for |x| < 2^22."""
     return x + 12582912.0
 
 
 @gluon.jit
-def row_of(link, token, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """x of a token, zeros after it."""
+def load_token(linear, token, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """x of a token [WIDTH], zeros beyond k; through L2 (cg), because other CTAs stored it in this launch."""
     cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
-    return gl.load(link[X] + token * link[K] + cols, mask=cols < link[K], other=0.0, cache_modifier=".cg")
+    return gl.load(linear.x_ptr + token * linear.k + cols, mask=cols < linear.k, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
-def put_row(link, row, norms, codes, NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, WARPS: gl.constexpr):
-    """The row itself, normed, as codes of 16 bits."""
-    cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
+def store_16bit(linear, row, norm_weight, address, NORMED: gl.constexpr, WIDTH: gl.constexpr, CONFIG: gl.constexpr):
+    """Store a token, normalized, as 16-bit values at `address`."""
+    cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [CONFIG.num_warps], [0]))
     v = row.to(gl.float32)
     if NORMED:
-        v *= norms.to(gl.float32) * gl.rsqrt(gl.sum(v * v, 0) / link[K] + link[EPS])
-    put_halves(codes + 2 * cols, v.to(gl.bfloat16 if FORM == "bfloat16" else gl.float16))
+        v *= norm_weight.to(gl.float32) * gl.rsqrt(gl.sum(v * v, 0) / linear.k + linear.norm_eps)
+    store_shared_halves(address + 2 * cols, v.to(gl.bfloat16 if CONFIG.format == "bfloat16" else gl.float16))
 
 
 @gluon.jit
-def sum_and_most(sum, most, other_sum, other_most):
-    return sum + other_sum, gl.maximum(most, other_most)
+def sum_and_max(sum, largest, other_sum, other_largest):
+    return sum + other_sum, gl.maximum(largest, other_largest)
 
 
 @gluon.jit
-def encode(
-    link, row, norms, codes, totals,
-    NORMED: gl.constexpr, WIDTH: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr,
-):  # fmt: skip
-    """A row's codes in shared memory, normed on the way (as `quant_codes` makes them). Returns the value of a code.
+def quantize_token(linear, row, norm_weight, address, group_sums, NORMED: gl.constexpr, WIDTH: gl.constexpr, CONFIG: gl.constexpr):
+    """Store a token, normalized and quantized, at `address`, and its group sums at `group_sums`. Returns its step: the real value of one
+    unit.
 
-    codes: where they go, fine digits FAR bytes after the coarse ones; totals: where the groups' sums go, in fine units. Of pairs of groups
-    of 32 a lane's 8 bytes of both lie side by side.
+    The norm and the largest magnitude come from one reduction: the step is max |x × weight| × rsqrt(mean(x²) + eps) ÷ the largest integer.
     """
-    k = link[K]
-    LIMIT: gl.constexpr = 448.0 if FORM == "fp8" else 127.0 * 254.0
+    k = linear.k
+    WARPS: gl.constexpr = CONFIG.num_warps
+    GROUP_SIZE: gl.constexpr = CONFIG.group_size
+    LARGEST: gl.constexpr = 448.0 if CONFIG.format == "fp8" else 127.0 * 254.0
     cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
     v = row.to(gl.float32)
     weighted = v
     factor = 1.0
     if NORMED:
-        weighted = v * norms.to(gl.float32)
-        squares, most = gl.reduce((v * v, gl.abs(weighted)), 0, sum_and_most)
-        factor = gl.rsqrt(squares / k + link[EPS])
+        weighted = v * norm_weight.to(gl.float32)
+        sums, largest = gl.reduce((v * v, gl.abs(weighted)), 0, sum_and_max)
+        factor = gl.rsqrt(sums / k + linear.norm_eps)
     else:
-        squares, most = gl.reduce((v, gl.abs(v)), 0, sum_and_most)  # a maximum passes over NaN; a sum does not
-    step = gl.maximum(most * factor / LIMIT, 1e-12 if FORM == "fp8" else 1e-30) + squares * 0.0
+        sums, largest = gl.reduce((v, gl.abs(v)), 0, sum_and_max)
+    # + sums × 0: a maximum ignores NaN, a sum does not.
+    step = gl.maximum(largest * factor / LARGEST, 1e-12 if CONFIG.format == "fp8" else 1e-30) + sums * 0.0
     units = weighted * (factor / step)
-    if FORM == "fp8":
-        put_codes(codes + cols, units.to(gl.float8e4nv).to(gl.int8, bitcast=True), 4)  # eight at a time spill
+    if CONFIG.format == "fp8":
+        store_shared_bytes(address + cols, units.to(gl.float8e4nv).to(gl.int8, bitcast=True), 4)  # with 8 per store registers spill
     else:
-        units = whole(units) - 12582912.0
-        coarse = whole(units * (1.0 / 254.0))
-        fine = whole(units - (coarse - 12582912.0) * 254.0)
+        units = round_in_fraction(units) - 12582912.0
+        coarse = round_in_fraction(units * (1.0 / 254.0))
+        fine = round_in_fraction(units - (coarse - 12582912.0) * 254.0)
         place = cols
-        if GROUP == 32:
+        if GROUP_SIZE == 32:
+            # Of each pair of groups of 32, a lane's 8 features of the first and of the second lie side by side: one 16-byte load.
             place = cols // 64 * 64 + cols // 8 % 4 * 16 + cols // 32 % 2 * 8 + cols % 8
-        put_codes(codes + place, coarse.to(gl.int32, bitcast=True).to(gl.int8), 8)
-        put_codes(codes + FAR + place, fine.to(gl.int32, bitcast=True).to(gl.int8), 8)
-        if GROUP > 0:
-            sums = gl.sum(gl.reshape(units, [WIDTH // GROUP, GROUP]), 1)
-            group = gl.arange(0, WIDTH // GROUP, layout=sums.type.layout)
-            put_float(totals + group * 4, sums, group >= 0)
+        store_shared_bytes(address + place, coarse.to(gl.int32, bitcast=True).to(gl.int8), 8)
+        store_shared_bytes(address + digit_distance(CONFIG) + place, fine.to(gl.int32, bitcast=True).to(gl.int8), 8)
+        if GROUP_SIZE > 0:
+            of_groups = gl.sum(gl.reshape(units, [WIDTH // GROUP_SIZE, GROUP_SIZE]), 1)
+            group = gl.arange(0, WIDTH // GROUP_SIZE, layout=of_groups.type.layout)
+            store_shared_float(group_sums + group * 4, of_groups, group >= 0)
     return step
 
 
 @gluon.jit
-def encode_all(
-    link, norms, codes, totals, NORMED: gl.constexpr, WIDTHS: gl.constexpr, AT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
-    WARPS: gl.constexpr, TOKENS: gl.constexpr,
-):  # fmt: skip
-    """The values of all tokens' codes. Each row is asked for before the one before it becomes codes."""
-    WIDTH: gl.constexpr = WIDTHS[AT]
+def store_activations(linear, norm_weight, address, group_sums, NORMED: gl.constexpr, INDEX: gl.constexpr, CONFIG: gl.constexpr):
+    """Store the activations of all tokens for linear number INDEX. Returns the step of each token (1 for 16-bit activations).
+
+    The next token is loaded before the current one is processed.
+    """
+    WIDTH: gl.constexpr = CONFIG.padded_k[INDEX]
+    TOKENS: gl.constexpr = CONFIG.num_tokens
     steps = ()
-    row = row_of(link, 0, WIDTH, WARPS)
+    row = load_token(linear, 0, WIDTH, CONFIG.num_warps)
     for token in gl.static_range(TOKENS):
-        after = row
+        next_row = row
         if token + 1 < TOKENS:
-            after = row_of(link, token + 1, WIDTH, WARPS)
-        place = codes + token * code_bytes(FORM, WIDTHS)
-        if is_wide(FORM):
-            put_row(link, row, norms, place, NORMED, WIDTH, FORM, WARPS)
+            next_row = load_token(linear, token + 1, WIDTH, CONFIG.num_warps)
+        target = address + token * activation_bytes(CONFIG)
+        if is_16bit(CONFIG):
+            store_16bit(linear, row, norm_weight, target, NORMED, WIDTH, CONFIG)
             steps = steps + (1.0,)
         else:
-            at = totals + token * total_bytes(WIDTHS, GROUP)
-            steps = steps + (encode(link, row, norms, place, at, NORMED, WIDTH, FORM, GROUP, WARPS, digits_apart(WIDTHS)),)
-        row = after
+            sums = group_sums + token * group_sum_bytes(CONFIG)
+            steps = steps + (quantize_token(linear, row, norm_weight, target, sums, NORMED, WIDTH, CONFIG),)
+        row = next_row
     return steps

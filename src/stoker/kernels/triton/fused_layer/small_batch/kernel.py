@@ -1,262 +1,316 @@
-"""The four linears between one layer's attention and the next one's, for one to four tokens, in one launch.
+"""The fused layer kernel for 1 to 4 tokens: the four linears between one layer's attention and the next one's, in one launch.
 
-Each alone ends with memory idle: programs finish, the next kernel starts, rows become codes, and only then are weights asked for.
-Here the programs stay, one a multiprocessor, and walk through the linears together: tiles of 16 rows of each weight, shared out
-evenly. A warp's ring (see `ring`) is asked for across the ends of tiles and of linears, since weights depend on nothing; it fills while
-programs meet, and while each makes the rows' codes anew.
+Formula, for x [tokens, k] from attention and the residual stream r [tokens, hidden] (norm: RMS norm with weights):
 
-FORM: bfloat16 and float16 (as they are), fp8 (e4m3 codes × e4m3), bytes (int8) and int4 (paired groups, see `quant_int4`), both × a row's
-two int8 digits. In shared memory rows are codes in any case. A matrix instruction has eight columns: two of them are a token's, its coarse
-and its fine digits, or both the same. Its 32 features are one group's: four lanes hold 8 bytes each of a pair of groups of 32, else 16.
+    h   = r + x · W_outᵀ
+    a   = act(norm(h) · W_gateᵀ) × (norm(h) · W_upᵀ)
+    y   = h + a · W_downᵀ
+    qkv = norm(y) · W_qkvᵀ                                   (not after the last layer)
+
+with biases where there are any. Weights are bfloat16, float16, fp8 (e4m3 × e4m3), int8, or int4 in groups of 32, 64 or 128; the last two
+are multiplied by activations of two int8 digits (`activations`).
+
+Grid: one CTA per SM, 8 warps each, all resident at the same time (a cooperative launch). A CTA computes a contiguous range of 16-row tiles
+of each linear (`schedule`) for all tokens, and every CTA quantizes all activations for itself.
+
+Timeline of a CTA. The copies of weights run ahead of their use by NUM_STAGES stages per warp, across the ends of linears:
+
+    copies      | out_proj      | gate_up …                    | down …             | qkv …        |
+    griddepcontrol.wait |
+    quantize            |q|                |q|                     |q|                 |q|
+    multiply              |out_proj|         |gate_up          |     |down      |        |qkv |
+    epilogue                       |e|                         |e|              |e|           |e|
+    grid barrier                     |b|                         |b|              |b|
+
+Why one launch: each linear alone ends with idle memory, while CTAs finish, the next kernel starts, activations are quantized, and only then
+weights are requested.
+
+Layouts: shared memory in `config`; a pipeline stage and its chunk permutation in `ptx.pipeline`; register fragments in `ptx.mma`.
+
+Rows of a 16-row tile in a lane: 2i and 2i + 1 for one i (`row_pair_of`), so that scales and zeros are loaded in pairs. Features of a lane:
+32 contiguous bytes of each 128, in pieces of 8 or 16 bytes.
+
+Theoretical floor: the bytes of the four weights ÷ 4.42 TB/s (the measured read bandwidth of an H200). Llama-3.1-8B, one token, µs per layer
+(benchmarks/results/h200_tail_launches.json; one after another: the linears' own kernels):
+
+    | weights                    | floor | this kernel | one after another |
+    | fp8                        | 49    | 59          | 67                |
+    | int4, groups of 128        | 26    | 38          | 55                |
+    | int4, groups of 32         | 29    | 43          | 76                |
+
+What is left of an AWQ layer of 42 µs, attention included: three grid barriers of 0.8 to 1.3 µs, four quantizations of 1 to 2 µs
+(docs/performance.md).
 """
 
-# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+# ruff: noqa: RUF005 - Triton's language concatenates tuples with +; it does not unpack them.
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from stoker.kernels.triton import activation
-from stoker.kernels.triton.fused_layer.linear_args import BIAS, LENGTH, NORM, OUT, RESIDUAL, SCALES, K, N, linked, listed
-from stoker.kernels.triton.fused_layer.small_batch.activations import code_bytes, digits_apart, encode_all, is_wide, total_bytes
+from stoker.kernels.triton.fused_layer.linear_args import unpack_linears, unpack_numbers
+from stoker.kernels.triton.fused_layer.small_batch.activations import store_activations
+from stoker.kernels.triton.fused_layer.small_batch.config import (
+    activation_bytes,
+    digit_distance,
+    group_sum_bytes,
+    has_row_scales,
+    make_config,
+    shared_offsets,
+    stage_bytes,
+)
 from stoker.kernels.triton.fused_layer.small_batch.products import (
-    add_bytes,
-    add_groups,
+    add_byte_products,
+    add_group_products,
     group_products,
+    load_scales,
     piece_bytes,
-    row_sums,
-    same,
-    take_grid,
+    repeat,
+    sums_of_rows,
 )
-from stoker.kernels.triton.fused_layer.small_batch.schedule import ask, begin, share, slot_bytes
-from stoker.kernels.triton.ptx.pipeline import (
-    BLOCK_BYTES,
-    barrier,
-    follow,
-    groups_of_block,
-    lane_row,
-    meet,
-    put_float,
-    shared_address,
-    take_float,
-    take_two_rows,
-    warp_together,
-)
+from stoker.kernels.triton.fused_layer.small_batch.schedule import begin_prefetch, prefetch, tiles_of_cta
+from stoker.kernels.triton.ptx.pipeline import BLOCK_BYTES, groups_per_block, load_row_pairs, row_pair_of
+from stoker.kernels.triton.ptx.shared import load_shared_float, shared_base, store_shared_float
+from stoker.kernels.triton.ptx.sync import cta_barrier, grid_barrier, pdl_wait_and_launch_dependents, warp_barrier
 
 activated = gluon.jit(activation.activated.fn)
 
 
-@triton.constexpr_function
-def shared_places(form, group, zero, depth, warps, blocks, widths, rows, tokens):
-    """Where shared memory holds the rows' codes, their groups' sums and the warps' sums, after the rings; and where it ends."""
-    codes = depth * warps * slot_bytes(group, zero, blocks)
-    totals = codes + tokens * code_bytes(form, widths)
-    partial = totals + tokens * total_bytes(widths, group)
-    end = partial + 4 * tokens * warps * rows
-    return codes, totals, partial, -(-end // 1024) * 1024  # allocated as buffers of 1024 bytes: only their number may be no power of two
-
-
-@triton.constexpr_function
-def has_scales(form):
-    """Whether each row has one."""
-    return form == "fp8" or form == "bytes"
-
-
-@triton.constexpr_function
-def block_features(form):
-    return 256 if form == "int4" else 64 if is_wide(form) else 128
-
-
 @gluon.jit
-def multiply(
-    state, slot, links, link, programs, mine, codes, totals, partial, lane, warp,
-    GATES: gl.constexpr, GATED: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr,
-    DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, WIDTHS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-):  # fmt: skip
-    """The sums of a linear's rows that this warp's features come to, into `partial`. mine: the warp's ring; slot: the next one to take."""
-    SLOT: gl.constexpr = slot_bytes(GROUP, ZERO, BLOCKS)
-    CODES: gl.constexpr = 256 if FORM == "int4" else 128  # bytes of a block's
-    _, tiles = share(link[N], programs)
-    TOTALS: gl.constexpr = 4 * groups_of_block(GROUP) * BLOCKS
-    code = codes + lane % 4 * 16 + warp * (CODES * BLOCKS) + gl.minimum(lane // 8, TOKENS - 1) * code_bytes(FORM, WIDTHS)
-    if FORM == "bytes" or FORM == "int4":
-        code += lane // 4 % 2 * digits_apart(WIDTHS)  # even columns are coarse digits
-    total = totals + warp * TOTALS + gl.minimum(lane % 4, TOKENS - 1) * total_bytes(WIDTHS, GROUP)
-    nothing = lane * 0
-    for tile in range(tiles * (2 if GATED else 1)):
-        if FORM == "int4":
-            sums = same(nothing.to(gl.float32), 2)
-        elif FORM == "bytes":
-            sums = same(nothing, 8 * BLOCKS)
+def multiply(state, stage, linears, num_ctas, shared, lane, warp, INDEX: gl.constexpr, CONFIG: gl.constexpr):
+    """Multiply all tiles of this CTA of linear number INDEX by the activations, over this warp's features, into the partial results.
+
+    stage: number of the pipeline stage to use next. Returns the `PrefetchState` and the stage after the last one used.
+    """
+    GATED: gl.constexpr = CONFIG.gated[INDEX]
+    INT4: gl.constexpr = CONFIG.format == "int4"
+    BLOCKS: gl.constexpr = CONFIG.blocks_per_stage
+    WARPS: gl.constexpr = CONFIG.num_warps
+    TOKENS: gl.constexpr = CONFIG.num_tokens
+    STAGES: gl.constexpr = CONFIG.num_stages
+    STAGE_BYTES: gl.constexpr = stage_bytes(CONFIG)
+    BLOCK_ACTIVATIONS: gl.constexpr = 256 if INT4 else 128  # bytes of activations that a block of weights is multiplied by
+    BLOCK_GROUP_SUMS: gl.constexpr = 4 * groups_per_block(CONFIG.group_size) * BLOCKS
+    offsets: gl.constexpr = shared_offsets(CONFIG)
+    linear = linears[INDEX]
+    _, num_tiles = tiles_of_cta(linear.n, num_ctas)
+    pipeline = shared + warp * (STAGES * STAGE_BYTES)
+    # B fragments: lane l loads column l / 4, token l / 8, since two columns are a token's. Lanes of absent tokens load the last one.
+    activations = shared + offsets[0] + lane % 4 * 16 + warp * (BLOCK_ACTIVATIONS * BLOCKS)
+    activations += gl.minimum(lane // 8, TOKENS - 1) * activation_bytes(CONFIG)
+    if CONFIG.format == "bytes" or INT4:
+        activations += lane // 4 % 2 * digit_distance(CONFIG)  # even columns are coarse digits, odd ones fine digits
+    group_sums = shared + offsets[1] + warp * BLOCK_GROUP_SUMS + gl.minimum(lane % 4, TOKENS - 1) * group_sum_bytes(CONFIG)
+    zero = lane * 0
+    for tile in range(num_tiles * (2 if GATED else 1)):
+        if INT4:
+            acc = repeat(zero.to(gl.float32), 2)
+        elif CONFIG.format == "bytes":
+            acc = repeat(zero, 8 * BLOCKS)
         else:
-            sums = same(nothing.to(gl.float32), 8 * BLOCKS)
-        for turn in range(gl.cdiv(link[LENGTH], WARPS * BLOCKS)):
-            place = mine + slot * SLOT
-            words = take_two_rows(place, lane, piece_bytes(GROUP), BLOCKS, DEPTH - 1)
-            at = code + turn * (CODES * WARPS * BLOCKS)
-            # Asking for the next slot takes as long as matrix instructions do: it stands where a warp would wait for them.
-            if FORM == "int4":
-                grid = take_grid(place + BLOCKS * BLOCK_BYTES, lane, SCALE, ZERO, GROUP, BLOCKS)
-                warp_together(lane)  # before the slot is asked for again
-                products = group_products(words, at, nothing, GROUP, BLOCKS)
+            acc = repeat(zero.to(gl.float32), 8 * BLOCKS)
+        for step in range(gl.cdiv(linear.row_blocks, WARPS * BLOCKS)):
+            stage_address = pipeline + stage * STAGE_BYTES
+            words = load_row_pairs(stage_address, lane, piece_bytes(CONFIG), BLOCKS, STAGES - 1)
+            of_step = activations + step * (BLOCK_ACTIVATIONS * WARPS * BLOCKS)
+            # Issuing copies takes as long as the matrix instructions do: it stands where the warp would wait for their results.
+            if INT4:
+                scales_zeros = load_scales(stage_address + BLOCKS * BLOCK_BYTES, lane, CONFIG)
+                warp_barrier(lane)  # all lanes have loaded their scales: the stage may be overwritten
+                products = group_products(words, of_step, zero, CONFIG)
             else:
-                sums = add_bytes(sums, words, at, FORM, BLOCKS)
-            state = ask(state, links, programs, place, lane, warp, GATES, GROUP, ZERO, WARPS, BLOCKS)
-            if FORM == "int4":
-                sums = add_groups(sums, products, total + turn * (TOTALS * WARPS), grid, ZERO, GROUP, BLOCKS)
-            slot = gl.where(slot == DEPTH - 1, 0, slot + 1)
-        made = row_sums(sums, FORM, BLOCKS)
-        for half in gl.static_range(2):
-            at = (lane % 4 * WARPS + warp) * ROWS + tile * 16 + lane_row(lane) + half
-            put_float(partial + at * 4, made[half], lane % 4 < TOKENS)
-    return state, slot
+                acc = add_byte_products(acc, words, of_step, CONFIG)
+            state = prefetch(state, linears, num_ctas, stage_address, lane, warp, CONFIG)
+            if INT4:
+                acc = add_group_products(acc, products, group_sums + step * (BLOCK_GROUP_SUMS * WARPS), scales_zeros, CONFIG)
+            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        sums = sums_of_rows(acc, CONFIG)
+        for row in gl.static_range(2):
+            # partial results [token, warp, row]; lane l has token l % 4
+            element = (lane % 4 * WARPS + warp) * CONFIG.max_rows + tile * 16 + row_pair_of(lane) + row
+            store_shared_float(shared + offsets[2] + element * 4, sums[row], lane % 4 < TOKENS)
+    return state, stage
 
 
 @gluon.jit
-def joined(place, WARPS: gl.constexpr, ROWS: gl.constexpr):
-    """The sum over warps."""
-    y = take_float(place)
+def sum_over_warps(address, CONFIG: gl.constexpr):
+    """The sum of all warps' partial results of one row and token; address: of warp 0's."""
+    WARPS: gl.constexpr = CONFIG.num_warps
+    y = load_shared_float(address)
     for warp in gl.static_range(1, WARPS):
-        y += take_float(place + 4 * ROWS * warp)
+        y += load_shared_float(address + 4 * CONFIG.max_rows * warp)
     return y
 
 
 @gluon.jit
-def constants(
-    link, programs, thread,
-    NORMED: gl.constexpr, GATED: gl.constexpr, BIASED: gl.constexpr, FORM: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """What a linear reads besides weights that no kernel of a step writes: (this thread's row's scale and bias, those of what it gates, the
-    norm's weights). Asked for while the linear before is multiplied."""
-    n = link[N]
-    first, tiles = share(n, programs)
+def load_constants(linear, num_ctas, thread, NORMED: gl.constexpr, INDEX: gl.constexpr, CONFIG: gl.constexpr):
+    """(scale, scale of the gated row, bias, bias of the gated row, norm weights): what a linear reads besides its weight and activations.
+
+    The first four are of this thread's output row. No kernel of a step writes them, so they are loaded while the previous linear is
+    multiplied: a load that is issued while the pipeline fills waits behind the copies (1.8 µs per linear on an H200).
+    """
+    GATED: gl.constexpr = CONFIG.gated[INDEX]
+    WIDTH: gl.constexpr = CONFIG.padded_k[INDEX]
+    n = linear.n
+    first, num_tiles = tiles_of_cta(n, num_ctas)
     row = first * 16 + thread
-    ok = thread < tiles * 16
+    mask = thread < num_tiles * 16
     scale = 1.0
     up_scale = 1.0
     bias = 0.0
     up_bias = 0.0
-    norms = 0.0
-    if has_scales(FORM):
-        scale = gl.load(link[SCALES] + row, mask=ok, other=0.0)
+    norm_weight = 0.0
+    if has_row_scales(CONFIG):
+        scale = gl.load(linear.scale_ptr + row, mask=mask, other=0.0)
         if GATED:
-            up_scale = gl.load(link[SCALES] + n + row, mask=ok, other=0.0)
-    if BIASED:
-        bias = gl.load(link[BIAS] + row, mask=ok, other=0.0)
+            up_scale = gl.load(linear.scale_ptr + n + row, mask=mask, other=0.0)
+    if CONFIG.has_bias[INDEX]:
+        bias = gl.load(linear.bias_ptr + row, mask=mask, other=0.0)
         if GATED:
-            up_bias = gl.load(link[BIAS] + n + row, mask=ok, other=0.0)
+            up_bias = gl.load(linear.bias_ptr + n + row, mask=mask, other=0.0)
     if NORMED:
-        cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
-        norms = gl.load(link[NORM] + cols, mask=cols < link[K], other=0.0)
-    return scale, up_scale, bias, up_bias, norms
+        cols = gl.arange(0, WIDTH, layout=gl.BlockedLayout([8], [32], [CONFIG.num_warps], [0]))
+        norm_weight = gl.load(linear.norm_ptr + cols, mask=cols < linear.k, other=0.0)
+    return scale, up_scale, bias, up_bias, norm_weight
 
 
 @gluon.jit
-def residuals(place, n, ok, TOKENS: gl.constexpr):
-    """Of each token, what is added to this thread's row."""
-    added = ()
+def load_residuals(residual_ptr, n, mask, TOKENS: gl.constexpr):
+    """The residual of each token at this thread's row; through L2 (cg), because other CTAs may have stored it in this launch."""
+    residuals = ()
     for token in gl.static_range(TOKENS):
-        added = added + (gl.load(place + token * n, mask=ok, other=0.0, cache_modifier=".cg"),)
-    return added
+        residuals = residuals + (gl.load(residual_ptr + token * n, mask=mask, other=0.0, cache_modifier=".cg"),)
+    return residuals
 
 
 @gluon.jit
-def run(
-    state, slot, early, links, arrived, programs, shared, thread,
-    AT: gl.constexpr, GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr,
-    GROUP: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, USE_PDL: gl.constexpr,
-):  # fmt: skip
-    """One linear, number AT: meet, make codes, multiply, finish this program's rows."""
-    link = links[AT]
-    GATED: gl.constexpr = GATES[AT]
-    ADDS: gl.constexpr = AT % 2 == 0
-    places: gl.constexpr = shared_places(FORM, GROUP, ZERO, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS, TOKENS)
-    SLOT: gl.constexpr = slot_bytes(GROUP, ZERO, BLOCKS)
+def run_linear(
+    state,
+    stage,
+    constants,
+    linears,
+    barrier_ptr,
+    num_ctas,
+    shared,
+    thread,
+    INDEX: gl.constexpr,
+    CONFIG: gl.constexpr,
+    USE_PDL: gl.constexpr,
+):
+    """Linear number INDEX: wait for its input, quantize it, multiply, and store this CTA's rows (one thread per row).
+
+    Linears 0 and 2 (out_proj, down) add a residual; linears 1 and 3 (gate_up, qkv) begin with a norm.
+    constants: of `load_constants` for this linear. Returns the state, the stage, and the constants of the next linear.
+    """
+    linear = linears[INDEX]
+    GATED: gl.constexpr = CONFIG.gated[INDEX]
+    HAS_BIAS: gl.constexpr = CONFIG.has_bias[INDEX]
+    ADDS_RESIDUAL: gl.constexpr = INDEX % 2 == 0
+    ACTIVATION: gl.constexpr = CONFIG.activation
+    TOKENS: gl.constexpr = CONFIG.num_tokens
+    WARPS: gl.constexpr = CONFIG.num_warps
+    offsets: gl.constexpr = shared_offsets(CONFIG)
     lane = thread % 32
     warp = thread // 32
-    codes = shared + places[0]
-    totals = shared + places[1]
-    partial = shared + places[2]
-    scale, up_scale, bias, up_bias, norms = early
-    if AT > 0:
-        meet(arrived, programs, gl.program_id(0) == 0, thread)
+    activations = shared + offsets[0]
+    group_sums = shared + offsets[1]
+    partials = shared + offsets[2]
+    scale, up_scale, bias, up_bias, norm_weight = constants
+    if INDEX > 0:
+        grid_barrier(barrier_ptr, num_ctas, gl.program_id(0) == 0, thread)
     else:
-        follow(thread, USE_PDL)
-    steps = encode_all(link, norms, gl.max(codes, 0), gl.max(totals, 0), not ADDS, WIDTHS, AT, FORM, GROUP, WARPS, TOKENS)
-    n = link[N]
-    first, tiles = share(n, programs)
+        pdl_wait_and_launch_dependents(thread, USE_PDL)
+    steps = store_activations(linear, norm_weight, gl.max(activations, 0), gl.max(group_sums, 0), not ADDS_RESIDUAL, INDEX, CONFIG)
+    n = linear.n
+    first, num_tiles = tiles_of_cta(n, num_ctas)
     row = first * 16 + thread
-    ok = thread < tiles * 16
-    added = same(0.0, TOKENS)
-    if ADDS:
-        added = residuals(link[RESIDUAL] + row, n, ok, TOKENS)
-    if len(GATES) > AT + 1:
-        early = constants(links[AT + 1], programs, thread, ADDS, GATES[AT + 1], BIASES[AT + 1], FORM, WIDTHS[AT + 1], WARPS)
-    barrier()
-    state, slot = multiply(
-        state, slot, links, link, programs, shared + warp * (DEPTH * SLOT), codes, totals, partial, lane, warp,
-        GATES, GATED, FORM, GROUP, SCALE, ZERO, DEPTH, WARPS, BLOCKS, WIDTHS, ROWS, TOKENS,
-    )  # fmt: skip
-    barrier()
-    between: gl.constexpr = 32 if GATED else 16  # rows from a tile to the next: what gates gate lies behind them
+    mask = thread < num_tiles * 16
+    residuals = repeat(0.0, TOKENS)
+    if ADDS_RESIDUAL:
+        residuals = load_residuals(linear.residual_ptr + row, n, mask, TOKENS)
+    if len(CONFIG.gated) > INDEX + 1:
+        constants = load_constants(linears[INDEX + 1], num_ctas, thread, ADDS_RESIDUAL, INDEX + 1, CONFIG)
+    cta_barrier()
+    state, stage = multiply(state, stage, linears, num_ctas, shared, lane, warp, INDEX, CONFIG)
+    cta_barrier()
+    TILE_ROWS: gl.constexpr = 32 if GATED else 16  # partial results of a tile: 16 gates, then the 16 rows that they gate
     for token in gl.static_range(TOKENS):
-        place = partial + gl.where(ok, (thread // 16 * between + thread % 16) * 4, 0) + token * (4 * WARPS * ROWS)
-        y = joined(place, WARPS, ROWS) * steps[token]
-        if has_scales(FORM):
+        partial = partials + gl.where(mask, (thread // 16 * TILE_ROWS + thread % 16) * 4, 0) + token * (4 * WARPS * CONFIG.max_rows)
+        y = sum_over_warps(partial, CONFIG) * steps[token]
+        if has_row_scales(CONFIG):
             y *= scale
-        if BIASES[AT]:
+        if HAS_BIAS:
             y += bias.to(gl.float32)
         if GATED:
-            up = joined(place + 64, WARPS, ROWS) * steps[token]
-            if has_scales(FORM):
+            up = sum_over_warps(partial + 64, CONFIG) * steps[token]
+            if has_row_scales(CONFIG):
                 up *= up_scale
-            if BIASES[AT]:
+            if HAS_BIAS:
                 up += up_bias.to(gl.float32)
-            y = activated(y, ACT) * up
-        if ADDS:
-            y += added[token].to(gl.float32)
-        gl.store(link[OUT] + token * n + row, y.to(link[OUT].dtype.element_ty), mask=ok)
-    return state, slot, early
+            y = activated(y, ACTIVATION) * up
+        if ADDS_RESIDUAL:
+            y += residuals[token].to(gl.float32)
+        gl.store(linear.out_ptr + token * n + row, y.to(linear.out_ptr.dtype.element_ty), mask=mask)
+    return state, stage, constants
 
 
-@gluon.jit(do_not_specialize=["programs"])
+@gluon.jit(do_not_specialize=["num_ctas"])
 def fused_layer_small_batch_kernel(
-    x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks, arrived, programs,
-    GATES: gl.constexpr, BIASES: gl.constexpr, WIDTHS: gl.constexpr, ACT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
-    SCALE: gl.constexpr, ZERO: gl.constexpr, DEPTH: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr,
-    TOKENS: gl.constexpr, USE_PDL: gl.constexpr,
-):  # fmt: skip
-    """Grid: (programs,), all of them on the device at once.
-
-    The first 13 have a part for each linear: x [TOKENS, k], norm's weights [k] and epsilon (of the second and the fourth), weight [n (twice
-    when gated), row's bytes], scale, zero, bias, residual [TOKENS, n] (of the first and the third), out [TOKENS, n], n, k, bytes from row
-    to row, blocks of 128 bytes of a row. Anything stands for what is not there. scale float32 [rows], of int4 SCALE [groups of GROUP, rows]
-    with `zero` alike (ZERO none, int, float). Lists with blanks between, since Triton compiles no constant ahead that is a tuple: GATES and
-    BIASES, 1 for a linear with them; WIDTHS, powers of two that its k and all turns of a row fit. ROWS: the most of a program, gates and
-    what they gate.
-    """
-    gates: gl.constexpr = listed(GATES)
-    biases: gl.constexpr = listed(BIASES)
-    widths: gl.constexpr = listed(WIDTHS)
-    links = linked((x, norm, eps, weight, scale, zero, bias, residual, out, n, k, stride, blocks), len(gates))
-    places: gl.constexpr = shared_places(FORM, GROUP, ZERO, DEPTH, WARPS, BLOCKS, widths, ROWS, TOKENS)
-    SLOT: gl.constexpr = slot_bytes(GROUP, ZERO, BLOCKS)
-    kept = gl.allocate_shared_memory(gl.int8, [places[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    # Pointers and sizes
+    linears,  # `pack_linears` of out_proj, gate_up, down and, unless this is the last layer, qkv
+    barrier_ptr,  # int32 [1], see `grid_barrier`
+    num_ctas,  # of the grid (num_ctas,)
+    # Linears: texts of `pack_numbers`, one number per linear
+    GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    PADDED_K: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    # Weights; see `SmallBatchConfig`
+    FORMAT: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    SCALE_DTYPE: gl.constexpr,
+    ZERO_KIND: gl.constexpr,
+    # Pipeline and tiles
+    NUM_STAGES: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+    BLOCKS_PER_STAGE: gl.constexpr,
+    MAX_ROWS: gl.constexpr,
+    NUM_TOKENS: gl.constexpr,
+    USE_PDL: gl.constexpr,
+):
+    config: gl.constexpr = make_config(
+        GATED,
+        HAS_BIAS,
+        PADDED_K,
+        ACTIVATION,
+        FORMAT,
+        GROUP_SIZE,
+        SCALE_DTYPE,
+        ZERO_KIND,
+        NUM_STAGES,
+        NUM_WARPS,
+        BLOCKS_PER_STAGE,
+        MAX_ROWS,
+        NUM_TOKENS,
+    )
+    COUNT: gl.constexpr = len(unpack_numbers(GATED))
+    linears = unpack_linears(linears, COUNT)
+    offsets: gl.constexpr = shared_offsets(config)
+    STAGE_BYTES: gl.constexpr = stage_bytes(config)
+    allocation = gl.allocate_shared_memory(gl.int8, [offsets[3] // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    thread = gl.arange(0, 32 * NUM_WARPS, layout=gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
     lane = thread % 32
     warp = thread // 32
-    shared = shared_address(thread)
-    early = constants(links[0], programs, thread, False, gates[0], biases[0], FORM, widths[0], WARPS)
-    state = begin(links, programs, lane, warp, gates, GROUP, ZERO, WARPS, BLOCKS)
-    for slot in range(DEPTH):
-        state = ask(state, links, programs, shared + (warp * DEPTH + slot) * SLOT, lane, warp, gates, GROUP, ZERO, WARPS, BLOCKS)
-    taken = gl.to_tensor(0)
-    for at in gl.static_range(len(gates)):
-        state, taken, early = run(
-            state, taken, early, links, arrived, programs, shared, thread,
-            at, gates, biases, widths, ACT, FORM, GROUP, SCALE, ZERO, DEPTH, WARPS, BLOCKS, ROWS, TOKENS, USE_PDL,
-        )  # fmt: skip
-    kept._keep_alive()
+    shared = shared_base(thread)
+    constants = load_constants(linears[0], num_ctas, thread, False, 0, config)
+    state = begin_prefetch(linears, num_ctas, lane, warp, config)
+    for stage in range(NUM_STAGES):
+        state = prefetch(state, linears, num_ctas, shared + (warp * NUM_STAGES + stage) * STAGE_BYTES, lane, warp, config)
+    next_stage = gl.to_tensor(0)
+    for index in gl.static_range(COUNT):
+        state, next_stage, constants = run_linear(
+            state, next_stage, constants, linears, barrier_ptr, num_ctas, shared, thread, index, config, USE_PDL
+        )
+    allocation._keep_alive()

@@ -1,6 +1,11 @@
-"""What a warp of the small-batch kernel makes of a slot: products of its rows' registers and the tokens' codes, of int4 scaled by group."""
+"""What a warp of the small-batch kernel computes from a pipeline stage: products of weight fragments and activations.
 
-# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+The columns of the matrix instruction (`ptx.mma`) hold tokens. With 8-bit digits column 2t is the coarse digit of token t and column 2t + 1
+its fine digit, so lane l, whose sums are columns 2c and 2c + 1 (c = l % 4), has both digits' sums of token c. With fp8 and 16-bit
+activations both columns are the same token. So four tokens fit the eight columns.
+"""
+
+# ruff: noqa: RUF005 - Triton's language concatenates tuples with +; it does not unpack them.
 
 from __future__ import annotations
 
@@ -8,134 +13,159 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.fused_layer.small_batch.schedule import grid_bytes
-from stoker.kernels.triton.gemm.skinny import kernel as stream_kernel
-from stoker.kernels.triton.ptx import mma as fragments
-from stoker.kernels.triton.ptx.pipeline import groups_of_block, lane_row, take_floats, take_two, take_words
+from stoker.kernels.triton.fused_layer.small_batch.config import scale_bytes
+from stoker.kernels.triton.ptx import mma, registers
+from stoker.kernels.triton.ptx.pipeline import groups_per_block, row_pair_of
+from stoker.kernels.triton.ptx.shared import load_shared_floats, load_shared_pair_as_float, load_shared_words
 
-mma_m16n8 = gluon.jit(fragments.mma_m16n8.fn)
-e4m3_to_f16 = gluon.jit(fragments.e4m3_to_f16.fn)
-same = gluon.jit(stream_kernel.same.fn)
+mma_m16n8 = gluon.jit(mma.mma_m16n8.fn)
+e4m3_to_f16 = gluon.jit(mma.e4m3_to_f16.fn)
+repeat = gluon.jit(registers.repeat.fn)
 
 
 @triton.constexpr_function
-def piece_bytes(group):
-    """What a lane has of a pair of groups that lies side by side."""
-    return 8 if group == 32 else 16
+def piece_bytes(config):
+    """Contiguous bytes of a row that a lane multiplies at a time: 8 in groups of 32, so that an instruction's features are one group's."""
+    return 8 if config.group_size == 32 else 16
 
 
 @gluon.jit
-def add_bytes(sums, words, codes, FORM: gl.constexpr, BLOCKS: gl.constexpr):
-    """sums + products of a turn, four registers for each half of a block: chains of their own, since each waits for its last product."""
-    made = ()
-    for half in gl.static_range(2 * BLOCKS):
-        given = take_words(codes, 64 * half, 4)
-        if FORM == "fp8":
-            given = e4m3_to_f16(given)
-        made = made + mma_m16n8(
-            sums[4 * half : 4 * half + 4], words[8 * half : 8 * half + 4], words[8 * half + 4 : 8 * half + 8], given,
-            "e4m3" if FORM == "fp8" else FORM,
-        )  # fmt: skip
-    return made
+def add_byte_products(acc, words, activations, CONFIG: gl.constexpr):
+    """acc + the products of one step, for formats other than int4.
+
+    acc: four registers for each half block: independent accumulators, because an instruction waits for the previous one on its accumulator.
+    words: 16 registers per block (`load_row_pairs`). activations: address of this lane's activations of the step.
+    """
+    KIND: gl.constexpr = "e4m3" if CONFIG.format == "fp8" else CONFIG.format
+    sums = ()
+    for half in gl.static_range(2 * CONFIG.blocks_per_stage):
+        tokens = load_shared_words(activations, 64 * half, 4)
+        if CONFIG.format == "fp8":
+            tokens = e4m3_to_f16(tokens)
+        sums = sums + mma_m16n8(
+            acc[4 * half : 4 * half + 4], words[8 * half : 8 * half + 4], words[8 * half + 4 : 8 * half + 8], tokens, KIND
+        )
+    return sums
 
 
 @gluon.jit
-def take_grid(place, lane, SCALE: gl.constexpr, ZERO: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
-    """(scales, zeros) of a slot's groups and a lane's two rows; of ZERO none no zeros."""
-    COUNT: gl.constexpr = groups_of_block(GROUP)
-    row = lane_row(lane)
+def load_scales(address, lane, CONFIG: gl.constexpr):
+    """(scales, zeros) of the groups of a stage, for this lane's two rows: registers [block, group, row] of float32; zeros () if there are
+    none.
+
+    address: of the stage's scales.
+    """
+    BLOCKS: gl.constexpr = CONFIG.blocks_per_stage
+    GROUPS: gl.constexpr = groups_per_block(CONFIG.group_size)
+    SCALE_DTYPE: gl.constexpr = CONFIG.scale_dtype
+    row = row_pair_of(lane)
     scales = ()
     zeros = ()
     for block in gl.static_range(BLOCKS):
-        for group in gl.static_range(COUNT):
-            at = place + (grid_bytes(GROUP, ZERO) * block + 32 * group)
-            scales = scales + take_two(at + 2 * row, SCALE)
-            if ZERO == "int":
-                zeros = zeros + take_two(at + (32 * COUNT - 16 * group) + row, "byte")
-            elif ZERO == "float":
-                zeros = zeros + take_two(at + 32 * COUNT + 2 * row, SCALE)
+        for group in gl.static_range(GROUPS):
+            of_group = address + (scale_bytes(CONFIG) * block + 32 * group)
+            scales = scales + load_shared_pair_as_float(of_group + 2 * row, SCALE_DTYPE)
+            if CONFIG.zero_kind == "int":
+                zeros = zeros + load_shared_pair_as_float(of_group + (32 * GROUPS - 16 * group) + row, "byte")
+            elif CONFIG.zero_kind == "float":
+                zeros = zeros + load_shared_pair_as_float(of_group + 32 * GROUPS + 2 * row, SCALE_DTYPE)
     return scales, zeros
 
 
 @gluon.jit
-def group_products(words, codes, nothing, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
-    """Products of a turn of int4, four registers for each group, of groups of 128 eight: two chains, since each waits for its last product.
+def group_products(words, activations, zero, CONFIG: gl.constexpr):
+    """Integer products of one step of int4, group by group: four registers per group, eight in groups of 128.
 
-    A pair of groups is in the same bytes, low nibbles and high ones. The latter are multiplied where they are, which makes their sums 16
-    times as large.
+    A pair of groups shares bytes: the first has the low nibbles, the second the high ones. High nibbles are multiplied where they are,
+    which makes their products 16 times as large (`add_group` divides). Groups of 128 have two independent accumulators.
+    zero: an int32 register of zeros.
     """
-    made = ()
+    BLOCKS: gl.constexpr = CONFIG.blocks_per_stage
+    GROUP_SIZE: gl.constexpr = CONFIG.group_size
+    products = ()
     for block in gl.static_range(BLOCKS):
-        if GROUP == 32:
+        if GROUP_SIZE == 32:
             for pair in gl.static_range(4):
                 upper = words[16 * block + 4 * pair : 16 * block + 4 * pair + 2]
                 lower = words[16 * block + 4 * pair + 2 : 16 * block + 4 * pair + 4]
-                given = take_words(codes, 256 * block + 64 * pair, 4)
+                both = load_shared_words(activations, 256 * block + 64 * pair, 4)
                 for side in gl.static_range(2):
-                    mine = given[2 * side : 2 * side + 2]
-                    made = made + mma_m16n8(same(nothing, 4), upper, lower, mine, "low" if side == 0 else "upper")
+                    tokens = both[2 * side : 2 * side + 2]
+                    products = products + mma_m16n8(repeat(zero, 4), upper, lower, tokens, "low" if side == 0 else "upper")
         else:
-            for pair in gl.static_range(128 // GROUP):
+            for pair in gl.static_range(128 // GROUP_SIZE):
                 for side in gl.static_range(2):
-                    for half in gl.static_range(pair, pair + GROUP // 64):
+                    for half in gl.static_range(pair, pair + GROUP_SIZE // 64):
                         upper = words[16 * block + 8 * half : 16 * block + 8 * half + 4]
                         lower = words[16 * block + 8 * half + 4 : 16 * block + 8 * half + 8]
-                        given = take_words(codes, 256 * block + GROUP * side + 64 * (pair + half), 4)
-                        made = made + mma_m16n8(same(nothing, 4), upper, lower, given, "low" if side == 0 else "upper")
-    return made
+                        tokens = load_shared_words(activations, 256 * block + GROUP_SIZE * side + 64 * (pair + half), 4)
+                        products = products + mma_m16n8(repeat(zero, 4), upper, lower, tokens, "low" if side == 0 else "upper")
+    return products
 
 
 @gluon.jit
-def add_group(sums, raw, total, scales, zeros, side, ZERO: gl.constexpr):
-    """sums (two registers: a lane's two rows) + a group's products, scaled."""
-    made = ()
+def add_group(acc, products, group_sum, scales, zeros, side, CONFIG: gl.constexpr):
+    """acc + one group: (254 × coarse + fine - zero × group_sum) × scale, for this lane's two rows and its token.
+
+    products: registers c0 … c3 of one or two accumulators. side: 1 where products are 16 times as large.
+    """
+    sums = ()
     for row in gl.static_range(2):
-        coarse = raw[2 * row]
-        fine = raw[2 * row + 1]
-        if len(raw) == 8:
-            coarse += raw[2 * row + 4]
-            fine += raw[2 * row + 5]
+        coarse = products[2 * row]
+        fine = products[2 * row + 1]
+        if len(products) == 8:
+            coarse += products[2 * row + 4]
+            fine += products[2 * row + 5]
         value = (coarse * 254 + fine).to(gl.float32)
         if side == 1:
             value *= 0.0625
-        if ZERO == "none":
-            made = made + (sums[row] + scales[row] * (value - 8.0 * total),)
-        elif ZERO == "int":
-            made = made + (sums[row] + scales[row] * (value - zeros[row] * total),)
+        if CONFIG.zero_kind == "none":
+            sums = sums + (acc[row] + scales[row] * (value - 8.0 * group_sum),)
+        elif CONFIG.zero_kind == "int":
+            sums = sums + (acc[row] + scales[row] * (value - zeros[row] * group_sum),)
         else:
-            made = made + (sums[row] + scales[row] * value + zeros[row] * total,)
-    return made
+            sums = sums + (acc[row] + scales[row] * value + zeros[row] * group_sum,)
+    return sums
 
 
 @gluon.jit
-def add_groups(sums, products, totals, grid, ZERO: gl.constexpr, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
-    """sums + those of all groups of a turn."""
-    scales, zeros = grid
-    COUNT: gl.constexpr = groups_of_block(GROUP)
-    EACH: gl.constexpr = len(products) // (COUNT * BLOCKS)
-    made = sums
+def add_group_products(acc, products, group_sums, scales_zeros, CONFIG: gl.constexpr):
+    """acc (two registers: this lane's rows) + the products of all groups of a step. group_sums: address of those of this lane's token."""
+    scales, zeros = scales_zeros
+    BLOCKS: gl.constexpr = CONFIG.blocks_per_stage
+    GROUPS: gl.constexpr = groups_per_block(CONFIG.group_size)
+    EACH: gl.constexpr = len(products) // (GROUPS * BLOCKS)  # registers of a group
+    sums = acc
     for block in gl.static_range(BLOCKS):
-        total = take_floats(totals + 4 * COUNT * block, COUNT)
-        for at in gl.static_range(COUNT * block, COUNT * block + COUNT):
-            raw = products[EACH * at : EACH * at + EACH]
-            made = add_group(made, raw, total[at % COUNT], scales[2 * at : 2 * at + 2], zeros[2 * at : 2 * at + 2], at % 2, ZERO)
-    return made
+        of_block = load_shared_floats(group_sums + 4 * GROUPS * block, GROUPS)
+        for group in gl.static_range(GROUPS * block, GROUPS * block + GROUPS):
+            of_group = products[EACH * group : EACH * group + EACH]
+            sums = add_group(
+                sums,
+                of_group,
+                of_block[group % GROUPS],
+                scales[2 * group : 2 * group + 2],
+                zeros[2 * group : 2 * group + 2],
+                group % 2,
+                CONFIG,
+            )
+    return sums
 
 
 @gluon.jit
-def row_sums(sums, FORM: gl.constexpr, BLOCKS: gl.constexpr):
-    """A lane's two rows' sums, of token lane % 4."""
-    if FORM == "int4":
-        made = sums
+def sums_of_rows(acc, CONFIG: gl.constexpr):
+    """The sums of this lane's two rows for token l % 4, float32, from the accumulators of `add_byte_products` or `add_group_products`."""
+    if CONFIG.format == "int4":
+        sums = acc
     else:
-        made = ()
+        sums = ()
         for row in gl.static_range(2):
-            first = sums[2 * row]
-            second = sums[2 * row + 1]
-            for half in gl.static_range(1, 2 * BLOCKS):
-                first += sums[4 * half + 2 * row]
-                second += sums[4 * half + 2 * row + 1]
-            if FORM == "bytes":
+            first = acc[2 * row]
+            second = acc[2 * row + 1]
+            for half in gl.static_range(1, 2 * CONFIG.blocks_per_stage):
+                first += acc[4 * half + 2 * row]
+                second += acc[4 * half + 2 * row + 1]
+            if CONFIG.format == "bytes":
                 first = first.to(gl.float32) * 254.0 + second.to(gl.float32)
-            made = made + (first,)
-    return made
+            sums = sums + (first,)
+    return sums

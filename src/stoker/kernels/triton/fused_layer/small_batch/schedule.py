@@ -1,151 +1,175 @@
-"""Which tiles of which weights a warp of `fused_layer_small_batch_kernel` multiplies, one after another, and how it asks for them ahead.
+"""The tile schedule of the small-batch kernel, and the prefetch that follows it.
 
-A program has some tiles of 16 rows of each linear, whose features its warps share. What a warp asks for goes on from linear to linear.
+A CTA has a contiguous range of 16-row tiles of each linear (`tiles_of_cta`). All its warps work on the same tile, each on its own features:
+in a *step* a warp takes `blocks_per_stage` blocks of 128 bytes of the tile's rows.
+
+    row of a weight, in blocks     warp 0 | warp 1 | … | warp 7 | warp 0 | warp 1 | … | warp 7 | …        (one block per stage)
+                                   step 0                       | step 1                       | …
+
+The order of a warp's blocks is: linear by linear, tile by tile, step by step; of a gated linear 16 gate rows, then the 16 rows that they
+gate. `prefetch` issues the copies of the warp's next blocks in this order, across the ends of tiles and of linears: weights depend on
+nothing, so the pipeline fills while the CTA waits at the grid barrier and quantizes activations.
 """
 
-# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+# ruff: noqa: RUF005 - Triton's language concatenates tuples with +; it does not unpack them.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.fused_layer.linear_args import LENGTH, SCALES, STRIDE, WEIGHT, ZEROS, N, chosen, number
-from stoker.kernels.triton.ptx.pipeline import BLOCK_BYTES, ask_blocks, ask_piece, asked, groups_of_block
-
-# The fields of what `terms` gives, which is what asking for a linear's tiles takes.
-AT_WEIGHT, AT_SCALES, AT_ZEROS, ROW_BYTES, ROW_BLOCKS, PART_ROWS, PARTS, FIRST_ROW, TILES, TURNS = map(tl.constexpr, range(10))
+from stoker.kernels.triton.fused_layer.linear_args import field_number, select_field, select_number
+from stoker.kernels.triton.fused_layer.small_batch.config import scale_bytes
+from stoker.kernels.triton.ptx.pipeline import BLOCK_BYTES, commit_copies, groups_per_block, issue_block_copies, issue_copy_16
 
 
-@triton.constexpr_function
-def grid_bytes(group, zero):
-    """Of a block of int4: its groups' scales of 16 rows, then their zeros, in whole lines."""
-    scales = 32 * groups_of_block(group) if group else 0
-    zeros = {"none": 0, "int": scales // 2, "float": scales}[zero]
-    return -(-(scales + zeros) // 128) * 128
+class LinearTiles(NamedTuple):
+    """What the prefetch needs of one linear."""
+
+    weight: Any  # int64: address
+    scale: Any  # int64
+    zero: Any  # int64
+    stride_row: Any  # bytes from a row to the next
+    row_blocks: Any  # blocks of 128 bytes in a row
+    n: Any  # rows of one part
+    num_parts: Any  # 2 when gated (gates, then what they gate), else 1
+    first_row: Any  # of this CTA
+    num_tiles: Any  # of this CTA, of all parts; 0 after the last linear
+    num_steps: Any  # of a tile
 
 
-@triton.constexpr_function
-def slot_bytes(group, zero, blocks):
-    return blocks * (BLOCK_BYTES.value + grid_bytes(group, zero))
+class PrefetchState(NamedTuple):
+    """Where a warp's prefetch stands."""
+
+    linear: Any  # index
+    tile: Any  # of the CTA's tiles of the linear
+    step: Any  # of the tile
+    source: Any  # int64: this lane's first 16 bytes of the next blocks
+    scale_source: Any  # int64: this lane's 16 bytes of the scales or zeros of the next block
+    scale_stride: Any  # int64: from a block to the next one
+    tiles: Any  # LinearTiles
 
 
 @gluon.jit
-def share(n, programs):
-    """(first tile of 16 rows, how many) of this program."""
+def tiles_of_cta(n, num_ctas):
+    """(first 16-row tile, number of tiles) of this CTA, of a linear with n output features."""
     tiles = n // 16
-    each = gl.cdiv(tiles, programs)
-    first = gl.minimum(gl.program_id(0) * each, tiles)
-    return first, gl.minimum(each, tiles - first)
+    per_cta = gl.cdiv(tiles, num_ctas)
+    first = gl.minimum(gl.program_id(0) * per_cta, tiles)
+    return first, gl.minimum(per_cta, tiles - first)
 
 
 @gluon.jit
-def terms(links, linear, programs, GATES: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
-    """(addresses of the weight, its scales and its zeros, bytes and blocks of a row, rows of a part, parts, this program's first row, tiles
-    to ask for, turns of a tile). No tiles after the last linear."""
-    weight = chosen(links, linear, WEIGHT, gl.int64, len(GATES))
+def linear_tiles(linears, index, num_ctas, CONFIG: gl.constexpr):
+    """The `LinearTiles` of linear number `index`, a run-time value; without tiles after the last linear."""
+    GATED: gl.constexpr = CONFIG.gated
+    COUNT: gl.constexpr = len(GATED)
+    STEP_BLOCKS: gl.constexpr = CONFIG.num_warps * CONFIG.blocks_per_stage
+    weight = select_field(linears, index, field_number("weight_ptr"), gl.int64, COUNT)
     scale = weight
     zero = weight
-    if GROUP > 0:
-        scale = chosen(links, linear, SCALES, gl.int64, len(GATES))
-        if ZERO != "none":
-            zero = chosen(links, linear, ZEROS, gl.int64, len(GATES))
-    n = chosen(links, linear, N, gl.int32, len(GATES))
-    stride = chosen(links, linear, STRIDE, gl.int64, len(GATES))
-    blocks = chosen(links, linear, LENGTH, gl.int32, len(GATES))
-    parts = 1 + number(GATES, linear, len(GATES))
-    first, mine = share(n, programs)
-    tiles = gl.where(linear < len(GATES), mine * parts, 0)
-    return weight, scale, zero, stride, blocks, n, parts, first * 16, tiles, gl.cdiv(blocks, SPAN)
+    if CONFIG.group_size > 0:
+        scale = select_field(linears, index, field_number("scale_ptr"), gl.int64, COUNT)
+        if CONFIG.zero_kind != "none":
+            zero = select_field(linears, index, field_number("zero_ptr"), gl.int64, COUNT)
+    n = select_field(linears, index, field_number("n"), gl.int32, COUNT)
+    stride_row = select_field(linears, index, field_number("stride_row"), gl.int64, COUNT)
+    row_blocks = select_field(linears, index, field_number("row_blocks"), gl.int32, COUNT)
+    num_parts = 1 + select_number(GATED, index, COUNT)
+    first, mine = tiles_of_cta(n, num_ctas)
+    num_tiles = gl.where(index < COUNT, mine * num_parts, 0)
+    return LinearTiles(weight, scale, zero, stride_row, row_blocks, n, num_parts, first * 16, num_tiles, gl.cdiv(row_blocks, STEP_BLOCKS))
 
 
 @gluon.jit
-def from_linear(links, linear, programs, GATES: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, SPAN: gl.constexpr):
-    """(the first linear from that one on of which this program has tiles, and its `terms`)."""
-    found = terms(links, linear, programs, GATES, GROUP, ZERO, SPAN)
-    while (found[TILES] == 0) & (linear < len(GATES)):
-        linear += 1
-        found = terms(links, linear, programs, GATES, GROUP, ZERO, SPAN)
-    return linear, found
+def next_linear_with_tiles(linears, index, num_ctas, CONFIG: gl.constexpr):
+    """(number, `LinearTiles`) of the first linear from `index` on of which this CTA has tiles."""
+    tiles = linear_tiles(linears, index, num_ctas, CONFIG)
+    while (tiles.num_tiles == 0) & (index < len(CONFIG.gated)):
+        index += 1
+        tiles = linear_tiles(linears, index, num_ctas, CONFIG)
+    return index, tiles
 
 
 @gluon.jit
-def tile_row(tile, found):
-    """A tile's first row in the weight: gates and what they gate take turns. Of one part or two: a division would be 150 cycles' wait."""
-    second = found[PARTS] - 1
-    return found[FIRST_ROW] + (tile >> second) * 16 + (tile & second) * found[PART_ROWS]
+def tile_row(tile, tiles):
+    """A tile's first row in the weight; tiles of gates and of what they gate alternate. num_parts is 1 or 2: no division, which would take
+    150 cycles."""
+    second = tiles.num_parts - 1
+    return tiles.first_row + (tile >> second) * 16 + (tile & second) * tiles.n
 
 
 @gluon.jit
-def lane_source(row, found, lane, warp, BLOCKS: gl.constexpr):
-    """This lane's first 16 bytes of a tile."""
-    piece = (warp * (128 * BLOCKS) + lane % 8 * 16).to(gl.int64)
-    return found[AT_WEIGHT] + piece + (row + lane // 8).to(gl.int64) * found[ROW_BYTES]
+def weight_source(row, tiles, lane, warp, CONFIG: gl.constexpr):
+    """This lane's first 16 bytes of a tile: of row lane / 8, at chunk lane % 8 of the warp's first block."""
+    byte = (warp * (128 * CONFIG.blocks_per_stage) + lane % 8 * 16).to(gl.int64)
+    return tiles.weight + byte + (row + lane // 8).to(gl.int64) * tiles.stride_row
 
 
 @gluon.jit
-def grid_source(row, found, lane, warp, GROUP: gl.constexpr, ZERO: gl.constexpr, BLOCKS: gl.constexpr):
-    """(this lane's first 16 bytes of a tile's scales and zeros, bytes from a block to the next).
+def scale_source(row, tiles, lane, warp, CONFIG: gl.constexpr):
+    """(this lane's first 16 bytes of a tile's scales or zeros, bytes from a block to the next).
 
-    Of a block's groups: so many lanes copy eight rows' scales each, the lanes after them zeros, of eight rows or of 16 (int).
+    The first 2 × groups lanes copy scales of eight rows each; the lanes after them zeros, of eight rows (16 bits) or 16 rows (bytes).
     """
-    COUNT: gl.constexpr = groups_of_block(GROUP)
-    rows = (found[PART_ROWS] * found[PARTS]).to(gl.int64)
-    group = warp * (COUNT * BLOCKS)
-    place = found[AT_SCALES] + ((group + lane % (2 * COUNT) // 2) * rows + row + lane % 2 * 8) * 2
-    step = lane.to(gl.int64) * 0 + 2 * COUNT * rows
-    if ZERO == "float":
-        place = gl.where(lane < 2 * COUNT, place, place - found[AT_SCALES] + found[AT_ZEROS])
-    elif ZERO == "int":
-        place = gl.where(lane < 2 * COUNT, place, found[AT_ZEROS] + (group + lane % COUNT) * rows + row)
-        step = gl.where(lane < 2 * COUNT, step, COUNT * rows)
-    return place, step
+    GROUPS: gl.constexpr = groups_per_block(CONFIG.group_size)
+    rows = (tiles.n * tiles.num_parts).to(gl.int64)
+    group = warp * (GROUPS * CONFIG.blocks_per_stage)
+    source = tiles.scale + ((group + lane % (2 * GROUPS) // 2) * rows + row + lane % 2 * 8) * 2
+    stride = lane.to(gl.int64) * 0 + 2 * GROUPS * rows
+    if CONFIG.zero_kind == "float":
+        source = gl.where(lane < 2 * GROUPS, source, source - tiles.scale + tiles.zero)
+    elif CONFIG.zero_kind == "int":
+        source = gl.where(lane < 2 * GROUPS, source, tiles.zero + (group + lane % GROUPS) * rows + row)
+        stride = gl.where(lane < 2 * GROUPS, stride, GROUPS * rows)
+    return source, stride
 
 
 @gluon.jit
-def begin(
-    links, programs, lane, warp, GATES: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """Where asking starts: (linear, tile, turn, the lane's source, that of scales and its step, the linear's terms)."""
-    nothing = gl.to_tensor(0)
-    linear, found = from_linear(links, nothing, programs, GATES, GROUP, ZERO, WARPS * BLOCKS)
-    row = tile_row(nothing, found)
-    source = lane_source(row, found, lane, warp, BLOCKS)
-    return linear, nothing, nothing, source, grid_source(row, found, lane, warp, GROUP, ZERO, BLOCKS), found
+def begin_prefetch(linears, num_ctas, lane, warp, CONFIG: gl.constexpr):
+    """The `PrefetchState` at the first tile of the first linear."""
+    zero = gl.to_tensor(0)
+    index, tiles = next_linear_with_tiles(linears, zero, num_ctas, CONFIG)
+    row = tile_row(zero, tiles)
+    source = weight_source(row, tiles, lane, warp, CONFIG)
+    scales, scale_stride = scale_source(row, tiles, lane, warp, CONFIG)
+    return PrefetchState(index, zero, zero, source, scales, scale_stride, tiles)
 
 
 @gluon.jit
-def ask(
-    state, links, programs, place, lane, warp,
-    GATES: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Ask for the warp's blocks of the next turn, into the slot at `place`. Returns what comes after them."""
-    linear, tile, turn, source, grid, found = state
-    left = gl.where(tile < found[TILES], found[ROW_BLOCKS], 0) - (turn * WARPS + warp) * BLOCKS
+def prefetch(state, linears, num_ctas, stage, lane, warp, CONFIG: gl.constexpr):
+    """Issue the copies of the warp's next blocks into the stage at address `stage`, as one group. Returns the state after them.
+
+    Beyond the end of a row, and after the last linear, a stage is filled with zeros, so that every step commits one group.
+    """
+    BLOCKS: gl.constexpr = CONFIG.blocks_per_stage
+    WARPS: gl.constexpr = CONFIG.num_warps
+    index, tile, step, source, scales, scale_stride, tiles = state
+    left = gl.where(tile < tiles.num_tiles, tiles.row_blocks, 0) - (step * WARPS + warp) * BLOCKS
     sizes = ()
     for block in gl.static_range(BLOCKS):
         sizes = sizes + (gl.where(left > block, 16, 0),)
-    four_rows = lane.to(gl.int64) * 0 + 4 * found[ROW_BYTES]
-    ask_blocks(place, source, four_rows, 2 * four_rows, sizes, lane, BLOCKS, True)
-    if GROUP > 0:
-        COUNT: gl.constexpr = groups_of_block(GROUP)
-        LANES: gl.constexpr = 4 * COUNT if ZERO == "float" else 3 * COUNT if ZERO == "int" else 2 * COUNT
+    four_rows = lane.to(gl.int64) * 0 + 4 * tiles.stride_row
+    issue_block_copies(stage, source, four_rows, 2 * four_rows, sizes, lane, BLOCKS, True)
+    if CONFIG.group_size > 0:
+        GROUPS: gl.constexpr = groups_per_block(CONFIG.group_size)
+        LANES: gl.constexpr = 4 * GROUPS if CONFIG.zero_kind == "float" else 3 * GROUPS if CONFIG.zero_kind == "int" else 2 * GROUPS
         for block in gl.static_range(BLOCKS):
-            at = place + (BLOCKS * BLOCK_BYTES + grid_bytes(GROUP, ZERO) * block) + lane * 16
-            ask_piece(at, grid[0] + block * grid[1], sizes[block], lane < LANES)
-    asked(lane)
-    turn += 1
+            address = stage + (BLOCKS * BLOCK_BYTES + scale_bytes(CONFIG) * block) + lane * 16
+            issue_copy_16(address, scales + block * scale_stride, sizes[block], lane < LANES)
+    commit_copies(lane)
+    step += 1
     source += 128 * WARPS * BLOCKS
-    grid = (grid[0] + WARPS * BLOCKS * grid[1], grid[1])
-    if turn >= found[TURNS]:
-        turn = turn * 0
+    scales = scales + WARPS * BLOCKS * scale_stride
+    if step >= tiles.num_steps:
+        step = step * 0
         tile += 1
-        if tile >= found[TILES]:
+        if tile >= tiles.num_tiles:
             tile = tile * 0
-            linear, found = from_linear(links, linear + 1, programs, GATES, GROUP, ZERO, WARPS * BLOCKS)
-        row = tile_row(tile, found)
-        source = lane_source(row, found, lane, warp, BLOCKS)
-        grid = grid_source(row, found, lane, warp, GROUP, ZERO, BLOCKS)
-    return linear, tile, turn, source, grid, found
+            index, tiles = next_linear_with_tiles(linears, index + 1, num_ctas, CONFIG)
+        row = tile_row(tile, tiles)
+        source = weight_source(row, tiles, lane, warp, CONFIG)
+        scales, scale_stride = scale_source(row, tiles, lane, warp, CONFIG)
+    return PrefetchState(index, tile, step, source, scales, scale_stride, tiles)

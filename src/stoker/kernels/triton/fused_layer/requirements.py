@@ -1,0 +1,73 @@
+"""Which layers the fused layer kernels can compute, and the constants that both kernels derive from their weights."""
+
+from __future__ import annotations
+
+import torch
+
+from stoker.kernels.quantized import FusedLayer, RowWeight
+from stoker.kernels.reference.activation import ACTIVATIONS
+from stoker.kernels.triton.device import supports
+from stoker.kernels.triton.fused_layer.linear_args import pack_numbers
+from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
+
+SHARED_BYTES = 227 << 10  # of one CTA on sm_90
+FORMATS = ("bfloat16", "float16", "fp8", "bytes", "int4")  # of `RowWeight.form`
+
+
+def meets_requirements(layer: FusedLayer) -> bool:
+    """Whether the device has the kernels, the weights are of one format that they read, and each linear does what its place requires.
+
+    Each kernel has further limits (`supports_small_batch`, `supports_large_batch`).
+    """
+    weights = [linear.weight for linear in layer.linears]
+    first = weights[0]
+    if first is None or not supports(first.weight, "fused_layer") or first.form not in FORMATS:
+        return False
+    return all(w is not None and _format(w) == _format(first) and _is_aligned(w) for w in weights) and _has_standard_fusions(layer)
+
+
+def first_weight(layer: FusedLayer) -> RowWeight:
+    """The weight of the output projection, of whose format all are."""
+    assert layer.out.weight is not None
+    return layer.out.weight
+
+
+def scale_dtype(weight: RowWeight) -> str:
+    """The kernels' SCALE_DTYPE. "float" stands for float32, because Triton's serialization would make a type of "fp32" (see `aot`)."""
+    if weight.scale is None:
+        return "float"
+    return {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(weight.scale.dtype, "float")
+
+
+def linear_flags(layer: FusedLayer) -> dict[str, str]:
+    """The constexpr arguments GATED and HAS_BIAS: one number per linear."""
+    return {
+        "GATED": pack_numbers(linear.fusion.gate is not None for linear in layer.linears),
+        "HAS_BIAS": pack_numbers(linear.weight is not None and linear.weight.bias is not None for linear in layer.linears),
+    }
+
+
+def _format(weight: RowWeight) -> tuple[object, ...]:
+    return weight.form, weight.zero_kind, weight.group, scale_dtype(weight), weight.weight.device
+
+
+def _is_aligned(weight: RowWeight) -> bool:
+    """Whether the weight consists of tiles of 16 rows (32 for gates and what they gate) and blocks of 128 bytes, and copies are aligned.
+
+    Rows, scales and zeros are copied 16 bytes at a time. int4 needs 16-bit scales, of an even number of groups per block.
+    """
+    stored, scale, zero = weight.weight, weight.scale, weight.zero
+    in_tiles = stored.shape[0] % 32 == 0 and weight.row_bytes % BLOCK_ROW_BYTES.value == 0
+    aligned = stored.stride(1) == 1 and stored.stride(0) * stored.element_size() % 16 == 0 and stored.data_ptr() % 16 == 0
+    if weight.form != "int4":
+        return in_tiles and aligned
+    if scale is None or any(part is not None and (part.data_ptr() % 16 or not part.is_contiguous()) for part in (scale, zero)):
+        return False
+    return in_tiles and aligned and scale.element_size() == 2 and scale.shape[0] == 2 * weight.row_bytes // weight.group
+
+
+def _has_standard_fusions(layer: FusedLayer) -> bool:
+    """RMS norms with weights before gate_up and qkv, and a gated MLP with a known activation."""
+    normed = [linear.fusion for linear in (layer.up, layer.qkv) if linear is not None]
+    rms = all(f.norm_kind == "rms" and f.norm_weight is not None and f.norm_bias is None for f in normed)
+    return rms and layer.up.fusion.gate in ACTIVATIONS and all(f.input_gate is None for f in normed)
