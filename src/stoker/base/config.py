@@ -1,4 +1,4 @@
-"""Values a person sets: how an engine is built, and how it is run. Frozen; every field says what it does."""
+"""Settings that a user chooses: the limits and mapping of an engine, and how it is run. All values are frozen."""
 
 from __future__ import annotations
 
@@ -12,24 +12,41 @@ from stoker.base.errors import ConfigError
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("cpu", "cuda")
 TOKENS_PER_BLOCK = (16, 32, 64, 128)
+POLICIES = ("guaranteed_no_evict", "max_utilization", "static")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The shapes an engine is built for; requests and run-time settings stay inside them. Names as in TensorRT-LLM."""
+    """The sizes that an engine is built for, named as in TensorRT-LLM. Requests and runtime settings must stay within them."""
 
-    max_batch_size: int = 256  # sequences that compute in one step
-    max_input_len: int = 4096  # prompt tokens of a request
-    max_output_len: int = 1024  # new tokens of a request
-    max_total_len: int | None = None  # prompt and new tokens of a request together; None: the sum of the two
+    max_batch_size: int = 256
+    """Sequences that are computed in one step."""
+
+    max_input_len: int = 4096
+    """Prompt tokens of a request."""
+
+    max_output_len: int = 1024
+    """New tokens of a request."""
+
+    max_total_len: int | None = None
+    """Prompt and new tokens of a request together. None: the sum of max_input_len and max_output_len."""
+
     max_beam_width: int = 1
-    max_num_tokens: int = 8192  # tokens of one step, prefill and decode together
-    tokens_per_block: int = 64  # KV cache block size
+    """Beams of a request with beam search."""
+
+    max_num_tokens: int = 8192
+    """Tokens of one step, prefill and decode together."""
+
+    tokens_per_block: int = 64
+    """Token positions of one KV cache block: 16, 32, 64 or 128."""
 
     def __post_init__(self) -> None:
         for name, high in (
-            ("max_batch_size", 65536), ("max_input_len", 1 << 24), ("max_output_len", 1 << 24),
-            ("max_beam_width", 10), ("max_num_tokens", 1 << 20),
-        ):  # fmt: skip
+            ("max_batch_size", 65536),
+            ("max_input_len", 1 << 24),
+            ("max_output_len", 1 << 24),
+            ("max_beam_width", 10),
+            ("max_num_tokens", 1 << 20),
+        ):
             check_range(name, getattr(self, name), 1, high)
         if self.max_total_len is not None:
             check_range("max_total_len", self.max_total_len, 2, 1 << 24)
@@ -37,17 +54,22 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of one sequence, prompt and output."""
-        both = self.max_input_len + self.max_output_len
-        return both if self.max_total_len is None else min(both, self.max_total_len)
+        """Tokens of one sequence, prompt and output together."""
+        total = self.max_input_len + self.max_output_len
+        return total if self.max_total_len is None else min(total, self.max_total_len)
 
 
 class Mapping(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is spread over devices: one rank file for each of tensor_parallel × pipeline_parallel."""
+    """How an engine is split over devices. There is one rank file for each of tensor_parallel × pipeline_parallel ranks."""
 
     tensor_parallel: int = 1
+    """Ranks that share each layer."""
+
     pipeline_parallel: int = 1
-    expert_parallel: bool = False  # tensor-parallel ranks have some experts whole each; else a share of every expert
+    """Stages of consecutive layers."""
+
+    expert_parallel: bool = False
+    """Distribute whole experts over the tensor-parallel ranks, instead of a shard of every expert."""
 
     def __post_init__(self) -> None:
         check_range("tensor_parallel", self.tensor_parallel, 1, 1024)
@@ -55,36 +77,72 @@ class Mapping(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.tensor_parallel * self.pipeline_parallel
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is run. None means: as the engine was built, or as the device allows."""
+    """How an engine is run."""
 
-    device: str | None = None  # cpu or cuda; None: what the engine was built for
-    devices: tuple[int, ...] | None = None  # the GPU of each rank, by index; None: the first ones
-    policy: str = "guaranteed_no_evict"  # guaranteed_no_evict, max_utilization, static
-    max_batch_size: int | None = None  # sequences that compute in one step, at most the engine's
-    max_num_sequences: int | None = None  # sequences that hold KV blocks at once; None: max_batch_size
-    max_num_tokens: int | None = None  # tokens of one step, at most the engine's
-    chunked_prefill: bool = True  # split prompts over steps, mixed with decodes
-    prefix_reuse: bool = True  # keep full blocks of finished sequences for later prompts that begin alike
-    kv_cache_tokens: int | None = None  # KV places; with kv_cache_fraction, the smaller wins
-    # Of the memory that weights, the largest step and graphs leave. None: 0.9 on a GPU, 0.5 on a CPU.
+    device: str | None = None
+    """`cpu` or `cuda`. None: the device that the engine was built for."""
+
+    devices: tuple[int, ...] | None = None
+    """Index of the GPU of each rank. None: the first GPUs."""
+
+    policy: str = "guaranteed_no_evict"
+    """Scheduling policy: guaranteed_no_evict, max_utilization or static."""
+
+    max_batch_size: int | None = None
+    """Sequences that are computed in one step, at most as many as the engine was built for, which is the default."""
+
+    max_num_sequences: int | None = None
+    """Sequences that hold KV cache blocks at the same time. None: max_batch_size."""
+
+    max_num_tokens: int | None = None
+    """Tokens of one step, at most as many as the engine was built for, which is the default."""
+
+    chunked_prefill: bool = True
+    """Spread the prefill of long prompts over several steps, together with decodes of other sequences."""
+
+    prefix_reuse: bool = True
+    """Retain full blocks of finished sequences for later prompts with the same prefix."""
+
+    kv_cache_tokens: int | None = None
+    """Token positions of the KV cache. If kv_cache_fraction is also set, the smaller cache is used."""
+
     kv_cache_fraction: float | None = None
-    kv_cache_dtype: str | None = None  # None: as built
-    max_queue_size: int = 1024  # waiting requests; more are refused with 429
-    overlap: bool = True  # plan and launch step N + 1 while step N runs; GPU only
+    """Fraction, for the KV cache, of the memory that weights, the largest step and captured graphs leave free. None: 0.9 on a GPU, 0.5 on
+    a CPU."""
+
+    kv_cache_dtype: str | None = None
+    """`auto`, or the dtype of the KV cache that the engine was built with; another one is refused. None: auto."""
+
+    max_queue_size: int = 1024
+    """Waiting requests. Further requests are refused with status 429."""
+
+    overlap: bool = True
+    """Plan and launch step N + 1 while the device runs step N. GPU only."""
+
     cuda_graphs: bool = True
-    custom_all_reduce: bool = True  # GPUs sum short messages in each other's memory; else NCCL sums all
-    attention_window: int | None = None  # keep at most so many tokens of a sequence visible
-    num_threads: int | None = None  # CPU threads for arithmetic; None: all
-    step_timeout_s: float | None = None  # a step that takes longer hangs: not ready, state in the log; None: 30 on a GPU, 120 on a CPU
+    """Capture decode steps in CUDA graphs."""
+
+    custom_all_reduce: bool = True
+    """Sum short messages of tensor-parallel ranks directly in the memory of the other GPUs, instead of with NCCL."""
+
+    attention_window: int | None = None
+    """Attend only to this number of most recent tokens of a sequence."""
+
+    num_threads: int | None = None
+    """CPU threads for computation. None: all cores."""
+
+    step_timeout_s: float | None = None
+    """Seconds after which a step counts as hung: the server is not ready, and its state is logged. None: 30 on a GPU, 120 on a CPU."""
 
     def __post_init__(self) -> None:
         if self.device is not None:
             check_choice("device", self.device, DEVICES)
-        check_choice("policy", self.policy, ("guaranteed_no_evict", "max_utilization", "static"))
+        check_choice("policy", self.policy, POLICIES)
         for name in ("max_batch_size", "max_num_sequences", "max_num_tokens", "kv_cache_tokens", "attention_window"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 1, 1 << 40)
@@ -105,7 +163,7 @@ def check_range(name: str, value: Any, low: int, high: int) -> None:
         raise ConfigError(f"{name}={value!r} is refused.", cure=f"Use a whole number from {low} to {high}.")
 
 
-def check_choice(name: str, value: Any, choices: tuple) -> None:
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name}={value!r} is refused.", cure=f"Use one of: {', '.join(map(str, choices))}.")

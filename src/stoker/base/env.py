@@ -1,73 +1,106 @@
-"""The only reader of the process environment: every variable Stoker honours, with its default, in one table."""
+"""The only module that reads the process environment. `VARIABLES` lists every variable that Stoker uses."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import msgspec
+
 from stoker.base.errors import ConfigError
 
 MAX_THREADS = 4096
 
 
+class Variable(msgspec.Struct, frozen=True):
+    """One row of the table."""
+
+    name: str
+    default: str  # for documentation
+    description: str
+
+
+VARIABLES = {
+    variable.name: variable
+    for variable in (
+        Variable("STOKER_LOG", "info", "Log level: debug, info, warning or error. Commands that print their own output use warning."),
+        Variable("STOKER_CACHE", "XDG_CACHE_HOME/stoker", "Directory of built engines, compiled kernels and interrupted calibrations."),
+        Variable("STOKER_THREADS", "OMP_NUM_THREADS", "CPU threads for computation."),
+        Variable("STOKER_NATIVE", "1", "0 disables the C kernels for the CPU; PyTorch computes instead."),
+        Variable("STOKER_PYTHON", "this interpreter", "Python interpreter of the executor that a Triton or Truss server starts."),
+        Variable("STOKER_COMMIT", "git describe", "Commit to record in benchmark results, on a machine without git."),
+        Variable("HF_TOKEN", "", "Access token for the Hugging Face hub. It is never printed."),
+        Variable("HUGGING_FACE_HUB_TOKEN", "", "The same; HF_TOKEN takes precedence."),
+        Variable("XDG_CACHE_HOME", "~/.cache", "Parent of the cache directory."),
+        Variable("TRITON_CACHE_DIR", "STOKER_CACHE/kernels", "Directory of the kernels that Triton compiled."),
+        Variable("OMP_NUM_THREADS", "number of usable cores", "CPU threads for computation; the first number of a list."),
+        Variable("CC", "gcc", "C compiler of Triton's launchers, which are compiled ahead of time."),
+        Variable("PROMETHEUS_MULTIPROC_DIR", "", "Set by Stoker for servers with several frontend processes: files of shared metrics."),
+    )
+}
+
+
 def text(name: str, default: str = "") -> str:
-    """The variable `name`, or `default` when it is unset or empty."""
-    return os.environ.get(name) or default
+    """The value of a variable in `VARIABLES`, or `default` when it is unset or empty."""
+    return os.environ.get(VARIABLES[name].name) or default
 
 
 def flag(name: str, default: bool = False) -> bool:
-    """A boolean variable: 1, true, yes or on, without regard to case, is true."""
-    value = os.environ.get(name)
+    """A boolean variable: 1, true, yes and on mean true, in any case. All other values mean false."""
+    value = text(name)
     return default if not value else value.strip().lower() in ("1", "true", "yes", "on")
 
 
 def cache_dir() -> Path:
-    """Where built engines and compiled kernels are kept: STOKER_CACHE, else XDG_CACHE_HOME/stoker, else ~/.cache/stoker."""
+    """The directory of built engines and compiled kernels: STOKER_CACHE, XDG_CACHE_HOME/stoker or ~/.cache/stoker."""
     if explicit := text("STOKER_CACHE"):
         return Path(explicit)
     return Path(text("XDG_CACHE_HOME") or Path.home() / ".cache") / "stoker"
 
 
 def kernel_cache() -> Path:
-    """Where Triton keeps compiled kernels: TRITON_CACHE_DIR, else `kernels` of Stoker's cache."""
+    """The directory of Triton's compiled kernels: TRITON_CACHE_DIR, or `kernels` in the cache directory."""
     return Path(text("TRITON_CACHE_DIR") or cache_dir() / "kernels")
 
 
 def native() -> bool:
-    """STOKER_NATIVE: whether the CPU's kernels in C are compiled and used. 0 leaves all to PyTorch."""
+    """STOKER_NATIVE: whether the C kernels for the CPU are compiled and used."""
     return flag("STOKER_NATIVE", True)
 
 
 def log_level() -> str:
-    """STOKER_LOG: debug, info, warning or error."""
+    """STOKER_LOG in upper case."""
     return text("STOKER_LOG", "info").upper()
 
 
 def hub_token() -> str | None:
-    """The hub's access token: HF_TOKEN, else HUGGING_FACE_HUB_TOKEN. Never printed."""
+    """The access token of the Hugging Face hub: HF_TOKEN or HUGGING_FACE_HUB_TOKEN."""
     return text("HF_TOKEN") or text("HUGGING_FACE_HUB_TOKEN") or None
 
 
 def commit() -> str | None:
-    """STOKER_COMMIT: the source tree's commit, for results that are measured where there is no git."""
+    """STOKER_COMMIT."""
     return text("STOKER_COMMIT") or None
 
 
 def num_threads() -> int:
-    """CPU threads for arithmetic: STOKER_THREADS, else OMP_NUM_THREADS, else the cores this process may use. Raises ConfigError."""
+    """CPU threads for computation: STOKER_THREADS, OMP_NUM_THREADS, or the cores that this process may use.
+
+    Raises ConfigError for a value that is not a number of threads.
+    """
     for name in ("STOKER_THREADS", "OMP_NUM_THREADS"):
         if value := text(name):
-            return _count(name, value)
+            return _parse_threads(name, value)
     return len(os.sched_getaffinity(0))
 
 
-def _count(name: str, value: str) -> int:
-    outermost = value.partition(",")[0].strip()  # OpenMP's lists have a number for each level of nesting
+def _parse_threads(name: str, value: str) -> int:
+    outermost = value.partition(",")[0].strip()  # OpenMP accepts a list with one number per nesting level
     if not (outermost.isascii() and outermost.isdigit() and len(outermost) < 5 and 0 < int(outermost) <= MAX_THREADS):
         raise ConfigError(f"{name}={value!r} is refused.", cure=f"Use a whole number from 1 to {MAX_THREADS}, or unset it.")
     return int(outermost)
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """This process's environment with `extra`, for a process it starts."""
+    """A copy of this process's environment with `extra` variables, for a child process."""
     return {**os.environ, **extra}

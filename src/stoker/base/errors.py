@@ -1,4 +1,4 @@
-"""One tree of errors. Every message says what is wrong, with which value and limit, and ends with the cure."""
+"""The errors that Stoker raises on purpose. A message names the field or file, the value and the limit, and ends with the cure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 class StokerError(Exception):
-    """Root of every error Stoker raises on purpose.
+    """Base of all errors that Stoker raises on purpose.
 
-    `cure` is a sentence that tells the reader what to do; it is appended to the message.
+    `cure` is a sentence that says what to do about it. It is appended to the message.
     """
 
-    status = 500  # HTTP status that a protocol adapter maps this error to
-    code = "internal_error"
+    status = 500  # HTTP status with which protocols report the error
+    code = "internal_error"  # stable identifier for programs
 
     def __init__(self, message: str, *, cure: str = "") -> None:
         self.message = message
@@ -21,26 +21,26 @@ class StokerError(Exception):
 
 
 class ConfigError(StokerError):
-    """A setting (flag, file or environment) cannot be honoured."""
+    """A setting is invalid or not supported: an option, a field of a file, or an environment variable."""
 
     status = 400
     code = "bad_config"
 
 
 class CheckpointError(StokerError):
-    """The checkpoint is missing something, holds something unknown, or is damaged."""
+    """A checkpoint is incomplete, damaged or not supported."""
 
     code = "bad_checkpoint"
 
 
 class EngineError(StokerError):
-    """The engine directory is damaged, from another version, or for another machine."""
+    """An engine directory is incomplete, damaged, or built for another version or machine."""
 
     code = "bad_engine"
 
 
 class RequestError(StokerError):
-    """A request is refused before it disturbs anything; names the field, its value and the limit."""
+    """A request is refused because of the value of a field. `limit` completes the sentence "FIELD=VALUE is refused: ..."."""
 
     status = 400
     code = "bad_request"
@@ -53,14 +53,14 @@ class RequestError(StokerError):
 
 
 class NotFoundError(StokerError):
-    """A model, version or route that does not exist."""
+    """A model, version or route does not exist."""
 
     status = 404
     code = "not_found"
 
 
 class QueueFullError(StokerError):
-    """The bounded queue is full; `retry_after_s` says when a place is likely."""
+    """The waiting queue is full. `retry_after_s` is an estimate of when a request will be accepted."""
 
     status = 429
     code = "queue_full"
@@ -68,29 +68,29 @@ class QueueFullError(StokerError):
     def __init__(self, waiting: int, limit: int, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(
-            f"{waiting} requests wait already and max_queue_size is {limit}.",
+            f"{waiting} requests are waiting already, and max_queue_size is {limit}.",
             cure=f"Retry after {retry_after_s:.0f} s, or raise max_queue_size.",
         )
 
 
 class UnavailableError(StokerError):
-    """The server is loading, draining, or its executor is gone."""
+    """The server is loading or draining, or its executor has ended."""
 
     status = 503
     code = "unavailable"
 
 
 class RankError(StokerError):
-    """A process that holds a part of the model died or hangs; nothing can be computed without it."""
+    """A worker process died or hangs. No step can run without it."""
 
     code = "rank_failed"
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, cure="Read the log, and start again.")
+        super().__init__(message, cure="Read the log, and restart the server.")
 
 
 class DependencyError(StokerError):
-    """An optional package is needed for what was asked."""
+    """An optional package is required and not installed. `extra` is the extra of Stoker that installs it."""
 
     code = "missing_dependency"
 
@@ -104,7 +104,7 @@ def first_line(problem: Exception) -> str:
 
 
 def _shorten(value: Any, limit: int = 80) -> str:
-    """The value as a message shows it; long ones by their type and length only."""
+    """The value as shown in a message: long strings and lists by type and length only."""
     if isinstance(value, (list, tuple, bytes, str)) and len(value) >= limit:
         return f"<{type(value).__name__} of length {len(value)}>"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""One logger a module, one line a record, to stderr."""
+"""Logging to stderr: one logger per module, and one line per record."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from stoker.base import env
 
 
 def get_logger(name: str) -> logging.Logger:
+    """The logger of a module. `name` is its `__name__`."""
     return logging.getLogger(name)
 
 
 def configure(level: str | None = None) -> None:
-    """Set up Stoker's loggers once for a process; libraries keep their own."""
+    """Set the level of Stoker's loggers (by default STOKER_LOG), and attach a handler once. Loggers of libraries are not changed."""
     root = logging.getLogger("stoker")
     root.setLevel(level or env.log_level())
     if not root.handlers:

@@ -1,4 +1,4 @@
-"""Names of the metrics a server shows, each once: dashboards depend on them."""
+"""The names of the metrics that a server exports. They are stable, because dashboards depend on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import msgspec
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """`source` is the ExecutorStats field (or `-`: counted by the frontends). Units are in the names, as Prometheus asks."""
+    """One metric. Units are part of the name, as Prometheus recommends.
+
+    `source` is the field of ExecutorStats that it shows, or `-` for metrics that the frontends count.
+    """
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
@@ -23,19 +26,23 @@ STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0
 TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 
 TIME_TO_FIRST_TOKEN = Metric(
-    "stoker_time_to_first_token_seconds", "histogram", "From submission to a request's first token.", buckets=LATENCY_S
+    "stoker_time_to_first_token_seconds", "histogram", "Time from submission of a request to its first token.", buckets=LATENCY_S
 )
-INTER_TOKEN_LATENCY = Metric("stoker_inter_token_latency_seconds", "histogram", "Between two tokens of a sequence.", buckets=STEP_S)
-REQUEST_DURATION = Metric("stoker_request_duration_seconds", "histogram", "From submission to a request's end.", buckets=LATENCY_S)
+INTER_TOKEN_LATENCY = Metric("stoker_inter_token_latency_seconds", "histogram", "Time between two tokens of a sequence.", buckets=STEP_S)
+REQUEST_DURATION = Metric(
+    "stoker_request_duration_seconds", "histogram", "Time from submission of a request to its end.", buckets=LATENCY_S
+)
 PROMPT_LENGTH = Metric("stoker_request_prompt_tokens", "histogram", "Prompt tokens of a request.", buckets=TOKENS)
-OUTPUT_LENGTH = Metric("stoker_request_output_tokens", "histogram", "Generated tokens of a request, all its sequences.", buckets=TOKENS)
+OUTPUT_LENGTH = Metric(
+    "stoker_request_output_tokens", "histogram", "Generated tokens of a request, over all its sequences.", buckets=TOKENS
+)
 PROMPT_TOKENS = Metric("stoker_prompt_tokens_total", "counter", "Prompt tokens of accepted requests.")
-OUTPUT_TOKENS = Metric("stoker_output_tokens_total", "counter", "Tokens generated.")
+OUTPUT_TOKENS = Metric("stoker_output_tokens_total", "counter", "Generated tokens.")
 REQUESTS = Metric(
     "stoker_requests_total", "counter", "Requests by outcome: stop, length, cancelled, deadline, error, refused, queue_full, unavailable.",
     labels=("model", "outcome"),
 )  # fmt: skip
-RESPONSES = Metric("stoker_http_responses_total", "counter", "HTTP answers by route and status.", labels=("route", "status"))
+RESPONSES = Metric("stoker_http_responses_total", "counter", "HTTP responses by route and status.", labels=("route", "status"))
 
 FRONTEND_METRICS = (
     TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, REQUEST_DURATION, PROMPT_LENGTH, OUTPUT_LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS,
@@ -43,25 +50,32 @@ FRONTEND_METRICS = (
 )  # fmt: skip
 
 EXECUTOR_METRICS = (
-    Metric("stoker_queue_size", "gauge", "Sequences that wait for a place.", "num_waiting"),
+    Metric("stoker_queue_size", "gauge", "Sequences in the waiting queue.", "num_waiting"),
     Metric("stoker_running_sequences", "gauge", "Sequences that hold KV blocks.", "num_running"),
-    Metric("stoker_preempted_sequences", "gauge", "Sequences that gave their blocks up and wait again.", "num_paused"),
-    Metric("stoker_kv_blocks", "gauge", "KV blocks of the cache.", "num_blocks"),
-    Metric("stoker_kv_blocks_used", "gauge", "KV blocks that sequences refer to.", "num_used_blocks"),
-    Metric("stoker_kv_blocks_cached", "gauge", "Unreferenced KV blocks that hold a reusable prefix.", "num_cached_blocks"),
-    Metric("stoker_kv_tokens_per_block", "gauge", "Token places of a KV block.", "tokens_per_block"),
-    Metric("stoker_kv_cache_bytes", "gauge", "Memory of the KV cache.", "kv_bytes"),
-    Metric("stoker_weight_bytes", "gauge", "Memory of the weights.", "weight_bytes"),
-    Metric("stoker_max_batch_size", "gauge", "Sequences that may compute in one step.", "max_batch_size"),
+    Metric("stoker_preempted_sequences", "gauge", "Preempted sequences in the waiting queue.", "num_paused"),
+    Metric("stoker_kv_blocks", "gauge", "KV cache blocks.", "num_blocks"),
+    Metric("stoker_kv_blocks_used", "gauge", "KV cache blocks that sequences use.", "num_used_blocks"),
+    Metric(
+        "stoker_kv_blocks_cached", "gauge", "KV cache blocks that no sequence uses and that hold a reusable prefix.", "num_cached_blocks"
+    ),
+    Metric("stoker_kv_tokens_per_block", "gauge", "Token positions of a KV cache block.", "tokens_per_block"),
+    Metric("stoker_kv_cache_bytes", "gauge", "Bytes of the KV cache.", "kv_bytes"),
+    Metric("stoker_weight_bytes", "gauge", "Bytes of the weights.", "weight_bytes"),
+    Metric("stoker_max_batch_size", "gauge", "Largest number of sequences in one step.", "max_batch_size"),
     Metric("stoker_step_rows", "gauge", "Sequences in the last step.", "last_step_rows"),
     Metric("stoker_step_tokens", "gauge", "Tokens in the last step.", "last_step_tokens"),
-    Metric("stoker_step_duration_seconds", "gauge", "Time of the last step.", "last_step_time_s"),
-    Metric("stoker_batch_occupancy", "gauge", "Mean rows of a step ÷ max_batch_size, all time.", "occupancy"),
+    Metric("stoker_step_duration_seconds", "gauge", "Duration of the last step.", "last_step_time_s"),
+    Metric("stoker_batch_occupancy", "gauge", "Mean number of rows of a step, divided by max_batch_size, since the start.", "occupancy"),
     Metric("stoker_steps_total", "counter", "Steps.", "num_steps"),
-    Metric("stoker_step_rows_total", "counter", "Rows, summed over steps.", "row_steps"),
+    Metric("stoker_step_rows_total", "counter", "Rows of all steps.", "row_steps"),
     Metric("stoker_busy_seconds_total", "counter", "Time spent inside steps.", "busy_time_s"),
-    Metric("stoker_prefill_tokens_computed_total", "counter", "Prompt tokens computed.", "num_prefill_tokens"),
+    Metric("stoker_prefill_tokens_computed_total", "counter", "Computed prompt tokens.", "num_prefill_tokens"),
     Metric("stoker_decode_tokens_computed_total", "counter", "Tokens computed by decode rows.", "num_decode_tokens"),
-    Metric("stoker_prefix_tokens_reused_total", "counter", "Prompt tokens served from the prefix index.", "num_reused_tokens"),
-    Metric("stoker_preemptions_total", "counter", "Times a running sequence gave its blocks up.", "num_preemptions"),
+    Metric(
+        "stoker_prefix_tokens_reused_total",
+        "counter",
+        "Prompt tokens whose keys and values were reused from the prefix index.",
+        "num_reused_tokens",
+    ),
+    Metric("stoker_preemptions_total", "counter", "Preemptions of running sequences.", "num_preemptions"),
 )

@@ -1,4 +1,4 @@
-"""A named table: the one place where an architecture, format, policy, protocol or deployment format is added."""
+"""A table of rows by name, to which architectures, formats, policies, protocols and deployment formats are added."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: list[str], n: int = 3) -> list[str]:
-    """The `n` known names closest to `name`, best first, without regard to case."""
-    folded = {k.lower(): k for k in known}
-    return [folded[k] for k in difflib.get_close_matches(name.lower(), list(folded), n=n, cutoff=0.5)]
+    """At most `n` known names that are similar to `name`, best first, ignoring case."""
+    by_lowercase = {k.lower(): k for k in known}
+    return [by_lowercase[k] for k in difflib.get_close_matches(name.lower(), list(by_lowercase), n=n, cutoff=0.5)]
 
 
 class Registry(Generic[T]):
-    """Rows by name, in the order they were added. `kind` is the word used in messages ("policy")."""
+    """Rows by name, in the order in which they were added. `kind` is the word for a row in messages, such as "policy"."""
 
     def __init__(self, kind: str, error: type[ConfigError] = ConfigError) -> None:
         self.kind = kind
@@ -26,20 +26,22 @@ class Registry(Generic[T]):
         self._rows: dict[str, T] = {}
 
     def add(self, name: str, row: T) -> T:
+        """Add a row. Raises ValueError when the name exists."""
         if name in self._rows:
             raise ValueError(f"{self.kind} {name!r} is registered twice")
         self._rows[name] = row
         return row
 
     def get(self, name: str) -> T:
-        """The row called `name`. Raises ConfigError with the nearest names when there is none."""
+        """The row with this name. Raises ConfigError with the nearest names when there is none."""
         try:
             return self._rows[name]
         except KeyError:
-            near = nearest(name, list(self._rows)) or list(self._rows)
-            raise self._error(f"unknown {self.kind} {name!r}.", cure=f"Use one of: {', '.join(near)}.") from None
+            suggestions = nearest(name, list(self._rows)) or list(self._rows)
+            raise self._error(f"unknown {self.kind} {name!r}.", cure=f"Use one of: {', '.join(suggestions)}.") from None
 
     def names(self) -> list[str]:
+        """All names."""
         return list(self._rows)
 
     def __contains__(self, name: str) -> bool:

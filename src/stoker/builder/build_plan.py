@@ -23,7 +23,8 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of activations and of weights that are not quantized."""
-        return getattr(torch, self.config.dtype)
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        return dtype
 
     @property
     def device(self) -> torch.device:

@@ -1,48 +1,50 @@
-"""The normalised description of a decoder: what every architecture file produces and the blocks consume.
+"""The description of a decoder: what an architecture reads from config.json, and what the blocks are composed from.
 
-A checkpoint's config.json becomes a `ModelConfig` in `models/`; the engine's config.json stores it whole, so
-the runtime composes the model from this data alone. Sizes are of the whole model, before sharding.
+The engine's config.json stores a `ModelConfig` completely, so the runtime composes the model from it alone. All sizes are those of the
+whole model, before sharding. Field names are part of the engine format.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
 
 class Frozen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Base of the configuration values."""
+    """Base of the classes in this module."""
 
 
 class NormConfig(Frozen, frozen=True, kw_only=True):
-    """RMS norm or layer norm. Weight offsets (Gemma's 1 + w) are folded in by the build."""
+    """RMS norm or layer norm. Offsets such as Gemma's 1 + w are added to the weight by the build."""
 
-    kind: str = "rms"  # rms, layer
+    kind: str = "rms"  # rms or layer
     eps: float = 1e-6
     weight: bool = True
     bias: bool = False
-    wide: bool = False  # weights are kept in float32: a folded 1 + w would lose w's low bits in bfloat16
+    wide: bool = False  # store the weight in float32, because 1 + w in bfloat16 would lose the low bits of w
 
 
 class RopeConfig(Frozen, frozen=True, kw_only=True):
-    """Rotary positions. `scaling` is a row of layers.rope: default, linear, dynamic, qwen, llama3, yarn, longrope."""
+    """Rotary position embeddings."""
 
-    dim: int  # rotated features of each head, the first ones
+    dim: int  # rotated features of each head, beginning with the first
     theta: float = 10000.0
-    interleaved: bool = False  # pairs (2i, 2i+1) as in GPT-J; else halves (i, i + dim/2) as in GPT-NeoX
-    scaling: str = "default"
-    factor: float = 1.0
-    original_max_positions: int = 0
+    interleaved: bool = False  # rotate features (2i, 2i + 1) as in GPT-J; otherwise (i, i + dim / 2) as in GPT-NeoX
+    scaling: str = "default"  # a row of layers.rope.METHODS: default, linear, dynamic, qwen, llama3, yarn or longrope
+    factor: float = 1.0  # by which the context is extended
+    original_max_positions: int = 0  # context length before the extension
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; None: by the method's formula
-    mscale: float = 0.0  # yarn as DeepSeek uses it
-    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; None: computed by the method
+    mscale: float = 0.0  # yarn in DeepSeek
+    mscale_all_dim: float = 0.0  # yarn in DeepSeek
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    short_factor: tuple[float, ...] = ()  # longrope
-    long_factor: tuple[float, ...] = ()
-    two_axes: bool = False  # ChatGLM 1: half of the frequencies turn with the position, half with the block position
+    short_factor: tuple[float, ...] = ()  # longrope: divisor of each frequency, within the original context
+    long_factor: tuple[float, ...] = ()  # longrope: the same beyond the original context
+    two_axes: bool = False  # ChatGLM 1: rotate one half of the features by the position, the other by the block position
 
 
 class AttentionConfig(Frozen, frozen=True, kw_only=True, tag="attention"):
@@ -53,130 +55,135 @@ class AttentionConfig(Frozen, frozen=True, kw_only=True, tag="attention"):
     head_size: int
     qkv_bias: bool = False
     out_bias: bool = False
-    scale: float | None = None  # None: head_size ** -0.5
-    window: int | None = None  # a token sees itself and window - 1 before it
-    chunk: int | None = None  # a token sees only its own chunk of so many positions (Llama 4's local layers)
-    softcap: float | None = None  # logits become cap * tanh(logits / cap)
+    scale: float | None = None  # of the scores; None: head_size ** -0.5
+    window: int | None = None  # sliding window: a token attends to itself and the window - 1 tokens before it
+    chunk: int | None = None  # a token attends only within its chunk of this number of positions (Llama 4)
+    softcap: float | None = None  # scores become softcap × tanh(scores / softcap)
     rope: RopeConfig | None = None
-    alibi: bool = False  # linear biases by head (arXiv 2108.12409)
-    alibi_max: float = 8.0  # the steepest slopes' exponent: slopes fall from 2 ** (-alibi_max / heads) to 2 ** -alibi_max
-    alibi_scale: float = 1.0  # multiplies the slopes (Falcon divides scores and biases alike)
-    qk_norm: NormConfig | None = None  # of queries and keys, before rope
-    qk_norm_full: bool = False  # over all heads together (OLMo 2), else each head
-    qk_norm_heads: bool = False  # each head has weights of its own (Command-R+)
-    sinks: bool = False  # one learned logit a head joins the softmax (gpt-oss)
-    clip_qkv: float | None = None
-    logn_length: int | None = None  # Qwen 1: queries past this position grow by log_n(position)
+    alibi: bool = False  # linear biases (arXiv 2108.12409)
+    alibi_max: float = 8.0  # slopes are from 2 ** (-alibi_max / heads) to 2 ** -alibi_max
+    alibi_scale: float = 1.0  # multiplies the slopes; Falcon scales biases like scores
+    qk_norm: NormConfig | None = None  # of queries and keys, before the rotary embedding
+    qk_norm_full: bool = False  # normalize all heads together (OLMo 2) instead of each head
+    qk_norm_heads: bool = False  # each head has its own norm weight (Command-R+)
+    sinks: bool = False  # a learned logit per head takes part in the softmax (gpt-oss)
+    clip_qkv: float | None = None  # clamp q, k and v to this absolute value
+    logn_length: int | None = None  # Qwen 1: beyond this position, queries are multiplied by log(position) / log(logn_length)
 
 
 class MLAConfig(Frozen, frozen=True, kw_only=True, tag="mla"):
-    """Multi-head latent attention (DeepSeek V2, arXiv 2405.04434): the cache holds the latent and the rope part."""
+    """Multi-head latent attention (DeepSeek V2, arXiv 2405.04434). The KV cache holds the latent and the rotated part of the key."""
 
     num_heads: int
-    q_rank: int | None  # None: queries come straight from the hidden state
+    q_rank: int | None  # None: queries are projected from the hidden state directly
     kv_rank: int
-    nope_size: int
-    rope_size: int
+    nope_size: int  # features of a head without rotary embedding
+    rope_size: int  # features of a head with rotary embedding
     v_size: int
     rope: RopeConfig
     norm: NormConfig  # of the latents
-    window: int | None = None  # a token sees itself and window - 1 before it
-    scale: float | None = None  # None: (nope_size + rope_size) ** -0.5
+    window: int | None = None  # sliding window: a token attends to itself and the window - 1 tokens before it
+    scale: float | None = None  # of the scores; None: (nope_size + rope_size) ** -0.5
     down_bias: bool = False
     out_bias: bool = False
 
 
 class MLPConfig(Frozen, frozen=True, kw_only=True, tag="mlp"):
-    """act(gate) × up → down when gated, else act(up) → down."""
+    """down(act(gate(x)) × up(x)) when gated, otherwise down(act(up(x)))."""
 
     size: int
-    activation: str = "silu"  # silu, gelu, gelu_tanh, gelu_quick, relu, relu2
+    activation: str = "silu"  # silu, gelu, gelu_tanh, gelu_quick, relu or relu2
     gated: bool = True
-    up_bias: bool = False
+    up_bias: bool = False  # of gate and up
     down_bias: bool = False
 
 
 class MoEConfig(Frozen, frozen=True, kw_only=True, tag="moe"):
-    """Routed experts, and optionally shared ones. The router runs in float32."""
+    """Routed experts, and optionally a shared expert. The router computes in float32."""
 
     num_experts: int
     top_k: int
     expert: MLPConfig
-    score: str = "softmax"  # softmax, sigmoid, softmax_topk (softmax over the chosen only)
-    renormalize: bool = True  # chosen weights sum to 1
-    scale: float = 1.0  # routed_scaling_factor
+    score: str = "softmax"  # softmax, sigmoid, or softmax_topk (softmax over the chosen experts only)
+    renormalize: bool = True  # make the weights of the chosen experts sum to 1
+    scale: float = 1.0  # multiplies the weights (routed_scaling_factor)
     router_bias: bool = False
-    correction_bias: bool = False  # DeepSeek V3: added to scores for the choice, not for the weight
-    num_groups: int = 1  # group-limited routing
+    correction_bias: bool = False  # DeepSeek V3: a bias on the scores by which experts are chosen, but not on their weights
+    num_groups: int = 1  # group-limited routing: experts are chosen within the best groups
     top_groups: int = 1
-    group_score: str = "max"  # max (V2), top2 (V3: sum of the two best)
+    group_score: str = "max"  # max (DeepSeek V2), or top2: sum of the two best scores (DeepSeek V3)
     shared: MLPConfig | None = None
-    shared_gate: bool = False  # Qwen2-MoE: sigmoid(gate(x)) × shared(x)
-    glu_clip: float | None = None  # gpt-oss: clamp, (up + 1) × gate × sigmoid(alpha × gate)
+    shared_gate: bool = False  # Qwen2-MoE: the shared expert is multiplied by sigmoid(gate(x))
+    glu_clip: float | None = None  # gpt-oss: (up + 1) × gate × sigmoid(glu_alpha × gate), with gate and up clamped to glu_clip
     glu_alpha: float = 1.702
 
 
 class LayerConfig(Frozen, frozen=True, kw_only=True):
-    """One decoder layer.
+    """One decoder layer: attention, MLP, and how norms and residual additions are placed around them.
 
-    `layout` is a row of layers.layer.LAYOUTS: pre (norm → block → add), post (block → norm → add), sandwich (norm → block → norm →
-    add), parallel (attention and MLP read the same stream; both are added), add_norm (the normed stream is what is added to), last
-    (block → add → norm).
+    `layout` is a row of layers.layer.LAYOUTS:
+      pre       norm → block → add
+      post      block → norm → add
+      sandwich  norm → block → norm → add
+      parallel  attention and MLP have the same input, and both outputs are added
+      add_norm  norm → block → add to the output of the norm
+      last      block → add → norm
     """
 
     attention: AttentionConfig | MLAConfig
     mlp: MLPConfig | MoEConfig
     norm: NormConfig
     layout: str = "pre"
-    parallel_norms: int = 1  # parallel layout: 2 when the MLP has a norm of its own
-    residual_scale: float = 1.0  # blocks' outputs are multiplied before the add (Granite)
-    skip_scale: float = 1.0  # the residual itself is multiplied (ChatGLM 1's alpha; add_norm layout)
+    parallel_norms: int = 1  # parallel layout: 2 when attention and MLP have separate norms
+    residual_scale: float = 1.0  # multiplies block outputs before they are added (Granite)
+    skip_scale: float = 1.0  # add_norm layout: multiplies the residual (alpha of ChatGLM 1)
 
 
 class PrefixConfig(Frozen, frozen=True, kw_only=True):
-    """A prefix language model (ChatGLM 1, GLM): what precedes the answer's start token sees itself in both directions.
+    """A prefix LM (ChatGLM 1, GLM), in which the tokens before the answer's start token attend in both directions.
 
-    The start token and all after it sit at the position of the prompt's first mask token, and their block positions count 1, 2, …;
-    `layers.prefix.find_bidirectional_prefix` finds both in a prompt.
+    The start token and all tokens after it have the position of the prompt's mask token, and their block positions count 1, 2, ….
+    `core.prefix_lm` computes these positions.
     """
 
-    start_id: int  # begins the answer: the last token of a well-formed prompt
-    mask_ids: tuple[int, ...]  # tokens that stand for the answer's place: the first one in the prompt does
-    ranked: bool = False  # the first of `mask_ids` that the prompt holds does (ChatGLM: [gMASK] before [MASK])
+    start_id: int  # the token that begins the answer, and ends a well-formed prompt
+    mask_ids: tuple[int, ...]  # tokens that mark the place of the answer; the first one in the prompt counts
+    ranked: bool = False  # the one that is first in `mask_ids` counts instead (ChatGLM: [gMASK] before [MASK])
 
 
 class ModelConfig(Frozen, frozen=True, kw_only=True):
-    """A whole decoder."""
+    """A complete decoder."""
 
-    architecture: str  # the row of models/ that made this, e.g. LlamaForCausalLM
+    architecture: str  # name of the architecture that read the config.json, such as LlamaForCausalLM
     vocab_size: int
     hidden_size: int
-    max_positions: int
+    max_positions: int  # longest sequence
     layers: tuple[LayerConfig, ...]
-    norm: NormConfig | None
-    tie_head: bool = False
+    norm: NormConfig | None  # after the last layer
+    tie_head: bool = False  # the output head is the token embedding
     head_bias: bool = False
-    embed_scale: float = 1.0
-    embed_norm: NormConfig | None = None  # BLOOM
+    embed_scale: float = 1.0  # multiplies the embeddings
+    embed_norm: NormConfig | None = None  # of the embeddings (BLOOM)
     learned_positions: int = 0  # rows of a learned position table; 0: none
-    position_offset: int = 0  # OPT's table starts at 2
-    embed_size: int | None = None  # embeddings narrower than hidden_size are projected in and out (OPT-350m)
+    position_offset: int = 0  # row of position 0 in that table (2 in OPT)
+    embed_size: int | None = None  # width of the embeddings, if they are projected to and from hidden_size (OPT-350m)
     logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    block_positions: int = 0  # rows of a learned table of block positions (GLM)
-    prefix: PrefixConfig | None = None  # the prompt sees itself in both directions, and tokens have two positions
+    logit_softcap: float | None = None  # logits become cap × tanh(logits / cap)
+    block_positions: int = 0  # rows of a learned table of block positions (GLM); 0: none
+    prefix: PrefixConfig | None = None  # set for a prefix LM
 
     @property
     def num_layers(self) -> int:
+        """Number of decoder layers."""
         return len(self.layers)
 
     @property
     def requires_whole_prompt(self) -> bool:
-        """Whether a prompt must be prefilled in one step and shares no prefix: its tokens see ones that follow them."""
+        """Whether a prompt must be prefilled in one step and shares no prefix, because its tokens attend to later ones."""
         return self.prefix is not None
 
     def windowed(self, window: int) -> ModelConfig:
-        """The same model with every layer's window narrowed to at most `window`."""
+        """A copy in which the sliding window of every layer is at most `window`."""
         layers = []
         for layer in self.layers:
             narrow = min(window, layer.attention.window or window)
@@ -184,10 +191,10 @@ class ModelConfig(Frozen, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, layers=tuple(layers))
 
 
-def encode_model(config: ModelConfig) -> dict:
-    """The config as plain JSON data. Equal neighbouring layers are stored once with a count."""
-    data = msgspec.to_builtins(config)
-    runs: list[list] = []
+def encode_model(config: ModelConfig) -> dict[str, Any]:
+    """The config as JSON data. Consecutive equal layers are stored once, with a count."""
+    data: dict[str, Any] = msgspec.to_builtins(config)
+    runs: list[list[Any]] = []  # [count, layer]
     for layer in data["layers"]:
         if runs and runs[-1][1] == layer:
             runs[-1][0] += 1
@@ -197,8 +204,8 @@ def encode_model(config: ModelConfig) -> dict:
     return data
 
 
-def decode_model(data: dict) -> ModelConfig:
-    """The inverse of `encode_model`. Raises msgspec.ValidationError naming the path of a wrong value."""
+def decode_model(data: dict[str, Any]) -> ModelConfig:
+    """The inverse of `encode_model`. Raises msgspec.ValidationError naming the path of an invalid value."""
     runs = data.get("layers", [])
     layers = [run["layer"] for run in runs for _ in range(int(run["count"]))]
     return msgspec.convert({**data, "layers": layers}, ModelConfig)

@@ -1,7 +1,7 @@
-"""What a block asks of the engine: the tensors it declares, before quantization and sharding.
+"""Specs: the names, shapes and split axes of the tensors that a block declares, before quantization and sharding.
 
-Blocks declare; `models/` says which checkpoint tensors make each one; `builder/` fills them; `layers/loader.py`
-gives them back at run time, sharded. A declaration is the single source of names, shapes and shard axes.
+Blocks declare specs (`layers.decoder.declare`). An architecture names the checkpoint tensors of each, the builder converts them, and
+`layers.loader` returns this rank's shards at run time. No other code decides names, shapes or split axes.
 """
 
 from __future__ import annotations
@@ -10,47 +10,57 @@ from typing import Literal
 
 import msgspec
 
-# How a linear is split over tensor-parallel ranks.
-# heads: output rows by query / key / value heads; column: output rows evenly within each part; row: input features;
-# row_heads: input features by query heads; none: whole on every rank; vocab: output rows, padded.
+# How a linear is split over tensor-parallel ranks:
+#   none       every rank holds the whole weight
+#   column     output rows, evenly within each part
+#   heads      output rows by query, key and value heads
+#   row        input features
+#   row_heads  input features by query heads
+#   vocab      output rows, padded to a multiple of the ranks
 Split = Literal["none", "column", "row", "heads", "row_heads", "vocab"]
 
 
 class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A weight [sum(parts), in_features] (or [num_experts, …]) that a quantization format may own, and its bias."""
+    """A linear with weight [out_features, in_features], or [num_experts, out_features, in_features], and optionally a bias.
 
-    name: str  # "layers.0.attention.qkv": its tensors are name + ".weight", ".bias", and the format's own suffixes
+    A quantization format may replace the weight by its own tensors.
+    """
+
+    name: str  # such as "layers.0.attention.qkv"; its tensors are name + ".weight", ".bias" and the suffixes of the format
     in_features: int
-    parts: tuple[int, ...]  # output rows of each fused part: (q, k, v), (gate, up), (rows,)
+    parts: tuple[int, ...]  # output rows of each fused part: (q, k, v), (gate, up), or a single one
     bias: bool = False
     split: Split = "none"
-    head_size: int = 0  # heads splits: features of one head
-    num_kv_heads: int = 0  # row_heads: kv heads that the query heads belong to; 0: each has its own
-    num_experts: int = 0  # > 0: stacked experts
-    quantize: bool = True  # routers, heads and embeddings stay in the engine's dtype unless a recipe says otherwise
+    head_size: int = 0  # features of one head, for splits by heads
+    num_kv_heads: int = 0  # row_heads: number of key-value heads that the query heads share; 0: each query head has its own
+    num_experts: int = 0  # more than 0: stacked experts
+    quantize: bool = True  # False for routers, output heads and embeddings, which only an override of the recipe quantizes
 
     @property
     def out_features(self) -> int:
+        """Output rows of all parts."""
         return sum(self.parts)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the weight before quantization."""
         shape = (self.out_features, self.in_features)
         return (self.num_experts, *shape) if self.num_experts else shape
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
+        """Shape of the bias."""
         return (self.num_experts, self.out_features) if self.num_experts else (self.out_features,)
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A plain tensor: norms, embeddings, slopes, sinks. `name` is its full name in the engine."""
+    """A tensor that is never quantized: norms, position tables, ALiBi slopes, attention sinks."""
 
-    name: str
+    name: str  # full name in the engine
     shape: tuple[int, ...]
     split: Literal["none", "vocab", "heads", "kv_heads"] = "none"  # along the first axis
-    head_size: int = 1  # heads splits: rows of one head
-    num_kv_heads: int = 0  # heads: kv heads that the query heads belong to; 0: each has its own
+    head_size: int = 1  # rows of one head, for splits by heads
+    num_kv_heads: int = 0  # heads: number of key-value heads that the query heads share; 0: each query head has its own
     dtype: str | None = None  # None: the engine's dtype
 
 

@@ -58,12 +58,14 @@ class Engine:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of activations and of weights that are not quantized."""
-        return getattr(torch, self.config.dtype)
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        return dtype
 
     @property
     def kv_dtype(self) -> torch.dtype:
         """Dtype of the KV cache."""
-        return getattr(torch, self.config.recipe.kv_cache or self.config.dtype)
+        dtype: torch.dtype = getattr(torch, self.config.recipe.kv_cache or self.config.dtype)
+        return dtype
 
     def file(self, name: str) -> Path:
         """Path of a file that config.json lists. Rank files may also have the names of LMI's model repositories."""

@@ -88,7 +88,8 @@ def read_activation(hf: dict[str, Any], key: str = "hidden_act", default: str = 
 
 def read_head_size(hf: dict[str, Any]) -> int:
     """Features of one attention head: `head_dim`, or else the hidden size divided by the number of heads."""
-    return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    head_size: int = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    return head_size
 
 
 def read_layer_types(hf: dict[str, Any], num_layers: int) -> list[str]:
@@ -137,10 +138,11 @@ def apply_rope_scaling(config: RopeConfig, scaling: dict[str, Any], hf: dict[str
 
 def _original_positions(method: str, scaling: dict[str, Any], hf: dict[str, Any]) -> int:
     """The context length that the unscaled frequencies were trained for."""
-    longest = hf.get("max_position_embeddings", 2048)
+    longest: int = hf.get("max_position_embeddings", 2048)
     if method in ("dynamic", "linear"):
         return longest
-    return hf.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or longest
+    original: int = hf.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or longest
+    return original
 
 
 def read_max_positions(hf: dict[str, Any], rope: RopeConfig | None, key: str = "max_position_embeddings", default: int = 2048) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
 from stoker.builder.prequantized.dequantize import dequantize
-from stoker.builder.prequantized.methods import DequantizedWeight, find_dequantized, find_prequantized
-from stoker.builder.prequantized.weight import PrequantizedWeight
+from stoker.builder.prequantized.methods import find_dequantized, find_prequantized
+from stoker.builder.prequantized.weight import DequantizedWeight, PrequantizedWeight
 from stoker.models import Architecture
 
 

@@ -49,4 +49,5 @@ def _repack(group: int) -> Callable[[list[Tensor]], dict[str, Tensor]]:
 def _unpack_columns(words: Tensor) -> Tensor:
     """int32 [rows, n] → uint8 [rows, 8 × n] with the columns in order."""
     inverse = torch.tensor(NIBBLE_ORDER).argsort()
-    return unpack_int32(words).unflatten(-1, (-1, 8))[..., inverse].flatten(-2)
+    columns: Tensor = unpack_int32(words).unflatten(-1, (-1, 8))[..., inverse]
+    return columns.flatten(-2)

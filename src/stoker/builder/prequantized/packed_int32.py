@@ -17,7 +17,8 @@ _FALLBACK_GROUP = 128
 def unpack_int32(words: Tensor, bits: int = 4) -> Tensor:
     """int32 [..., n] → uint8 [..., n × 32 / bits], lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(-2)
+    values: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return values.to(torch.uint8).flatten(-2)
 
 
 def int4_tensors(values: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ def load_reference_model(checkpoint: Checkpoint, dtype: str, trust_remote_code: 
         from transformers import AutoModelForCausalLM
 
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        return AutoModelForCausalLM.from_pretrained(str(checkpoint.path), dtype=rounded, **options).float().eval()
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(str(checkpoint.path), dtype=rounded, **options)
+        return model.float().eval()
 
 
 def _from_gguf(checkpoint: Checkpoint, rounded: torch.dtype) -> torch.nn.Module:
@@ -28,7 +29,7 @@ def _from_gguf(checkpoint: Checkpoint, rounded: torch.dtype) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**checkpoint.config)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {name: checkpoint.weights.read(name).to(rounded) for name in checkpoint.weights.tensors}
     missing = set(model.load_state_dict(weights, strict=False).missing_keys)
     if missing - {"lm_head.weight"}:

@@ -143,7 +143,8 @@ def _v_up(tensors: list[Tensor], config: ModelConfig) -> Tensor:
 
 def _by_head(fused: Tensor, config: ModelConfig) -> Tensor:
     """kv_b_proj [heads × (nope_size + v_size), kv_rank] → [heads, nope_size + v_size, kv_rank]."""
-    return fused.unflatten(0, (config.layers[0].attention.num_heads, -1))
+    rows: Tensor = fused.unflatten(0, (config.layers[0].attention.num_heads, -1))
+    return rows
 
 
 _TENSOR_PARALLEL = "any; each rank holds the whole latent cache"

@@ -68,7 +68,7 @@ class GGUFWeights(CheckpointWeights):
         """Rows per head of the weights that llama.cpp permutes for interleaved rotary pairs; None for all others."""
         if self.architecture != "llama" or not re.search(r"\.self_attn\.[qk]_proj\.", name):
             return None
-        heads = self.config["num_attention_heads"]
+        heads: int = self.config["num_attention_heads"]
         if ".k_proj." in name:
             heads = self.config.get("num_key_value_heads") or heads
         return self.tensors[name].shape[0] // heads

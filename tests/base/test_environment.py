@@ -1,0 +1,61 @@
+"""Environment variables: the table is complete, documented, and values are parsed strictly."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from stoker.base import env
+from stoker.base.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_matches_the_table() -> None:
+    rows = [f"| `{v.name}` | {v.default or '-'} | {v.description} |" for v in env.VARIABLES.values()]
+    page = (ROOT / "docs" / "environment.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+
+
+def test_every_variable_of_the_source_is_in_the_table() -> None:
+    """STOKER_ADDRESS and STOKER_GRPC belong to the Truss template, which runs without Stoker."""
+    source = "\n".join(path.read_text() for path in (ROOT / "src" / "stoker").rglob("*.py"))
+    named = set(re.findall(r"\bSTOKER_[A-Z_]+\b", source)) | set(re.findall(r"env\.(?:text|flag)\([\"'](\w+)", source))
+    assert named <= set(env.VARIABLES)
+
+
+def test_a_variable_that_is_not_in_the_table_cannot_be_read() -> None:
+    with pytest.raises(KeyError, match="STOKER_SURPRISE"):
+        env.text("STOKER_SURPRISE")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("TRUE", True), (" yes ", True), ("0", False), ("off", False), ("", True)])
+def test_flags(value: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_NATIVE", value)
+    assert env.native() is expected
+
+
+@pytest.mark.parametrize(("stoker", "omp", "expected"), [("3", "7", 3), ("", "7", 7), ("", "2,1", 2)])
+def test_threads(stoker: str, omp: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_THREADS", stoker)
+    monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    assert env.num_threads() == expected
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "4097", "1.5", "٣"])
+def test_wrong_numbers_of_threads_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_THREADS", value)
+    with pytest.raises(ConfigError, match=r"STOKER_THREADS=.* is refused\. Use a whole number from 1 to 4096, or unset it\."):
+        env.num_threads()
+
+
+def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("STOKER_CACHE", raising=False)
+    assert env.cache_dir() == tmp_path / "stoker" and env.kernel_cache() == tmp_path / "stoker" / "kernels"
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    assert env.cache_dir() == tmp_path / "own" and env.kernel_cache() == tmp_path / "triton"
