@@ -1,4 +1,4 @@
-"""Engines that several areas use: made once, whatever the number of test processes."""
+"""Fixtures that several folders use. Engines are built once for all test processes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import pytest
 from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
-BUILT_BY = ("base", "core", "quant", "layers", "models", "engine", "builder")  # sources that decide what an engine holds
+BUILD_SOURCES = ("base", "core", "quant", "layers", "models", "engine", "builder")  # packages that determine the content of an engine
 
-# Each test process computes on one thread: they run side by side.
+# Several test processes run in parallel, so each computes on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture(autouse=True)
-def same_process() -> Iterator[None]:
-    """A command sets up its process's loggers and signals; run within a test, it leaves them to the next one as they were."""
+def restore_process_state() -> Iterator[None]:
+    """Restore loggers and signal handlers, which a command that runs inside a test changes."""
     root = logging.getLogger("stoker")
     level, handlers, propagate, terminate = root.level, root.handlers[:], root.propagate, signal.getsignal(signal.SIGTERM)
     yield
@@ -38,7 +38,7 @@ def same_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def script() -> Callable[[str], ModuleType]:
-    """A program of scripts/, by name, as a module."""
+    """Imports a program in scripts/ by name."""
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
@@ -52,7 +52,7 @@ def script() -> Callable[[str], ModuleType]:
 
 @pytest.fixture(scope="session")
 def uninterpreted() -> Callable[..., str]:
-    """Run Python with these arguments, and more variables, in a process that compiles kernels, whoever interprets them: what it prints."""
+    """Runs Python in a process that compiles kernels, even if this one interprets them. Returns its output."""
 
     def run(*args: str | Path, **variables: str) -> str:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -66,7 +66,7 @@ def uninterpreted() -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with some tokenizer: a build wants one, and these tests look at token ids only."""
+    """A directory with a minimal tokenizer, for tests that build engines and use token ids only."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = tmp_path_factory.mktemp("tokenizer")
@@ -79,7 +79,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tokenizer of single characters, 96 ids: calibration has text to read."""
+    """A directory with a tokenizer of single characters and 96 ids, for builds that calibrate on text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = tmp_path_factory.mktemp("letters")
@@ -93,7 +93,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """The embedded default model's checkpoint, fetched once for the user."""
+    """The checkpoint of the default model, downloaded once per user."""
     from stoker.cli.default_model import default_checkpoint
 
     return default_checkpoint()
@@ -101,9 +101,9 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_engine(smollm2_gguf: Path) -> Path:
-    """SmolLM2-135M-Instruct for the CPU, float32, blocks of 16. Read only.
+    """SmolLM2-135M-Instruct for the CPU, in float32 with blocks of 16 tokens. Read-only.
 
-    It stays between sessions until a source that builds engines changes. Built by another process, which returns its memory.
+    It is reused until a source file changes that determines the content of engines. Another process builds it, so that its memory is freed.
     """
     folder = ROOT / ".cache" / "tests"
     engine = folder / f"smollm2-{_sources()}"
@@ -122,7 +122,7 @@ def smollm2_engine(smollm2_gguf: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of three layers with a byte-level tokenizer, float32, blocks of 16: its answers mean nothing. Read only."""
+    """A random Llama of three layers in float32, with a byte-level tokenizer and blocks of 16 tokens. Its output is noise. Read-only."""
     from stoker.base.config import Limits
     from stoker.builder.build import build
     from stoker.builder.config import BuildConfig
@@ -137,8 +137,9 @@ def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _sources() -> str:
+    """Digest of the source files that determine the content of engines."""
     digest = hashlib.sha256()
-    for area in BUILT_BY:
+    for area in BUILD_SOURCES:
         for path in sorted((ROOT / "src/stoker" / area).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -17,9 +17,9 @@ from stoker.builder.config import BuildConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "parity"))
 from cases import CASES, FIRST
-from harness import Harness, alone, crowded
+from harness import Harness, generate_in_batch, prefill_logits
 from oracles import Reference
-from test_parity import close, prompts, served
+from test_parity import assert_close, check_served, make_prompts
 
 CUDA = torch.device("cuda")
 # Relative error of all logits: random weights of width 48, and most where a rounded score sends a token to another expert.
@@ -48,13 +48,13 @@ def engine_of(reference: Reference, folder: Path, tokenizer: Path, dtype: str, q
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].replace(' ', '_')}")
 def test_layers_answer_like_the_reference(case: tuple[str, str], tmp_path: Path, tokenizer: Path) -> None:
-    """float32 in chunks among strangers; bfloat16 in one prompt."""
+    """float32 in chunks among others; bfloat16 in one prompt."""
     reference = checkpoint(case)
     exact = Harness(engine_of(reference, tmp_path, tokenizer, "float32"), reference.positions, device=CUDA)
-    prompt, strangers = prompts(reference, exact)
-    main = crowded(exact, prompt, strangers, 24)
+    prompt, others = make_prompts(reference, exact)
+    main = generate_in_batch(exact, prompt, others, 24)
     expected = reference.logits(main.tokens[:-1], len(prompt))
-    close(torch.stack([main.logits[i] for i in range(len(main.tokens) - 1)]), expected)
+    assert_close(torch.stack([main.logits[i] for i in range(len(main.tokens) - 1)]), expected)
     rounded = Harness(engine_of(reference, tmp_path, tokenizer, "bfloat16"), reference.positions, device=CUDA)
     assert error(rounded, reference, prompt) < TOLERANCE[None]
 
@@ -65,8 +65,8 @@ def test_captured_steps_answer_like_the_reference(row: str, tmp_path: Path, toke
     reference = checkpoint(FIRST[row])
     engine = engine_of(reference, tmp_path, tokenizer, "float32")
     harness = Harness(engine, reference.positions, device=CUDA)
-    prompt, strangers = prompts(reference, harness)
-    served(engine, reference, [prompt, *strangers], harness.config.requires_whole_prompt, "cuda")
+    prompt, others = make_prompts(reference, harness)
+    check_served(engine, reference, [prompt, *others], harness.config.requires_whole_prompt, "cuda")
 
 
 @pytest.mark.parametrize("row", FIRST)
@@ -74,10 +74,10 @@ def test_captured_steps_answer_like_the_reference(row: str, tmp_path: Path, toke
 def test_eight_bit_weights(row: str, quantization: str, tmp_path: Path, tokenizer: Path) -> None:
     reference = checkpoint(FIRST[row])
     harness = Harness(engine_of(reference, tmp_path, tokenizer, "bfloat16", quantization), reference.positions, device=CUDA)
-    assert error(harness, reference, prompts(reference, harness)[0]) < TOLERANCE[quantization]
+    assert error(harness, reference, make_prompts(reference, harness)[0]) < TOLERANCE[quantization]
 
 
 def error(harness: Harness, reference: Reference, prompt: list[int]) -> float:
     """Of all logits of a prompt, relative."""
     expected = reference.logits(prompt, len(prompt)).double()
-    return float((alone(harness, prompt).double() - expected).norm() / expected.norm())
+    return float((prefill_logits(harness, prompt).double() - expected).norm() / expected.norm())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import BLOCK, Harness, Sequence, alone, crowded
+from harness import BLOCK, Harness, Sequence, generate_in_batch, prefill_logits
 from torch import Tensor
 
 from stoker.base.config import Mapping
@@ -68,7 +68,7 @@ class Job:
 
     def run(self, world: World) -> dict[str, Any]:
         harness = RankHarness(Path(self.engine), self.positions, world)
-        main = crowded(harness, self.prompt, self.strangers, self.num_new)
+        main = generate_in_batch(harness, self.prompt, self.strangers, self.num_new)
         again: Sequence | None = None
         if not harness.config.requires_whole_prompt:
             again = harness.start([*self.prompt[:18], 5, 6, 7], share=main)
@@ -76,9 +76,9 @@ class Job:
             harness.step([(again, 5)])
         result = {"tokens": main.tokens, "again": again.tokens if again else [], "logits": logits_of(main)}
         if world.size == 1:
-            result["alone"] = alone(harness, main.tokens[:-1])
+            result["alone"] = prefill_logits(harness, main.tokens[:-1])
             if again is not None:
-                result["again logits"], result["again alone"] = logits_of(again), alone(harness, again.tokens[:-1])[BLOCK:]
+                result["again logits"], result["again alone"] = logits_of(again), prefill_logits(harness, again.tokens[:-1])[BLOCK:]
         return result
 
 

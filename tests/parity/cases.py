@@ -1,4 +1,4 @@
-"""One or more tiny checkpoints a row of the table, each with its reference. A row without one fails test_every_row_is_proven."""
+"""Tiny checkpoints of each row of the architecture table, with their references. Every row needs at least one."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ GPT: dict[str, Any] = {
 
 
 def native(config: str, *, bare: bool = False, strip: str = "", architecture: str | None = None, **sizes: Any) -> Reference:
-    """A model of transformers, saved as transformers saves it.
+    """A model of transformers, saved by transformers.
 
-    `bare`: config.json has a model_type alone. `strip`: a prefix that the first checkpoints of the family lack. `architecture`: what
-    the publisher's config.json says where transformers says something else.
+    `bare`: config.json has model_type but no architectures. `strip`: a prefix of tensor names that early checkpoints do not have.
+    `architecture`: replaces the architecture in config.json.
     """
     model = hf_model(config, **sizes)
 
@@ -57,7 +57,7 @@ def native(config: str, *, bare: bool = False, strip: str = "", architecture: st
 def published(
     config: dict[str, Any], tensors: Tensors, logits: Callable[[list[int], int], Tensor], positions: int = POSITIONS
 ) -> Reference:
-    """A checkpoint in a layout that only the publisher's own code reads."""
+    """A checkpoint in a layout that only the publisher's code reads."""
 
     def save(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -73,6 +73,7 @@ def converted(config: dict[str, Any], model: Any, rename: Callable[[Tensors], Te
 
 
 def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
+    """The tensors with each (old, new) part of their names replaced."""
     out = {}
     for name, tensor in tensors.items():
         for old, new in pairs:
@@ -82,7 +83,7 @@ def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
 
 
 def fused(tensors: Tensors, layers: int, new: str, old: tuple[str, ...], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Tensors:
-    """Tensors `old` of each layer become `new`; "{i}" is the layer."""
+    """Join the tensors `old` of each layer into `new`. "{i}" stands for the layer index."""
     out = dict(tensors)
     for i in range(layers):
         for suffix in (".weight", ".bias"):
@@ -167,7 +168,7 @@ def qwen_tensors(model: Any) -> Tensors:
 
 
 def qwen(trained: int) -> Reference:
-    """Within the trained length Qwen 1 is Qwen 2; past it, logn and NTK show."""
+    """Within the trained length, Qwen 1 computes what Qwen 2 does. Beyond it, log-n attention and NTK scaling take effect."""
     model = hf_model("Qwen2", **LLAMA)
     config = LLAMA | {
         "architectures": ["QWenLMHeadModel"], "model_type": "qwen", "intermediate_size": 144, "kv_channels": 8, "seq_length": trained,
@@ -204,7 +205,7 @@ def chatglm2(ratio: float, linear: bool) -> Reference:
 
 
 def glm_tensors(prefix: str, width: int, extra: Tensors) -> Tensors:
-    """GPT-2's shapes under GLM's names."""
+    """Random tensors with the shapes of GPT-2 and the names of GLM."""
     generator, hidden = torch.Generator().manual_seed(3), 48
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(3):
@@ -270,7 +271,7 @@ def santacoder() -> Reference:
 
 
 def deepseek_moe() -> Reference:
-    """Qwen2-MoE halves its shared expert (a gate of zeros), so it is given twice DeepSeek's."""
+    """A Qwen2-MoE model whose shared expert has twice the weight, because its gate of zeros halves the output."""
     model = hf_model("Qwen2Moe", **MOE, num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[0], qkv_bias=False)
     for layer in model.model.layers[1:]:
         torch.nn.init.zeros_(layer.mlp.shared_expert_gate.weight)
@@ -298,8 +299,8 @@ def deepseek_moe() -> Reference:
     return converted(config, model, rename)
 
 
-def gemma3_seeing() -> Reference:
-    """The text model, saved as the language part of a model that sees."""
+def gemma3_multimodal() -> Reference:
+    """The text model, saved as the language model of a multimodal checkpoint."""
     sizes = GROUPED | {"head_dim": 8, "sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10}
     model = hf_model("Gemma3Text", **sizes, rope_parameters=_GEMMA3_ROPE)
     tensors = {f"language_model.{name}": tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
@@ -325,7 +326,7 @@ _FALCON = {
     "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_hidden_size": 80, "bos_token_id": 1,
     "eos_token_id": 2, "max_position_embeddings": POSITIONS,
 }  # fmt: skip
-# transformers adds ALiBi twice in its eager attention of Falcon, and once in sdpa.
+# The eager attention of Falcon in transformers adds ALiBi twice; sdpa adds it once.
 _RW = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "num_attention_heads": 4}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
@@ -352,7 +353,7 @@ _BLOOM = {
 _MPT = {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "max_seq_len": POSITIONS, "bos_token_id": 1, "eos_token_id": 2}
 _HEAD = {"head_dim": 8}
 
-# (row of the table, what is special about this checkpoint) → a maker of its reference.
+# (row of the table, what is special about this checkpoint) → a function that creates its reference.
 CASES: dict[tuple[str, str], Callable[[], Reference]] = {
     ("LlamaForCausalLM", "plain"): partial(native, "Llama", **LLAMA),
     ("LlamaForCausalLM", "tied, biased, no architectures"): partial(
@@ -422,7 +423,7 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
         query_pre_attn_scalar=10,
         rope_parameters=_GEMMA3_ROPE,
     ),
-    ("Gemma3ForConditionalGeneration", "text"): gemma3_seeing,
+    ("Gemma3ForConditionalGeneration", "text"): gemma3_multimodal,
     ("PhiForCausalLM", "plain"): partial(native, "Phi", **LLAMA | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}),
     ("PhiForCausalLM", "q/k norms"): partial(native, "Phi", **GROUPED, qk_layernorm=True),
     ("Phi3ForCausalLM", "window"): partial(native, "Phi3", **GROUPED, sliding_window=11),
@@ -458,4 +459,4 @@ CASES: dict[tuple[str, str], Callable[[], Reference]] = {
     ),
 }
 
-FIRST = {row: (row, what) for row, what in reversed(CASES)}  # one case a row
+FIRST = {row: (row, what) for row, what in reversed(CASES)}  # one case per row

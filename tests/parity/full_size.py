@@ -1,4 +1,4 @@
-"""config.json of published models (the keys that decide shapes) with the number of their parameters."""
+"""The keys of published config.json files that determine shapes, and the number of parameters of each model."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _V2 = {
 _LITE = {"q_lora_rank": None, "n_routed_experts": 64, "moe_intermediate_size": 1408, "topk_method": "greedy"}
 _GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
 
-# name → (config.json, parameters: those of the published files, or as the classes of transformers count them).
-# Tied heads count once; buffers that steer (V3's correction biases) count.
+# name → (config.json, parameters in the published files, or as counted by the classes of transformers).
+# A tied head counts once. Buffers that influence the result count too (the correction biases of DeepSeek V3).
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-2-7B": (_llama(4096, 11008, 32, 32), 6_738_415_616),
     "Llama-2-13B": (_llama(5120, 13824, 40, 40), 13_015_864_320),

@@ -1,4 +1,4 @@
-"""An engine driven by hand: steps of chosen chunks over shuffled blocks, so that a test decides what shares a step with what."""
+"""Runs an engine step by step with chosen chunks and shuffled KV cache blocks, so that a test decides which sequences share a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Sequence:
-    """A sequence and the logits that were computed for each of its tokens."""
+    """A sequence, its blocks, and the logits that were computed at each of its positions."""
 
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Sequence:
 
 
 class Harness:
-    """One engine with a pool of blocks in random order, on the CPU unless `device` is another."""
+    """One engine on a device, and its free KV cache blocks in random order."""
 
     def __init__(self, engine: Path, num_positions: int, num_blocks: int = 96, device: torch.device = CPU) -> None:
         self.config, self.device = Engine.open(engine).config.model, device
@@ -47,11 +47,11 @@ class Harness:
         self.model.complete_caches(self.caches)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits [T, vocab]."""
+        """Logits [tokens, vocab]."""
         return self.model(batch, self.caches)
 
     def start(self, prompt: list[int], share: Sequence | None = None) -> Sequence:
-        """A new sequence; its whole blocks in common with `share` are taken over."""
+        """A new sequence, which shares the full blocks of its common prefix with sequence `share`."""
         sequence = Sequence(list(prompt))
         if self.config.prefix is not None:
             sequence.prefix = find_bidirectional_prefix(self.config.prefix, prompt)
@@ -62,12 +62,12 @@ class Harness:
         return sequence
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take the blocks away; everything is to be computed again, into other blocks."""
+        """Free the blocks of a sequence. Its tokens are computed again, into other blocks."""
         self.free = self.free + sequence.blocks[::-1]
         sequence.blocks, sequence.computed = [], 0
 
     def step(self, work: list[tuple[Sequence, int]]) -> None:
-        """Compute so many tokens of each sequence, and append the likeliest token to those that are caught up."""
+        """Compute (sequence, number of tokens) pairs in one step. Sequences without tokens left to compute get the most likely next one."""
         work = sorted(work, key=lambda pair: pair[1] != 1)
         with torch.inference_mode():
             logits = self.forward(self._batch(work)).cpu()
@@ -110,36 +110,39 @@ class Harness:
         )
 
 
-def alone(harness: Harness, prompt: list[int]) -> Tensor:
-    """Logits [len(prompt), vocab] of one whole prefill."""
+def prefill_logits(harness: Harness, prompt: list[int]) -> Tensor:
+    """Logits [len(prompt), vocab] of a prefill of the prompt in one step."""
     sequence = harness.start(prompt)
     harness.step([(sequence, len(prompt))])
     harness.preempt(sequence)
     return torch.stack([sequence.logits[i] for i in range(len(prompt))])
 
 
-def crowded(harness: Harness, prompt: list[int], strangers: list[list[int]], num_new: int) -> Sequence:
-    """`num_new` greedy tokens after `prompt`, prefilled in chunks among strangers, preempted half way, and computed again."""
-    whole = harness.config.requires_whole_prompt
-    others = [harness.start(stranger) for stranger in strangers]
-    for other in others:
+def generate_in_batch(harness: Harness, prompt: list[int], others: list[list[int]], num_new: int) -> Sequence:
+    """Generate `num_new` greedy tokens in steps shared with sequences of prompts `others`.
+
+    The prompt is prefilled in chunks. Half way, the sequence is preempted and computed again.
+    """
+    in_one_step = harness.config.requires_whole_prompt
+    other_sequences = [harness.start(other) for other in others]
+    for other in other_sequences:
         harness.step([(other, len(other.tokens))])
     main = harness.start(prompt)
-    for count in _chunks(len(prompt), whole):
-        harness.step([(main, count), *((other, 1) for other in others)])
+    for count in _chunk_sizes(len(prompt), in_one_step):
+        harness.step([(main, count), *((other, 1) for other in other_sequences)])
     half = len(prompt) + num_new // 2
     while len(main.tokens) < half:
-        harness.step([(main, 1), *((other, 1) for other in others if len(other.tokens) < 90)])
+        harness.step([(main, 1), *((other, 1) for other in other_sequences if len(other.tokens) < 90)])
     harness.preempt(main)
-    for count in _chunks(len(main.tokens), whole):
-        harness.step([(others[0], 1), (main, count)])
+    for count in _chunk_sizes(len(main.tokens), in_one_step):
+        harness.step([(other_sequences[0], 1), (main, count)])
     while len(main.tokens) < len(prompt) + num_new:
         harness.step([(main, 1)])
     return main
 
 
-def _chunks(total: int, whole: bool) -> list[int]:
-    if whole:
+def _chunk_sizes(total: int, in_one_step: bool) -> list[int]:
+    if in_one_step:
         return [total]
     sizes: list[int] = []
     for size in (1, 5, 9, total):

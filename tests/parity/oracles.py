@@ -1,4 +1,4 @@
-"""What the engines are compared with: transformers' models, and float64 forwards written from the published definitions."""
+"""The references of the parity tests: models of transformers, and float64 forward passes written from the published definitions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Reference:
-    """A checkpoint and what it should answer. `logits(ids, num_prompt)` gives [len(ids), vocab]."""
+    """A checkpoint, and the logits that its engine should compute. `logits(ids, num_prompt)` returns [len(ids), vocab]."""
 
     save: Callable[[Path], None]
     logits: Callable[[list[int], int], Tensor]
@@ -26,7 +26,7 @@ class Reference:
 
 
 def hf_model(name: str, *, seed: int = 0, attention: str = "eager", **sizes: Any) -> Any:
-    """transformers' model of configuration class `name`, with random weights: norms, biases and buffers too."""
+    """The model of transformers for configuration class `name`, with random weights, norms, biases and buffers."""
     config = getattr(transformers, f"{name}Config")(**sizes)
     kind = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model = kind._from_config(config, attn_implementation=attention).eval().float()
@@ -40,7 +40,7 @@ def hf_model(name: str, *, seed: int = 0, attention: str = "eager", **sizes: Any
 
 
 def random_like(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Matrices that keep their input's size, norms about 1 or 0, small biases."""
+    """Random values: matrices that preserve the norm of their input, norm weights near 1, and small biases."""
     noise = torch.randn(tensor.shape, generator=generator)
     if tensor.dim() >= 2:
         return noise * (0.4 if "emb" in name or "wte" in name or "wpe" in name else tensor.shape[-1] ** -0.5)
@@ -56,7 +56,7 @@ def hf_logits(model: Any) -> Callable[[list[int], int], Tensor]:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | float = 0.0, scale: float | None = None) -> Tensor:
-    """q, k, v [T, heads, size] → [T, heads × size]; `seen` [T, T] and `bias` [heads, 1, T] or [heads, T, T]."""
+    """q, k, v [T, heads, size] → [T, heads × size]; mask `seen` [T, T] and `bias` [heads, 1, T] or [heads, T, T]."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v).flatten(1)
 
@@ -73,8 +73,8 @@ def linear(x: Tensor, w: Tensors, name: str) -> Tensor:
     return torch.nn.functional.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
 
-def turn(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
-    """x [T, heads, size] with features (i, i + size / 2) turned by position × theta ** (-2 i / size)."""
+def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
+    """x [T, heads, size] with features (i, i + size / 2) rotated by position × theta ** (-2 i / size)."""
     half = x.shape[-1] // 2
     angle = positions[:, None, None].double() * theta ** -(torch.arange(half).double() / half)
     a, b = x[..., :half], x[..., half:]
@@ -86,14 +86,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def causal(size: int, prefix: int = 0) -> Tensor:
-    """[T, T]: a token sees those before it, and everything of the prefix."""
+    """A mask [T, T]: a token attends to earlier tokens, and to the whole prefix."""
     seen = torch.ones(size, size, dtype=torch.bool).tril()
     seen[:, :prefix] = True
     return seen
 
 
 def published_slopes(num_heads: int) -> Tensor:
-    """ALiBi's slopes as the paper's code computes them, recursively for a number that is no power of two."""
+    """ALiBi slopes as in the published code, which is recursive for a number of heads that is not a power of two."""
 
     def power(n: int) -> list[float]:
         start = 2 ** (-(2 ** -(math.log2(n) - 3)))
@@ -107,7 +107,7 @@ def published_slopes(num_heads: int) -> Tensor:
 
 
 def baichuan_13b(w: Tensors, heads: int, layers: int, eps: float, unit_head: bool) -> Callable[[list[int], int], Tensor]:
-    """Baichuan-13B: Llama's block with ALiBi in place of rotary; the second generation normalises the head's rows."""
+    """Baichuan-13B: Llama with ALiBi instead of rotary embeddings. `unit_head`: rows of the head are normalized, as in Baichuan 2."""
     w = {k: t.double() for k, t in w.items()}
 
     def run(ids: list[int], num_prompt: int) -> Tensor:
@@ -130,7 +130,7 @@ def baichuan_13b(w: Tensors, heads: int, layers: int, eps: float, unit_head: boo
 
 
 def qwen_1(w: Tensors, heads: int, layers: int, eps: float, trained: int, total: int) -> Callable[[list[int], int], Tensor]:
-    """Qwen 1 with logn attention, and dynamic NTK for sequences of `total` tokens (get_ntk_alpha of the published code)."""
+    """Qwen 1 with log-n attention, and NTK scaling for sequences of `total` tokens (get_ntk_alpha of the published code)."""
     w = {k: t.double() for k, t in w.items()}
 
     def run(ids: list[int], num_prompt: int) -> Tensor:
@@ -144,7 +144,7 @@ def qwen_1(w: Tensors, heads: int, layers: int, eps: float, trained: int, total:
             p = f"transformer.h.{i}"
             q, k, v = linear(rms(x, w[f"{p}.ln_1.weight"], eps), w, f"{p}.attn.c_attn").chunk(3, -1)
             q, k, v = (t.unflatten(-1, (heads, -1)) for t in (q, k, v))
-            q, k = turn(q, where, theta) * logn[:, None, None], turn(k, where, theta)
+            q, k = rotate(q, where, theta) * logn[:, None, None], rotate(k, where, theta)
             x = x + linear(plain_attention(q, k, v, causal(len(ids))), w, f"{p}.attn.c_proj")
             y = rms(x, w[f"{p}.ln_2.weight"], eps)
             x = x + linear(linear(y, w, f"{p}.mlp.w1") * torch.nn.functional.silu(linear(y, w, f"{p}.mlp.w2")), w, f"{p}.mlp.c_proj")
@@ -154,7 +154,7 @@ def qwen_1(w: Tensors, heads: int, layers: int, eps: float, trained: int, total:
 
 
 def chatglm_1(w: Tensors, heads: int, layers: int, eps: float, start_id: int, mask_id: int) -> Callable[[list[int], int], Tensor]:
-    """ChatGLM-6B: two-axis rotary, prefix mask, and a skip of √(2 layers) times the normed stream."""
+    """ChatGLM-6B: rotary embeddings on two axes, prefix mask, and a residual of √(2 × layers) times the normed input."""
     w = {k: t.double() for k, t in w.items()}
 
     def run(ids: list[int], num_prompt: int) -> Tensor:
@@ -164,16 +164,16 @@ def chatglm_1(w: Tensors, heads: int, layers: int, eps: float, start_id: int, ma
         second = torch.tensor([*[0] * context, *range(1, len(ids) - context + 1)])
         seen, alpha = causal(len(ids), context), math.sqrt(2 * layers)
 
-        def turn_both(t: Tensor) -> Tensor:
+        def rotate_both(t: Tensor) -> Tensor:
             a, b = t.chunk(2, -1)
-            return torch.cat((turn(a, first), turn(b, second)), -1)
+            return torch.cat((rotate(a, first), rotate(b, second)), -1)
 
         for i in range(layers):
             p = f"transformer.layers.{i}"
             normed = layer_norm(x, w, f"{p}.input_layernorm", eps)
             fused = linear(normed, w, f"{p}.attention.query_key_value").unflatten(-1, (heads, -1))
             q, k, v = fused.chunk(3, -1)
-            mixed = plain_attention(turn_both(q), turn_both(k), v, seen)
+            mixed = plain_attention(rotate_both(q), rotate_both(k), v, seen)
             x = normed * alpha + linear(mixed, w, f"{p}.attention.dense")
             normed = layer_norm(x, w, f"{p}.post_attention_layernorm", eps)
             x = normed * alpha + linear(gelu_tanh(linear(normed, w, f"{p}.mlp.dense_h_to_4h")), w, f"{p}.mlp.dense_4h_to_h")

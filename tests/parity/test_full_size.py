@@ -1,4 +1,4 @@
-"""Published models at their full size: shapes are declared, counted and split over ranks without a byte of weights."""
+"""Published models at full size: shapes are declared, counted and split over ranks without reading or allocating weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from stoker.models import all_architectures, resolve_architecture
 FILES = Path(__file__).parent / "published"
 
 
-def read(name: str) -> ModelConfig:
+def read_published(name: str) -> ModelConfig:
     hf = PUBLISHED[name][0]
     return resolve_architecture(hf).read_config(hf)
 
 
-def count(config: ModelConfig) -> int:
+def count_parameters(config: ModelConfig) -> int:
     total = 0
     for spec in declare(config).values():
         shapes = [spec.weight_shape, *([spec.bias_shape] if spec.bias else [])] if isinstance(spec, LinearSpec) else [spec.shape]
@@ -38,21 +38,21 @@ def count(config: ModelConfig) -> int:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_as_many_as_published(name: str) -> None:
-    assert count(read(name)) == PUBLISHED[name][1]
+def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
+    assert count_parameters(read_published(name)) == PUBLISHED[name][1]
 
 
 @pytest.mark.parametrize(("name", "size"), [("Llama-3.1-405B", 8), ("DeepSeek-V3", 16), ("Mixtral-8x7B", 4), ("Falcon-180B", 8)])
-def test_ranks_share_the_weights_evenly(name: str, size: int) -> None:
-    """What is split is split without a rest, and the split parts are nearly everything."""
-    specs = declare(read(name)).values()
+def test_ranks_hold_equal_shards(name: str, size: int) -> None:
+    """The shards of a rank are at most 10 % more than its part of all weights."""
+    specs = declare(read_published(name)).values()
     linears = [spec for spec in specs if isinstance(spec, LinearSpec)]
     whole = sum(math.prod(spec.weight_shape) for spec in linears)
-    shares = sum(math.prod(local_spec(spec, Sharding(size=size)).weight_shape) for spec in linears if spec.split != "vocab")
-    assert shares < 1.1 * whole / size
+    sharded = sum(math.prod(local_spec(spec, Sharding(size=size)).weight_shape) for spec in linears if spec.split != "vocab")
+    assert sharded < 1.1 * whole / size
 
 
-# Whole config.json files as they were published, in published/, and the parameters of their checkpoints.
+# Complete config.json files in published/, and the number of parameters of their checkpoints.
 CHECKPOINTS = {
     "Llama-2-7b-hf": 6_738_415_616,
     "Llama-2-13b-hf": 13_015_864_320,
@@ -98,7 +98,7 @@ CHECKPOINTS = {
     "OLMo-2-1124-7B": 7_298_617_344,
     "c4ai-command-r-v01": 34_980_831_232,
     "internlm3-8b-instruct": 8_804_241_408,
-    "gemma-3-4b-it": 3_880_263_168,  # of 4,300,079,472 with what sees
+    "gemma-3-4b-it": 3_880_263_168,  # 4,300,079,472 with the vision tower
     "gpt-oss-120b": 116_829_156_672,
 }
 MIB = 1 << 20
@@ -106,11 +106,11 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_dummy_engine_is_built_from_the_published_file(name: str, tmp_path: Path) -> None:
-    """Every key of the real file is understood, shapes and limits fit, the estimate counts every parameter, and no weight is held."""
+    """The reader accepts every key of the file, the estimate counts every parameter, and no memory is allocated for weights."""
     (tmp_path / "config.json").write_text((FILES / f"{name}.json").read_text())
-    asked = BuildConfig(dummy_weights=True, device="cuda", compute_capability="9.0")
+    settings = BuildConfig(dummy_weights=True, device="cuda", compute_capability="9.0")
     before = getrusage(RUSAGE_SELF).ru_maxrss
-    engine = build(tmp_path, tmp_path / "engine", asked)
+    engine = build(tmp_path, tmp_path / "engine", settings)
     found = estimate(engine.config, memory=1 << 50)
     assert getrusage(RUSAGE_SELF).ru_maxrss - before < 100 * MIB / 1024, "kibibytes"
     assert found.parameters == CHECKPOINTS[name]
@@ -130,20 +130,20 @@ def test_every_row_has_a_published_size() -> None:
 
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), [("DeepSeek-V2-Lite", 4, 1), ("falcon-180B", 8, 1), ("gpt-oss-120b", 4, 1)])
-def test_ranks_of_a_dummy_engine_hold_their_share(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+def test_ranks_of_a_dummy_engine_hold_their_shard(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((FILES / f"{name}.json").read_text())
 
     def weights(**ranks: int) -> int:
-        asked = BuildConfig(dummy_weights=True, device="cuda", mapping=Mapping(**ranks))
-        return estimate(prepare(tmp_path, asked).config, memory=1 << 50).weights
+        settings = BuildConfig(dummy_weights=True, device="cuda", mapping=Mapping(**ranks))
+        return estimate(prepare(tmp_path, settings).config, memory=1 << 50).weights
 
     assert weights(tensor_parallel=tensor, pipeline_parallel=pipeline) < 1.2 * weights() / (tensor * pipeline)
 
 
 @pytest.mark.parametrize("quantization", ["AWQ", "FP8_KV"])
 def test_published_shapes_fit_the_formats(quantization: str, tmp_path: Path) -> None:
-    """Groups of 128 columns, scales by row and a quantized cache, for every published file."""
-    asked = BuildConfig(dummy_weights=True, device="cuda", compute_capability="9.0", quantization=quantization)
+    """Groups of 128 columns, scales per row and a quantized KV cache are possible for every published model."""
+    settings = BuildConfig(dummy_weights=True, device="cuda", compute_capability="9.0", quantization=quantization)
     for name in CHECKPOINTS:
         (tmp_path / "config.json").write_text((FILES / f"{name}.json").read_text())
-        assert prepare(tmp_path, asked).config.recipe.name == quantization, name
+        assert prepare(tmp_path, settings).config.recipe.name == quantization, name

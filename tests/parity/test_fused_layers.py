@@ -1,4 +1,4 @@
-"""Steps of few tokens cut into attention and fused layers: the same sums as layer by layer."""
+"""Steps that run in fused layers compute exactly what the separate layers do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def harness(row: str, folder: Path, tokenizer: Path, quantization: str = "NO_QUA
 
 
 def decoded(model: Harness) -> list[torch.Tensor]:
-    """The logits of four steps of one token after a prompt."""
+    """The logits of a prompt and of four decode steps."""
     sequence = model.start(list(PROMPT))
     model.step([(sequence, len(PROMPT))])
     for _ in range(4):
@@ -39,36 +39,36 @@ def decoded(model: Harness) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("row", "quantization"), [("LlamaForCausalLM", "NO_QUANT"), ("Qwen2ForCausalLM", "WEIGHTS_ONLY_INT8"), ("GemmaForCausalLM", "FP8")]
 )
-@pytest.mark.parametrize("taken", [(1,), (len(PROMPT),), (1, len(PROMPT))], ids=str)
+@pytest.mark.parametrize("supported", [(1,), (len(PROMPT),), (1, len(PROMPT))], ids=str)
 def test_fused_layers_equal_the_layers(
-    row: str, quantization: str, taken: tuple[int, ...], tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    row: str, quantization: str, supported: tuple[int, ...], tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     model = harness(row, tmp_path, tokenizer, quantization)
     layers: list[Layer] = model.model.layers
     model.model.fused_layers = None
-    whole, steps = decoded(model), []
-    monkeypatch.setattr("stoker.kernels.ops.supports_fused_layer", lambda layer, rows: rows in taken)
+    expected, steps = decoded(model), []
+    monkeypatch.setattr("stoker.kernels.ops.supports_fused_layer", lambda layer, rows: rows in supported)
     model.model.fused_layers = fused = FusedLayers(layers)
-    walk = FusedLayers.__call__
+    original = FusedLayers.__call__
 
-    def seen(self: FusedLayers, x: torch.Tensor, *rest: object) -> torch.Tensor:
+    def counted(self: FusedLayers, x: torch.Tensor, *rest: object) -> torch.Tensor:
         steps.append(len(x))
-        return walk(self, x, *rest)  # type: ignore[arg-type]
+        return original(self, x, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(FusedLayers, "__call__", seen)
+    monkeypatch.setattr(FusedLayers, "__call__", counted)
     assert [layer.qkv is None for layer in fused.layers] == [False] * (len(layers) - 1) + [True]
-    for mine, theirs in zip(decoded(model), whole, strict=True):
-        assert torch.equal(mine, theirs)
-    assert steps == [rows for rows in (len(PROMPT), 1, 1, 1, 1) if rows in taken]
+    for logits, separate in zip(decoded(model), expected, strict=True):
+        assert torch.equal(logits, separate)
+    assert steps == [rows for rows in (len(PROMPT), 1, 1, 1, 1) if rows in supported]
 
 
-@pytest.mark.parametrize(("taken", "is_made", "before"), [((1, 32), True, True), ((32,), True, False), ((5,), False, False)])
+@pytest.mark.parametrize(("supported", "exist", "before"), [((1, 32), True, True), ((32,), True, False), ((5,), False, False)])
 def test_fused_layers_exist_where_one_row_or_several_are_supported(
-    taken: tuple[int, ...], is_made: bool, before: bool, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    supported: tuple[int, ...], exist: bool, before: bool, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.kernels.ops.supports_fused_layer", lambda layer, rows: rows in taken)
+    monkeypatch.setattr("stoker.kernels.ops.supports_fused_layer", lambda layer, rows: rows in supported)
     model = harness("LlamaForCausalLM", tmp_path, tokenizer).model
-    assert (model.fused_layers is not None) == is_made
+    assert (model.fused_layers is not None) == exist
     assert all(layer.attention.params.before_fused_layer == before for layer in model.layers)
 
 

@@ -1,4 +1,4 @@
-"""Routing and expert projections against loops over tokens."""
+"""Routing and expert projections, compared with loops over tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EXPERTS, HIDDEN, WIDE = 8, 12, 10
 
 
 def naive(logits: torch.Tensor, correction: torch.Tensor | None, params: RoutingParams) -> list[dict[int, float]]:
-    """The weight of each chosen expert, token by token, in Python floats."""
-    answers = []
+    """The weight of each chosen expert of each token, computed token by token with Python floats."""
+    weights_by_token = []
     for row in logits.double():
         if params.score == "softmax_topk":
             chosen = sorted(range(EXPERTS), key=lambda e: -row[e].item())[: params.top_k]
             weights = row[chosen].softmax(0)
-            answers.append({e: params.scale * w.item() for e, w in zip(chosen, weights, strict=True)})
+            weights_by_token.append({e: params.scale * w.item() for e, w in zip(chosen, weights, strict=True)})
             continue
         scores = row.sigmoid() if params.score == "sigmoid" else row.softmax(0)
         wanted = scores if correction is None else scores + correction.double()
@@ -31,8 +31,8 @@ def naive(logits: torch.Tensor, correction: torch.Tensor | None, params: Routing
         allowed = [e for e in range(EXPERTS) if e // size in open_groups]
         chosen = sorted(allowed, key=lambda e: -wanted[e].item())[: params.top_k]
         total = sum(scores[e].item() for e in chosen) if params.renormalize else 1.0
-        answers.append({e: params.scale * scores[e].item() / total for e in chosen})
-    return answers
+        weights_by_token.append({e: params.scale * scores[e].item() / total for e in chosen})
+    return weights_by_token
 
 
 def by_token(routing: Routing, num_tokens: int) -> list[dict[int, float]]:
@@ -54,7 +54,7 @@ def by_token(routing: Routing, num_tokens: int) -> list[dict[int, float]]:
     groups=st.sampled_from([(1, 1, "max"), (4, 2, "max"), (4, 2, "top2"), (2, 1, "top2")]),
     corrected=st.booleans(),
 )
-def test_choices_are_those_of_the_definition(
+def test_routing_equals_the_definition(
     seed: int, num_tokens: int, top_k: int, score: str, renormalize: bool, groups: tuple[int, int, str], corrected: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Every row of the table, from a checkpoint in its own layout through the build to logits, against an independent reference."""
+"""Every row of the architecture table, from a checkpoint in its own layout through the build to logits, against an independent oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CASES
-from harness import Harness, alone, crowded
+from harness import Harness, generate_in_batch, prefill_logits
 from oracles import Reference
 
 from stoker import LLM
@@ -26,7 +26,7 @@ def test_every_row_is_proven() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].replace(' ', '_')}")
-def test_answers_like_the_reference(case: tuple[str, str], tmp_path: Path, tokenizer: Path) -> None:
+def test_logits_and_tokens_equal_the_reference(case: tuple[str, str], tmp_path: Path, tokenizer: Path) -> None:
     reference = CASES[case]()
     reference.save(tmp_path / "hf")
     limits = Limits(
@@ -44,45 +44,50 @@ def test_answers_like_the_reference(case: tuple[str, str], tmp_path: Path, token
     )
     assert engine.config.model.architecture == case[0]
     harness = Harness(tmp_path / "engine", reference.positions)
-    prompt, strangers = prompts(reference, harness)
+    prompt, others = make_prompts(reference, harness)
 
-    close(alone(harness, prompt), reference.logits(prompt, len(prompt)))
-    main = crowded(harness, prompt, strangers, NUM_NEW)
+    assert_close(prefill_logits(harness, prompt), reference.logits(prompt, len(prompt)))
+    main = generate_in_batch(harness, prompt, others, NUM_NEW)
     expected = reference.logits(main.tokens[:-1], len(prompt))
-    close(torch.stack([main.logits[i] for i in range(len(main.tokens) - 1)]), expected)
+    assert_close(torch.stack([main.logits[i] for i in range(len(main.tokens) - 1)]), expected)
     assert main.tokens[len(prompt) :] == expected[len(prompt) - 1 :].argmax(-1).tolist()
     if not harness.config.requires_whole_prompt:
-        reused(harness, reference, prompt, main)
-    served(tmp_path / "engine", reference, [prompt, *strangers], harness.config.requires_whole_prompt)
+        check_prefix_reuse(harness, reference, prompt, main)
+    check_served(tmp_path / "engine", reference, [prompt, *others], harness.config.requires_whole_prompt)
 
 
-def reused(harness: Harness, reference: Reference, prompt: list[int], main: object) -> None:
-    """A prompt that begins like one that was computed takes its blocks over."""
+def check_prefix_reuse(harness: Harness, reference: Reference, prompt: list[int], main: object) -> None:
+    """A prompt with the prefix of a computed sequence reuses its blocks."""
     again = harness.start([*prompt[:18], 5, 6, 7], share=main)  # type: ignore[arg-type]
     assert again.computed == 16
     harness.step([(again, 5)])
-    close(torch.stack([again.logits[i] for i in range(16, 21)]), reference.logits(again.tokens[:-1], 21)[16:])
+    assert_close(torch.stack([again.logits[i] for i in range(16, 21)]), reference.logits(again.tokens[:-1], 21)[16:])
 
 
-def served(engine: Path, reference: Reference, asked: list[list[int]], whole: bool, device: str = "cpu") -> None:
-    """The same through the executor, with a cache too small for all sequences, and steps too small for a prompt unless it must be whole."""
+def check_served(engine: Path, reference: Reference, prompts: list[list[int]], in_one_step: bool, device: str = "cpu") -> None:
+    """The executor generates the same tokens, with a cache that is too small for all sequences, and with chunked prefill.
+
+    `in_one_step`: prompts are prefilled in one step.
+    """
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
     with LLM(
-        engine, device=device, policy="max_utilization", max_num_tokens=40 if whole else 16, kv_cache_tokens=14 * 16, num_threads=1
+        engine, device=device, policy="max_utilization", max_num_tokens=40 if in_one_step else 16, kv_cache_tokens=14 * 16, num_threads=1
     ) as llm:
-        answers = llm.generate(asked, params)
-        later = llm.generate([*asked[2][:33], *(asked[2][-2:] if whole else [4])], params)  # two blocks of a prompt that came before
+        answers = llm.generate(prompts, params)
+        later = llm.generate(
+            [*prompts[2][:33], *(prompts[2][-2:] if in_one_step else [4])], params
+        )  # shares two blocks with an earlier prompt
         stats = llm.stats()
-    assert stats.num_preemptions > 0 and (stats.num_reused_tokens > 0) == (not whole)
+    assert stats.num_preemptions > 0 and (stats.num_reused_tokens > 0) == (not in_one_step)
     for answer in [*answers, later]:
         tokens = answer.choices[0].token_ids
-        whole = [*answer.prompt_token_ids, *tokens]
+        sequence = [*answer.prompt_token_ids, *tokens]
         first = len(answer.prompt_token_ids) - 1
-        assert list(tokens) == reference.logits(whole[:-1], first + 1)[first:].argmax(-1).tolist()
+        assert list(tokens) == reference.logits(sequence[:-1], first + 1)[first:].argmax(-1).tolist()
 
 
-def prompts(reference: Reference, harness: Harness) -> tuple[list[int], list[list[int]]]:
-    """A prompt and two strangers; prefix models get a mask and a start token at the end of each."""
+def make_prompts(reference: Reference, harness: Harness) -> tuple[list[int], list[list[int]]]:
+    """A prompt, and two others. For prefix LMs, each ends with a mask token and the start token."""
     generator = torch.Generator().manual_seed(1)
     lengths = (21, 5, 38)
     made = [torch.randint(3, min(reference.vocab, 90), (n,), generator=generator).tolist() for n in lengths]
@@ -94,7 +99,7 @@ def prompts(reference: Reference, harness: Harness) -> tuple[list[int], list[lis
     return made[0], made[1:]
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert expected.abs().max() > 0.3, "the reference says nothing"
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.abs().max() > 0.3, "the logits of the reference are too small for a comparison"
     error = (found.double() - expected.double()).abs().max().item()
     assert error <= TOLERANCE, f"logits differ by {error:.2e}"

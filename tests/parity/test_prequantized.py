@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import GROUPED, MLA
-from harness import Harness, alone
+from harness import Harness, prefill_logits
 from oracles import hf_logits, hf_model
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -49,7 +49,7 @@ def fp8_blocks(path: Path, block: tuple[int, int] = BLOCK) -> dict[str, torch.Te
 def logits(path: Path, tokenizer: Path, quantization: str | None = None) -> torch.Tensor:
     settings = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", quantization=quantization)
     build(path, path / "engine", settings, verify="none")
-    return alone(Harness(path / "engine", 256), PROMPT)
+    return prefill_logits(Harness(path / "engine", 256), PROMPT)
 
 
 def test_fp8_blocks_are_dequantized_without_quantization(tmp_path: Path, tokenizer: Path) -> None:

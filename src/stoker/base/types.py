@@ -132,7 +132,7 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None = None  # set in a sequence's last delta, and only there
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     usage: Usage | None = None  # set in the request's first delta (prompt side) and last delta (all)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the first delta, when asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the first delta, when requested
     error: str | None = None  # the message when finish_reason is ERROR
 
 
@@ -146,7 +146,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int = 0  # lower is sooner
     timeout_s: float | None = None  # deadline, counted from arrival
     cache_salt: str = ""  # requests share prefixes only with equal salts
-    truncate_prompt_tokens: int | None = None  # keep only the last so many prompt tokens
+    truncate_prompt_tokens: int | None = None  # keep only this number of prompt tokens, the last ones
 
 
 def _whole(params: Any, name: str, low: int, high: int | None = None) -> None:
