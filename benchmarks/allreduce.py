@@ -27,7 +27,7 @@ from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.symmetric import SymmetricGroup
 from stoker.distributed.world import join
 from stoker.kernels import ops
-from stoker.kernels.triton.all_reduce import check_inboxes, exchange
+from stoker.kernels.triton.all_reduce import check_inboxes, sum_through_inbox
 
 HIDDEN = 8192  # Llama-70B's stream
 ROW_BYTES = 2 * HIDDEN
@@ -65,7 +65,7 @@ def ways(group: SymmetricGroup, num_bytes: int) -> dict[str, Way]:
     made["stoker"] = lambda m: (ops.all_reduce(m.x, group, m.residual), None)
     made[STOKER] = normed(lambda m: ops.all_reduce(m.x, group, m.residual))
     for name, inbox in (("one-shot", inboxes.one_shot), ("two-shot", inboxes.two_shot)):
-        made[name] = lambda m, inbox=inbox: (exchange(m.x, m.residual, inbox), None)  # type: ignore[misc]
+        made[name] = lambda m, inbox=inbox: (sum_through_inbox(m.x, m.residual, inbox), None)  # type: ignore[misc]
     return made
 
 

@@ -25,7 +25,7 @@ from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.reference import attention as reference
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.attention import launch as kernels
-from stoker.kernels.triton.attention.tiles import Splits, Tile
+from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.types import AttentionParams
 
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 64
@@ -65,15 +65,14 @@ class Shape:
 class Variant:
     """None: what the launcher chooses."""
 
-    tile: Tile | None = None
+    tile: AttentionTile | None = None
     splits: Splits | None = None
 
     def __str__(self) -> str:
         tile = (
             "tuned tile" if self.tile is None else f"{self.tile.block_m}x{self.tile.block_n} w{self.tile.num_warps} s{self.tile.num_stages}"
         )
-        bulk = " bulk" if self.tile is not None and self.tile.bulk_copy else ""
-        return f"{tile}{bulk}, " + ("tuned splits" if self.splits is None else f"{self.splits.count} splits")
+        return f"{tile}, " + ("tuned splits" if self.splits is None else f"{self.splits.count} splits")
 
 
 @dataclass
@@ -186,8 +185,9 @@ def measure(shape: Shape, variants: list[Variant]) -> list[dict[str, object]]:
 
 def plan() -> dict[Shape, list[Variant]]:
     tuned = Variant()
-    tiles = [Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(16, 32, 4, 3), Tile(16, 32, 4, 4), Tile(16, 64, 8, 3), Tile(16, 32, 2, 4)]
-    whole = Tile(16, 64, 4, 3)
+    shapes = ((16, 64, 4, 3), (16, 64, 4, 2), (16, 32, 4, 3), (16, 32, 4, 4), (16, 64, 8, 3), (16, 32, 2, 4))
+    tiles = [AttentionTile(*shape) for shape in shapes]
+    whole = AttentionTile(16, 64, 4, 3)
     some = [Variant(tile) for tile in tiles]
     return {
         Shape(1, 1, 1000, bound=1024): [tuned, *some, *(Variant(whole, Splits(n)) for n in (8,))],
@@ -196,16 +196,15 @@ def plan() -> dict[Shape, list[Variant]]:
         Shape(64, 1, 1000, bound=1024): [tuned, *some, *(Variant(whole, Splits(n)) for n in (2, 4))],
         Shape(256, 1, 1000, bound=1024): [tuned, *some],
         Shape(1, 1, 1000, FP8, 1024): [tuned],
-        Shape(64, 1, 1000, FP8, 1024): [tuned, Variant(whole), Variant(Tile(16, 64, 4, 4)), Variant(Tile(16, 128, 4, 3))],
-        Shape(256, 1, 1000, FP8, 1024): [tuned, Variant(Tile(16, 64, 4, 4))],
+        Shape(64, 1, 1000, FP8, 1024): [tuned, Variant(whole), Variant(AttentionTile(16, 64, 4, 4)), Variant(AttentionTile(16, 128, 4, 3))],
+        Shape(256, 1, 1000, FP8, 1024): [tuned, Variant(AttentionTile(16, 64, 4, 4))],
         Shape(4, 2048, 2048): [
             tuned,
-            *(Variant(Tile(*t)) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
-            *(Variant(Tile(*t)) for t in ((128, 128, 8, 2), (128, 32, 8, 4), (128, 64, 4, 3))),
-            *(Variant(Tile(*t, bulk_copy=True)) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3))),
+            *(Variant(AttentionTile(*t)) for t in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
+            *(Variant(AttentionTile(*t)) for t in ((128, 128, 8, 2), (128, 32, 8, 4), (128, 64, 4, 3))),
         ],
-        Shape(1, 8192, 8192): [Variant(Tile(128, 64, 8, 3)), Variant(Tile(128, 64, 8, 3, True))],
-        Shape(1, 128, 128): [tuned, Variant(Tile(128, 64, 8, 2)), Variant(Tile(16, 64, 4, 3))],
+        Shape(1, 8192, 8192): [Variant(AttentionTile(128, 64, 8, 3))],
+        Shape(1, 128, 128): [tuned, Variant(AttentionTile(128, 64, 8, 2)), Variant(AttentionTile(16, 64, 4, 3))],
         Shape(1, 512, 8192): [tuned],
         Shape(4, 2048, 2048, FP8): [tuned],
     }  # fmt: skip

@@ -92,7 +92,7 @@ def test_the_launches_that_are_listed_are_those_of_the_device(engine: Path) -> N
     config = json.loads((engine / "config.json").read_text())
     bare = engine.parent / "bare"
     bare.mkdir()
-    config["files"] = {name: record for name, record in config["files"].items() if name != cache.FILE}
+    config["files"] = {name: record for name, record in config["files"].items() if name != cache.ARCHIVE}
     (bare / "config.json").write_text(json.dumps(config))
     for name in config["files"]:
         (bare / name).write_bytes((engine / name).read_bytes())

@@ -22,14 +22,14 @@ from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
 from stoker.kernels.triton.aot.offline_target import compile_for, compiling, resources
 from stoker.kernels.triton.attention import launch as attention
-from stoker.kernels.triton.attention.tiles import Tile
+from stoker.kernels.triton.attention.tiles import AttentionTile
 from stoker.kernels.triton.fused_layer import launch as fused_layer
 from stoker.kernels.triton.gemm.dense import launch as linear
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.moe import launch as moe
-from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion, Rotary, takes_mean
+from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion, Rotary, supports_key_mean
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -46,13 +46,13 @@ def cache(kv_heads: int, block: int, size: int, value_size: int | None, dtype: t
     scale = meta(kv_heads, dtype=FP32) if dtype in (torch.int8, FP8) else None
     values = None if value_size is None else meta(4096, kv_heads, block, value_size, dtype=dtype)
     balance = None if scale is None or values is None else meta(kv_heads, 2, size, dtype=FP32)
-    mean = meta(kv_heads, 8, size, dtype=FP32) if dtype == FP8 and balance is not None and takes_mean(size) else None
+    mean = meta(kv_heads, 8, size, dtype=FP32) if dtype == FP8 and balance is not None and supports_key_mean(size) else None
     return KVCache(meta(4096, kv_heads, block, size, dtype=dtype), values, scale, scale, balance, mean)
 
 
 def attend(
     rows: int, queries: int, *, heads: int = 32, kv_heads: int = 8, size: int = 128, value_size: int | None = 128, block: int = 64,
-    dtype: torch.dtype = BF16, cache_dtype: torch.dtype = BF16, tile: Tile | None = None, **features: object,
+    dtype: torch.dtype = BF16, cache_dtype: torch.dtype = BF16, tile: AttentionTile | None = None, **features: object,
 ) -> None:  # fmt: skip
     tokens = rows * queries
     decodes = rows if queries == 1 else 0
@@ -151,7 +151,7 @@ def block_experts(rows: int, count: int = 256, top_k: int = 8, n: int = 7168, k:
 def summed(ranks: int, is_two_shot: bool) -> None:
     """A message of Llama-70B's rows."""
     inboxes = Inboxes([1 << 40] * ranks, 1, torch.device("meta"))
-    all_reduce.exchange(meta(32, 8192), meta(32, 8192), inboxes.two_shot if is_two_shot else inboxes.one_shot)
+    all_reduce.sum_through_inbox(meta(32, 8192), meta(32, 8192), inboxes.two_shot if is_two_shot else inboxes.one_shot)
 
 
 DEEPSEEK_ROUTING = RoutingParams(8, "sigmoid", num_groups=8, top_groups=4, group_score="top2")
@@ -244,7 +244,6 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode latent": lambda: attend(64, 1, **LATENT),  # type: ignore[arg-type]
     "decode, every feature": lambda: attend(64, 1, **EVERY_FEATURE),  # type: ignore[arg-type]
     "prefill 128 wide": lambda: attend(4, 2048),
-    "prefill by bulk copies": lambda: attend(4, 2048, tile=Tile(128, 64, 8, 3, bulk_copy=True)),
     "prefill 128 tokens": lambda: attend(1, 128),
     "prefill block 16": lambda: attend(4, 2048, block=16),
     "prefill fp8": lambda: attend(4, 2048, cache_dtype=FP8),

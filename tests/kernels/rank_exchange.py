@@ -22,7 +22,7 @@ from oracle import TOLERANCE, relative_error  # noqa: E402
 from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
 
 from stoker.distributed.inbox import Inboxes  # noqa: E402
-from stoker.kernels.triton.all_reduce import exchange, sums_arrive  # noqa: E402
+from stoker.kernels.triton.all_reduce import check_sums, sum_through_inbox  # noqa: E402
 
 HIDDEN = 96
 MAX_BYTES = 8 << 10  # small places: the interpreter is slow
@@ -66,12 +66,12 @@ def main(rank: int, ranks: int, rounds: int, folder: Path) -> None:
             time.sleep(draw.choice((0.0, 0.0, 0.01)))  # ranks come early and late
             residual = message(call, turn, 9, rows, dtype) if adds else None
             mine = message(call, turn, rank, rows, dtype)
-            total = exchange(mine, residual, inboxes.two_shot if is_two_shot else inboxes.one_shot)
+            total = sum_through_inbox(mine, residual, inboxes.two_shot if is_two_shot else inboxes.one_shot)
             wanted = sum(message(call, turn, r, rows, dtype).double() for r in range(ranks))
             wanted = wanted if residual is None else wanted + residual.double()
             assert torch.isinf(total[0, 1]) and relative_error(total[:, 2:], wanted[:, 2:]) < TOLERANCE[dtype], (call, turn)
             sums.append(total)
-    assert sums_arrive(inboxes, torch.device("cpu"), 1 << 20)
+    assert check_sums(inboxes, torch.device("cpu"), 1 << 20)
     torch.save(sums, folder / f"sums{rank}.pt")
 
 

@@ -62,11 +62,11 @@ class Two(Group):
 
 
 def test_inboxes_that_do_not_work_are_given_up_with_the_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(all_reduce, "CHECK_LOOKS", 3)
+    monkeypatch.setattr(all_reduce, "CHECK_POLLS", 3)
     group = Two()
     all_reduce.check_inboxes(group)
     assert group.inboxes is None and "sums through them are wrong" in caplog.text
-    monkeypatch.setattr(all_reduce, "exchange", lambda *given, **more: 1 / 0)
+    monkeypatch.setattr(all_reduce, "sum_through_inbox", lambda *given, **more: 1 / 0)
     group = Two()
     all_reduce.check_inboxes(group)
     assert group.inboxes is None and "division by zero" in caplog.text

@@ -14,7 +14,8 @@ from oracle import TOLERANCE, Case, expected_attention, relative_error
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.reference import attention as reference
 from stoker.kernels.triton.attention import launch as kernels
-from stoker.kernels.triton.attention.tiles import LONG_SPLIT, Splits, Tile, choose_splits
+from stoker.kernels.triton.attention.arguments import SplitScratch
+from stoker.kernels.triton.attention.tiles import LONG_SPLIT, AttentionTile, Splits, choose_splits
 from stoker.kernels.types import AttentionParams
 
 MIXED = [(1, 37), (1, 5), (1, 16), (3, 3), (13, 50)]
@@ -84,7 +85,7 @@ def check(case: Case) -> None:
     assert out.shape == (q.shape[0], case.heads * (case.value_size or case.size))
     real = int(batch.query_starts[-1])
     assert relative_error(out[:real], expected_attention(q, cache, batch, params)) < TOLERANCE[case.dtype]
-    assert not kernels._arrived(q.device).any() and not kernels._messages(q.device).any()
+    assert not kernels._finished_counters(q.device).any() and not kernels._flag_words(q.device).any()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,7 +98,7 @@ def test_equals_float64(name: str) -> None:
     "name", ["mixed", "latent", "window", "chunk", "soft cap, alibi", "sinks", "prefix", "prefix, window", "int8", "less a mean int8"]
 )
 def test_the_reference_takes_some_queries_at_a_time(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_MOST_SCORES", most)
+    monkeypatch.setattr(reference, "_MAX_SCORES", most)
     q, cache, batch, params = CASES[name].build()
     for pages in (cache.keys, cache.values):
         if pages is not None and pages.is_floating_point():
@@ -138,14 +139,14 @@ def test_random_combinations(seed: int) -> None:
 @pytest.mark.parametrize(
     ("tile", "splits"),
     [
-        (Tile(16, 16, 4, 2), Splits(1)),
-        (Tile(16, 64, 4, 2), Splits(2)),
-        (Tile(16, 16, 4, 2), Splits(3)),
-        (Tile(16, 16, 4, 2), Splits(8, 2)),
-        (Tile(16, 64, 4, 2), Splits(16)),
+        (AttentionTile(16, 16, 4, 2), Splits(1)),
+        (AttentionTile(16, 64, 4, 2), Splits(2)),
+        (AttentionTile(16, 16, 4, 2), Splits(3)),
+        (AttentionTile(16, 16, 4, 2), Splits(8, 2)),
+        (AttentionTile(16, 64, 4, 2), Splits(16)),
     ],
 )
-def test_any_split_gives_the_same(tile: Tile, splits: Splits) -> None:
+def test_any_split_gives_the_same(tile: AttentionTile, splits: Splits) -> None:
     q, cache, batch, params = Case([(1, 90), (1, 1), (1, 40), (9, 60)], sinks=True, block_size=32).build()
     out = torch.empty(q.shape)
     kernels.decode(q, cache, batch, params, out, tile, splits)
@@ -156,7 +157,7 @@ def test_any_split_gives_the_same(tile: Tile, splits: Splits) -> None:
 @pytest.mark.parametrize("splits", [Splits(1), Splits(3), Splits(8, 2), Splits(16)])
 @pytest.mark.parametrize("block_n", [16, 64, 128])
 def test_means_are_found_wherever_a_split_begins(block_n: int, splits: Splits) -> None:
-    tile = Tile(16, block_n, 4, 2)
+    tile = AttentionTile(16, block_n, 4, 2)
     q, cache, batch, params = Case([(1, 2060), (1, 1), (1, 1023), (2, 1026)], **LESS, dtype=BF16, block_size=32).build()
     out = torch.empty(q.shape, dtype=BF16)
     kernels.decode(q, cache, batch, params, out, tile, splits)
@@ -171,18 +172,10 @@ def test_splits_meet_though_a_result_says_nothing() -> None:
     q.zero_(), cache.values.zero_()
     batch.seq_lens[:] = 17
     out = torch.full(q.shape, 9.0, dtype=BF16)
-    tile, splits = Tile(16, 16, 4, 2), Splits(16)
-    assert kernels._columns(16, 2, 64, tile)
+    tile, splits = AttentionTile(16, 16, 4, 2), Splits(16)
+    assert kernels.flag_columns(16, 2, 64, tile.num_warps)
     kernels.decode(q, cache, batch, params, out, tile, splits)
-    assert not out.any() and not kernels._messages(q.device).any()
-
-
-def test_bulk_copies_give_the_same() -> None:
-    q, cache, batch, params = Case([(40, 100), (7, 7)], size=64, block_size=32, dtype=BF16).build()
-    out = torch.empty(q.shape, dtype=BF16)
-    kernels.prefill(q, cache, batch, params, out, Tile(64, 32, 4, 2, bulk_copy=True))
-    assert kernels._page_descriptors(cache, Tile(64, 32, 4, 2, bulk_copy=True))[0] is not None
-    assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < 1e-2
+    assert not out.any() and not kernels._flag_words(q.device).any()
 
 
 def test_rows_without_keys_give_zeros() -> None:
@@ -212,12 +205,12 @@ def test_splits_fill_the_device_and_cut_long_rows() -> None:
 def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step of `tokens` in 8 rows, of which one has 131,072 keys."""
     sizes: list[int] = []
-    meet: list[bool] = []
+    by_flags: list[bool] = []
 
     def launch(*args: object, **kwargs: object) -> None:
-        partial, messages = args[15], args[18]
-        sizes.append(0 if partial is None else partial.numel() * 4)  # type: ignore[attr-defined]
-        meet.append(messages is not None)
+        scratch = next(group for group in args if isinstance(group, SplitScratch))
+        sizes.append(0 if scratch.partial_ptr is None else scratch.partial_ptr.numel() * 4)
+        by_flags.append(scratch.words_ptr is not None)
 
     def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -225,7 +218,8 @@ def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, si
     def index(count: int) -> torch.Tensor:
         return meta(count, dtype=torch.int32)
 
-    monkeypatch.setattr(kernels, "attention_kernel", defaultdict(lambda: launch))
+    for name in ("decode_attention_kernel", "prefill_attention_kernel"):
+        monkeypatch.setattr(kernels, name, defaultdict(lambda: launch))
     monkeypatch.setattr(kernels, "pdl_launch_options", lambda x: {})
     q, pages = meta(tokens, heads, size), meta(9, kv_heads, 64, size)
     rows = min(tokens, 8)
@@ -234,7 +228,7 @@ def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, si
     batch = ForwardBatch(*[index(tokens)] * 3, index(rows + 1), index(rows), tables, decodes, tokens, 1 << 17)
     kernels.attention(q, KVCache(pages, pages), batch, AttentionParams(0.1))
     assert sizes[0] <= kernels.MAX_SCRATCH_BYTES
-    assert sizes[0] > 0 or meet[0] or tokens * heads > 1 << 19, "few programs share a long row"
+    assert sizes[0] > 0 or by_flags[0] or tokens * heads > 1 << 19, "few programs share a long row"
 
 
 @pytest.mark.parametrize(
@@ -255,5 +249,5 @@ def test_refused(change: dict[str, torch.Tensor], words: str) -> None:
 
 def test_latent_keys_are_stored_whole() -> None:
     q, cache, batch, params = Case([(1, 5)], latent=True, **LESS).build()
-    with pytest.raises(ValueError, match="latent keys are values too"):
+    with pytest.raises(ValueError, match="its keys are the values too"):
         kernels.attention(q, cache, batch, params)

@@ -42,7 +42,7 @@ GROUPS = [
     ("norm", "gated", "activate", "embedding", "resolve", "remember", "rope", "sample"),
     ("linear", "streamed"),
     ("decode", "four", "sum of"),
-    ("prefill by", "prefill f", "prefill i", "prefill b", "prefill,"),
+    ("prefill f", "prefill i", "prefill b", "prefill,"),
     ("prefill 1", "prefill 2", "prefill 6", "prefill 8", "prefill 9", "prefill latent"),
     ("quant fp8", "quant block", "route", "clipped"),
     ("quant int8", "quant w8a8", "experts torch.b"),

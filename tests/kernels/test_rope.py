@@ -107,8 +107,8 @@ def test_quantizes_by_head(dtype: torch.dtype, tokens: int) -> None:
         assert torch.equal(read(stored, slots).view(torch.int8), want.view(torch.int8))
 
 
-def spread(size: int, dim: int, interleaved: bool) -> Tensor:
-    """float64 [size, size]: the coordinates of `reference.rope.spread`, by the bits that two indices of a block have in common."""
+def transform_matrix(size: int, dim: int, interleaved: bool) -> Tensor:
+    """float64 [size, size]: the matrix of `reference.rope.hadamard_transform`, by the bits that two indices of a block have in common."""
     matrix = torch.zeros(size, size, dtype=torch.float64)
 
     def fill(count: int, place: Callable[[int, int], int], halves: int) -> None:
@@ -143,7 +143,7 @@ def test_balances_and_spreads_queries_and_keys(
     cos_sin = table(dim) if dim else None
     out = module.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
     queries, keys = (expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in before)
-    matrix = spread(size, dim, interleaved)
+    matrix = transform_matrix(size, dim, interleaved)
     assert torch.allclose(matrix @ matrix, torch.eye(size, dtype=torch.float64))
     of_keys, of_queries = balance.double().unbind(1)
     assert relative_error(out, (queries * of_queries.repeat_interleave(heads // kv_heads, 0)) @ matrix) < TOLERANCE[torch.float32]
@@ -172,7 +172,7 @@ def test_stores_all_keys_but_the_first_less_the_mean_of_their_positions(
     cos_sin = torch.randn(2049, dim) if dim else None
     out = module.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
     queries, keys = (expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in before)
-    matrix, (of_keys, of_queries) = spread(size, dim, interleaved), balance.double().unbind(1)
+    matrix, (of_keys, of_queries) = transform_matrix(size, dim, interleaved), balance.double().unbind(1)
     assert relative_error(out, (queries * of_queries.repeat_interleave(2, 0)) @ matrix) < TOLERANCE[torch.float32]
     missing = means.double()[:, positions // 1024].transpose(0, 1) * (positions > 0)[:, None, None]
     stored = slots >= 0

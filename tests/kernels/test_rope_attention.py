@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels.triton.attention import launch as kernels
-from stoker.kernels.triton.attention.tiles import Splits, Tile
+from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.types import AttentionParams, Rotary
 
 ROWS = [(1, 37), (1, 1), (1, 130), (1, 64), (1, 65), (1, 17)]
@@ -79,14 +79,14 @@ def expected(
     return expected_attention(q, after, batch, params), after
 
 
-def check(case: Case, dim: int, interleaved: bool, tile: Tile | None = None, splits: Splits | None = None) -> None:
+def check(case: Case, dim: int, interleaved: bool, tile: AttentionTile | None = None, splits: Splits | None = None) -> None:
     q, k, v, rotary, cache, batch, params = new_tokens(case, dim, interleaved)
     want, after = expected(q, k, v, rotary, cache, batch, params)
     if tile is None:
         got = kernels.rope_attention(q, k, v, rotary, cache, batch, params)
     else:
-        out = kernels._output(q, cache)
-        kernels.decode(q, cache, batch, params, out, tile, splits, kernels.New(k, v, rotary))
+        out = kernels._empty_output(q, cache)
+        kernels.decode(q, cache, batch, params, out, tile, splits, kernels.StepTokens(k, v, rotary))
         got = out.flatten(1)
     assert relative_error(got, want) < TOLERANCE[case.dtype]
     for pages, stored in ((cache.keys, after.keys), (cache.values, after.values)):
@@ -94,7 +94,7 @@ def check(case: Case, dim: int, interleaved: bool, tile: Tile | None = None, spl
         for slot in batch.slots.tolist():
             pages[slot // case.block_size, :, slot % case.block_size] = stored[slot // case.block_size, :, slot % case.block_size]
         assert torch.equal(pages.nan_to_num(99.0), stored.nan_to_num(99.0))  # nothing else was written
-    assert not kernels._arrived(q.device).any() and not kernels._messages(q.device).any()
+    assert not kernels._finished_counters(q.device).any() and not kernels._flag_words(q.device).any()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -105,7 +105,7 @@ def test_equals_float64(name: str) -> None:
 @pytest.mark.parametrize("splits", [Splits(1), Splits(2), Splits(3), Splits(8, 2), Splits(16)])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_any_split_gives_the_same(block_n: int, splits: Splits) -> None:
-    check(Case([(1, 90), (1, 1), (1, 40), (1, 33)], sinks=True, block_size=32), 64, False, Tile(16, block_n, 4, 2), splits)
+    check(Case([(1, 90), (1, 1), (1, 40), (1, 33)], sinks=True, block_size=32), 64, False, AttentionTile(16, block_n, 4, 2), splits)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -24,7 +24,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
 from stoker.kernels.triton.aot.compiler import collecting
-from stoker.kernels.triton.all_reduce import sums_arrive
+from stoker.kernels.triton.all_reduce import check_sums
 from stoker.runtime.worker import aot_trace
 engine = Engine.open(sys.argv[1])
 listed = aot_trace.kernels_of(engine, 90)
@@ -35,7 +35,7 @@ for rank in (1, 3):
         aot_trace._trace(runner)
     with collecting(90) as checked:
         if (inboxes := runner.world.tensor.inboxes) is not None:
-            sums_arrive(inboxes, aot_trace.META, 0)
+            check_sums(inboxes, aot_trace.META, 0)
     launched[rank] = {folder: job.name for folder, job in (jobs | checked).items()}
 json.dump([list(listed), launched], sys.stdout)
 """
@@ -52,4 +52,4 @@ def test_every_rank_finds_its_kernels(tmp_path: Path, uninterpreted: Callable[..
     listed, launched = json.loads(uninterpreted("-c", LISTS, tmp_path / "engine"))
     missing = {rank: sorted(name for folder, name in jobs.items() if folder not in listed) for rank, jobs in launched.items()}
     assert not any(missing.values()), missing
-    assert all(list(jobs.values()).count("exchange_kernel") > 2 for jobs in launched.values())
+    assert all(list(jobs.values()).count("all_reduce_kernel") > 2 for jobs in launched.values())

@@ -19,7 +19,7 @@ from stoker.core.model_config import AttentionConfig, MLAConfig, NormConfig, Rop
 from stoker.core.specs import LinearSpec
 from stoker.distributed.group import SINGLE
 from stoker.engine.layerwise import LayerwiseModel, split_windows
-from stoker.kernels.reference.rope import spread
+from stoker.kernels.reference.rope import hadamard_transform
 from stoker.layers.decoder import layer_specs
 from stoker.layers.loader import Loader
 from stoker.quant import fold as folding
@@ -266,7 +266,7 @@ def test_scales_of_a_cache_are_by_the_largest_of_each_head() -> None:
     found = stats.tensors()
     assert set(found) == {"key_scale", "value_scale", "key_balance"}
     assert torch.allclose(found["value_scale"], keys.abs().amax(dim=(0, 2, 3)) * 2 / 127)
-    kept = spread(keys.transpose(1, 2).flatten(0, 1) * found["key_balance"][:, 0], 0, False)
+    kept = hadamard_transform(keys.transpose(1, 2).flatten(0, 1) * found["key_balance"][:, 0], 0, False)
     assert torch.allclose(found["key_scale"], kept.abs().amax(dim=(0, 2)) / 127)
 
 

@@ -17,7 +17,7 @@ from stoker.core.model_config import AttentionConfig, RopeConfig
 from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.kernels import ops
 from stoker.kernels.reference import rope as rope_reference
-from stoker.kernels.reference.rope import quantize, spread
+from stoker.kernels.reference.rope import hadamard_transform, quantize
 from stoker.kernels.types import AttentionParams
 from stoker.layers.attention import alibi_slopes
 from stoker.layers.rope import rope_table
@@ -113,7 +113,7 @@ def test_rounded_keys_err_less_on_keys_that_were_not_measured(rope: RopeConfig |
         stats.add(*heads(seed))
     (queries, keys), place = heads(9), (0 if rope is None else rope.dim, rope is not None and rope.interleaved)
     of_keys, of_queries = stats.balance().unbind(1)
-    moved, asked = spread(keys * of_keys, *place), spread(queries * of_queries.repeat_interleave(2, 0), *place)
+    moved, asked = hadamard_transform(keys * of_keys, *place), hadamard_transform(queries * of_queries.repeat_interleave(2, 0), *place)
     assert torch.allclose(
         torch.einsum("qgd,kgd->gqk", asked[:, ::2], moved), torch.einsum("qgd,kgd->gqk", queries[:, ::2], keys), atol=1e-2
     )
@@ -146,7 +146,7 @@ def test_keys_less_their_mean_err_less_at_any_position(rope: RopeConfig | None) 
         of_keys, of_queries = found["key_balance"].unbind(1)
         positions = torch.arange(2900, 3300)
         queries, keys = window(9, positions)
-        asked, moved = spread(queries * of_queries.repeat_interleave(2, 0), *place), spread(keys * of_keys, *place)
+        asked, moved = hadamard_transform(queries * of_queries.repeat_interleave(2, 0), *place), hadamard_transform(keys * of_keys, *place)
         if less_mean:
             means = stored_means(found | {"key_mean": stats.mean()}, config, table, 4096)[:, positions // 1024].transpose(0, 1)
             moved = moved - means * found["key_scale"][:, None]

@@ -7,9 +7,11 @@ import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
+import triton.language as tl
 
 from stoker.base.config import Limits, Mapping
 from stoker.base.errors import ConfigError, EngineError
@@ -17,8 +19,9 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
 from stoker.kernels.triton.aot import kernel_cache as cache
-from stoker.kernels.triton.aot.compiler import Job, compile_jobs
-from stoker.kernels.triton.aot.host_launchers import Launch
+from stoker.kernels.triton.aot.compiler import CompileJob, compile_jobs
+from stoker.kernels.triton.aot.host_launchers import LaunchSignature
+from stoker.kernels.triton.aot.specialization import Specialization
 from stoker.runtime import aot as ahead
 from stoker.runtime.aot import compile_kernels, launches
 
@@ -49,7 +52,7 @@ from stoker.kernels.triton.aot import kernel_cache as cache
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.runtime.worker import aot_trace
 import torch
-cache.use()
+cache.use_kernel_cache()
 ops.use_launchers()
 engine = Engine.open(sys.argv[1])
 with torch.inference_mode(), compiling(90):
@@ -76,29 +79,28 @@ def test_launches_elsewhere_find_every_kernel_that_the_engine_brings(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterpreted: Callable[..., str]
 ) -> None:
     monkeypatch.setattr(cache.triton.knobs.cache, "dir", str(tmp_path))
-    assert engine.config.files[cache.FILE].size > 1000
+    assert engine.config.files[cache.ARCHIVE].size > 1000
     engine.verify()
-    fresh = cache.unpack(engine.path / cache.FILE, tmp_path)
+    fresh = cache.install_archive(engine.path / cache.ARCHIVE, tmp_path)
     assert fresh > 8
     libraries = {path.parent.name for path in tmp_path.glob("*/__triton_launcher*.so")}
     assert libraries == {path.parent.name for path in (engine.path.parent / "built").glob("*/__triton_launcher*.so")} != set()
-    assert cache.unpack(engine.path / cache.FILE, tmp_path) == 0
+    assert cache.install_archive(engine.path / cache.ARCHIVE, tmp_path) == 0
     found, compiled = uninterpreted("-c", LAUNCH, engine.path, TRITON_CACHE_DIR=str(tmp_path)).split()
     assert (int(found), int(compiled)) == (fresh, 0)
 
 
 def test_an_engine_brings_code_for_the_gpu_only(engine: Engine) -> None:
-    with zipfile.ZipFile(engine.path / cache.FILE) as archive:
+    with zipfile.ZipFile(engine.path / cache.ARCHIVE) as archive:
         kinds = {Path(name).suffix for name in archive.namelist()}
         assert json.loads(archive.read("index.json"))["capability"] == 90
     assert kinds == {".cubin", ".json"}
 
 
-def constants(job: Job) -> dict[str, object]:
-    specialization = json.loads(job.data)
-    names = list(specialization["signature"])
-    pairs = zip(specialization["constant_keys"], specialization["constant_vals"], strict=True)
-    return {names[index]: value for (index, *_), value in pairs}
+def constants(job: CompileJob) -> dict[str, object]:
+    specialization = Specialization.from_json(job.specialization)
+    names = list(specialization.signature)
+    return {names[index]: value for (index, *_), value in specialization.constants.items()}
 
 
 @pytest.mark.parametrize(
@@ -150,8 +152,8 @@ def archive(path: Path, **files: bytes) -> Path:
 
 @pytest.mark.parametrize("name", ["../x.json", "A" * 52 + "/../../x.json", "A" * 52 + "/x.so", "A" * 51 + "/x.json", "/etc/x.json"])
 def test_a_place_outside_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(EngineError, match="no place of a kernel"):
-        cache.unpack(archive(tmp_path / "kernels.zip", **{name: b"{}"}), tmp_path / "cache")
+    with pytest.raises(EngineError, match="is not the path of a kernel"):
+        cache.install_archive(archive(tmp_path / "kernels.zip", **{name: b"{}"}), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
@@ -161,7 +163,7 @@ def test_a_damaged_file_is_refused_with_its_cure(tmp_path: Path) -> None:
     data[data.find(b"{}{}") + 7] ^= 1
     file.write_bytes(data)
     with pytest.raises(EngineError, match="Copy the engine again"):
-        cache.unpack(file, tmp_path / "cache")
+        cache.install_archive(file, tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*/__grp__*"))
 
 
@@ -178,7 +180,7 @@ def test_any_damage_is_told_as_such(tmp_path: Path) -> None:
             data[pick.randrange(len(data))] = pick.randrange(256)
         file.write_bytes(data)
         try:
-            cache.unpack(file, tmp_path / f"cache{seed}")
+            cache.install_archive(file, tmp_path / f"cache{seed}")
         except EngineError as error:
             refused += "is damaged" in str(error)
     assert refused > 250
@@ -193,14 +195,14 @@ def test_types_that_are_none_are_refused(kind: str, tmp_path: Path) -> None:
         made.writestr("index.json", json.dumps(index))
         made.writestr("A" * 52 + "/k.json", b"{}")
     with pytest.raises(EngineError, match="is damaged"):
-        cache.unpack(tmp_path / "kernels.zip", tmp_path / "cache")
+        cache.install_archive(tmp_path / "kernels.zip", tmp_path / "cache")
 
 
 def test_kernels_of_another_triton_are_left_alone(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as made:
         made.writestr("index.json", json.dumps({"triton": "0.0.1", "capability": 90, "kernels": 1, "launches": []}))
         made.writestr("A" * 52 + "/k.json", b"{}")
-    assert cache.unpack(tmp_path / "kernels.zip", tmp_path / "cache") == 0
+    assert cache.install_archive(tmp_path / "kernels.zip", tmp_path / "cache") == 0
 
 
 def test_an_engine_for_a_cpu_brings_none(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_an_engine_for_a_cpu_brings_none(tmp_path: Path) -> None:
     made = build(
         tmp_path, tmp_path / "engine", BuildConfig(device="cpu", dummy_weights=True, limits=LIMITS), verify="none", kernels=compile_kernels
     )
-    assert cache.FILE not in made.config.files
+    assert cache.ARCHIVE not in made.config.files
 
 
 def test_an_engine_whose_kernels_cannot_be_listed_is_built_without_them(
@@ -222,7 +224,7 @@ def test_an_engine_whose_kernels_cannot_be_listed_is_built_without_them(
 
     monkeypatch.setattr(ahead, "launches", fails)
     made = build(tmp_path, tmp_path / "engine", config, verify="none", kernels=compile_kernels)
-    assert cache.FILE not in made.config.files and "a step reads from the device" in caplog.text
+    assert cache.ARCHIVE not in made.config.files and "a step reads from the device" in caplog.text
 
 
 def test_a_capability_that_is_none_is_refused() -> None:
@@ -231,38 +233,34 @@ def test_a_capability_that_is_none_is_refused() -> None:
 
 
 def test_launches_of_several_ranks_are_told_apart(tmp_path: Path) -> None:
-    """The sum over ranks takes a tuple of addresses, whose types are a list in JSON."""
+    """The sum over ranks takes a tuple of addresses, and a tuple of types is a list in JSON."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": 2, "num_key_value_heads": 2}))
     config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=LIMITS, device="cuda", compute_capability="9.0",
                          mapping=Mapping(tensor_parallel=2))  # fmt: skip
     build(tmp_path / "model", tmp_path / "engine", config, verify="none")
     jobs = launches(tmp_path / "engine", 90)
-    signatures = [json.loads(job.data)["signature"] for job in jobs]
+    signatures = [Specialization.from_json(job.specialization).signature for job in jobs]
     assert any(not isinstance(kind, str) for signature in signatures for kind in signature.values())
-    made = {Launch.of(signature, {}) for signature in signatures}
-    assert set(msgspec.json.decode(msgspec.json.encode(list(made)), type=list[Launch])) == made
+    made = {LaunchSignature.of(signature, {}) for signature in signatures}
+    assert set(msgspec.json.decode(msgspec.json.encode(list(made)), type=list[LaunchSignature])) == made
 
 
-NAMES_A_TYPE = """
-import torch
-from stoker.kernels.triton.gemm.skinny_int4 import launch as band
-from stoker.kernels.triton.aot.compiler import collecting
-from stoker.kernels.triton.gemm.quantized.launch import Stored
-from stoker.kernels.types import PLAIN
-x, scale = (torch.empty(rows, columns, dtype=torch.bfloat16, device="meta") for rows, columns in ((8, 128), (4, 32)))
-weight = Stored("int4", torch.empty(32, 64, dtype=torch.uint8, device="meta"), scale, 32, 128, group=32)
-with collecting(90) as jobs:
-    for name in ("bfloat16", "bf16"):
-        band.XTYPES[torch.bfloat16] = name
-        try:
-            band.band(x, weight, None, PLAIN)
-        except ValueError as error:
-            print(len(jobs), error)
-"""
+class Shape(NamedTuple):
+    """A group of constants, such as kernels take."""
+
+    rows: int
+    kind: str | None
 
 
-def test_a_constant_that_names_a_type_is_refused(uninterpreted: Callable[..., str]) -> None:
-    """Triton's serialization would compile the kernel of the type instead."""
-    printed = uninterpreted("-c", NAMES_A_TYPE)
-    assert printed.startswith("2 ") and "'bf16', which is the name of a type" in printed
+def test_a_specialization_survives_its_json() -> None:
+    """Triton's own JSON turns named tuples into lists, and the string "bf16" into the type."""
+    signature = {"x": "*bf16", "sizes": Shape("i32", "constexpr"), "SHAPE": "constexpr", "KIND": "constexpr"}  # type: ignore[arg-type]
+    constants = {(1, 1): None, (2,): Shape(16, "bf16"), (3,): "bf16", (4,): tl.bfloat16, (5,): tl.constexpr(2)}
+    written = Specialization(signature, constants, {(0,): [["tt.divisibility", 16]]}, {"num_warps": 4, "names": ("a", "b")})
+    found = Specialization.from_json(written.to_json())
+    assert found == written
+    assert isinstance(found.signature["sizes"], Shape) and isinstance(found.constants[2,], Shape)
+    assert isinstance(found.constants[3,], str) and isinstance(found.constants[4,], tl.dtype)
+    with pytest.raises(TypeError, match="can't be a constant of a kernel"):
+        Specialization({}, {(0,): object()}, {}, {}).to_json()

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-MEAN_HEAD = 128  # features of the largest head whose keys are stored less a mean; smaller ones are powers of two
+MAX_MEAN_HEAD_SIZE = 128  # features of the largest head whose keys are stored less a mean; smaller ones are powers of two
 MEAN_TOKENS = 1024  # positions whose keys have one mean (`KVCache.key_mean`); tiles of keys are powers of two, and divide it
 
 
-def takes_mean(head_size: int) -> bool:
+def supports_key_mean(head_size: int) -> bool:
     """Whether kernels take keys of so many features stored less a mean."""
-    return head_size <= MEAN_HEAD and head_size & (head_size - 1) == 0
+    return head_size <= MAX_MEAN_HEAD_SIZE and head_size & (head_size - 1) == 0
 
 
 class Rotary(NamedTuple):

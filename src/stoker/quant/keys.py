@@ -2,7 +2,7 @@
 
 In a language model a few features of keys are large and hardly vary: three bits of mantissa, or one scale a head, round mostly these. So
 keys are multiplied feature by feature, and queries divided, until both are as large in every feature, and then both go through one
-orthonormal matrix that makes of each feature a bit of all (`kernels.reference.rope.spread`). Their products stay as they are, at every
+orthonormal matrix that makes of each feature a bit of all (`hadamard_transform`). Their products stay as they are, at every
 distance, and what rounding adds to them is the least that coordinates can do. Features that rotate together have one factor.
 
 e4m3 rounds by the size of a number, and most of a key is what all keys have in common before they rotate. So keys are stored less that
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from stoker.core.model_config import AttentionConfig
-from stoker.kernels.reference.rope import in_features, in_pairs, rotate, spread
-from stoker.kernels.types import MEAN_TOKENS, takes_mean
+from stoker.kernels.reference.rope import from_pairs, hadamard_transform, rotate, to_pairs
+from stoker.kernels.types import MEAN_TOKENS, supports_key_mean
 
 WINDOWS = 4  # of calibration, that the balance and the mean are found by
 
@@ -26,9 +26,9 @@ def has_mean(attention: AttentionConfig, kv_cache: str) -> bool:
     """Whether keys are stored less their mean.
 
     int8's steps depend little on it, and on two axes no place tells how its key turned. Kernels add it in heads of one part, which are
-    powers of two up to MEAN_HEAD.
+    powers of two up to MAX_MEAN_HEAD_SIZE.
     """
-    return kv_cache == "float8_e4m3fn" and takes_mean(attention.head_size) and not (attention.rope and attention.rope.two_axes)
+    return kv_cache == "float8_e4m3fn" and supports_key_mean(attention.head_size) and not (attention.rope and attention.rope.two_axes)
 
 
 def rotated_means(mean: Tensor, table: Tensor | None, positions: int, interleaved: bool) -> Tensor:
@@ -51,7 +51,7 @@ def stored_means(found: dict[str, Tensor], attention: AttentionConfig, table: Te
     """
     dim, interleaved = rotation(attention)
     means = rotated_means(found["key_mean"], table, positions, interleaved) * found["key_balance"][:, 0]
-    units = spread(means, dim, interleaved) / found["key_scale"].clamp(min=1e-30)[:, None]
+    units = hadamard_transform(means, dim, interleaved) / found["key_scale"].clamp(min=1e-30)[:, None]
     return units.transpose(0, 1).bfloat16().float().contiguous()
 
 
@@ -114,7 +114,7 @@ class KeyStats:
 
     def _measure(self, keys: Tensor) -> None:
         assert self._balance is not None
-        stored = spread(self._less(keys) * self._balance[:, 0].to(keys.device), self.dim, self.interleaved)
+        stored = hadamard_transform(self._less(keys) * self._balance[:, 0].to(keys.device), self.dim, self.interleaved)
         found = stored.abs().amax((0, 2)).cpu()
         self._largest = found if self._largest is None else torch.maximum(self._largest, found)
 
@@ -137,6 +137,6 @@ class KeyStats:
     def _together(self, sizes: Tensor) -> Tensor:
         """Of sizes [..., D]: the mean of the two features that rotate together, for both."""
         turning, rest = sizes.split((self.dim, sizes.shape[-1] - self.dim), dim=-1)
-        pairs = in_pairs(turning, self.interleaved)
+        pairs = to_pairs(turning, self.interleaved)
         means = pairs.mean(-2, keepdim=True).expand_as(pairs)
-        return torch.cat((in_features(means, self.interleaved), rest), dim=-1)
+        return torch.cat((from_pairs(means, self.interleaved), rest), dim=-1)

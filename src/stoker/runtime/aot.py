@@ -42,10 +42,10 @@ def _compile(path: Path, capability: int, progress: Progress) -> None:
     from stoker.kernels.triton.aot.compiler import compile_jobs
 
     jobs = launches(path, capability)
-    folder = cache.use()
+    folder = cache.use_kernel_cache()
     missing = [job for job in jobs if not job.is_cached(folder)]
     compile_jobs(missing, folder, capability, len(os.sched_getaffinity(0)), lambda done, total: progress("kernels", done, total))
-    cache.pack(jobs, folder, path / cache.FILE, capability)
+    cache.write_archive(jobs, folder, path / cache.ARCHIVE, capability)
     log.info("kernels: %d for sm_%d, %d of them compiled now", len(jobs), capability, len(missing))
 
 
@@ -65,11 +65,13 @@ def target_capability(engine: Engine) -> int | None:
 
 
 def launches(path: Path, capability: int) -> list:
-    """The kernels that the engine at `path` launches: list[Job]. Found in a process of its own, since Triton is told of another device.
+    """The kernels that the engine at `path` launches: list[CompileJob].
+
+    They are listed in a separate process, because Triton's compilation target is process-wide.
 
     Raises RuntimeError with the end of what that process says.
     """
-    from stoker.kernels.triton.aot.compiler import Job
+    from stoker.kernels.triton.aot.compiler import CompileJob
 
     variables = {name: value for name, value in env.child_environment().items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "stoker.runtime.worker.aot_trace", str(path), str(capability)]
@@ -77,4 +79,4 @@ def launches(path: Path, capability: int) -> list:
     if found.returncode:
         what = found.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise RuntimeError(f"the launches of {path} can't be listed: {''.join(what)}")
-    return msgspec.json.decode(found.stdout, type=list[Job])
+    return msgspec.json.decode(found.stdout, type=list[CompileJob])

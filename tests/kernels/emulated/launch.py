@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from emulated.memory import Tensors
 from emulated.parse import parse
 from emulated.program import run_grid
-from stoker.kernels.triton.aot.offline_target import target
+from stoker.kernels.triton.aot.offline_target import compilation_target
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def emulating(seed: int = 0, programs: int = 132, capability: int = 90) -> Itera
         _launch(compiled, list(given.arguments.values()), grid, seed, lost)
 
     with ExitStack() as patches:
-        patches.enter_context(target(capability))
+        patches.enter_context(compilation_target(capability))
         patches.enter_context(mock.patch.object(JITFunction, "run", run))
         patches.enter_context(mock.patch.object(torch.Tensor, "is_cpu", False, create=True))
         for name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""Activations in plain torch."""
+"""Activation functions in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
+    """See `ops.activate`."""
     return ACTIVATIONS[activation](x)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """See `ops.gated`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)

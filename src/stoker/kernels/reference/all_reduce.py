@@ -1,4 +1,4 @@
-"""Sums over ranks, and the residual added after them."""
+"""All-reduce over the ranks of a group by its own collective, with the residual added after it."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ from stoker.distributed.group import Group
 
 
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
+    """See `ops.all_reduce`."""
     total = group.all_reduce(x)
     return total if residual is None else total + residual

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: decode rows in one batch, prefill rows one after another."""
+"""Paged attention in plain PyTorch: decode rows in one batch, prefill rows one after another."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.reference.rope import missing
+from stoker.kernels.reference.rope import subtracted_mean
 from stoker.kernels.types import AttentionParams
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
 
-# Scores at once. All those of a prompt of 8,192 tokens on 32 heads would be 8.6 GB, twice; 2,048 queries of 9 heads over 8,192 keys take
-# 3.2 s and 1.2 GiB at once, 1.7 s and 0.1 so.
-_MOST_SCORES = 1 << 20
+# Scores that exist at a time. For a prompt of 8,192 tokens and 32 heads all of them would be 8.6 GB, twice; 2,048 queries of 9 heads over
+# 8,192 keys take 3.2 s and 1.2 GiB all together, 1.7 s and 0.1 GiB in parts.
+_MAX_SCORES = 1 << 20
 
 
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    """See `ops.attention`."""
     num_tokens, num_heads = q.shape[:2]
     n = batch.num_decodes
     if n == num_tokens:
@@ -31,36 +32,36 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
     if n:
         out[:n] = _decode(q[:n], cache, batch, params)
     if n < batch.num_rows:
-        starts = _shared(batch, "starts", lambda: batch.query_starts.tolist())
+        starts = _step_value(batch, "starts", lambda: batch.query_starts.tolist())
         for row in range(n, batch.num_rows):
             tokens = slice(starts[row], starts[row + 1])
             if tokens.start == tokens.stop:
                 continue
-            plan = _shared(batch, f"prefill{row}", partial(_RowPlan, batch, slice(row, row + 1), cache.block_size))
+            plan = _step_value(batch, f"prefill{row}", partial(_RowPlan, batch, slice(row, row + 1), cache.block_size))
             out[tokens] = _attend(q[tokens].unsqueeze(0), cache, plan, params)[0].flatten(1)
     return out
 
 
 def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """q [R, heads, D] of rows with one query each → [R, heads × Dv]."""
+    """Attention of rows with one query each: q [R, heads, D] → [R, heads × Dv]."""
     rows, _, size = q.shape
-    plan = _shared(batch, "decode", partial(_RowPlan, batch, slice(0, rows), cache.block_size))
+    plan = _step_value(batch, "decode", partial(_RowPlan, batch, slice(0, rows), cache.block_size))
     if cache.values is None or not _is_plain(q, cache, params):
         return _attend(q.unsqueeze(1), cache, plan, params).flatten(1)
-    # One kernel for what `_attend` does in ten; a group's queries share their keys.
+    # One PyTorch kernel instead of ten in `_attend`. The query heads of a group are the queries of one KV head.
     keys, values = plan.keys(cache), plan.gather(cache.values, cache.value_scale)
     grouped = q.view(rows, keys.shape[1], -1, size)
     return F.scaled_dot_product_attention(grouped, keys, values, plan.mask(params), scale=params.scale).reshape(rows, -1)
 
 
 def _is_plain(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
-    """Whether PyTorch's own attention computes it, in float32."""
+    """Whether `scaled_dot_product_attention` has these options, in float32."""
     stored = cache.keys.dtype if cache.key_scale is None else torch.float32
     return q.dtype == stored == torch.float32 and params.softcap is None and params.alibi_slopes is None and params.sinks is None
 
 
 class _RowPlan:
-    """Where the keys of some rows are, and which of them each query may see: the same for all layers of a step."""
+    """Where the keys of some rows are, and which of them each query sees: the same for all layers of a step."""
 
     def __init__(self, batch: ForwardBatch, rows: slice, block_size: int) -> None:
         self.lens = batch.seq_lens[rows].long()
@@ -78,12 +79,12 @@ class _RowPlan:
         self._masks: dict[tuple, Tensor | None] = {}
 
     def keys(self, cache: KVCache) -> Tensor:
-        """The rows' keys as queries are to see them, [R, kv_heads, keys, D]."""
+        """The rows' keys, with the means that were subtracted when they were stored: [R, kv_heads, keys, D]."""
         keys = self.gather(cache.keys, cache.key_scale)
-        return keys if cache.key_mean is None else keys + missing(cache, torch.arange(self.num_keys)).transpose(0, 1)
+        return keys if cache.key_mean is None else keys + subtracted_mean(cache, torch.arange(self.num_keys)).transpose(0, 1)
 
     def gather(self, pages: Tensor, scale: Tensor | None) -> Tensor:
-        """The rows' pages as [R, kv_heads, keys, D], in the arithmetic dtype when quantized."""
+        """The rows' tokens of `pages` as [R, kv_heads, keys, D]; float32 with a scale."""
         num_blocks, heads, block_size, size = pages.shape
         index = self._gathers.get(heads)
         if index is None:
@@ -94,7 +95,7 @@ class _RowPlan:
         return out if scale is None else out.float() * scale[None, :, None, None]
 
     def mask(self, params: AttentionParams) -> Tensor | None:
-        """True where a query may see a key, [R, 1, Q, keys]; None when every query sees every key."""
+        """bool [R, 1, Q, keys]: True where a query sees a key. None when every query sees every key."""
         key = (params.window, params.chunk)
         if key not in self._masks:
             self._masks[key] = self._make_mask(params.window, params.chunk)
@@ -115,27 +116,27 @@ class _RowPlan:
 
 
 def _attend(q: Tensor, cache: KVCache, plan: _RowPlan, params: AttentionParams) -> Tensor:
-    """q [R, Q, heads, D] → [R, Q, heads, Dv], as many queries at a time as _MOST_SCORES allows."""
+    """q [R, Q, heads, D] → [R, Q, heads, Dv], as many queries at a time as _MAX_SCORES allows."""
     wide = torch.float32 if q.dtype != torch.float64 else q.dtype
     keys = plan.keys(cache).to(wide)
-    # MLA keeps one latent a token: its values are the keys' last features, cut by the caller.
+    # MLA stores one latent per token: its values are the last features of the keys, which the caller selects.
     values = keys if cache.values is None else plan.gather(cache.values, cache.value_scale).to(wide)
     mask, positions = plan.mask(params), plan.query_positions
     rows, queries, heads, _ = q.shape
-    step = max(1, _MOST_SCORES // (rows * heads * plan.num_keys))
+    step = max(1, _MAX_SCORES // (rows * heads * plan.num_keys))
     if step >= queries:
-        return _mixed(q, keys, values, positions, mask, params)
+        return _attend_queries(q, keys, values, positions, mask, params)
     parts = [slice(start, start + step) for start in range(0, queries, step)]
-    mixed = [_mixed(q[:, i], keys, values, positions[:, i], None if mask is None else mask[:, :, i], params) for i in parts]
-    return torch.cat(mixed, dim=1)
+    outs = [_attend_queries(q[:, i], keys, values, positions[:, i], None if mask is None else mask[:, :, i], params) for i in parts]
+    return torch.cat(outs, dim=1)
 
 
-def _mixed(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-    """q [R, Q, heads, D] at `positions` [R, Q] over keys and values [R, kv_heads, keys, D], as `mask` lets them see."""
+def _attend_queries(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    """q [R, Q, heads, D] at `positions` [R, Q] over keys and values [R, kv_heads, keys, D]; `mask` as from `_RowPlan.mask`."""
     rows, queries, heads, size = q.shape
     kv_heads, wide = keys.shape[1], keys.dtype
     group = heads // kv_heads
-    # [R, kv_heads, group × Q, D]: the group's queries share their keys, so one product serves them.
+    # [R, kv_heads, group × Q, D]: the query heads of a group share their keys, so one product computes all their scores.
     grouped = q.view(rows, queries, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * queries, size)
     scores = torch.matmul(grouped.to(wide) * params.scale, keys.transpose(-1, -2)).view(rows, kv_heads, group, queries, -1)
     if params.softcap is not None:
@@ -150,16 +151,16 @@ def _mixed(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, mask: Ten
         weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)
-    mixed = torch.matmul(weights.reshape(rows, kv_heads, group * queries, -1), values)
-    mixed = mixed.view(rows, kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
-    return mixed.to(q.dtype)
+    out = torch.matmul(weights.reshape(rows, kv_heads, group * queries, -1), values)
+    out = out.view(rows, kv_heads, group, queries, -1).permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
+    return out.to(q.dtype)
 
 
 T = TypeVar("T")
 
 
-def _shared(batch: ForwardBatch, key: str, make: Callable[[], T]) -> T:
-    """The step's value under `key`, made once: layers ask for the same plans."""
+def _step_value(batch: ForwardBatch, key: str, compute: Callable[[], T]) -> T:
+    """`compute()`, once per step: all layers share it through `batch.shared`."""
     if key not in batch.shared:
-        batch.shared[key] = make()
+        batch.shared[key] = compute()
     return cast(T, batch.shared[key])

@@ -1,4 +1,4 @@
-"""Dense linear in plain torch, with what surrounds it."""
+"""Dense linears in plain PyTorch, and the operations that are fused around a linear."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from stoker.kernels.types import PLAIN, Fusion
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    """See `ops.linear`."""
     if fusion.residual is not None and bias is None and fusion.gate is None:
         return torch.addmm(fusion.residual, before(x, fusion), weight.t())
     return around(x, fusion, lambda rows: F.linear(rows, weight, bias))
 
 
 def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """`product` of x with the fusion's norm before it, and its gate and residual after it."""
+    """`product` with the fusion's input gate and norm before it, and its gate and residual after it."""
     return after(product(before(x, fusion)), fusion)
 
 
 def before(x: Tensor, fusion: Fusion) -> Tensor:
-    """What the product takes: x gated, then normed."""
+    """The input of the product: x after the input gate, then the norm."""
     if fusion.input_gate is not None:
         x = gated(x, fusion.input_gate)
     return x if fusion.norm_kind is None else norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
 
 
 def after(y: Tensor, fusion: Fusion) -> Tensor:
-    """What becomes of the product."""
+    """The product y after the gate and the residual."""
     if fusion.gate is not None:
         y = gated(y, fusion.gate)
     return y if fusion.residual is None else y + fusion.residual

@@ -1,4 +1,4 @@
-"""Mixture of experts in plain torch: routing, and the two expert projections over tokens sorted by expert."""
+"""Mixture of experts in plain PyTorch: routing, and the two expert projections over tokens sorted by expert."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from stoker.kernels.routing import Routing, RoutingParams
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
+    """See `ops.route`."""
     weights, ids = _choose(logits.float(), correction, params)
     if params.renormalize and params.score != "softmax_topk":
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -23,20 +24,20 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
 
 
 def _choose(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> tuple[Tensor, Tensor]:
-    """Weights and expert ids, [T, k] each."""
+    """The weights and ids [T, k] of each token's experts."""
     if params.score == "softmax_topk":
         best, ids = logits.topk(params.top_k, dim=-1)
         return best.softmax(dim=-1), ids
     scores = logits.sigmoid() if params.score == "sigmoid" else logits.softmax(dim=-1)
     wanted = scores if correction is None else scores + correction
     if params.num_groups > 1:
-        wanted = wanted.masked_fill(~_allowed(wanted, params), float("-inf"))
+        wanted = wanted.masked_fill(~_in_best_groups(wanted, params), float("-inf"))
     ids = wanted.topk(params.top_k, dim=-1).indices
     return scores.gather(1, ids), ids
 
 
-def _allowed(wanted: Tensor, params: RoutingParams) -> Tensor:
-    """True for the experts of each token's best groups (DeepSeek V2 section 2.1.2, V3 section 2.1.2)."""
+def _in_best_groups(wanted: Tensor, params: RoutingParams) -> Tensor:
+    """bool [T, num_experts]: the experts of each token's best groups (DeepSeek-V2 and DeepSeek-V3, section 2.1.2)."""
     groups = wanted.unflatten(1, (params.num_groups, -1))
     best = groups.topk(2, dim=-1).values.sum(-1) if params.group_score == "top2" else groups.amax(-1)
     chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(params.top_groups, dim=-1).indices, True)
@@ -44,6 +45,7 @@ def _allowed(wanted: Tensor, params: RoutingParams) -> Tensor:
 
 
 def _sort(weights: Tensor, ids: Tensor, num_experts: int) -> Routing:
+    """The choices `ids` [T, k], sorted by expert and then by token."""
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=num_experts)
@@ -52,23 +54,25 @@ def _sort(weights: Tensor, ids: Tensor, num_experts: int) -> Routing:
 
 
 def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+    """See `ops.expert_up`."""
     tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
     return _grouped(x.index_select(0, tokens), weight, bias, routing)
 
 
 def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    return _combined(_grouped(x, weight, bias, routing), routing)
+    """See `ops.expert_down`."""
+    return _weighted_sum(_grouped(x, weight, bias, routing), routing)
 
 
-def _combined(y: Tensor, routing: Routing) -> Tensor:
-    """The weighted sum of each token's choices of y [T × k, N], sorted by expert."""
+def _weighted_sum(y: Tensor, routing: Routing) -> Tensor:
+    """[T, N]: the weighted sum of each token's choices in y [T × k, N], which is sorted by expert."""
     by_choice = torch.empty_like(y).index_copy_(0, routing.order.long(), y).unflatten(0, routing.weights.shape)
-    # Choices are summed in their own order, so that a token's result does not depend on its neighbours.
+    # Summed in the order of a token's choices, so that its result does not depend on other tokens.
     return (by_choice.float() * routing.weights[..., None]).sum(1).to(y.dtype)
 
 
 def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """Rows of x [T × k, K], sorted by expert, through the expert's own linear."""
+    """Rows of x [T × k, K], sorted by expert, each through its expert's linear."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
     bounds = routing.offsets.tolist()
     for expert, (start, stop) in enumerate(pairwise(bounds)):
@@ -78,15 +82,18 @@ def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -
 
 
 def quant_expert_up(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
+    """See `ops.quant_expert_up`."""
     tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
-    return _quantized(x.index_select(0, tokens), weight, bias, routing)
+    return _grouped_quantized(x.index_select(0, tokens), weight, bias, routing)
 
 
 def quant_expert_down(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
-    return _combined(_quantized(x, weight, bias, routing), routing)
+    """See `ops.quant_expert_down`."""
+    return _weighted_sum(_grouped_quantized(x, weight, bias, routing), routing)
 
 
-def _quantized(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
+def _grouped_quantized(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
+    """`_grouped` with quantized weights."""
     codes = weight.weight.codes if isinstance(weight, Int4Experts) else weight.weight
     out = x.new_zeros(x.shape[0], codes.shape[1])
     for expert, (start, stop) in enumerate(pairwise(routing.offsets.tolist())):
@@ -96,7 +103,7 @@ def _quantized(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: R
 
 
 def _product(x: Tensor, weight: StoredExperts, expert: int, bias: Tensor | None) -> Tensor:
-    """Rows of one expert. Int4 is read as stored, not as packed for a device."""
+    """Rows x of one expert through its linear. int4 is read as stored, not as packed for a device."""
     if isinstance(weight, Int4Experts):
         stacked = weight.weight
         zero, offset = (None if t is None else t[expert] for t in (stacked.zero, stacked.offset))
@@ -106,9 +113,9 @@ def _product(x: Tensor, weight: StoredExperts, expert: int, bias: Tensor | None)
     if isinstance(weight, BlockExperts):
         return block_fp8_linear(x, codes, scale, weight.block, bias)
     if isinstance(weight, Int8Experts):
-        wide = codes * _spread(scale, weight.group_size, codes.shape[1])
+        wide = codes * _per_column(scale, weight.group_size, codes.shape[1])
         if weight.offset is not None:
-            wide += _spread(weight.offset[expert], weight.group_size, codes.shape[1])
+            wide += _per_column(weight.offset[expert], weight.group_size, codes.shape[1])
         return F.linear(x, wide.to(x.dtype), bias)
     if codes.dtype != torch.int8:
         return fp8_linear(x, codes, scale, weight.activations, weight.input_scale, bias)
@@ -117,12 +124,13 @@ def _product(x: Tensor, weight: StoredExperts, expert: int, bias: Tensor | None)
     return w8a8_linear(x, codes, scale, weight.input_scale, bias)
 
 
-def _spread(grid: Tensor, group_size: int, columns: int) -> Tensor:
-    """float32 [..., columns] of a number for each group of them."""
+def _per_column(grid: Tensor, group_size: int, columns: int) -> Tensor:
+    """float32 [..., columns]: the value of each column's group in `grid` [..., groups]."""
     return grid.float().repeat_interleave(group_size, -1)[..., :columns]
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """See `ops.clipped_gate`."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)

@@ -1,4 +1,4 @@
-"""Norms in plain torch."""
+"""RMS norm and layer norm in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
+    """See `ops.norm`."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight = None if weight is None else weight.to(wide)
     if kind == "rms":

@@ -1,4 +1,4 @@
-"""Linears with int4 groupwise weights in plain torch; few rows go through PyTorch's packed CPU kernel."""
+"""Linears with group-wise int4 weights in plain PyTorch; up to 96 rows use PyTorch's packed CPU kernel."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from stoker.kernels.quantized import Int4Weight, RowWeight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.types import PLAIN, Fusion
 
-# Rows up to which the packed kernel wins: 128 of [3072, 576] take it 7 ms, and widening the weight 3 ms before a product of 4 ms.
-_FEW_ROWS = 96
+# Activation rows up to which the packed kernel is faster: with a weight [3072, 576], 128 rows take it 7 ms; widening the weight takes 3 ms
+# and the product after it 4 ms.
+_MAX_PACKED_ROWS = 96
 _PACKED_GROUPS = (128, 64, 32)
-_PACKED_ROWS = 64  # the kernel's blocks of output rows
+_PACKED_BLOCK = 64  # weight rows per block of the packed format
 
 
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
+    """See `ops.int4_linear`."""
+
     def product(rows: Tensor) -> Tensor:
-        if weight.packed is None or rows.shape[0] > _FEW_ROWS:
+        if weight.packed is None or rows.shape[0] > _MAX_PACKED_ROWS:
             return F.linear(rows, dequantize_int4(weight, rows.dtype), bias)
         packed, scales, group = weight.packed
-        # The kernel computes float32 activations one by one (20 times slower than bfloat16).
+        # In bfloat16: the kernel has no vector code for float32 activations, which take 20 times as long.
         out = torch._weight_int4pack_mm_for_cpu(rows.to(torch.bfloat16).contiguous(), packed, group, scales)
         if out.shape[1] != weight.codes.shape[0]:
             out = out[:, : weight.codes.shape[0]]
@@ -32,17 +35,18 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
 
 
 def pack_int4(weight: Int4Weight) -> Int4Weight:
-    """With what the CPU kernel reads: codes in its own order, scales and offsets from code 8 in bfloat16 [groups, N, 2]."""
+    """See `ops.pack_int4`. Adds the format of PyTorch's CPU kernel: values in its own order, and bfloat16 [groups, N, 2] with the scale and
+    the real value of the stored value 8."""
     rows, size = weight.codes.shape[0], weight.in_features
     group = next((g for g in _PACKED_GROUPS if size % g == 0 and weight.group_size % g == 0), None)
     if weight.codes.device.type != "cpu" or group is None:
         return weight
-    more = -rows % _PACKED_ROWS
+    more = -rows % _PACKED_BLOCK
     packed = torch.empty(rows + more, size // 2, dtype=torch.uint8)
-    for start in range(0, rows, _PACKED_ROWS):  # blocks of rows are packed alone: codes of four bytes would take more room than they leave
-        codes = unpack(weight.codes[start : start + _PACKED_ROWS]).int()
-        block = F.pad(codes, (0, 0, 0, _PACKED_ROWS - codes.shape[0]))
-        packed[start : start + _PACKED_ROWS] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(block, 1)
+    for start in range(0, rows, _PACKED_BLOCK):  # block by block: the input has four bytes per value, eight times the output
+        codes = unpack(weight.codes[start : start + _PACKED_BLOCK]).int()
+        block = F.pad(codes, (0, 0, 0, _PACKED_BLOCK - codes.shape[0]))
+        packed[start : start + _PACKED_BLOCK] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(block, 1)
     scale, low = affine(weight)
     pair = torch.stack((scale, low + 8 * scale), dim=-1)
     pair = pair.repeat_interleave(weight.group_size // group, dim=1)[:, : size // group]
@@ -51,11 +55,12 @@ def pack_int4(weight: Int4Weight) -> Int4Weight:
 
 
 def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight | None:
+    """See `ops.int4_row_weight`."""
     return None
 
 
 def affine(weight: Int4Weight) -> tuple[Tensor, Tensor]:
-    """(scale, low), float32 [N, groups]: a value is code × scale + low."""
+    """(scale, low), float32 [N, groups]: the real value of a stored value q is q × scale + low."""
     scale = weight.scale.float()
     if weight.offset is not None:
         return scale, weight.offset.float()
@@ -63,12 +68,12 @@ def affine(weight: Int4Weight) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes: Tensor) -> Tensor:
-    """uint8 [N, K] of uint8 [N, K / 2]."""
+    """uint8 [N, K] values from bytes [N, K / 2], each of which holds an even feature in its low half and an odd one in its high half."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
 def dequantize_int4(weight: Int4Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The real weight [N, K]."""
+    """The real weight [N, K] in `dtype`."""
     codes, (scale, low) = unpack(weight.codes), affine(weight)
     rows, size = codes.shape
     ragged = -size % weight.group_size

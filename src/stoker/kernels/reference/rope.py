@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv 2104.09864) and the write into the paged cache, in plain torch."""
+"""Rotary position embedding (arXiv 2104.09864) and the write into the paged KV cache, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ if TYPE_CHECKING:
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:
+    """See `ops.rope_store`."""
     if cos_sin is not None:
-        rotary = cos_sin.index_select(0, positions)
-        both = _joined(q, k)
-        if both is None:
-            q, k = _turned(q, rotary, interleaved), _turned(k, rotary, interleaved)
+        cos_sin_rows = cos_sin.index_select(0, positions)
+        qk = _fused_view(q, k)
+        if qk is None:
+            q, k = _rotate_by_rows(q, cos_sin_rows, interleaved), _rotate_by_rows(k, cos_sin_rows, interleaved)
         else:
-            q, k = _turned(both, rotary, interleaved).split_with_sizes((q.shape[1], k.shape[1]), dim=1)
+            q, k = _rotate_by_rows(qk, cos_sin_rows, interleaved).split_with_sizes((q.shape[1], k.shape[1]), dim=1)
     if cache.key_balance is not None:
-        of_keys, of_queries = cache.key_balance.unbind(1)
+        key_factors, query_factors = cache.key_balance.unbind(1)
         dim = 0 if cos_sin is None else cos_sin.shape[1]
-        q = spread(q * of_queries.repeat_interleave(q.shape[1] // k.shape[1], dim=0), dim, interleaved).to(q.dtype)
-        k = spread(k * of_keys, dim, interleaved)
+        q = hadamard_transform(q * query_factors.repeat_interleave(q.shape[1] // k.shape[1], dim=0), dim, interleaved).to(q.dtype)
+        k = hadamard_transform(k * key_factors, dim, interleaved)
     if cache.key_mean is not None:
-        k = k.float() - missing(cache, positions)
-    where = places(slots, cache.block_size)
-    store(cache.keys, k, where, cache.key_scale)
+        k = k.float() - subtracted_mean(cache, positions)
+    places = cache_places(slots, cache.block_size)
+    store_pages(cache.keys, k, places, cache.key_scale)
     if cache.values is not None:
-        store(cache.values, v, where, cache.value_scale)
+        store_pages(cache.values, v, places, cache.value_scale)
     return q
 
 
-def _joined(q: Tensor, k: Tensor) -> Tensor | None:
-    """[T, heads + kv_heads, D] when k's heads follow q's in memory, as they leave a fused linear: they are rotated in one go."""
+def _fused_view(q: Tensor, k: Tensor) -> Tensor | None:
+    """[T, heads + kv_heads, D] over q and k when k's heads follow q's in memory, as in the output of a fused linear; else None."""
     follows = k.storage_offset() == q.storage_offset() + q.shape[1] * q.stride(1) and k.stride() == q.stride()
     if not (follows and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()):
         return None
@@ -47,55 +48,49 @@ def _joined(q: Tensor, k: Tensor) -> Tensor | None:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [T, heads, D] with its first 2 × cos.shape[-1] features rotated; cos and sin are [T, 1, dim / 2] float32."""
-    return _turned(x, torch.cat((cos, sin), dim=-1), interleaved)
+    return _rotate_by_rows(x, torch.cat((cos, sin), dim=-1), interleaved)
 
 
-def _turned(x: Tensor, rotary: Tensor, interleaved: bool) -> Tensor:
-    """The same by rows of the table, [T, dim]: dim / 2 cosines, then as many sines."""
-    dim = rotary.shape[-1]
+def _rotate_by_rows(x: Tensor, cos_sin_rows: Tensor, interleaved: bool) -> Tensor:
+    """`rotate` by rows of the rotary table, [T, dim]: dim / 2 cosines, then dim / 2 sines."""
+    dim = cos_sin_rows.shape[-1]
     wide = (x if dim == x.shape[-1] else x[..., :dim]).float()
-    pairs = in_pairs(wide, interleaved)
-    # One product for all four: [T, heads, by cosines or sines, first or second of a pair, dim / 2].
-    turned, crossed = (pairs.unsqueeze(2) * rotary.view(-1, 1, 2, 1, dim // 2)).unbind(2)
-    first, second = turned.unbind(2)
-    first_crossed, second_crossed = crossed.unbind(2)
-    first.sub_(second_crossed)
-    second.add_(first_crossed)
-    out = in_features(turned, interleaved).to(x.dtype)
+    pairs = to_pairs(wide, interleaved)
+    # All four products at once: [T, heads, cosine or sine, first or second of the pair, dim / 2].
+    by_cos, by_sin = (pairs.unsqueeze(2) * cos_sin_rows.view(-1, 1, 2, 1, dim // 2)).unbind(2)
+    first, second = by_cos.unbind(2)
+    first_by_sin, second_by_sin = by_sin.unbind(2)
+    first.sub_(second_by_sin)
+    second.add_(first_by_sin)
+    out = from_pairs(by_cos, interleaved).to(x.dtype)
     return out if dim == x.shape[-1] else torch.cat((out, x[..., dim:]), dim=-1)
 
 
-def in_pairs(x: Tensor, interleaved: bool) -> Tensor:
-    """x [..., dim] as [..., first or second of a pair, dim / 2], of features that rotate together."""
+def to_pairs(x: Tensor, interleaved: bool) -> Tensor:
+    """x [..., dim] as [..., first or second of a pair, dim / 2], by pairs of features that rotate together."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else x.unflatten(-1, (2, -1))
 
 
-def in_features(pairs: Tensor, interleaved: bool) -> Tensor:
-    """The other way round."""
+def from_pairs(pairs: Tensor, interleaved: bool) -> Tensor:
+    """The inverse of `to_pairs`."""
     return (pairs.transpose(-1, -2) if interleaved else pairs).flatten(-2)
 
 
-def spread(x: Tensor, dim: int, interleaved: bool) -> Tensor:
-    """x [..., D] in coordinates in which no feature stands out, float32: times a Hadamard matrix, which is orthonormal and its own inverse.
+def hadamard_transform(x: Tensor, dim: int, interleaved: bool) -> Tensor:
+    """x [..., D] in coordinates in which no feature stands out, float32. The transform is orthonormal and its own inverse, so that products
+    of two transformed vectors are unchanged (QuaRot, arXiv 2404.00456).
 
-    Pairs of the first `dim` features, those that rotate together, become their sums and differences. Then these, those and the features
-    that do not rotate go each through `hadamard` by themselves. Products of two vectors stay what they were (QuaRot, arXiv 2404.00456).
+    Pairs of the first `dim` features, which rotate together, become their sums and differences. The sums, the differences and the features
+    that do not rotate then go each through `hadamard_blocks`.
     """
-    first, second = in_pairs(x[..., :dim].float(), interleaved).unbind(-2)
-    pairs = hadamard(torch.stack((first + second, first - second), dim=-2)) * 0.5**0.5
-    return torch.cat((in_features(pairs, interleaved), hadamard(x[..., dim:].float())), dim=-1)
+    first, second = to_pairs(x[..., :dim].float(), interleaved).unbind(-2)
+    pairs = hadamard_blocks(torch.stack((first + second, first - second), dim=-2)) * 0.5**0.5
+    return torch.cat((from_pairs(pairs, interleaved), hadamard_blocks(x[..., dim:].float())), dim=-1)
 
 
-def missing(cache: KVCache, positions: Tensor) -> Tensor:
-    """float32 [T, kv_heads, D]: what keys at `positions` are stored less of, in their coordinates and not in units of the scale."""
-    assert cache.key_mean is not None and cache.key_scale is not None
-    means = cache.key_mean[:, positions // MEAN_TOKENS].transpose(0, 1)
-    return torch.where((positions > 0)[:, None, None], means * cache.key_scale[:, None], 0.0)
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """Rows of x [..., n] in blocks of the largest power of two that divides n, each times Sylvester's orthonormal matrix."""
-    size, step = twos(x.shape[-1]), 1
+def hadamard_blocks(x: Tensor) -> Tensor:
+    """x [..., n] in blocks of the largest power of two that divides n, each times Sylvester's orthonormal matrix."""
+    size, step = power_of_2_divisor(x.shape[-1]), 1
     while step < size:
         first, second = x.unflatten(-1, (-1, 2, step)).unbind(-2)
         x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
@@ -103,47 +98,54 @@ def hadamard(x: Tensor) -> Tensor:
     return x * size**-0.5
 
 
-def twos(size: int) -> int:
-    """The largest power of two that divides it; 1 of nothing."""
-    return max(size & -size, 1)
+def power_of_2_divisor(n: int) -> int:
+    """The largest power of two that divides n; 1 for 0."""
+    return max(n & -n, 1)
 
 
-class Places(NamedTuple):
-    """Where tokens go in the cache: block and offset of each that is kept, numbers for a single one; `kept` when some are not."""
+def subtracted_mean(cache: KVCache, positions: Tensor) -> Tensor:
+    """float32 [T, kv_heads, D]: the mean that is subtracted from keys at `positions` before they are stored; 0 for the first key."""
+    assert cache.key_mean is not None and cache.key_scale is not None
+    means = cache.key_mean[:, positions // MEAN_TOKENS].transpose(0, 1)
+    return torch.where((positions > 0)[:, None, None], means * cache.key_scale[:, None], 0.0)
+
+
+class CachePlaces(NamedTuple):
+    """Where the tokens of a step are stored in the cache: plain integers when the step has one token."""
 
     block: Tensor | int
     offset: Tensor | int
-    kept: Tensor | None
+    is_stored: Tensor | None  # bool [T]: False for padding; None: all tokens are stored
 
 
-def places(slots: Tensor, block_size: int) -> Places | None:
-    """Of slots [T]: negative ones are dropped. None when all are."""
+def cache_places(slots: Tensor, block_size: int) -> CachePlaces | None:
+    """The places of slots [T], without the negative ones (padding). None when all are negative."""
     if slots.numel() == 1:
         slot = int(slots)
-        return Places(*divmod(slot, block_size), None) if slot >= 0 else None
+        return CachePlaces(*divmod(slot, block_size), None) if slot >= 0 else None
     slots = slots.long()
-    kept = slots >= 0
-    if bool(kept.all()):
-        return Places(torch.div(slots, block_size, rounding_mode="floor"), slots % block_size, None)
-    slots = slots[kept]
-    return Places(torch.div(slots, block_size, rounding_mode="floor"), slots % block_size, kept)
+    is_stored = slots >= 0
+    if bool(is_stored.all()):
+        return CachePlaces(torch.div(slots, block_size, rounding_mode="floor"), slots % block_size, None)
+    slots = slots[is_stored]
+    return CachePlaces(torch.div(slots, block_size, rounding_mode="floor"), slots % block_size, is_stored)
 
 
-def store(pages: Tensor, x: Tensor, where: Places | None, scale: Tensor | None) -> None:
-    """Write x [T, kv_heads, D] to pages [blocks, kv_heads, block_size, D]."""
-    if where is None:
+def store_pages(pages: Tensor, x: Tensor, places: CachePlaces | None, scale: Tensor | None) -> None:
+    """Write x [T, kv_heads, D] to pages [blocks, kv_heads, block_size, D], in units of `scale` [kv_heads] if there is one."""
+    if places is None:
         return
     if scale is not None:
         x = quantize(x.float() / scale[:, None], pages.dtype)
-    if isinstance(where.block, int):
-        pages[where.block, :, where.offset] = x[0]  # a fourth of the general write's time
+    if isinstance(places.block, int):
+        pages[places.block, :, places.offset] = x[0]  # a quarter of the time of the general assignment
         return
-    x = x if where.kept is None else x[where.kept]
-    pages[where.block, :, where.offset] = x.to(pages.dtype)
+    x = x if places.is_stored is None else x[places.is_stored]
+    pages[places.block, :, places.offset] = x.to(pages.dtype)
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the nearest value of int8 or float8_e4m3fn, clamped to its range."""
+    """x rounded to the nearest value of int8 or float8_e4m3fn, clamped to its range."""
     if dtype == torch.int8:
         return x.round().clamp(-127, 127).to(dtype)
     limit = torch.finfo(dtype).max

@@ -1,4 +1,4 @@
-"""Choosing tokens in plain torch: thresholds instead of a permuted copy, and one uniform number a row."""
+"""Sampling in plain PyTorch: a probability threshold instead of a sorted copy, and one uniform number per row."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 from stoker.kernels.types import DrawParams
 
-_HEAD = 256  # top-p usually ends within so many tokens; a full sort of 49,152 takes 4 ms a row
+_MAX_TOP = 256  # top-p usually needs no more tokens; a full sort of 49,152 takes 4 ms per row
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
+    """See `ops.sample`."""
     best = logits.max(dim=-1)
     greedy = torch.where(best.values.isfinite(), best.indices, -1).to(torch.int32)
     if params.all_greedy:
@@ -21,13 +22,13 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     kept = probs * (probs >= threshold(probs, params).unsqueeze(1))
     cumulative = kept.double().cumsum(dim=-1)
     target = uniform(params.seeds, params.counters).double() * cumulative[:, -1]
-    # The first token whose cumulative weight passes the target; kept weights are positive, so it is never a dropped token.
+    # The first token whose cumulative weight exceeds the target. Its own weight is positive, so it passed the threshold.
     drawn = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1).clamp(max=logits.shape[1] - 1).to(torch.int32)
     return torch.where((params.temperature > 0) & (greedy >= 0), drawn, greedy)
 
 
 def threshold(probs: Tensor, params: DrawParams) -> Tensor:
-    """[L]: the smallest probability that top-k, then top-p of what is left, then min-p keep. Ties are all kept."""
+    """[L]: the smallest probability that remains after top-k, then top-p of the rest, and min-p. Of equal probabilities all remain."""
     vocab = probs.shape[1]
     limit = probs.amax(dim=-1) * params.min_p
     k = torch.where(params.top_k > 0, params.top_k.clamp(max=vocab), vocab)
@@ -39,9 +40,10 @@ def threshold(probs: Tensor, params: DrawParams) -> Tensor:
 
 
 def _nucleus(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
-    width = min(_HEAD, probs.shape[1])
+    """[L]: the smallest probability of the top-p nucleus within the `k` most probable tokens."""
+    width = min(_MAX_TOP, probs.shape[1])
     best = torch.topk(probs, width, dim=-1).values
-    # Short of the k best, the mass that top-p shares is known only where k leaves all.
+    # The `width` best suffice if they contain the k best, or if k keeps the whole vocabulary and they already have mass p.
     enough = (k <= width) | ((k == probs.shape[1]) & (p < 1.0) & (best.sum(dim=-1) >= p))
     if not bool(enough.all()):
         best = torch.sort(probs, dim=-1, descending=True).values
@@ -50,9 +52,9 @@ def _nucleus(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
     mass = best.double().cumsum(dim=-1)
     total = torch.where(k < probs.shape[1], mass[:, -1], probs.double().sum(dim=-1))
     wanted = (p.double() * total)[:, None]
-    # A token is in the nucleus when those before it don't reach p yet.
+    # A token is in the nucleus when the more probable ones have less than p.
     inside = inside_k & ((mass - best.double() < wanted) | (p >= 1.0)[:, None])
-    inside[:, 0] = True  # though p be too small for float32
+    inside[:, 0] = True  # even if p is too small for float32
     return best.masked_fill(~inside, float("inf")).amin(dim=-1)
 
 
@@ -71,7 +73,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(log probability of token_ids [L], the num_top best ones [L, num_top], their ids int32) of logits [L, V], in float32."""
+    """See `ops.logprobs`."""
     wide = logits.float()
     total = torch.logsumexp(wide, dim=-1)
     chosen = wide.gather(1, token_ids.long().unsqueeze(1)).squeeze(1) - total

@@ -1,0 +1,3 @@
+from stoker.kernels.triton import cache_keys
+
+cache_keys.install()

@@ -1,11 +1,11 @@
-"""Sums over ranks through inboxes (`distributed.inbox`), with the residual add in the same kernel.
+"""All-reduce over NVLink through inboxes in peer memory (`distributed.inbox`), with the residual added in the same kernel.
 
-A program has one unit of the message. One-shot: it sends its part to every rank and sums what arrives. Two-shot: parts go to the unit's
-owner, which sums them and sends the sum to every rank; less is sent, with one trip more. Every rank has the same bits: one-shot sums in
-the same order everywhere, two-shot once.
+Each CTA handles one unit of 2 KiB of the message (`all_reduce_kernel`). One-shot: it sends the unit to every rank and sums what arrives.
+Two-shot: it sends the unit to its owner, which sums the ranks' units and sends the sum to every rank; that sends less, with one trip more.
+All ranks get the same bits: one-shot sums in the same order everywhere, two-shot sums once.
 
-The norm that follows is another kernel's. With it in this one a program had a whole row, which eight times as many share here: of one
-row of 8,192 on four H200s, 7.4 µs instead of 4.0, of 32 rows 9.8 instead of 7.3.
+The norm that follows is a separate kernel. Within this one a CTA would need a whole row, which eight CTAs and more share now: one row of
+8,192 on four H200s took 7.4 µs instead of 4.0, 32 rows 9.8 instead of 7.3.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from stoker.base.logging import get_logger
 from stoker.distributed.group import Group
 from stoker.distributed.inbox import EMPTY, TURNS, UNIT_BYTES, Inbox, Inboxes
 from stoker.kernels.reference import all_reduce as reference
-from stoker.kernels.triton.all_reduce_kernel import exchange_kernel
+from stoker.kernels.triton.all_reduce_kernel import all_reduce_kernel
 from stoker.kernels.triton.pdl import pdl_launch_options
 
 log = get_logger(__name__)
 
-FOR_EVER = (1 << 31) - 1
-CHECK_LOOKS = 1 << 22  # about two seconds
-BITS = {2: tl.int16, 4: tl.int32}  # what holds a value's bits, by its size
-EMPTY_HALF = -(1 << 15)  # EMPTY is this, twice
+UNLIMITED_POLLS = (1 << 31) - 1
+CHECK_POLLS = 1 << 22  # about two seconds
+BITS = {2: tl.int16, 4: tl.int32}  # the integer type of a value's bits, by its size in bytes
+EMPTY_HALF = -(1 << 15)  # either half of EMPTY
 
 
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
-    """See `ops.all_reduce`."""
+    """See `ops.all_reduce`. Messages that no inbox fits go through the group's own all-reduce."""
     inbox = group.inbox(x.numel() * x.element_size())
     if inbox is None or x.element_size() not in BITS:
         return reference.all_reduce(x, group, residual)
-    return exchange(x, residual, inbox)
+    return sum_through_inbox(x, residual, inbox)
 
 
-def exchange(x: Tensor, residual: Tensor | None, inbox: Inbox, patience: int = FOR_EVER) -> Tensor:
-    """The ranks' x summed, + residual. Sums that do not arrive within `patience` looks are garbage."""
+def sum_through_inbox(x: Tensor, residual: Tensor | None, inbox: Inbox, max_polls: int = UNLIMITED_POLLS) -> Tensor:
+    """The sum of all ranks' x, + residual. A sum that has not arrived after `max_polls` loads is undefined."""
     x = x.contiguous()
     out = torch.empty_like(x)
     num_values, bits = x.numel(), BITS[x.element_size()]
     unit = UNIT_BYTES // x.element_size()
-    exchange_kernel[(triton.cdiv(num_values, unit),)](
+    all_reduce_kernel[(triton.cdiv(num_values, unit),)](
         x, residual if residual is None else residual.contiguous(), out,
-        inbox.addresses, inbox.addresses[inbox.rank], inbox.turns, inbox.rank, num_values, patience,
+        inbox.addresses, inbox.addresses[inbox.rank], inbox.turns, inbox.rank, num_values, max_polls,
         UNIT=unit, RANKS=inbox.num_ranks, UNITS=inbox.num_units, TWO_SHOT=inbox.is_two_shot,
         BITS=bits, EMPTY=EMPTY if bits is tl.int32 else EMPTY_HALF, TURNS=TURNS, num_warps=4, **pdl_launch_options(x),
     )  # fmt: skip
@@ -54,27 +54,27 @@ def exchange(x: Tensor, residual: Tensor | None, inbox: Inbox, patience: int = F
 
 
 def check_inboxes(group: Group) -> None:
-    """Leave a group's inboxes unused where sums through them do not arrive or are wrong. Every rank calls it once, at start."""
-    for looks in (0, CHECK_LOOKS):  # a rank that still compiles is not waited for with patience
+    """Disable a group's inboxes where sums through them do not arrive or are wrong. Every rank calls this once, at start."""
+    for polls in (0, CHECK_POLLS):  # compile first: a rank that still compiles would exceed the number of polls
         if group.inboxes is None:
             return
         try:
-            good, reason = sums_arrive(group.inboxes, group.device, looks), "sums through them are wrong"
-        except Exception as error:  # a driver or a compiler that cannot: whatever it is, NCCL can
-            good, reason = False, str(error)
-        if not group.smallest(good):
-            log.warning("peers' inboxes are not used: %s", "another rank's do not work" if good else reason)
+            works, reason = check_sums(group.inboxes, group.device, polls), "sums through them are wrong"
+        except Exception as error:  # of the driver or the compiler: NCCL works without either
+            works, reason = False, str(error)
+        if not group.smallest(works):
+            log.warning("peers' inboxes are not used: %s", "another rank's do not work" if works else reason)
             group.inboxes = None
 
 
-def sums_arrive(inboxes: Inboxes, device: torch.device, looks: int) -> bool:
-    """Whether this rank gets the right sums both ways, turn after turn, within so many looks. 0: only compile, and wait for nobody."""
+def check_sums(inboxes: Inboxes, device: torch.device, max_polls: int) -> bool:
+    """Whether this rank gets the right sums, one-shot and two-shot, over several turns. With `max_polls` 0 it only compiles the kernels."""
     ranks = inboxes.num_ranks
-    values = torch.arange(UNIT_BYTES * 3 // 4, device=device) % 16  # a unit and a half, of sums that bfloat16 holds
+    values = torch.arange(UNIT_BYTES * 3 // 4, device=device) % 16  # a unit and a half; bfloat16 represents the sums exactly
     wanted = (values * ranks + (ranks - 1) * ranks // 2).float()
     for inbox in (inboxes.one_shot, inboxes.two_shot):
-        for _ in range(2 * TURNS if looks else 1):
-            found = exchange((values + inboxes.rank).bfloat16(), None, inbox, looks)
-            if looks and not torch.equal(found.float(), wanted):
+        for _ in range(2 * TURNS if max_polls else 1):
+            found = sum_through_inbox((values + inboxes.rank).bfloat16(), None, inbox, max_polls)
+            if max_polls and not torch.equal(found.float(), wanted):
                 return False
     return True

@@ -1,4 +1,20 @@
-"""One unit of a sum over ranks: sent, waited for, summed, and the residual added. See `all_reduce`."""
+"""One unit of an all-reduce through inboxes: sent, awaited, summed in float32, and the residual added.
+
+    out = Σ_ranks x + residual        x, residual, out [num_values]
+
+Grid: one CTA per unit of UNIT values (2 KiB). Each rank has an inbox, a memory that its peers write to over NVLink. Every word of it holds
+a bit pattern EMPTY (negative zero) until a message arrives, so a message is its own flag (as in TensorRT-LLM's Lamport all-reduce):
+
+    inbox [TURNS, UNITS, SLOTS, UNIT]        slot r: the unit from rank r; two-shot has one more slot for the sum
+      turn 0 | unit 0: rank 0's | rank 1's | ... | (sum) |
+             | unit 1: ...                                         kernel of turn n reads turn n % 3
+      turn 1 | ...                                                 and resets turn (n - 1) % 3 to EMPTY
+
+`turns` counts the turns of each unit on the device, so that captured graphs replay and messages of different sizes mix.
+
+Theoretical floor: one-way latency of NVLink plus the bytes that a rank receives (one-shot: message × ranks). Measured on four H200s:
+128 KiB 3.8 µs one-shot, 256 KiB 6.1 µs two-shot.
+"""
 
 from __future__ import annotations
 
@@ -10,100 +26,113 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 @triton.jit
 def _send(bits, address, offset, cols, inside, EMPTY: tl.constexpr):
-    """Write to a rank's inbox. What would mean an empty place is zero instead."""
-    there = tl.multiple_of(address.to(tl.pointer_type(bits.dtype)), 16)
-    tl.store(there + offset + cols, tl.where(bits == EMPTY, 0, bits), mask=inside)
+    """Write bits [UNIT] to the inbox at `address`. Negative zero, which means EMPTY, is sent as zero."""
+    inbox_ptr = tl.multiple_of(address.to(tl.pointer_type(bits.dtype)), 16)
+    tl.store(inbox_ptr + offset + cols, tl.where(bits == EMPTY, 0, bits), mask=inside)
 
 
 @triton.jit
-def _empty(address, offset, cols, BITS: tl.constexpr, EMPTY: tl.constexpr):
-    here = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
-    tl.store(here + offset + cols, tl.full(cols.shape, EMPTY, BITS))
+def _reset(address, offset, cols, BITS: tl.constexpr, EMPTY: tl.constexpr):
+    """Set one slot of an inbox to EMPTY."""
+    inbox_ptr = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
+    tl.store(inbox_ptr + offset + cols, tl.full(cols.shape, EMPTY, BITS))
 
 
 @triton.jit
-def _receive(address, offsets, inside, BITS: tl.constexpr, EMPTY: tl.constexpr, patience):
-    """What has arrived at `offsets`, once all of it has, or after `patience` looks."""
-    here = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
-    bits = tl.load(here + offsets, mask=inside, other=0, volatile=True)
+def _receive(address, offsets, inside, BITS: tl.constexpr, EMPTY: tl.constexpr, max_polls):
+    """The words at `offsets` of an inbox, once none of them is EMPTY, or after `max_polls` further loads."""
+    inbox_ptr = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
+    bits = tl.load(inbox_ptr + offsets, mask=inside, other=0, volatile=True)
     missing = tl.max((bits == EMPTY).to(tl.int32), axis=None)
-    while (missing > 0) & (patience > 0):
-        bits = tl.load(here + offsets, mask=inside, other=0, volatile=True)
+    while (missing > 0) & (max_polls > 0):
+        bits = tl.load(inbox_ptr + offsets, mask=inside, other=0, volatile=True)
         missing = tl.max((bits == EMPTY).to(tl.int32), axis=None)
-        patience -= 1
+        max_polls -= 1
     return bits
 
 
 @triton.jit
-def _sum(address, offset, cols, inside, UNIT: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
-         EMPTY: tl.constexpr, patience):  # fmt: skip
-    """The ranks' parts, which lie one after another, waited for together and summed as float32."""
-    sources = tl.arange(0, RANKS)[:, None]
-    bits = _receive(address, offset + sources * UNIT + cols[None, :], (sources >= 0) & inside[None, :], BITS, EMPTY, patience)
+def _receive_sum(
+    address,
+    offset,
+    cols,
+    inside,
+    UNIT: tl.constexpr,
+    RANKS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    EMPTY: tl.constexpr,
+    max_polls,
+):
+    """float32 [UNIT]: the sum of all ranks' units, whose slots follow one another."""
+    ranks = tl.arange(0, RANKS)[:, None]
+    bits = _receive(address, offset + ranks * UNIT + cols[None, :], (ranks >= 0) & inside[None, :], BITS, EMPTY, max_polls)
     return tl.sum(bits.to(DTYPE, bitcast=True).to(tl.float32), axis=0)
 
 
-@triton.jit(do_not_specialize=["rank", "patience"])
-def exchange_kernel(
-    x,
-    residual,
-    out,
-    peers,
-    mine,
-    turns,
+@triton.jit(do_not_specialize=["rank", "max_polls"])
+def all_reduce_kernel(
+    # Pointers
+    x_ptr,  # [num_values]
+    residual_ptr,  # [num_values] or None
+    out_ptr,  # [num_values]
+    inboxes,  # tuple of int: the address of each rank's inbox
+    own_inbox,  # int: the address of this rank's
+    turns_ptr,  # int32 [UNITS]
+    # Sizes
     rank,
     num_values,
-    patience,
-    UNIT: tl.constexpr,
+    max_polls,
+    # Constants
+    UNIT: tl.constexpr,  # values of a unit
     RANKS: tl.constexpr,
-    UNITS: tl.constexpr,
+    UNITS: tl.constexpr,  # units of an inbox
     TWO_SHOT: tl.constexpr,
-    BITS: tl.constexpr,
+    BITS: tl.constexpr,  # the integer type of a value's bits
     EMPTY: tl.constexpr,
     TURNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One unit of UNIT values, program_id(0)'s, of a message of `num_values`. `peers`: each rank's inbox; `mine`: this one's."""
     unit = tl.program_id(0)
     cols = tl.arange(0, UNIT)
-    places = unit * UNIT + cols
-    inside = places < num_values
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    values = unit * UNIT + cols
+    inside = values < num_values
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     SLOTS: tl.constexpr = RANKS + (1 if TWO_SHOT else 0)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    turn = tl.load(turns + unit, volatile=True)
-    now = (turn * UNITS + unit) * (SLOTS * UNIT)
-    before = ((turn + TURNS - 1) % TURNS * UNITS + unit) * (SLOTS * UNIT)
-    bits = tl.load(x + places, mask=inside, other=0.0).to(BITS, bitcast=True)
-    if residual is not None:
-        added = tl.load(residual + places, mask=inside, other=0.0)
+    turn = tl.load(turns_ptr + unit, volatile=True)
+    current = (turn * UNITS + unit) * (SLOTS * UNIT)  # the first slot of this turn's unit
+    previous = ((turn + TURNS - 1) % TURNS * UNITS + unit) * (SLOTS * UNIT)
+    bits = tl.load(x_ptr + values, mask=inside, other=0.0).to(BITS, bitcast=True)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + values, mask=inside, other=0.0)
     if TWO_SHOT:
         owner = unit % RANKS
-        address = peers[0]
+        address = inboxes[0]
         for peer in tl.static_range(1, RANKS):
-            address = tl.where(owner == peer, peers[peer], address)
-        _send(bits, address, now + rank * UNIT, cols, inside, EMPTY)
-        _empty(mine, before + RANKS * UNIT, cols, BITS, EMPTY)
+            address = tl.where(owner == peer, inboxes[peer], address)
+        _send(bits, address, current + rank * UNIT, cols, inside, EMPTY)
+        _reset(own_inbox, previous + RANKS * UNIT, cols, BITS, EMPTY)
         if rank == owner:
             for source in range(RANKS):
-                _empty(mine, before + source * UNIT, cols, BITS, EMPTY)
-            total = _sum(mine, now, cols, inside, UNIT, RANKS, DTYPE, BITS, EMPTY, patience)
-            if residual is not None:
-                total += added.to(tl.float32)
+                _reset(own_inbox, previous + source * UNIT, cols, BITS, EMPTY)
+            total = _receive_sum(own_inbox, current, cols, inside, UNIT, RANKS, DTYPE, BITS, EMPTY, max_polls)
+            if residual_ptr is not None:
+                total += residual.to(tl.float32)
             summed = total.to(DTYPE).to(BITS, bitcast=True)
             for peer in tl.static_range(RANKS):
-                _send(summed, peers[peer], now + RANKS * UNIT, cols, inside, EMPTY)
-        stored = _receive(mine, now + RANKS * UNIT + cols, inside, BITS, EMPTY, patience).to(DTYPE, bitcast=True)
+                _send(summed, inboxes[peer], current + RANKS * UNIT, cols, inside, EMPTY)
+        result = _receive(own_inbox, current + RANKS * UNIT + cols, inside, BITS, EMPTY, max_polls).to(DTYPE, bitcast=True)
     else:
         for peer in tl.static_range(RANKS):
-            _send(bits, peers[peer], now + rank * UNIT, cols, inside, EMPTY)
+            _send(bits, inboxes[peer], current + rank * UNIT, cols, inside, EMPTY)
         for source in range(RANKS):
-            _empty(mine, before + source * UNIT, cols, BITS, EMPTY)
-        total = _sum(mine, now, cols, inside, UNIT, RANKS, DTYPE, BITS, EMPTY, patience)
-        if residual is not None:
-            total += added.to(tl.float32)
-        stored = total.to(DTYPE)
-    # After _receive, whose reduction no thread passes before all have read the turn.
-    tl.store(turns + unit, (turn + 1) % TURNS)
-    tl.store(out + places, stored, mask=inside)
+            _reset(own_inbox, previous + source * UNIT, cols, BITS, EMPTY)
+        total = _receive_sum(own_inbox, current, cols, inside, UNIT, RANKS, DTYPE, BITS, EMPTY, max_polls)
+        if residual_ptr is not None:
+            total += residual.to(tl.float32)
+        result = total.to(DTYPE)
+    # After _receive, whose reduction synchronizes the CTA: every thread has read the turn.
+    tl.store(turns_ptr + unit, (turn + 1) % TURNS)
+    tl.store(out_ptr + values, result, mask=inside)

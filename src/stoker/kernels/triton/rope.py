@@ -1,28 +1,72 @@
-"""Rotary positions (arXiv 2104.09864) and the write into the paged cache, in one launch."""
+"""Rotary position embedding (arXiv 2104.09864) and the write into the paged KV cache, in one launch.
+
+For each token t and pair (a, b) of features that rotate together, with angle θ of the token's position:
+
+    a' = a cos θ - b sin θ        pairs: (0, half), (1, half + 1) ...     or, interleaved: (0, 1), (2, 3) ...
+    b' = b cos θ + a sin θ
+
+q [T, num_heads, size] is rotated in place. k [T, kv_heads, size] rotated, and v [T, kv_heads, value_size], are stored at slot
+block × block_size + place of the cache (`kv_pages`): as they are, or in an 8-bit cache as round(x ÷ scale of the head).
+
+With `key_balance`, heads are multiplied by factors per feature and go through a Hadamard transform (`hadamard`), after which no feature
+stands out (QuaRot, arXiv 2404.00456); products of queries and keys stay the same. With `key_mean`, keys are stored less a mean.
+
+Grid: axis 0 has the tokens, axis 1 tiles of HEADS heads: first those of q, then of k, then of v.
+
+    tile    | q heads 0..7 | q heads 8..15 | ... | k heads 0..7 | v heads 0..7 |
+
+Theoretical floor: reading q, k, v and writing as much, at the speed of memory. For few tokens the launch itself, about 1.2 µs.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.reference.rope import twos
+from stoker.kernels.reference.rope import power_of_2_divisor
+from stoker.kernels.triton.hadamard import hadamard_blocks
+from stoker.kernels.triton.kv_pages import kv_pages, mean_tokens, require_dense_pages
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from stoker.kernels.types import MEAN_TOKENS
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import KVCache
 
 
-@triton.constexpr_function
-def mean_tokens():
-    return MEAN_TOKENS
+class QKV(NamedTuple):
+    """Runtime: the projections of T tokens, usually views of one fused tensor. Strides are in elements; the last axis is dense."""
+
+    q_ptr: Tensor  # [T, num_heads, size]
+    k_ptr: Tensor  # [T, kv_heads, size]
+    v_ptr: Tensor  # [T, kv_heads, value_size]
+    num_heads: int
+    num_kv_heads: int
+    stride_q_token: int
+    stride_q_head: int
+    stride_k_token: int
+    stride_k_head: int
+    stride_v_token: int
+    stride_v_head: int
+
+
+class HeadFeatures(NamedTuple):
+    """Constants: the features of a head. The first 2 × half rotate; the rest is copied, or transformed by itself."""
+
+    size: int
+    value_size: int  # 0: the cache has no values
+    half: int
+    interleaved: bool
+    block_half: int  # half, rounded up to a power of two
+    block_rest: int  # size - 2 × half, likewise
+    block_value: int  # value_size, likewise
+    hadamard_half: int  # the largest power of two that divides half: the block size of its Hadamard transform
+    hadamard_rest: int  # of size - 2 × half
 
 
 @triton.jit
-def quantized(x, scale, DTYPE: tl.constexpr):
+def quantize(x, scale, DTYPE: tl.constexpr):
     """x ÷ scale rounded to the nearest value of int8 (ties to even) or float8_e4m3fn, clamped to its range."""
     units = tl.div_rn(x.to(tl.float32), scale)
     if DTYPE == tl.int8:  # noqa: SIM300
@@ -34,239 +78,223 @@ def quantized(x, scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def write(target, offsets, x, scale, inside):
-    """Store x in the target's dtype: in units of `scale` in an 8-bit cache, as it is elsewhere."""
-    if target.dtype.element_ty.primitive_bitwidth == 8:
-        tl.store(target + offsets, quantized(x, scale, target.dtype.element_ty), mask=inside)
+def store_as_cache(target_ptr, offsets, x, scale, inside):
+    """Store x in the target's dtype: in units of `scale` in an 8-bit cache, converted elsewhere."""
+    if target_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        tl.store(target_ptr + offsets, quantize(x, scale, target_ptr.dtype.element_ty), mask=inside)
     else:
-        tl.store(target + offsets, x.to(target.dtype.element_ty), mask=inside)
+        tl.store(target_ptr + offsets, x.to(target_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def head_scale(scales, heads, known):
+def head_scale(scale_ptr, heads, inside):
     """Each head's scale, 1 without scales."""
-    if scales is None:
+    if scale_ptr is None:
         return 1.0
     else:
-        return tl.load(scales + heads, mask=known, other=1.0)
+        return tl.load(scale_ptr + heads, mask=inside, other=1.0)
 
 
 @triton.jit
-def rotation(first, second, cos, sin):
-    return first * cos - second * sin, second * cos + first * sin
-
-
-@triton.jit
-def load_pairs(source, offsets, inside, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both features [heads, BLOCK_HALF] of the first HALF pairs of some heads, float32. Offsets and masks are [heads, 1]."""
-    if INTERLEAVED:
-        cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        x = tl.load(source + offsets + cols, mask=inside & (cols < 2 * HALF), other=0.0).to(tl.float32)
-        return tl.split(tl.reshape(x, (x.shape[0], BLOCK_HALF, 2)))
+def load_pairs(source_ptr, offsets, inside, FEATURES: tl.constexpr):
+    """float32 (first, second) [heads, block_half] of the pairs that rotate. Offsets and masks are [heads, 1]."""
+    HALF: tl.constexpr = FEATURES.half
+    if FEATURES.interleaved:
+        WIDTH: tl.constexpr = FEATURES.block_half
+        cols = tl.arange(0, 2 * WIDTH)[None, :]
+        x = tl.load(source_ptr + offsets + cols, mask=inside & (cols < 2 * HALF), other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(x, (x.shape[0], WIDTH, 2)))
     else:
-        pair = tl.arange(0, BLOCK_HALF)[None, :]
-        first = tl.load(source + offsets + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
-        second = tl.load(source + offsets + HALF + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
+        pair = tl.arange(0, FEATURES.block_half)[None, :]
+        first = tl.load(source_ptr + offsets + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
+        second = tl.load(source_ptr + offsets + HALF + pair, mask=inside & (pair < HALF), other=0.0).to(tl.float32)
         return first, second
 
 
 @triton.jit
-def write_pairs(target, offsets, first, second, scale, inside, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The other way round."""
-    if INTERLEAVED:
-        cols = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        x = tl.reshape(tl.join(first, second), (first.shape[0], 2 * BLOCK_HALF))
-        write(target, offsets + cols, x, scale, inside & (cols < 2 * HALF))
+def store_pairs(target_ptr, offsets, first, second, scale, inside, FEATURES: tl.constexpr):
+    """The inverse of `load_pairs`, in the target's dtype."""
+    HALF: tl.constexpr = FEATURES.half
+    if FEATURES.interleaved:
+        WIDTH: tl.constexpr = FEATURES.block_half
+        cols = tl.arange(0, 2 * WIDTH)[None, :]
+        x = tl.reshape(tl.join(first, second), (first.shape[0], 2 * WIDTH))
+        store_as_cache(target_ptr, offsets + cols, x, scale, inside & (cols < 2 * HALF))
     else:
-        pair = tl.arange(0, BLOCK_HALF)[None, :]
-        write(target, offsets + pair, first, scale, inside & (pair < HALF))
-        write(target, offsets + HALF + pair, second, scale, inside & (pair < HALF))
+        pair = tl.arange(0, FEATURES.block_half)[None, :]
+        store_as_cache(target_ptr, offsets + pair, first, scale, inside & (pair < HALF))
+        store_as_cache(target_ptr, offsets + HALF + pair, second, scale, inside & (pair < HALF))
 
 
 @triton.jit
-def rotated_pairs(source, offsets, angles, inside, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """`load_pairs`, rotated."""
-    pair = tl.arange(0, BLOCK_HALF)[None, :]
-    cos = tl.load(angles + pair, mask=pair < HALF, other=0.0)
-    sin = tl.load(angles + HALF + pair, mask=pair < HALF, other=0.0)
-    first, second = load_pairs(source, offsets, inside, HALF, BLOCK_HALF, INTERLEAVED)
-    return rotation(first, second, cos, sin)
+def load_rotated_pairs(source_ptr, offsets, cos_sin_row_ptr, inside, FEATURES: tl.constexpr):
+    """`load_pairs`, rotated by the angles of one token: `cos_sin_row_ptr` points to `half` cosines, then `half` sines."""
+    pair = tl.arange(0, FEATURES.block_half)[None, :]
+    cos = tl.load(cos_sin_row_ptr + pair, mask=pair < FEATURES.half, other=0.0)
+    sin = tl.load(cos_sin_row_ptr + FEATURES.half + pair, mask=pair < FEATURES.half, other=0.0)
+    first, second = load_pairs(source_ptr, offsets, inside, FEATURES)
+    return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
-def rotate_heads(
-    source, source_offsets, target, target_offsets, scale, angles, inside,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Rotate the first 2 × HALF features of some heads from `source` to `target`."""
-    dtype: tl.constexpr = source.dtype.element_ty
-    first, second = rotated_pairs(source, source_offsets, angles, inside, HALF, BLOCK_HALF, INTERLEAVED)
-    write_pairs(target, target_offsets, first.to(dtype), second.to(dtype), scale, inside, HALF, BLOCK_HALF, INTERLEAVED)
+def rotate_heads(source_ptr, source_offsets, target_ptr, target_offsets, scale, cos_sin_row_ptr, inside, FEATURES: tl.constexpr):
+    """Rotate the first 2 × half features of some heads from source to target."""
+    dtype: tl.constexpr = source_ptr.dtype.element_ty
+    first, second = load_rotated_pairs(source_ptr, source_offsets, cos_sin_row_ptr, inside, FEATURES)
+    store_pairs(target_ptr, target_offsets, first.to(dtype), second.to(dtype), scale, inside, FEATURES)
 
 
 @triton.jit
-def load_part(source, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
-    """Features BEGIN : END [heads, BLOCK] of some heads."""
-    cols = BEGIN + tl.arange(0, BLOCK)[None, :]
-    return tl.load(source + offsets + cols, mask=inside & (cols < END), other=0.0)
+def load_features(source_ptr, offsets, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr):
+    """Features BEGIN : END [heads, WIDTH] of some heads, zeros from END on."""
+    cols = BEGIN + tl.arange(0, WIDTH)[None, :]
+    return tl.load(source_ptr + offsets + cols, mask=inside & (cols < END), other=0.0)
 
 
 @triton.jit
-def write_part(target, offsets, x, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
-    """The other way round."""
-    cols = BEGIN + tl.arange(0, BLOCK)[None, :]
-    write(target, offsets + cols, x, scale, inside & (cols < END))
+def store_features(target_ptr, offsets, x, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr):
+    """The inverse of `load_features`, in the target's dtype."""
+    cols = BEGIN + tl.arange(0, WIDTH)[None, :]
+    store_as_cache(target_ptr, offsets + cols, x, scale, inside & (cols < END))
 
 
 @triton.jit
-def copy_heads(source, source_offsets, target, target_offsets, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
-    """Write features BEGIN : END of some heads as they are."""
-    write_part(target, target_offsets, load_part(source, source_offsets, inside, BEGIN, END, BLOCK), scale, inside, BEGIN, END, BLOCK)
+def copy_heads(
+    source_ptr, source_offsets, target_ptr, target_offsets, scale, inside, BEGIN: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Copy features BEGIN : END of some heads from source to target, in the target's dtype."""
+    x = load_features(source_ptr, source_offsets, inside, BEGIN, END, WIDTH)
+    store_features(target_ptr, target_offsets, x, scale, inside, BEGIN, END, WIDTH)
 
 
 @triton.jit
-def butterflies(x, SIZE: tl.constexpr):
-    """x [n, SIZE], of at most eight columns, times Sylvester's matrix: sums and differences of neighbours, which one thread holds."""
-    if SIZE == 1:
-        return x
-    else:
-        first, second = tl.split(tl.reshape(x, (x.shape[0], SIZE // 2, 2)))
-        plus, minus = butterflies(first + second, SIZE // 2), butterflies(first - second, SIZE // 2)
-        return tl.reshape(tl.join(plus, minus), (x.shape[0], SIZE))
+def transform_heads(
+    source_ptr,
+    source_offsets,  # [heads, 1]
+    target_ptr,
+    target_offsets,  # [heads, 1]
+    scale,  # the real value of a stored unit, [heads, 1] or 1
+    balance_ptr,  # factors [size] of each head, pointers [heads, 1]
+    mean_ptr,  # means [size] of each head in units of the scale, pointers [heads, 1]; or None
+    has_mean,  # [heads, 1]: whose mean is subtracted
+    cos_sin_row_ptr,
+    inside,  # [heads, 1]
+    FEATURES: tl.constexpr,  # HeadFeatures
+):
+    """Rotate some heads, multiply them by `balance_ptr`, transform them, subtract their mean, and store them in units of `scale`.
 
-
-@triton.jit
-def sylvester(x, SIZE: tl.constexpr):
-    """x [n, SIZE] times Sylvester's matrix, eight columns at a time."""
-    if SIZE <= 8:
-        return butterflies(x, SIZE)
-    else:
-        rows: tl.constexpr = x.shape[0]
-        wide = tl.permute(tl.reshape(x, (rows, 8, SIZE // 8)), (0, 2, 1))
-        wide = tl.reshape(butterflies(tl.reshape(wide, (rows * SIZE // 8, 8)), 8), (rows, SIZE // 8, 8))
-        wide = tl.reshape(tl.permute(wide, (0, 2, 1)), (rows * 8, SIZE // 8))
-        return tl.reshape(sylvester(wide, SIZE // 8), (rows, SIZE))
-
-
-@triton.jit
-def hadamard(x, SIZE: tl.constexpr):
-    """Rows of x [heads, n] in blocks of SIZE features, each times Sylvester's orthonormal matrix.
-
-    Where a thread holds eight of a head, sums and differences need no other thread (one token of 32 / 8 heads of 128: 2,902 lines of
-    PTX with 12 barriers, of one warp; by sums over products with signs, in two warps, 4,559 with 44).
+    The transform (`reference.rope.hadamard_transform`) takes the sums of all pairs, the differences of all pairs and the features that do
+    not rotate each through a Hadamard transform of its own.
     """
-    blocks = tl.reshape(x, (x.shape[0] * x.shape[1] // SIZE, SIZE))
-    return tl.reshape(sylvester(blocks, SIZE), x.shape) * (1.0 / SIZE**0.5)
-
-
-@triton.jit
-def spread_heads(
-    source, source_offsets, target, target_offsets, scale, balance, mean, has_mean, angles, inside,
-    SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    MIX_HALF: tl.constexpr, MIX_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Rotate, balance and spread some heads from `source` to `target`, those that `has_mean` less their mean, in units of `scale`.
-
-    `balance` and `mean` (or None): where their factors and means are, [heads, 1].
-    """
-    # All that is read is asked for before any of it is used: memory is waited for once.
+    HALF: tl.constexpr = FEATURES.half
+    SIZE: tl.constexpr = FEATURES.size
+    REST: tl.constexpr = FEATURES.block_rest
+    # All loads come before the first use of a value, so that the latency of memory is paid once.
     if HALF > 0:
-        first_factor, second_factor = load_pairs(balance, 0, inside, HALF, BLOCK_HALF, INTERLEAVED)
-        if mean is not None:
-            first_mean, second_mean = load_pairs(mean, 0, has_mean, HALF, BLOCK_HALF, INTERLEAVED)
+        first_factor, second_factor = load_pairs(balance_ptr, 0, inside, FEATURES)
+        if mean_ptr is not None:
+            first_mean, second_mean = load_pairs(mean_ptr, 0, has_mean, FEATURES)
     if SIZE > 2 * HALF:
-        factor = load_part(balance, 0, inside, 2 * HALF, SIZE, BLOCK_REST)
-        rest = load_part(source, source_offsets, inside, 2 * HALF, SIZE, BLOCK_REST)
-        if mean is not None:
-            rest_mean = load_part(mean, 0, has_mean, 2 * HALF, SIZE, BLOCK_REST)
+        factor = load_features(balance_ptr, 0, inside, 2 * HALF, SIZE, REST)
+        rest = load_features(source_ptr, source_offsets, inside, 2 * HALF, SIZE, REST)
+        if mean_ptr is not None:
+            rest_mean = load_features(mean_ptr, 0, has_mean, 2 * HALF, SIZE, REST)
     if HALF > 0:
-        first, second = rotated_pairs(source, source_offsets, angles, inside, HALF, BLOCK_HALF, INTERLEAVED)
+        first, second = load_rotated_pairs(source_ptr, source_offsets, cos_sin_row_ptr, inside, FEATURES)
         first, second = first * first_factor * 0.5**0.5, second * second_factor * 0.5**0.5
-        plus, minus = hadamard(first + second, MIX_HALF), hadamard(first - second, MIX_HALF)
-        if mean is not None:
+        plus, minus = hadamard_blocks(first + second, FEATURES.hadamard_half), hadamard_blocks(first - second, FEATURES.hadamard_half)
+        if mean_ptr is not None:
             plus, minus = plus - first_mean * scale, minus - second_mean * scale
     if SIZE > 2 * HALF:
-        rest = hadamard(rest.to(tl.float32) * factor, MIX_REST)
-        if mean is not None:
+        rest = hadamard_blocks(rest.to(tl.float32) * factor, FEATURES.hadamard_rest)
+        if mean_ptr is not None:
             rest -= rest_mean * scale
-    tl.debug_barrier()  # source and target may be the same: every feature was read
+    tl.debug_barrier()  # source and target may be the same: every thread has loaded its features
     if HALF > 0:
-        write_pairs(target, target_offsets, plus, minus, scale, inside, HALF, BLOCK_HALF, INTERLEAVED)
+        store_pairs(target_ptr, target_offsets, plus, minus, scale, inside, FEATURES)
     if SIZE > 2 * HALF:
-        write_part(target, target_offsets, rest, scale, inside, 2 * HALF, SIZE, BLOCK_REST)
+        store_features(target_ptr, target_offsets, rest, scale, inside, 2 * HALF, SIZE, REST)
 
 
 @triton.jit(do_not_specialize=["q_tiles"])
 def rope_store_kernel(
-    q, k, v, positions, cos_sin, slots, key_cache, value_cache, key_scale, value_scale, key_balance, key_mean,
-    num_heads, num_kv_heads, q_tiles, kv_tiles, stride_mean_head,
-    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
-    stride_key_block, stride_key_head, stride_value_block, stride_value_head,
-    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    MIX_HALF: tl.constexpr, MIX_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: HEADS heads of one token. Along axis 1 come the tiles of q (rotated in place), then of k, then of v (stored)."""
+    # Groups of pointers, sizes and strides
+    qkv,  # QKV
+    cache,  # KVPages
+    # Pointers
+    key_balance_ptr,  # float32 [kv_heads, 2, size]: factors of keys, of queries; or None
+    positions_ptr,  # int32 [T]
+    cos_sin_ptr,  # float32 [max_positions, 2 × half]: cosines, then sines; or None
+    slots_ptr,  # int32 [T]: block × block_size + place; -1 stores nowhere
+    # Sizes
+    q_tiles,  # tiles of q along axis 1; 0: q stays as it is
+    kv_tiles,  # tiles of k, and of v
+    # Constants
+    FEATURES: tl.constexpr,  # HeadFeatures
+    BLOCK_SIZE: tl.constexpr,  # tokens of a block
+    HEADS: tl.constexpr,  # heads of a tile
+    USE_PDL: tl.constexpr,
+):
+    """One CTA: HEADS heads of q, k or v of one token."""
+    SIZE: tl.constexpr = FEATURES.size
+    HALF: tl.constexpr = FEATURES.half
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    angles = cos_sin
+    cos_sin_row_ptr = cos_sin_ptr
     if HALF > 0:
-        angles = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
+        cos_sin_row_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF)
     lane = tl.arange(0, HEADS)[:, None]
     if tile < q_tiles:
-        q_head = tile * HEADS + lane
-        q_known = q_head < num_heads
-        place = token * stride_q_token + q_head * stride_q_head
-        if key_balance is not None:
-            factors = key_balance + (q_head // (num_heads // num_kv_heads) * 2 + 1) * SIZE
-            spread_heads(
-                q, place, q, place, 1.0, factors, None, None, angles, q_known,
-                SIZE, HALF, BLOCK_HALF, BLOCK_REST, MIX_HALF, MIX_REST, INTERLEAVED,
-            )  # fmt: skip
+        head = tile * HEADS + lane
+        inside = head < qkv.num_heads
+        offsets = token * qkv.stride_q_token + head * qkv.stride_q_head
+        if key_balance_ptr is not None:
+            kv_head = head // (qkv.num_heads // qkv.num_kv_heads)
+            factors_ptr = key_balance_ptr + (kv_head * 2 + 1) * SIZE
+            transform_heads(qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, factors_ptr, None, None, cos_sin_row_ptr, inside, FEATURES)
         elif HALF > 0:
-            rotate_heads(q, place, q, place, 1.0, angles, q_known, HALF, BLOCK_HALF, INTERLEAVED)
+            rotate_heads(qkv.q_ptr, offsets, qkv.q_ptr, offsets, 1.0, cos_sin_row_ptr, inside, FEATURES)
     else:
-        slot = tl.load(slots + token).to(tl.int64)
+        slot = tl.load(slots_ptr + token).to(tl.int64)
         block = slot // BLOCK_SIZE
-        row = slot % BLOCK_SIZE
+        place = slot % BLOCK_SIZE
         head = (tile - q_tiles) % kv_tiles * HEADS + lane
-        known = (head < num_kv_heads) & (slot >= 0)
+        inside = (head < qkv.num_kv_heads) & (slot >= 0)
         if tile < q_tiles + kv_tiles:
-            source = token * stride_k_token + head * stride_k_head
-            target = block * stride_key_block + head * stride_key_head + row * SIZE
-            key_unit = head_scale(key_scale, head, known)
-            if key_balance is not None:
-                mean = key_mean
-                has_mean = known
-                if key_mean is not None:
-                    position = tl.load(positions + token)
-                    mean = key_mean + head * stride_mean_head + position // mean_tokens() * SIZE
-                    has_mean = known & (position > 0)
-                spread_heads(
-                    k, source, key_cache, target, key_unit, key_balance + head * (2 * SIZE), mean, has_mean, angles, known,
-                    SIZE, HALF, BLOCK_HALF, BLOCK_REST, MIX_HALF, MIX_REST, INTERLEAVED,
-                )  # fmt: skip
+            source = token * qkv.stride_k_token + head * qkv.stride_k_head
+            target = block * cache.stride_key_block + head * cache.stride_key_head + place * SIZE
+            scale = head_scale(cache.key_scale_ptr, head, inside)
+            if key_balance_ptr is not None:
+                mean_ptr = cache.key_mean_ptr
+                has_mean = inside
+                if cache.key_mean_ptr is not None:
+                    position = tl.load(positions_ptr + token)
+                    mean_ptr = cache.key_mean_ptr + head * cache.stride_mean_head + position // mean_tokens() * SIZE
+                    has_mean = inside & (position > 0)
+                factors_ptr = key_balance_ptr + head * (2 * SIZE)
+                transform_heads(
+                    qkv.k_ptr, source, cache.keys_ptr, target, scale, factors_ptr, mean_ptr, has_mean, cos_sin_row_ptr, inside, FEATURES
+                )
             else:
                 if HALF > 0:
-                    rotate_heads(k, source, key_cache, target, key_unit, angles, known, HALF, BLOCK_HALF, INTERLEAVED)
+                    rotate_heads(qkv.k_ptr, source, cache.keys_ptr, target, scale, cos_sin_row_ptr, inside, FEATURES)
                 if SIZE > 2 * HALF:
-                    copy_heads(k, source, key_cache, target, key_unit, known, 2 * HALF, SIZE, BLOCK_REST)
+                    copy_heads(qkv.k_ptr, source, cache.keys_ptr, target, scale, inside, 2 * HALF, SIZE, FEATURES.block_rest)
         else:
-            if value_cache is not None:
-                value_source = token * stride_v_token + head * stride_v_head
-                value_target = block * stride_value_block + head * stride_value_head + row * VALUE_SIZE
-                copy_heads(
-                    v, value_source, value_cache, value_target, head_scale(value_scale, head, known), known, 0, VALUE_SIZE, BLOCK_VALUE
-                )
+            if cache.values_ptr is not None:
+                source = token * qkv.stride_v_token + head * qkv.stride_v_head
+                target = block * cache.stride_value_block + head * cache.stride_value_head + place * FEATURES.value_size
+                scale = head_scale(cache.value_scale_ptr, head, inside)
+                copy_heads(qkv.v_ptr, source, cache.values_ptr, target, scale, inside, 0, FEATURES.value_size, FEATURES.block_value)
 
 
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:
-    """See `ops.rope_store`. q is rotated, and spread, in place."""
-    tokens, num_heads, _ = q.shape
+    """See `ops.rope_store`. q is rotated, and transformed, in place."""
+    tokens, num_heads, size = q.shape
     if tokens == 0:
         return q
     require_dense_pages(cache)
@@ -277,22 +305,18 @@ def rope_store(
     heads, num_warps = (4, 1) if cache.key_balance is not None else (8, 4) if tokens >= 64 else (4, 2)
     q_tiles = triton.cdiv(num_heads, heads) if half or cache.key_balance is not None else 0
     kv_tiles = triton.cdiv(kv_heads, heads)
-    v, values = (k, cache.keys) if cache.values is None else (v, cache.values)
+    if cache.values is None:
+        v = k
+    qkv = QKV(q, k, v, num_heads, kv_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     rope_store_kernel[(tokens, q_tiles + kv_tiles * (1 if cache.values is None else 2))](
-        q, k, v, positions, cos_sin, slots, cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.key_balance, cache.key_mean,
-        num_heads, kv_heads, q_tiles, kv_tiles, 0 if cache.key_mean is None else cache.key_mean.stride(0),
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        cache.keys.stride(0), cache.keys.stride(1), values.stride(0), values.stride(1),
-        SIZE=k.shape[2], VALUE_SIZE=value_size, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
-        BLOCK_REST=triton.next_power_of_2(max(k.shape[2] - 2 * half, 1)), BLOCK_VALUE=triton.next_power_of_2(max(value_size, 1)),
-        MIX_HALF=twos(half), MIX_REST=twos(k.shape[2] - 2 * half), INTERLEAVED=interleaved, BLOCK_SIZE=cache.block_size, HEADS=heads,
+        qkv, kv_pages(cache), cache.key_balance, positions, cos_sin, slots, q_tiles, kv_tiles,
+        FEATURES=_features(size, value_size, half, interleaved), BLOCK_SIZE=cache.block_size, HEADS=heads,
         num_warps=num_warps, **pdl_launch_options(q),
     )  # fmt: skip
     return q
 
 
-def require_dense_pages(cache: KVCache) -> None:
-    """The kernels address one head's page as block_size × head_size dense values."""
-    for name, pages in (("keys", cache.keys), ("values", cache.values)):
-        if pages is not None and pages.stride()[2:] != (pages.shape[3], 1):
-            raise ValueError(f"cache {name} have strides {pages.stride()}; each head's page must be dense: make the cache contiguous")
+def _features(size: int, value_size: int, half: int, interleaved: bool) -> HeadFeatures:
+    rest = size - 2 * half
+    blocks = [triton.next_power_of_2(max(n, 1)) for n in (half, rest, value_size)]
+    return HeadFeatures(size, value_size, half, interleaved, *blocks, power_of_2_divisor(half), power_of_2_divisor(rest))

@@ -23,8 +23,8 @@ from stoker.distributed.pipeline import Stage
 from stoker.distributed.world import World, leader
 from stoker.engine.reader import Engine
 from stoker.kernels import ops
-from stoker.kernels.triton.all_reduce import sums_arrive
-from stoker.kernels.triton.aot.compiler import Job, collecting
+from stoker.kernels.triton.all_reduce import check_sums
+from stoker.kernels.triton.aot.compiler import CompileJob, collecting
 from stoker.layers.decoder import Decoder, layer_specs
 from stoker.layers.fused_layer import FusedLayers
 from stoker.layers.loader import Loader
@@ -72,7 +72,7 @@ class AbsentStage(Stage):
         return
 
 
-def kernels_of(engine: Engine, capability: int, config: RuntimeConfig = RuntimeConfig()) -> dict[str, Job]:
+def kernels_of(engine: Engine, capability: int, config: RuntimeConfig = RuntimeConfig()) -> dict[str, CompileJob]:
     """The kernels that `engine` launches on a device of `capability` (90: sm_90), by their folder in Triton's cache.
 
     Not for a process that launches kernels meanwhile, nor one that interprets them.
@@ -133,7 +133,7 @@ def _kind(engine: Engine, layer: int) -> tuple[Any, ...]:
 def _trace(runner: ModelRunner) -> None:
     """All that a rank launches, from the check of its inboxes on."""
     if (inboxes := runner.world.tensor.inboxes) is not None:
-        sums_arrive(inboxes, META, 0)
+        check_sums(inboxes, META, 0)
     if runner.graphs is not None:
         for shape, all_greedy in itertools.product(_captured(runner.graphs), (True, False)):
             runner.graphs.trace(shape, all_greedy)

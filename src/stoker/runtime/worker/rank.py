@@ -187,9 +187,9 @@ def _use_kernels(engine: Engine) -> None:
     """Let Triton find the kernels that the engine brings, and those of earlier starts."""
     from stoker.kernels.triton.aot import kernel_cache as cache
 
-    folder, file = cache.use(), engine.path / cache.FILE
-    if cache.FILE in engine.config.files:
-        log.info("%d kernels of the engine are new here", cache.unpack(file, folder))
+    folder, file = cache.use_kernel_cache(), engine.path / cache.ARCHIVE
+    if cache.ARCHIVE in engine.config.files:
+        log.info("%d kernels of the engine are new here", cache.install_archive(file, folder))
 
 
 def use_device(device: torch.device, config: RuntimeConfig, num_ranks: int) -> None:

@@ -1,8 +1,8 @@
-"""Kernels compiled before they are needed, for a GPU that need not be here.
+"""Kernels compiled before their first launch, on a machine that may have no GPU.
 
-`collecting` lists what launchers called on meta tensors would compile, with the signatures, constants and argument attributes that
-Triton's own binder finds, so a kernel that is compiled from the list has the cache key that the real launch asks for. `compile_jobs`
-works the list off in processes of its own, and makes the host libraries of the launches with it (`launchers`).
+`collecting` lists what launchers that run on meta tensors would compile. It records the signatures, constants and argument attributes that
+Triton's own binder finds, so that a kernel which is compiled from the list has the cache key that the real launch looks up. `compile_jobs`
+compiles the list in several processes, and with each kernel the host library that launches it (`host_launchers`).
 """
 
 from __future__ import annotations
@@ -22,102 +22,97 @@ from pathlib import Path
 from typing import Any
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.runtime import driver
 from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
 
 from stoker.base import env
-from stoker.kernels.triton.aot import host_launchers as launchers
-from stoker.kernels.triton.aot import offline_target as compiler
-from stoker.kernels.triton.aot.host_launchers import Launch
+from stoker.kernels.triton.aot.host_launchers import LaunchSignature, build_launcher
+from stoker.kernels.triton.aot.offline_target import compilation_target, compiling
+from stoker.kernels.triton.aot.specialization import Specialization
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One kernel to compile: its function, and the specialization as Triton serializes it."""
+class CompileJob:
+    """One kernel to compile."""
 
     module: str
-    name: str
-    data: str
-    folder: str  # of Triton's cache that will hold it
+    name: str  # of the function in `module`
+    specialization: str  # JSON of a `Specialization`
+    folder: str  # of Triton's cache directory: the cache key
 
     def is_cached(self, cache: Path) -> bool:
         return any((cache / self.folder).glob("__grp__*.json"))
 
 
 @contextlib.contextmanager
-def collecting(capability: int) -> Iterator[dict[str, Job]]:
-    """Yield a dict that receives each kernel that launchers called in the block would compile, by its folder. Nothing runs or compiles."""
-    jobs: dict[str, Job] = {}
+def collecting(capability: int) -> Iterator[dict[str, CompileJob]]:
+    """Yield a dict that receives each kernel that launchers called in the block would compile for `capability` (90: sm_90), by its folder.
+
+    Nothing runs and nothing is compiled. Not for a process that launches kernels at the same time.
+    """
+    jobs: dict[str, CompileJob] = {}
     seen: set[tuple[str, str]] = set()
 
-    def note(*, key: str, repr: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, already_compiled: bool) -> bool:
+    def record(*, key: str, repr: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, already_compiled: bool) -> bool:
         name = f"{fn.module}.{fn.name}"
         if (name, key) not in seen:
             seen.add((name, key))
-            job = _job(fn, compile, chosen)
+            job = _job(fn, Specialization.of_hook(compile), target)
             jobs[job.folder] = job
-        return True  # compiles nothing
+        return True  # tells Triton that there is nothing to compile
 
     hook = triton.knobs.runtime.jit_cache_hook
-    with compiler.compiling(capability), compiler.target(capability) as chosen:
-        triton.knobs.runtime.jit_cache_hook = note
+    with compiling(capability), compilation_target(capability) as target:
+        triton.knobs.runtime.jit_cache_hook = record
         try:
             yield jobs
         finally:
             triton.knobs.runtime.jit_cache_hook = hook
 
 
-def _job(fn: Any, compile: dict[str, Any], chosen: GPUTarget) -> Job:
-    """What `triton.compile` would look up: the digest of Triton itself, the source, the target, the options and the environment.
-
-    Raises ValueError for a constant that is the name of a type: Triton's serialization would make a type of it, and the kernel another.
-    """
-    for value in compile["constants"].values():
-        if isinstance(value, str) and tl.dtype.is_dtype(value):
-            raise ValueError(f"{fn.module}.{fn.name} has a constant {value!r}, which is the name of a type: choose another name")
-    source = fn.jit_function.ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
-    backend = make_backend(chosen)
-    options = backend.parse_options(_tuples(json.loads(compile["specialization_data"])["options"]))
+def _job(fn: Any, specialization: Specialization, target: GPUTarget) -> CompileJob:
+    """The job with the key that `triton.compile` looks up: a digest of Triton itself, the source, the target, options and environment."""
+    backend = make_backend(target)
     variables = triton.compiler.compiler.get_cache_invalidating_env_vars()
-    key = hashlib.sha256(get_cache_key(source, backend, options, variables).encode()).digest()
-    return Job(fn.module, fn.name, compile["specialization_data"], base64.b32encode(key).decode().rstrip("="))
-
-
-def _tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    source, options = specialization.source(fn.jit_function), specialization.parsed_options(backend)
+    digest = hashlib.sha256(get_cache_key(source, backend, options, variables).encode()).digest()
+    return CompileJob(fn.module, fn.name, specialization.to_json(), base64.b32encode(digest).decode().rstrip("="))
 
 
 def compile_jobs(
-    jobs: list[Job], cache: Path, capability: int, processes: int, done: Callable[[int, int], None] = lambda done, total: None
+    jobs: list[CompileJob],
+    cache: Path,
+    capability: int,
+    processes: int,
+    progress: Callable[[int, int], None] = lambda finished, total: None,
 ) -> None:
-    """Compile `jobs` into Triton's cache directory `cache`. `done` is told (finished, of how many).
+    """Compile `jobs` into Triton's cache directory `cache`, and call `progress(finished, total)` after each.
 
-    Raises RuntimeError with the end of a process's output when one fails.
+    Raises RuntimeError with the end of the compiler's output when a job fails.
     """
-    waiting, finished = iter(jobs), 0
+    pending, finished = iter(jobs), 0
 
     def work() -> None:
         nonlocal finished
-        process = _Process(cache, capability)
+        process = _CompilerProcess(cache, capability)
         try:
-            for job in waiting:
+            for job in pending:
                 process.compile(job)
                 finished += 1
-                done(finished, len(jobs))
+                progress(finished, len(jobs))
         finally:
             process.close()
 
     with ThreadPoolExecutor(max(1, min(processes, len(jobs)))) as pool:
-        for each in [pool.submit(work) for _ in range(min(processes, len(jobs)))]:
-            each.result()
+        for future in [pool.submit(work) for _ in range(min(processes, len(jobs)))]:
+            future.result()
 
 
-class _Process:
-    """A Python process that compiles one kernel after another: Triton's compiler keeps Python's lock."""
+class _CompilerProcess:
+    """A process that compiles one kernel after another. Triton's compiler holds Python's global lock, so threads do not help."""
 
     def __init__(self, cache: Path, capability: int) -> None:
         variables = {name: value for name, value in env.child_environment(OMP_NUM_THREADS="1").items() if name != "TRITON_INTERPRET"}
@@ -127,10 +122,10 @@ class _Process:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=variables,
         )  # fmt: skip
 
-    def compile(self, job: Job) -> None:
+    def compile(self, job: CompileJob) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([job.module, job.name, job.data]) + "\n")
+            self._process.stdin.write(json.dumps([job.module, job.name, job.specialization]) + "\n")
             self._process.stdin.flush()
         if self._process.stdout.readline() != "compiled\n":
             self._process.wait()
@@ -147,16 +142,19 @@ class _Process:
 
 
 def main(cache: Path, capability: int) -> None:
-    """A process of `compile_jobs`: jobs come in on standard input, a line each."""
+    """The process that `_CompilerProcess` starts: reads one job per line from standard input and answers `compiled`."""
     answers, sys.stdout = sys.stdout, sys.stderr
     triton.knobs.cache.dir = str(cache)
     triton.knobs.compilation.store_binary_only = True
-    with compiler.target(capability):
+    with compilation_target(capability) as target:
         for line in sys.stdin:
-            module, name, data = json.loads(line)
+            module, name, text = json.loads(line)
             function: JITFunction = getattr(importlib.import_module(module), name)
-            kernel = function.preload(data)
-            launchers.build(Launch.of(json.loads(data)["signature"], kernel.metadata._asdict()), cache)
+            function.device_caches[driver.active.get_current_device()]  # binds function.ASTSource and function.compile
+            specialization = Specialization.from_json(text)
+            options = specialization.parsed_options(make_backend(target))
+            kernel = function.compile(specialization.source(function), target=target, options=options.__dict__)
+            build_launcher(LaunchSignature.of(specialization.signature, kernel.metadata._asdict()), cache)
             print("compiled", file=answers, flush=True)
 
 

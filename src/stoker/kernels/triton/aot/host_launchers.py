@@ -1,7 +1,8 @@
-"""The host libraries of launches: Triton builds one with the C compiler for each list of argument types, when it is first launched.
+"""The host libraries that launch kernels.
 
-They are built ahead here, several at once (0.3 s each), from the types alone. An engine never carries one: loading it would run
-foreign code.
+When a kernel is first launched, Triton builds a small C library that parses its arguments, one for each list of argument types. Here these
+libraries are built ahead of time from the types alone, several at once (0.3 s each). An engine does not carry them, because to load one
+would run foreign code: they are built on the machine that loads the engine.
 """
 
 from __future__ import annotations
@@ -27,28 +28,31 @@ from triton.runtime.build import platform_key
 from stoker.base import env
 
 
-class Launch(msgspec.Struct, frozen=True):
-    """What decides a host library: the types of all arguments as Triton writes them, and how tensor descriptors are passed."""
+class LaunchSignature(msgspec.Struct, frozen=True):
+    """What determines a host library: the types of all arguments as Triton writes them, and how tensor descriptors are passed."""
 
-    types: tuple[str | tuple[str, ...], ...]  # of an argument that is a tuple, those of its parts
-    descriptors: str  # JSON
+    types: tuple[str | tuple[str, ...], ...]  # for a tuple argument, the types of its elements
+    descriptors: str  # the kernel's `tensordesc_meta` as JSON
 
     @staticmethod
-    def of(signature: dict[str, str | list[str]], metadata: dict[str, Any]) -> Launch:
+    def of(signature: dict[str, Any], metadata: dict[str, Any]) -> LaunchSignature:
         types = tuple(kind if isinstance(kind, str) else tuple(kind) for kind in signature.values())
-        return Launch(types, msgspec.json.encode(metadata.get("tensordesc_meta")).decode())
+        return LaunchSignature(types, msgspec.json.encode(metadata.get("tensordesc_meta")).decode())
 
 
-def build_all(launches: Iterable[Launch], cache: Path) -> None:
-    """Build what Triton's cache directory, `cache`, does not have."""
+def build_launchers(signatures: Iterable[LaunchSignature], cache: Path) -> None:
+    """Build the libraries that Triton's cache directory `cache` does not have."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda launch: build(launch, cache), set(launches)))
+        list(pool.map(lambda signature: build_launcher(signature, cache), set(signatures)))
 
 
-def build(launch: Launch, cache: Path) -> None:
-    """Build one library. Without a driver here it is linked against an empty one, and is not loaded; without a compiler there is none,
-    which a launch will tell."""
-    types, descriptors = dict(enumerate(launch.types)), msgspec.json.decode(launch.descriptors)
+def build_launcher(signature: LaunchSignature, cache: Path) -> None:
+    """Build one library into `cache`.
+
+    On a machine without a CUDA driver it is linked against an empty libcuda.so.1 and not loaded. Without a C compiler nothing is built,
+    and the first launch reports it.
+    """
+    types, descriptors = dict(enumerate(signature.types)), msgspec.json.decode(signature.descriptors)
     if shutil.which(_compiler()) is None or _is_built(driver.make_launcher({}, types, descriptors), cache):
         return
     try:
@@ -56,18 +60,18 @@ def build(launch: Launch, cache: Path) -> None:
     except (AssertionError, OSError, subprocess.CalledProcessError):
         triton.knobs.nvidia.libcuda_path = str(_empty_driver(cache))
     source = SimpleNamespace(constants={}, signature=types)
-    with contextlib.suppress(ImportError):
-        driver.CudaLauncher(source, SimpleNamespace(tensordesc_meta=descriptors, **_NOTHING))
+    with contextlib.suppress(ImportError):  # Triton loads what it built, which fails without a driver
+        driver.CudaLauncher(source, SimpleNamespace(tensordesc_meta=descriptors, **_UNUSED_METADATA))
 
 
 def _is_built(source: str, cache: Path) -> bool:
-    """By the digest that `triton.runtime.build` gives a library: on a machine without a driver it could not be loaded to see."""
+    """Whether `cache` has the library of this C source, by the digest that `triton.runtime.build` gives it."""
     key = hashlib.sha256((source + platform_key()).encode()).digest()
     return any((cache / base64.b32encode(key).decode().rstrip("=")).glob("__triton_launcher*.so"))
 
 
-# What a launcher keeps of its kernel, and does not build in.
-_NOTHING = {
+# Metadata that CudaLauncher reads from a kernel and stores in the Python object, not in the library.
+_UNUSED_METADATA = {
     "num_ctas": 1, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0, "profile_scratch_align": 1,
     "launch_cooperative_grid": False, "launch_pdl": False,
 }  # fmt: skip
@@ -78,7 +82,7 @@ def _compiler() -> str:
 
 
 def _empty_driver(cache: Path) -> Path:
-    """A folder with a libcuda.so.1 that has its name and nothing in it."""
+    """A folder with a libcuda.so.1 that defines no symbol, to link against."""
     folder = cache / "without-driver"
     library = folder / "libcuda.so.1"
     if not library.is_file():

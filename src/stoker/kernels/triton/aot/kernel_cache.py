@@ -1,7 +1,14 @@
-"""Where compiled kernels are kept: Triton's cache directory on this machine, and a file of an engine that fills it.
+"""Where compiled kernels are stored: Triton's cache directory on this machine, and the archive in an engine directory that fills it.
 
-A kernel's folder is named by Triton's digest of its source, its specialization, the target and Triton itself, so what does not fit is
-never found. An engine carries code for the GPU only: the host libraries of launches are built on the machine that loads them.
+Triton names a kernel's folder by a digest of its source, its specialization, the target and Triton itself, so a kernel that does not match
+is never found. The archive holds GPU code only (.cubin) and its description (.json):
+
+    kernels.zip
+        index.json                    Triton's version, the compute capability, and the signatures of all launches
+        <52 characters>/<name>.cubin  one folder per kernel, named by its cache key
+        <52 characters>/<name>.json
+
+The host libraries that launch the kernels are built on the machine that installs the archive (`host_launchers`).
 """
 
 from __future__ import annotations
@@ -24,27 +31,27 @@ import triton
 from stoker.base import env
 from stoker.base.errors import EngineError
 from stoker.base.logging import get_logger
-from stoker.kernels.triton.aot import host_launchers as launchers
-from stoker.kernels.triton.aot.compiler import Job
-from stoker.kernels.triton.aot.host_launchers import Launch
+from stoker.kernels.triton.aot.compiler import CompileJob
+from stoker.kernels.triton.aot.host_launchers import LaunchSignature, build_launchers
+from stoker.kernels.triton.aot.specialization import Specialization
 
 log = get_logger(__name__)
 
-FILE = "kernels.zip"  # of an engine
+ARCHIVE = "kernels.zip"  # in the engine directory
 _INDEX = "index.json"
-_MAX_FILE, _MAX_FILES = 64 << 20, 1 << 14
-# What zipfile, zlib, msgspec and Triton's reading of types raise for bytes that are not what was written.
+_MAX_FILE_BYTES, _MAX_FILES = 64 << 20, 1 << 14
+# What zipfile, zlib, msgspec and Triton's parser of argument types raise for a file that was changed.
 _DAMAGED = (
     zipfile.BadZipFile, zlib.error, msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError,
 )  # fmt: skip
-_PLACE = re.compile(r"[A-Z2-7]{52}/[A-Za-z_]\w{0,199}\.(cubin|json)")
+_KERNEL_FILE = re.compile(r"[A-Z2-7]{52}/[A-Za-z_]\w{0,199}\.(cubin|json)")
 
 
 @dataclass(slots=True)
-class Counts:
-    """Kernels that this process loaded, all time."""
+class KernelCounts:
+    """Kernels that this process has loaded since it started."""
 
-    cached: int = 0
+    cached: int = 0  # found in Triton's cache directory
     compiled: int = 0
     compile_s: float = 0.0
 
@@ -53,11 +60,14 @@ class Counts:
         return f"{self.cached} from the cache, {self.compiled} compiled{took}"
 
 
-counts = Counts()
+counts = KernelCounts()
 
 
-def use() -> Path:
-    """Let Triton keep its kernels in `env.kernel_cache()` and count them; a directory of the process's own where that is not writable."""
+def use_kernel_cache() -> Path:
+    """Let Triton store its kernels in `env.kernel_cache()`, and count what it loads. Returns the directory.
+
+    Where that directory is not writable, the process uses a temporary one and logs a warning.
+    """
     path = env.kernel_cache()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -65,23 +75,24 @@ def use() -> Path:
     except OSError:
         writable = False
     if not writable:
-        shown, path = path, Path(_own_folder())
-        log.warning("%s can't be written: kernels that the engine does not bring are compiled at every start", shown)
+        configured, path = path, Path(_temporary_folder())
+        log.warning("%s is not writable: kernels that the engine does not contain are compiled at every start", configured)
     triton.knobs.cache.dir = str(path)
     triton.knobs.compilation.listener = _count
     return path
 
 
-_own: list[tempfile.TemporaryDirectory[str]] = []
+_temporary: list[tempfile.TemporaryDirectory[str]] = []
 
 
-def _own_folder() -> str:
-    if not _own:
-        _own.append(tempfile.TemporaryDirectory(prefix="stoker-kernels-"))
-    return _own[0].name
+def _temporary_folder() -> str:
+    if not _temporary:
+        _temporary.append(tempfile.TemporaryDirectory(prefix="stoker-kernels-"))
+    return _temporary[0].name
 
 
 def _count(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], times: Any, cache_hit: bool) -> None:
+    """Triton's compilation listener."""
     if cache_hit:
         counts.cached += 1
         return
@@ -91,57 +102,61 @@ def _count(*, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str]
     log.debug("compiled %s", metadata["name"])
 
 
-class Index(msgspec.Struct):
-    """What an engine's file says of itself."""
+class ArchiveIndex(msgspec.Struct):
+    """The index.json of an archive."""
 
-    triton: str
-    capability: int
+    triton: str  # version
+    capability: int  # 90: sm_90
     kernels: int
-    launches: list[Launch]
+    launches: list[LaunchSignature]
 
 
-def pack(jobs: Iterable[Job], cache: Path, file: Path, capability: int) -> None:
-    """Write the kernels of `jobs`, which are in Triton's cache, to `file`."""
-    kept = sorted(jobs, key=lambda job: job.folder)
-    launches = {Launch.of(json.loads(job.data)["signature"], _description(cache / job.folder)): None for job in kept}
+def write_archive(jobs: Iterable[CompileJob], cache: Path, file: Path, capability: int) -> None:
+    """Write the kernels of `jobs`, which are compiled in Triton's cache directory `cache`, to `file`."""
+    ordered = sorted(jobs, key=lambda job: job.folder)
+    launches = {LaunchSignature.of(_signature(job), _metadata(cache / job.folder)): None for job in ordered}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        _add(archive, _INDEX, msgspec.json.encode(Index(triton.__version__, capability, len(kept), list(launches))))
-        for job in kept:
+        _add(archive, _INDEX, msgspec.json.encode(ArchiveIndex(triton.__version__, capability, len(ordered), list(launches))))
+        for job in ordered:
             for path in sorted((cache / job.folder).iterdir()):
-                if _PLACE.fullmatch(place := f"{job.folder}/{path.name}") and not path.name.startswith("__grp__"):
-                    _add(archive, place, path.read_bytes())
+                if _KERNEL_FILE.fullmatch(name := f"{job.folder}/{path.name}") and not path.name.startswith("__grp__"):
+                    _add(archive, name, path.read_bytes())
 
 
-def _description(folder: Path) -> dict[str, Any]:
-    """What Triton says of a compiled kernel."""
+def _signature(job: CompileJob) -> dict[str, Any]:
+    return Specialization.from_json(job.specialization).signature
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    """Triton's description of a compiled kernel."""
     return json.loads(next(path for path in folder.glob("*.json") if not path.name.startswith("__grp__")).read_bytes())
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    """Without the time: the same kernels make the same file."""
+    """Without a time stamp, so that the same kernels give the same file."""
     archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
 
 
-def unpack(file: Path, cache: Path) -> int:
-    """Put an engine's kernels into Triton's cache, where they are not there, and build what launches them. Returns how many were new.
+def install_archive(file: Path, cache: Path) -> int:
+    """Copy the kernels of an engine's archive into Triton's cache directory and build their host libraries. Returns how many were new.
 
-    Raises EngineError for a file that is damaged or names places outside.
+    Raises EngineError for a file that is damaged or contains paths outside the cache directory.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(file.read_bytes())) as archive:  # in memory no place is one that the system refuses to go to
-            index = msgspec.json.decode(_read(archive, _INDEX), type=Index)
+        with zipfile.ZipFile(io.BytesIO(file.read_bytes())) as archive:
+            index = msgspec.json.decode(_read_member(archive, _INDEX), type=ArchiveIndex)
             if index.triton != triton.__version__:
-                log.info("the engine's kernels were compiled by Triton %s, and this is %s", index.triton, triton.__version__)
+                log.info("the engine's kernels were compiled by Triton %s, and this is Triton %s", index.triton, triton.__version__)
                 return 0
-            fresh = _unpack(archive, cache)
+            fresh = _install_kernels(archive, cache)
         if fresh:
-            launchers.build_all(index.launches, cache)
+            build_launchers(index.launches, cache)
         return fresh
     except _DAMAGED as problem:
         raise EngineError(f"{file} is damaged ({problem}).", cure="Copy the engine again, or build it again.") from None
 
 
-def _unpack(archive: zipfile.ZipFile, cache: Path) -> int:
+def _install_kernels(archive: zipfile.ZipFile, cache: Path) -> int:
     folders: dict[str, list[str]] = {}
     names = archive.namelist()
     if len(names) > _MAX_FILES:
@@ -149,35 +164,35 @@ def _unpack(archive: zipfile.ZipFile, cache: Path) -> int:
     for name in names:
         if name == _INDEX:
             continue
-        if not _PLACE.fullmatch(name):
-            raise ValueError(f"{name!r} is no place of a kernel")
+        if not _KERNEL_FILE.fullmatch(name):
+            raise ValueError(f"{name!r} is not the path of a kernel")
         folder, _, file = name.partition("/")
         folders.setdefault(folder, []).append(file)
     fresh = [folder for folder in folders if not any((cache / folder).glob("__grp__*.json"))]
     for folder in fresh:
-        _place(cache / folder, {file: _read(archive, f"{folder}/{file}") for file in folders[folder]})
+        _install_kernel(cache / folder, {file: _read_member(archive, f"{folder}/{file}") for file in folders[folder]})
     return len(fresh)
 
 
-def _read(archive: zipfile.ZipFile, name: str) -> bytes:
-    if archive.getinfo(name).file_size > _MAX_FILE:
+def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
+    if archive.getinfo(name).file_size > _MAX_FILE_BYTES:
         raise ValueError(f"{name} has {archive.getinfo(name).file_size} bytes")
     return archive.read(name)
 
 
-def _place(folder: Path, files: dict[str, bytes]) -> None:
-    """A kernel's files, as Triton would have written them: the list of them last, with their paths here."""
-    described = [name for name in files if name.endswith(".json")]
-    if len(described) != 1:
-        raise ValueError(f"{folder.name} has {len(described)} descriptions")
+def _install_kernel(folder: Path, files: dict[str, bytes]) -> None:
+    """Write a kernel's files as Triton does: last the group file, which lists their paths on this machine."""
+    descriptions = [name for name in files if name.endswith(".json")]
+    if len(descriptions) != 1:
+        raise ValueError(f"{folder.name} has {len(descriptions)} descriptions")
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
-        _write(folder / name, data)
+        _write_atomically(folder / name, data)
     group = {"child_paths": {name: str(folder / name) for name in files}}
-    _write(folder / f"__grp__{described[0]}", json.dumps(group).encode())
+    _write_atomically(folder / f"__grp__{descriptions[0]}", json.dumps(group).encode())
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_atomically(path: Path, data: bytes) -> None:
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     fresh.write_bytes(data)
     fresh.replace(path)

@@ -1,7 +1,7 @@
-"""Compile kernels for a GPU that need not be here, and read what they cost.
+"""Compile kernels for a GPU that this machine need not have, and report what they use.
 
-`compile_for` compiles one kernel from a signature. Inside `compiling(...)`, launchers compile exactly what they would launch,
-and launch nothing: called on meta tensors of a model's shapes, they fill Triton's on-disk cache for the target ahead of time.
+Inside `compiling(...)`, launchers compile exactly what they would launch and launch nothing: called on meta tensors of a model's shapes,
+they fill Triton's cache directory for the target. `compile_for` compiles one kernel from a signature.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from triton.runtime.jit import JITFunction
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
-    """What one compiled kernel takes: registers a thread, bytes of spill stores and loads a thread, bytes of shared memory a program."""
+class KernelResources:
+    """What one compiled kernel uses."""
 
     name: str
-    registers: int
-    spill_bytes: int
-    stack_bytes: int
-    shared_bytes: int
+    registers: int  # per thread
+    spill_bytes: int  # per thread, stores and loads
+    stack_bytes: int  # per thread
+    shared_bytes: int  # per CTA
     num_warps: int
     num_stages: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Driver:
-    """What `JITFunction` asks of a driver before it launches, answered for a device that is not here."""
+class _OfflineDriver:
+    """The methods that `JITFunction` calls on Triton's driver before a launch, for a device that is absent."""
 
     target: GPUTarget
 
     def get_current_device(self) -> str:
-        return f"{self.target.backend}:{self.target.arch}"  # the key of JITFunction's cache: shared with no real device
+        return f"{self.target.backend}:{self.target.arch}"  # the key of JITFunction's in-memory cache: no real device has it
 
     def get_current_stream(self, device: str) -> int:
         return 0
@@ -56,7 +56,7 @@ class _Driver:
 def compiling(capability: int = 90) -> Iterator[list[CompiledKernel]]:
     """Yield a list that receives, once each, the kernels that launchers called in the block would run on `capability` (90: sm_90).
 
-    Nothing runs: outputs stay unwritten, so give meta tensors. Not for use while another thread launches kernels.
+    Nothing runs and outputs stay unwritten, so pass meta tensors. Not for use while another thread launches kernels.
     """
     compiled: list[CompiledKernel] = []
     run = JITFunction.run
@@ -67,17 +67,17 @@ def compiling(capability: int = 90) -> Iterator[list[CompiledKernel]]:
             compiled.append(kernel)
         return kernel
 
-    with target(capability), mock.patch.object(JITFunction, "run", compile_only):
+    with compilation_target(capability), mock.patch.object(JITFunction, "run", compile_only):
         yield compiled
 
 
 @contextmanager
-def target(capability: int) -> Iterator[GPUTarget]:
-    """Let Triton take the device for one of `capability`, whatever is here."""
-    active, chosen = driver._active, GPUTarget("cuda", capability, 32)
-    driver.set_active(_Driver(chosen))
+def compilation_target(capability: int) -> Iterator[GPUTarget]:
+    """Make Triton compile for `capability`, whatever device this machine has."""
+    active, target = driver._active, GPUTarget("cuda", capability, 32)
+    driver.set_active(_OfflineDriver(target))
     try:
-        yield chosen
+        yield target
     finally:
         driver._active = active
 
@@ -91,9 +91,9 @@ def compile_for(
     num_stages: int = 3,
     capability: int = 90,
 ) -> CompiledKernel:
-    """Compile `kernel` for the argument types of `signature` (name → "*bf16", "i32", "fp32"; constants are named in `constexprs`).
+    """Compile `kernel` for the argument types of `signature` (name → "*bf16", "i32", "fp32"). `constexprs` has the values of constants.
 
-    Pointers count as 16-byte aligned, as torch's allocations are.
+    Pointers are assumed to be 16-byte aligned, as PyTorch's allocations are.
     """
     types = {name: "constexpr" if name in constexprs else signature[name] for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name].startswith("*")}
@@ -101,18 +101,19 @@ def compile_for(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages})
 
 
-def resources(kernel: CompiledKernel) -> Resources:
-    """What `ptxas -v`, the assembler that Triton carries, reports for a compiled kernel."""
+def resources(kernel: CompiledKernel) -> KernelResources:
+    """The resources of a compiled kernel, as reported by `ptxas -v` from Triton's package."""
     metadata = kernel.metadata
     report = _assemble(kernel.asm["ptx"])
     stack, stores, loads = (
         int(n) for n in re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
     )
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
-    return Resources(metadata.name, registers, stores + loads, stack, metadata.shared, metadata.num_warps, metadata.num_stages)
+    return KernelResources(metadata.name, registers, stores + loads, stack, metadata.shared, metadata.num_warps, metadata.num_stages)
 
 
 def _assemble(ptx: str) -> str:
+    """The report of `ptxas -v` about a kernel's PTX."""
     architecture = re.search(r"\.target\s+(\w+)", ptx).group(1)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"

@@ -1,7 +1,11 @@
-"""The token that a decode row adds: rotated and stored by the programs that attend for it, which saves a step one launch a layer.
+"""The new token of each decode row: rotated and stored by the CTAs that attend for it, which saves one launch per layer (1.2 µs).
 
-Every program of a row rotates its own queries. Only a row's last split sees the new key, so its programs store it themselves before
-they read keys: all programs that share a head of keys store the same.
+Without this, `rope_store` rotates queries and keys and writes the cache in a launch of its own. Here every CTA of a row rotates its own
+queries. Only the last split of a row sees the new key, so its CTAs store the key and the value before they read keys; all CTAs that share
+a KV head store the same bytes.
+
+    interleaved:      feature 2i pairs with 2i + 1          rotated = x × cos + partner × sin'
+    else:             feature i pairs with i + half         with sin' = -sin for the first of a pair, +sin for the second
 """
 
 from __future__ import annotations
@@ -9,70 +13,77 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.attention.query_tile import load_part, store_part
+from stoker.kernels.triton.attention.key_tile import load_part, store_part
 
 
 @triton.constexpr_function
-def run_of(half):
-    """How many features from a multiple of so many on have partners one after another: as wide as loads may be."""
+def partner_run(half):
+    """How many neighbouring features (from any multiple of that number) have neighbouring partners: the width of loads, up to 8."""
     return min(half & -half, 8)
 
 
 @triton.jit
-def factors(angles, FIRST: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What WIDTH features from FIRST on, and their partners, are multiplied by, float32 [1, WIDTH] each: those that do not rotate 1 and 0.
+def rotary_factors(cos_sin_row_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr):
+    """float32 [1, WIDTH] (cos, sin'): the factors of features FIRST : FIRST + WIDTH and of their partners; 1 and 0 where nothing rotates.
 
-    `angles`: HALF cosines, then as many sines. Read at once, though the launch before may still run.
+    `cos_sin_row_ptr` points to `half` cosines, then `half` sines. Volatile loads stay before the following `pdl_wait`.
     """
     col = FIRST + tl.arange(0, WIDTH)[None, :]
-    turns = col < 2 * HALF
-    if INTERLEAVED:
+    turns = col < 2 * ROTARY.half
+    if ROTARY.interleaved:
         is_second = col % 2 == 1
         pair = col // 2
     else:
-        is_second = col >= HALF
-        pair = tl.where(is_second, col - HALF, col)
-    cos = tl.load(angles + pair, mask=turns, other=1.0, volatile=True)
-    sin = tl.load(angles + HALF + pair, mask=turns, other=0.0, volatile=True)
+        is_second = col >= ROTARY.half
+        pair = tl.where(is_second, col - ROTARY.half, col)
+    cos = tl.load(cos_sin_row_ptr + pair, mask=turns, other=1.0, volatile=True)
+    sin = tl.load(cos_sin_row_ptr + ROTARY.half + pair, mask=turns, other=0.0, volatile=True)
     return cos, tl.where(is_second, sin, -sin)
 
 
 @triton.jit
-def rotated_part(
-    rows, cos, sin, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
-):  # fmt: skip
-    """`load_part`, its features below 2 × HALF rotated by their `factors`; float32 where any is."""
+def load_rotated_part(rows, cos, sin, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr):
+    """`load_part`, with the features below 2 × half rotated by their `rotary_factors`; float32 when any of them rotates."""
     x = load_part(rows, FIRST, WIDTH, SIZE, inside)
-    if FIRST >= 2 * HALF:
+    if 2 * ROTARY.half <= FIRST:
         return x
     else:
         col = FIRST + tl.arange(0, WIDTH)
-        if INTERLEAVED:
+        if ROTARY.interleaved:
             partner = col ^ 1
         else:
-            RUN: tl.constexpr = run_of(HALF)
-            partner = tl.max_contiguous(tl.multiple_of(tl.where(col < HALF, col + HALF, col - HALF), RUN), RUN)
-        other = tl.load(rows[:, None] + partner[None, :], mask=inside[:, None] & (col < 2 * HALF)[None, :], other=0.0)
+            RUN: tl.constexpr = partner_run(ROTARY.half)
+            partner = tl.max_contiguous(tl.multiple_of(tl.where(col < ROTARY.half, col + ROTARY.half, col - ROTARY.half), RUN), RUN)
+        other = tl.load(rows[:, None] + partner[None, :], mask=inside[:, None] & (col < 2 * ROTARY.half)[None, :], other=0.0)
         return x.to(tl.float32) * cos + other.to(tl.float32) * sin
 
 
 @triton.jit
-def store_new(
-    keys, values, cos1, sin1, cos2, sin2, key_row, value_row, mine, SIZE: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
-    VALUE_SIZE: tl.constexpr, VALUE_PART1: tl.constexpr, VALUE_PART2: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Write one head's key, rotated, and its value where they belong in the cache, if they are `mine`. Its `factors` come in two parts."""
-    one = tl.zeros([1], tl.int64)
-    inside = mine & (tl.arange(0, 1) == 0)
-    k1 = rotated_part(keys + one, cos1, sin1, inside, 0, PART1, SIZE, HALF, INTERLEAVED)
-    v1 = load_part(values + one, 0, VALUE_PART1, VALUE_SIZE, inside)
-    if PART2 > 0:
-        k2 = rotated_part(keys + one, cos2, sin2, inside, PART1, PART2, SIZE, HALF, INTERLEAVED)
-    if VALUE_PART2 > 0:
-        v2 = load_part(values + one, VALUE_PART1, VALUE_PART2, VALUE_SIZE, inside)
-    store_part(key_row + one, k1, 0, PART1, SIZE, inside)
-    store_part(value_row + one, v1, 0, VALUE_PART1, VALUE_SIZE, inside)
-    if PART2 > 0:
-        store_part(key_row + one, k2, PART1, PART2, SIZE, inside)
-    if VALUE_PART2 > 0:
-        store_part(value_row + one, v2, VALUE_PART1, VALUE_PART2, VALUE_SIZE, inside)
+def store_new_token(
+    new_key_ptr,  # one head's new key [size], not rotated
+    new_value_ptr,  # its value [value_size]
+    factors1,  # `rotary_factors` of part 1 of the key
+    factors2,  # of part 2
+    key_page_ptr,  # where they go in the cache
+    value_page_ptr,
+    is_stored,  # False: store nothing
+    SHAPE: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
+    """Rotate one head's new key and store it and its value in the cache. Both are loaded completely before either is stored."""
+    zero = tl.zeros([1], tl.int64)  # pointers of one row
+    inside = is_stored & (tl.arange(0, 1) == 0)
+    cos1, sin1 = factors1
+    cos2, sin2 = factors2
+    k1 = load_rotated_part(new_key_ptr + zero, cos1, sin1, inside, 0, SHAPE.part1, SHAPE.size, ROTARY)
+    v1 = load_part(new_value_ptr + zero, 0, SHAPE.value_part1, SHAPE.value_size, inside)
+    if SHAPE.part2 > 0:
+        k2 = load_rotated_part(new_key_ptr + zero, cos2, sin2, inside, SHAPE.part1, SHAPE.part2, SHAPE.size, ROTARY)
+    if SHAPE.value_part2 > 0:
+        v2 = load_part(new_value_ptr + zero, SHAPE.value_part1, SHAPE.value_part2, SHAPE.value_size, inside)
+    store_part(key_page_ptr + zero, k1, 0, SHAPE.part1, SHAPE.size, inside)
+    store_part(value_page_ptr + zero, v1, 0, SHAPE.value_part1, SHAPE.value_size, inside)
+    if SHAPE.part2 > 0:
+        store_part(key_page_ptr + zero, k2, SHAPE.part1, SHAPE.part2, SHAPE.size, inside)
+    if SHAPE.value_part2 > 0:
+        store_part(value_page_ptr + zero, v2, SHAPE.value_part1, SHAPE.value_part2, SHAPE.value_size, inside)

@@ -1,0 +1,21 @@
+"""Print the cache keys of launches of `compile_all` as JSON: {launch: [key, ...]}. Runs as a process of its own, uninterpreted.
+
+Arguments: the names of the launches, in the order in which they are listed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from compile_all import LAUNCHES
+
+from stoker.kernels.triton.aot.compiler import collecting
+
+if __name__ == "__main__":
+    keys = {}
+    for name in sys.argv[1:]:
+        with collecting(90) as jobs:
+            LAUNCHES[name]()
+        keys[name] = sorted(jobs)
+    print(json.dumps(keys))
