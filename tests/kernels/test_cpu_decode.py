@@ -1,4 +1,4 @@
-"""The CPU's shortcuts for steps of few rows give what the general way gives."""
+"""Special cases of the CPU reference for small decode steps give the same results as the general case."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def codes(rows: int, columns: int) -> Tensor:
     return torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
 
 
-def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
+def test_an_int8_row_does_not_depend_on_the_others() -> None:
     x, weight, scale, bias = torch.randn(5, 96), codes(160, 96), torch.rand(160), torch.randn(160)
     residual = torch.randn(5, 160)
     together = quant_int8.int8_linear(x, weight, scale, bias, Fusion(residual=residual))
@@ -37,7 +37,7 @@ def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_row_of_zeros_gives_zeros_and_what_is_no_number_stays_none(rows: int) -> None:
+def test_int8_rows_of_zeros_and_nan(rows: int) -> None:
     x = torch.zeros(rows, 64)
     weight, scale = codes(32, 64), torch.rand(32)
     assert not quant_int8.int8_linear(x, weight, scale).any()
@@ -49,15 +49,15 @@ def test_a_row_of_zeros_gives_zeros_and_what_is_no_number_stays_none(rows: int) 
 @pytest.mark.parametrize("dim", [SIZE, SIZE // 2])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("slots", [(9,), (-1,), (9, -1, 3), (-1, -1)])
-def test_queries_and_keys_of_one_linear_turn_as_those_apart(slots: tuple[int, ...], interleaved: bool, dim: int) -> None:
+def test_fused_queries_and_keys_rotate_like_separate_ones(slots: tuple[int, ...], interleaved: bool, dim: int) -> None:
     count = len(slots)
     heads = torch.randn(count, 4 + 2 + 2, SIZE)
     q, k, v = heads.split((4, 2, 2), dim=1)
     table, positions = torch.randn(32, dim), ints(*range(7, 7 + count))
     joined, apart = cache(), cache()
     found = rope.rope_store(q, k, v, positions, table, interleaved, joined, ints(*slots))
-    wanted = rope.rope_store(q.clone(), k.clone(), v.clone(), positions, table, interleaved, apart, ints(*slots))
-    assert torch.equal(found, wanted)
+    want = rope.rope_store(q.clone(), k.clone(), v.clone(), positions, table, interleaved, apart, ints(*slots))
+    assert torch.equal(found, want)
     assert torch.equal(joined.keys, apart.keys) and joined.values is not None and apart.values is not None
     assert torch.equal(joined.values, apart.values)
     assert all(torch.equal(joined.values[slot // BLOCK, :, slot % BLOCK], v[i]) for i, slot in enumerate(slots) if slot >= 0)
@@ -66,11 +66,11 @@ def test_queries_and_keys_of_one_linear_turn_as_those_apart(slots: tuple[int, ..
 
 @pytest.mark.parametrize("params", [AttentionParams(0.3), AttentionParams(0.3, window=3)])
 @pytest.mark.parametrize("lens", [(6,), (6, 11, 1)])
-def test_decodes_through_pytorchs_kernel_are_those_of_the_plain_way(lens: tuple[int, ...], params: AttentionParams) -> None:
-    rows, kept = len(lens), cache(blocks=3 * len(lens))
-    assert kept.values is not None
-    kept.keys.normal_()
-    kept.values.normal_()
+def test_decode_by_pytorchs_kernel_equals_the_general_case(lens: tuple[int, ...], params: AttentionParams) -> None:
+    rows, pages = len(lens), cache(blocks=3 * len(lens))
+    assert pages.values is not None
+    pages.keys.normal_()
+    pages.values.normal_()
     tables = torch.randperm(3 * rows).to(torch.int32).view(rows, 3)
     positions = ints(*(n - 1 for n in lens))
     batch = ForwardBatch(
@@ -78,7 +78,7 @@ def test_decodes_through_pytorchs_kernel_are_those_of_the_plain_way(lens: tuple[
         seq_lens=ints(*lens), block_tables=tables, num_decodes=rows, max_query_len=1, max_seq_len=max(lens),
     )  # fmt: skip
     q = torch.randn(rows, 4, SIZE)
-    found = attention.attention(q, kept, batch, params)
+    found = attention.attention(q, pages, batch, params)
     batch.shared.clear()
-    wide = KVCache(kept.keys.double(), kept.values.double())  # PyTorch's kernel is for float32 alone
+    wide = KVCache(pages.keys.double(), pages.values.double())  # PyTorch's kernel is used for float32 only
     torch.testing.assert_close(found, attention.attention(q.double(), wide, batch, params).float(), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The CPU's kernels in C: against float64 and against the references."""
+"""The C kernels of the CPU against float64 and against the references."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.types import PLAIN, AttentionParams, Fusion
 from stoker.quant.int8_grouped import GroupedInt8Linear
 
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # bfloat16 is only rounded to, once
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # of a single rounding to bfloat16
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C compiler is installed")
 
 
 @pytest.fixture
 def _no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs here is the kernel."""
+    """Fails the test when a reference runs instead of the kernel."""
 
-    def refuse(*args: object, **kwargs: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("the reference ran")
 
     for module, name in (
         (linear_reference, "linear"), (int8_reference, "int8_linear"), (int8_reference, "grouped_int8_linear"),
         (int4_reference, "int4_linear"), (rope_reference, "rope_store"), (attention_reference, "attention"),
     ):  # fmt: skip
-        monkeypatch.setattr(module, name, refuse)
+        monkeypatch.setattr(module, name, fail)
 
 
 kernel_only = pytest.mark.usefixtures("_no_reference")
@@ -83,8 +83,8 @@ def int4(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = to
     return lambda x, bias, fusion: quant_int4.int4_linear(x, weight, bias, fusion), int4_reference.dequantize_int4(weight, torch.float64)
 
 
-def wanted(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
-    """The same in float64, by the reference."""
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
+    """The linear in float64, by the reference."""
     wide = {name: value.double() for name in ("norm_weight", "norm_bias", "residual") if (value := getattr(fusion, name)) is not None}
     return linear_reference.around(
         x.double(), replace(fusion, **wide), lambda rows: rows @ weight.t() + (0 if bias is None else bias.double())
@@ -92,7 +92,7 @@ def wanted(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Te
 
 
 def fused(rows: int, out: int, size: int, dtype: torch.dtype, parts: str) -> Fusion:
-    """n: an RMS norm, l: a layer norm, g: a gate, i: a gate on the input, r: a residual."""
+    """A fusion of the `parts`: n (RMS norm), l (layer norm), g (gate), i (input gate), r (residual)."""
     return Fusion(
         norm_kind="rms" if "n" in parts else "layer" if "l" in parts else None,
         norm_weight=torch.randn(size).to(dtype) if "n" in parts else None,
@@ -113,16 +113,16 @@ def check(made: tuple[Callable, Tensor], rows: int, parts: str, dtype: torch.dty
     fusion = fused(rows, out, size, dtype, parts)
     y = run(x, bias, fusion)
     assert y.dtype == dtype and y.shape == (rows, out)
-    assert relative_error(y, wanted(x, weight, bias, fusion)) < TOLERANCE[dtype]
+    assert relative_error(y, expected(x, weight, bias, fusion)) < TOLERANCE[dtype]
 
 
 @needs_compiler
 @kernel_only
 @pytest.mark.parametrize("rows", range(1, 9))
 @pytest.mark.parametrize("parts", ["", "nbgr"])
-def test_any_few_rows(rows: int, parts: str) -> None:
+def test_every_number_of_rows(rows: int, parts: str) -> None:
     check(dense(34, 80, torch.float32), rows, parts)
-    check(int8(34, 80), min(rows, quant_int8.few_rows()), parts)
+    check(int8(34, 80), min(rows, quant_int8.max_rows()), parts)
     check(int4(34, 80, 32, "int"), rows, parts)
     check(grouped(34, 80, 16, True), rows, parts)
 
@@ -131,7 +131,7 @@ def test_any_few_rows(rows: int, parts: str) -> None:
 @kernel_only
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("parts", ["", "b", "l", "n", "gr", "ibr", "nbgr"])
-def test_all_that_surrounds_a_linear(parts: str, dtype: torch.dtype) -> None:
+def test_every_fusion(parts: str, dtype: torch.dtype) -> None:
     for made in (
         dense(48, 96, torch.float32),
         dense(48, 96, torch.bfloat16),
@@ -147,7 +147,7 @@ def test_all_that_surrounds_a_linear(parts: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("out", [1, 3, 17, 31, 200])
 @pytest.mark.parametrize("size", [1, 2, 15, 33, 130, 577])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_sizes_that_no_vector_divides(rows: int, size: int, out: int) -> None:
+def test_sizes_that_are_no_multiple_of_a_vector(rows: int, size: int, out: int) -> None:
     for made in (dense(out, size, torch.float32), dense(out, size, torch.bfloat16), int8(out, size), grouped(out, size, 16, True)):
         check(made, rows, "lr")
     if size % 2 == 0:
@@ -159,7 +159,7 @@ def test_sizes_that_no_vector_divides(rows: int, size: int, out: int) -> None:
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("size", [128, 160, 276])
-def test_int4_groups_of_which_the_last_may_be_shorter(size: int, group: int, zero: str) -> None:
+def test_int4_with_a_shorter_last_group(size: int, group: int, zero: str) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         check(int4(21, size, group, zero, dtype), 2, "n")
 
@@ -169,7 +169,7 @@ def test_int4_groups_of_which_the_last_may_be_shorter(size: int, group: int, zer
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("out", [17, 3000])
 @pytest.mark.parametrize("size", [128, 276])
-def test_many_rows_meet_a_weight_that_is_widened_by_and_by(size: int, out: int, dtype: torch.dtype) -> None:
+def test_many_rows_with_a_weight_that_is_widened_in_slices(size: int, out: int, dtype: torch.dtype) -> None:
     for zero in ("none", "int", "float"):
         check(int4(out, size, 64, zero), 70, "nb", dtype)
     for shifted in (False, True):
@@ -181,15 +181,15 @@ def test_many_rows_meet_a_weight_that_is_widened_by_and_by(size: int, out: int, 
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("size", [128, 160, 277])
-def test_int8_groups_of_which_the_last_may_be_shorter(size: int, group: int, shifted: bool) -> None:
+def test_int8_with_a_shorter_last_group(size: int, group: int, shifted: bool) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         check(grouped(21, size, group, shifted, dtype), 2, "n")
 
 
 @needs_compiler
 @pytest.mark.parametrize("rows", [1, 40])
-def test_rows_of_more_groups_than_there_is_room_for_go_another_way(rows: int) -> None:
-    """28,672 features in groups of 16 are 1,792: Llama's 70B in Q6_K."""
+def test_more_groups_than_the_buffer_holds(rows: int) -> None:
+    """Llama-70B in Q6_K has 28,672 features in groups of 16: 1,792 groups."""
     assert quant_int8.takes_groups(grouped_weight(3, 1024 * 16, 16, True)) and not quant_int8.takes_groups(
         grouped_weight(3, 1025 * 16, 16, True)
     )
@@ -214,13 +214,13 @@ def test_every_activation(name: str) -> None:
     run, weight = dense(64, 32, torch.float32)
     x = torch.randn(2, 32) * torch.tensor([[3.0], [60.0]])
     fusion = Fusion(gate=name)
-    assert relative_error(run(x, None, fusion), wanted(x, weight, None, fusion)) < 2e-6
+    assert relative_error(run(x, None, fusion), expected(x, weight, None, fusion)) < 2e-6
 
 
 @needs_compiler
 @kernel_only
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_stays_none_and_in_its_row(value: float) -> None:
+def test_nan_and_infinity_stay_in_their_row(value: float) -> None:
     for run, _ in (dense(20, 64, torch.float32), int8(20, 64), int4(20, 64, 32, "int"), grouped(20, 64, 16, True)):
         x = torch.randn(3, 64)
         x[1, 5] = value
@@ -231,7 +231,7 @@ def test_what_is_no_number_stays_none_and_in_its_row(value: float) -> None:
 
 @needs_compiler
 @kernel_only
-def test_a_row_is_the_same_alone_and_among_others() -> None:
+def test_a_row_does_not_depend_on_the_others() -> None:
     for run, weight in (dense(50, 130, torch.float32), int8(50, 130), int4(50, 130, 32, "int"), grouped(50, 130, 32, False)):
         x, norm = torch.randn(4, 130), Fusion(norm_kind="rms", norm_eps=1e-5)
         together = run(x, None, norm)
@@ -242,7 +242,7 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
 
 @needs_compiler
 @kernel_only
-def test_threads_change_nothing() -> None:
+def test_the_number_of_threads_does_not_change_results() -> None:
     threads = torch.get_num_threads()
     try:
         for run, _ in (dense(1000, 64, torch.float32), int8(3000, 64), int4(5000, 64, 32, "int"), grouped(3000, 64, 32, True)):
@@ -291,7 +291,7 @@ def test_a_fused_layer_equals_its_linears(form: str, last: bool, dtype: torch.dt
     """To the last bit, for any number of rows and threads, of rows that lie apart, in one call."""
     threads, parts = torch.get_num_threads(), fused_layer_of(form, dtype, hidden=480, inner=1000, heads=160, last=last)
     most = next(rows for rows in range(100, 0, -1) if fused_layer.supports_fused_layer(parts, rows))
-    assert most == {"bytes": quant_int8.few_rows(), "float32": 8, "bfloat16": 8}.get(form, 16)
+    assert most == {"bytes": quant_int8.max_rows(), "float32": 8, "bfloat16": 8}.get(form, 16)
     given = {
         rows: (torch.randn(rows, 168).to(dtype)[:, :160], torch.randn(rows, 480).to(dtype))
         for rows in (1, 2, 3, 5, 7, 8, 15, 16)
@@ -345,7 +345,7 @@ def test_cached_arguments_are_freed_with_their_layer() -> None:
 
 
 @needs_compiler
-def test_nothing_to_do_and_what_is_not_taken() -> None:
+def test_empty_and_unsupported_arguments() -> None:
     run, _ = int8(8, 32)
     assert run(torch.randn(0, 32), None, PLAIN).shape == (0, 8)
     x, (_, weight) = torch.randn(3, 64), dense(8, 32, torch.float32)
@@ -365,7 +365,7 @@ def test_nothing_to_do_and_what_is_not_taken() -> None:
 )
 @pytest.mark.parametrize(("dim", "size"), [(0, 48), (16, 48), (48, 48), (20, 21), (64, 64)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_and_the_cache(interleaved: bool, dim: int, size: int, cache_dtype: torch.dtype, balanced: bool) -> None:
+def test_rope_store_equals_the_reference(interleaved: bool, dim: int, size: int, cache_dtype: torch.dtype, balanced: bool) -> None:
     dtype = torch.float32 if cache_dtype == torch.int8 else cache_dtype
     scales = [torch.rand(2) * 0.02 + 0.01 if cache_dtype == torch.int8 else None for _ in range(2)]
     scales += [torch.rand(2, 2, size) + 0.5] if balanced else []
@@ -374,20 +374,20 @@ def test_rope_and_the_cache(interleaved: bool, dim: int, size: int, cache_dtype:
     q, k, v = heads.split((4, 2, 2), dim=1)
     positions, slots = torch.tensor([7, 0, 39], dtype=torch.int32), torch.tensor([9, -1, 19], dtype=torch.int32)
     table = torch.randn(40, dim) if dim else None
-    wanted = rope_reference.rope_store(q.clone(), k, v, positions, table, interleaved, caches[0], slots)
-    kept = k.clone(), v.clone()
+    want = rope_reference.rope_store(q.clone(), k, v, positions, table, interleaved, caches[0], slots)
+    before = k.clone(), v.clone()
     found = rope.rope_store(q, k, v, positions, table, interleaved, caches[1], slots)
-    assert found.data_ptr() == q.data_ptr() and torch.equal(k, kept[0]) and torch.equal(v, kept[1])
-    torch.testing.assert_close(found, wanted)
+    assert found.data_ptr() == q.data_ptr() and torch.equal(k, before[0]) and torch.equal(v, before[1])
+    torch.testing.assert_close(found, want)
     for name in ("keys", "values"):
         ours, theirs = (getattr(cache, name).float() for cache in caches)
-        away = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.int8: 1.0}[cache_dtype]
-        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=away)
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.int8: 1.0}[cache_dtype]
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=tolerance)
 
 
 @needs_compiler
 @pytest.mark.parametrize(("position", "slot"), [(40, 0), (-1, 0), (0, 20)])
-def test_a_place_that_is_not_there_is_refused_and_nothing_written(position: int, slot: int) -> None:
+def test_positions_and_slots_out_of_range_raise_and_store_nothing(position: int, slot: int) -> None:
     cache = KVCache(torch.zeros(5, 2, 4, 16), torch.zeros(5, 2, 4, 16))
     q, k, v = torch.randn(1, 3 * 2, 16).split(2, dim=1)
     positions, slots = (torch.tensor([index], dtype=torch.int32) for index in (position, slot))
@@ -423,13 +423,13 @@ def test_attention_of_decode_rows(case: Case) -> None:
     ("rows", "options"),
     [([1], {"softcap": 5.0}), ([1], {"alibi": True}), ([1], {"sinks": True}), ([1, 7], {}), ([1], {"size": 18})],
 )
-def test_attention_that_the_reference_computes(rows: list[int], options: dict) -> None:
+def test_attention_options_that_the_reference_computes(rows: list[int], options: dict) -> None:
     q, cache, batch, params = Case([(queries, 20) for queries in rows], **options).build()
     assert relative_error(attention.attention(q, cache, batch, params), expected_attention(q, cache, batch, params)) < 1e-5
 
 
 @needs_compiler
-def test_blocks_that_are_not_there_are_not_read() -> None:
+def test_block_ids_out_of_range_raise() -> None:
     q, cache, batch, params = Case([(1, 40)]).build()
     batch.block_tables[0, 1] = 10**9
     with pytest.raises((IndexError, RuntimeError)):
@@ -437,7 +437,7 @@ def test_blocks_that_are_not_there_are_not_read() -> None:
 
 
 @needs_compiler
-def test_scores_that_are_no_number_stay_none() -> None:
+def test_nan_scores_stay_in_their_head() -> None:
     q, cache, batch, _ = Case([(1, 150), (1, 10)]).build()
     q[0, 1, 3] = float("nan")
     found = attention.attention(q, cache, batch, AttentionParams(0.1)).view(2, 4, -1)

@@ -1,4 +1,4 @@
-"""The library of the CPU's kernels: compiled once, loaded only if it is whole and nobody else's, and what happens where there is none."""
+"""The library of C kernels: compiled once, loaded only if undamaged and private, with the references as a fallback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stoker.kernels.types import PLAIN
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A cache without a library, and a process that has not looked for one. Kernels that fail to load leave the references."""
+    """An empty cache directory, in a process that has not loaded a library yet."""
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path))
     forget()
     yield tmp_path / "native"
@@ -40,7 +40,7 @@ def works() -> bool:
     return all(relative_error(found, exact) < 1e-4 for found in (run(x, None, PLAIN), ops.linear(x, weight.float())))
 
 
-def test_turned_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_by_the_environment(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_NATIVE", "0")
     assert library.kernels() == "turned off by STOKER_NATIVE"
     assert not ops._cpu() and works() and not fresh.exists()
@@ -60,9 +60,9 @@ def test_a_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_compiler
-def test_no_second_pool_of_threads(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pytorchs_openmp_runtime(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> int:
-        raise build.Unavailable("PyTorch's OpenMP runtime was not found")
+        raise build.KernelsUnavailable("PyTorch's OpenMP runtime was not found")
 
     monkeypatch.setattr(library, "_fork", nothing)
     assert "OpenMP" in str(library.kernels()) and works()
@@ -70,11 +70,11 @@ def test_no_second_pool_of_threads(fresh: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library in a cache of its own."""
+    """A library in a separate cache directory."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STOKER_CACHE", str(cache))
-        return build.built()
+        return build.built_library()
 
 
 @needs_compiler
@@ -82,21 +82,21 @@ def test_a_library_is_private_and_compiled_once(compiled: Path, monkeypatch: pyt
     monkeypatch.setenv("STOKER_CACHE", str(compiled.parent.parent))
     assert (compiled.stat().st_mode & 0o777, compiled.parent.stat().st_mode & 0o777) == (0o700, 0o700)
     monkeypatch.setattr(build, "_compiled", None)
-    assert build.built() == compiled
+    assert build.built_library() == compiled
     assert list(compiled.parent.iterdir()) == [compiled]
 
 
 @needs_compiler
 @pytest.mark.parametrize("mode", [0o720, 0o702])
-def test_what_others_can_write_is_not_loaded(fresh: Path, mode: int) -> None:
+def test_a_folder_that_others_can_write_is_not_used(fresh: Path, mode: int) -> None:
     fresh.mkdir()
     fresh.chmod(mode)
-    assert "can be written by others" in str(library.kernels()) and works()
+    assert "is writable by other users" in str(library.kernels()) and works()
 
 
 @needs_compiler
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
-def test_a_library_that_is_not_whole_is_compiled_again(compiled: Path, fresh: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_library_is_compiled_again(compiled: Path, fresh: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh.mkdir(mode=0o700)
     content = compiled.read_bytes()
     broken = {"cut": content[: len(content) // 2], "changed": content[:-9] + b"x" + content[-8:], "empty": b""}[damage]
@@ -112,7 +112,7 @@ def test_a_library_that_is_not_whole_is_compiled_again(compiled: Path, fresh: Pa
 
 
 @needs_compiler
-def test_another_processor_or_compiler_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_processor_compiler_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {build._key("gcc 12"), build._key("gcc 13")}
     monkeypatch.setattr(build, "_processor", lambda: b"another")
     keys.add(build._key("gcc 12"))
@@ -121,7 +121,7 @@ def test_another_processor_or_compiler_has_a_library_of_its_own(monkeypatch: pyt
 
 
 @needs_compiler
-def test_two_processes_compile_at_once(tmp_path: Path) -> None:
+def test_two_processes_compile_at_the_same_time(tmp_path: Path) -> None:
     program = "from stoker.kernels.native.library import kernels; assert not isinstance(kernels(), str), kernels()"
     environment = env.child_environment(STOKER_CACHE=str(tmp_path))
     both = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(2)]

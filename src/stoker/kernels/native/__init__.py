@@ -1,4 +1,4 @@
-"""CPU kernels in C for steps of few rows, compiled by the system's compiler when they are first used.
+"""CPU kernels in C for decode steps of up to 16 rows, compiled by the system's compiler when they are first used.
 
-Without a compiler, and for all that they do not take, the reference runs.
+Where there is no compiler, and for arguments that a kernel does not support, the reference runs.
 """

@@ -1,269 +1,177 @@
-/* Rotary positions, the write into the paged cache, and attention of rows with one query each. */
+/* Paged attention of decode rows, which have one query each. See `ops.attention`.
+ *
+ * A work item is one KV head of one row. It goes through the row's keys in tiles of KEY_TILE, with an online softmax, and computes up to
+ * GROUP_QUERIES query heads of the head's group (GQA) in one pass, so that each key and value is loaded once for all of them.
+ *
+ *     keys, values    [num_blocks, kv_heads, block_size, size]       block_tables [rows, max_blocks]
+ *     key i of row r  block block_tables[r][i / block_size], place i % block_size
+ */
 
-#include <stdlib.h>
+#include "head.h"
+#include "parallel.h"
 
-#include "vector.h"
+#define GROUP_QUERIES 4
+#define KEY_TILE 128
+#define MIN_PARALLEL_WORK (64 << 10) /* keys × features from which a second thread is worth its start */
 
-#define MOST_SIZE 512 /* features of a head */
-#define TOGETHER 4    /* queries that share a pass over their keys */
-#define TILE 128      /* keys in a pass */
-#define LEAST_PARALLEL (64 << 10) /* keys times features that are worth a second thread */
-
-/* Strides in elements. Pages are [num_blocks, kv_heads, block_size, size]; an int8 cache has scales, float32 [kv_heads]. */
-struct rope_store {
-    char *q;
-    const char *k, *v;
-    const int32_t *positions, *slots;
-    const float *cos_sin, *key_scale, *value_scale, *key_balance;
-    void *keys, *values;
-    int64_t tokens, heads, kv_heads, size, value_size, q_stride, q_head, k_stride, k_head, v_stride, v_head;
-    int64_t dim, num_positions, interleaved, num_blocks, block_size, dtype, cache_dtype;
-};
-
-static void load_head(float *to, int dtype, const void *from, int64_t size) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        f32v v = load_some(dtype, from, i, size - i);
-        store_some(FLOAT32, to, i, v, size - i);
-    }
-}
-
-static void store_head(void *to, int dtype, int64_t at, const float *from, int64_t size, const float *scale) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        f32v v = load_some(FLOAT32, from, i, size - i);
-        store_some(dtype, to, at + i, scale ? v / *scale : v, size - i);
-    }
-}
-
-static INLINE void turn(float *a, float *b, float cosine, float sine) {
-    float first = *a, second = *b;
-    *a = first * cosine - second * sine;
-    *b = second * cosine + first * sine;
-}
-
-/* x's first `dim` features by `dim / 2` cosines and as many sines. */
-static void rotate(float *restrict x, const float *restrict cosines, int64_t dim, int64_t interleaved) {
-    int64_t half = dim / 2;
-    const float *restrict sines = cosines + half;
-    if (interleaved)
-        for (int64_t i = 0; i < half; i++) turn(x + 2 * i, x + 2 * i + 1, cosines[i], sines[i]);
-    else
-        for (int64_t i = 0; i < half; i++) turn(x + i, x + half + i, cosines[i], sines[i]);
-}
-
-/* `count` numbers that are `stride` apart, in blocks of the largest power of two that divides it, times Sylvester's orthonormal matrix. */
-static void hadamard(float *x, int64_t count, int64_t stride) {
-    int64_t size = count & -count;
-    float unit = 1.0f / sqrtf((float)size);
-    for (int64_t step = 1; step < size; step *= 2)
-        for (int64_t i = 0; i < count; i += 2 * step)
-            for (int64_t j = i; j < i + step; j++) {
-                float first = x[j * stride], second = x[(j + step) * stride];
-                x[j * stride] = first + second;
-                x[(j + step) * stride] = first - second;
-            }
-    for (int64_t i = 0; i < count; i++) x[i * stride] *= unit;
-}
-
-/* A head whose first `dim` features rotate, times its factors, in other coordinates: reference.rope.spread. */
-static void spread(float *x, const float *factors, int64_t size, int64_t dim, int64_t interleaved) {
-    int64_t half = dim / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
-    for (int64_t i = 0; i < size; i++) x[i] *= factors[i];
-    for (int64_t i = 0; i < half; i++) {
-        float *a = x + i * step, first = a[0], second = a[apart];
-        a[0] = (first + second) * (float)M_SQRT1_2;
-        a[apart] = (first - second) * (float)M_SQRT1_2;
-    }
-    if (half) {
-        hadamard(x, half, step);
-        hadamard(x + apart, half, step);
-    }
-    if (size > dim) hadamard(x + dim, size - dim, 1);
-}
-
-int stoker_rope_store(const struct rope_store *a) {
-    int64_t bytes = size_of(a->dtype);
-    if (a->size > MOST_SIZE || a->value_size > MOST_SIZE || a->dim > a->size) return 1;
-    for (int64_t t = 0; t < a->tokens; t++) {
-        if (a->slots[t] >= a->num_blocks * a->block_size) return 1;
-        if (a->cos_sin && (a->positions[t] < 0 || a->positions[t] >= a->num_positions)) return 1;
-    }
-    float head[MOST_SIZE];
-    for (int64_t t = 0; t < a->tokens; t++) {
-        const float *angles = a->cos_sin ? a->cos_sin + a->positions[t] * a->dim : NULL;
-        int64_t dim = angles ? a->dim : 0, group = a->heads / a->kv_heads;
-        for (int64_t h = 0; (angles || a->key_balance) && h < a->heads; h++) {
-            char *q = a->q + (t * a->q_stride + h * a->q_head) * bytes;
-            load_head(head, a->dtype, q, a->size);
-            if (angles) rotate(head, angles, dim, a->interleaved);
-            if (a->key_balance) spread(head, a->key_balance + (2 * (h / group) + 1) * a->size, a->size, dim, a->interleaved);
-            store_head(q, a->dtype, 0, head, a->size, NULL);
-        }
-        if (a->slots[t] < 0) continue;
-        int64_t block = a->slots[t] / a->block_size, offset = a->slots[t] % a->block_size;
-        for (int64_t h = 0; h < a->kv_heads; h++) {
-            int64_t at = (block * a->kv_heads + h) * a->block_size + offset;
-            load_head(head, a->dtype, a->k + (t * a->k_stride + h * a->k_head) * bytes, a->size);
-            if (angles) rotate(head, angles, dim, a->interleaved);
-            if (a->key_balance) spread(head, a->key_balance + 2 * h * a->size, a->size, dim, a->interleaved);
-            store_head(a->keys, a->cache_dtype, at * a->size, head, a->size, a->key_scale ? a->key_scale + h : NULL);
-            load_head(head, a->dtype, a->v + (t * a->v_stride + h * a->v_head) * bytes, a->value_size);
-            store_head(a->values, a->cache_dtype, at * a->value_size, head, a->value_size, a->value_scale ? a->value_scale + h : NULL);
-        }
-    }
-    return 0;
-}
-
+/* `ATTENTION` in library.py. Strides in elements. */
 struct attention {
     fork_function *fork;
     int64_t threads;
-    const char *q, *keys, *values;
-    const float *key_scale, *value_scale;
+    const char *q, *keys, *values;       /* q [rows, heads, size] */
+    const float *key_scale, *value_scale; /* [kv_heads] of an int8 cache, else NULL */
     const int32_t *block_tables, *seq_lens;
     void *out; /* [rows, heads × value_size] */
-    int64_t rows, heads, kv_heads, size, value_size, q_stride, q_head, most_blocks, num_blocks, block_size;
+    int64_t rows, heads, kv_heads, size, value_size, q_token_stride, q_head_stride, max_blocks, num_blocks, block_size;
     int64_t window, chunk; /* 0: none */
     int64_t dtype, cache_dtype;
     double scale;
 };
 
-static int64_t first_key(const struct attention *a, int64_t len) {
-    int64_t window = a->window && len > a->window ? len - a->window : 0, chunk = a->chunk ? (len - 1) / a->chunk * a->chunk : 0;
+/* The first key that the query at position length - 1 sees. */
+static int64_t first_visible_key(const struct attention *a, int64_t length) {
+    int64_t window = a->window && length > a->window ? length - a->window : 0, chunk = a->chunk ? (length - 1) / a->chunk * a->chunk : 0;
     return window > chunk ? window : chunk;
 }
 
-/* TOGETHER queries of a row that share their keys, and what they have seen so far (arXiv 1805.02867). */
+/* Queries of a row that share a KV head, and their online softmax (arXiv 1805.02867) over the keys so far. */
 struct queries {
-    int64_t row, head; /* of keys and values */
-    float q[TOGETHER][MOST_SIZE], out[TOGETHER][MOST_SIZE];
-    float weights[TOGETHER][TILE], most[TOGETHER], sum[TOGETHER];
+    int64_t row, kv_head;
+    float q[GROUP_QUERIES][MAX_HEAD_SIZE];      /* times the scale of the scores */
+    float out[GROUP_QUERIES][MAX_HEAD_SIZE];    /* Σ exp(score - highest) × value */
+    float weights[GROUP_QUERIES][KEY_TILE];     /* scores of a tile, then exp(score - highest) */
+    float highest[GROUP_QUERIES], sum[GROUP_QUERIES];
 };
 
-/* Where key `i` is among the cache's, in tokens; `run`: how many keys follow it there, itself included. */
-static INLINE int64_t place(const struct attention *a, const struct queries *s, int64_t i, int64_t *run) {
-    int64_t block = a->block_tables[s->row * a->most_blocks + i / a->block_size], offset = i % a->block_size;
-    *run = a->block_size - offset;
-    return (block * a->kv_heads + s->head) * a->block_size + offset;
+/* Where key i is in the cache, in tokens of one head. `run`: the number of consecutive keys there, including itself. */
+static INLINE int64_t key_place(const struct attention *a, const struct queries *s, int64_t i, int64_t *run) {
+    int64_t block = a->block_tables[s->row * a->max_blocks + i / a->block_size], place = i % a->block_size;
+    *run = a->block_size - place;
+    return (block * a->kv_heads + s->kv_head) * a->block_size + place;
 }
 
-/* weights[g][i] = q[g] · key first + i */
-static INLINE void score(int G, int dtype, const struct attention *a, struct queries *s, int64_t first, int64_t count) {
+/* weights[g][i] = q[g] · key first + i, for G queries and `count` keys. */
+static INLINE void compute_scores(int G, int dtype, const struct attention *a, struct queries *s, int64_t first, int64_t count) {
     for (int64_t i = 0, run; i < count;) {
-        int64_t at = place(a, s, first + i, &run) * a->size;
-        for (int64_t end = least(i + run, count); i < end; i++, at += a->size) {
-            f32v sum[TOGETHER] = {0};
+        int64_t at = key_place(a, s, first + i, &run) * a->size;
+        for (int64_t end = min_i64(i + run, count); i < end; i++, at += a->size) {
+            f32v sum[GROUP_QUERIES] = {0};
             for (int64_t d = 0; d < a->size; d += LANES) {
                 f32v key = load(dtype, a->keys, at + d);
                 UNROLL for (int g = 0; g < G; g++) sum[g] += key * load(FLOAT32, s->q[g], d);
             }
-            UNROLL for (int g = 0; g < G; g++) s->weights[g][i] = total(sum[g]);
+            UNROLL for (int g = 0; g < G; g++) s->weights[g][i] = sum_lanes(sum[g]);
         }
     }
 }
 
-/* Scores become weights by the largest score so far; what was found by a smaller one shrinks. */
-static void softmax(int64_t size, int64_t count, float *weights, float *most, float *sum, float *out) {
-    float larger = *most, shrunk;
-    for (int64_t i = 0; i < count; i++) larger = weights[i] > larger ? weights[i] : larger;
-    shrunk = expf(*most - larger);
-    *most = larger;
-    f32v sums = all(0);
+/* Replace the `count` scores in `weights` by exp(score - highest), after raising `highest` to the largest score so far and scaling `sum`
+ * and out [size] down accordingly. */
+static void update_softmax(int64_t size, int64_t count, float *weights, float *highest, float *sum, float *out) {
+    float raised = *highest, fade;
+    for (int64_t i = 0; i < count; i++) raised = weights[i] > raised ? weights[i] : raised;
+    fade = expf(*highest - raised);
+    *highest = raised;
+    f32v sums = broadcast(0);
     for (int64_t i = 0; i < count; i += LANES) {
-        f32v weight = exponential(load_some(FLOAT32, weights, i, count - i) - larger);
-        store_some(FLOAT32, weights, i, weight, count - i);
-        sums += load_some(FLOAT32, weights, i, count - i);
+        f32v weight = exponential(load_up_to(FLOAT32, weights, i, count - i) - raised);
+        store_up_to(FLOAT32, weights, i, weight, count - i);
+        sums += load_up_to(FLOAT32, weights, i, count - i); /* zeros behind the last key */
     }
-    *sum = *sum * shrunk + total(sums);
-    for (int64_t d = 0; d < size; d++) out[d] *= shrunk;
+    *sum = *sum * fade + sum_lanes(sums);
+    for (int64_t d = 0; d < size; d++) out[d] *= fade;
 }
 
-/* out[g] += weights[g][i] × value first + i */
-static INLINE void mix(int G, int dtype, const struct attention *a, struct queries *s, int64_t first, int64_t count) {
+/* out[g] += Σ_i weights[g][i] × value first + i, for G queries and `count` keys. */
+static INLINE void add_values(int G, int dtype, const struct attention *a, struct queries *s, int64_t first, int64_t count) {
     for (int64_t i = 0, run, end; i < count; i = end) {
-        int64_t at = place(a, s, first + i, &run) * a->value_size;
-        end = least(i + run, count);
+        int64_t at = key_place(a, s, first + i, &run) * a->value_size;
+        end = min_i64(i + run, count);
         for (int64_t d = 0; d < a->value_size; d += LANES) {
-            f32v sum[TOGETHER] = {0};
+            f32v sum[GROUP_QUERIES] = {0};
             for (int64_t j = i; j < end; j++) {
                 f32v value = load(dtype, a->values, at + (j - i) * a->value_size + d);
                 UNROLL for (int g = 0; g < G; g++) sum[g] += s->weights[g][j] * value;
             }
-            UNROLL for (int g = 0; g < G; g++) store_some(FLOAT32, s->out[g], d, sum[g] + load(FLOAT32, s->out[g], d), LANES);
+            UNROLL for (int g = 0; g < G; g++) store_up_to(FLOAT32, s->out[g], d, sum[g] + load(FLOAT32, s->out[g], d), LANES);
         }
     }
 }
 
-/* `count` queries from `query` on, computed as G. */
-static INLINE void attend(int G, int dtype, const struct attention *a, int64_t row, int64_t head, int64_t query, int64_t count) {
-    int64_t len = a->seq_lens[row], bytes = size_of(a->dtype);
-    float factor = a->scale * (a->key_scale ? a->key_scale[head] : 1);
+/* Attention of query heads query : query + count of one row. G >= count is a constant; the last query stands in for those beyond. */
+static INLINE void attend(int G, int dtype, const struct attention *a, int64_t row, int64_t kv_head, int64_t query, int64_t count) {
+    int64_t length = a->seq_lens[row], bytes = size_of(a->dtype);
+    float factor = a->scale * (a->key_scale ? a->key_scale[kv_head] : 1);
     struct queries s;
     s.row = row;
-    s.head = head;
+    s.kv_head = kv_head;
     for (int g = 0; g < G; g++) {
-        int64_t from = query + least(g, count - 1);
-        load_head(s.q[g], a->dtype, a->q + (row * a->q_stride + from * a->q_head) * bytes, a->size);
+        int64_t from = query + min_i64(g, count - 1);
+        load_head(s.q[g], a->dtype, a->q + (row * a->q_token_stride + from * a->q_head_stride) * bytes, a->size);
         for (int64_t d = 0; d < a->size; d++) s.q[g][d] *= factor;
         memset(s.out[g], 0, a->value_size * sizeof(float));
-        s.most[g] = -INFINITY;
+        s.highest[g] = -INFINITY;
         s.sum[g] = 0;
     }
-    for (int64_t first = first_key(a, len); first < len; first += TILE) {
-        int64_t keys = least(TILE, len - first);
-        score(G, dtype, a, &s, first, keys);
-        for (int g = 0; g < G; g++) softmax(a->value_size, keys, s.weights[g], &s.most[g], &s.sum[g], s.out[g]);
-        mix(G, dtype, a, &s, first, keys);
+    for (int64_t first = first_visible_key(a, length); first < length; first += KEY_TILE) {
+        int64_t keys = min_i64(KEY_TILE, length - first);
+        compute_scores(G, dtype, a, &s, first, keys);
+        for (int g = 0; g < G; g++) update_softmax(a->value_size, keys, s.weights[g], &s.highest[g], &s.sum[g], s.out[g]);
+        add_values(G, dtype, a, &s, first, keys);
     }
     for (int g = 0; g < count; g++) {
-        float last = (a->value_scale ? a->value_scale[head] : 1) / s.sum[g];
+        float last = (a->value_scale ? a->value_scale[kv_head] : 1) / s.sum[g];
         for (int64_t d = 0; d < a->value_size; d++) s.out[g][d] *= last;
         store_head(a->out, a->dtype, (row * a->heads + query + g) * a->value_size, s.out[g], a->value_size, NULL);
     }
 }
 
-/* One function a dtype, so that each is compiled with its own widening. */
+/* One function per cache dtype, so that each loop is compiled with its own conversion. */
 #define ATTEND(NAME, DTYPE)                                                                                                                \
-    static void NAME(const struct attention *a, int64_t row, int64_t head) {                                                               \
-        int64_t group = a->heads / a->kv_heads, end = (head + 1) * group;                                                                  \
-        if (group == 1) attend(1, DTYPE, a, row, head, head, 1);                                                                           \
-        else for (int64_t query = head * group; query < end; query += TOGETHER)                                                            \
-            attend(TOGETHER, DTYPE, a, row, head, query, least(end - query, TOGETHER));                                                    \
+    static void NAME(const struct attention *a, int64_t row, int64_t kv_head) {                                                            \
+        int64_t group = a->heads / a->kv_heads, end = (kv_head + 1) * group;                                                               \
+        if (group == 1) attend(1, DTYPE, a, row, kv_head, kv_head, 1);                                                                     \
+        else for (int64_t query = kv_head * group; query < end; query += GROUP_QUERIES)                                                    \
+            attend(GROUP_QUERIES, DTYPE, a, row, kv_head, query, min_i64(end - query, GROUP_QUERIES));                                     \
     }
 ATTEND(attend_float32, FLOAT32)
 ATTEND(attend_bfloat16, BFLOAT16)
 ATTEND(attend_int8, INT8)
 
-static void one_head(void *job, int64_t index) {
+/* Work item `index`: one KV head of one row. */
+static void attend_head(void *job, int64_t index) {
     const struct attention *a = job;
-    int64_t row = index / a->kv_heads, head = index % a->kv_heads;
+    int64_t row = index / a->kv_heads, kv_head = index % a->kv_heads;
     switch (a->cache_dtype) {
-    case FLOAT32: attend_float32(a, row, head); break;
-    case BFLOAT16: attend_bfloat16(a, row, head); break;
-    case INT8: attend_int8(a, row, head);
+    case FLOAT32: attend_float32(a, row, kv_head); break;
+    case BFLOAT16: attend_bfloat16(a, row, kv_head); break;
+    case INT8: attend_int8(a, row, kv_head);
     }
 }
 
-/* The keys of all rows; 0 when a row has none, or its blocks are not in the cache. */
+/* The number of keys of all rows; 0 when a row has none, or a block id outside the cache. */
 static int64_t count_keys(const struct attention *a) {
     int64_t keys = 0;
     for (int64_t r = 0; r < a->rows; r++) {
-        int64_t len = a->seq_lens[r];
-        if (len < 1 || len > a->most_blocks * a->block_size) return 0;
-        for (int64_t b = first_key(a, len) / a->block_size; b * a->block_size < len; b++) {
-            int32_t block = a->block_tables[r * a->most_blocks + b];
+        int64_t length = a->seq_lens[r];
+        if (length < 1 || length > a->max_blocks * a->block_size) return 0;
+        for (int64_t b = first_visible_key(a, length) / a->block_size; b * a->block_size < length; b++) {
+            int32_t block = a->block_tables[r * a->max_blocks + b];
             if (block < 0 || block >= a->num_blocks) return 0;
         }
-        keys += len;
+        keys += length;
     }
     return keys;
 }
 
-/* 0, or 1 when this is not for us. */
+/* Returns 0, or 1 when the reference must run instead (sizes or indices that this function does not support). */
 int stoker_attention(const struct attention *a) {
-    if (a->size > MOST_SIZE || a->value_size > MOST_SIZE || a->size % LANES || a->value_size % LANES || a->heads % a->kv_heads) return 1;
+    if (a->size > MAX_HEAD_SIZE || a->value_size > MAX_HEAD_SIZE || a->size % LANES || a->value_size % LANES || a->heads % a->kv_heads)
+        return 1;
     int64_t keys = count_keys(a);
     if (!keys) return 1;
-    int64_t threads = keys * a->kv_heads * a->size < LEAST_PARALLEL ? 1 : a->threads;
-    struct stage heads = {one_head, (void *)a, a->rows * a->kv_heads, 0, 0};
+    int64_t threads = keys * a->kv_heads * a->size < MIN_PARALLEL_WORK ? 1 : a->threads;
+    struct stage heads = {attend_head, (void *)a, a->rows * a->kv_heads, 0, 0};
     run_stages(a->fork, threads, &heads, 1);
     return 0;
 }

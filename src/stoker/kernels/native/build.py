@@ -1,4 +1,4 @@
-"""The C sources as a shared library in Stoker's cache, compiled once for a source, a compiler and a processor."""
+"""The C sources as a shared library in Stoker's cache, compiled once per combination of sources, compiler and processor."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ TIMEOUT_S = 120.0
 _SOURCES = Path(__file__).parent
 
 
-class Unavailable(Exception):
-    """Why there are no compiled kernels."""
+class KernelsUnavailable(Exception):
+    """The kernels can't be compiled or loaded on this machine. The message says why."""
 
 
-def built() -> Path:
-    """The library for this machine, compiled now if the cache has none that is whole. Raises Unavailable."""
+def built_library() -> Path:
+    """The library for this machine, compiled now unless the cache has an undamaged one. Raises KernelsUnavailable."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise Unavailable(f"no C compiler: none of {', '.join(COMPILERS)} is installed")
+        raise KernelsUnavailable(f"no C compiler: none of {', '.join(COMPILERS)} is installed")
     try:
         folder = _private_folder()
         key = _key(_output([compiler, "--version"]))
         return _cached(folder, key) or _compiled(compiler, folder, key)
     except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(str(error)) from error
+        raise KernelsUnavailable(str(error)) from error
 
 
 def _private_folder() -> Path:
-    """The cache's folder of libraries. Code is loaded from it, so it must be ours and nobody else may write there."""
+    """The cache's folder of libraries. Code is loaded from it, so it must belong to this user and be writable by no other."""
     folder = env.cache_dir() / "native"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(folder):
-        raise Unavailable(f"{folder} can be written by others")
+        raise KernelsUnavailable(f"{folder} is writable by other users")
     return folder
 
 
@@ -53,7 +53,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _key(compiler: str) -> str:
-    """A digest of all that the library's code depends on; -march=native reads the processor."""
+    """A digest of everything that the library's code depends on: sources, flags, compiler, and the processor (-march=native)."""
     parts = [source.read_bytes() for source in _sources("*.[ch]")]
     parts += [" ".join(FLAGS).encode(), compiler.encode(), repr((platform.machine(), platform.system(), platform.libc_ver())).encode()]
     return hashlib.sha256(b"\0".join([*parts, _processor()])).hexdigest()[:32]
@@ -64,7 +64,7 @@ def _sources(pattern: str) -> list[Path]:
 
 
 def _processor() -> bytes:
-    """Its model and features, those of its first core."""
+    """The model and features of the first core."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
@@ -74,7 +74,7 @@ def _processor() -> bytes:
 
 
 def _cached(folder: Path, key: str) -> Path | None:
-    """A library that is ours and whole: its name ends in the digest of its content."""
+    """The cached library, if it belongs to this user and is undamaged: its name ends in the digest of its content."""
     for path in folder.glob(f"{key}-*.so"):
         if _is_private(path) and path.stem.rpartition("-")[2] == _digest(path):
             return path
@@ -86,7 +86,7 @@ def _digest(path: Path) -> str:
 
 
 def _compiled(compiler: str, folder: Path, key: str) -> Path:
-    """Compiled beside its place and moved there at once, so that processes that compile together don't meet."""
+    """Compile in a scratch folder and move the result into place, which is safe when several processes do so at the same time."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         library = Path(scratch) / "kernels.so"
         _output([compiler, *FLAGS, "-o", str(library), *map(str, _sources("*.c")), "-lm"])
@@ -101,5 +101,5 @@ def _output(command: list[str]) -> str:
     )  # fmt: skip
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        raise Unavailable(f"{command[0]} failed with status {done.returncode}: {lines[0] if lines else 'it says nothing'}")
+        raise KernelsUnavailable(f"{command[0]} failed with status {done.returncode}: {lines[0] if lines else 'without a message'}")
     return done.stdout

@@ -8,20 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stoker.kernels.native.library import GIVEN, LINEARS, kernels
+from stoker.kernels.native.library import CALL_ARGUMENTS, LINEARS, kernels
 from stoker.kernels.native.linear import (
-    FEW_GROUPED_ROWS,
-    FEW_ROWS,
-    STREAM,
-    Link,
-    Stored,
+    ACTIVATION_DTYPES,
+    MAX_GROUPED_ROWS,
+    MAX_ROWS,
+    NativeWeight,
+    PackedLinear,
     dense_weight,
     grouped_int8_weight,
     int4_weight,
     int8_weight,
-    link,
+    pack_linear,
 )
-from stoker.kernels.native.quant_int8 import few_rows as few_int8
+from stoker.kernels.native.quant_int8 import max_rows as max_int8_rows
 from stoker.kernels.quantized import FusedLayer, FusedLinear, RowWeight
 from stoker.kernels.reference import fused_layer as reference
 
@@ -29,7 +29,7 @@ from stoker.kernels.reference import fused_layer as reference
 class Chain(NamedTuple):
     """The linears of a fused layer, and how many rows all of them take."""
 
-    links: tuple[Link, ...]
+    links: tuple[PackedLinear, ...]
     most: int
 
 
@@ -43,7 +43,7 @@ def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
 
 def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor, Tensor | None]:
     """See `ops.fused_layer`. What the kernel does not take goes one after another."""
-    found, chain, dtype = kernels(), _chain(layer), STREAM.get(x.dtype, -1)
+    found, chain, dtype = kernels(), _chain(layer), ACTIVATION_DTYPES.get(x.dtype, -1)
     fits = dtype >= 0 and residual.dtype == x.dtype and residual.is_contiguous() and x.stride(1) == 1
     if isinstance(found, str) or chain is None or not fits or x.shape[0] > chain.most or x.shape[1] != chain.links[0].inputs:
         return reference.fused_layer(x, residual, layer)
@@ -54,10 +54,10 @@ def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor,
     inner = middle + rows * out.outputs * x.element_size()
     data = b"".join((
         LINEARS(found.fork, torch.get_num_threads(), len(chain.links)),
-        GIVEN(x.data_ptr(), residual.data_ptr(), middle, rows, x.stride(0), dtype), out.packed,
-        GIVEN(middle, 0, inner, rows, up.inputs, dtype), up.packed,
-        GIVEN(inner, middle, end, rows, down.inputs, dtype), down.packed,
-        *((GIVEN(end, 0, qkv.data_ptr(), rows, last[0].inputs, dtype), last[0].packed) if qkv is not None else ()),
+        CALL_ARGUMENTS(x.data_ptr(), residual.data_ptr(), middle, rows, x.stride(0), dtype), out.packed,
+        CALL_ARGUMENTS(middle, 0, inner, rows, up.inputs, dtype), up.packed,
+        CALL_ARGUMENTS(inner, middle, end, rows, down.inputs, dtype), down.packed,
+        *((CALL_ARGUMENTS(end, 0, qkv.data_ptr(), rows, last[0].inputs, dtype), last[0].packed) if qkv is not None else ()),
     ))  # fmt: skip
     return reference.fused_layer(x, residual, layer) if found.linears(data) else (after, qkv)
 
@@ -86,21 +86,21 @@ def _made(layer: FusedLayer) -> Chain | None:
     return Chain(tuple(links), min(most)) if [own.inputs for own in links[1:]] == begins and links[2].outputs == hidden else None
 
 
-def _link(stored: Stored, linear: FusedLinear) -> Link | None:
+def _link(stored: NativeWeight, linear: FusedLinear) -> PackedLinear | None:
     assert linear.weight is not None
-    return link(stored, linear.weight.bias, linear.fusion)
+    return pack_linear(stored, linear.weight.bias, linear.fusion)
 
 
-def _stored(weight: RowWeight | None) -> tuple[Stored | None, int]:
+def _stored(weight: RowWeight | None) -> tuple[NativeWeight | None, int]:
     """The weight as the kernel reads it, and how many rows do better so than one linear at a time."""
     match weight:
         case RowWeight("float32" | "bfloat16"):
-            return dense_weight(weight.weight), FEW_ROWS
+            return dense_weight(weight.weight), MAX_ROWS
         case RowWeight("bytes", scale=Tensor() as scale) if weight.group:
-            return grouped_int8_weight(weight.weight, scale, weight.zero, weight.group), FEW_GROUPED_ROWS
+            return grouped_int8_weight(weight.weight, scale, weight.zero, weight.group), MAX_GROUPED_ROWS
         case RowWeight("bytes", scale=Tensor() as scale):
-            return int8_weight(weight.weight, scale), few_int8()
+            return int8_weight(weight.weight, scale), max_int8_rows()
         case RowWeight("int4", scale=Tensor() as scale):
             zero, offset = (None, weight.zero) if weight.zero_kind == "float" else (weight.zero, None)
-            return int4_weight(weight.weight, scale, zero, offset, weight.group), FEW_GROUPED_ROWS
+            return int4_weight(weight.weight, scale, zero, offset, weight.group), MAX_GROUPED_ROWS
     return None, 0

@@ -1,4 +1,4 @@
-"""The compiled kernels as functions of Python: the structs that they take, and the threads that they share with PyTorch."""
+"""The compiled kernels as Python functions: the structs that they take, and the threads that they share with PyTorch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from stoker.base import env
 from stoker.base.logging import get_logger
-from stoker.kernels.native.build import Unavailable, built
+from stoker.kernels.native.build import KernelsUnavailable, built_library
 
 log = get_logger(__name__)
 
-# As `enum dtype`, `enum activation` and `enum norm` of the sources number them.
+# The numbers of `enum dtype` (vector.h), `enum activation` (activation.h) and `enum norm` (linear.h).
 FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32 = range(6)
 DTYPES = {
     torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.int8: INT8, torch.uint8: UINT8, torch.int32: INT32,
@@ -28,17 +28,20 @@ DTYPES = {
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "gelu_quick": 4, "relu": 5, "relu2": 6}
 NORMS = {None: 0, "rms": 1, "layer": 2}
 
-# The structs of the sources. One pointer to a struct costs a call a quarter of what as many arguments do.
-LINEARS, GIVEN, STAYING = (struct.Struct(code).pack for code in ("@3q", "@6q", "@18qd"))  # a head, and two parts of each linear
-WIDENING = struct.Struct("@5q").pack  # before the two parts of a linear
+# Functions that pack the structs of the sources. A call with one pointer to a struct takes a quarter of the time of one with as many
+# arguments.
+LINEARS = struct.Struct("@3q").pack  # `struct linears`: the header, which is followed by these two for each linear:
+CALL_ARGUMENTS = struct.Struct("@6q").pack  # `struct linear` up to `dtype`: what differs from call to call
+LINEAR_ARGUMENTS = struct.Struct("@18qd").pack  # the rest of it: the weight and its fusion
+WIDENING = struct.Struct("@5q").pack  # `struct widening` up to `linear`
 ROPE_STORE = struct.Struct("@29q").pack
 ATTENTION = struct.Struct("@24qd").pack
 
 Function = Callable[[bytes], int]
 
 
-class Kernels(NamedTuple):
-    """The library's functions. Each takes its packed struct and returns 0, or 1 where the reference is to run instead."""
+class NativeKernels(NamedTuple):
+    """The library's functions. Each takes its packed struct and returns 0, or 1 when the reference must run instead."""
 
     linears: Function
     widen: Function
@@ -48,17 +51,17 @@ class Kernels(NamedTuple):
 
 
 @cache
-def kernels() -> Kernels | str:
-    """The kernels of this machine, compiled now if they were not yet, or why there are none."""
+def kernels() -> NativeKernels | str:
+    """The kernels of this machine, compiled now if necessary; or the reason why there are none."""
     if not env.native():
         return "turned off by STOKER_NATIVE"
     try:
-        library = ctypes.CDLL(str(built()))
+        library = ctypes.CDLL(str(built_library()))
         functions = {name: _function(library, f"stoker_{name}") for name in ("linears", "widen", "rope_store", "attention")}
-        return Kernels(**functions, fork=_fork())
-    except Exception as why:  # whatever a system lacks, the references run
-        log.info("CPU kernels are plain torch: %s", why)
-        return str(why)
+        return NativeKernels(**functions, fork=_fork())
+    except Exception as reason:  # whatever this system lacks, the references work without it
+        log.info("CPU kernels run in plain PyTorch: %s", reason)
+        return str(reason)
 
 
 def _function(library: ctypes.CDLL, name: str) -> Function:
@@ -68,9 +71,9 @@ def _function(library: ctypes.CDLL, name: str) -> Function:
 
 
 def _fork() -> int:
-    """GOMP_parallel of the runtime that PyTorch has loaded: libgomp's own, which LLVM's and Intel's runtimes have too.
+    """The address of GOMP_parallel in the OpenMP runtime that PyTorch has loaded: libgomp, or LLVM's or Intel's, which export it too.
 
-    A second runtime's threads would spin against PyTorch's for the same cores.
+    The threads of a second runtime would compete with PyTorch's for the same cores.
     """
     beside = Path(torch.__file__).parent
     bundled = [str(path) for folder in (beside / "lib", beside.parent / "torch.libs") for path in sorted(folder.glob("lib*omp*"))]
@@ -80,32 +83,32 @@ def _fork() -> int:
             return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value or 0
         except (OSError, AttributeError):
             continue
-    raise Unavailable("PyTorch's OpenMP runtime was not found")
+    raise KernelsUnavailable("PyTorch's OpenMP runtime was not found")
 
 
-class Known(NamedTuple):
-    """What a call needs to know of a tensor that many calls bring: looking again costs ten times the look-up."""
+class TensorInfo(NamedTuple):
+    """What a kernel call needs of a tensor, cached: reading it from the tensor takes ten times as long as the look-up."""
 
     ref: weakref.ref[Tensor]
     address: int
-    dtype: int  # of DTYPES; -1 where the kernels cannot read it: of another type, not dense, or not on the CPU
+    dtype: int  # of DTYPES; -1 when the kernels can't read the tensor: another type, not contiguous, or not on the CPU
     shape: tuple[int, ...]
     numel: int
 
 
-_known: dict[int, Known] = {}
-NOTHING = Known(lambda: None, 0, 0, (), 0)  # type: ignore[arg-type]
+_infos: dict[int, TensorInfo] = {}
+ABSENT = TensorInfo(lambda: None, 0, 0, (), 0)  # type: ignore[arg-type]
 
 
-def known(tensor: Tensor | None) -> Known:
-    """Of a weight, a cache, or an index of the step: none of them is given other memory while it lives. NOTHING of None."""
+def tensor_info(tensor: Tensor | None) -> TensorInfo:
+    """The cached properties of a weight, a cache or an index of the step, whose memory does not change while it exists. ABSENT for None."""
     if tensor is None:
-        return NOTHING
+        return ABSENT
     key = id(tensor)
-    found = _known.get(key)
-    if found is not None and found.ref() is tensor:
-        return found
+    info = _infos.get(key)
+    if info is not None and info.ref() is tensor:
+        return info
     dtype = DTYPES.get(tensor.dtype, -1) if tensor.is_cpu and tensor.is_contiguous() else -1
-    ref = weakref.ref(tensor, lambda _: _known.pop(key, None))
-    found = _known[key] = Known(ref, tensor.data_ptr() if dtype >= 0 else 0, dtype, tuple(tensor.shape), tensor.numel())
-    return found
+    ref = weakref.ref(tensor, lambda _: _infos.pop(key, None))
+    info = _infos[key] = TensorInfo(ref, tensor.data_ptr() if dtype >= 0 else 0, dtype, tuple(tensor.shape), tensor.numel())
+    return info

@@ -1,37 +1,38 @@
-"""A layer's paged cache as the kernels take it."""
+"""The paged KV cache of a layer as arguments of the C kernels."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from stoker.kernels.native.library import FLOAT32, INT8, NOTHING, Known, known
+from stoker.kernels.native.library import ABSENT, FLOAT32, INT8, TensorInfo, tensor_info
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import KVCache
 
 
-class Pages(NamedTuple):
-    """keys and values [num_blocks, kv_heads, block_size, size]; of int8 ones scales float32 [kv_heads], and perhaps the balance of keys,
-    float32 [kv_heads, 2, size]; else NOTHING."""
+class NativePages(NamedTuple):
+    """keys and values [num_blocks, kv_heads, block_size, size]. Scales float32 [kv_heads] and the optional balance of the keys
+    float32 [kv_heads, 2, size] belong to int8 caches; ABSENT for others."""
 
-    keys: Known
-    values: Known
-    key_scale: Known
-    value_scale: Known
-    key_balance: Known
+    keys: TensorInfo
+    values: TensorInfo
+    key_scale: TensorInfo
+    value_scale: TensorInfo
+    key_balance: TensorInfo
 
 
-def pages_of(cache: KVCache, dtype: int) -> Pages | None:
-    """None where the kernels do not read it: they read values of the stream's `dtype`, or int8 with scales and no means of keys."""
+def native_pages(cache: KVCache, dtype: int) -> NativePages | None:
+    """The pages, or None for a cache that the kernels do not support: they read the activations' `dtype`, or int8 with scales and without
+    key means."""
     if cache.values is None or cache.key_mean is not None or dtype < 0:
         return None
-    pages = Pages(*map(known, (cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.key_balance)))
+    pages = NativePages(*map(tensor_info, (cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.key_balance)))
     keys, values, *scales, balance = pages
     if keys.dtype != values.dtype or keys.shape[:3] != values.shape[:3]:
         return None
     if keys.dtype == dtype:
-        return pages if scales == [NOTHING, NOTHING] and balance is NOTHING else None
+        return pages if scales == [ABSENT, ABSENT] and balance is ABSENT else None
     _, kv_heads, _, size = keys.shape
     fits = keys.dtype == INT8 and all(scale.dtype == FLOAT32 and scale.shape == (kv_heads,) for scale in scales)
-    fits = fits and (balance is NOTHING or (balance.dtype == FLOAT32 and balance.shape == (kv_heads, 2, size)))
+    fits = fits and (balance is ABSENT or (balance.dtype == FLOAT32 and balance.shape == (kv_heads, 2, size)))
     return pages if fits else None

@@ -1,4 +1,4 @@
-"""Weight-only int8 linears of few rows in C, with a scale a row or in groups."""
+"""Weight-only int8 linears by the C kernels, with a scale per row or per group."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ __all__ = ["grouped_int8_linear", "int8_embedding", "int8_linear", "takes_groups
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    stored = int8_weight(weight, scale) if x.shape[0] <= few_rows() else None
-    y = product(x, stored, bias, fusion) if stored is not None else None
+    """See `ops.int8_linear`."""
+    native = int8_weight(weight, scale) if x.shape[0] <= max_rows() else None
+    y = product(x, native, bias, fusion) if native is not None else None
     return reference.int8_linear(x, weight, scale, bias, fusion) if y is None else y
 
 
 def takes_groups(weight: GroupedInt8Weight) -> bool:
+    """See `ops.takes_int8_groups`."""
     return grouped_int8_weight(weight.codes, weight.scale, weight.offset, weight.group_size) is not None
 
 
 def grouped_int8_linear(x: Tensor, weight: GroupedInt8Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    stored = grouped_int8_weight(weight.codes, weight.scale, weight.offset, weight.group_size)
-    y = grouped_product(x, stored, bias, fusion)
+    """See `ops.grouped_int8_linear`."""
+    native = grouped_int8_weight(weight.codes, weight.scale, weight.offset, weight.group_size)
+    y = grouped_product(x, native, bias, fusion)
     return reference.grouped_int8_linear(x, weight, bias, fusion) if y is None else y
 
 
 @cache
-def few_rows() -> int:
-    """Up to how many rows the kernel wins: 8 of [3072, 576] take it 650 µs, and integer products of two digits 490 where they are exact."""
+def max_rows() -> int:
+    """The number of rows up to which the kernel is faster than the reference: with a weight [3072, 576], 8 rows take the kernel 650 µs, and
+    exact integer products of two digits 490 µs."""
     return 4 if exact_integers() else 16

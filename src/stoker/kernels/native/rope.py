@@ -1,4 +1,4 @@
-"""Rotary positions and the write into the paged cache in C."""
+"""Rotary position embedding and the write into the paged KV cache by the C kernel (rope.c)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from stoker.kernels.native.library import FLOAT32, INT32, NOTHING, ROPE_STORE, Known, kernels, known
-from stoker.kernels.native.linear import STREAM
-from stoker.kernels.native.pages import pages_of
+from stoker.kernels.native.library import ABSENT, FLOAT32, INT32, ROPE_STORE, TensorInfo, kernels, tensor_info
+from stoker.kernels.native.linear import ACTIVATION_DTYPES
+from stoker.kernels.native.pages import native_pages
 from stoker.kernels.reference import rope as reference
 
 if TYPE_CHECKING:
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:
-    if _rope_store(q, k, v, known(positions), known(cos_sin), interleaved, cache, known(slots)):
+    """See `ops.rope_store`."""
+    if _rope_store(q, k, v, tensor_info(positions), tensor_info(cos_sin), interleaved, cache, tensor_info(slots)):
         return q
     return reference.rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
 
 
-def _rope_store(q: Tensor, k: Tensor, v: Tensor, positions: Known, table: Known, interleaved: bool, cache: KVCache, slots: Known) -> bool:
-    """Whether the kernel took it."""
-    found, pages = kernels(), pages_of(cache, STREAM.get(q.dtype, -1))
-    if isinstance(found, str) or pages is None or not (k.dtype == v.dtype == q.dtype and k.is_cpu and v.is_cpu):
+def _rope_store(
+    q: Tensor, k: Tensor, v: Tensor, positions: TensorInfo, cos_sin: TensorInfo, interleaved: bool, cache: KVCache, slots: TensorInfo
+) -> bool:
+    """Run the kernel. False, with nothing changed, when it does not support the arguments."""
+    library, pages = kernels(), native_pages(cache, ACTIVATION_DTYPES.get(q.dtype, -1))
+    if isinstance(library, str) or pages is None or not (k.dtype == v.dtype == q.dtype and k.is_cpu and v.is_cpu):
         return False
     (tokens, heads, size), q_stride, k_stride, v_stride = q.shape, q.stride(), k.stride(), v.stride()
     num_blocks, kv_heads, block_size, _ = pages.keys.shape
@@ -37,15 +40,15 @@ def _rope_store(q: Tensor, k: Tensor, v: Tensor, positions: Known, table: Known,
         and q_stride[2] == k_stride[2] == v_stride[2] == 1
         and positions.dtype == slots.dtype == INT32
         and positions.shape == slots.shape == (tokens,)
-        and (table is NOTHING or (table.dtype == FLOAT32 and len(table.shape) == 2))
+        and (cos_sin is ABSENT or (cos_sin.dtype == FLOAT32 and len(cos_sin.shape) == 2))
     ):
         return False
-    num_positions, dim = table.shape or (0, 0)
-    return not found.rope_store(
+    num_positions, dim = cos_sin.shape or (0, 0)
+    return not library.rope_store(
         ROPE_STORE(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.address, slots.address, table.address,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.address, slots.address, cos_sin.address,
             pages.key_scale.address, pages.value_scale.address, pages.key_balance.address, pages.keys.address, pages.values.address,
             tokens, heads, kv_heads, size, pages.values.shape[3], *q_stride[:2], *k_stride[:2], *v_stride[:2],
-            dim, num_positions, interleaved, num_blocks, block_size, STREAM[q.dtype], pages.keys.dtype,
+            dim, num_positions, interleaved, num_blocks, block_size, ACTIVATION_DTYPES[q.dtype], pages.keys.dtype,
         )
     )  # fmt: skip

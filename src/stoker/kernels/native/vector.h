@@ -1,4 +1,4 @@
-/* Vectors of floats as wide as a register, in GCC's and clang's vector extensions, and what these leave to be said by hand. */
+/* SIMD vectors of floats, one register wide, in the vector extensions of GCC and clang; intrinsics where these generate slow code. */
 
 #ifndef STOKER_VECTOR_H
 #define STOKER_VECTOR_H
@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Floats of a register. */
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX2__)
@@ -28,24 +29,23 @@ typedef float f32v __attribute__((vector_size(4 * LANES)));
 typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
 typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
 
-/* As `DTYPES` in library.py numbers them. UINT8 as a weight's dtype: int4 codes, two a byte. */
+/* The numbers of `DTYPES` in library.py. UINT8 as the dtype of a weight means int4, two values per byte. */
 enum dtype { FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32 };
 
+/* Bytes of an element; of the dtypes above all but INT32 are elements. */
 static INLINE int64_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : dtype <= FLOAT16 ? 2 : 1; }
 
-static INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static INLINE int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static INLINE f32v all(float value) { return value - (f32v){0}; }
+static INLINE f32v broadcast(float value) { return value - (f32v){0}; }
 
-static INLINE f32v bits(u32v value) { return (f32v)value; }
+static INLINE f32v as_float(u32v bits) { return (f32v)bits; }
 
 /* a where the mask's lane is all ones, b where it is zero. */
-static INLINE f32v choose(i32v mask, f32v a, f32v b) { return (f32v)(((i32v)a & mask) | ((i32v)b & ~mask)); }
+static INLINE f32v blend(i32v mask, f32v a, f32v b) { return (f32v)(((i32v)a & mask) | ((i32v)b & ~mask)); }
 
-static INLINE f32v larger(f32v a, f32v b) { return choose(b > a, b, a); }
-
-/* LANES neighbours as int32. Compilers make four times the instructions of a conversion that there need be, and a weight costs
- * little else. */
+/* LANES neighbouring elements at p, widened to int32. Compilers emit four times the necessary instructions for
+ * __builtin_convertvector of narrow integers, and a weight costs little else than its conversion. */
 #if defined(__AVX512F__)
 static INLINE i32v widen_i8(const void *p) { return (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128(p)); }
 static INLINE i32v widen_u8(const void *p) { return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128(p)); }
@@ -62,13 +62,17 @@ static INLINE i32v widen_u16(const void *p) { return (i32v)_mm256_cvtepu16_epi32
         return (i32v){v[0], v[1], v[2], v[3]};                                                                                             \
     }
 #ifdef __ARM_NEON
-static INLINE uint32_t four(const void *p) {
+static INLINE uint32_t load_4_bytes(const void *p) {
     uint32_t v;
     memcpy(&v, p, sizeof v);
     return v;
 }
-static INLINE i32v widen_i8(const void *p) { return (i32v)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four(p)))))); }
-static INLINE i32v widen_u8(const void *p) { return (i32v)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four(p)))))); }
+static INLINE i32v widen_i8(const void *p) {
+    return (i32v)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(load_4_bytes(p))))));
+}
+static INLINE i32v widen_u8(const void *p) {
+    return (i32v)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(load_4_bytes(p))))));
+}
 #else
 WIDEN(widen_i8, int8_t)
 WIDEN(widen_u8, uint8_t)
@@ -76,58 +80,46 @@ WIDEN(widen_u8, uint8_t)
 WIDEN(widen_u16, uint16_t)
 #endif
 
-/* The values of a group's 16 codes, code × scale + low; `decoded` takes the low four bits of each lane. */
-#ifdef __AVX512F__
-typedef f32v codebook;
-static INLINE codebook codebook_of(float scale, float low) {
-    return (f32v){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * scale + low;
-}
-static INLINE f32v decoded(i32v codes, codebook book) { return (f32v)_mm512_permutexvar_ps((__m512i)codes, (__m512)book); }
-#else
-typedef struct {
-    float scale, low;
-} codebook;
-static INLINE codebook codebook_of(float scale, float low) { return (codebook){scale, low}; }
-static INLINE f32v decoded(i32v codes, codebook book) { return __builtin_convertvector(codes & 15, f32v) * book.scale + book.low; }
-#endif
-
-static INLINE f32v from_float16(u32v wide) {
-    u32v rest = (wide & 0x7fff) << 13;
-    f32v value = bits(rest) * 0x1p112f; /* the exponent's new bias; subnormals come out right */
-    f32v special = bits(rest | 0x7f800000);
-    value = choose((i32v)((wide & 0x7c00) == 0x7c00), special, value);
-    return bits((u32v)value | (wide & 0x8000) << 16);
+/* IEEE half precision bits (in the low 16 bits of each lane) as float32. */
+static INLINE f32v from_float16(u32v half) {
+    u32v magnitude = (half & 0x7fff) << 13;
+    f32v value = as_float(magnitude) * 0x1p112f; /* moves the exponent's bias from 15 to 127; exact for subnormals */
+    f32v special = as_float(magnitude | 0x7f800000);
+    value = blend((i32v)((half & 0x7c00) == 0x7c00), special, value); /* infinity and NaN */
+    return as_float((u32v)value | (half & 0x8000) << 16);
 }
 
-/* LANES neighbours of a dtype, as floats. */
-static INLINE f32v load(int dtype, const void *from, int64_t at) {
-    const char *p = (const char *)from + at * size_of(dtype);
+/* Elements index : index + LANES of an array of `dtype`, as float32. With a constant dtype one branch is compiled. */
+static INLINE f32v load(int dtype, const void *array, int64_t index) {
+    const char *p = (const char *)array + index * size_of(dtype);
     f32v v;
     switch (dtype) {
     case INT8: return __builtin_convertvector(widen_i8(p), f32v);
     case UINT8: return __builtin_convertvector(widen_u8(p), f32v);
-    case BFLOAT16: return bits((u32v)widen_u16(p) << 16);
+    case BFLOAT16: return as_float((u32v)widen_u16(p) << 16);
     case FLOAT16: return from_float16((u32v)widen_u16(p));
     }
     memcpy(&v, p, sizeof v);
     return v;
 }
 
-/* The first `count` < LANES of them, zeros behind: nothing past them is read. */
-static INLINE f32v load_part(int dtype, const void *from, int64_t at, int64_t count) {
+/* The first `count` < LANES of these elements, then zeros. Nothing behind them is read. */
+static INLINE f32v load_first(int dtype, const void *array, int64_t index, int64_t count) {
     char part[LANES * 4] = {0};
-    memcpy(part, (const char *)from + at * size_of(dtype), count * size_of(dtype));
+    memcpy(part, (const char *)array + index * size_of(dtype), count * size_of(dtype));
     return load(dtype, part, 0);
 }
 
-static INLINE f32v load_some(int dtype, const void *from, int64_t at, int64_t count) {
-    return count >= LANES ? load(dtype, from, at) : load_part(dtype, from, at, count);
+/* `load` where at least LANES elements are left, else `load_first`. */
+static INLINE f32v load_up_to(int dtype, const void *array, int64_t index, int64_t count) {
+    return count >= LANES ? load(dtype, array, index) : load_first(dtype, array, index, count);
 }
 
-/* Write the first `count` lanes as float32, as bfloat16 to the nearest, or as int8 to the nearest within ± 127. */
-static INLINE void store_some(int dtype, void *to, int64_t at, f32v v, int64_t count) {
-    char *p = (char *)to + at * size_of(dtype);
-    count = least(count, LANES);
+/* Store the first `count` lanes (at most LANES): as float32; as bfloat16, rounded to nearest even; or as int8, rounded to nearest even
+ * within ± 127, with NaN as 0. */
+static INLINE void store_up_to(int dtype, void *array, int64_t index, f32v v, int64_t count) {
+    char *p = (char *)array + index * size_of(dtype);
+    count = min_i64(count, LANES);
     if (dtype == FLOAT32) {
         if (count == LANES) memcpy(p, &v, sizeof v);
         else memcpy(p, &v, count * 4);
@@ -137,63 +129,33 @@ static INLINE void store_some(int dtype, void *to, int64_t at, f32v v, int64_t c
         for (int i = 0; i < LANES; i++) half[i] = v[i] == v[i] ? nearest[i] : 0x7fc0;
         memcpy(p, half, count * 2);
     } else {
-        int8_t code[LANES];
-        v = choose(v != v, all(0), v);
-        v = choose(v > 127.0f, all(127), choose(v < -127.0f, all(-127), v));
-        v = (v + 0x1.8p23f) - 0x1.8p23f; /* to the nearest, ties to even */
-        for (int i = 0; i < LANES; i++) code[i] = v[i];
-        memcpy(p, code, count);
+        int8_t value[LANES];
+        v = blend(v != v, broadcast(0), v);
+        v = blend(v > 127.0f, broadcast(127), blend(v < -127.0f, broadcast(-127), v));
+        v = (v + 0x1.8p23f) - 0x1.8p23f; /* leaves no fraction bits: rounded to nearest even */
+        for (int i = 0; i < LANES; i++) value[i] = v[i];
+        memcpy(p, value, count);
     }
 }
 
-static INLINE float total(f32v v) {
+/* The sum of all lanes. */
+static INLINE float sum_lanes(f32v v) {
     float parts[LANES];
     memcpy(parts, &v, sizeof v);
     for (int half = LANES / 2; half; half /= 2) UNROLL for (int i = 0; i < half; i++) parts[i] += parts[half + i];
     return parts[0];
 }
 
-/* e to the power of x within 2 units in the last place; 0 and infinity past float's range. */
+/* exp(x) within 2 units in the last place; 0 and infinity beyond the range of float.
+ * x = n log 2 + r with |r| <= log 2 / 2; exp(r) by a polynomial of degree 5. */
 static INLINE f32v exponential(f32v x) {
-    x = choose(x > 89.0f, all(89), choose(x < -104.0f, all(-104), x));
-    f32v shifted = x * 0x1.715476p+0f + 0x1.8p23f, n = shifted - 0x1.8p23f;
-    f32v r = x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f, square = r * r; /* log 2, in two parts */
+    x = blend(x > 89.0f, broadcast(89), blend(x < -104.0f, broadcast(-104), x));
+    f32v shifted = x * 0x1.715476p+0f + 0x1.8p23f, n = shifted - 0x1.8p23f; /* 1 / log 2, rounded to an integer */
+    f32v r = x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f, square = r * r;    /* log 2 in two parts, so that r is exact */
     f32v p = (0x1.0e4020p-7f * r + 0x1.573e2ep-5f) * square + (0x1.555e66p-3f * r + 0x1.fffdb6p-2f);
     p = 1.0f + (p * square + 0x1.ffffecp-1f * r);
-    i32v power = (i32v)shifted - 0x4b400000, half = power >> 1; /* twice, since 2 to the 128 is no float */
+    i32v power = (i32v)shifted - 0x4b400000, half = power >> 1; /* two factors, since 2 to the 128 is not a float */
     return p * (f32v)((half + 127) << 23) * (f32v)((power - half + 127) << 23);
 }
-
-enum activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, GELU_QUICK, RELU, RELU2 };
-
-static INLINE f32v activated(int activation, f32v x) {
-    f32v slope = x;
-    switch (activation) {
-    case RELU:
-    case RELU2:
-        slope = choose(x < 0.0f, all(0), x);
-        return activation == RELU ? slope : slope * slope;
-    case GELU:
-        for (int i = 0; i < LANES; i++) slope[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0x1.6a09e6p-1f));
-        return slope;
-    case GELU_TANH: /* (1 + tanh u) / 2 is the sigmoid of 2 u */
-        slope = 1.595769122f * (x + 0.044715f * x * x * x);
-        break;
-    case GELU_QUICK:
-        slope = 1.702f * x;
-    }
-    return x / (1.0f + exponential(-slope));
-}
-
-/* work(job, part) for each of `count` parts; `next` and `done` begin at 0. */
-struct stage {
-    void (*work)(void *, int64_t);
-    void *job;
-    int64_t count, next, done;
-};
-
-/* Does stage after stage, each once the one before is done, on the threads of PyTorch's OpenMP runtime: `fork` is its GOMP_parallel. */
-typedef void fork_function(void (*)(void *), void *, unsigned, unsigned);
-void run_stages(fork_function *fork, int64_t threads, struct stage *first, int64_t count);
 
 #endif

@@ -1,0 +1,63 @@
+/* Rows of a weight in groups (int8 or int4) as float32. Linears of many rows widen a slice of the weight that fits the L2 cache, and
+ * multiply it there with PyTorch's product. */
+
+#include "linear.h"
+
+/* `WIDENING` in library.py, then the arguments of a linear. */
+struct widening {
+    fork_function *fork;
+    int64_t threads;
+    float *out;           /* [count, in] */
+    int64_t first, count; /* rows of the weight */
+    struct linear linear; /* of which only the weight is used */
+};
+
+/* The features of LANES bytes: LANES of int8, or 2 × LANES of int4. */
+static INLINE void widen_bytes(int is_int4, const char *bytes, codebook book, float scale, float low, float *out) {
+    if (!is_int4) return store_up_to(FLOAT32, out, 0, load(INT8, bytes, 0) * scale + low, LANES);
+    i32v values = widen_u8(bytes);
+    f32v even = decode_int4(values, book), odd = decode_int4(values >> 4, book);
+    float features[2 * LANES];
+    UNROLL for (int i = 0; i < LANES; i++) features[2 * i] = even[i], features[2 * i + 1] = odd[i];
+    memcpy(out, features, sizeof features);
+}
+
+/* One row; `scale` and `low` point to those of its groups. */
+static INLINE void widen_row(int is_int4, const struct linear *l, const float *scale, const float *low, const char *row, float *out) {
+    int64_t step = is_int4 ? 2 * LANES : LANES; /* features of LANES bytes */
+    for (int64_t g = 0; g * l->group < l->in; g++) {
+        codebook book = codebook_of(scale[g], low[g]);
+        int64_t k = g * l->group, end = min_i64(k + l->group, l->in);
+        for (; k + step <= end; k += step) widen_bytes(is_int4, row + (is_int4 ? k / 2 : k), book, scale[g], low[g], out + k);
+        if (k == end) continue;
+        float last[2 * LANES];
+        char bytes[LANES] = {0};
+        memcpy(bytes, row + (is_int4 ? k / 2 : k), is_int4 ? (end - k) / 2 : end - k);
+        widen_bytes(is_int4, bytes, book, scale[g], low[g], last);
+        memcpy(out + k, last, (end - k) * sizeof *out);
+    }
+}
+
+/* Work item `index`: BLOCK rows. */
+static void widen_block(void *data, int64_t index) {
+    const struct widening *a = data;
+    const struct linear *l = &a->linear;
+    int64_t begin = index * BLOCK, rows = min_i64(BLOCK, a->count - begin), groups = (l->in + l->group - 1) / l->group;
+    struct group_scales scales;
+    load_group_scales(l, &scales, a->first + begin, rows);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = a->first + begin + r;
+        const float *scale = scales.scale + r * groups, *low = scales.low + r * groups;
+        float *out = a->out + (begin + r) * l->in;
+        if (l->weight_dtype == UINT8) widen_row(1, l, scale, low, (const char *)l->weight + row * (l->in / 2), out);
+        else widen_row(0, l, scale, low, (const char *)l->weight + row * l->in, out);
+    }
+}
+
+/* Returns 0, or 1 when a row has more groups than the buffer holds. */
+int stoker_widen(const struct widening *a) {
+    if (!a->linear.group || a->linear.in > MAX_GROUPS * a->linear.group) return 1;
+    struct stage blocks = {widen_block, (void *)a, (a->count + BLOCK - 1) / BLOCK, 0, 0};
+    run_stages(a->fork, a->threads, &blocks, 1);
+    return 0;
+}
