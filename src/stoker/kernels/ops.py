@@ -1,8 +1,11 @@
-"""The one place where a device is looked at: each op runs its Triton launcher on CUDA tensors, its reference elsewhere.
+"""The operations that models are made of. Only this file selects an implementation by device.
 
-Every op is a quartet: the name here, a launcher and a kernel in `triton/`, and a plain-torch `reference/` with the same
-file name and signature, which is the CPU path and the test oracle. For steps of few rows some have a C kernel too, in `native/`,
-which runs on the CPU where there is a compiler.
+Every op has a function here, a launcher and a kernel in `triton/`, and a reference in plain PyTorch with the same signature in
+`reference/`, which is also the test oracle. Some ops have a C kernel for small decode steps in `native/`.
+
+    CUDA tensors     the Triton launcher, or the reference for ops without one
+    CPU tensors      the C kernel where there is one and a compiler is installed, else the reference
+    meta tensors     after `use_launchers`, the Triton launchers: they list or compile kernels ahead of time (`triton.aot`)
 """
 
 from __future__ import annotations
@@ -36,11 +39,12 @@ from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion, Rot
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
 
+# The modules of Triton launchers, by the reference that they replace.
 _GPU: dict[ModuleType, ModuleType] = {}
 
 
 def use_launchers() -> None:
-    """Bind the Triton launchers. Without a device they take meta tensors, to be compiled ahead (`kernels.triton.ahead`)."""
+    """Use the Triton launchers for tensors off the CPU. Called on import when there is a GPU, and by the ahead-of-time trace."""
     from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
     from stoker.kernels.triton.attention import launch as attention
     from stoker.kernels.triton.fused_layer import launch as fused_layer_launcher
@@ -63,7 +67,7 @@ if torch.cuda.is_available():
 
 @cache
 def _cpu() -> dict[ModuleType, ModuleType]:
-    """The launchers of C kernels; they are compiled by the first op of a CPU, if they were not yet."""
+    """The modules of C kernels by their reference; empty when there are none. The first op on CPU tensors compiles them if necessary."""
     from stoker.kernels.native import attention, fused_layer, library, linear, quant_int4, quant_int8, rope
 
     if isinstance(library.kernels(), str):
@@ -75,24 +79,25 @@ def _cpu() -> dict[ModuleType, ModuleType]:
 
 
 def _pick(x: Tensor, reference: ModuleType) -> ModuleType:
+    """The module that implements the functions of `reference` on x's device."""
     return (_cpu() if x.is_cpu else _GPU).get(reference, reference)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
-    """RMS norm (arXiv 1910.07467) or layer norm over the last axis; `kind` is rms or layer. Arithmetic in float32."""
+    """RMS norm (arXiv 1910.07467) or layer norm over the last axis of x, in float32. `kind`: rms or layer. weight, bias [size] or None."""
     return _pick(x, norm_ref).norm(x, weight, bias, eps, kind)
 
 
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
-    """The sum of x over the group's ranks, + `residual`, on every rank, bit for bit the same. May overwrite x.
+    """The sum of x over the group's ranks, + `residual`. All ranks get the same bits. May overwrite x.
 
-    A GPU kernel does both, for messages of a decode step.
+    On GPUs that can access each other's memory, messages of a decode step go through one kernel that also adds the residual.
     """
     return _pick(x, all_reduce_ref).all_reduce(x, group, residual)
 
 
 def check_inboxes(group: Group) -> None:
-    """Before the first sum: let a group whose devices cannot write into each other's memory do without. Every rank calls it."""
+    """Disable a group's peer memory where all-reduces through it fail. Every rank calls this before its first all-reduce."""
     if group.inboxes is not None:
         from stoker.kernels.triton import all_reduce
 
@@ -100,7 +105,7 @@ def check_inboxes(group: Group) -> None:
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) × up for [..., 2 × size] holding gate then up. Returns [..., size]."""
+    """act(gate) × up [..., size] of gate_up [..., 2 × size], which holds gate, then up. Names as in `reference.activation.ACTIVATIONS`."""
     return _pick(gate_up, activation_ref).gated(gate_up, activation)
 
 
@@ -110,12 +115,12 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def resolve(token_ids: Tensor, last_ids: Tensor) -> Tensor:
-    """token_ids [T] int32, where -1 - r stands for last_ids[r]: a token that was sampled but not read back."""
+    """int32 token_ids [T] with every -1 - r replaced by last_ids[r]: a token that was sampled on the device and not read back yet."""
     return _pick(token_ids, embedding_ref).resolve(token_ids, last_ids)
 
 
 def remember(last_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """last_ids[rows[i]] = token_ids[i], for `resolve`; int32. -1, where there was no token, becomes 0: some token that exists."""
+    """last_ids[rows[i]] = token_ids[i], for `resolve`; all int32. -1 (no token) is stored as 0, which is a valid id."""
     _pick(token_ids, embedding_ref).remember(last_ids, rows, token_ids)
 
 
@@ -130,7 +135,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
 
 
 def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a linear without fused kernels does: the fusion's input gate and norm, `product`, then the gate and the residual."""
+    """A linear without fused kernels: the fusion's input gate and norm, `product`, then the gate and the residual, each as an op."""
     if fusion.input_gate is not None:
         x = gated(x, fusion.input_gate)
     if fusion.norm_kind is not None:
@@ -254,13 +259,15 @@ def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor,
 def rope_store(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor | None, interleaved: bool, cache: KVCache, slots: Tensor
 ) -> Tensor:
-    """Rotate q and k (the first `cos_sin.shape[1]` features of each head), store k and v in the cache, return q.
+    """Rotate q and k by rotary position embedding, store k and v in the cache, and return q.
 
-    q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv]: views with unit stride in the last axis; q may be rotated in place.
-    cos_sin float32 [max_positions, dim] holds dim/2 cosines, then dim/2 sines; None: no rotation.
-    slots int32 [T]: block × block_size + offset; -1 stores nowhere. A quantized cache stores round(x ÷ scale),
-    and with `key_balance` it has other coordinates (`reference.rope.spread`), in which q is returned. With `key_mean`, `positions` are
-    the tokens' places in their sequences.
+    q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv]: views with unit stride in the last axis; q may be changed in place.
+    cos_sin float32 [max_positions, dim] holds dim / 2 cosines, then dim / 2 sines, for the first dim features; None: no rotation.
+    positions int32 [T]: rows of cos_sin; with a `key_mean` they must be positions in the sequence.
+    slots int32 [T]: block × block_size + place in the block; -1 stores nowhere.
+
+    A quantized cache stores round(x ÷ scale). With `key_balance`, q and k are multiplied by its factors and Hadamard-transformed
+    (`reference.rope.hadamard_transform`), which leaves q · k unchanged; q is returned so. With `key_mean`, keys are stored less a mean.
     """
     return _pick(q, rope_ref).rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
 
@@ -275,7 +282,7 @@ def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionP
 
 
 def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """`rope_store`, then `attention` of what it gives: on a GPU one launch, where each row has one token and the cache q's dtype."""
+    """`rope_store`, then `attention`. On a GPU both are one launch for decode steps over a cache of q's dtype, where that is faster."""
     launcher = None if q.is_cpu else _GPU.get(attention_ref)
     if launcher is None:
         return attention(rope_store(q, k, v, *rotary, cache, batch.slots), cache, batch, params)
@@ -283,41 +290,41 @@ def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCac
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:
-    """A token id for each row of logits [L, V]: int32 [L], -1 for a row whose largest logit is no number (NaN, or everything banned).
+    """A token id for each row of logits [L, V]: int32 [L]. -1 for a row with NaN or +inf, or where every token is banned (-inf).
 
-    Greedy, or drawn after temperature, top-k, top-p and min-p, in that order.
+    Greedy, or drawn after temperature, top-k, top-p and min-p, in that order. A draw depends on the row's seed and counter alone.
     """
     return _pick(logits, sampling_ref).sample(logits, params)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Natural-log probabilities in float32: of token_ids [L], and of the num_top best [L, num_top] with their int32 ids."""
+    """(log probability of token_ids [L], those of the num_top most probable tokens [L, num_top], their int32 ids), natural, in float32."""
     return _pick(logits, sampling_ref).logprobs(logits, token_ids, num_top)
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
-    """Choose experts by router logits [T, num_experts]. `correction` float32 [num_experts] sways the choice, not the weights."""
+    """Choose experts by router logits [T, num_experts]. `correction` float32 [num_experts] is added for the choice, not in the weights."""
     return _pick(logits, moe_ref).route(logits, correction, params)
 
 
 def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """Each token of x [T, K] through its chosen experts' weight [num_experts, N, K] (+ bias [num_experts, N]).
+    """Each token of x [T, K] times the weight [num_experts, N, K] of each of its experts, + bias [num_experts, N].
 
-    Returns [T × k, N] in the order of routing.order.
+    Returns [T × k, N], sorted by expert: in the order of routing.order.
     """
     return _pick(x, moe_ref).expert_up(x, weight, bias, routing)
 
 
 def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """The weighted sum of each token's choices, [T, N].
+    """Rows of x [T × k, K], in the order of routing.order, times their expert's weight [num_experts, N, K], + bias [num_experts, N].
 
-    x [T × k, K], in the order of routing.order, goes through weight [num_experts, N, K] (+ bias [num_experts, N]) first.
+    Returns [T, N]: for each token the sum of its k rows, weighted by routing.weights.
     """
     return _pick(x, moe_ref).expert_down(x, weight, bias, routing)
 
 
 def quant_expert_up(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
-    """`expert_up` with quantized weights. On a GPU a small step reads the codes of the chosen experts once."""
+    """`expert_up` with quantized weights."""
     return _pick(x, moe_ref).quant_expert_up(x, weight, bias, routing)
 
 

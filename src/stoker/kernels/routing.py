@@ -1,4 +1,4 @@
-"""Values of the mixture-of-experts ops."""
+"""Argument types of the mixture-of-experts ops."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ class RoutingParams:
     """How router logits become expert choices."""
 
     top_k: int
-    score: str = "softmax"  # softmax, sigmoid: over all experts; softmax_topk: softmax over the chosen logits
-    renormalize: bool = True  # the chosen weights are divided by their sum
-    scale: float = 1.0  # then multiplied by this
-    num_groups: int = 1  # experts are chosen from the `top_groups` best of so many equal groups
+    score: str = "softmax"  # softmax or sigmoid of all logits; softmax_topk: softmax of the chosen logits
+    renormalize: bool = True  # divide the chosen weights by their sum
+    scale: float = 1.0  # then multiply them by this
+    num_groups: int = 1  # experts are chosen from the `top_groups` best of this many equal groups
     top_groups: int = 1
     group_score: str = "max"  # a group's score: its best expert (max) or the sum of its two best (top2)
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The choices of a step: T tokens, k experts each. A choice is token × k + its number."""
+    """The experts that the T tokens of a step chose, k each. Choice token × k + i is the i-th expert of a token."""
 
     weights: Tensor  # float32 [T, k]
     order: Tensor  # int32 [T × k]: choices sorted by expert, then by token
-    offsets: Tensor  # int32 [num_experts + 1]: choices order[offsets[e] : offsets[e + 1]] are expert e's
-    # Where experts are on several ranks, `offsets` are a rank's own, and do not cover all of order: rows of the rest are zeros.
+    offsets: Tensor  # int32 [num_experts + 1]: choices order[offsets[e] : offsets[e + 1]] belong to expert e
+    # False with expert parallelism: `offsets` cover the experts of this rank only, and rows of other choices are zeros.
     is_whole: bool = True
 
     @property
