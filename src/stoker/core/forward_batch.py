@@ -1,4 +1,4 @@
-"""The tensors of one step as the model sees them."""
+"""The input of one forward pass, and the KV cache of one layer."""
 
 from __future__ import annotations
 
@@ -10,64 +10,69 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """A step's flat token list. Decode rows (one token each) come first, then prefill chunks.
+    """The T tokens of a step, which belong to R rows. Rows with one token come first, then prefill chunks.
 
-    T tokens of R rows; a row's queries are tokens query_starts[r] : query_starts[r + 1] and they sit at the end of
-    its seq_lens[r] keys. All index tensors are int32 on the model's device, except token_ids and slots (int64 on the CPU path is
-    accepted everywhere).
+    The tokens of row r are query_starts[r] : query_starts[r + 1]. They are the last ones of the seq_lens[r] tokens that the row attends to.
+    All index tensors are int32 on the model's device; on the CPU, token_ids and slots may be int64.
     """
 
     token_ids: Tensor  # [T] int32
     positions: Tensor  # [T] int32, position of each token in its sequence
-    slots: Tensor  # [T] int32, block_id * block_size + offset where each token's keys and values go; -1: nowhere (padding)
-    query_starts: Tensor  # [R + 1] int32
-    seq_lens: Tensor  # [R] int32, keys each row attends to, its own queries included
-    block_tables: Tensor  # [R, B] int32, block ids in order; entries past a row's length are undefined
-    num_decodes: int  # rows 0 : num_decodes have exactly one query
-    max_query_len: int  # longest row's queries
-    max_seq_len: int  # an upper bound of seq_lens; in a captured graph, the bucket's bound
-    logits_idx: Tensor | None = None  # [L] int32 tokens whose logits are wanted; None: the last of each row
-    prefix_lens: Tensor | None = None  # [R] int32: prefix-LM models attend in both directions below this position
-    block_positions: Tensor | None = None  # [T] int32: second position of 2-D position models
-    shared: dict[str, object] = field(default_factory=dict)  # per-step values that layers compute once (masks, gather indices)
+    slots: Tensor  # [T] int32, where keys and values are stored: block_id * block_size + offset; -1: nowhere (padding)
+    query_starts: Tensor  # [R + 1] int32, index of the first token of each row, and T
+    seq_lens: Tensor  # [R] int32, number of keys that each row attends to, including those of this step
+    block_tables: Tensor  # [R, B] int32, block ids in order; entries beyond the length of a row are undefined
+    num_decodes: int  # rows 0 : num_decodes have exactly one token
+    max_query_len: int  # largest number of tokens of a row
+    max_seq_len: int  # upper bound of seq_lens; in a captured graph, that of its bucket
+    logits_idx: Tensor | None = None  # [L] int32, tokens whose logits are computed; None: the last token of each row
+    prefix_lens: Tensor | None = None  # [R] int32, prefix LM: tokens below this position attend in both directions
+    block_positions: Tensor | None = None  # [T] int32, prefix LM: the second position of each token
+    shared: dict[str, object] = field(default_factory=dict)  # values that one layer computes for all layers (masks, indices)
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return self.token_ids.shape[0]
 
     @property
     def num_rows(self) -> int:
+        """R."""
         return self.seq_lens.shape[0]
 
     @property
     def is_decode(self) -> bool:
-        """Every row has one token, and each wants its logits."""
+        """Whether every row has exactly one token."""
         return self.num_decodes == self.num_rows
 
 
 @dataclass(slots=True)
 class KVCache:
-    """One layer's share of the paged cache.
+    """The paged KV cache of one layer.
 
-    keys [num_blocks, kv_heads, block_size, head_size] and values likewise (MLA: keys hold the rope part, then the latent; one head, and
-    values is None). Quantized caches (int8, float8_e4m3fn) carry a scale a head, float32 [kv_heads]: real = stored × scale.
+    `keys` and `values` are [num_blocks, kv_heads, block_size, head_size]. For MLA there is one head, `keys` holds the rotary part and then
+    the latent, and `values` is None. A quantized cache (int8, float8_e4m3fn) has scales, float32 [kv_heads]: real = stored × scale.
 
-    With `key_balance`, float32 [kv_heads, 2, head_size], keys are stored in other coordinates, to which `ops.rope_store` takes queries too:
-    attention sees the scores that it would see (`quant.keys`). With `key_mean` too, float32 [kv_heads, means, head_size] in units of the
-    scale, the key at a position, but for the first, is stored less mean number position ÷ MEAN_TOKENS, which attention adds again.
+    `key_balance`, float32 [kv_heads, 2, head_size], if present, multiplies keys ([:, 0]) and queries ([:, 1]) before both are transformed
+    by the same orthonormal matrix, which leaves their products unchanged and spreads large features over all others (`quant.keys`).
+
+    `key_mean`, float32 [kv_heads, means, head_size] in units of the scale, if present, is subtracted from stored keys, and attention adds
+    the product of each query with it. The key at position p uses mean p // MEAN_TOKENS; the first key of a sequence is stored unchanged.
     """
 
     keys: Tensor
     values: Tensor | None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
-    key_balance: Tensor | None = None  # what a head's keys, and the queries that see them, are multiplied by before they are spread
+    key_balance: Tensor | None = None
     key_mean: Tensor | None = None
 
     @property
     def block_size(self) -> int:
+        """Token positions of one block."""
         return self.keys.shape[2]
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of keys and values."""
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if isinstance(t, torch.Tensor))
