@@ -117,10 +117,10 @@ BUILT: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize("family", BUILT)
 def test_what_is_built_just_in_time(family: str, tmp_path: Path) -> None:
     """Each is a row of the models' table, whose parity is tested there; and its version is taken."""
-    from stoker.models import rows
+    from stoker.models import all_architectures
 
     architecture, kind, version = BUILT[family]
-    assert [row for row in rows() if architecture in (row.name, *row.aliases)]
+    assert [row for row in all_architectures() if architecture in (row.name, *row.aliases)]
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": kind}))
     source = build(load(tmp_path, version + "\n"))
     assert source.checkpoint == str(tmp_path)
