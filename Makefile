@@ -6,10 +6,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= 2
 
-.PHONY: help demo serve test triton check setup clean
+.PHONY: help demo serve test test-fast coverage triton check wheel setup clean
+
+# Tests without a model that is trained or downloaded, and without processes that serve one. FAST_SKIPS are files of these folders that take long.
+FAST := tests/test_architecture.py tests/test_vocabulary.py tests/project tests/unit tests/base tests/engine tests/deploy \
+  tests/frontend tests/server tests/lmi tests/cli/test_documentation.py tests/cli/test_command_table.py
+FAST_SKIPS := tests/server/test_server_processes.py tests/server/test_server_hostile_http.py tests/frontend/test_chat_template.py \
+  tests/frontend/test_detokenizer.py tests/frontend/test_beam_search.py tests/frontend/test_executor_transport.py \
+  tests/frontend/test_llm_start.py tests/deploy/test_triton_lint_fill.py tests/deploy/test_sources_remote.py tests/engine/test_engine_cache.py
+# The tests of the packages that [tool.coverage.run] in pyproject.toml names.
+COVERAGE := tests/unit tests/base tests/deploy tests/frontend tests/server tests/lmi tests/triton tests/truss tests/runtime/test_executor_loop.py \
+  -m "not triton and not truss and not slow"
 
 help:  ## Show the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 11
 
 demo: $(VENV)/.installed  ## Build, serve and ask a small model, then stop
 	@$(BIN)/stoker demo
@@ -20,6 +30,14 @@ serve: $(VENV)/.installed  ## The same, with the server left running
 test: $(VENV)/.installed-dev  ## The whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+test-fast: $(VENV)/.installed-dev  ## Unit and contract tests, less than a minute on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(FAST) $(FAST_SKIPS:%=--ignore=%)
+
+coverage: $(VENV)/.installed-dev  ## Line coverage of the torch-free packages; fails below the minimum in pyproject.toml
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal $(COVERAGE)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
 triton: $(VENV)/.installed-dev  ## A real Triton server with the repository REPO (stoker export triton ENGINE REPO)
 	$(BIN)/python scripts/real_triton.py $(REPO)
 
@@ -27,6 +45,10 @@ check: $(VENV)/.installed-dev  ## Lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+wheel: $(VENV)/.installed-dev  ## The wheel of this version, in dist/
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation -w dist .
+	@ls dist/stoker-$$($(BIN)/python -c 'import stoker; print(stoker.__version__)')-*.whl
 
 setup: $(VENV)/.installed-dev  ## Everything that development needs, in .venv
 
