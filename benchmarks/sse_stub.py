@@ -34,7 +34,7 @@ from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.metrics.metered import MeteredService
 from stoker.server.processes.frontend import HttpServer, http_config
 from stoker.server.protocol import Context
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "kserve": "/v2/models/ensemble/generate_stream",
          "sagemaker": "/invocations", "truss": "/v1/models/model:predict"}  # fmt: skip

@@ -45,7 +45,7 @@ from real_triton import RealTriton  # noqa: E402
 from stoker.server.processes.child import Child  # noqa: E402
 from stoker.server.processes.supervisor import bind  # noqa: E402
 from stoker.server.processes.tasks import FrontendTask  # noqa: E402
-from stoker.server.schemas.settings import ServerSettings  # noqa: E402
+from stoker.server.settings import ServerSettings  # noqa: E402
 
 PACE_S = 0.0  # steps as fast as they go, as on the other side
 UNARY_REQUESTS = 500

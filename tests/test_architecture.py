@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -21,6 +22,12 @@ LEAVES = {"stoker.core.specs", "stoker.core.model_config", "stoker.core.forward_
 
 # Single edges against the rule, each with its reason.
 ALLOWED: dict[tuple[str, str], str] = {}
+
+# Each protocol imports `common` and nothing of the others, except (importer, imported) for the reason given.
+PROTOCOL_IMPORTS = {
+    ("sagemaker", "openai"): "LMI containers answer OpenAI's chat requests on /invocations",
+    ("truss", "openai"): "a Truss forwards OpenAI's requests on its predict route",
+}
 
 TORCH_FREE = (
     "stoker.base", "stoker.frontend", "stoker.server", "stoker.deploy", "stoker.runtime.request", "stoker.runtime.client",
@@ -86,6 +93,29 @@ def test_imports_run_downward() -> None:
         if area(name) in RANK and area(name) != area(module) and RANK[area(name)] >= RANK[area(module)]
     ]
     assert wrong == []
+
+
+def test_protocols_import_common_code_only() -> None:
+    """`server.protocols.NAME` is one protocol; the registry imports all of them."""
+    prefix = "stoker.server.protocols."
+
+    def protocol(module: str) -> str:
+        return module.removeprefix(prefix).split(".")[0] if module.startswith(prefix) else ""
+
+    edges = {
+        (protocol(module), protocol(name))
+        for module in MODULES
+        for name in stoker_imports(module)
+        if protocol(module) not in ("", "registry") and protocol(name) not in ("", "common", protocol(module))
+    }
+    assert edges == set(PROTOCOL_IMPORTS)
+
+
+def test_each_protocol_is_a_package_with_one_row_in_the_registry() -> None:
+    folder = SOURCE / "stoker" / "server" / "protocols"
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")} - {"common"}
+    rows = set(re.findall(r'PROTOCOLS\.add\("(\w+)"', (folder / "registry.py").read_text()))
+    assert rows == packages
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

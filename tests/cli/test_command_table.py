@@ -22,7 +22,7 @@ from stoker.cli.commands import COMMANDS
 from stoker.cli.commands.serve import SERVER_HELP
 from stoker.cli.main import SUMMARY, global_options
 from stoker.cli.options import RUNTIME_HELP, SAMPLING_HELP
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 # Fields that are not options, with the reason.
 NOT_OPTIONS = {

@@ -12,8 +12,8 @@ from stoker.deploy.deployment import EngineInfo, EngineSource, recognise
 from stoker.deploy.triton.export import export_triton, five_models
 from stoker.deploy.triton.lint import lint
 from stoker.deploy.triton.load import load
-from stoker.server.schemas.triton_models import KINDS, tensors
-from stoker.server.schemas.triton_tensors import ERAS
+from stoker.server.protocols.kserve.model_config import KINDS, tensors
+from stoker.server.protocols.kserve.tensors.table import ERAS
 
 ENGINE = EngineInfo(
     path="/engines/a b", architecture="LlamaForCausalLM", vocab_size=32000, limits=Limits(max_batch_size=48, max_beam_width=2)

@@ -14,7 +14,7 @@ from stoker.base.errors import ConfigError
 from stoker.deploy import truss
 from stoker.deploy.deployment import EngineInfo, EngineSource
 from stoker.deploy.triton.load import load as load_repository
-from stoker.server.schemas.truss import TrussOptions
+from stoker.server.protocols.truss.options import TrussOptions
 
 REPOSITORY = Path("packages") / "tensorrt_llm_model_repository"
 

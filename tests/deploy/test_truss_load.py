@@ -16,7 +16,7 @@ from stoker.base.errors import ConfigError
 from stoker.deploy import truss, yaml_tree
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
 from stoker.deploy.truss_table import TABLE, V2_ONLY
-from stoker.server.schemas.truss import TrussOptions
+from stoker.server.protocols.truss.options import TrussOptions
 
 SEED_BUILD = """\
 trt_llm:

@@ -19,9 +19,9 @@ from stoker.frontend.repository import ModelRepository
 from stoker.server.application import make_app
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.protocol import Context
+from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.protocols.sagemaker.parameters import TABLE
-from stoker.server.schemas.lmi import LMIOptions
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 
 async def ask(body: Any, service: ScriptedService | None = None, path: str = "/invocations", **options: Any) -> httpx.Response:

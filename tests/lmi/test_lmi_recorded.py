@@ -12,7 +12,7 @@ import pytest
 from live_http import asgi_client
 from lmi_recordings import Recorded, StandIn, read, read_formatted
 
-from stoker.server.schemas.lmi import LMIOptions
+from stoker.server.protocols.sagemaker.options import LMIOptions
 
 _REFUSED = "a request that the engine refuses gets 200"
 _MESSAGES = "empty `messages` are answered"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from lmi_recordings import StandIn
 
 from stoker.server.protocols.sagemaker.dialects import Shapes, encode
+from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.protocols.sagemaker.request import Asked
 from stoker.server.protocols.sagemaker.tokens import Token
-from stoker.server.schemas.lmi import LMIOptions
 
 ASKED = Asked(
     inputs=["hi"], requests=[], formatter="jsonlines", details=False, prefill=False, num_top=0, full_text=False, num_choices=1,

@@ -22,7 +22,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.cli.server_process import running_server
 from stoker.server.processes.supervisor import serve
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 KEY = "a-key-of-this-test"
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["S", "M"]}}, "required": ["ok", "size"]}

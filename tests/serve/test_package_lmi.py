@@ -22,7 +22,7 @@ from stoker.deploy import lmi, resolve
 from stoker.deploy.deployment import EngineInfo, EngineSource
 from stoker.deploy.lmi_package import package
 from stoker.engine.reader import Engine
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 RUNTIME = {"device": "cpu", "kv_cache_tokens": 512}
 LIMITS = Limits(max_batch_size=2, max_input_len=64, max_output_len=64, max_num_tokens=64, tokens_per_block=16)

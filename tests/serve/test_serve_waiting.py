@@ -12,8 +12,8 @@ import httpx
 from stoker.base import env
 from stoker.server.processes.loading import Waiting
 from stoker.server.processes.supervisor import bind, listen
-from stoker.server.schemas.lmi import LMIOptions
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.protocols.sagemaker.options import LMIOptions
+from stoker.server.settings import ServerSettings
 
 
 def test_every_door_says_that_it_is_loading() -> None:

@@ -14,7 +14,7 @@ from scripted_service import make_asgi, make_context
 
 from stoker.server.application import make_app
 from stoker.server.processes.frontend import HttpServer, http_config
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 
 @contextlib.asynccontextmanager

@@ -19,7 +19,7 @@ from stoker.server.application import make_app
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.metrics.metered import MeteredService
 from stoker.server.protocol import Context
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 CACHED = 2  # prompt tokens that every request reuses
 

@@ -9,7 +9,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure
 from stoker.server.processes.supervisor import serve
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from scripted_service import ScriptedService, make_context
 from stoker.base.errors import ConfigError, QueueFullError, UnavailableError
 from stoker.server.application import make_app
 from stoker.server.http.connection import MAX_HEAD_BYTES
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 ASK = {"prompt": "hi", "max_tokens": 4}
 KEY = "secret-key-1"

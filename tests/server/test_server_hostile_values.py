@@ -11,7 +11,7 @@ from live_http import asgi_client
 from scripted_service import ScriptedService
 
 from stoker.server.protocols.openai.parsers.tools import TOOL_PARSERS
-from stoker.server.schemas.truss import TrussOptions
+from stoker.server.protocols.truss.options import TrussOptions
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"

@@ -24,7 +24,7 @@ from stoker.base.errors import ConfigError
 from stoker.server.processes.supervisor import bind, reserve
 from stoker.server.processes.supervisor import serve as run
 from stoker.server.processes.tasks import ExecutorTask
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 PROGRAM = str(Path(__file__).parent / "served.py")
 LONG = {"prompt": "the quick brown fox", "max_tokens": 100, "ignore_eos": True, "temperature": 0}

@@ -8,9 +8,9 @@ import numpy as np
 
 from stoker.server.errors import GenerationError
 from stoker.server.protocols.kserve.inference import Inference, Response, Responses, ServedModel
+from stoker.server.protocols.kserve.model_config import Step, Tensor, TritonModel
 from stoker.server.protocols.kserve.models.catalogue import Catalogue
 from stoker.server.protocols.kserve.tensors.dtypes import text_array
-from stoker.server.schemas.triton_models import Step, Tensor, TritonModel
 
 _INPUTS = (
     Tensor(name="text_input", dtype="STRING", dims=(1,)),

@@ -18,8 +18,8 @@ import tritonclient.http.aio as thttp_aio
 from triton_server import TEXT, Running, endless, running, tokenizer, until
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from stoker.server.protocols.kserve.model_config import KINDS, TritonOptions
 from stoker.server.protocols.kserve.models.catalogue import plain_models
-from stoker.server.schemas.triton_models import KINDS, TritonOptions
 
 PROMPT = "The dog"
 

@@ -15,8 +15,8 @@ from triton_server import Running, running, until
 from tritonclient.grpc import service_pb2 as pb
 
 from stoker.server.protocols.kserve.grpc.messages import _CONTENTS
+from stoker.server.protocols.kserve.model_config import TensorRow, tensors
 from stoker.server.protocols.kserve.tensors.dtypes import DTYPES, kserve_name
-from stoker.server.schemas.triton_models import TensorRow, tensors
 
 FAILED = "The server failed on this request"
 NEEDED = {

@@ -10,8 +10,8 @@ from live_http import asgi_client
 from scripted_service import ScriptedService
 
 from stoker.base.errors import QueueFullError
+from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.models.catalogue import plain_models
-from stoker.server.schemas.triton_models import TritonOptions
 
 GENERATE, STREAM = "/v2/models/ensemble/generate", "/v2/models/ensemble/generate_stream"
 FRAME = {

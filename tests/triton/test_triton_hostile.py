@@ -24,9 +24,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 from stoker.base.errors import RequestError
+from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.models.catalogue import plain_models
 from stoker.server.protocols.kserve.tensors import word_lists
-from stoker.server.schemas.triton_models import TritonOptions
 
 MAX_BYTES = 1 << 16
 VANISHING = 1000

@@ -22,7 +22,7 @@ from stoker.server.metrics.metered import MeteredService
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.core import Core
 from stoker.server.protocols.kserve.grpc.server import open_door
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 TEXT = "The quick brown fox 你好 🎉 stop here"
 

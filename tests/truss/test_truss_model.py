@@ -18,7 +18,7 @@ from stoker.deploy import truss
 from stoker.deploy.deployment import EngineInfo
 from stoker.deploy.triton.export import five_models
 from stoker.runtime.request import ErrorInfo
-from stoker.server.schemas.triton_models import TritonOptions
+from stoker.server.protocols.kserve.model_config import TritonOptions
 
 OPTIONS = TritonOptions(
     models=five_models(EngineInfo(path="e", architecture="x", vocab_size=512), {"decoupled_mode": "true"}), unary=True, max_beam_width=4

@@ -15,8 +15,8 @@ from truss_recordings import StandIn
 
 from stoker.base.errors import QueueFullError
 from stoker.base.types import SamplingParams
+from stoker.server.protocols.truss.options import TrussOptions
 from stoker.server.protocols.truss.parameters import TABLE
-from stoker.server.schemas.truss import TrussOptions
 
 PREDICT = "/v1/models/model:predict"
 TRUSS = {"protocols": ("truss", "openai")}

@@ -16,7 +16,7 @@ from truss_recordings import Recorded, Reply, StandIn, read, send
 
 from stoker.server.application import make_app
 from stoker.server.processes.loading import Waiting
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 # Exchanges in which Stoker does something else; docs/truss.md says what and why, test_truss_predict.py tests it.
 OTHERWISE = {

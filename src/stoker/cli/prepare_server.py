@@ -19,8 +19,8 @@ from stoker.deploy import model_name, resolve
 from stoker.deploy.deployment import Deployment, EngineInfo, EngineSource
 from stoker.deploy.triton.export import five_models
 from stoker.engine.reader import Engine
-from stoker.server.schemas.settings import ServerSettings
-from stoker.server.schemas.triton_models import TritonOptions
+from stoker.server.protocols.kserve.model_config import TritonOptions
+from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
 S = TypeVar("S", ServerSettings, RuntimeConfig)

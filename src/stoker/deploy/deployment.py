@@ -12,7 +12,7 @@ import msgspec
 from stoker.base.config import DTYPES, Limits, Mapping, RuntimeConfig, check_choice
 from stoker.base.errors import ConfigError
 from stoker.base.registry import Registry
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 
 class Origin(msgspec.Struct, frozen=True):

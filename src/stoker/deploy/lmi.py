@@ -19,8 +19,8 @@ from stoker.deploy.engine import read_config
 from stoker.deploy.fields import Collected, Found, refusal
 from stoker.deploy.lmi_package import export
 from stoker.deploy.lmi_table import ENVIRONMENT, OVERRIDES, TABLE
-from stoker.server.schemas.lmi import LMIOptions
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.protocols.sagemaker.options import LMIOptions
+from stoker.server.settings import ServerSettings
 
 FILE = "serving.properties"
 CONTAINER = Path("/opt/ml/model")  # where SageMaker unpacks a model for a container

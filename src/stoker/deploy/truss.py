@@ -19,8 +19,8 @@ from stoker.deploy.truss_export import export
 from stoker.deploy.truss_shape import SECTIONS, check_shape
 from stoker.deploy.truss_table import TABLE
 from stoker.deploy.yaml_tree import Node
-from stoker.server.schemas.settings import ServerSettings
-from stoker.server.schemas.truss import TrussOptions
+from stoker.server.protocols.truss.options import TrussOptions
+from stoker.server.settings import ServerSettings
 
 FILE = "config.yaml"
 OPENAI = "openai-compatible"

@@ -13,7 +13,7 @@ from stoker.frontend.service import Service
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import JSON, Exchange
 from stoker.server.metrics.frontend import FrontendMetrics
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 Handler = Callable[[Exchange], Awaitable[None]]
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from stoker.base.config import check_range
 from stoker.base.errors import DependencyError, StokerError
+from stoker.server.protocols.kserve.model_config import Tensor
+from stoker.server.protocols.kserve.model_config import tensors as declared_tensors
 from stoker.server.protocols.kserve.tensors.dtypes import DTYPES, kserve_name, text_array
-from stoker.server.schemas.triton_models import Tensor
-from stoker.server.schemas.triton_models import tensors as declared_tensors
 
 FIRST_TOKEN_ID = 3  # smaller ids are special tokens in most vocabularies
 MAX_COUNT = 1 << 20

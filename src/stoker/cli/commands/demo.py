@@ -78,7 +78,7 @@ def _serve_and_request(console: Console, engine: Path, port: int) -> None:
 def _serve_until_stopped(engine: Path, port: int) -> None:
     from stoker.cli.demo_requests import QUESTION
     from stoker.server.processes.supervisor import serve
-    from stoker.server.schemas.settings import ServerSettings
+    from stoker.server.settings import ServerSettings
 
     def announce(line: str) -> None:
         messages = [{"role": "user", "content": QUESTION}]

@@ -14,8 +14,8 @@ import typer
 from stoker.base import env, logging
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.server.schemas.settings import ServerSettings
-from stoker.server.schemas.triton_models import TritonOptions
+from stoker.server.protocols.kserve.model_config import TritonOptions
+from stoker.server.settings import ServerSettings
 
 
 def launch(

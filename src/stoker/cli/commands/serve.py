@@ -12,7 +12,7 @@ import typer
 from stoker.base import env, logging
 from stoker.base.config import RuntimeConfig
 from stoker.cli.options import explicit_parameters, read_lines, runtime_options, struct_options
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from stoker.cli.prepare_server import PreparedServer

@@ -8,7 +8,7 @@ import msgspec
 
 from stoker.base.config import RuntimeConfig
 from stoker.deploy.deployment import BuildOptions, Deployment
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 COMMAND_LINE = "command line"
 # API keys are secret; the fields of `options` are listed one by one.

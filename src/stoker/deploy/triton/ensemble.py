@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.server.schemas.triton_models import Step, tensors
+from stoker.server.protocols.kserve.model_config import Step, tensors
 
 # Tensor of preprocessing → the ensemble's input.
 _PREPROCESSING_INPUTS = {

@@ -16,7 +16,7 @@ from stoker.deploy.triton import ensemble, values
 from stoker.deploy.triton.keys import BLS, KEYS, LLM, POST, PRE
 from stoker.deploy.triton.repository import CONFIG
 from stoker.deploy.triton.scalars import did_you_mean
-from stoker.server.schemas.triton_models import KINDS, QueuePolicy, Tensor, TritonModel, tensors
+from stoker.server.protocols.kserve.model_config import KINDS, QueuePolicy, Tensor, TritonModel, tensors
 
 # Options that are no `parameters` key; the names are fill_template's.
 _SETTINGS: dict[str, values.Read] = {

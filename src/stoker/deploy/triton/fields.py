@@ -8,7 +8,7 @@ from stoker.deploy.triton import tensors
 from stoker.deploy.triton.repository import ModelFile
 from stoker.deploy.triton.scalars import flag, text, whole, whole_of
 from stoker.deploy.triton.shape import check_field
-from stoker.server.schemas.triton_models import MAX_BATCH_SIZE, MAX_INSTANCES, QueuePolicy, Step, TritonModel
+from stoker.server.protocols.kserve.model_config import MAX_BATCH_SIZE, MAX_INSTANCES, QueuePolicy, Step, TritonModel
 
 UNFILLED_BATCH_SIZE = 128  # what the first templates say
 

@@ -34,9 +34,9 @@ from stoker.server.processes.tasks import ExecutorTask
 from stoker.server.protocols.kserve.errors import words
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import Inference, Response, Run
+from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.models.tensorrt_llm import TensorrtLLM
 from stoker.server.protocols.kserve.models.tokenizer import Postprocessing, Preprocessing
-from stoker.server.schemas.triton_models import TritonOptions
 
 CANCEL_POLL_S = 0.05
 LOAD_TIMEOUT_S = 600.0

@@ -10,7 +10,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.deploy.triton import values
 from stoker.deploy.triton.values import Read
-from stoker.server.schemas.triton_models import DECODING_MODES, TritonOptions
+from stoker.server.protocols.kserve.model_config import DECODING_MODES, TritonOptions
 
 BATCHING = ("V1", "v1", "inflight_batching", "inflight_fused_batching")
 POLICIES = ("guaranteed_no_evict", "max_utilization")

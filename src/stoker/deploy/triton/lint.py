@@ -15,7 +15,7 @@ from stoker.deploy.triton.keys import KEYS, names
 from stoker.deploy.triton.load import Reading, load
 from stoker.deploy.triton.repository import ModelFile
 from stoker.deploy.triton.shape import check_field
-from stoker.server.schemas.triton_models import KINDS
+from stoker.server.protocols.kserve.model_config import KINDS
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, order=True):

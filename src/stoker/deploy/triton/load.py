@@ -15,7 +15,7 @@ from stoker.deploy.triton import fields, repository, resolve
 from stoker.deploy.triton.keys import KEYS, LLM, Key, names
 from stoker.deploy.triton.repository import ModelFile
 from stoker.deploy.triton.scalars import warn
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 # Fields outside `parameters` that the "understood" tables show.
 _SHOWN = {"max_batch_size", "decoupled", "count", "max_queue_size", "max_queue_delay_microseconds", "preferred_batch_size",

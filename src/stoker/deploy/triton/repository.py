@@ -10,7 +10,7 @@ from stoker.base.errors import ConfigError
 from stoker.deploy import pbtxt
 from stoker.deploy.deployment import Origin, PlacedError
 from stoker.deploy.pbtxt import Message, Scalar
-from stoker.server.schemas.triton_models import KINDS
+from stoker.server.protocols.kserve.model_config import KINDS
 
 CONFIG = "config.pbtxt"
 MAX_MODELS = 64

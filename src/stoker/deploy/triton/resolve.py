@@ -12,7 +12,7 @@ from stoker.deploy.pbtxt import Scalar
 from stoker.deploy.triton.keys import BLS, LLM
 from stoker.deploy.triton.repository import ModelFile
 from stoker.deploy.triton.scalars import warn
-from stoker.server.schemas.triton_models import NO_QUEUE_LIMIT, TritonModel, TritonOptions
+from stoker.server.protocols.kserve.model_config import NO_QUEUE_LIMIT, TritonModel, TritonOptions
 
 
 class Found(msgspec.Struct, kw_only=True):

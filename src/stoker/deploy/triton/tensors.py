@@ -6,8 +6,8 @@ from stoker.deploy.deployment import Note
 from stoker.deploy.pbtxt import Message, Scalar
 from stoker.deploy.triton.repository import ModelFile
 from stoker.deploy.triton.scalars import did_you_mean, flag, text, unfilled, warn
-from stoker.server.schemas.triton_models import Tensor
-from stoker.server.schemas.triton_tensors import TENSORS, TensorRow
+from stoker.server.protocols.kserve.model_config import Tensor
+from stoker.server.protocols.kserve.tensors.table import TENSORS, TensorRow
 
 # 0.5 spells counts and ids unsigned; logits and tables take the engine's dtype.
 _STANDS_FOR = {"INT32": ("INT32", "UINT32"), "FP16": ("FP16", "FP32", "BF16"), "FP32": ("FP32", "FP16", "BF16")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from stoker.base.errors import ConfigError
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 
 def check_tls(settings: ServerSettings) -> None:

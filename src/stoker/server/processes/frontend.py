@@ -29,7 +29,7 @@ from stoker.server.metrics.metered import MeteredClient, MeteredService
 from stoker.server.processes.child import end_with_parent, receive_task
 from stoker.server.processes.tasks import FrontendTask
 from stoker.server.protocol import Context
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.processes.frontend import HttpServer, http_config
 from stoker.server.processes.supervisor import with_metrics_port
 from stoker.server.protocol import Context
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 
 class Waiting:

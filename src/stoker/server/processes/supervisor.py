@@ -20,7 +20,7 @@ from stoker.base.logging import get_logger
 from stoker.server.http.tls import check_tls
 from stoker.server.processes.child import Child
 from stoker.server.processes.tasks import ExecutorTask, FrontendTask
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
 

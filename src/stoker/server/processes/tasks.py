@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stoker.base.config import RuntimeConfig
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 
 class ExecutorTask(msgspec.Struct):

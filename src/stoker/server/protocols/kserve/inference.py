@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from stoker.server.protocols.kserve.model_config import Tensor, TritonModel
 from stoker.server.protocols.kserve.tensors.dtypes import text_array
-from stoker.server.schemas.triton_models import Tensor, TritonModel
 
 TEXT = "text_output"
 MAX_KEPT = 256

@@ -6,9 +6,9 @@ import importlib.metadata
 from typing import Any
 
 from stoker.server.protocols.kserve.inference import ServedModel
+from stoker.server.protocols.kserve.model_config import QueuePolicy, Tensor, TritonModel
 from stoker.server.protocols.kserve.tensors.dtypes import kserve_name
 from stoker.server.protocols.kserve.tensors.signature import expected_shape
-from stoker.server.schemas.triton_models import QueuePolicy, Tensor, TritonModel
 
 EXTENSIONS = (
     "model_repository", "schedule_policy", "model_configuration", "binary_tensor_data", "parameters", "statistics", "trace", "logging",

@@ -13,7 +13,7 @@ from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.service import Service
 from stoker.server.protocols.common.guides import read_guide
 from stoker.server.protocols.openai.fields import BOTH, STREAM_OPTIONS, EndpointName, check_fields
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 TEMPERATURE = 1.0  # OpenAI's default
 _PARAMS = tuple((row.name, row.target) for row in BOTH if row.target)

@@ -14,7 +14,7 @@ from stoker.server.protocols.openai.parsers.answer import AnswerParser, delta_ob
 from stoker.server.protocols.sagemaker.dialects import encode
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, Reply
 from stoker.server.protocols.sagemaker.tokens import finish_name
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 
 async def chat(reply: Reply, service: Service, body: dict[str, Any], settings: ServerSettings) -> None:

@@ -7,9 +7,9 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from stoker.frontend.service import Service
+from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.protocols.sagemaker.request import Asked
 from stoker.server.protocols.sagemaker.tokens import Token, token_text
-from stoker.server.schemas.lmi import LMIOptions
 
 encode = json.JSONEncoder(ensure_ascii=False).encode
 

@@ -13,10 +13,10 @@ from stoker.server.protocols.common.streams import streams
 from stoker.server.protocols.openai.response_json import finite
 from stoker.server.protocols.sagemaker import tokens as spelling
 from stoker.server.protocols.sagemaker.dialects import Shapes, encode
+from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, SSE, Reply
 from stoker.server.protocols.sagemaker.request import Asked
 from stoker.server.protocols.sagemaker.tokens import NO_TOKEN, Token
-from stoker.server.schemas.lmi import LMIOptions
 
 
 async def generate(reply: Reply, service: Service, asked: Asked, options: LMIOptions) -> None:

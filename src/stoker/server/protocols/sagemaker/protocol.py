@@ -17,9 +17,9 @@ from stoker.server.protocols.openai.completions.response import complete as open
 from stoker.server.protocols.sagemaker.chat import chat
 from stoker.server.protocols.sagemaker.errors import NoModelError, management_body, pretty
 from stoker.server.protocols.sagemaker.generate import generate
+from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.protocols.sagemaker.reply import FIXED_HEADERS, Lines, PlatformReply, PlatformStream, Reply
 from stoker.server.protocols.sagemaker.request import read, read_object
-from stoker.server.schemas.lmi import LMIOptions
 
 
 class SageMaker(Protocol):

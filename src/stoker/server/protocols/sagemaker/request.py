@@ -20,8 +20,8 @@ from stoker.server.protocols.common.guides import read_guide
 from stoker.server.protocols.openai.prompts import encode
 from stoker.server.protocols.sagemaker import parameters
 from stoker.server.protocols.sagemaker.errors import PayloadError, shown
-from stoker.server.schemas.lmi import LMIOptions
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.protocols.sagemaker.options import LMIOptions
+from stoker.server.settings import ServerSettings
 
 MAX_NEW_TOKENS = 30  # LMI's default
 STREAMS = ("jsonlines", "sse", "3p_stream")

@@ -13,9 +13,9 @@ from stoker.server.protocols.openai.chat.response import chat as openai_chat
 from stoker.server.protocols.openai.completions.response import complete as openai_complete
 from stoker.server.protocols.truss.body import read_object
 from stoker.server.protocols.truss.errors import NOT_READY, failure_body, refuse, refuse_error
+from stoker.server.protocols.truss.options import TrussOptions
 from stoker.server.protocols.truss.predict import answer
 from stoker.server.protocols.truss.request import read
-from stoker.server.schemas.truss import TrussOptions
 
 CHAT = "/v1/chat/completions"
 _ABSENT = ("embeddings", "messages", "responses")  # methods of a Model that no engine here has

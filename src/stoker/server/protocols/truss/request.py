@@ -13,8 +13,8 @@ from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.service import Service
 from stoker.server.protocols.openai.prompts import encode
 from stoker.server.protocols.truss import parameters
-from stoker.server.schemas.settings import ServerSettings
-from stoker.server.schemas.truss import TrussOptions
+from stoker.server.protocols.truss.options import TrussOptions
+from stoker.server.settings import ServerSettings
 
 _DIRECT = parameters.TABLE.targets()
 _SAMPLED = ("temperature", "top_k", "top_p")

@@ -23,7 +23,7 @@ from stoker.server.protocols.kserve.core import Core
 from stoker.server.protocols.kserve.errors import TritonError, grpc_code, words
 from stoker.server.protocols.kserve.grpc import messages as grpc_messages
 from stoker.server.protocols.kserve.inference import Response, ServedModel
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.inference import TEXT, Inference, Response, ServedModel, Tensors, unchanging
+from stoker.server.protocols.kserve.model_config import Tensor
 from stoker.server.protocols.kserve.tensors import dtypes
 from stoker.server.protocols.kserve.tensors.signature import check_present
-from stoker.server.schemas.triton_models import Tensor
 
 _PLAIN = {"STRING": str, "BOOL": bool, "INT32": int}
 _encode = msgspec.json.Encoder().encode

@@ -10,11 +10,11 @@ from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import ServedModel
+from stoker.server.protocols.kserve.model_config import KINDS, TritonModel, TritonOptions, tensors
 from stoker.server.protocols.kserve.models.ensemble import BLS, Ensemble
 from stoker.server.protocols.kserve.models.generating import Generating
 from stoker.server.protocols.kserve.models.tensorrt_llm import TensorrtLLM
 from stoker.server.protocols.kserve.models.tokenizer import Postprocessing, Preprocessing, TokenizerModel
-from stoker.server.schemas.triton_models import KINDS, TritonModel, TritonOptions, tensors
 
 PLAIN_BATCH_SIZE = 256  # rows of one request, of models that no file describes
 MAX_BEAM_WIDTH = 64  # where only the engine's own limit counts

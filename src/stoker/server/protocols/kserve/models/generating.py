@@ -17,12 +17,12 @@ from stoker.server.errors import sequence_error
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import MAX_KEPT, TEXT, Inference, Parameters, Response, Responses, Tensors
+from stoker.server.protocols.kserve.model_config import QueuePolicy, TritonOptions
 from stoker.server.protocols.kserve.models import stop_sequences as stop_ids
 from stoker.server.protocols.kserve.models.results import Part, Scores, results
 from stoker.server.protocols.kserve.models.row_responses import gather, merged
 from stoker.server.protocols.kserve.tensors.row import Row, rows
-from stoker.server.schemas.settings import ServerSettings
-from stoker.server.schemas.triton_models import QueuePolicy, TritonOptions
+from stoker.server.settings import ServerSettings
 
 NO_PARAMETERS: Parameters = {}  # of nearly every streamed response
 

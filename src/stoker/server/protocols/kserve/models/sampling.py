@@ -10,9 +10,9 @@ from stoker.base.errors import RequestError
 from stoker.base.types import Guide, SamplingParams
 from stoker.frontend.bad_words import bad_word_ids, check_words
 from stoker.frontend.service import Service
+from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.tensors import word_lists
 from stoker.server.protocols.kserve.tensors.row import Row
-from stoker.server.schemas.triton_models import TritonOptions
 
 # Role → field. The ensemble's names and tensorrt_llm's.
 SAME = {

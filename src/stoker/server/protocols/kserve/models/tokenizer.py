@@ -15,7 +15,7 @@ from stoker.server.protocols.kserve.models import sampling
 from stoker.server.protocols.kserve.tensors import word_lists
 from stoker.server.protocols.kserve.tensors.dtypes import text_array
 from stoker.server.protocols.kserve.tensors.row import Row, rows
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 MAX_BIAS_ELEMENTS = 1 << 24
 

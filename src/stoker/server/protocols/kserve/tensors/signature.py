@@ -6,8 +6,8 @@ import numpy as np
 
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.inference import Inference, Tensors
+from stoker.server.protocols.kserve.model_config import Tensor, TritonModel
 from stoker.server.protocols.kserve.tensors.dtypes import kserve_name
-from stoker.server.schemas.triton_models import Tensor, TritonModel
 
 BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each input shape. If you "

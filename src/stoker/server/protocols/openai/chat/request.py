@@ -19,7 +19,7 @@ from stoker.server.protocols.openai.fields import MAX_TOKENS
 from stoker.server.protocols.openai.parsers.answer import AnswerParser
 from stoker.server.protocols.openai.parsers.reasoning import OPEN, REASONING_PARSERS
 from stoker.server.protocols.openai.prompts import encode
-from stoker.server.schemas.settings import ServerSettings
+from stoker.server.settings import ServerSettings
 
 _OWN_VALUES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "max_chars")
 

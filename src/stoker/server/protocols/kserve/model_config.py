@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from stoker.base.config import check_choice, check_range
-from stoker.server.schemas.triton_tensors import TENSORS, Dims, Era, TensorRow
+from stoker.server.protocols.kserve.tensors.table import TENSORS, Dims, Era, TensorRow
 
 KINDS = tuple(TENSORS)  # the five models; a model's kind is which of them it plays, whatever its name
 CONTROL_MODES = ("none", "explicit")
