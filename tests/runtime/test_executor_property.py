@@ -125,7 +125,7 @@ class Device:
                 spoils = self.fails("numbers")
                 if spoils and seq.finish_reason is None:
                     self.spoilt |= set(seq.blocks)
-                token_ids.append(-1 if spoils else token(seq.request, seq.index, place))
+                token_ids.append([-1 if spoils else token(seq.request, seq.index, place)])
             return StepResult([seq for seq, _ in sampled], token_ids, [])
 
         return SimpleNamespace(wait=wait)

@@ -1,11 +1,13 @@
-"""Random workloads against a fake device that checks, place by place, that every row reads exactly its own tokens."""
+"""Random workloads on a stub device that checks, slot by slot, that every row reads exactly its own tokens.
+
+Rows yield 0 to 8 tokens: drafts come from the host, or from the device while earlier steps are still in flight.
+"""
 
 from __future__ import annotations
 
 import random
-import zlib
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,104 +16,44 @@ from hypothesis import strategies as st
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason, Guide, SamplingParams
 from stoker.runtime.request import Sequence, Status, TokenRequest
+from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.policies import POLICIES
+from stoker.runtime.schedule.proposers import PROPOSERS
 from stoker.runtime.schedule.scheduler import Scheduler
+from unit.stub_device import EXPECTED, VOCAB, Device, DeviceDrafts, Flight, HostDrafts, reference
 
-VOCAB = 7
-
-
-def link(before: int, token: int) -> int:
-    """Stands for the keys and values of a token: they depend on it and on everything before it."""
-    return zlib.crc32(f"{before},{token}".encode())
+STUBS = {"host_drafts": HostDrafts, "device_drafts": DeviceDrafts}
 
 
-def root(salt: str) -> int:
-    return zlib.crc32(salt.encode())
+@pytest.fixture(autouse=True, scope="module")
+def stub_proposers() -> Iterator[None]:
+    """Two more rows in the table of proposers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stub in STUBS.items():
+            patch.setitem(PROPOSERS._rows, name, stub)
+        yield
 
 
-def sample(state: int, index: int) -> int:
-    return zlib.crc32(f"{state}/{index}".encode()) % VOCAB
-
-
-def chain(salt: str, tokens: list[int]) -> list[int]:
-    states, state = [], root(salt)
-    for token in tokens:
-        state = link(state, token)
-        states.append(state)
-    return states
-
-
-def reference(seq: Sequence) -> tuple[list[int], FinishReason]:
-    """What the sequence must generate, computed alone."""
-    state, out = chain(seq.request.cache_salt, seq.request.prompt_ids)[-1], []
-    while True:
-        token = sample(state, seq.index)
-        out.append(token)
-        state = link(state, token)
-        if token in seq.end_ids and len(out) > seq.params.min_tokens:
-            return out, FinishReason.STOP
-        if len(out) == seq.max_tokens:
-            return out, FinishReason.LENGTH
-
-
-@dataclass
-class Flight:
-    """A plan as the device got it: tables and known ids copied when it was planned."""
-
-    plan: object
-    rows: list[tuple]
-    ids: list[int] | None = None
-
-
-@dataclass
-class Device:
-    size: int
-    places: dict[int, int] = field(default_factory=dict)
-    last: dict[int, int] = field(default_factory=dict)  # row -> newest id, as on a real device
-
-    def copy(self, plan) -> Flight:
-        rows = []
-        for seq, start, num_new, samples in zip(plan.sequences, plan.starts, plan.num_new, plan.samples, strict=True):
-            known = seq.tokens[start : start + num_new]
-            assert len(known) == num_new or (num_new == 1 and start >= seq.num_prompt)
-            rows.append((seq, seq.row, start, num_new, samples, known, list(seq.blocks)))
-        return Flight(plan, rows)
-
-    def run(self, flight: Flight) -> None:
-        flight.ids = []
-        for seq, row, start, num_new, samples, known, blocks in flight.rows:
-            tokens = known if known else [self.last[row]]
-            assert len(blocks) * self.size >= start + num_new
-            slots = [blocks[p // self.size] * self.size + p % self.size for p in range(start + num_new)]
-            read = [self.places[slot] for slot in slots[:start]]
-            state = read[-1] if read else root(seq.request.cache_salt)
-            for slot, token in zip(slots[start:], tokens, strict=True):
-                state = self.places[slot] = link(state, token)
-            expected = chain(seq.request.cache_salt, [*seq.request.prompt_ids, *EXPECTED[seq.seq_id]])
-            if seq.status is not Status.FINISHED or start < len(expected):
-                assert read == expected[:start], "a row reads another's tokens"
-            if samples:
-                self.last[row] = sample(state, seq.index)
-            flight.ids.append(self.last[row] if samples else -1)
-
-
-EXPECTED: dict[int, list[int]] = {}
-
-
-def check_plan(scheduler: Scheduler, config: dict, plan) -> None:
+def check_plan(scheduler: Scheduler, config: dict, plan: StepPlan) -> None:
     assert len(plan) <= config["max_batch_size"] and plan.num_tokens == sum(plan.num_new) <= config["max_num_tokens"]
     assert len({seq.seq_id for seq in plan.sequences}) == len(plan)
     assert all(num_new > 0 for num_new in plan.num_new)
     for i, seq in enumerate(plan.sequences):
-        start, num_new = plan.starts[i], plan.num_new[i]
+        start, num_new, drafts = plan.starts[i], plan.num_new[i], plan.drafts[i]
         if i < plan.num_decodes:
             assert num_new == 1 and start >= seq.num_prompt and plan.samples[i]
+        if drafts:
+            assert num_new == 1 + len(drafts) and start >= seq.num_prompt and plan.samples[i]
         assert start + num_new <= seq.max_computed, "scheduled past max_tokens"
         assert len(seq.tokens) + seq.num_pending <= seq.num_prompt + seq.max_tokens
         if not config["chunked_prefill"] and start < seq.num_prompt:
             assert start + num_new >= seq.num_prompt, "a prompt was cut"
         if seq.waits_for_ids:
-            assert seq.num_pending <= 1 and start + num_new <= len(seq.tokens)
+            assert seq.num_pending <= 1 + len(drafts) and start + num_new - len(drafts) <= len(seq.tokens)
+    last = max((i for i, drafts in enumerate(plan.drafts) if drafts), default=-1)
+    assert all(i < plan.num_decodes or plan.drafts[i] for i in range(last)), "rows with drafts stand between decodes and prefills"
+    prefills = [num_new for i, num_new in enumerate(plan.num_new) if i > last and i >= plan.num_decodes]
+    assert plan.num_prefill_tokens == sum(prefills)
 
 
 def check_blocks(scheduler: Scheduler, sequences: list[Sequence], flights) -> None:
@@ -125,10 +67,13 @@ def check_blocks(scheduler: Scheduler, sequences: list[Sequence], flights) -> No
     assert len({seq.row for seq in holders}) == len(holders) == scheduler.num_running
     growth = [tables.num_blocks_for(seq.max_computed) - len(seq.blocks) for seq in holders if seq.status is Status.RUNNING]
     assert tables.num_reserved == sum(growth)
+    idle = [seq for seq in holders if seq.status is Status.RUNNING and not seq.num_in_flight]
+    assert all(len(seq.blocks) <= tables.num_blocks_for(len(seq.tokens)) for seq in idle), "a rejected draft holds a block"
     assert scheduler.num_waiting + scheduler.num_preempted == sum(seq.status is Status.WAITING for seq in sequences)
     for flight in flights:
-        for seq, row, *_, blocks in flight.rows:
-            assert seq.row == row and seq.blocks[: len(blocks)] == blocks, "taken away under a planned step"
+        for planned in flight.rows:
+            seq, blocks = planned.seq, planned.blocks
+            assert seq.row == planned.row and seq.blocks[: len(blocks)] == blocks, "taken away under a planned step"
     if tables.index is None:
         assert pool.num_cached == 0
     else:
@@ -139,7 +84,7 @@ def check_blocks(scheduler: Scheduler, sequences: list[Sequence], flights) -> No
 def drive(config: dict, workload: dict) -> list:
     """Run a workload to its end, checking everything on the way. Returns a trace, to compare runs."""
     scheduler = Scheduler(**config)
-    device = Device(config["tokens_per_block"])
+    device = Device(config["tokens_per_block"], workload["p_nothing"])
     sequences: list[Sequence] = []
     requests: list[tuple[int, TokenRequest]] = list(workload["requests"])
     flights: deque[Flight] = deque()
@@ -157,15 +102,16 @@ def drive(config: dict, workload: dict) -> list:
             return
         alive = {seq.seq_id for seq in flight.plan.sequences if seq.status is not Status.FINISHED}
         outcome = scheduler.commit(flight.plan, flight.ids)
-        assert {seq.seq_id for seq in outcome.sequences} <= alive
-        assert all(seq.tokens[-1] == token for seq, token in zip(outcome.sequences, outcome.token_ids, strict=True))
+        device.applied(flight)
+        assert {seq.seq_id for seq in outcome.sequences} <= alive and all(outcome.token_ids)
+        assert all(seq.tokens[-len(ids) :] == ids for seq, ids in zip(outcome.sequences, outcome.token_ids, strict=True))
         assert all(seq.status is Status.FINISHED and seq.finish_reason for seq in outcome.finished)
         assert {seq.seq_id for seq in outcome.finished} <= {seq.seq_id for seq in outcome.sequences}
-        trace.append([(seq.seq_id, token) for seq, token in zip(outcome.sequences, outcome.token_ids, strict=True)])
+        trace.append([(seq.seq_id, ids) for seq, ids in zip(outcome.sequences, outcome.token_ids, strict=True)])
 
     while requests or scheduler.has_work or scheduler.num_waiting:
         tick += 1
-        assert tick < 3000, "no end in sight: somebody starves"
+        assert tick < 3000, "a sequence starves"
         now = float(tick)
         for seq in scheduler.expire(now):
             assert seq.deadline is not None and seq.deadline <= now and seq.finish_reason is FinishReason.DEADLINE
@@ -237,6 +183,7 @@ def configs(draw) -> dict:
         "max_seq_len": draw(st.integers(8, 40)),
         "chunked_prefill": draw(st.booleans()),
         "prefix_reuse": draw(st.booleans()),
+        "proposer": draw(st.sampled_from(("none", *STUBS))),
     }
 
 
@@ -270,7 +217,7 @@ def workloads(draw, max_requests: int = 12) -> dict:
     failures = {rng.randrange(3, 30)} if draw(st.integers(0, 4)) == 0 else set()
     return {
         "requests": requests, "cancels": cancels, "pauses": pauses, "failures": failures, "depth": draw(st.integers(0, 2)),
-        "eager": draw(st.booleans()),
+        "eager": draw(st.booleans()), "p_nothing": draw(st.sampled_from((0.0, 0.0, 0.2))),
     }  # fmt: skip
 
 
@@ -296,7 +243,8 @@ def test_the_same_workload_gives_the_same_steps(config: dict, workload: dict) ->
 
 @pytest.mark.parametrize("policy", POLICIES.names())
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_long_run_ends_right(policy: str, depth: int) -> None:
+@pytest.mark.parametrize("proposer", ["none", *STUBS])
+def test_a_long_run_ends_right(policy: str, depth: int, proposer: str) -> None:
     rng = random.Random(depth)
     base = [rng.randrange(VOCAB) for _ in range(40)]
     requests = []
@@ -306,6 +254,8 @@ def test_a_long_run_ends_right(policy: str, depth: int) -> None:
         requests.append((i // 4, TokenRequest(request_id=str(i), prompt_ids=prompt, params=params, end_ids=(3,) if i % 3 else ())))
     config = {
         "policy": policy, "num_blocks": 60, "tokens_per_block": 4, "max_batch_size": 12, "max_num_tokens": 48, "max_num_sequences": 16,
-        "max_seq_len": 128, "chunked_prefill": True, "prefix_reuse": True,
+        "max_seq_len": 128, "chunked_prefill": True, "prefix_reuse": True, "proposer": proposer,
     }  # fmt: skip
-    drive(config, {"requests": requests, "cancels": {}, "pauses": set(), "failures": set(), "depth": depth, "eager": False})
+    drive(
+        config, {"requests": requests, "cancels": {}, "pauses": set(), "failures": set(), "depth": depth, "eager": False, "p_nothing": 0.0}
+    )

@@ -43,7 +43,7 @@ def step(target: Scheduler, token: int = 9, now: float = 0.0) -> StepPlan:
     """Plan and commit, each row sampling `token`."""
     plan = target.plan(now)
     if plan.sequences:
-        target.commit(plan, [token] * len(plan))
+        target.commit(plan, [[token]] * len(plan))
     return plan
 
 
@@ -82,8 +82,8 @@ def test_overlap_goes_on_from_ids_the_host_does_not_know() -> None:
     assert [rows(plan) for plan in plans] == [[(0, 0, 3, True)], [(0, 3, 1, True)], [(0, 4, 1, True)], []]
     assert (seq.num_pending, len(seq.tokens), target.num_in_flight) == (3, 3, 3)
     for token, plan in enumerate(plans[:3]):
-        outcome = target.commit(plan, [token])
-        assert outcome.token_ids == [token] and outcome.sequences == [seq]
+        outcome = target.commit(plan, [[token]])
+        assert outcome.token_ids == [[token]] and outcome.sequences == [seq]
     assert (seq.tokens, seq.finish_reason) == ([1, 1, 1, 0, 1, 2], FinishReason.LENGTH)
     assert not target.has_work and target.kv_cache.pool.num_free == 64
 
@@ -92,10 +92,10 @@ def test_a_sequence_that_ended_keeps_its_blocks_while_a_step_contains_it() -> No
     target = scheduler()
     (seq,) = Feed(target)([1] * 3, end_ids=(7,))
     first, second = target.plan(0.0), target.plan(0.0)
-    outcome = target.commit(first, [7])
+    outcome = target.commit(first, [[7]])
     assert (outcome.finished, seq.finish_reason, seq.stop_id) == ([seq], FinishReason.STOP, 7)
     assert target.num_running == 1 and target.kv_cache.pool.num_free < 64
-    late = target.commit(second, [5])
+    late = target.commit(second, [[5]])
     assert not late.sequences and not late.finished and seq.tokens == [1, 1, 1, 7]
     assert target.num_running == 0 and target.kv_cache.pool.num_free == 64
 
@@ -121,7 +121,7 @@ def test_a_guided_sequence_is_not_planned_while_an_id_is_pending() -> None:
     Feed(target)([1] * 3, guide=Guide("json"))
     first = target.plan(0.0)
     assert not target.plan(0.0).sequences
-    target.commit(first, [4])
+    target.commit(first, [[4]])
     assert len(target.plan(0.0)) == 1
 
 
@@ -371,12 +371,12 @@ def test_plans_are_committed_in_order_and_whole() -> None:
     Feed(target)([1] * 3)
     first, second = target.plan(0.0), target.plan(0.0)
     with pytest.raises(ValueError, match="order"):
-        target.commit(second, [1])
-    with pytest.raises(ValueError, match="0 ids for a step of 1 rows"):
+        target.commit(second, [[1]])
+    with pytest.raises(ValueError, match="token ids of 0 rows for a step of 1 rows"):
         target.commit(first, [])
-    target.commit(first, [1])
+    target.commit(first, [[1]])
     with pytest.raises(ValueError, match="order"):
-        target.commit(first, [1])
+        target.commit(first, [[1]])
 
 
 def test_policies_are_those_of_the_configuration() -> None:

@@ -15,7 +15,7 @@ from stoker.base.types import FinishReason
 from stoker.runtime.admission import Admission, Beginner
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
 from stoker.runtime.request import ErrorInfo, ExecutorStats, Sequence, SequenceOutput, TokenRequest
-from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.step_times import StepTimes
 from stoker.runtime.watchdog import Watchdog
@@ -198,35 +198,34 @@ class Executor:
             self._fail(plan, error)
             return
         self.stats.last_step_time_s = self.step_times.record(launched, len(plan), plan.num_tokens)
-        token_ids = self._tokens(plan, result)
-        outcome = self.scheduler.commit(plan, token_ids)
-        self._emit(outcome.sequences, outcome.token_ids, result)
+        outcome = self.scheduler.commit(plan, self._tokens(plan, result))
+        self._emit(outcome, result)
         for seq in outcome.finished:
             self._forget(seq)
 
-    def _tokens(self, plan: StepPlan, result: StepResult) -> list[int]:
-        """One id a row of the plan. A row whose logits were not numbers ends here, alone."""
+    def _tokens(self, plan: StepPlan, result: StepResult) -> list[list[int]]:
+        """The ids that each row of the plan yielded. Ends the sequences of rows whose logits are not finite."""
         sampled = iter(result.token_ids)
-        token_ids = [next(sampled) if samples else -1 for samples in plan.samples]
-        for seq, token, samples in zip(plan.sequences, token_ids, plan.samples, strict=True):
-            if samples and token < 0 and seq.finish_reason is None:
+        token_ids = result.token_ids if all(plan.samples) else [next(sampled) if samples else [] for samples in plan.samples]
+        for seq, ids in zip(plan.sequences, token_ids, strict=True):
+            if ids and ids[-1] < 0 and seq.finish_reason is None:
                 self.scheduler.kv_cache.poison(seq.blocks)
                 self.scheduler.end(seq, FinishReason.ERROR)
                 self._finish(seq, seq.fault or _NO_TOKEN)
         return token_ids
 
-    def _emit(self, sequences: list[Sequence], token_ids: list[int], result: StepResult) -> None:
-        """Queue one output for each sequence that gained a token."""
+    def _emit(self, outcome: StepOutcome, result: StepResult) -> None:
+        """Queue one output for each sequence that gained tokens."""
         outputs, announced = self._outputs, self._announced
         scores = dict(zip((seq.seq_id for seq in result.sequences), result.logprobs, strict=True)) if result.logprobs else {}
-        for seq, token in zip(sequences, token_ids, strict=True):
-            output = SequenceOutput(seq.request_id, seq.index, [token], seq.finish_reason, seq.stop_id)
+        for seq, ids in zip(outcome.sequences, outcome.token_ids, strict=True):
+            output = SequenceOutput(seq.request_id, seq.index, ids, seq.finish_reason, seq.stop_id)
             if seq.seq_id not in announced:
                 announced.add(seq.seq_id)
                 output.cached_tokens = seq.num_cached
                 output.prompt_logprobs = result.prompt_logprobs.get(seq.seq_id)
             if scores and (score := scores.get(seq.seq_id)) is not None:
-                output.logprobs = [score]
+                output.logprobs = score[: len(ids)]
             outputs.append(output)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
@@ -277,9 +276,9 @@ class Executor:
         stats.row_steps += len(plan)
         stats.last_step_rows = len(plan)
         stats.last_step_tokens = plan.num_tokens
-        stats.last_step_prefill_tokens = plan.num_tokens - plan.num_decodes
-        stats.num_decode_tokens += plan.num_decodes
-        stats.num_prefill_tokens += plan.num_tokens - plan.num_decodes
+        stats.last_step_prefill_tokens = plan.num_prefill_tokens
+        stats.num_decode_tokens += plan.num_tokens - plan.num_prefill_tokens
+        stats.num_prefill_tokens += plan.num_prefill_tokens
 
     def snapshot(self) -> ExecutorStats:
         """The counters as they are now; a copy, for the loop goes on counting."""

@@ -97,6 +97,16 @@ class KVCacheManager:
         self.num_reserved -= 1
         return True
 
+    def trim(self, seq: Sequence, num_tokens: int) -> bool:
+        """Release the blocks after those of the first `num_tokens` tokens; False when there are none."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        surplus = seq.blocks[num_blocks:]
+        for block in reversed(surplus):
+            self.pool.release(block)
+        del seq.blocks[num_blocks:]
+        self.num_reserved += len(surplus)
+        return bool(surplus)
+
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Index the blocks among the first `num_tokens` tokens, which are computed, committed and known."""
         if self.index is None:

@@ -1,40 +1,57 @@
-"""The scheduler's answers: plain data, no torch."""
+"""The step plan and the step outcome: plain data, without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from stoker.runtime.request import Sequence
+
+NO_DRAFTS: Seq[int] = ()
 
 
 class StepPlan:
-    """One step. Parallel lists over its rows; decode rows (one new token after a finished prompt) come first.
+    """One step, as parallel lists over its rows.
 
-    starts[i] is the position of row i's first new token and num_new[i] how many are computed; samples[i] says whether the
-    row's last token is the newest one, so that a token is sampled from it.
+    Rows are in this order: decodes (one new token after a completed prefill), decodes that also verify draft tokens, prefills.
+
+    sequences[i]: the sequence of row i.
+    starts[i]: the position of the row's first new token. While an earlier step that verifies drafts of the same sequence is not
+        committed, this is an upper bound: the position is lower by the number of drafts that the earlier step rejects.
+    num_new[i]: the number of tokens to compute, drafts included.
+    samples[i]: whether the row yields tokens, that is, whether its last token is the newest of the sequence.
+    drafts[i]: ids of the draft tokens that follow the newest token; -1 for an id that only the device knows. A row with k drafts
+        computes k + 1 tokens and yields 1 to k + 1 tokens: the accepted drafts, and the token sampled after them.
+    num_decodes: the number of rows that have one new token after a completed prefill.
+    num_tokens, num_prefill_tokens: the tokens of all rows, and those of prefill rows.
     """
 
-    __slots__ = ("num_decodes", "num_new", "num_tokens", "samples", "sequences", "starts")
+    __slots__ = ("drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "samples", "sequences", "starts")
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
         self.starts: list[int] = []
         self.num_new: list[int] = []
         self.samples: list[bool] = []
+        self.drafts: list[Seq[int]] = []
         self.num_decodes = 0
         self.num_tokens = 0
+        self.num_prefill_tokens = 0
 
     def __len__(self) -> int:
+        """The number of rows."""
         return len(self.sequences)
 
 
 class StepOutcome:
-    """What a committed step changed. sequences[i] gained token_ids[i]; `finished` ended, with finish_reason and stop_id set.
+    """The result of a committed step. `token_ids[i]` (at least one id) was appended to `sequences[i]`.
 
-    A sequence that the step ended is in both lists. Rows that sampled nothing, or whose sequence had ended before, are in neither.
+    `finished` lists the sequences that this step ended; finish_reason and stop_id are set. They are in `sequences` too.
+    Rows that yielded no token, and rows whose sequence had ended before, are in neither list.
     """
 
     __slots__ = ("finished", "sequences", "token_ids")
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
-        self.token_ids: list[int] = []
+        self.token_ids: list[list[int]] = []
         self.finished: list[Sequence] = []

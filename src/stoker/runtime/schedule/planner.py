@@ -1,20 +1,23 @@
-"""How a step is filled: decodes, then unfinished prefills, then admissions."""
+"""Fills a step plan: decodes, then unfinished prefills, then admissions, then draft tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from stoker.runtime.request import Sequence, Status
-from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.schedule.plan import NO_DRAFTS, StepPlan
 from stoker.runtime.schedule.policies.policy import Demand
+from stoker.runtime.schedule.proposers.proposer import Proposer
 from stoker.runtime.schedule.running_set import RunningSet
 
 
 class Planner:
-    """Fills plans of at most `max_rows` rows and `max_num_tokens` tokens from a roster; max_rows <= max_num_tokens."""
+    """Fills plans of at most `max_rows` rows and `max_num_tokens` tokens from the running set; max_rows <= max_num_tokens."""
 
-    def __init__(self, roster: RunningSet, *, max_rows: int, max_num_tokens: int, chunked_prefill: bool) -> None:
-        self._running_set = roster
+    def __init__(self, running_set: RunningSet, proposer: Proposer, *, max_rows: int, max_num_tokens: int, chunked_prefill: bool) -> None:
+        self._running_set = running_set
+        self._proposer = proposer
         self._most_rows = self._max_rows = max_rows
         self._max_num_tokens = max_num_tokens
         self._chunked_prefill = chunked_prefill
@@ -30,7 +33,10 @@ class Planner:
         if self._prefills(plan, prefills) and not starved and not self._running_set.stuck:
             self._admissions(plan, num_holding, now, paused)
         if starved and not plan.sequences and not self._running_set.num_leaving:
-            self.fill(plan, now, paused=paused)  # all whose turn it was gave themselves up; fewer run now, so this ends
+            # Every sequence of this turn was preempted. Fewer run now, so the recursion ends.
+            self.fill(plan, now, paused=paused)
+        elif self._proposer.max_drafts and plan.num_decodes and not starved:
+            self._add_drafts(plan)
 
     def _decodes(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
         """Plan the rows that need one token. Returns those whose prefill isn't done, and whether a row had to wait for a block."""
@@ -57,6 +63,7 @@ class Planner:
         plan.num_decodes = plan.num_tokens = len(sequences)
         plan.num_new = [1] * len(sequences)
         plan.samples = [True] * len(sequences)
+        plan.drafts = [NO_DRAFTS] * len(sequences)
         return prefills, starved
 
     def _turn(self) -> Iterable[Sequence]:
@@ -110,6 +117,37 @@ class Planner:
             if num_new:
                 _add_prefill(plan, seq, num_new)
 
+    def _add_drafts(self, plan: StepPlan) -> None:
+        """Add draft tokens to decodes, within the tokens that the step has left and the blocks that are free.
+
+        Drafts come after prefills and admissions and never preempt, so they delay no other sequence.
+        Rows with drafts are moved behind the rows with one token.
+        """
+        drafts = [self._propose(seq, plan) for seq in plan.sequences[: plan.num_decodes]]
+        if not any(drafts):
+            return
+        order = sorted(range(plan.num_decodes), key=lambda row: bool(drafts[row]))  # stable
+        plan.sequences[: plan.num_decodes] = [plan.sequences[row] for row in order]
+        plan.starts[: plan.num_decodes] = [plan.starts[row] for row in order]
+        plan.drafts[: plan.num_decodes] = [drafts[row] for row in order]
+        plan.num_new[: plan.num_decodes] = [1 + len(drafts[row]) for row in order]
+        plan.num_decodes = sum(not ids for ids in drafts)
+
+    def _propose(self, seq: Sequence, plan: StepPlan) -> Seq[int]:
+        """Drafts for a decode of the plan, with the counters and blocks of the sequence advanced past them."""
+        limit = min(self._proposer.max_drafts, self._max_num_tokens - plan.num_tokens, seq.max_computed - seq.num_computed)
+        if limit <= 0 or seq.status is not Status.RUNNING:
+            return NO_DRAFTS
+        drafts = self._proposer.propose(seq, limit)
+        kv_cache = self._running_set.kv_cache
+        while len(seq.blocks) * kv_cache.tokens_per_block < seq.num_computed + len(drafts) and kv_cache.grow(seq):
+            pass
+        drafts = drafts[: len(seq.blocks) * kv_cache.tokens_per_block - seq.num_computed]
+        seq.num_computed += len(drafts)
+        seq.num_pending += len(drafts)
+        plan.num_tokens += len(drafts)
+        return drafts
+
     def _fewest(self, seq: Sequence) -> int:
         """The tokens of which a step computes at least as many, when it computes any of `seq`."""
         return 1 if self._chunked_prefill else max(seq.num_prompt - seq.num_computed, 1)
@@ -132,7 +170,9 @@ def _add_prefill(plan: StepPlan, seq: Sequence, num_new: int) -> None:
     plan.starts.append(seq.num_computed)
     plan.num_new.append(num_new)
     plan.samples.append(samples)
+    plan.drafts.append(NO_DRAFTS)
     plan.num_tokens += num_new
+    plan.num_prefill_tokens += num_new
     seq.num_computed += num_new
     seq.num_pending += samples
     seq.num_in_flight += 1

@@ -90,6 +90,11 @@ class RunningSet:
         self.kv_cache.register(seq, num_tokens)
         self._wake(seq, seq.num_hashed)
 
+    def trim(self, seq: Sequence) -> None:
+        """Release the blocks after those of its known tokens, which rejected drafts took, unless a planned step contains it."""
+        if not seq.num_in_flight and self.kv_cache.trim(seq, len(seq.tokens)):
+            self.stuck = False
+
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
         seq.status = Status.LEAVING

@@ -13,6 +13,7 @@ from stoker.runtime.request import Sequence, Status, TokenRequest
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.planner import Planner
 from stoker.runtime.schedule.policies import POLICIES
+from stoker.runtime.schedule.proposers import PROPOSERS
 from stoker.runtime.schedule.running_set import RunningSet
 
 
@@ -43,6 +44,7 @@ class Scheduler:
         chunked_prefill: bool = True,
         prefix_reuse: bool = True,
         num_stages: int = 1,
+        proposer: str = "none",
     ) -> None:
         self.kv_cache = KVCacheManager(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse)
         self.max_num_tokens = max_num_tokens
@@ -50,7 +52,10 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self._running_set = RunningSet(self.kv_cache, POLICIES.get(policy)(), max_num_sequences or max_batch_size)
         max_rows = min(max_batch_size, max_num_tokens)
-        self._planner = Planner(self._running_set, max_rows=max_rows, max_num_tokens=max_num_tokens, chunked_prefill=chunked_prefill)
+        self._proposer = PROPOSERS.get(proposer)()
+        self._planner = Planner(
+            self._running_set, self._proposer, max_rows=max_rows, max_num_tokens=max_num_tokens, chunked_prefill=chunked_prefill
+        )
         self._num_stages = num_stages
         self._in_flight: deque[StepPlan] = deque()
         self._requests: dict[str, list[Sequence]] = {}  # those that haven't ended
@@ -132,6 +137,7 @@ class Scheduler:
         """Queue a sequence whose request passed `check`. The sequences of one request are added in the order of their index."""
         seq.max_tokens = min(seq.max_tokens, self.max_seq_len - seq.num_prompt)
         seq.max_computed = seq.num_prompt + seq.max_tokens - 1
+        seq.waits_for_ids = seq.waits_for_ids or self._proposer.reads_token_ids
         self._requests.setdefault(seq.request_id, []).append(seq)
         if seq.deadline is not None:
             self._next_deadline = min(self._next_deadline, seq.deadline)
@@ -184,36 +190,48 @@ class Scheduler:
             self._in_flight.append(plan)
         return plan
 
-    def commit(self, plan: StepPlan, sampled_ids: Seq[int]) -> StepOutcome:
-        """Take a step's results: one id a row; those of rows that don't sample mean nothing."""
-        if len(sampled_ids) != len(plan):
-            raise ValueError(f"{len(sampled_ids)} ids for a step of {len(plan)} rows")
+    def commit(self, plan: StepPlan, token_ids: Seq[list[int]]) -> StepOutcome:
+        """Append the ids that each row of a step yielded; the list of a row that does not sample is empty.
+
+        A row with k drafts yields up to k + 1 ids. Ids after one that ends the sequence are dropped. A row that samples and yields
+        no id is computed again. Raises ValueError for a wrong number of rows and for plans that are committed out of order.
+        """
+        if len(token_ids) != len(plan):
+            raise ValueError(f"token ids of {len(token_ids)} rows for a step of {len(plan)} rows")
         self._take(plan)
         outcome = StepOutcome()
         gained, gained_ids = outcome.sequences, outcome.token_ids
         size = self.kv_cache.tokens_per_block
         running, finished = Status.RUNNING, Status.FINISHED
-        rows = zip(plan.sequences, plan.starts, plan.num_new, plan.samples, sampled_ids, strict=True)
-        for seq, start, num_new, samples, token in rows:
+        rows = zip(plan.sequences, plan.starts, plan.num_new, plan.samples, plan.drafts, token_ids, strict=True)
+        for seq, start, num_new, samples, drafts, ids in rows:
             seq.num_in_flight -= 1
             if samples:
-                seq.num_pending -= 1
+                seq.num_pending -= 1 + len(drafts) if drafts else 1
             if seq.status is not finished:
-                num_computed = start + num_new
-                if num_computed // size > seq.num_hashed:
-                    self._running_set.register(seq, num_computed)
+                reason = None
                 if samples:
-                    seq.tokens.append(token)
-                    gained.append(seq)
-                    gained_ids.append(token)
-                    if token in seq.end_ids and len(seq.tokens) - seq.num_prompt > seq.min_tokens:
-                        self.end(seq, FinishReason.STOP, token)
-                        outcome.finished.append(seq)
-                    elif num_computed == seq.max_computed:
-                        self.end(seq, FinishReason.LENGTH)
-                        outcome.finished.append(seq)
+                    tokens = seq.tokens
+                    tokens += ids
+                    num_valid = len(tokens) - 1  # tokens whose keys and values no later step writes again
+                    if drafts or not ids or ids[0] in seq.end_ids or num_valid >= seq.max_computed:
+                        seq.num_computed -= 1 + len(drafts) - len(ids)
+                        ids, reason = _cut_at_end(seq, ids)
+                        num_valid = len(tokens) - 1
+                    if ids:
+                        gained.append(seq)
+                        gained_ids.append(ids)
+                else:
+                    num_valid = start + num_new
+                if num_valid // size > seq.num_hashed:
+                    self._running_set.register(seq, num_valid)
+                if reason is not None:
+                    self.end(seq, reason, ids[-1] if reason is FinishReason.STOP else None)
+                    outcome.finished.append(seq)
             if seq.status is not running:
                 self._running_set.settle(seq)
+            elif drafts:
+                self._running_set.trim(seq)
         return outcome
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
@@ -222,9 +240,9 @@ class Scheduler:
         for seq in plan.sequences:
             self.kv_cache.poison(seq.blocks[seq.num_hashed :])
         failed = [seq for seq in plan.sequences if seq.status is not Status.FINISHED]
-        for seq, samples in zip(plan.sequences, plan.samples, strict=True):
+        for seq, samples, drafts in zip(plan.sequences, plan.samples, plan.drafts, strict=True):
             seq.num_in_flight -= 1
-            seq.num_pending -= samples
+            seq.num_pending -= samples * (1 + len(drafts))
             if seq.status is not Status.FINISHED:
                 self.end(seq, FinishReason.ERROR)
             self._running_set.settle(seq)
@@ -234,3 +252,18 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0] is not plan:
             raise ValueError("plans are committed in the order in which they were made, each once")
         self._in_flight.popleft()
+
+
+def _cut_at_end(seq: Sequence, ids: list[int]) -> tuple[list[int], FinishReason | None]:
+    """Remove what follows the first of the newest tokens `ids` that ends the sequence. Returns the ids that stay, and why it ends."""
+    num_before = len(seq.tokens) - len(ids)
+    for num_tokens, token in enumerate(ids, num_before + 1):
+        if token in seq.end_ids and num_tokens - seq.num_prompt > seq.min_tokens:
+            reason = FinishReason.STOP
+        elif num_tokens > seq.max_computed:
+            reason = FinishReason.LENGTH
+        else:
+            continue
+        del seq.tokens[num_tokens:]
+        return ids[: num_tokens - num_before], reason
+    return ids, None

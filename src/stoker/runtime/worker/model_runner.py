@@ -34,11 +34,11 @@ from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape
 
 @dataclass(slots=True)
 class StepResult:
-    """What a finished step gives the host, for the rows that sampled."""
+    """The results of a finished step for the rows that sampled."""
 
     sequences: list[Sequence]
-    token_ids: list[int]  # -1: the logits were not numbers
-    logprobs: list[TokenLogprobs | None]  # empty when nobody asked
+    token_ids: list[list[int]]  # ids that each row yielded; the last is -1 where the logits were not finite
+    logprobs: list[list[TokenLogprobs] | None]  # of each row's ids, or None; empty when no row requests them
     prompt_logprobs: PromptLogprobs = field(default_factory=dict)  # of rows that sampled for the first time
 
 
@@ -63,9 +63,11 @@ class StepHandle:
     def wait(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        token_ids = self._token_ids.tolist()
-        logprobs = self._scores.read(token_ids, [seq.params.logprobs for seq in self._sequences]) if self._scores is not None else []
-        return StepResult(self._sequences, token_ids, logprobs, self._prompt())
+        logprobs: list[list[TokenLogprobs] | None] = []
+        if self._scores is not None:
+            scores = self._scores.read(self._token_ids.tolist(), [seq.params.logprobs for seq in self._sequences])
+            logprobs = [None if score is None else [score] for score in scores]
+        return StepResult(self._sequences, self._token_ids.unsqueeze(1).tolist(), logprobs, self._prompt())
 
 
 class LazyHandle:

@@ -1,0 +1,10 @@
+"""The draft proposers, by name."""
+
+from __future__ import annotations
+
+from stoker.base.registry import Registry
+from stoker.runtime.schedule.proposers.no_drafts import NoDrafts
+from stoker.runtime.schedule.proposers.proposer import Proposer
+
+PROPOSERS: Registry[type[Proposer]] = Registry("proposer")
+PROPOSERS.add("none", NoDrafts)

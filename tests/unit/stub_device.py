@@ -1,0 +1,170 @@
+"""A stand-in for the device under the scheduler: it stores one value per cache slot and checks every read."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from stoker.base.types import FinishReason
+from stoker.runtime.request import Sequence
+from stoker.runtime.schedule.plan import StepPlan
+from stoker.runtime.schedule.proposers.proposer import Proposer
+
+VOCAB = 7
+MAX_DRAFTS = 7
+
+EXPECTED: dict[int, list[int]] = {}  # seq_id → the tokens that the sequence must generate
+
+
+def link(before: int, token: int) -> int:
+    """Stands for the keys and values of a token: a function of the token and of everything before it."""
+    return zlib.crc32(f"{before},{token}".encode())
+
+
+def root(salt: str) -> int:
+    return zlib.crc32(salt.encode())
+
+
+def sample(state: int, index: int) -> int:
+    return zlib.crc32(f"{state}/{index}".encode()) % VOCAB
+
+
+def chain(salt: str, tokens: list[int]) -> list[int]:
+    states, state = [], root(salt)
+    for token in tokens:
+        state = link(state, token)
+        states.append(state)
+    return states
+
+
+def reference(seq: Sequence) -> tuple[list[int], FinishReason]:
+    """What the sequence must generate, computed without a scheduler."""
+    state, out = chain(seq.request.cache_salt, seq.request.prompt_ids)[-1], []
+    while True:
+        token = sample(state, seq.index)
+        out.append(token)
+        state = link(state, token)
+        if token in seq.end_ids and len(out) > seq.params.min_tokens:
+            return out, FinishReason.STOP
+        if len(out) == seq.max_tokens:
+            return out, FinishReason.LENGTH
+
+
+def drafts_after(seq: Sequence, start: int, count: int) -> list[int]:
+    """Drafts for the positions from `start` on, of which about one in four is wrong."""
+    true = [*seq.request.prompt_ids, *EXPECTED[seq.seq_id]]
+    rng = random.Random(f"{seq.seq_id}/{start}")
+    return [true[p] if p < len(true) and rng.random() < 0.75 else rng.randrange(VOCAB) for p in range(start, start + count)]
+
+
+def draft_count(seq: Sequence, limit: int) -> int:
+    return random.Random(f"{seq.seq_id},{seq.num_computed}").randrange(limit + 1)
+
+
+class HostDrafts(Proposer):
+    """Proposes drafts from the ids that the host knows."""
+
+    max_drafts = MAX_DRAFTS
+    reads_token_ids = True
+
+    def propose(self, seq: Sequence, limit: int) -> Seq[int]:
+        assert seq.num_computed == len(seq.tokens) and 1 <= limit <= MAX_DRAFTS
+        return drafts_after(seq, len(seq.tokens), draft_count(seq, limit))
+
+
+class DeviceDrafts(Proposer):
+    """Leaves the drafts to the device, so that steps are planned before the ids of earlier steps are known."""
+
+    max_drafts = MAX_DRAFTS
+    reads_token_ids = False
+
+    def propose(self, seq: Sequence, limit: int) -> Seq[int]:
+        assert 1 <= limit <= MAX_DRAFTS
+        return [-1] * draft_count(seq, limit)
+
+
+@dataclass
+class PlannedRow:
+    """A row as the device received it: its block table, known ids and drafts are copied when the step is planned."""
+
+    seq: Sequence
+    row: int
+    start: int
+    num_new: int
+    samples: bool
+    known: list[int]
+    drafts: list[int]
+    blocks: list[int]
+    num_rejected: int  # tokens of the sequence that commits before this plan rejected
+
+
+@dataclass
+class Flight:
+    """A plan in flight."""
+
+    plan: StepPlan
+    rows: list[PlannedRow]
+    ids: list[list[int]] | None = None
+
+
+@dataclass
+class Device:
+    """`p_nothing`: the probability that a row yields no token."""
+
+    size: int
+    p_nothing: float
+    slots: dict[int, int] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)  # row → newest id, as on a real device
+    num_rejected: Counter[int] = field(default_factory=Counter)  # seq_id → tokens rejected by steps that ran
+    num_applied: Counter[int] = field(default_factory=Counter)  # seq_id → tokens rejected by steps that were committed
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def copy(self, plan: StepPlan) -> Flight:
+        rows = []
+        for seq, start, num_new, samples, drafts in zip(plan.sequences, plan.starts, plan.num_new, plan.samples, plan.drafts, strict=True):
+            known = seq.tokens[start : start + num_new - len(drafts)]
+            assert len(known) == num_new - len(drafts) or (num_new == 1 + len(drafts) and not known and start >= seq.num_prompt)
+            rows.append(
+                PlannedRow(seq, seq.row, start, num_new, samples, known, list(drafts), list(seq.blocks), self.num_applied[seq.seq_id])
+            )
+        return Flight(plan, rows)
+
+    def run(self, flight: Flight) -> None:
+        flight.ids = [self.run_row(planned) for planned in flight.rows]
+
+    def run_row(self, planned: PlannedRow) -> list[int]:
+        """Verify the drafts of a row, or compute its prompt tokens. Returns the ids that the row yields."""
+        seq, salt = planned.seq, planned.seq.request.cache_salt
+        start = planned.start - (self.num_rejected[seq.seq_id] - planned.num_rejected)
+        drafts = drafts_after(seq, start + 1, len(planned.drafts)) if -1 in planned.drafts else planned.drafts
+        known = planned.known or [self.newest[planned.row]]
+        assert len(planned.blocks) * self.size >= start + planned.num_new
+        slots = [planned.blocks[p // self.size] * self.size + p % self.size for p in range(start + planned.num_new)]
+        read = [self.slots[slot] for slot in slots[:start]]
+        states, state = [], read[-1] if read else root(salt)
+        for slot, token in zip(slots[start:], [*known, *drafts], strict=True):
+            state = self.slots[slot] = link(state, token)
+            states.append(state)
+        expected = chain(salt, [*seq.request.prompt_ids, *EXPECTED[seq.seq_id]])
+        # Steps that are planned before the end of a sequence is known go on after it.
+        assert read[: len(expected)] == expected[:start], "a row reads another's tokens"
+        if not planned.samples:
+            return []
+        self.newest[planned.row] = known[-1]
+        ids: list[int] = []
+        if self.dice.random() >= self.p_nothing:
+            ids = [sample(states[len(known) - 1], seq.index)]
+            while len(ids) <= len(drafts) and drafts[len(ids) - 1] == ids[-1]:
+                ids.append(sample(states[len(known) - 1 + len(ids)], seq.index))
+            self.newest[planned.row] = ids[-1]
+        self.num_rejected[seq.seq_id] += 1 + len(drafts) - len(ids)
+        return ids
+
+    def applied(self, flight: Flight) -> None:
+        """The flight was committed: later plans know what it rejected."""
+        for planned, ids in zip(flight.rows, flight.ids or (), strict=True):
+            if planned.samples:
+                self.num_applied[planned.seq.seq_id] += 1 + len(planned.drafts) - len(ids)
