@@ -24,8 +24,9 @@ from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.large_batch.launch import Plan, plan_for, plan_with_split_k
 from stoker.kernels.triton.fused_layer.launch import fused_layer
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
-from stoker.kernels.triton.fused_layer.small_batch.launch import MAX_TOKENS, SmallBatchTile
+from stoker.kernels.triton.fused_layer.small_batch.launch import MAX_TOKENS
 from stoker.kernels.triton.gemm.quantized.int4 import pack_int4
+from stoker.kernels.tuning.tiles import SmallBatchTile
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.profiling.tile_tuning import time_graph
 from stoker.quant.dense import DenseLinear

@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/kernels_quant.py [--formats fp8,int8,w8a8,int4/128,int4/32,block,moe] [--rows 1,16,32,64] [--json FILE]
 
 Shapes are Llama-3.1-8B's and those of three mixtures of experts. Times are medians of CUDA-graph replays over rotating weights. A line
-gives the best tile, ready for a row of `quant_tuning.TUNED`, and what the default would have taken.
+gives the best tile, ready for a row of `kernels/tuning/<device>.json`, and what the default would have taken.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized.launch import Stored
-from stoker.kernels.triton.gemm.quantized.tiles import QuantTile, padded_tokens, stream_tile
+from stoker.kernels.triton.gemm.quantized.tiles import padded_tokens, quant_tile
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import library_gemm as moe_library
+from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import Fusion
 from stoker.profiling.tile_tuning import time_graph
 
@@ -448,7 +449,7 @@ def main() -> None:
             total = LAYERS * sum(us for what, us in step.items() if what != "head") + step["head"]
             floor = sum(Case(form, what, rows).num_bytes * (1 if what == "head" else LAYERS) for what in LINEARS) / READ_TB_S / 1e9
             print(f"{form:9} all linears of a step, M={rows}: {total / 1e3:.3f} ms, floor {floor / 1e3:.3f}", flush=True)
-    print(f"total {time.monotonic() - began:.0f} s; {stream_tile.__name__} gives the defaults")
+    print(f"total {time.monotonic() - began:.0f} s; {quant_tile.__name__} gives the defaults")
     if chosen.json:
         with open(chosen.json, "w") as file:
             json.dump({**provenance(device="cuda"), "results": results}, file, indent=1, default=str)

@@ -4,7 +4,7 @@
 
 Of int4 in small groups, more rows than are streamed go through bands (`band_kernel`), and with --bands any number. Shapes are
 Llama-3.1-8B's, or those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line gives the
-best tile, ready for a row of `stream_tuning.TUNED` or `band_tuning.TUNED`, beside what the rule takes and what tiles in shared memory need.
+best tile, ready for a row of `kernels/tuning/<device>.json`, beside what the rule takes and what tiles in shared memory need.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.triton import norm
 from stoker.kernels.triton.aot.offline_target import compiling
-from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
@@ -37,10 +37,11 @@ from stoker.kernels.triton.gemm.quantized.activations import encode_rows
 from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.triton.gemm.skinny import launch as stream
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES
-from stoker.kernels.triton.gemm.skinny.tiles import MOST_TOKENS, StreamTile, stream_tile, token_tiles
+from stoker.kernels.triton.gemm.skinny.tiles import MOST_TOKENS, skinny_tile, token_tiles
 from stoker.kernels.triton.gemm.skinny_int4 import launch as band
-from stoker.kernels.triton.gemm.skinny_int4.tiles import LARGEST_GROUP, BandTile, band_tile
+from stoker.kernels.triton.gemm.skinny_int4.tiles import LARGEST_GROUP, skinny_int4_tile
 from stoker.kernels.triton.gemm.skinny_int4.tiles import token_tiles as band_token_tiles
+from stoker.kernels.tuning.tiles import SkinnyInt4Tile, SkinnyTile
 from stoker.kernels.types import Fusion
 from stoker.profiling.tile_tuning import time_graph
 
@@ -82,10 +83,10 @@ class Case:
             return band_token_tiles(self.rows)
         return token_tiles(self.rows, 2 if self.form in ("int4", "bytes") else 1)
 
-    def by_rule(self, num_sms: int) -> StreamTile | BandTile:
+    def by_rule(self, num_sms: int) -> SkinnyTile | SkinnyInt4Tile:
         if self.bands:
-            return band_tile(self.group, self.rows, self.n, self.chunks, self.gated, num_sms)
-        return stream_tile(self.form, self.rows, self.n, self.chunks, self.gated, num_sms)
+            return skinny_int4_tile(self.group, self.rows, self.n, self.chunks, self.gated, num_sms, device_tuning(torch.device("cuda", 0)))
+        return skinny_tile(self.form, self.rows, self.n, self.chunks, self.gated, num_sms, device_tuning(torch.device("cuda", 0)))
 
     @property
     def gated(self) -> bool:
@@ -114,7 +115,7 @@ class Case:
         weight = integers(device, torch.int8, 127, n, k) if self.form == "bytes" else fp8_values(device, n, k)
         return Stored("same", weight, scale, n, k), (weight, scale)
 
-    def run(self, x: Tensor, weight: Stored, fusion: Fusion, tile: StreamTile | BandTile | None) -> Tensor:
+    def run(self, x: Tensor, weight: Stored, fusion: Fusion, tile: SkinnyTile | SkinnyInt4Tile | None) -> Tensor:
         if self.bands:
             return band.band(x, weight, None, fusion, tile)  # type: ignore[arg-type]
         return stream.stream(x, self.form, weight, None, None, fusion, tile)  # type: ignore[arg-type]
@@ -159,7 +160,7 @@ def fp8_values(device: str, n: int, k: int) -> Tensor:
     return made.to(torch.float8_e4m3fn) if device == "meta" else (made * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def tiles(case: Case) -> Iterator[StreamTile | BandTile]:
+def tiles(case: Case) -> Iterator[SkinnyTile | SkinnyInt4Tile]:
     """Tiles worth trying: enough programs, something for every warp, and what a thread holds fits its registers."""
     if case.bands:
         yield from band_tiles(case)
@@ -169,20 +170,20 @@ def tiles(case: Case) -> Iterator[StreamTile | BandTile]:
         turns = -(-case.chunks // (warps * splits))
         fits = m_tiles * stages * max(1, case.group // 64) <= 8 and turns >= stages and (m_tiles > 1 or not case.gated)
         if fits and programs >= 100 and (splits == 1 or programs * warps <= 6000):
-            yield StreamTile(m_tiles, splits, warps, stages)
+            yield SkinnyTile(m_tiles, splits, warps, stages)
 
 
-def band_tiles(case: Case) -> Iterator[BandTile]:
+def band_tiles(case: Case) -> Iterator[SkinnyInt4Tile]:
     words = 16  # registers of a chunk of a tile
     for m_tiles, warps, splits, stages in itertools.product((1, 2), (2, 4), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2)):
         programs = -(-case.n // (16 * m_tiles * warps // (2 if case.gated else 1))) * splits
         held = m_tiles * (4 * case.token_tiles + words * (stages + 1) // 2 + 16) + 8 * case.token_tiles
         enough = programs * warps >= 500 and -(-case.chunks // splits) >= 2 * stages and (splits == 1 or programs * warps <= 4400)
         if held <= 200 and enough and (m_tiles > 1 or not case.gated):
-            yield BandTile(m_tiles, splits, warps, stages)
+            yield SkinnyInt4Tile(m_tiles, splits, warps, stages)
 
 
-def compile_tile(job: tuple[Case, StreamTile | BandTile]) -> None:
+def compile_tile(job: tuple[Case, SkinnyTile | SkinnyInt4Tile]) -> None:
     case, tile = job
     with compiling():
         weight, _ = case.weight("meta")
@@ -218,11 +219,11 @@ def measure(case: Case, fast: bool) -> dict[str, object]:
     return row | {"us": times[best], "share": case.num_bytes / times[best] / 1e6 / READ_TB_S, "every": every}
 
 
-def name_of(tile: StreamTile | BandTile) -> str:
+def name_of(tile: SkinnyTile | SkinnyInt4Tile) -> str:
     return f"{tile.m_tiles}/{tile.splits}/{tile.num_warps}/{tile.num_stages}"
 
 
-def many(case: Case, x: Tensor, weights: list[Stored], fusion: Fusion, tile: StreamTile | BandTile) -> None:
+def many(case: Case, x: Tensor, weights: list[Stored], fusion: Fusion, tile: SkinnyTile | SkinnyInt4Tile) -> None:
     for weight in weights:
         case.run(x, weight, fusion, tile)
 

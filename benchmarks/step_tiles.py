@@ -36,20 +36,20 @@ from stoker.builder.config import BuildConfig
 from stoker.cli.benchmark.results import provenance
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.gemm.dense import launch as linear
-from stoker.kernels.triton.gemm.dense.tiles import LinearTile
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import fp8_gemv as quant_gemv
 from stoker.kernels.triton.gemm.quantized.fp8_gemv import GemvTile
 from stoker.kernels.triton.gemm.skinny import launch as stream
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES
-from stoker.kernels.triton.gemm.skinny.tiles import StreamTile
+from stoker.kernels.tuning.table import TuningTable
+from stoker.kernels.tuning.tiles import LinearTile, SkinnyTile
 from stoker.kernels.types import Fusion
 from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.worker.cuda_graphs import Graphs
 
-Tile = StreamTile | LinearTile | GemvTile
+Tile = SkinnyTile | LinearTile | GemvTile
 Key = tuple[int, int, bool]  # rows of a part; features of a dense weight, chunks of a streamed one; gated
 FORMS = {"none": "dense", "FP8_KV": "fp8", "FP8": "fp8", "WEIGHTS_ONLY_INT8": "bytes", "AWQ": "int4/128", "WEIGHTS_ONLY_INT4": "int4/32"}
 AGAIN = 4  # tiles of each linear that are tried in the second round
@@ -96,7 +96,7 @@ class Linear:
             turns = -(-case.chunks // (warps * splits))
             held = m_tiles * stages * max(1, case.group // 64) * (1 if case.group != 32 else 2)
             if held <= 8 and turns >= stages and (m_tiles > 1 or not self.gated) and 60 <= programs <= MOST_PROGRAMS:
-                yield StreamTile(m_tiles, splits, warps, stages)
+                yield SkinnyTile(m_tiles, splits, warps, stages)
         if self.form == "fp8" and self.rows == 1 and not self.gated and self.k <= quant_gemv.MAX_FEATURES:
             for block_n, warps in itertools.product((4, 8, 16, 32), (2, 4, 8)):
                 yield GemvTile(block_n, warps)
@@ -118,17 +118,17 @@ class Linear:
 
 
 chosen: dict[Key, Tile] = {}  # the tiles on trial
-_rules = (stream.stream_tile, linear.linear_tile, quant_gemv.gemv_tile)
+_rules = (stream.skinny_tile, linear.linear_tile, quant_gemv.gemv_tile)
 
 
-def _stream_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, num_sms: int) -> StreamTile:
+def _skinny_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, num_sms: int, tuning: TuningTable) -> SkinnyTile:
     tile = chosen.get((n, chunks, gated))
-    return tile if isinstance(tile, StreamTile) else _rules[0](form, tokens, n, chunks, gated, num_sms)
+    return tile if isinstance(tile, SkinnyTile) else _rules[0](form, tokens, n, chunks, gated, num_sms, tuning)
 
 
-def _linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, num_sms: int) -> LinearTile:
+def _linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, num_sms: int, tuning: TuningTable) -> LinearTile:
     tile = chosen.get((n, k, gated))
-    return tile if isinstance(tile, LinearTile) else _rules[1](rows, n, k, gated, itemsize, num_sms)
+    return tile if isinstance(tile, LinearTile) else _rules[1](rows, n, k, gated, itemsize, num_sms, tuning)
 
 
 def _gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:
@@ -139,7 +139,7 @@ def _gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:
 
 def compile_tile(job: tuple[Linear, Tile]) -> None:
     one, tile = job
-    if isinstance(tile, StreamTile):
+    if isinstance(tile, SkinnyTile):
         kernels_stream.compile_tile((one.case, tile))
         return
     x, fusion, rows = make("meta", one.rows, one.k), one.case.fusion("meta"), one.n * (2 if one.gated else 1)
@@ -220,7 +220,7 @@ def main() -> None:
         build(folder, folder + "/engine", built, verify="none")
         Graphs.warm_up = lambda self: 0  # type: ignore[method-assign]
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
-    stream.stream_tile, linear.linear_tile, quant_fp8.gemv_tile = _stream_tile, _linear_tile, _gemv_tile
+    stream.skinny_tile, linear.linear_tile, quant_fp8.gemv_tile = _skinny_tile, _linear_tile, _gemv_tile
     print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
     results: list[dict[str, Any]] = []
     for rows in all_rows:

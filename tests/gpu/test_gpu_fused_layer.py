@@ -36,7 +36,7 @@ def test_the_small_batch_kernel_equals_its_linears(form: str, shape: tuple[int, 
         (4, torch.bfloat16, False, False, "silu"),
     ):
         parts, weights = problem(form, shape, dtype, biases, last, gate)
-        most = small_batch.TILES[parts.out.weight.form].max_tokens
+        most = small_batch.measured_tile(parts.out.weight).max_tokens
         if rows > most:
             assert not small_batch.supports_small_batch(parts, rows)
         assert launcher.supports_fused_layer(parts, rows) == (rows <= most or form.startswith("int4"))

@@ -21,7 +21,7 @@ from stoker.kernels.types import Fusion
 if TYPE_CHECKING:
     from stoker.kernels.triton.gemm.quantized.launch import Stored
 
-TILES = [None, (2, 1, 8, 4), (2, 3, 4, 2), (4, 2, 8, 1)]  # fields of a StreamTile; None: the tuned one
+TILES = [None, (2, 1, 8, 4), (2, 3, 4, 2), (4, 2, 8, 1)]  # fields of a SkinnyTile; None: the tuned one
 SHAPES = [(40, 576), (96, 4096), (1000, 1536)]  # rows of a weight that end inside a tile, features that end inside a turn
 
 
@@ -48,14 +48,14 @@ def moved(value: Any) -> Any:
 def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fusion, want: Tensor, most: float) -> None:
     """Every tile, twice: the second time what the first one left in memory is another problem's."""
     from stoker.kernels.triton.gemm.skinny import launch as stream
-    from stoker.kernels.triton.gemm.skinny.tiles import StreamTile
+    from stoker.kernels.tuning.tiles import SkinnyTile
 
     given = type(stored)(*(moved(getattr(stored, name)) for name in stored.__slots__))
     late = Fusion(*(moved(getattr(fusion, name)) for name in Fusion.__slots__))
     for tile in TILES:
         for rows in (x.flip(0), x):
             torch.full((1 << 22,), float("nan"), device="cuda")  # what is allocated next holds this
-            got = stream.stream(rows.cuda(), form, given, None, moved(bias), late, tile and StreamTile(*tile))
+            got = stream.stream(rows.cuda(), form, given, None, moved(bias), late, tile and SkinnyTile(*tile))
         assert relative_error(got.cpu(), want) < most, tile
 
 

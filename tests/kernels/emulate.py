@@ -15,6 +15,7 @@ from stoker.kernels.quantized import FusedLayer
 from stoker.kernels.triton.attention.tiles import Splits, Tile
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
+from stoker.kernels.tuning.devices import tuning_for
 
 Made = tuple[torch.Tensor, torch.Tensor | None]
 # (heads' features, hidden ones, the MLP's, qkv's): features that end inside a turn, programs without a tile, several tiles a program
@@ -37,7 +38,8 @@ def run(x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, programs: int,
 
 
 def fused_layer(form: str) -> None:
-    most = small_batch.TILES["bfloat16" if form == "dense" else form.split()[0]].max_tokens
+    weights_dtype = {"dense": "bfloat16", "bytes": "int8"}.get(form.split()[0], form.split()[0])
+    most = tuning_for("NVIDIA H200", 90).tile("fused_layer_small_batch", weights_dtype).max_tokens
     cases = FEW[:most] if not form.startswith("int4") else [FEW[0], FEW[most - 1], SOME[form.endswith("32")]]
     for rows, dtype, biases, last, gate, programs in cases:
         parts, weights = problem(form, SHAPE, dtype, biases, last, gate, "cpu")

@@ -16,6 +16,7 @@ from stoker.kernels.reference import attention as reference
 from stoker.kernels.triton.attention import launch as kernels
 from stoker.kernels.triton.attention.arguments import SplitScratch
 from stoker.kernels.triton.attention.tiles import LONG_SPLIT, AttentionTile, Splits, choose_splits
+from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.types import AttentionParams
 
 MIXED = [(1, 37), (1, 5), (1, 16), (3, 3), (13, 50)]
@@ -221,6 +222,7 @@ def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, si
     for name in ("decode_attention_kernel", "prefill_attention_kernel"):
         monkeypatch.setattr(kernels, name, defaultdict(lambda: launch))
     monkeypatch.setattr(kernels, "pdl_launch_options", lambda x: {})
+    monkeypatch.setattr(kernels, "device_tuning", lambda device: tuning_for("NVIDIA H200", 90))
     q, pages = meta(tokens, heads, size), meta(9, kv_heads, 64, size)
     rows = min(tokens, 8)
     decodes = rows if tokens == 1 else 0

@@ -16,8 +16,12 @@ from stoker.kernels.triton.fused_layer.launch import supports_fused_layer
 from stoker.kernels.triton.fused_layer.requirements import FORMATS, SHARED_BYTES, meets_requirements
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.triton.ptx.wgmma import first_features, operand_offset
+from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.types import PLAIN, Fusion
 
+TUNING = tuning_for("NVIDIA H200", 90)
+COSTS = TUNING.costs.fused_layer_large_batch
+assert COSTS is not None
 NUM_CTAS = 132
 
 
@@ -32,6 +36,13 @@ def fused_layer_of(heads: int, hidden: int, size: int, qkv: int, group_size: int
 
     up = linear(2 * size, hidden, replace(norm, gate="silu"))
     return FusedLayer(linear(hidden, heads, PLAIN), up, linear(hidden, size, PLAIN), linear(qkv, hidden, norm))
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors have the tiles and costs of an H200."""
+    for module in (small_batch, large_batch):
+        monkeypatch.setattr(module, "device_tuning", lambda device: TUNING)
 
 
 @pytest.fixture
@@ -53,7 +64,7 @@ def test_plans_fit_into_shared_memory_and_cover_all_blocks(rows: int, group_size
         assert plan is not None and plan.num_stages >= 2 and plan.num_tokens >= rows
         assert shared_offsets(plan.num_stages, plan.num_tokens, plan.max_slice_blocks, group_size)[-1] <= SHARED_BYTES
         sizes = large_batch._sizes(layer)
-        assert large_batch._partials_count(sizes, plan) <= large_batch._max_partials_count(sizes, group_size, NUM_CTAS)
+        assert large_batch._partials_count(sizes, plan) <= large_batch._max_partials_count(sizes, group_size, NUM_CTAS, COSTS)
         for linear, split_k in zip(layer.linears, plan.split_k, strict=True):
             blocks, tiles = linear.weight.weight.shape[1] // 128, linear.weight.weight.shape[0] // 64  # type: ignore[union-attr]
             slice_blocks = -(-blocks // split_k)
@@ -104,7 +115,7 @@ def test_each_number_of_tokens_has_its_kernel() -> None:
 
 
 def test_every_format_has_a_tile() -> None:
-    assert set(small_batch.TILES) == set(FORMATS)
+    assert all(TUNING.tile("fused_layer_small_batch", "int8" if form == "bytes" else form) for form in FORMATS)
 
 
 @pytest.mark.usefixtures("supported")

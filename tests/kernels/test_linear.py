@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.kernels.reference import linear as reference
 from stoker.kernels.triton.gemm.dense import launch as kernels
-from stoker.kernels.triton.gemm.dense.tiles import LinearTile
+from stoker.kernels.tuning.tiles import LinearTile
 from stoker.kernels.types import Fusion
 
 GEMV, DOT, SPLIT = LinearTile(4, 64), LinearTile(16, 64), LinearTile(16, 32, splits=4)

@@ -12,9 +12,9 @@ from torch import Tensor
 from stoker.kernels.quantized import ExpertWeights
 from stoker.kernels.reference import moe as reference
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.triton.gemm.quantized.tiles import QuantTile
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import library_gemm as moe_library
+from stoker.kernels.tuning.tiles import QuantTile
 
 ROUTINGS = [
     (8, RoutingParams(2)),

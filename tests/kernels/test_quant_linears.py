@@ -26,9 +26,8 @@ from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized import tiles as quant_tuning
 from stoker.kernels.triton.gemm.quantized.launch import Stored
-from stoker.kernels.triton.gemm.quantized.tiles import QuantTile
 from stoker.kernels.triton.gemm.skinny import launch as stream
-from stoker.kernels.triton.gemm.skinny.tiles import StreamTile
+from stoker.kernels.tuning.tiles import QuantTile, SkinnyTile
 from stoker.kernels.types import PLAIN, Fusion
 
 PARTS = ["", "l", "br", "nbgr"]
@@ -317,7 +316,7 @@ def test_ways_of_int4(rows: int, group: int, dtype: torch.dtype, way: str, monke
     assert taken == [way]
 
 
-STREAM_TILES = [StreamTile(4, 1, 8, 1), StreamTile(2, 2, 4, 4), StreamTile(2, 8, 1, 2)]
+STREAM_TILES = [SkinnyTile(4, 1, 8, 1), SkinnyTile(2, 2, 4, 4), SkinnyTile(2, 8, 1, 2)]
 
 
 def streamed(x: Tensor, form: str, stored: Stored, bias: Tensor | None, around: Fusion, step: Tensor | None = None) -> list[Tensor]:

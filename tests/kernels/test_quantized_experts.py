@@ -14,9 +14,9 @@ from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
-from stoker.kernels.triton.gemm.quantized.tiles import QuantTile
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import operands as moe_operands
+from stoker.kernels.tuning.tiles import QuantTile
 
 EXPERTS = 5
 # (rows of each expert, those before this rank's, those after it): experts without rows, tiles that are full, and more tiles than one.

@@ -14,11 +14,10 @@ from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.triton.gemm.skinny import launch as stream
-from stoker.kernels.triton.gemm.skinny.tiles import StreamTile
 from stoker.kernels.triton.gemm.skinny_int4 import launch as band
-from stoker.kernels.triton.gemm.skinny_int4.tiles import BandTile
+from stoker.kernels.tuning.tiles import SkinnyInt4Tile, SkinnyTile
 
-CASES = [(1, "nbgr", StreamTile(2, 1, 4, 1)), (3, "br", StreamTile(2, 3, 1, 2)), (8, "ng", StreamTile(2, 1, 2, 2))]
+CASES = [(1, "nbgr", SkinnyTile(2, 1, 4, 1)), (3, "br", SkinnyTile(2, 3, 1, 2)), (8, "ng", SkinnyTile(2, 1, 2, 2))]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,7 @@ def registers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("m", "parts", "tile"), CASES)
 @pytest.mark.parametrize(("group", "zero"), [(32, "none"), (32, "int"), (32, "float"), (64, "int"), (128, "float"), (128, "none")])
-def test_int4(group: int, zero: str, m: int, parts: str, tile: StreamTile) -> None:
+def test_int4(group: int, zero: str, m: int, parts: str, tile: SkinnyTile) -> None:
     x, bias, around, rows = problem(m, 40, 640, torch.bfloat16, parts)
     weight = int4_weight(rows, 640, group, zero)
     stored = quant_int4.pack(weight).stored()
@@ -40,7 +39,7 @@ def test_int4(group: int, zero: str, m: int, parts: str, tile: StreamTile) -> No
 
 @pytest.mark.parametrize(("m", "parts", "tile"), CASES)
 @pytest.mark.parametrize("form", ["bytes", "fp8"])
-def test_whole_bytes(form: str, m: int, parts: str, tile: StreamTile) -> None:
+def test_whole_bytes(form: str, m: int, parts: str, tile: SkinnyTile) -> None:
     x, bias, around, rows = problem(m, 40, 576, torch.bfloat16, parts)
     if form == "fp8":
         weight, scale = fp8_weight(rows, 576)
@@ -52,12 +51,12 @@ def test_whole_bytes(form: str, m: int, parts: str, tile: StreamTile) -> None:
     assert relative_error(got, want) < 1e-2
 
 
-BANDS = [(5, "nbgr", BandTile(2, 1, 2, 1)), (19, "br", BandTile(1, 3, 1, 2)), (12, "ng", BandTile(2, 2, 1, 1))]
+BANDS = [(5, "nbgr", SkinnyInt4Tile(2, 1, 2, 1)), (19, "br", SkinnyInt4Tile(1, 3, 1, 2)), (12, "ng", SkinnyInt4Tile(2, 2, 1, 1))]
 
 
 @pytest.mark.parametrize(("m", "parts", "tile"), BANDS)
 @pytest.mark.parametrize(("group", "zero"), [(16, "int"), (32, "float"), (32, "none"), (64, "int"), (64, "none")])
-def test_int4_in_bands(group: int, zero: str, m: int, parts: str, tile: BandTile) -> None:
+def test_int4_in_bands(group: int, zero: str, m: int, parts: str, tile: SkinnyInt4Tile) -> None:
     x, bias, around, rows = problem(m, 40, 640, torch.float16 if group == 64 else torch.bfloat16, parts)
     weight = int4_weight(rows, 640, group, zero)
     stored = quant_int4.pack(weight).stored()

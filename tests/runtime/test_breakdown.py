@@ -14,16 +14,18 @@ from stoker.cli.benchmark.executor import ExecutorBenchmark
 from stoker.core.specs import LinearSpec
 from stoker.distributed.world import ALONE_WORLD
 from stoker.engine.reader import Engine
+from stoker.kernels.tuning.devices import tuning_for
+from stoker.kernels.tuning.table import Ceiling
 from stoker.layers.decoder import declare
 from stoker.profiling.batch_run import random_requests, run_batch
 from stoker.profiling.breakdown import Event, break_down, busy_us, kernel_shares, size_of
 from stoker.profiling.mailbox import SynchronousMailbox
-from stoker.profiling.roofline import Ceiling, Product, StepSize, Work, attention_work, ceiling, products_of
+from stoker.profiling.roofline import Product, StepSize, Work, attention_work, products_of
 from stoker.runtime.load import load_executor
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.rank import load_rank
 
-LIMIT = Ceiling(bytes_s=1e12, flops_s={2: 1e15, 1: 2e15})
+LIMIT = Ceiling(bytes_per_s=1e12, flops_per_s={2: 1e15, 1: 2e15})
 
 
 def test_busy_time_is_the_union() -> None:
@@ -69,9 +71,9 @@ def test_work_is_bound_by_memory_or_by_arithmetic() -> None:
     assert one.flops == 4_000_000
 
 
-def test_a_chip_that_nobody_measured_has_no_ceiling() -> None:
-    assert ceiling("NVIDIA H200") is not None and ceiling("NVIDIA H200 NVL") is not None
-    assert ceiling("Some GPU") is None
+def test_only_measured_devices_have_a_ceiling() -> None:
+    assert tuning_for("NVIDIA H200", 90).ceiling is not None and tuning_for("NVIDIA H200 NVL", 90).ceiling is not None
+    assert tuning_for("NVIDIA H100 80GB HBM3", 90).ceiling is None and tuning_for("Some GPU", 70).ceiling is None
 
 
 def test_a_plan_has_a_size() -> None:

@@ -13,7 +13,9 @@ import msgspec
 import torch
 
 from stoker.base.errors import ConfigError
-from stoker.profiling.roofline import Ceiling, Product, StepSize, Work, attention_work, ceiling, products_of
+from stoker.kernels.tuning.devices import tuning_for
+from stoker.kernels.tuning.table import Ceiling
+from stoker.profiling.roofline import Product, StepSize, Work, attention_work, products_of
 from stoker.runtime.executor import Executor
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.worker.inputs import Packed
@@ -115,8 +117,9 @@ def break_down(executor: Executor, num_steps: int) -> Breakdown:
         ),
         key=lambda event: event.start,
     )
-    name = torch.cuda.get_device_name(runner.device)
-    shares = kernel_shares(events, seen.sizes, products, _attention(runner, seen.sizes), ceiling(name))
+    name, (major, minor) = torch.cuda.get_device_name(runner.device), torch.cuda.get_device_capability(runner.device)
+    ceiling = tuning_for(name, 10 * major + minor).ceiling
+    shares = kernel_shares(events, seen.sizes, products, _attention(runner, seen.sizes), ceiling)
     return Breakdown(
         num_steps=num_steps,
         rows=statistics.mean(size.rows for size in marks.sizes),

@@ -16,6 +16,7 @@ from stoker.core.model_config import AttentionConfig, ModelConfig
 from stoker.kernels import ops
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, GroupedInt8Weight, Int4Weight
 from stoker.kernels.reference.fused_layer import fused_layer
+from stoker.kernels.tuning.table import Ceiling
 from stoker.layers.decoder import kv_width
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.model_runner import ModelRunner
@@ -23,23 +24,6 @@ from stoker.runtime.worker.model_runner import ModelRunner
 LINEARS = ("linear", "int8_linear", "grouped_int8_linear", "w8a8_linear", "int4_linear", "fp8_linear", "block_fp8_linear")
 EXPERTS = ("expert_up", "expert_down", "quant_expert_up", "quant_expert_down")
 _TOKENS, _ROWS = 5, 2  # of the step that is listened to: sizes tell which products are of all tokens and which of sampled rows
-
-
-@dataclass(frozen=True, slots=True)
-class Ceiling:
-    """What a chip does at most: bytes a second of a read-only stream, operations a second of the library's GEMM."""
-
-    bytes_s: float
-    flops_s: dict[int, float]  # by bytes of an operand
-
-
-# By how the device's name begins. Measured.
-CEILINGS = {"NVIDIA H200": Ceiling(4.42e12, {2: 669e12, 1: 1233e12})}
-
-
-def ceiling(device: str) -> Ceiling | None:
-    """None for a chip that nobody measured."""
-    return next((found for name, found in CEILINGS.items() if device.startswith(name)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +36,7 @@ class Work:
 
     def seconds(self, limit: Ceiling) -> float:
         """The shortest time: memory and arithmetic overlap."""
-        return max(self.bytes / limit.bytes_s, self.flops / limit.flops_s.get(self.operand, limit.flops_s[2]))
+        return max(self.bytes / limit.bytes_per_s, self.flops / limit.flops_per_s.get(self.operand, limit.flops_per_s[2]))
 
 
 @dataclass(frozen=True, slots=True)

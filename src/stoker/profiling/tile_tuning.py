@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.gemm.dense import launch as kernels
-from stoker.kernels.triton.gemm.dense.tiles import LinearTile
+from stoker.kernels.tuning.tiles import LinearTile
 from stoker.kernels.types import Fusion
 
 _CACHE_BYTES = 256 << 20  # several times an H200's 60 MB L2

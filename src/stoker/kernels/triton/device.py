@@ -1,6 +1,6 @@
 """Properties of the device that launchers need to choose a kernel, a tile and a grid.
 
-Which compute capability a hardware feature needs is declared in `REQUIREMENTS` and nowhere else. A launcher asks `supports(x, feature)`
+Which compute capability a hardware feature needs is declared in `REQUIREMENTS` and nowhere else. A launcher calls `supports(x, feature)`
 and uses another kernel where the answer is False.
 """
 
@@ -12,7 +12,10 @@ from typing import NamedTuple
 import torch
 from triton.runtime import driver
 
-H200_NUM_SMS = 132
+from stoker.kernels.tuning.devices import tuning_for
+from stoker.kernels.tuning.table import TuningTable
+
+H200_NUM_SMS, H200_CAPABILITY = 132, 90
 INTERPRETER = 0  # the capability of tensors on the CPU, which only Triton's interpreter receives
 
 
@@ -65,3 +68,23 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def device_tuning(device: torch.device) -> TuningTable:
+    """The tuning table of a device; for meta tensors that of the compilation target. Triton's interpreter uses an H200's."""
+    if device.type == "cpu":
+        return tuning_for(None, H200_CAPABILITY)
+    if device.type == "cuda":
+        return tuning_for(*_name_and_capability(device))
+    target = int(driver.active.get_current_target().arch)
+    if torch.cuda.is_available():
+        name, current = _name_and_capability(torch.device("cuda", torch.cuda.current_device()))
+        if current == target:
+            return tuning_for(name, target)
+    return tuning_for(None, target)
+
+
+@cache
+def _name_and_capability(device: torch.device) -> tuple[str, int]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_name(device), 10 * major + minor

@@ -184,9 +184,11 @@ def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> 
 
 
 def _use_kernels(engine: Engine) -> None:
-    """Let Triton find the kernels that the engine brings, and those of earlier starts."""
+    """Use the engine's measured tiles, its compiled kernels, and those of earlier starts."""
     from stoker.kernels.triton.aot import kernel_cache as cache
+    from stoker.kernels.tuning.devices import use_engine_tuning
 
+    use_engine_tuning(engine.path, torch.cuda.get_device_name())
     folder, file = cache.use_kernel_cache(), engine.path / cache.ARCHIVE
     if cache.ARCHIVE in engine.config.files:
         log.info("%d kernels of the engine are new here", cache.install_archive(file, folder))

@@ -26,7 +26,7 @@ from stoker.kernels.triton.attention.arguments import (
 from stoker.kernels.triton.attention.decode_kernel import decode_attention_kernel
 from stoker.kernels.triton.attention.prefill_kernel import prefill_attention_kernel
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits, choose_splits, decode_tile, prefill_tile
-from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.kv_pages import kv_pages, require_dense_pages
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.rope import rope_store
@@ -118,7 +118,9 @@ def decode(
     group = q.shape[1] // kv_heads
     pairs = _pairs(q, cache)
     if tile is None:
-        tile = decode_tile(q.shape[2], q.dtype, group, batch.num_decodes * kv_heads, num_sms(q.device), pairs is not None)
+        tile = decode_tile(
+            q.shape[2], q.dtype, group, batch.num_decodes * kv_heads, num_sms(q.device), device_tuning(q.device), pairs is not None
+        )
     tile_heads = min(group, tile.block_m)
     num_tiles = batch.num_decodes * kv_heads * triton.cdiv(group, tile_heads)
     splits = splits or _splits(num_tiles, tile_heads * out.shape[2], tile, batch.max_seq_len, q.device)
@@ -156,7 +158,7 @@ def prefill(
     if tile is None:
         num_tiles, narrow = triton.cdiv(num_tokens * group, 128) * kv_heads, cache.keys.dtype.itemsize == 1
         size = triton.next_power_of_2(q.shape[2]) if _needs_one_part(cache) else q.shape[2]
-        tile = prefill_tile(size, q.dtype, batch.max_query_len * group, num_tiles, num_sms(q.device), narrow)
+        tile = prefill_tile(size, q.dtype, batch.max_query_len * group, num_tiles, num_sms(q.device), device_tuning(q.device), narrow)
     tile_heads = min(group, tile.block_m)
     tokens = tile.block_m // tile_heads
     num_tiles = (num_tokens // tokens + num_rows) * kv_heads * triton.cdiv(group, tile_heads)  # upper bound: see `find_row`

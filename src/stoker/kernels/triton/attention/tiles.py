@@ -1,4 +1,4 @@
-"""The tile and the number of splits of an attention launch: what tuning for a device may change, and nothing else."""
+"""Chooses the tile of an attention launch, from the rows of the device's tuning table, and the number of splits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import triton
+
+from stoker.kernels.tuning.attention import AttentionRow
+from stoker.kernels.tuning.table import TuningTable
 
 LONG_SPLIT = 8192  # tokens: longer splits are cut again, so that the CTAs of one row do not outlast the rest of the batch
 MAX_SPLITS = 64
@@ -29,43 +32,42 @@ class Splits:
     min_tiles: int = 1
 
 
-def decode_tile(head_size: int, dtype: torch.dtype, heads: int, num_tiles: int, num_sms: int, paired: bool = False) -> AttentionTile:
+def decode_tile(
+    head_size: int, dtype: torch.dtype, heads: int, num_tiles: int, num_sms: int, tuning: TuningTable, paired: bool = False
+) -> AttentionTile:
     """The tile for one token's `heads` that share a KV head; `num_tiles`: query tiles of the launch, without splits.
 
-    Decode is bound by memory. With few tiles, a key tile is a whole block, for the shortest chain of dependent loads, 3 stages deep. With
-    many, on one H200 over 1,000 keys: 2 stages of 64 keys take 64.4 µs for 64 rows and 241 µs for 256 (3 stages: 73 and 242; 4 stages of
-    32 keys: 67 and 246).
+    Decode is bound by memory. On one H200 over 1,000 keys: 2 stages of 64 keys take 64.4 µs for 64 rows and 241 µs for 256 (3 stages: 73
+    and 242; 4 stages of 32 keys: 67 and 246). With few tiles, a third stage shortens the chain of dependent loads.
     `paired` (an 8-bit cache, two features at once): 64 rows over 1,000 keys take 39.4 µs with 3 stages of 64, 47.6 with 2; 512 rows over
     1,500 keys take 430 µs with these, and 407 with CTAs of one warp, which never waits for another.
     """
-    block_m = min(32, max(16, triton.next_power_of_2(heads)))
-    if head_size > 256:
-        return AttentionTile(block_m, 16 if dtype == torch.float32 else 32, 8, 2)
-    if dtype == torch.float32:
-        return AttentionTile(block_m, 16 if head_size > 128 else 32, 4, 2)
-    if head_size > 128:
-        return AttentionTile(block_m, 32, 4, 3)
-    if paired:
-        return AttentionTile(block_m, 32, 1, 3) if num_tiles > 8 * num_sms and block_m == 16 else AttentionTile(block_m, 64, 4, 3)
-    return AttentionTile(block_m, 64, 4, 3 if num_tiles < 2 * num_sms else 2)
+    row = _first_match(tuning, "decode", _dtype_name(dtype, paired), head_size, heads, num_tiles, num_sms)
+    return AttentionTile(min(32, max(16, triton.next_power_of_2(heads))), row.block_n, row.num_warps, row.num_stages)
 
 
-def prefill_tile(head_size: int, dtype: torch.dtype, rows: int, num_tiles: int, num_sms: int, narrow: bool = False) -> AttentionTile:
+def prefill_tile(
+    head_size: int, dtype: torch.dtype, rows: int, num_tiles: int, num_sms: int, tuning: TuningTable, narrow: bool = False
+) -> AttentionTile:
     """The tile for prefill rows. `rows`: the longest row's tokens × heads of a group; `num_tiles`: tiles of 128 rows in the launch;
-    `narrow`: an 8-bit cache."""
-    if dtype == torch.float32:
-        return AttentionTile(16, 16, 4, 2) if head_size > 128 else AttentionTile(32, 32, 4, 2)
-    # Short prompts: 128 tokens of 32 / 8 heads take 6.4 µs in tiles of 16 rows, 14.6 in tiles of 64.
-    if rows <= 16 or (4 * num_tiles <= num_sms and head_size <= 256):
-        return decode_tile(head_size, dtype, 16, num_tiles, num_sms)
-    if head_size > 256:
-        return AttentionTile(64, 32, 8, 2)
-    underfilled = rows <= 64 or num_tiles < num_sms
-    if head_size > 192:
-        return AttentionTile(64, 32, 4, 2) if underfilled else AttentionTile(128, 32, 8, 3)
-    if narrow and not underfilled and head_size <= 128:  # 4 prompts of 2,048 tokens take 462 µs, 520 over 64 keys at a time
-        return AttentionTile(128, 128, 8, 2)
-    return AttentionTile(64, 64, 4, 2) if underfilled else AttentionTile(128, 64, 8, 2 if head_size > 128 else 3)
+    `narrow`: an 8-bit cache.
+
+    On one H200, short prompts of 128 tokens with 32 / 8 heads take 6.4 µs in tiles of 16 rows and 14.6 in tiles of 64. With an 8-bit cache,
+    4 prompts of 2,048 tokens take 462 µs over 128 keys at a time and 520 over 64.
+    """
+    if dtype != torch.float32 and (rows <= 16 or (4 * num_tiles <= num_sms and head_size <= 256)):
+        return decode_tile(head_size, dtype, 16, num_tiles, num_sms, tuning)
+    row = _first_match(tuning, "prefill", _dtype_name(dtype, narrow), head_size, rows, num_tiles, num_sms)
+    assert row.block_m is not None
+    return AttentionTile(row.block_m, row.block_n, row.num_warps, row.num_stages)
+
+
+def _first_match(tuning: TuningTable, op: str, dtype: str, head_size: int, rows: int, num_tiles: int, num_sms: int) -> AttentionRow:
+    return next(row for row in tuning.attention if row.matches(op, dtype, head_size, rows, num_tiles, num_sms))
+
+
+def _dtype_name(dtype: torch.dtype, narrow: bool) -> str:
+    return "float32" if dtype == torch.float32 else "8-bit" if narrow else "16-bit"
 
 
 def choose_splits(num_tiles: int, max_key_tiles: int, max_seq_len: int, num_sms: int) -> Splits:

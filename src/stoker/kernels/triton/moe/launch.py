@@ -16,17 +16,15 @@ from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.kernel import quant_linear_kernel
 from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, flags
-from stoker.kernels.triton.gemm.quantized.tiles import QuantTile, largest_block
+from stoker.kernels.triton.gemm.quantized.tiles import largest_block
 from stoker.kernels.triton.moe import library_gemm as moe_library
 from stoker.kernels.triton.moe.operands import Operands, dense, quantized
 from stoker.kernels.triton.moe.routing_kernels import choose_kernel, clipped_gate_kernel, combine_kernel, sort_kernel
 from stoker.kernels.triton.pdl import pdl_launch_options
+from stoker.kernels.tuning.tiles import QuantTile
 
 _BLOCK = 1024
 MOST_EXPERTS = 1024
-
-# (rows of a tile, out_features, in_features, the weight's form, its dtype) → tile.
-TUNED: dict[tuple[int, int, int, str, torch.dtype], QuantTile] = {}
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
@@ -100,7 +98,7 @@ def _project(given: Operands, bias: Tensor | None, routing: Routing, down: bool,
     tokens = tile_rows(rows, experts)
     m_tiles = min(experts + 2, rows) + rows // tokens
     n, k = stored.n, stored.k
-    tile = tile or TUNED.get((tokens, n, k, stored.form, stored.weight.dtype)) or _tile(rows, tokens, given, experts)
+    tile = tile or _tile(rows, tokens, given, experts)
     programs = m_tiles * triton.cdiv(n, tile.block_n)
     splits = tile.splits if programs <= MAX_TILES else 1
     partial = counters = None

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from stoker.kernels.quantized import FusedLayer
-from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.fused_layer.large_batch.config import NUM_WARPGROUPS, NUM_WARPS, TILE_ROWS, shared_offsets, stage_bytes
 from stoker.kernels.triton.fused_layer.large_batch.kernel import fused_layer_large_batch_kernel
 from stoker.kernels.triton.fused_layer.linear_args import linear_args, pack_linears, pack_numbers
@@ -19,6 +19,7 @@ from stoker.kernels.triton.fused_layer.small_batch.launch import barrier_counter
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
 from stoker.kernels.triton.ptx.wgmma import operand_bytes
+from stoker.kernels.tuning.table import LargeBatchCosts
 
 MIN_TOKENS, MAX_TOKENS = 3, 64  # with fewer tokens the small-batch kernel is faster (benchmarks/results/h200_tail_rows.json)
 MAX_SPLIT_K = 32
@@ -69,8 +70,9 @@ def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan |
     if layer.qkv is not None:
         qkv = x.new_empty(m, layer.qkv.outputs)
         linears.append(linear_args(layer.qkv, operands[2], hidden, None, qkv))
-    sizes = _sizes(layer)
-    count = max(_partials_count(sizes, plan), _max_partials_count(sizes, weight.group, num_ctas))
+    sizes, costs = _sizes(layer), device_tuning(x.device).costs.fused_layer_large_batch
+    assert costs is not None
+    count = max(_partials_count(sizes, plan), _max_partials_count(sizes, weight.group, num_ctas, costs))
     fused_layer_large_batch_kernel[(num_ctas,)](
         pack_linears(linears),
         _partials(x.device, count),
@@ -96,8 +98,10 @@ def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan |
 
 
 def plan_for(layer: FusedLayer, rows: int, num_ctas: int) -> Plan | None:
-    """The plan for `rows` rows; None where shared memory has no room for MIN_STAGES stages."""
-    return _plan(_sizes(layer), first_weight(layer).group, max(8, triton.next_power_of_2(rows)), num_ctas)
+    """The plan for `rows` rows; None where shared memory has no room for MIN_STAGES stages, or the device's costs were not measured."""
+    weight = first_weight(layer)
+    costs = device_tuning(weight.weight.device).costs.fused_layer_large_batch
+    return None if costs is None else _plan(_sizes(layer), weight.group, max(8, triton.next_power_of_2(rows)), num_ctas, costs)
 
 
 def plan_with_split_k(layer: FusedLayer, num_tokens: int, split_k: tuple[int, ...]) -> Plan | None:
@@ -106,10 +110,12 @@ def plan_with_split_k(layer: FusedLayer, num_tokens: int, split_k: tuple[int, ..
 
 
 @cache
-def _plan(sizes: tuple[tuple[int, int], ...], group_size: int, num_tokens: int, num_ctas: int) -> Plan | None:
+def _plan(sizes: tuple[tuple[int, int], ...], group_size: int, num_tokens: int, num_ctas: int, costs: LargeBatchCosts) -> Plan | None:
     """Cached, because all layers are alike, and eager steps need it for every one of them."""
     max_blocks = max((count for count in range(1, 257) if _num_stages(num_tokens, count, group_size) >= MIN_STAGES), default=0)
-    split_k = tuple(_best_split_k(tiles, blocks, num_tokens, num_ctas, max_blocks, nth == 0) for nth, (tiles, blocks) in enumerate(sizes))
+    split_k = tuple(
+        _best_split_k(tiles, blocks, num_tokens, num_ctas, max_blocks, nth == 0, costs) for nth, (tiles, blocks) in enumerate(sizes)
+    )
     return _plan_with_split_k(sizes, group_size, num_tokens, split_k) if all(split_k) else None
 
 
@@ -125,19 +131,15 @@ def _num_stages(num_tokens: int, slice_blocks: int, group_size: int) -> int:
     return int(SHARED_BYTES - other_bytes) // (NUM_WARPS.value * stage_bytes(group_size))
 
 
-def _best_split_k(tiles: int, blocks: int, num_tokens: int, num_ctas: int, max_blocks: int, is_first: bool) -> int:
-    """The number of slices with the least estimated time, of at most `max_blocks` blocks each; 0 if there is none.
-
-    The estimate comes from measurements on an H200 with Llama-3.1-8B's shapes: a CTA takes 1.2 µs for one block of each of its four
-    warpgroups; operands and partial sums arrive at 32 KB per µs; nothing overlaps the conversion of the first linear's operand (a factor
-    of 3). Partial sums are written, read, and evicted to memory (a factor of 3.5).
-    """
+def _best_split_k(tiles: int, blocks: int, num_tokens: int, num_ctas: int, max_blocks: int, is_first: bool, costs: LargeBatchCosts) -> int:
+    """The number of slices with the least estimated time, of at most `max_blocks` blocks each; 0 if there is none."""
 
     def estimate_us(count: int) -> float:
         slice_blocks, cta_tiles = triton.cdiv(blocks, count), triton.cdiv(tiles, num_ctas // count)
         steps = max(triton.cdiv(cta_tiles * slice_blocks, NUM_WARPGROUPS.value), slice_blocks)
-        operand = (3 if is_first else 1) * slice_blocks * operand_bytes(num_tokens)
-        return 1.2 * steps + (operand + 3.5 * cta_tiles * 256 * num_tokens) / 32e3
+        operand = (costs.first_operand_factor if is_first else 1) * slice_blocks * operand_bytes(num_tokens)
+        partial_sums = costs.partial_sums_factor * cta_tiles * 256 * num_tokens
+        return costs.block_us * steps + (operand + partial_sums) / costs.bytes_per_us
 
     counts = range(1, min(blocks, MAX_SPLIT_K, num_ctas) + 1)
     without_empty_slices = [count for count in counts if triton.cdiv(blocks, triton.cdiv(blocks, count)) == count]
@@ -157,9 +159,9 @@ def _partials_count(sizes: tuple[tuple[int, int], ...], plan: Plan) -> int:
 
 
 @cache
-def _max_partials_count(sizes: tuple[tuple[int, int], ...], group_size: int, num_ctas: int) -> int:
+def _max_partials_count(sizes: tuple[tuple[int, int], ...], group_size: int, num_ctas: int, costs: LargeBatchCosts) -> int:
     """For any number of tokens: one buffer serves all launches, 59 MB with Llama-3.1-8B's shapes."""
-    plans = (_plan(sizes, group_size, num_tokens, num_ctas) for num_tokens in (8, 16, 32, MAX_TOKENS))
+    plans = (_plan(sizes, group_size, num_tokens, num_ctas, costs) for num_tokens in (8, 16, 32, MAX_TOKENS))
     return max(_partials_count(sizes, plan) for plan in plans if plan is not None)
 
 

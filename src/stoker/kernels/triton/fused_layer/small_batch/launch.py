@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.quantized import FusedLayer
-from stoker.kernels.triton.device import num_sms
+from stoker.kernels.quantized import FusedLayer, RowWeight
+from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.fused_layer.linear_args import linear_args, pack_linears, pack_numbers
 from stoker.kernels.triton.fused_layer.requirements import SHARED_BYTES, first_weight, linear_flags, scale_dtype
 from stoker.kernels.triton.fused_layer.small_batch.config import SmallBatchConfig, block_features, shared_offsets, stage_bytes
 from stoker.kernels.triton.fused_layer.small_batch.kernel import fused_layer_small_batch_kernel
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
+from stoker.kernels.tuning.tiles import SmallBatchTile
 
 MAX_TOKENS = 4  # two of the matrix instruction's eight columns each
 SCRATCH_BYTES = 2 << 10  # shared memory for Triton's reductions, and for rounding the allocation up to 1 KiB
 MIN_STAGES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class SmallBatchTile:
-    """How the warps of a CTA share a tile of 16 rows, and how far ahead they prefetch."""
-
-    num_warps: int
-    blocks_per_stage: int  # of 128 bytes of each row
-    pipeline_bytes: int  # of all warps' pipelines, at most
-    registers: int  # per thread; the others are for attention, which still runs while the pipelines fill
-    max_tokens: int  # with more, quantizing their activations takes longer than the fusion saves
-
-
-# Measured on one H200 in decode steps of Llama-3.1-8B's shapes (benchmarks/results/h200_tails.json); int4 in groups of 128.
-TILES = {
-    "bfloat16": SmallBatchTile(8, 1, 96 << 10, 168, 4),
-    "float16": SmallBatchTile(8, 1, 96 << 10, 168, 4),
-    "fp8": SmallBatchTile(8, 1, 96 << 10, 168, 4),
-    "bytes": SmallBatchTile(8, 1, 112 << 10, 168, 2),
-    "int4": SmallBatchTile(8, 1, 64 << 10, 168, 3),
-}
-
-
 def supports_small_batch(layer: FusedLayer, rows: int) -> bool:
     """Whether the kernel takes `rows` rows of a layer that `meets_requirements`: whether its activations fit into shared memory."""
     weight = first_weight(layer)
-    tile = TILES[weight.form]
-    return rows <= tile.max_tokens and _config(layer, rows, num_sms(weight.weight.device), tile) is not None
+    tile = measured_tile(weight)
+    return tile is not None and rows <= tile.max_tokens and _config(layer, rows, num_sms(weight.weight.device), tile) is not None
 
 
 def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallBatchTile | None = None) -> tuple[Tensor, Tensor | None]:
@@ -59,7 +39,8 @@ def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallB
     """
     assert x.shape[0] <= MAX_TOKENS and x.is_contiguous() and residual.is_contiguous()
     weight = first_weight(layer)
-    tile, num_ctas = tile or TILES[weight.form], num_sms(x.device)
+    tile, num_ctas = tile or measured_tile(weight), num_sms(x.device)
+    assert tile is not None
     config = _config(layer, x.shape[0], num_ctas, tile)
     assert config is not None
     middle, inner, after = torch.empty_like(residual), x.new_empty(len(x), layer.up.outputs), torch.empty_like(residual)
@@ -94,6 +75,14 @@ def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallB
         **pdl_launch_options(x),
     )
     return after, qkv
+
+
+def measured_tile(weight: RowWeight) -> SmallBatchTile | None:
+    """The device's tile for the weight's format. Without one the kernel is not used."""
+    tile: SmallBatchTile | None = device_tuning(weight.weight.device).tile(
+        "fused_layer_small_batch", "int8" if weight.form == "bytes" else weight.form
+    )
+    return tile
 
 
 @cache

@@ -10,10 +10,11 @@ import triton
 from torch import Tensor
 
 from stoker.kernels.triton import activation, norm
-from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.dense.kernel import gemv, small_linear
-from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS, LinearTile, linear_tile, padded_rows
+from stoker.kernels.triton.gemm.dense.tiles import MAX_ROWS, linear_tile, padded_rows
 from stoker.kernels.triton.pdl import pdl_launch_options
+from stoker.kernels.tuning.tiles import LinearTile
 from stoker.kernels.types import PLAIN, Fusion
 
 MAX_TILES = 1 << 16
@@ -55,7 +56,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion, til
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     _check(x, weight, fusion, n)
     rows = padded_rows(m)
-    tile = tile or linear_tile(rows, n, k, gated, weight.element_size(), num_sms(x.device))
+    tile = tile or linear_tile(rows, n, k, gated, weight.element_size(), num_sms(x.device), device_tuning(x.device))
     if fusion.norm_kind is not None and not tile.fuse_norm:
         x = norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
         fusion = Fusion(gate=fusion.gate, residual=fusion.residual)

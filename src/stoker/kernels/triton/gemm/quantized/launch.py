@@ -11,11 +11,12 @@ import triton
 from torch import Tensor
 
 from stoker.kernels.triton import activation, norm
-from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.quantized.activations import LIMITS, Codes, empty_codes, encode_groups, encode_rows
 from stoker.kernels.triton.gemm.quantized.kernel import quant_linear_kernel
-from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, QuantTile, middle_tile, padded_tokens, stream_tile, widened_tile
+from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, middle_tile, padded_tokens, quant_tile, widened_tile
 from stoker.kernels.triton.pdl import pdl_launch_options
+from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import Fusion
 
 MOST_TOKENS = 128  # of one tile
@@ -51,7 +52,7 @@ def few_rows(
     n = stored.n // 2 if gated else stored.n
     rows = 1 if x.shape[0] == 1 else padded_tokens(x.shape[0])
     if tile is None and x.shape[0] <= FEW_ROWS:
-        tile = stream_tile(tuned, rows, n, stored.k, gated, num_sms(x.device), stored.group)
+        tile = quant_tile(tuned, rows, n, stored.k, gated, num_sms(x.device), device_tuning(x.device), stored.group)
     elif tile is None:
         tile = middle_tile(most, 1, stored.group, stored.k)
     tokens = min(padded_tokens(x.shape[0], digits, tile.columns), most)
@@ -73,7 +74,9 @@ def block_rows(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, t
     gated = fusion.gate is not None
     most = MOST_TOKENS // (2 if gated else 1)
     if tile is None and x.shape[0] <= FEW_ROWS:
-        tile = stream_tile("block", padded_tokens(x.shape[0]), stored.n // (2 if gated else 1), stored.k, gated, num_sms(x.device))
+        tile = quant_tile(
+            "block", padded_tokens(x.shape[0]), stored.n // (2 if gated else 1), stored.k, gated, num_sms(x.device), device_tuning(x.device)
+        )
     tile = tile or middle_tile(most, 1)
     tokens = min(padded_tokens(x.shape[0], 1, tile.columns), most)
     return launch(made.codes, stored, tile, bias, replace(fusion, norm_kind=None), x, tokens, row_scale=made.scale)

@@ -1,27 +1,11 @@
-"""Which tile a quantized linear uses: measured choices for known shapes, a rule for the rest.
-
-The tables are filled from what benchmarks/kernels_quant.py prints.
-"""
+"""Chooses the tile of a quantized linear: the measured tile of its shape, or a safe one by rule."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 
-
-@dataclass(frozen=True, slots=True)
-class QuantTile:
-    """One program's share of the weights, and how Triton compiles it."""
-
-    block_n: int
-    block_k: int  # features; int4: a multiple of two groups
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 4
-    columns: int = 8  # at least: 8 run on mma.sync, which has no e4m3 and widens it; from 16 on 64 rows of weights run on wgmma
-    encode: bool = False  # one row: every program makes the codes it reads, instead of a launch before this one
-
+from stoker.kernels.tuning.table import TuningTable
+from stoker.kernels.tuning.tiles import QuantTile
 
 SMALLEST_INTEGER_GROUP = 32  # the depth of an 8-bit matrix instruction
 FEW_ROWS = 64  # rows up to which weights are streamed once
@@ -30,66 +14,20 @@ FEW_ROWS = 64  # rows up to which weights are streamed once
 DIGIT_ROWS = 256
 MIDDLE_ROWS = 512  # of FP8 weights and plain activations
 
-# format → (rows padded to a tile, out_features of one part, in_features, gated) → tile. Formats: fp8, int8 (weight only), w8a8.
-# Measured on one H200 for Llama-3.1-8B's shapes (benchmarks/kernels_quant.py). Up to eight rows of most are streamed (`stream_tuning`).
-TUNED: dict[str, dict[tuple[int, int, int, bool], QuantTile]] = {
-    "fp8": {
-        (16, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (64, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (64, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (16, 14336, 4096, True): QuantTile(block_n=128, block_k=128, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-        (32, 14336, 4096, True): QuantTile(block_n=128, block_k=128, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-        (64, 14336, 4096, True): QuantTile(block_n=64, block_k=256, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-        (16, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 4096, 14336, False): QuantTile(block_n=64, block_k=512, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (64, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (64, 128256, 4096, False): QuantTile(block_n=128, block_k=256, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-    },
-    "int8": {
-        (16, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (16, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (16, 14336, 4096, True): QuantTile(block_n=128, block_k=128, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-        (32, 14336, 4096, True): QuantTile(block_n=64, block_k=128, splits=1, num_warps=8, num_stages=6, columns=8, encode=False),
-        (16, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (32, 128256, 4096, False): QuantTile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=6, columns=8, encode=False),
-    },
-    "w8a8": {
-        (1, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=4, num_warps=4, num_stages=6, columns=8, encode=False),
-        (16, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (64, 6144, 4096, False): QuantTile(block_n=64, block_k=128, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (1, 4096, 4096, False): QuantTile(block_n=64, block_k=128, splits=4, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (64, 4096, 4096, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (1, 14336, 4096, True): QuantTile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=6, columns=8, encode=False),
-        (16, 14336, 4096, True): QuantTile(block_n=128, block_k=128, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-        (32, 14336, 4096, True): QuantTile(block_n=128, block_k=128, splits=1, num_warps=8, num_stages=4, columns=8, encode=False),
-        (64, 14336, 4096, True): QuantTile(block_n=64, block_k=128, splits=1, num_warps=8, num_stages=6, columns=8, encode=False),
-        (1, 4096, 14336, False): QuantTile(block_n=64, block_k=128, splits=4, num_warps=4, num_stages=6, columns=8, encode=True),
-        (16, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (32, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=6, columns=8, encode=False),
-        (64, 4096, 14336, False): QuantTile(block_n=64, block_k=256, splits=2, num_warps=4, num_stages=4, columns=8, encode=False),
-        (1, 128256, 4096, False): QuantTile(block_n=64, block_k=512, splits=1, num_warps=4, num_stages=4, columns=8, encode=False),
-        (64, 128256, 4096, False): QuantTile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=6, columns=8, encode=False),
-    },
-}
-
 
 def padded_tokens(rows: int, digits: int = 1, columns: int = 16) -> int:
     """Rows of a tile: a power of two, so many that they fill at least `columns` columns, of which a row takes `digits`."""
     return max(columns // digits, triton.next_power_of_2(rows))
 
 
-def stream_tile(form: str, rows: int, n: int, k: int, gated: bool, num_sms: int, group: int = 0) -> QuantTile:
-    """The tile of at most FEW_ROWS rows. `form` is a key of TUNED; `k` counts the features as stored, `group` those that share a scale."""
-    tuned = TUNED.get(form, {}).get((rows, n, k, gated))
-    if tuned is not None:
-        return tuned
+def quant_tile(form: str, rows: int, n: int, k: int, gated: bool, num_sms: int, tuning: TuningTable, group: int = 0) -> QuantTile:
+    """The tile for at most FEW_ROWS rows (`rows`: padded to a power of two) and a weight [n (2 × n when gated), k as stored].
+
+    `form`: fp8, int8 (weights only), w8a8, block, or digits of int4 in groups of `group` features.
+    """
+    measured: QuantTile | None = tuning.tile("quantized_linear", form, rows, n, k, gated)
+    if measured is not None:
+        return measured
     block_n = 64
     if group:
         block_k = largest_block(k, 2 * group, 256 if group < 128 else 2 * group)

@@ -6,12 +6,13 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.quantized.activations import encode_rows
 from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
 from stoker.kernels.triton.gemm.skinny.kernel import stream_kernel
-from stoker.kernels.triton.gemm.skinny.tiles import MOST_OF_SMALL_GROUPS, MOST_TOKENS, StreamTile, stream_tile, token_tiles
+from stoker.kernels.triton.gemm.skinny.tiles import MOST_OF_SMALL_GROUPS, MOST_TOKENS, skinny_tile, token_tiles
 from stoker.kernels.triton.pdl import pdl_launch_options
+from stoker.kernels.tuning.tiles import SkinnyTile
 from stoker.kernels.types import Fusion
 
 CODES = {"int4": "digits", "bytes": "digits", "fp8": "fp8"}  # what x becomes
@@ -33,7 +34,7 @@ def is_whole(weight: Tensor) -> bool:
 
 
 def stream(
-    x: Tensor, form: str, stored: Stored, input_scale: Tensor | None, bias: Tensor | None, fusion: Fusion, tile: StreamTile | None = None
+    x: Tensor, form: str, stored: Stored, input_scale: Tensor | None, bias: Tensor | None, fusion: Fusion, tile: SkinnyTile | None = None
 ) -> Tensor:  # fmt: skip
     """y [M, n] of x [M, K], whose rows become codes first, norm and input gate on the way. `form`: int4, bytes (int8) or fp8."""
     x, fusion = without_layer_norm(x, fusion)
@@ -44,7 +45,7 @@ def stream(
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     weight, digits = stored.weight, 2 if CODES[form] == "digits" else 1
     chunks = weight.shape[1] // max(stored.group, CHUNK_BYTES)
-    tile = tile or stream_tile(form, m, n, chunks, gated, num_sms(x.device))
+    tile = tile or skinny_tile(form, m, n, chunks, gated, num_sms(x.device), device_tuning(x.device))
     n_tiles = token_tiles(m, digits)
     grid = (triton.cdiv(n, 16 * tile.m_tiles // (2 if gated else 1)), tile.splits, triton.cdiv(m * digits, 8 * n_tiles))
     partial = counters = None

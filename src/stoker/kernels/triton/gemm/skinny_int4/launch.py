@@ -6,12 +6,13 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.triton.device import num_sms
+from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, is_whole
 from stoker.kernels.triton.gemm.skinny_int4.kernel import arrange_kernel, band_kernel
-from stoker.kernels.triton.gemm.skinny_int4.tiles import LARGEST_GROUP, MOST_TOKENS, BandTile, band_tile, token_tiles
+from stoker.kernels.triton.gemm.skinny_int4.tiles import LARGEST_GROUP, MOST_TOKENS, skinny_int4_tile, token_tiles
 from stoker.kernels.triton.pdl import pdl_launch_options
+from stoker.kernels.tuning.tiles import SkinnyInt4Tile
 from stoker.kernels.types import Fusion
 
 XTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -28,7 +29,7 @@ def takes(x: Tensor, stored: Stored) -> bool:
     return few and x.dtype in XTYPES and not x.is_cpu and is_whole(stored.weight)
 
 
-def band(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: BandTile | None = None) -> Tensor:
+def band(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: SkinnyInt4Tile | None = None) -> Tensor:
     """y [M, n] of x [M, K] against int4, norm and input gate on the way."""
     m, gated = x.shape[0], fusion.gate is not None
     n = stored.n // (2 if gated else 1)
@@ -37,7 +38,7 @@ def band(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: B
     chunks = stored.weight.shape[1] // CHUNK_BYTES
     n_tiles = token_tiles(m)
     given = arranged(x, stored, fusion, n_tiles)
-    tile = tile or band_tile(stored.group, m, n, chunks, gated, num_sms(x.device))
+    tile = tile or skinny_int4_tile(stored.group, m, n, chunks, gated, num_sms(x.device), device_tuning(x.device))
     grid = (triton.cdiv(n, 16 * tile.m_tiles * tile.num_warps // (2 if gated else 1)), tile.splits)
     partial = counters = None
     if tile.splits > 1:
