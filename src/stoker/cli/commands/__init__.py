@@ -15,6 +15,7 @@ COMMANDS = (
     Command("generate", f"{_HERE}.generate:generate", "Complete prompts in this process.", 'stoker generate engine "Once upon a time"'),
     Command("chat", f"{_HERE}.chat:chat", "Chat with a model in the terminal.", "stoker chat engine"),
     Command("inspect", f"{_HERE}.inspect:inspect", "Show an engine's settings and check its files.", "stoker inspect engine --verify"),
+    Command("tune", f"{_HERE}.tune:tune", "Measure kernel tiles on this machine's GPU.", "stoker tune engine"),
     Command("eval", f"{_HERE}.eval:COMMANDS", "Measure the accuracy of an engine.", "stoker eval perplexity engine --text book.txt"),
     Command("export", f"{_HERE}.export:COMMANDS", "Write an engine in another server's format.", "stoker export triton engine repo"),
     Command("package", f"{_HERE}.package:COMMANDS", "Write an engine as one file for a hosting service.", "stoker package lmi engine"),

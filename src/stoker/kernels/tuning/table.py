@@ -15,9 +15,11 @@ A file (`tuning/<device>.json`, or `tuning.json` in an engine directory) is one 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -93,6 +95,20 @@ class TuningFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     tiles: Annotated[tuple[TileRow, ...], Meta(max_length=MAX_ROWS)] = ()
 
 
+_requested: dict[TileKey, None] | None = None  # an ordered set, while `requested_tiles` runs
+
+
+@contextlib.contextmanager
+def requested_tiles() -> Iterator[dict[TileKey, None]]:
+    """Collect the keys of all tiles that launchers look up in the block, in their order."""
+    global _requested
+    _requested = {}
+    try:
+        yield _requested
+    finally:
+        _requested = None
+
+
 @dataclass(frozen=True)
 class TuningTable:
     """All measured choices for a device."""
@@ -105,6 +121,8 @@ class TuningTable:
 
     def tile(self, op: str, dtype: str, *shape: int) -> Any:
         """The measured tile (of the type in `TILE_OPS`) for a shape, or None. `shape`: the op's shape fields in order."""
+        if _requested is not None:
+            _requested[op, dtype, tuple(map(int, shape))] = None
         return self.tiles.get((op, dtype, shape))
 
     def override(self, other: TuningTable) -> TuningTable:
