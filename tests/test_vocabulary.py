@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "stoker"
 # Packages and folders that already use the glossary. Everything is listed in the end.
 MIGRATED: tuple[str, ...] = (
     "cli", "tests/cli", "tests/project", "CONTRIBUTING.md", "SECURITY.md", "docs/release.md", "base", "builder", "core", "engine", "models",
-    "kernels/tuning", "tests/kernels/test_tuning.py", "docs/tuning.md",
+    "kernels/tuning", "tests/kernels/test_tuning.py", "tests/kernels/test_other_devices.py", "docs/tuning.md",
     "tests/accuracy", "tests/base", "tests/builder", "tests/engine", "tests/models", "tests/parity", "tests/conftest.py",
     "docs/architectures.md", "docs/add-an-architecture.md", "docs/environment.md",
 )  # fmt: skip

@@ -6,6 +6,7 @@ A file (`tuning/<device>.json`, or `tuning.json` in an engine directory) is one 
     device        the name of the device that was measured
     device_names  prefixes of the device names that the file is for (files of this package only)
     capability    the compute capability, such as 90
+    shared_bytes  shared memory of one CTA, by which tiles without a measurement are limited; 101376 (sm_89) when absent
     same_as       the name of another file of this package, whose tiles, attention rows and costs are used (this file then has none)
     ceiling       measured limits of the device, for rooflines
     costs         constants of the estimates that choose a launch plan
@@ -32,6 +33,7 @@ from stoker.kernels.tuning.attention import AttentionRow
 from stoker.kernels.tuning.tiles import TILE_OPS, Tile
 
 FORMAT = 1
+MIN_SHARED_BYTES = 99 << 10  # of one CTA on sm_89, the least of all devices from sm_80 on
 MAX_FILE_BYTES = 8 << 20
 MAX_ROWS = 20_000
 CURE = "Correct the file, or delete it and run: stoker tune ENGINE."
@@ -88,6 +90,7 @@ class TuningFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     device_names: tuple[Annotated[str, Meta(min_length=3, max_length=200)], ...] = ()
     capability: Annotated[int, Meta(ge=70, le=999)]
     source: str = ""
+    shared_bytes: Annotated[int, Meta(ge=48 << 10, le=256 << 10)] = MIN_SHARED_BYTES
     same_as: Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,60}$")] | None = None
     ceiling: Ceiling | None = None
     costs: Costs | None = None
@@ -118,12 +121,17 @@ class TuningTable:
     attention: tuple[AttentionRow, ...] = ()
     ceiling: Ceiling | None = None
     costs: Costs = field(default_factory=Costs)
+    shared_bytes: int = MIN_SHARED_BYTES
 
     def tile(self, op: str, dtype: str, *shape: int) -> Any:
         """The measured tile (of the type in `TILE_OPS`) for a shape, or None. `shape`: the op's shape fields in order."""
         if _requested is not None:
             _requested[op, dtype, tuple(map(int, shape))] = None
         return self.tiles.get((op, dtype, shape))
+
+    def fitting_stages(self, num_stages: int, stage_bytes: int) -> int:
+        """The pipeline stages, at most `num_stages` and at least 2, that fit into the shared memory of a CTA."""
+        return max(2, min(num_stages, self.shared_bytes // stage_bytes))
 
     def override(self, other: TuningTable) -> TuningTable:
         """This table with the tiles of `other` before its own."""
@@ -152,7 +160,7 @@ def parse_tuning_file(path: Path) -> tuple[TuningFile, TuningTable]:
         if key in tiles:
             raise ConfigError(f"{path}: $.tiles[{index}] repeats the op, dtype and shape of an earlier row, {key}.", cure=CURE)
         tiles[key] = tile
-    return file, TuningTable(file.device, tiles, file.attention, file.ceiling, file.costs or Costs())
+    return file, TuningTable(file.device, tiles, file.attention, file.ceiling, file.costs or Costs(), file.shared_bytes)
 
 
 def encode_tuning_file(device: str, capability: int, tiles: dict[TileKey, Tile], source: str) -> str:

@@ -34,4 +34,5 @@ def linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, num_sms: 
     splits = 1
     while num_tiles * splits < 0.9 * num_sms and k // (block_k * splits * 2) >= 4:
         splits *= 2
-    return LinearTile(block_n, block_k, splits, 4, 4, fuse_norm=itemsize > 2)
+    num_stages = tuning.fitting_stages(4, block_k * (block_n * (2 if gated else 1) + rows) * itemsize)
+    return LinearTile(block_n, block_k, splits, 4, num_stages, fuse_norm=itemsize > 2)

@@ -35,7 +35,10 @@ def quant_tile(form: str, rows: int, n: int, k: int, gated: bool, num_sms: int, 
         block_k = 256 if k % 256 == 0 else 128
     splits = splits_of(triton.cdiv(n, block_n), k, block_k, num_sms)
     wide = (gated and rows >= 32) or (group and rows > 32)  # 128 columns of sums need the registers of eight warps
-    return QuantTile(block_n, block_k, splits, 8 if wide else 4, 4, columns=16 if form == "fp8" else 8, encode=rows == 1 and k <= 8192)
+    num_stages = tuning.fitting_stages(4, block_k * (block_n * (2 if gated else 1) + rows))
+    return QuantTile(
+        block_n, block_k, splits, 8 if wide else 4, num_stages, columns=16 if form == "fp8" else 8, encode=rows == 1 and k <= 8192
+    )
 
 
 def splits_of(programs: int, k: int, block_k: int, num_sms: int) -> int:
