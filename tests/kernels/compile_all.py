@@ -311,7 +311,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
 def from_a_signature() -> dict[str, object]:
     """The same kernel by `compile_for`: the way of callers that have no launcher."""
     constexprs = {"USE_PDL": True, "SIZE": 4096, "BLOCK": 2048}
-    types = {"token_ids": "*i32", "table": "*bf16", "out": "*bf16", "vocab_size": "i32", "stride_row": "i64"}
+    types = {"token_ids_ptr": "*i32", "table_ptr": "*bf16", "out_ptr": "*bf16", "vocab_size": "i32", "stride_row": "i64"}
     kernel = compile_for(embedding.embedding_kernel, types, constexprs, num_warps=8)
     return {"launch": "from a signature", "kernels": [dataclasses.asdict(resources(kernel))], "wgmma": False}
 
