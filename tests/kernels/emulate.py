@@ -12,7 +12,7 @@ from oracle import Case
 from test_attention import test_splits_meet_though_a_result_says_nothing
 
 from stoker.kernels.quantized import FusedLayer
-from stoker.kernels.triton.attention.tiles import Splits, Tile
+from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.tuning.devices import tuning_for
@@ -76,7 +76,7 @@ def attend() -> None:
         (half, 64, Splits(3), 132), (half, 64, Splits(8, 2), 132), (half, 64, Splits(4), 8), (wide, 128, Splits(4), 132),
     ):  # fmt: skip
         with emulating(case.size, programs):
-            attention.check(case, dim, False, Tile(16, 16, 4, 2), splits)
+            attention.check(case, dim, False, AttentionTile(16, 16, 4, 2), splits)
     with emulating():
         test_splits_meet_though_a_result_says_nothing()
 

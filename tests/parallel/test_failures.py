@@ -262,7 +262,7 @@ def test_rank_files_that_changed_places_are_refused(engine: Path, tmp_path: Path
         one.rename(copy / "kept")
         other.rename(one)
         (copy / "kept").rename(other)
-    with pytest.raises(EngineError, match="is of another build or rank: it says rank 1 of 2"):
+    with pytest.raises(EngineError, match="is from another build or rank: its header says rank 1 of 2"):
         load(copy)
 
 
@@ -271,7 +271,7 @@ def test_a_rank_file_of_another_build_is_refused(engine: Path, tmp_path: Path, t
     make(tmp_path / "hf", tmp_path / "other", tokenizer)
     copy = shutil.copytree(engine, tmp_path / "engine")
     shutil.copy(tmp_path / "other" / "rank1.safetensors", copy)
-    with pytest.raises(EngineError, match=r"rank1.safetensors is of another build or rank: it says rank 1 of 2 of engine"):
+    with pytest.raises(EngineError, match=r"rank1.safetensors is from another build or rank: its header says rank 1 of 2 of engine"):
         load(copy)
 
 
@@ -295,5 +295,5 @@ def test_worlds_that_do_not_match_are_refused_before_anything_loads(
 
 
 def test_one_rank_cannot_run_an_engine_of_two(engine: Path) -> None:
-    with pytest.raises(EngineError, match=r"built for 2 ranks .* and 1 run"):
+    with pytest.raises(EngineError, match=r"was built for 2 ranks .* and 1 are running"):
         Engine.open(engine).check_world(1)
