@@ -144,7 +144,7 @@ async def test_what_the_model_refuses_is_told_before_the_first_event() -> None:
     service.error = QueueFullError(5, 5, 2.0)
     status, kind, text = await call("POST", STREAM, OK, service)
     assert (status, kind) == (429, "text/event-stream; charset=utf-8")
-    assert text.startswith('data: {"error":"Exceeds maximum queue size. Maximum queue size of the model is reached: 5 requests are waiting already')
+    assert text.startswith('data: {"error":"Exceeds maximum queue size. Maximum queue size of the model is reached: 5 requests are waiting')
     status, kind, text = await call("POST", GENERATE, OK, service)
     assert (status, kind) == (429, "application/json")
 

@@ -8,8 +8,8 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -24,6 +24,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 from stoker.base.errors import RequestError
+from stoker.frontend.tokenizer import Tokenizer
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.models.catalogue import plain_models
 from stoker.server.protocols.kserve.tensors import word_lists
@@ -276,26 +277,26 @@ def test_words_beyond_counting(words: list[str], told: str) -> None:
             assert answer.status_code in (400, 500) and told in answer.json()["error"], answer.text
 
 
-def test_a_long_tokenization_lets_others_through() -> None:
-    """preprocessing works beside the loop that answers."""
-    with running(limits={"max_input_len": 40_000, "max_output_len": 256}) as server:
-        ended: list[float] = []
-        body = {"QUERY": "brown fox " * 30_000, "REQUEST_OUTPUT_LEN": 3}
+def test_a_long_tokenization_does_not_block_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenization ends only after another request has been answered: a blocked event loop would never answer it."""
+    is_tokenizing, is_answered = threading.Event(), threading.Event()
+    encode = Tokenizer.encode
+
+    def waiting_encode(self: Tokenizer, *args: Any, **kwargs: Any) -> list[int]:
+        is_tokenizing.set()
+        assert is_answered.wait(30), "no other request was answered during the tokenization"
+        return encode(self, *args, **kwargs)
+
+    with running() as server, ThreadPoolExecutor(1) as pool:
         url = f"http://{server.http}"
-
-        def ask() -> None:
-            assert httpx.post(f"{url}/v2/models/preprocessing/generate", json=body, timeout=60).status_code == 200
-            ended.append(time.monotonic())
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        answered = []
-        with httpx.Client(base_url=url) as client:
-            while not ended:
-                client.get("/health/live")
-                answered.append(time.monotonic())
-        thread.join()
-        assert sum(at < ended[0] for at in answered) > 10
+        monkeypatch.setattr(Tokenizer, "encode", waiting_encode)
+        body = {"QUERY": "brown fox", "REQUEST_OUTPUT_LEN": 3}
+        tokenization = pool.submit(httpx.post, f"{url}/v2/models/preprocessing/generate", json=body, timeout=60)
+        assert is_tokenizing.wait(30)
+        for _ in range(10):
+            assert httpx.get(f"{url}/health/live", timeout=20).status_code == 200
+        is_answered.set()
+        assert tokenization.result(30).status_code == 200
 
 
 def test_numbers_beyond_any_reader(server: Running) -> None:
