@@ -12,7 +12,7 @@ from live_http import live_server, until
 from scripted_service import ScriptedService
 
 from stoker.server.http import connection as http_protocol
-from stoker.server.http import request_context as exchange
+from stoker.server.http import request_context
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b'{"prompt": "hi", "max_tokens": 3}'
@@ -127,7 +127,7 @@ async def test_a_late_head_waits_for_the_answer_before_it(monkeypatch: pytest.Mo
 
 
 async def test_a_body_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "BODY_S", 0.05)
+    monkeypatch.setattr(request_context, "BODY_S", 0.05)
     async with connected() as (reader, writer):
         writer.write(CHUNKED + b"1\r\n{\r\n")
         answer = await asyncio.wait_for(reader.read(), 10)

@@ -247,9 +247,9 @@ words_of_ids = st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=5).ma
 @given(st.lists(words_of_ids, min_size=1, max_size=4))
 @settings(max_examples=50, deadline=None)
 def test_word_lists_survive_the_tensor(rows: list[list[tuple[int, ...]]]) -> None:
-    array = word_lists.write(rows)
+    array = word_lists.write_word_lists(rows)
     assert array.shape[:2] == (len(rows), 2)
-    assert [word_lists.read("w", row) for row in array] == rows
+    assert [word_lists.read_word_list("w", row) for row in array] == rows
 
 
 @given(st.lists(st.tuples(st.integers(-3, 12), st.integers(-3, 12)), max_size=8))
@@ -257,7 +257,7 @@ def test_word_lists_survive_the_tensor(rows: list[list[tuple[int, ...]]]) -> Non
 def test_any_word_list_is_read_or_refused(pairs: list[tuple[int, int]]) -> None:
     array = np.array(pairs, np.int32).reshape(-1, 2).T
     try:
-        words = word_lists.read("w", array)
+        words = word_lists.read_word_list("w", array)
     except RequestError:
         return
     assert [token for word in words for token in word] == [pair[0] for pair in pairs][: sum(map(len, words))] and all(words)

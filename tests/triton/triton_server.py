@@ -21,7 +21,7 @@ from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.metrics.metered import MeteredService
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.core import Core
-from stoker.server.protocols.kserve.grpc.server import open_door
+from stoker.server.protocols.kserve.grpc.server import make_grpc_server
 from stoker.server.settings import ServerSettings
 
 TEXT = "The quick brown fox 你好 🎉 stop here"
@@ -80,7 +80,7 @@ def running(script: Script | None = None, *, step_s: float = 0.0, options: Any =
         repository.register("tiny", load, unload)
         await repository.load("tiny")
         context = Context(repository, ServerSettings(options=options, **settings), counts)
-        door = open_door(context, "127.0.0.1:0")
+        door = make_grpc_server(context, "127.0.0.1:0")
         await door.start()
         stop = state["stop"] = asyncio.Event()
         async with live_app(make_app(context), context.settings) as port:

@@ -10,7 +10,7 @@ from stoker.runtime.client import ExecutorClient
 from stoker.runtime.request import SequenceOutput, TokenRequest
 
 
-class OpenRequest:
+class ActiveRequest:
     """The first delta carries the prompt's usage, the last one all of it. A sequence ended by its text is cancelled in the executor."""
 
     def __init__(self, task: TokenRequest, tokenizer: Tokenizer, client: ExecutorClient) -> None:

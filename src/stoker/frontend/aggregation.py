@@ -7,7 +7,7 @@ from stoker.frontend.service import Choice, Completion
 from stoker.runtime.request import TokenRequest
 
 
-class Joiner:
+class Aggregator:
     """Collects a request's deltas, in order."""
 
     def __init__(self, task: TokenRequest) -> None:

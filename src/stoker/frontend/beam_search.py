@@ -69,12 +69,12 @@ class BeamSearch:
             if token not in banned
         ]
         scored.sort(key=lambda candidate: candidate[0], reverse=True)
-        kept = scored[: max(2, 1 + len(self._end_ids)) * self._width]
-        return [self._extended(self.running[i], token, logprob, continuations[i]) for _, i, token, logprob in kept]
+        best = scored[: max(2, 1 + len(self._end_ids)) * self._width]
+        return [self._extended(self.running[i], token, logprob, continuations[i]) for _, i, token, logprob in best]
 
     def _extended(self, beam: Beam, token: int, logprob: float, followers: list[tuple[int, float]]) -> Beam:
-        asked = self._params.logprobs
-        logprobs = [] if asked is None else [*beam.logprobs, TokenLogprobs(token, logprob, followers[:asked])]
+        num_logprobs = self._params.logprobs
+        logprobs = [] if num_logprobs is None else [*beam.logprobs, TokenLogprobs(token, logprob, followers[:num_logprobs])]
         return Beam([*beam.ids, token], beam.score + logprob, logprobs)
 
     def _ends(self, ids: list[int]) -> bool:

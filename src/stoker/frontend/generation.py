@@ -11,9 +11,9 @@ from typing import Any
 
 from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.types import Delta, GenerationRequest
-from stoker.frontend.active_request import OpenRequest
+from stoker.frontend.active_request import ActiveRequest
 from stoker.frontend.admission import check_ids, check_prompt, check_request
-from stoker.frontend.aggregation import Joiner
+from stoker.frontend.aggregation import Aggregator
 from stoker.frontend.beam_search import BeamDriver, check_beams
 from stoker.frontend.chat_template import ChatTemplate
 from stoker.frontend.executor_errors import raise_refusal
@@ -141,7 +141,7 @@ class GenerationService(Service):
         )
 
     async def _deltas(self, task: TokenRequest) -> AsyncGenerator[list[Delta], None]:
-        request = OpenRequest(task, self.tokenizer, self._client)
+        request = ActiveRequest(task, self.tokenizer, self._client)
         try:
             async with aclosing(self._client.generate(task)) as batches:
                 async for outputs in batches:
@@ -158,20 +158,20 @@ class GenerationService(Service):
 
     async def _join(self, task: TokenRequest) -> Completion:
         """What `_deltas` gives, joined; without a generator between, as there is only one answer."""
-        request, joiner = OpenRequest(task, self.tokenizer, self._client), Joiner(task)
+        request, aggregator = ActiveRequest(task, self.tokenizer, self._client), Aggregator(task)
         try:
             async with aclosing(self._client.generate(task)) as batches:
                 async for outputs in batches:
                     if not request.started:
                         raise_refusal(outputs)
-                    joiner.add(request.push(outputs))
+                    aggregator.add(request.push(outputs))
                     if request.finished:
                         break
         except UnavailableError as error:
             if not request.started:
                 raise
-            joiner.add(request.fail(error))
-        return joiner.completion()
+            aggregator.add(request.fail(error))
+        return aggregator.completion()
 
     async def _search_beams(self, task: TokenRequest) -> Completion:
         if task.request_id in self._beams:

@@ -51,7 +51,7 @@ class StopChecker:
         """Where the longest end of `text` that begins some stop string begins; never a whole stop string."""
         for start in range(max(0, len(text) - self._reach), len(text)):
             if text[start] in self._firsts:
-                tail = text[start:]
-                if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
+                end = text[start:]
+                if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops):
                     return start
         return len(text)

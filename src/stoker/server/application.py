@@ -11,7 +11,7 @@ from stoker.base.errors import StokerError
 from stoker.base.logging import get_logger
 from stoker.server.errors import RouteError, describe
 from stoker.server.http.authentication import check_key
-from stoker.server.http.request_context import Exchange
+from stoker.server.http.request_context import RequestContext
 from stoker.server.http.routing import Routes
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.registry import PROTOCOLS
@@ -43,15 +43,15 @@ class Application:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1003})
-        exchange = Exchange(scope, receive, send, max_body_bytes=self._context.settings.max_request_bytes)
+        http = RequestContext(scope, receive, send, max_body_bytes=self._context.settings.max_request_bytes)
         try:
             self._check_port(scope)
-            (protocol, endpoint), exchange.path = self._routes.find(scope["method"], scope["path"])
+            (protocol, endpoint), http.path = self._routes.find(scope["method"], scope["path"])
         except StokerError as error:
-            await self._refuse(exchange, self._owner(scope["path"]), error)
-            self._context.metrics.answered("other", exchange.status)
+            await self._refuse(http, self._owner(scope["path"]), error)
+            self._context.metrics.answered("other", http.status)
         else:
-            await self.handle(protocol, endpoint, exchange)
+            await self.handle(protocol, endpoint, http)
 
     def _check_port(self, scope: dict[str, Any]) -> None:
         """The port of the metrics, when they have their own, shows nothing but metrics and health."""
@@ -59,23 +59,23 @@ class Application:
         if port and (scope.get("server") or ("", 0))[1] == port and not scope["path"].startswith(("/metrics", "/health")):
             raise RouteError(scope["path"])
 
-    async def handle(self, protocol: Protocol, endpoint: Endpoint, exchange: Exchange) -> None:
+    async def handle(self, protocol: Protocol, endpoint: Endpoint, http: RequestContext) -> None:
         try:
             if not endpoint.open:
-                check_key(exchange, self._context.settings.api_keys)
-            await endpoint.handler(exchange)
+                check_key(http, self._context.settings.api_keys)
+            await endpoint.handler(http)
         except ConnectionResetError:
-            exchange.disconnected = True
+            http.disconnected = True
         except (Exception, asyncio.CancelledError) as error:
-            if exchange.started or isinstance(error, asyncio.CancelledError):
+            if http.started or isinstance(error, asyncio.CancelledError):
                 log.error("%s ended in the middle of its answer: %r", endpoint.path, error, exc_info=error)
                 raise
-            await self._refuse(exchange, protocol, error)
-        self._context.metrics.answered(endpoint.path, 499 if exchange.disconnected else exchange.status)
+            await self._refuse(http, protocol, error)
+        self._context.metrics.answered(endpoint.path, 499 if http.disconnected else http.status)
 
-    async def _refuse(self, exchange: Exchange, protocol: Protocol, error: BaseException) -> None:
+    async def _refuse(self, http: RequestContext, protocol: Protocol, error: BaseException) -> None:
         failure = describe(error)
-        await exchange.respond(failure.status, protocol.failure_body(failure), protocol.failure_type, failure.headers)
+        await http.respond(failure.status, protocol.failure_body(failure), protocol.failure_type, failure.headers)
 
     def _owner(self, path: str) -> Protocol:
         return next((protocol for protocol in self._protocols if path.startswith(protocol.prefixes)), self._protocols[0])

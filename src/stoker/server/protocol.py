@@ -11,11 +11,11 @@ import msgspec
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
-from stoker.server.http.request_context import JSON, Exchange
+from stoker.server.http.request_context import JSON, RequestContext
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.settings import ServerSettings
 
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[RequestContext], Awaitable[None]]
 
 
 class Endpoint(msgspec.Struct, frozen=True):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hmac
 
 from stoker.server.errors import AuthenticationError
-from stoker.server.http.request_context import Exchange
+from stoker.server.http.request_context import RequestContext
 
 
-def check_key(exchange: Exchange, keys: tuple[str, ...]) -> None:
+def check_key(http: RequestContext, keys: tuple[str, ...]) -> None:
     """Raise AuthenticationError unless there are no keys, or the request brings one."""
-    check_authorization(exchange.headers.get(b"authorization", b""), keys)
+    check_authorization(http.headers.get(b"authorization", b""), keys)
 
 
 def check_authorization(value: bytes, keys: tuple[str, ...]) -> None:

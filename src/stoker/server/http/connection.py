@@ -200,7 +200,7 @@ class Cycle(RequestResponseCycle):
 
     def _start(self, status: int, headers: Any) -> None:
         self.response_started, self.waiting_for_100_continue = True, False
-        lines, told_close = [STATUS_LINE[status]], False
+        lines, has_close_header = [STATUS_LINE[status]], False
         for name, value in (*self.default_headers, *headers):
             if HEADER_RE.search(name) or HEADER_VALUE_RE.search(value):
                 raise RuntimeError(f"the header {name!r} cannot be sent")
@@ -208,9 +208,9 @@ class Cycle(RequestResponseCycle):
             if name == b"content-length":
                 self.expected_content_length, self.chunked_encoding = int(value), False
             elif name == b"connection" and b"close" in value.lower():
-                self.keep_alive, told_close = False, True
+                self.keep_alive, has_close_header = False, True
             lines += (name, b": ", value, b"\r\n")
-        if not self.keep_alive and not told_close:
+        if not self.keep_alive and not has_close_header:
             lines.append(b"connection: close\r\n")
         if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in _BODYLESS:
             self.chunked_encoding = self.scope["http_version"] == "1.1"  # before, a body of unknown length ends with its connection

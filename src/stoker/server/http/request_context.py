@@ -26,7 +26,7 @@ DISCARD_S = 2.0
 REQUEST_ID = b"x-request-id"
 
 
-class Exchange:
+class RequestContext:
     """Used by one handler. `path` holds the route's parameters; `request_id` is the client's X-Request-Id, or a new one."""
 
     def __init__(self, scope: dict[str, Any], receive: Any, send: Any, *, max_body_bytes: int) -> None:
@@ -137,24 +137,24 @@ class Exchange:
 class Attended:
     """A block that is cancelled when the client leaves."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, http: RequestContext) -> None:
+        self._http = http
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._stop = self._exchange.attend(self._leave)
+        self._stop = self._http.attend(self._leave)
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._stop()
-        if not isinstance(error, asyncio.CancelledError) or not self._exchange.disconnected:
+        if not isinstance(error, asyncio.CancelledError) or not self._http.disconnected:
             return False
         self._task.uncancel()
         return True
 
     def _leave(self) -> None:
-        self._exchange.disconnected = True
+        self._http.disconnected = True
         self._task.cancel()
 
 

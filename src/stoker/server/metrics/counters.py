@@ -9,39 +9,39 @@ from typing import Any
 WRITE_S = 0.25  # in files that other processes read, counts are so old at most
 
 
-class Tallies:
+class CounterBuffer:
     """What was counted since the last `write`. `shared`: other processes show these counts, so they are written without being asked."""
 
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
-        self._changed: list[CounterTally | HistogramTally] = []
+        self._changed: list[BufferedCounter | BufferedHistogram] = []
 
-    def counter(self, child: Any) -> CounterTally:
-        return CounterTally(child, self)
+    def counter(self, child: Any) -> BufferedCounter:
+        return BufferedCounter(child, self)
 
-    def histogram(self, child: Any) -> HistogramTally:
-        return HistogramTally(child, self)
+    def histogram(self, child: Any) -> BufferedHistogram:
+        return BufferedHistogram(child, self)
 
-    def note(self, tally: CounterTally | HistogramTally) -> None:
+    def note(self, counter: BufferedCounter | BufferedHistogram) -> None:
         if self._shared and not self._changed:
             asyncio.get_running_loop().call_later(WRITE_S, self.write)
-        self._changed.append(tally)
+        self._changed.append(counter)
 
     def write(self) -> None:
         changed, self._changed = self._changed, []
-        for tally in changed:
-            tally.write()
+        for counter in changed:
+            counter.write()
 
 
-class CounterTally:
-    __slots__ = ("_amount", "_child", "_tallies")
+class BufferedCounter:
+    __slots__ = ("_amount", "_buffer", "_child")
 
-    def __init__(self, child: Any, tallies: Tallies) -> None:
-        self._child, self._tallies, self._amount = child, tallies, 0.0
+    def __init__(self, child: Any, buffer: CounterBuffer) -> None:
+        self._child, self._buffer, self._amount = child, buffer, 0.0
 
     def inc(self, amount: float = 1) -> None:
         if amount and not self._amount:
-            self._tallies.note(self)
+            self._buffer.note(self)
         self._amount += amount
 
     @property
@@ -54,18 +54,18 @@ class CounterTally:
         self._child.inc(amount)
 
 
-class HistogramTally:
-    __slots__ = ("_bounds", "_buckets", "_child", "_sum", "_tallies")
+class BufferedHistogram:
+    __slots__ = ("_bounds", "_buckets", "_buffer", "_child", "_sum")
 
-    def __init__(self, child: Any, tallies: Tallies) -> None:
-        self._child, self._tallies = child, tallies
+    def __init__(self, child: Any, buffer: CounterBuffer) -> None:
+        self._child, self._buffer = child, buffer
         self._bounds = child._upper_bounds
         self._buckets: dict[int, int] = {}
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
         if not self._buckets:
-            self._tallies.note(self)
+            self._buffer.note(self)
         bucket = bisect_left(self._bounds, value)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
         self._sum += value

@@ -14,7 +14,7 @@ from stoker.base.logging import get_logger
 from stoker.base.metrics import EXECUTOR_METRICS, FRONTEND_METRICS, Metric
 from stoker.frontend.repository import ModelRepository
 from stoker.runtime.request import ExecutorStats
-from stoker.server.metrics.counters import CounterTally, HistogramTally, Tallies
+from stoker.server.metrics.counters import BufferedCounter, BufferedHistogram, CounterBuffer
 from stoker.server.metrics.triton import TritonMetrics, executor_families, triton_names
 
 log = get_logger(__name__)
@@ -30,16 +30,16 @@ class FrontendMetrics:
         disable_created_metrics()  # a gauge beside every counter that nobody reads
         self.registry = CollectorRegistry()
         self._made = {metric.name: self._make(metric) for metric in FRONTEND_METRICS}
-        self._children: dict[tuple[str, tuple[str, ...]], CounterTally | HistogramTally] = {}  # as many as prometheus-client keeps itself
-        self.tallies = Tallies(shared=bool(env.text(MULTIPROCESS_DIR)))
-        self.triton = TritonMetrics(self.registry, self.tallies)
+        self._children: dict[tuple[str, tuple[str, ...]], BufferedCounter | BufferedHistogram] = {}
+        self.counter_buffer = CounterBuffer(shared=bool(env.text(MULTIPROCESS_DIR)))
+        self.triton = TritonMetrics(self.registry, self.counter_buffer)
 
     def of(self, metric: Metric, *labels: str) -> Any:
         """The child with these label values."""
         if (child := self._children.get((metric.name, labels))) is None:
             made = self._made[metric.name].labels(*labels)
-            tally = self.tallies.histogram if metric.kind == "histogram" else self.tallies.counter
-            child = self._children[metric.name, labels] = tally(made)
+            make_buffered = self.counter_buffer.histogram if metric.kind == "histogram" else self.counter_buffer.counter
+            child = self._children[metric.name, labels] = make_buffered(made)
         return child
 
     def answered(self, route: str, status: int) -> None:
@@ -47,7 +47,7 @@ class FrontendMetrics:
 
     async def exposition(self, repository: ModelRepository) -> bytes:
         """Everything in Prometheus' text format. An executor that does not answer has no numbers; the rest is shown."""
-        self.tallies.write()
+        self.counter_buffer.write()
         scrape = CollectorRegistry()
         scrape.register(_Executors(await _stats(repository)))
         return triton_names(self._own()) + generate_latest(scrape)

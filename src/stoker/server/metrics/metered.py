@@ -13,7 +13,7 @@ from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
 from stoker.frontend.service import Completion, Service
 from stoker.runtime.client import ExecutorClient, ExecutorInfo
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
-from stoker.server.metrics.counters import HistogramTally
+from stoker.server.metrics.counters import BufferedHistogram
 from stoker.server.metrics.frontend import FrontendMetrics
 
 
@@ -131,7 +131,7 @@ class MeteredClient(ExecutorClient):
 class _Timed(AsyncGenerator[list[SequenceOutput], None]):
     """A stream whose tokens are timed. No generator of its own: the event loop keeps track of each of those, at 5 µs a request."""
 
-    def __init__(self, inner: AsyncGenerator[list[SequenceOutput], None], first: HistogramTally, between: HistogramTally) -> None:
+    def __init__(self, inner: AsyncGenerator[list[SequenceOutput], None], first: BufferedHistogram, between: BufferedHistogram) -> None:
         self._inner, self._histogram, self._between = inner, first, between
         self._last = time.monotonic()
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from stoker.runtime.request import ExecutorStats
-from stoker.server.metrics.counters import Tallies
+from stoker.server.metrics.counters import CounterBuffer
 
 VERSION = "1"
 LABELS = ("model", "version")
@@ -49,8 +49,8 @@ _ZEROS = {
 class TritonMetrics:
     """What this process counts of Triton's models."""
 
-    def __init__(self, registry: CollectorRegistry, tallies: Tallies) -> None:
-        self.tallies = tallies
+    def __init__(self, registry: CollectorRegistry, buffer: CounterBuffer) -> None:
+        self.counter_buffer = buffer
         self._counters = {name: Counter(name, text, LABELS, registry=registry) for name, text in _COUNTERS.items()}
         self._failures = Counter(
             "nv_inference_request_failure",
@@ -76,14 +76,14 @@ class ModelCounts:
     """The counts of one model. `pending` requests have no response yet."""
 
     def __init__(self, counts: TritonMetrics, model: str) -> None:
-        tallies = counts.tallies
-        of = {name: tallies.counter(counter.labels(model, VERSION)) for name, counter in counts._counters.items()}
+        buffer = counts.counter_buffer
+        of = {name: buffer.counter(counter.labels(model, VERSION)) for name, counter in counts._counters.items()}
         self._success = of["nv_inference_request_success"]
         self._inferences = of["nv_inference_count"]
         self._duration = of["nv_inference_request_duration_us"]
-        self._failures = {reason: tallies.counter(counts._failures.labels(model, reason, VERSION)) for reason in FAILURES}
-        self._failed_us = tallies.counter(counts._failed_us.labels(model, VERSION))
-        self._first = tallies.histogram(counts._first.labels(model, VERSION))
+        self._failures = {reason: buffer.counter(counts._failures.labels(model, reason, VERSION)) for reason in FAILURES}
+        self._failed_us = buffer.counter(counts._failed_us.labels(model, VERSION))
+        self._first = buffer.histogram(counts._first.labels(model, VERSION))
         self.last_ms = 0  # Unix time of the last inference
 
     def succeeded(self, rows: int, duration_us: int) -> None:

@@ -61,7 +61,7 @@ async def serve(task: FrontendTask, tell_ready: Callable[[], Any]) -> None:
     """Answer from the start, ready or not; end when told to, once the requests in flight have."""
     metrics = FrontendMetrics()
     repository = ModelRepository()
-    repository.register(task.model_name, lambda: load(task, metrics), unload)
+    repository.register(task.model_name, lambda: load_service(task, metrics), unload_service)
     context = Context(repository, task.settings, metrics)
     server = HttpServer(http_config(make_app(context), task.settings))
     grpc = await open_grpc(context, task.grpc_address) if task.grpc_address is not None else None
@@ -78,16 +78,16 @@ async def serve(task: FrontendTask, tell_ready: Callable[[], Any]) -> None:
     await asyncio.gather(serving, *([end_grpc(server, grpc, task.settings)] if grpc is not None else []))
     loading.cancel()
     await repository.unload(task.model_name)
-    metrics.tallies.write()
+    metrics.counter_buffer.write()
 
 
 async def open_grpc(context: Context, address: str) -> Any:
     """A gRPC server that answers at `address`. Raises DependencyError without the grpc package."""
     try:
-        from stoker.server.protocols.kserve.grpc.server import open_door
+        from stoker.server.protocols.kserve.grpc.server import make_grpc_server
     except ImportError:
         raise DependencyError("grpcio and tritonclient", "the gRPC port", "grpc") from None
-    server = open_door(context, address)
+    server = make_grpc_server(context, address)
     await server.start()
     return server
 
@@ -107,7 +107,7 @@ def http_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     )  # fmt: skip
 
 
-async def load(task: FrontendTask, metrics: FrontendMetrics) -> Service:
+async def load_service(task: FrontendTask, metrics: FrontendMetrics) -> Service:
     """Read the tokenizer while the executor loads, then join them."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, Path(task.engine))
     client = await ZmqExecutorClient.connect(task.address, connect_timeout_s=task.settings.load_timeout_s or LOAD_TIMEOUT_S)
@@ -115,7 +115,7 @@ async def load(task: FrontendTask, metrics: FrontendMetrics) -> Service:
     return MeteredService(GenerationService(task.model_name, tokenizer, metered), metrics)
 
 
-async def unload(service: Service) -> None:
+async def unload_service(service: Service) -> None:
     assert isinstance(service, MeteredService) and isinstance(service.inner, GenerationService)
     await service.inner.close()
 

@@ -148,7 +148,7 @@ class Supervisor:
         ends: set[asyncio.Future[Any]] = {*exits, asyncio.create_task(self._stop.wait())}
         await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
-            self._log_doors()
+            self._log_addresses()
             self._announce(f"{self._name} is served at {self.url} (ready after {time.monotonic() - started:.1f} s)")
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return None if self._stop.is_set() else next(child for task, child in exits.items() if task.done())
@@ -158,17 +158,17 @@ class Supervisor:
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         return f"{'https' if self._settings.tls_key else 'http'}://{host}:{self._port}"
 
-    def _log_doors(self) -> None:
+    def _log_addresses(self) -> None:
         """The lines that scripts around Triton wait for."""
         if self._grpc_address is not None:
             log.info("Started GRPCInferenceService at %s", self._grpc_address)
-        log.info("Started HTTPService at %s", self._doors[0])
-        if len(self._doors) > 1:
-            log.info("Started Metrics Service at %s", self._doors[1])
+        log.info("Started HTTPService at %s", self._addresses[0])
+        if len(self._addresses) > 1:
+            log.info("Started Metrics Service at %s", self._addresses[1])
 
     def _starts(self) -> list:
         self._port = self._listeners[0].getsockname()[1]
-        self._doors = [_address(listener) for listener in self._listeners]
+        self._addresses = [_address(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
         settings = with_metrics_port(self._settings, self._listeners)
         task = FrontendTask(str(self.tokenizer), self._name, settings, self._address, fds, self._grpc_address)

@@ -7,7 +7,7 @@ import importlib.metadata
 import msgspec
 
 from stoker.server.errors import Failure
-from stoker.server.http.request_context import PLAIN, Exchange
+from stoker.server.http.request_context import PLAIN, RequestContext
 from stoker.server.metrics.frontend import CONTENT_TYPE
 from stoker.server.protocol import Endpoint, Protocol
 
@@ -26,27 +26,27 @@ class Health(Protocol):
             Endpoint("GET", "/metrics", self.metrics),
         ]
 
-    async def live(self, exchange: Exchange) -> None:
-        await exchange.respond(200, content_type=PLAIN)
+    async def live(self, http: RequestContext) -> None:
+        await http.respond(200, content_type=PLAIN)
 
-    async def ready(self, exchange: Exchange) -> None:
+    async def ready(self, http: RequestContext) -> None:
         """200 when every model answers; 503 with each model's state and its reason when not."""
         repository = self.context.repository
         if repository.ready:
-            await exchange.respond(200, content_type=PLAIN)
+            await http.respond(200, content_type=PLAIN)
             return
         states = [
             {"model": m.name, "state": m.state, "reason": m.reason or "its executor does not answer"}
             for m in repository.models()
             if not m.ready
         ]
-        await exchange.respond(503, msgspec.json.encode({"error": "not ready", "models": states}))
+        await http.respond(503, msgspec.json.encode({"error": "not ready", "models": states}))
 
-    async def version(self, exchange: Exchange) -> None:
-        await exchange.respond(200, msgspec.json.encode({"version": importlib.metadata.version("stoker")}))
+    async def version(self, http: RequestContext) -> None:
+        await http.respond(200, msgspec.json.encode({"version": importlib.metadata.version("stoker")}))
 
-    async def metrics(self, exchange: Exchange) -> None:
-        await exchange.respond(200, await self.context.metrics.exposition(self.context.repository), CONTENT_TYPE)
+    async def metrics(self, http: RequestContext) -> None:
+        await http.respond(200, await self.context.metrics.exposition(self.context.repository), CONTENT_TYPE)
 
     def failure_body(self, failure: Failure) -> bytes:
         return msgspec.json.encode({"error": failure.message})

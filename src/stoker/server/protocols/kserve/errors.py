@@ -36,8 +36,10 @@ def grpc_code(status: int) -> str:
 
 
 def words(error: BaseException) -> str:
-    """The message a client is told. Clients look for both spellings of a full queue."""
+    """Return the client's message for `error`. Clients search it for either text of a full queue."""
     if isinstance(error, TritonError):
         return error.message
-    told = describe(error).message
-    return f"Exceeds maximum queue size. Maximum queue size of the model is reached: {told}" if isinstance(error, QueueFullError) else told
+    message = describe(error).message
+    if isinstance(error, QueueFullError):
+        return f"Exceeds maximum queue size. Maximum queue size of the model is reached: {message}"
+    return message

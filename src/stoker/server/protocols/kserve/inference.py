@@ -12,7 +12,7 @@ from stoker.server.protocols.kserve.model_config import Tensor, TritonModel
 from stoker.server.protocols.kserve.tensors.dtypes import text_array
 
 TEXT = "text_output"
-MAX_KEPT = 256
+MAX_CACHED = 256
 
 Parameters: TypeAlias = dict[str, Any]  # bool, int, float or str by name
 Tensors: TypeAlias = dict[str, np.ndarray]
@@ -62,7 +62,7 @@ class Unchanging:
     stream of text that is every one."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Any, ...], tuple[Tensors, Any]] = {}
+        self._cached: dict[tuple[Any, ...], tuple[Tensors, Any]] = {}
         self._last: tuple[Tensors, Parameters, bool, Any] = ({}, {}, False, None)
 
     def get(self, response: Response, make: Callable[[Response], Any]) -> Any:
@@ -71,12 +71,12 @@ class Unchanging:
         if response.outputs is outputs and response.parameters is parameters and response.final is final:
             return made
         key = (id(response.outputs), response.final, *response.parameters.items())
-        if (kept := self._kept.get(key)) is None:
-            if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
-            kept = self._kept[key] = (response.outputs, make(response))  # holding the tensors keeps their id theirs
-        self._last = (response.outputs, response.parameters, response.final, kept[1])
-        return kept[1]
+        if (cached := self._cached.get(key)) is None:
+            if len(self._cached) >= MAX_CACHED:
+                self._cached.clear()
+            cached = self._cached[key] = (response.outputs, make(response))  # holding the tensors keeps their id theirs
+        self._last = (response.outputs, response.parameters, response.final, cached[1])
+        return cached[1]
 
 
 class ServedModel(msgspec.Struct, kw_only=True):
@@ -91,7 +91,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     version: str = "1"
     unloaded: bool = False
     inputs: dict[str, Tensor] = {}  # the model's, by name
-    kept: dict[str, Unchanging] = {}  # of requests without an id of their own, by wire
+    encoded: dict[str, Unchanging] = {}  # of requests without an id of their own, by wire
 
     def __post_init__(self) -> None:
         self.inputs = {tensor.name: tensor for tensor in self.model.inputs}
@@ -103,4 +103,4 @@ class ServedModel(msgspec.Struct, kw_only=True):
 
 def unchanging(served: ServedModel, inference: Inference, wire: str) -> Unchanging:
     """Shared by all requests of a model but those with an id, for their responses carry it."""
-    return Unchanging() if inference.request_id else served.kept.setdefault(wire, Unchanging())
+    return Unchanging() if inference.request_id else served.encoded.setdefault(wire, Unchanging())

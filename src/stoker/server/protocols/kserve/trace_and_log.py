@@ -27,11 +27,11 @@ class LogSettings:
     def shown(self) -> dict[str, Any]:
         return dict(self._values)
 
-    def change(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def change(self, requested: dict[str, Any]) -> dict[str, Any]:
         """Change all or nothing; the settings from then on. Raises TritonError for a name or value that cannot be."""
-        for name, value in asked.items():
+        for name, value in requested.items():
             _check_log(name, value)
-        self._values |= asked
+        self._values |= requested
         get_logger("stoker").setLevel(self._level())
         return self.shown()
 
@@ -43,9 +43,9 @@ class LogSettings:
         return min(shown, default=logging.CRITICAL)
 
 
-def check_trace(asked: dict[str, Any]) -> dict[str, Any]:
+def check_trace(requested: dict[str, Any]) -> dict[str, Any]:
     """Tracing is off; asking for anything else is refused. Raises TritonError."""
-    for name, value in asked.items():
+    for name, value in requested.items():
         if name not in TRACE:
             raise TritonError(f"Unknown trace setting '{name[:80]}'. Known: {', '.join(TRACE)}.")
         if value not in (None, TRACE[name], [TRACE[name]], "OFF"):

@@ -24,7 +24,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False  # every chunk does
 
 
-class Asked(msgspec.Struct, kw_only=True):
+class OpenAICall(msgspec.Struct, kw_only=True):
     """A checked request. `values` are the honoured fields that were given."""
 
     values: dict[str, Any]
@@ -40,9 +40,11 @@ class Asked(msgspec.Struct, kw_only=True):
         return GenerationRequest(request_id=request_id, prompt=prompt, params=self.params, **{**self.request_fields, **fields})
 
 
-def read(door: EndpointName, body: dict[str, Any], service: Service, settings: ServerSettings, *, max_tokens: int) -> Asked:
+def read_openai_call(
+    endpoint: EndpointName, body: dict[str, Any], service: Service, settings: ServerSettings, *, max_tokens: int
+) -> OpenAICall:
     """Check every field. `max_tokens` is for requests that name none. Raises RequestError."""
-    values = check_fields(door, body)
+    values = check_fields(endpoint, body)
     stream = values.get("stream", False)
     given: dict[str, Any] = {"temperature": TEMPERATURE, "skip_special_tokens": settings.skip_special_tokens}
     given["max_tokens"] = values.get("max_tokens", max_tokens)
@@ -52,7 +54,7 @@ def read(door: EndpointName, body: dict[str, Any], service: Service, settings: S
         given |= _beams(values)
     if stream and "prompt_logprobs" in values:
         raise RequestError("prompt_logprobs", values["prompt_logprobs"], "it is not streamed", cure="Ask without stream.")
-    return Asked(
+    return OpenAICall(
         values=values,
         params=SamplingParams(**given),
         request_id=values.get("request_id") or values.get("rid") or uuid.uuid4().hex,

@@ -23,10 +23,10 @@ class Chunks:
 
     def __init__(self, head: dict[str, Any], *, chat: bool, include_usage: bool) -> None:
         self._head = b"data: " + _json(head)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._chat = chat
         self._before: list[bytes] = []  # by choice: everything before a piece of text
-        self._after = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._after = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._end
 
     def text(self, index: int, text: str) -> bytes:
         """A piece of text and nothing else: the chunk of nearly every token."""
@@ -37,8 +37,8 @@ class Chunks:
 
     def choice(self, choice: dict[str, Any], usage: Usage | None = None) -> bytes:
         """A chunk with one choice as it is given, and the usage so far when clients want it in every chunk."""
-        tail = self._tail if usage is None else b'],"usage":' + _json(wire.usage_object(usage)) + b"}\n\n"
-        return self._head + _json(choice) + tail
+        end = self._end if usage is None else b'],"usage":' + _json(wire.usage_object(usage)) + b"}\n\n"
+        return self._head + _json(choice) + end
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk: no choices, all of the usage."""

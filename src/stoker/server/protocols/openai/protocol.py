@@ -10,7 +10,7 @@ from stoker.base.errors import NotFoundError, RequestError
 from stoker.base.fields.errors import InvalidValueError
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
-from stoker.server.http.request_context import Exchange
+from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.openai import fields
 from stoker.server.protocols.openai import response_json as wire
@@ -48,25 +48,25 @@ class OpenAI(Protocol):
             Endpoint("POST", "/detokenize", self.detokenize),
         ]
 
-    async def completions(self, exchange: Exchange) -> None:
-        body = await exchange.json()
-        await complete(exchange, self.context, self._service(body), body)
+    async def completions(self, http: RequestContext) -> None:
+        body = await http.json()
+        await complete(http, self.context, self._service(body), body)
 
-    async def chat_completions(self, exchange: Exchange) -> None:
-        body = await exchange.json()
-        await chat(exchange, self.context, self._service(body), body)
+    async def chat_completions(self, http: RequestContext) -> None:
+        body = await http.json()
+        await chat(http, self.context, self._service(body), body)
 
-    async def models(self, exchange: Exchange) -> None:
+    async def models(self, http: RequestContext) -> None:
         rows = [self._row(model.name, model.service) for model in self.context.repository.models() if model.service is not None]
-        await exchange.respond(200, wire.encode({"object": "list", "data": rows}))
+        await http.respond(200, wire.encode({"object": "list", "data": rows}))
 
-    async def model(self, exchange: Exchange) -> None:
-        name = exchange.path["model"]
-        await exchange.respond(200, wire.encode(self._row(name, self._named(name))))
+    async def model(self, http: RequestContext) -> None:
+        name = http.path["model"]
+        await http.respond(200, wire.encode(self._row(name, self._named(name))))
 
-    async def tokenize(self, exchange: Exchange) -> None:
+    async def tokenize(self, http: RequestContext) -> None:
         """{"prompt": text} or {"messages": […]} to token ids; add_special_tokens as in generation."""
-        values = fields.TOKENIZE.check(await exchange.json())
+        values = fields.TOKENIZE.check(await http.json())
         service = self._service(values)
         if not isinstance(values.get("prompt"), str) and "messages" not in values:
             raise RequestError("prompt", values.get("prompt"), "it must be text, or messages must be given")
@@ -76,16 +76,16 @@ class OpenAI(Protocol):
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
         if values.get("return_token_strs"):
             answer["token_strs"] = [wire.token_text(service, token) for token in ids]
-        await exchange.respond(200, wire.encode(answer))
+        await http.respond(200, wire.encode(answer))
 
-    async def detokenize(self, exchange: Exchange) -> None:
+    async def detokenize(self, http: RequestContext) -> None:
         """{"tokens": ids} to text, special tokens included."""
-        values = fields.DETOKENIZE.check(await exchange.json())
+        values = fields.DETOKENIZE.check(await http.json())
         service = self._service(values)
         if "tokens" not in values:
             raise RequestError("tokens", None, "it is missing")
         text = await asyncio.to_thread(service.decode, list(values["tokens"]), skip_special_tokens=False)
-        await exchange.respond(200, wire.encode({"prompt": text}))
+        await http.respond(200, wire.encode({"prompt": text}))
 
     def failure_body(self, failure: Failure) -> bytes:
         return wire.failure_body(failure)

@@ -61,9 +61,9 @@ def add_usage(parts: Iterable[Usage]) -> Usage:
 def count(usage: Usage, delta: Delta) -> None:
     """Keep a stream's usage: its first delta tells the prompt's side, its last one all."""
     usage.completion_tokens += len(delta.token_ids)
-    if (told := delta.usage) is not None:
-        usage.prompt_tokens, usage.cached_tokens = told.prompt_tokens, told.cached_tokens
-        usage.completion_tokens = told.completion_tokens or usage.completion_tokens
+    if (reported := delta.usage) is not None:
+        usage.prompt_tokens, usage.cached_tokens = reported.prompt_tokens, reported.cached_tokens
+        usage.completion_tokens = reported.completion_tokens or usage.completion_tokens
 
 
 def token_text(service: Service, token_id: int) -> str:

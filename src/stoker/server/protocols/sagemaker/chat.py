@@ -9,7 +9,7 @@ from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Service
 from stoker.server.errors import sequence_error
 from stoker.server.protocols.openai import response_json as wire
-from stoker.server.protocols.openai.chat.request import Call, read_call
+from stoker.server.protocols.openai.chat.request import ChatCall, read_chat_call
 from stoker.server.protocols.openai.parsers.answer import AnswerParser, delta_object, message_object
 from stoker.server.protocols.sagemaker.dialects import encode
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, Reply
@@ -19,14 +19,14 @@ from stoker.server.settings import ServerSettings
 
 async def chat(reply: Reply, service: Service, body: dict[str, Any], settings: ServerSettings) -> None:
     """Answer one conversation. `model` is not looked at, as there: the path chose it. Raises RequestError."""
-    call = await read_call({name: value for name, value in body.items() if name != "model"}, service, settings)
-    if call.asked.stream:
+    call = await read_chat_call({name: value for name, value in body.items() if name != "model"}, service, settings)
+    if call.common.stream:
         await _Stream(reply, call).run()
     else:
         await reply.whole(await _whole(call))
 
 
-async def _whole(call: Call) -> bytes:
+async def _whole(call: ChatCall) -> bytes:
     completion = await call.service.complete(call.request)
     usage = wire.usage_object(completion.usage)
     del usage["prompt_tokens_details"]
@@ -34,7 +34,7 @@ async def _whole(call: Call) -> bytes:
     return encode({**head, "choices": [_choice(call, choice) for choice in completion.choices], "usage": usage}).encode()
 
 
-def _choice(call: Call, choice: Choice) -> dict[str, Any]:
+def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=call.service.ready)
     message: dict[str, Any] = {"role": "assistant", "content": choice.text}
@@ -46,13 +46,13 @@ def _choice(call: Call, choice: Choice) -> dict[str, Any]:
     return {"index": choice.index, "message": message, "logprobs": _logprobs(call, choice.logprobs), "finish_reason": end}
 
 
-def _end(call: Call, ended: Delta | Choice, num_calls: int) -> str:
+def _end(call: ChatCall, ended: Delta | Choice, num_calls: int) -> str:
     assert ended.finish_reason is not None
     named = call.finish(ended.finish_reason, num_calls)
     return named if named == "tool_calls" else finish_name(ended.finish_reason, ended.stop_reason)
 
 
-def _logprobs(call: Call, entries: list[TokenLogprobs]) -> dict[str, Any] | None:
+def _logprobs(call: ChatCall, entries: list[TokenLogprobs]) -> dict[str, Any] | None:
     if call.num_top is None:
         return None
     return {"content": wire.chat_logprobs(call.service, entries, call.num_top)["content"]}
@@ -61,7 +61,7 @@ def _logprobs(call: Call, entries: list[TokenLogprobs]) -> dict[str, Any] | None
 class _Stream:
     """One streamed answer: a line a token; where tools or reasoning are told apart, a line whenever something is certain."""
 
-    def __init__(self, reply: Reply, call: Call) -> None:
+    def __init__(self, reply: Reply, call: ChatCall) -> None:
         self._reply, self._call = reply, call
         self._head = {"id": call.head["id"], "object": "chat.completion.chunk", "created": call.head["created"]}
         self._parsers: dict[int, AnswerParser] = {}
@@ -73,11 +73,11 @@ class _Stream:
                 failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)
                 if failed is not None:
                     error = sequence_error(failed.error, ready=self._call.service.ready)
-                    if not self._reply.exchange.started:
+                    if not self._reply.http.started:
                         raise error
                     await self._reply.fail(error, JSON_LINES)
                     return
-                if not self._reply.exchange.started:
+                if not self._reply.http.started:
                     await self._reply.open(JSON_LINES)
                 if lines := "".join([self._line(delta) for delta in deltas]):
                     await self._reply.send(lines.encode())

@@ -78,12 +78,12 @@ class _Stream:
     async def run(self) -> None:
         async with aclosing(self._service.stream(self._asked.requests[0])) as batches:
             async for deltas in batches:
-                if self._reply.exchange.started and all(map(self._is_plain, deltas)):
+                if self._reply.http.started and all(map(self._is_plain, deltas)):
                     await self._reply.send("".join(map(self._plain, deltas)).encode())
                     continue
                 failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)
                 records = [record for delta in deltas if delta is not failed for record in self._records(delta)]
-                if failed is not None and not self._reply.exchange.started and not records:
+                if failed is not None and not self._reply.http.started and not records:
                     raise sequence_error(failed.error, ready=self._service.ready)
                 await self._send(records)
                 if failed is not None:
@@ -107,7 +107,7 @@ class _Stream:
         return f"{self._begin}{self._shapes.plain_line(token.id, token.text, token.logprob)}{self._end}"
 
     async def _send(self, records: list[dict[str, Any]]) -> None:
-        if not self._reply.exchange.started:
+        if not self._reply.http.started:
             await self._reply.open(self._type)
         if records:
             await self._reply.send("".join([self._begin + encode(record) + self._end for record in records]).encode())
@@ -152,11 +152,11 @@ class _Batch:
                 failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)
                 if failed is not None:
                     error = sequence_error(failed.error, ready=self._service.ready)
-                    if not self._reply.exchange.started:
+                    if not self._reply.http.started:
                         raise error
                     await self._reply.fail(error, JSON_LINES)
                     return
-                if not self._reply.exchange.started:
+                if not self._reply.http.started:
                     await self._reply.open(JSON_LINES)
                 if text := "".join(delta.text for delta in deltas):
                     pieces = ["" if i != number else text for i in range(len(self._asked.requests))]

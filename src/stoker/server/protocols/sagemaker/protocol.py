@@ -10,7 +10,7 @@ from stoker.base.errors import NotFoundError, RequestError, StokerError
 from stoker.frontend.repository import NOT_LOADED, Model, ModelState
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
-from stoker.server.http.request_context import Exchange
+from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.openai.chat.response import chat as openai_chat
 from stoker.server.protocols.openai.completions.response import complete as openai_complete
@@ -50,56 +50,56 @@ class SageMaker(Protocol):
             *(Endpoint("GET", path, handler) for path, handler in gets.items()),
         ]
 
-    async def ping(self, exchange: Exchange) -> None:
+    async def ping(self, http: RequestContext) -> None:
         """200 when every model answers. 503 while one is loading, 500 when one has failed; its status then says which, and why."""
         models = self.context.repository.models()
         states = {model.name: _state(model) for model in models}
         failed = any(_status(model) == "Failed" for model in models)
         status = 200 if self.context.repository.ready else 500 if failed else 503
-        await exchange.respond(status, pretty(states), headers=FIXED_HEADERS)
+        await http.respond(status, pretty(states), headers=FIXED_HEADERS)
 
-    async def models(self, exchange: Exchange) -> None:
+    async def models(self, http: RequestContext) -> None:
         statuses = {"Healthy": "READY", "Failed": "FAILED"}
         rows = [
             {"modelName": m.name, "modelUrl": f"stoker:///{m.name}", "status": statuses.get(_status(m), "PENDING")}
             for m in self.context.repository.models()
         ]
-        await exchange.respond(200, pretty({"models": rows}), headers=FIXED_HEADERS)
+        await http.respond(200, pretty({"models": rows}), headers=FIXED_HEADERS)
 
-    async def model(self, exchange: Exchange) -> None:
-        name = exchange.path["model"]
+    async def model(self, http: RequestContext) -> None:
+        name = http.path["model"]
         try:
             model = self.context.repository.find(name)
         except NotFoundError:
             raise NoModelError(f"Workflow not found: {name[:80]}") from None
-        await exchange.respond(200, pretty([{"workflowName": name, "models": [await self._described(model)]}]), headers=FIXED_HEADERS)
+        await http.respond(200, pretty([{"workflowName": name, "models": [await self._described(model)]}]), headers=FIXED_HEADERS)
 
-    async def invocations(self, exchange: Exchange) -> None:
-        await self._answer(exchange, Reply(exchange), *self._chosen(exchange))
+    async def invocations(self, http: RequestContext) -> None:
+        await self._answer(http, Reply(http), *self._chosen(http))
 
-    async def predictions(self, exchange: Exchange) -> None:
-        await self._answer(exchange, Reply(exchange), exchange.path["model"], exchange.path.get("version"))
+    async def predictions(self, http: RequestContext) -> None:
+        await self._answer(http, Reply(http), http.path["model"], http.path.get("version"))
 
-    async def endpoint(self, exchange: Exchange) -> None:
-        await self._answer(exchange, PlatformReply(exchange))
+    async def endpoint(self, http: RequestContext) -> None:
+        await self._answer(http, PlatformReply(http))
 
-    async def endpoint_stream(self, exchange: Exchange) -> None:
-        await self._answer(exchange, PlatformStream(exchange))
+    async def endpoint_stream(self, http: RequestContext) -> None:
+        await self._answer(http, PlatformStream(http))
 
     def failure_body(self, failure: Failure) -> bytes:
         return management_body(failure)
 
-    async def _answer(self, exchange: Exchange, reply: Reply, name: str | None = None, version: str | None = None) -> None:
+    async def _answer(self, http: RequestContext, reply: Reply, name: str | None = None, version: str | None = None) -> None:
         try:
-            _refuse_paging(exchange)
+            _refuse_paging(http)
             service = self._service(name, version)
-            body = read_object(await exchange.body(), self._options)
-            async with exchange.attended():
+            body = read_object(await http.body(), self._options)
+            async with http.attended():
                 await self._by_schema(reply, service, body)
         except NoModelError:
             raise
         except StokerError as error:
-            if exchange.started:
+            if http.started:
                 raise
             await reply.refuse(error)
 
@@ -115,9 +115,9 @@ class SageMaker(Protocol):
             return await openai_chat(through, self.context, service, unnamed)
         return await openai_complete(through, self.context, service, unnamed)
 
-    def _chosen(self, exchange: Exchange) -> tuple[str | None, str | None]:
+    def _chosen(self, http: RequestContext) -> tuple[str | None, str | None]:
         """The model that the query names, as the DJL server takes it."""
-        query = parse_qs(exchange.query.decode("latin-1"))
+        query = parse_qs(http.query.decode("latin-1"))
         return next(iter(query.get("model_name", [])), None), next(iter(query.get("model_version", [])), None)
 
     def _service(self, name: str | None, version: str | None) -> Service:
@@ -145,11 +145,11 @@ class SageMaker(Protocol):
         }
 
 
-def _refuse_paging(exchange: Exchange) -> None:
+def _refuse_paging(http: RequestContext) -> None:
     """The DJL server's answers in pages, which it keeps for later."""
     for name, harmless in ((b"x-synchronous", b"true"), (b"x-starting-token", b"")):
-        if exchange.headers.get(name, harmless).lower() != harmless:
-            value = exchange.headers[name].decode("latin-1")
+        if http.headers.get(name, harmless).lower() != harmless:
+            value = http.headers[name].decode("latin-1")
             raise RequestError(name.decode(), value, "answers are not kept for later", cure="Leave the header out, or stream.")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.base.errors import StokerError
 from stoker.server.errors import GenerationError, describe
-from stoker.server.http.request_context import JSON, Exchange
+from stoker.server.http.request_context import JSON, RequestContext
 from stoker.server.protocols.openai.chunks import DONE
 from stoker.server.protocols.sagemaker import eventstream
 from stoker.server.protocols.sagemaker.errors import inference_body, model_error_body
@@ -24,30 +24,30 @@ FIXED_HEADERS = (
 class Reply:
     """The container's own answers."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, http: RequestContext) -> None:
+        self.http = http
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        return ((b"requestid", self.exchange.request_id.encode()), *FIXED_HEADERS)
+        return ((b"requestid", self.http.request_id.encode()), *FIXED_HEADERS)
 
     async def whole(self, body: bytes, content_type: bytes = JSON) -> None:
-        await self.exchange.respond(200, body, content_type, self.headers)
+        await self.http.respond(200, body, content_type, self.headers)
 
     async def open(self, content_type: bytes) -> None:
-        await self.exchange.open_stream(content_type, headers=self.headers)
+        await self.http.open_stream(content_type, headers=self.headers)
 
     async def send(self, data: bytes) -> None:
-        await self.exchange.send(data)
+        await self.http.send(data)
 
     async def close(self) -> None:
-        await self.exchange.close_stream()
+        await self.http.close_stream()
 
     async def refuse(self, error: BaseException) -> None:
         """A failure before the first byte."""
         failure = describe(error)
         status = HANDLER_FAILED if isinstance(error, GenerationError) else failure.status
-        await self.exchange.respond(status, inference_body(status, failure.message), headers=(*self.headers, *failure.headers))
+        await self.http.respond(status, inference_body(status, failure.message), headers=(*self.headers, *failure.headers))
 
     async def fail(self, error: StokerError, content_type: bytes) -> None:
         """A failure in the middle of a stream: a last record that tells it, and the end."""
@@ -62,7 +62,7 @@ class PlatformReply(Reply):
     async def refuse(self, error: BaseException) -> None:
         failure = describe(error)
         body = model_error_body(failure.status, failure.message)
-        await self.exchange.respond(424, body, headers=((b"x-amzn-errortype", b"ModelError"), *failure.headers))
+        await self.http.respond(424, body, headers=((b"x-amzn-errortype", b"ModelError"), *failure.headers))
 
 
 class PlatformStream(PlatformReply):
@@ -75,24 +75,24 @@ class PlatformStream(PlatformReply):
 
     async def open(self, content_type: bytes) -> None:
         headers = ((b"x-amzn-sagemaker-content-type", content_type), *self.headers)
-        await self.exchange.open_stream(eventstream.CONTENT_TYPE, headers=headers)
+        await self.http.open_stream(eventstream.CONTENT_TYPE, headers=headers)
 
     async def send(self, data: bytes) -> None:
-        await self.exchange.send(eventstream.part(data))
+        await self.http.send(eventstream.part(data))
 
     async def fail(self, error: StokerError, content_type: bytes) -> None:
-        await self.exchange.send(eventstream.exception("ModelStreamError", error.message, "StreamBroken"))
+        await self.http.send(eventstream.exception("ModelStreamError", error.message, "StreamBroken"))
         await self.close()
 
 
 class Lines:
-    """Stands for the Exchange that OpenAI's code writes to: its events become JSON lines, as LMI's async handler makes of vLLM's."""
+    """Stands for the RequestContext that OpenAI's code writes to: its events become JSON lines, as LMI's async handler makes of vLLM's."""
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._reply.exchange, name)
+        return getattr(self._reply.http, name)
 
     async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON) -> None:
         await self._reply.whole(body + b"\n", content_type)

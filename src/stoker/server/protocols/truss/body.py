@@ -8,20 +8,20 @@ from typing import Any
 import msgspec
 
 from stoker.server.errors import BodyError
-from stoker.server.http.request_context import Exchange
+from stoker.server.http.request_context import RequestContext
 
 BINARY = b"application/octet-stream"
 
 
-def is_binary(exchange: Exchange) -> bool:
+def is_binary(http: RequestContext) -> bool:
     """Whether the body is msgpack, and the answer is to be. The path does not matter, as there."""
-    return exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == BINARY
+    return http.headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == BINARY
 
 
-async def read_object(exchange: Exchange) -> dict[str, Any]:
+async def read_object(http: RequestContext) -> dict[str, Any]:
     """The body as an object of what JSON can hold. Raises BodyError."""
-    data = await exchange.body()
-    value = _unpacked(data) if is_binary(exchange) else _parsed(data)
+    data = await http.body()
+    value = _unpacked(data) if is_binary(http) else _parsed(data)
     if not isinstance(value, dict):
         raise BodyError(f"the body is a {type(value).__name__}, not an object.", cure='Send {"prompt": …}.')
     return value

@@ -6,7 +6,7 @@ import json
 
 from stoker.base.errors import StokerError, UnavailableError
 from stoker.server.errors import Failure, describe
-from stoker.server.http.request_context import Exchange
+from stoker.server.http.request_context import RequestContext
 
 NOT_READY = "Model with name model is not ready."
 MODEL_FAILED = "Internal Server Error (in model/chainlet)."
@@ -27,14 +27,14 @@ def failure_body(failure: Failure) -> bytes:
     return error_body(failure.message)
 
 
-async def refuse(exchange: Exchange, status: int, message: str, code: bytes = b"", headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+async def refuse(http: RequestContext, status: int, message: str, code: bytes = b"", headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
     """`code` is the gateway's: by default 700 for the client's fault, 600 for the model's."""
     marks = (_SOURCE, (b"x-baseten-error-code", code or (_CLIENT if status < 500 else _MODEL)))
-    await exchange.respond(status, error_body(message), headers=(*marks, *headers))
+    await http.respond(status, error_body(message), headers=(*marks, *headers))
 
 
-async def refuse_error(exchange: Exchange, error: Exception) -> None:
+async def refuse_error(http: RequestContext, error: Exception) -> None:
     """What an exception becomes before the first byte of an answer."""
     failure = describe(error)
     message = failure.message if isinstance(error, StokerError) or failure.status < 500 else MODEL_FAILED
-    await refuse(exchange, failure.status, NOT_READY if isinstance(error, UnavailableError) else message, headers=failure.headers)
+    await refuse(http, failure.status, NOT_READY if isinstance(error, UnavailableError) else message, headers=failure.headers)

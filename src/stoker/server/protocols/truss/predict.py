@@ -11,34 +11,34 @@ import msgspec
 from stoker.base.types import FinishReason, GenerationRequest
 from stoker.frontend.service import Service
 from stoker.server.errors import sequence_error
-from stoker.server.http.request_context import JSON, STREAMED, Exchange
+from stoker.server.http.request_context import JSON, STREAMED, RequestContext
 from stoker.server.protocols.truss.body import BINARY, is_binary
 from stoker.server.protocols.truss.request import Asked
 
 
-async def answer(exchange: Exchange, service: Service, asked: Asked) -> None:
+async def answer(http: RequestContext, service: Service, asked: Asked) -> None:
     """Raises StokerError before the first byte; a later failure is told in the stream."""
     if not asked.stream:
-        await _respond(exchange, {"text": await _text(service, asked)})
-    elif _gathers(exchange):
-        await _respond(exchange, await _text(service, asked))
+        await _respond(http, {"text": await _text(service, asked)})
+    elif _gathers(http):
+        await _respond(http, await _text(service, asked))
     elif asked.request is None or asked.request.params.beam_width > 1:
-        await _in_one_piece(exchange, await _text(service, asked))
+        await _in_one_piece(http, await _text(service, asked))
     else:
-        await _stream(exchange, service, asked.request)
+        await _stream(http, service, asked.request)
 
 
-def _gathers(exchange: Exchange) -> bool:
+def _gathers(http: RequestContext) -> bool:
     """The Truss server's own rule: a client that takes JSON and nothing else gets no stream, but for OpenAI's."""
-    wants_json = exchange.headers.get(b"accept") == JSON
-    return wants_json and b"openai" not in exchange.headers.get(b"user-agent", b"").lower()
+    wants_json = http.headers.get(b"accept") == JSON
+    return wants_json and b"openai" not in http.headers.get(b"user-agent", b"").lower()
 
 
-async def _respond(exchange: Exchange, value: Any) -> None:
-    if is_binary(exchange):
-        await exchange.respond(200, msgspec.msgpack.encode(value), BINARY)
+async def _respond(http: RequestContext, value: Any) -> None:
+    if is_binary(http):
+        await http.respond(200, msgspec.msgpack.encode(value), BINARY)
     else:
-        await exchange.respond(200, json.dumps(value).encode())
+        await http.respond(200, json.dumps(value).encode())
 
 
 async def _text(service: Service, asked: Asked) -> str:
@@ -51,23 +51,23 @@ async def _text(service: Service, asked: Asked) -> str:
     return choice.text
 
 
-async def _in_one_piece(exchange: Exchange, text: str) -> None:
-    await exchange.open_stream(BINARY, headers=STREAMED)
-    await exchange.send(text.encode())
-    await exchange.close_stream()
+async def _in_one_piece(http: RequestContext, text: str) -> None:
+    await http.open_stream(BINARY, headers=STREAMED)
+    await http.send(text.encode())
+    await http.close_stream()
 
 
-async def _stream(exchange: Exchange, service: Service, request: GenerationRequest) -> None:
+async def _stream(http: RequestContext, service: Service, request: GenerationRequest) -> None:
     async with aclosing(service.stream(request)) as batches:
         async for deltas in batches:
             failed = deltas[-1].finish_reason is FinishReason.ERROR
-            if failed and not exchange.started:
+            if failed and not http.started:
                 raise sequence_error(deltas[-1].error, ready=service.ready)
-            if not exchange.started:
-                await exchange.open_stream(BINARY, headers=STREAMED)
+            if not http.started:
+                await http.open_stream(BINARY, headers=STREAMED)
             text = "".join([delta.text for delta in deltas])
             if failed:
                 text += json.dumps({"status": "error", "message": deltas[-1].error or "the sequence failed."})
             if text:
-                await exchange.send(text.encode())
-    await exchange.close_stream()
+                await http.send(text.encode())
+    await http.close_stream()

@@ -7,7 +7,7 @@ from typing import Any
 from stoker.frontend.repository import ModelState
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
-from stoker.server.http.request_context import Exchange
+from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint, Handler, Protocol
 from stoker.server.protocols.openai.chat.response import chat as openai_chat
 from stoker.server.protocols.openai.completions.response import complete as openai_complete
@@ -46,47 +46,47 @@ class Truss(Protocol):
             *(Endpoint("POST", f"/v1/{name}", _absent(name)) for name in _ABSENT),
         ]
 
-    async def live(self, exchange: Exchange) -> None:
-        await exchange.respond(200, b"true")
+    async def live(self, http: RequestContext) -> None:
+        await http.respond(200, b"true")
 
-    async def ready(self, exchange: Exchange) -> None:
+    async def ready(self, http: RequestContext) -> None:
         """Every model answers."""
-        await self._tell(exchange, self.context.repository.ready)
+        await self._tell(http, self.context.repository.ready)
 
-    async def loaded(self, exchange: Exchange) -> None:
+    async def loaded(self, http: RequestContext) -> None:
         """Every model was loaded, whether its executor answers or not."""
-        await self._tell(exchange, self._loaded)
+        await self._tell(http, self._loaded)
 
-    async def schema(self, exchange: Exchange) -> None:
+    async def schema(self, http: RequestContext) -> None:
         if self._loaded:
-            return await refuse(exchange, 404, "No schema found", b"600")
-        return await refuse(exchange, 503, "Schema not available, please try again later.")
+            return await refuse(http, 404, "No schema found", b"600")
+        return await refuse(http, 503, "Schema not available, please try again later.")
 
-    async def predict(self, exchange: Exchange) -> None:
+    async def predict(self, http: RequestContext) -> None:
         """Readiness is looked at first, then the body, as there."""
         try:
             service = self.context.default_service()
-            body = await read_object(exchange)
-            async with exchange.attended():
-                await self._by_body(exchange, service, body)
+            body = await read_object(http)
+            async with http.attended():
+                await self._by_body(http, service, body)
         except ConnectionResetError:
             raise
         except Exception as error:
-            if exchange.started:
+            if http.started:
                 raise
-            await refuse_error(exchange, error)
+            await refuse_error(http, error)
 
     def failure_body(self, failure: Failure) -> bytes:
         return failure_body(failure)
 
-    async def _by_body(self, exchange: Exchange, service: Service, body: dict[str, Any]) -> None:
+    async def _by_body(self, http: RequestContext, service: Service, body: dict[str, Any]) -> None:
         if not self._reads_as_openai(body):
-            return await answer(exchange, service, await read(body, service, self.context.settings, self._options))
+            return await answer(http, service, await read(body, service, self.context.settings, self._options))
         unnamed = {name: value for name, value in body.items() if name != "model"}  # the path named it
         route = self._options.default_route
         if route == CHAT or (route is None and "messages" in body):
-            return await openai_chat(exchange, self.context, service, unnamed)
-        return await openai_complete(exchange, self.context, service, unnamed)
+            return await openai_chat(http, self.context, service, unnamed)
+        return await openai_complete(http, self.context, service, unnamed)
 
     def _reads_as_openai(self, body: dict[str, Any]) -> bool:
         options = self._options
@@ -97,15 +97,15 @@ class Truss(Protocol):
         models = self.context.repository.models()
         return bool(models) and all(model.state is ModelState.READY for model in models)
 
-    async def _tell(self, exchange: Exchange, well: bool) -> None:
+    async def _tell(self, http: RequestContext, well: bool) -> None:
         if well:
-            await exchange.respond(200, b"{}")
+            await http.respond(200, b"{}")
         else:
-            await refuse(exchange, 503, NOT_READY)
+            await refuse(http, 503, NOT_READY)
 
 
 def _absent(method: str) -> Handler:
-    async def handler(exchange: Exchange) -> None:
-        await refuse(exchange, 404, f"`{method}` must only be called if model has it.")
+    async def handler(http: RequestContext) -> None:
+        await refuse(http, 404, f"`{method}` must only be called if model has it.")
 
     return handler

@@ -31,7 +31,7 @@ _INFER_RESPONSE = b"\x12"  # ModelStreamInferResponse.infer_response = 2
 _SMALL = [bytes([length]) for length in range(0x80)]
 
 
-def read(request: Any, served: ServedModel) -> Inference:
+def read_infer_message(request: Any, served: ServedModel) -> Inference:
     """Raises TritonError in Triton's words."""
     inference = Inference(model=served.model, request_id=request.id, parameters=parameters(request.parameters))
     for output in request.outputs:

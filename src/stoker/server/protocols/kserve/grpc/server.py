@@ -69,11 +69,13 @@ class KServeGRPC:
             "CudaSharedMemoryRegister": (self.refuse_region, pb.CudaSharedMemoryRegisterRequest, None),
         }  # fmt: skip
         table = {
-            name: grpc.unary_unary_rpc_method_handler(_told(handler), asked.FromString, lambda answer: answer.SerializeToString())
-            for name, (handler, asked, _) in unary.items()
+            name: grpc.unary_unary_rpc_method_handler(
+                _with_grpc_status(handler), request_type.FromString, lambda answer: answer.SerializeToString()
+            )
+            for name, (handler, request_type, _) in unary.items()
         }
         # Answers of these two are bytes already.
-        table["ModelInfer"] = grpc.unary_unary_rpc_method_handler(_told(self.infer), pb.ModelInferRequest.FromString)
+        table["ModelInfer"] = grpc.unary_unary_rpc_method_handler(_with_grpc_status(self.infer), pb.ModelInferRequest.FromString)
         table["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self.stream_infer, pb.ModelInferRequest.FromString)
         return grpc.method_handlers_generic_handler(SERVICE, table)
 
@@ -116,8 +118,8 @@ class KServeGRPC:
         return pb.RepositoryModelUnloadResponse()
 
     async def trace(self, request: Any, context: Any) -> Any:
-        asked = {name: list(request.settings[name].value) or None for name in request.settings}
-        shown = settings.check_trace(asked)
+        requested = {name: list(request.settings[name].value) or None for name in request.settings}
+        shown = settings.check_trace(requested)
         values = {name: {"value": value if isinstance(value, list) else [value]} for name, value in shown.items()}
         return json_format.ParseDict({"settings": values}, pb.TraceSettingResponse())
 
@@ -147,7 +149,7 @@ class KServeGRPC:
         served = self._ready(request)
         if served.model.decoupled and not served.unary:
             raise TritonError("ModelInfer RPC doesn't support models with decoupled transaction policy", 501)
-        inference = grpc_messages.read(request, served)
+        inference = grpc_messages.read_infer_message(request, served)
         inference.single = True
         response = await self._core.one(served, inference)
         return grpc_messages.Encoder(served, inference).whole(response)
@@ -171,7 +173,7 @@ class KServeGRPC:
     async def _respond(self, request: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
         try:
             served = self._ready(request)
-            inference = grpc_messages.read(request, served)
+            inference = grpc_messages.read_infer_message(request, served)
             empty_final = inference.parameters.pop(EMPTY_FINAL, False) is True
             encoder, ended = grpc_messages.Encoder(served, inference), False
             async with aclosing(self._core.responses(served, inference)) as responses:
@@ -202,10 +204,10 @@ def _version(request: Any) -> str:
     return request.version if hasattr(request, "version") else request.model_version
 
 
-def _told(handler: Handler) -> Handler:
+def _with_grpc_status(handler: Handler) -> Handler:
     """The handler, whose errors become gRPC statuses."""
 
-    async def told(request: Any, context: Any) -> Any:
+    async def run_handler(request: Any, context: Any) -> Any:
         try:
             return await handler(request, context)
         except Exception as error:
@@ -214,7 +216,7 @@ def _told(handler: Handler) -> Handler:
             code = getattr(grpc.StatusCode, grpc_code(status))
             await context.abort(code, words(error))
 
-    return told
+    return run_handler
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -244,7 +246,7 @@ def _refusing(handler: Any, message: str) -> Any:
     return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-def open_door(context: Context, address: str, core: Core | None = None) -> Any:
+def make_grpc_server(context: Context, address: str, core: Core | None = None) -> Any:
     """A grpc.aio server bound to `address` (host:port), not started; `server.port` is its port. Several processes may share a port.
 
     Messages longer than max_request_bytes are refused before they are read. Raises ConfigError when the address cannot be used.

@@ -18,7 +18,7 @@ _PLAIN = {"STRING": str, "BOOL": bool, "INT32": int}
 _encode = msgspec.json.Encoder().encode
 
 
-def read(message: dict[str, Any], served: ServedModel) -> Inference:
+def read_generate_request(message: dict[str, Any], served: ServedModel) -> Inference:
     """Raises TritonError in Triton's words."""
     nested = message.get("parameters")
     request_id = message.get("id", "")

@@ -17,7 +17,7 @@ HEADER_LENGTH = b"inference-header-content-length"
 _SHARED = "shared_memory_region"
 
 
-class Asked(msgspec.Struct):
+class InferCall(msgspec.Struct):
     """A request, and which of its outputs are wanted as bytes."""
 
     inference: Inference
@@ -28,7 +28,7 @@ class Asked(msgspec.Struct):
         return self.binary.get(name, self.binary_default)
 
 
-def read(body: bytes, header_length: bytes | None, served: ServedModel) -> Asked:
+def read_infer_request(body: bytes, header_length: bytes | None, served: ServedModel) -> InferCall:
     """Raises TritonError in Triton's words."""
     view = memoryview(body)
     size = _header_size(header_length, len(body))
@@ -39,11 +39,11 @@ def read(body: bytes, header_length: bytes | None, served: ServedModel) -> Asked
         )
     message = read_object(view[:size])
     inference = Inference(model=served.model, request_id=request_id(message), parameters=parameters(message), single=True)
-    asked = Asked(inference, binary_default=inference.parameters.get("binary_data_output") is True)
-    _read_outputs(message, asked)
+    call = InferCall(inference, binary_default=inference.parameters.get("binary_data_output") is True)
+    _read_outputs(message, call)
     tensors, types = _read_inputs(message, view[size:], served.model.name)
     check(inference, tensors, types)
-    return asked
+    return call
 
 
 def _header_size(header: bytes | None, size: int) -> int:
@@ -72,15 +72,15 @@ def parameters(message: dict[str, Any]) -> Parameters:
     return given
 
 
-def _read_outputs(message: dict[str, Any], asked: Asked) -> None:
+def _read_outputs(message: dict[str, Any], call: InferCall) -> None:
     names = []
     for output in _objects(message.get("outputs", []), "outputs"):
         name, given = _name(output, "outputs"), parameters(output)
         refuse_extensions(name, given)
         if "binary_data" in given:
-            asked.binary[name] = given["binary_data"] is True
+            call.binary[name] = given["binary_data"] is True
         names.append(name)
-    asked.inference.outputs = tuple(dict.fromkeys(names))
+    call.inference.outputs = tuple(dict.fromkeys(names))
 
 
 def refuse_extensions(name: str, given: Parameters) -> None:
@@ -143,12 +143,12 @@ def _name(item: dict[str, Any], where: str) -> str:
     return name
 
 
-def write(served: ServedModel, asked: Asked, response: Response) -> tuple[bytes, int | None]:
+def write_infer_response(served: ServedModel, call: InferCall, response: Response) -> tuple[bytes, int | None]:
     """The body, and its JSON's length when bytes follow."""
-    inference, raws, outputs = asked.inference, [], []
+    inference, raws, outputs = call.inference, [], []
     for name, array in response.tensors().items():
         output: dict[str, Any] = {"name": name, "datatype": _datatype(served, name), "shape": list(array.shape)}
-        if asked.wants_bytes(name):
+        if call.wants_bytes(name):
             raws.append(dtypes.to_raw(array))
             output["parameters"] = {"binary_data_size": len(raws[-1])}
         else:

@@ -9,7 +9,7 @@ import msgspec
 
 from stoker.base.errors import StokerError
 from stoker.server.errors import Failure, MethodError, RouteError, describe
-from stoker.server.http.request_context import EVENT_STREAM, JSON, PLAIN, Exchange
+from stoker.server.http.request_context import EVENT_STREAM, JSON, PLAIN, RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.kserve import metadata as described
 from stoker.server.protocols.kserve import trace_and_log as settings
@@ -38,7 +38,7 @@ class KServeHTTP(Protocol):
         self._core = Core.of(context, core)
 
     def endpoints(self) -> list[Endpoint]:
-        # The router tries one after another: what is asked most stands first.
+        # The router tries one after another: what is call most stands first.
         found = [
             Endpoint("POST", f"{base}/{name}", handler)
             for base in (MODEL, VERSIONED)
@@ -72,182 +72,182 @@ class KServeHTTP(Protocol):
             ]
         return found
 
-    async def server(self, exchange: Exchange) -> None:
-        await exchange.respond(200, _encode(described.server()))
+    async def server(self, http: RequestContext) -> None:
+        await http.respond(200, _encode(described.server()))
 
-    async def live(self, exchange: Exchange) -> None:
-        await exchange.respond(200, content_type=PLAIN)
+    async def live(self, http: RequestContext) -> None:
+        await http.respond(200, content_type=PLAIN)
 
-    async def ready(self, exchange: Exchange) -> None:
-        await exchange.respond(200 if self.context.repository.ready else 503, content_type=PLAIN)
+    async def ready(self, http: RequestContext) -> None:
+        await http.respond(200 if self.context.repository.ready else 503, content_type=PLAIN)
 
-    async def model_ready(self, exchange: Exchange) -> None:
+    async def model_ready(self, http: RequestContext) -> None:
         try:
-            ready = self._find(exchange).state == "READY"
+            ready = self._find(http).state == "READY"
         except UnknownModelError:
             ready = False
         if ready:
-            await exchange.respond(200, content_type=PLAIN)
+            await http.respond(200, content_type=PLAIN)
         else:
-            await exchange.respond(400, _encode({"error": "Model version not ready"}), PLAIN)
+            await http.respond(400, _encode({"error": "Model version not ready"}), PLAIN)
 
-    async def metadata(self, exchange: Exchange) -> None:
-        await self._tell(exchange, lambda: described.metadata(self._find(exchange)))
+    async def metadata(self, http: RequestContext) -> None:
+        await self._tell(http, lambda: described.metadata(self._find(http)))
 
-    async def config(self, exchange: Exchange) -> None:
-        await self._tell(exchange, lambda: described.config(self._find(exchange).model))
+    async def config(self, http: RequestContext) -> None:
+        await self._tell(http, lambda: described.config(self._find(http).model))
 
-    async def stats(self, exchange: Exchange) -> None:
+    async def stats(self, http: RequestContext) -> None:
         try:
-            served = self._find(exchange)
+            served = self._find(http)
         except UnknownModelError:
-            error = {"error": f"requested model '{exchange.path['model'][:200]}' is not available"}
-            await exchange.respond(400, _encode(error))
+            error = {"error": f"requested model '{http.path['model'][:200]}' is not available"}
+            await http.respond(400, _encode(error))
         else:
-            await exchange.respond(200, _encode({"model_stats": [self._core.statistics(served)]}))
+            await http.respond(200, _encode({"model_stats": [self._core.statistics(served)]}))
 
-    async def all_stats(self, exchange: Exchange) -> None:
-        await exchange.respond(200, _encode({"model_stats": [self._core.statistics(served) for served in self._core.catalogue.all()]}))
+    async def all_stats(self, http: RequestContext) -> None:
+        await http.respond(200, _encode({"model_stats": [self._core.statistics(served) for served in self._core.catalogue.all()]}))
 
-    async def index(self, exchange: Exchange) -> None:
-        body = await exchange.body()
+    async def index(self, http: RequestContext) -> None:
+        body = await http.body()
         ready_only = bool(body) and read_object(body).get("ready") is True
-        await self._tell(exchange, lambda: self._core.index(ready_only=ready_only))
+        await self._tell(http, lambda: self._core.index(ready_only=ready_only))
 
-    async def load(self, exchange: Exchange) -> None:
-        await self._set_loaded(exchange, loaded=True)
+    async def load(self, http: RequestContext) -> None:
+        await self._set_loaded(http, loaded=True)
 
-    async def unload(self, exchange: Exchange) -> None:
-        await self._set_loaded(exchange, loaded=False)
+    async def unload(self, http: RequestContext) -> None:
+        await self._set_loaded(http, loaded=False)
 
-    async def _set_loaded(self, exchange: Exchange, *, loaded: bool) -> None:
-        body = await exchange.body()
+    async def _set_loaded(self, http: RequestContext, *, loaded: bool) -> None:
+        body = await http.body()
         try:
             given = infer_json.parameters(read_object(body)) if body else {}
-            self._core.set_loaded(exchange.path["model"], given, loaded=loaded)
+            self._core.set_loaded(http.path["model"], given, loaded=loaded)
         except TritonError as error:
-            await self._refuse(exchange, error, JSON)
+            await self._refuse(http, error, JSON)
         else:
-            await exchange.respond(200)
+            await http.respond(200)
 
-    async def logging(self, exchange: Exchange) -> None:
-        await exchange.respond(200, _encode(self._core.logging.shown()))
+    async def logging(self, http: RequestContext) -> None:
+        await http.respond(200, _encode(self._core.logging.shown()))
 
-    async def set_logging(self, exchange: Exchange) -> None:
-        body = await exchange.body()
-        await self._tell(exchange, lambda: self._core.logging.change(read_object(body)))
+    async def set_logging(self, http: RequestContext) -> None:
+        body = await http.body()
+        await self._tell(http, lambda: self._core.logging.change(read_object(body)))
 
-    async def trace(self, exchange: Exchange) -> None:
-        await exchange.respond(200, _encode(settings.TRACE))
+    async def trace(self, http: RequestContext) -> None:
+        await http.respond(200, _encode(settings.TRACE))
 
-    async def set_trace(self, exchange: Exchange) -> None:
-        body = await exchange.body()
-        await self._tell(exchange, lambda: settings.check_trace(read_object(body)))
+    async def set_trace(self, http: RequestContext) -> None:
+        body = await http.body()
+        await self._tell(http, lambda: settings.check_trace(read_object(body)))
 
-    async def no_regions(self, exchange: Exchange) -> None:
-        await exchange.respond(200, b"[]")
+    async def no_regions(self, http: RequestContext) -> None:
+        await http.respond(200, b"[]")
 
-    async def nothing_to_unregister(self, exchange: Exchange) -> None:
-        await exchange.respond(200)
+    async def nothing_to_unregister(self, http: RequestContext) -> None:
+        await http.respond(200)
 
-    async def refuse_region(self, exchange: Exchange) -> None:
+    async def refuse_region(self, http: RequestContext) -> None:
         error = TritonError("shared memory is not supported: send tensors in the request, as JSON or binary.", 501)
-        await self._refuse(exchange, error, JSON)
+        await self._refuse(http, error, JSON)
 
-    async def infer(self, exchange: Exchange) -> None:
-        body = await exchange.body()
-        async with exchange.attended():
+    async def infer(self, http: RequestContext) -> None:
+        body = await http.body()
+        async with http.attended():
             kind = PLAIN
             try:
-                served = self._ready(exchange)
+                served = self._ready(http)
                 if served.model.decoupled and not served.unary:
                     raise TritonError("HTTP end point doesn't support models with decoupled transaction policy", 501)
                 kind = JSON
-                body = compression.unpack(body, exchange.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
-                asked = infer_json.read(body, exchange.headers.get(infer_json.HEADER_LENGTH), served)
+                body = compression.unpack(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
+                call = infer_json.read_infer_request(body, http.headers.get(infer_json.HEADER_LENGTH), served)
                 kind = PLAIN
-                response = await self._core.one(served, asked.inference)
-                await self._answer(exchange, *infer_json.write(served, asked, response))
+                response = await self._core.one(served, call.inference)
+                await self._answer(http, *infer_json.write_infer_response(served, call, response))
             except StokerError as error:
-                await self._refuse(exchange, error, kind)
+                await self._refuse(http, error, kind)
 
-    async def _answer(self, exchange: Exchange, body: bytes, header_length: int | None) -> None:
+    async def _answer(self, http: RequestContext, body: bytes, header_length: int | None) -> None:
         headers = [] if header_length is None else [(infer_json.HEADER_LENGTH, b"%d" % header_length)]
-        body, encoding = compression.pack(body, exchange.headers.get(b"accept-encoding", b""))
+        body, encoding = compression.pack(body, http.headers.get(b"accept-encoding", b""))
         if encoding:
             headers.append((b"content-encoding", encoding))
-        await exchange.respond(200, body, JSON if header_length is None else OCTETS, headers)
+        await http.respond(200, body, JSON if header_length is None else OCTETS, headers)
 
-    async def generate(self, exchange: Exchange) -> None:
-        body = await exchange.body()
-        async with exchange.attended():
+    async def generate(self, http: RequestContext) -> None:
+        body = await http.body()
+        async with http.attended():
             try:
-                served, inference = self._read_generate(exchange, body)
+                served, inference = self._read_generate(http, body)
                 response = await self._core.one(served, inference)
             except StokerError as error:
-                await self._refuse(exchange, error, JSON, model_error=400)
+                await self._refuse(http, error, JSON, model_error=400)
             else:
-                await exchange.respond(200, generate_json.Writer(served, inference).body(response))
+                await http.respond(200, generate_json.Writer(served, inference).body(response))
 
-    async def generate_stream(self, exchange: Exchange) -> None:
-        body = await exchange.body()
-        async with exchange.attended():
+    async def generate_stream(self, http: RequestContext) -> None:
+        body = await http.body()
+        async with http.attended():
             try:
-                served, inference = self._read_generate(exchange, body)
+                served, inference = self._read_generate(http, body)
             except StokerError as error:
-                await self._refuse(exchange, error, JSON)
+                await self._refuse(http, error, JSON)
                 return
-            await self._stream(exchange, served, inference)
+            await self._stream(http, served, inference)
 
-    async def _stream(self, exchange: Exchange, served: ServedModel, inference: Inference) -> None:
+    async def _stream(self, http: RequestContext, served: ServedModel, inference: Inference) -> None:
         writer = generate_json.Writer(served, inference)
         try:
             async with aclosing(self._core.responses(served, inference)) as responses:
                 async for batch in responses:
-                    if not exchange.started:
-                        await exchange.open_stream()
+                    if not http.started:
+                        await http.open_stream()
                     if events := [writer.event(response) for response in batch if response.shows]:
-                        await exchange.send(b"".join(events))
-            if not exchange.started:
-                await exchange.open_stream()
+                        await http.send(b"".join(events))
+            if not http.started:
+                await http.open_stream()
         except StokerError as error:  # what a model refuses is an event too, with the error's status while there is none yet
             event = generate_json.error_event(words(error))
-            if not exchange.started:
+            if not http.started:
                 failure = describe(error)
-                await exchange.respond(_of_model(failure.status), event, EVENT_STREAM, failure.headers)
+                await http.respond(_of_model(failure.status), event, EVENT_STREAM, failure.headers)
                 return
-            await exchange.send(event)
-        await exchange.close_stream()
+            await http.send(event)
+        await http.close_stream()
 
-    def _read_generate(self, exchange: Exchange, body: bytes) -> tuple[ServedModel, Inference]:
-        served = self._ready(exchange)
-        body = compression.unpack(body, exchange.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
-        return served, generate_json.read(read_object(body), served)
+    def _read_generate(self, http: RequestContext, body: bytes) -> tuple[ServedModel, Inference]:
+        served = self._ready(http)
+        body = compression.unpack(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
+        return served, generate_json.read_generate_request(read_object(body), served)
 
     def failure_body(self, failure: Failure) -> bytes:
         """Triton's shape; its own words where it has some."""
-        told = {RouteError.code: "Not Found", MethodError.code: "Method Not Allowed"}
-        return _encode({"error": told.get(failure.code, failure.message)})
+        messages = {RouteError.code: "Not Found", MethodError.code: "Method Not Allowed"}
+        return _encode({"error": messages.get(failure.code, failure.message)})
 
-    async def _tell(self, exchange: Exchange, value: Any) -> None:
+    async def _tell(self, http: RequestContext, value: Any) -> None:
         """The value as JSON, or its error as Triton's control routes write one."""
         try:
             body = _encode(value())
         except TritonError as error:
-            await self._refuse(exchange, error, JSON)
+            await self._refuse(http, error, JSON)
         else:
-            await exchange.respond(200, body)
+            await http.respond(200, body)
 
-    async def _refuse(self, exchange: Exchange, error: StokerError, kind: bytes, *, model_error: int | None = None) -> None:
+    async def _refuse(self, http: RequestContext, error: StokerError, kind: bytes, *, model_error: int | None = None) -> None:
         failure = describe(error)
         status = model_error if model_error and failure.status == 500 and not isinstance(error, TritonError) else failure.status
-        await exchange.respond(status, _encode({"error": words(error)}), kind, failure.headers)
+        await http.respond(status, _encode({"error": words(error)}), kind, failure.headers)
 
-    def _find(self, exchange: Exchange) -> ServedModel:
-        return self._core.catalogue.find(exchange.path["model"], exchange.path.get("version"))
+    def _find(self, http: RequestContext) -> ServedModel:
+        return self._core.catalogue.find(http.path["model"], http.path.get("version"))
 
-    def _ready(self, exchange: Exchange) -> ServedModel:
-        return self._core.catalogue.ready(exchange.path["model"], exchange.path.get("version"))
+    def _ready(self, http: RequestContext) -> ServedModel:
+        return self._core.catalogue.ready(http.path["model"], http.path.get("version"))
 
 
 def _of_model(status: int) -> int:

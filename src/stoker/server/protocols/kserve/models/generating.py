@@ -16,7 +16,7 @@ from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import sequence_error
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.in_flight import InFlight
-from stoker.server.protocols.kserve.inference import MAX_KEPT, TEXT, Inference, Parameters, Response, Responses, Tensors
+from stoker.server.protocols.kserve.inference import MAX_CACHED, TEXT, Inference, Parameters, Response, Responses, Tensors
 from stoker.server.protocols.kserve.model_config import QueuePolicy, TritonOptions
 from stoker.server.protocols.kserve.models import stop_sequences as stop_ids
 from stoker.server.protocols.kserve.models.results import Part, Scores, results
@@ -59,7 +59,7 @@ class Generating(ABC):
         self._settings = settings
         self._in_flight = in_flight
         self._names_of_all: tuple[str, ...] = ()
-        self._kept: dict[tuple[tuple[str, ...], int, int], Tensors] = {}
+        self._cached: dict[tuple[tuple[str, ...], int, int], Tensors] = {}
 
     @abstractmethod
     def plan(self, row: Row, service: Service) -> tuple[str | list[int], SamplingParams, list[tuple[int, ...]]]:
@@ -203,12 +203,12 @@ class Generating(ABC):
     def _around(self, planned: Planned, parts: list[Part]) -> Tensors:
         """The tensors beside the text of one sequence without scores: the same objects each time, so that encoders know them again."""
         key = (planned.names, planned.row, parts[0].index)
-        if (kept := self._kept.get(key)) is None:
-            if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
+        if (cached := self._cached.get(key)) is None:
+            if len(self._cached) >= MAX_CACHED:
+                self._cached.clear()
             made = results(planned.row, parts, scored=False)
-            kept = self._kept[key] = {name: made[name] for name in planned.names[:-1]}
-        return kept
+            cached = self._cached[key] = {name: made[name] for name in planned.names[:-1]}
+        return cached
 
     def shows(self, delta: Delta) -> bool:
         """Whether a delta is worth a response: it has something new, or is a sequence's last."""

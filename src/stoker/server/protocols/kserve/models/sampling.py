@@ -111,7 +111,7 @@ def word_bias(words: list[str], weights: np.ndarray | None, service: Service) ->
 
 def _words(row: Row, role: str) -> list[tuple[int, ...]]:
     array = row.array(role)
-    return [] if array is None else word_lists.read(role, array)
+    return [] if array is None else word_lists.read_word_list(role, array)
 
 
 def _vocabulary_bias(bias: np.ndarray, vocab_size: int) -> dict[int, float]:

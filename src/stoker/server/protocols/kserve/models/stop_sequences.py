@@ -15,12 +15,12 @@ class StopIds:
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._words = words
         self._reach = max(map(len, words))
-        self._tail: tuple[int, ...] = ()
+        self._last_ids: tuple[int, ...] = ()
 
     def cut(self, ids: Sequence[int]) -> tuple[int, bool]:
         for used, token in enumerate(ids, 1):
-            self._tail = (*self._tail, token)[-self._reach :]
-            if any(self._tail[-len(word) :] == word for word in self._words):
+            self._last_ids = (*self._last_ids, token)[-self._reach :]
+            if any(self._last_ids[-len(word) :] == word for word in self._words):
                 return used, True
         return len(ids), False
 
@@ -31,14 +31,14 @@ async def stream(service: Service, request: GenerationRequest, words: Sequence[t
     live = set(range(request.params.n))
     async with aclosing(service.stream(request)) as batches:
         async for deltas in batches:
-            kept = []
+            live_deltas = []
             for delta in deltas:
                 if delta.index in live:
-                    kept.append(_cut(delta, checkers[delta.index]))
+                    live_deltas.append(_cut(delta, checkers[delta.index]))
                     if delta.finish_reason is not None:
                         live.discard(delta.index)
-            if kept:
-                yield kept
+            if live_deltas:
+                yield live_deltas
             if not live:
                 return
 

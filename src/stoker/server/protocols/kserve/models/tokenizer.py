@@ -48,7 +48,7 @@ class Preprocessing(TokenizerModel):
             row.refuse_what_cannot_be()
         end_ids, pad_ids = self._ids(given, service)
         ids = [service.encode(row.value("QUERY", ""), add_special_tokens=self._settings.add_special_tokens) for row in given]
-        words = {role: word_lists.write([sampling.spellings(role, row.texts(role), service) for row in given])
+        words = {role: word_lists.write_word_lists([sampling.spellings(role, row.texts(role), service) for row in given])
                  for role in ("BAD_WORDS_DICT", "STOP_WORDS_DICT")}  # fmt: skip
         return {
             "INPUT_ID": _padded(ids, pad_ids[:, 0]),

@@ -50,8 +50,8 @@ def check_present(inference: Inference, given: Tensors) -> None:
     if not missing:
         return
     total = len(model.inputs)
-    some = f"expected number of inputs between {len(required)} and {total}"
-    expected = some if len(required) < total else f"expected {total} inputs"
+    expected_range = f"expected number of inputs between {len(required)} and {total}"
+    expected = expected_range if len(required) < total else f"expected {total} inputs"
     raise TritonError(
         f"[request id: {inference.known_id}] {expected} but got {len(given)} inputs for model '{model.name}'. Got input(s) "
         f"{_names(sorted(given))}, but missing required input(s) {_names(sorted(missing))}. Please provide all required input(s)."

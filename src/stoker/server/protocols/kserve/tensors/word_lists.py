@@ -11,7 +11,7 @@ from stoker.base.errors import RequestError
 MAX_WORDS = 4096
 
 
-def read(name: str, array: np.ndarray) -> list[tuple[int, ...]]:
+def read_word_list(name: str, array: np.ndarray) -> list[tuple[int, ...]]:
     """The sequences of a [2, length] array: row 0 flat ids, row 1 cumulative ends, then -1. Raises RequestError for impossible ones."""
     if array.size == 0:
         return []
@@ -32,7 +32,7 @@ def read(name: str, array: np.ndarray) -> list[tuple[int, ...]]:
     return words
 
 
-def write(rows: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+def write_word_lists(rows: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
     """An INT32 array [rows, 2, length]; shorter rows are padded with id 0 and offset -1. Without any word the length is 0."""
     flat = [[token for word in words for token in word] for words in rows]
     length = max([0, *map(len, flat)])

@@ -13,7 +13,7 @@ from stoker.base.types import FinishReason, GenerationRequest
 from stoker.frontend.service import Service
 from stoker.server.protocols.common.guides import read_guide
 from stoker.server.protocols.openai import response_json as wire
-from stoker.server.protocols.openai.call import Asked, read
+from stoker.server.protocols.openai.call import OpenAICall, read_openai_call
 from stoker.server.protocols.openai.chat.tool_choice import ToolUse, read_tools
 from stoker.server.protocols.openai.fields import MAX_TOKENS
 from stoker.server.protocols.openai.parsers.answer import AnswerParser
@@ -26,10 +26,10 @@ _OWN_VALUES = ("messages", "tools", "documents", "add_generation_prompt", "conti
 _SWITCHES = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
 
 
-class Call(msgspec.Struct):
+class ChatCall(msgspec.Struct):
     """One request, its prompt tokenized."""
 
-    asked: Asked
+    common: OpenAICall
     service: Service
     request: GenerationRequest
     tools: ToolUse
@@ -40,7 +40,7 @@ class Call(msgspec.Struct):
     @property
     def num_top(self) -> int | None:
         """Log-probabilities to show besides each token's own; None: none are wanted."""
-        return self.asked.values.get("top_logprobs", 0) if self.asked.values.get("logprobs") else None
+        return self.common.values.get("top_logprobs", 0) if self.common.values.get("logprobs") else None
 
     @property
     def parsed(self) -> bool:
@@ -49,7 +49,7 @@ class Call(msgspec.Struct):
     def parser(self) -> AnswerParser:
         name = self.settings.reasoning_parser
         reasoning = REASONING_PARSERS.get(name)(self.opened) if name is not None else None
-        one_call = self.asked.values.get("parallel_tool_calls") is False
+        one_call = self.common.values.get("parallel_tool_calls") is False
         return AnswerParser(reasoning, self.tools.parser(self.settings.tool_parser), one_call=one_call)
 
     def finish(self, reason: FinishReason, num_calls: int) -> str:
@@ -57,18 +57,18 @@ class Call(msgspec.Struct):
         return "tool_calls" if called else wire.FINISH[reason]
 
 
-async def read_call(body: dict[str, Any], service: Service, settings: ServerSettings) -> Call:
-    asked = read("chat", body, service, settings, max_tokens=MAX_TOKENS)  # until the prompt is known
-    values = asked.values
+async def read_chat_call(body: dict[str, Any], service: Service, settings: ServerSettings) -> ChatCall:
+    common = read_openai_call("chat", body, service, settings, max_tokens=MAX_TOKENS)  # until the prompt is known
+    values = common.values
     tools = read_tools(values)
     prompt = service.render_chat(_messages(values.get("messages")), **_template_values(values, tools))
     ids = await encode(service, prompt, add_special_tokens=values.get("add_special_tokens", False))
-    request = asked.generation(ids, None)
+    request = common.generation(ids, None)
     if request.truncate_prompt_tokens is not None:
         request.prompt = ids = ids[-request.truncate_prompt_tokens :]
-    request.params = msgspec.structs.replace(asked.params, **_params(values, tools, len(ids), service, settings))
-    head = {"id": f"chatcmpl-{asked.request_id}", "object": "chat.completion", "created": int(time.time()), "model": service.model_name}
-    call = Call(asked, service, request, tools, settings, prompt.rstrip().endswith(OPEN), head)
+    request.params = msgspec.structs.replace(common.params, **_params(values, tools, len(ids), service, settings))
+    head = {"id": f"chatcmpl-{common.request_id}", "object": "chat.completion", "created": int(time.time()), "model": service.model_name}
+    call = ChatCall(common, service, request, tools, settings, prompt.rstrip().endswith(OPEN), head)
     parser = tools.parser(settings.tool_parser)
     if parser is not None and parser.needs_special_tokens:
         request.params = msgspec.structs.replace(request.params, skip_special_tokens=False)
@@ -84,14 +84,14 @@ def _params(values: dict[str, Any], tools: ToolUse, num_prompt: int, service: Se
     if (guide := tools.guide()) is not None:
         if read_guide(values) is not None:
             raise RequestError(
-                "tool_choice", values["tool_choice"], "the call is the whole answer, and another format is asked too", cure="Use one."
+                "tool_choice", values["tool_choice"], "the call is the whole answer, and another format is common too", cure="Use one."
             )
         params["guide"] = guide
     return params
 
 
 def _max_tokens(values: dict[str, Any], num_prompt: int, service: Service, settings: ServerSettings) -> int:
-    """What was asked; without it, whatever fits the engine."""
+    """What was common; without it, whatever fits the engine."""
     both = {values[name] for name in ("max_tokens", "max_completion_tokens") if name in values}
     if len(both) > 1:
         raise RequestError(

@@ -8,33 +8,33 @@ from typing import Any
 from stoker.base.types import Delta, FinishReason, TokenLogprobs, Usage
 from stoker.frontend.service import Choice, Service
 from stoker.server.errors import describe, sequence_error
-from stoker.server.http.request_context import Exchange
+from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context
 from stoker.server.protocols.openai import response_json as wire
-from stoker.server.protocols.openai.chat.request import Call, read_call
+from stoker.server.protocols.openai.chat.request import ChatCall, read_chat_call
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
 from stoker.server.protocols.openai.parsers.answer import AnswerParser, Parts, delta_object, message_object
 
 
-async def chat(exchange: Exchange, context: Context, service: Service, body: dict[str, Any]) -> None:
+async def chat(http: RequestContext, context: Context, service: Service, body: dict[str, Any]) -> None:
     """Answer one request, whole or streamed."""
-    async with exchange.attended():
-        call = await read_call(body, service, context.settings)
-        if call.asked.stream:
-            await _Stream(exchange, call).run()
+    async with http.attended():
+        call = await read_chat_call(body, service, context.settings)
+        if call.common.stream:
+            await _Stream(http, call).run()
         else:
-            await exchange.respond(200, await _whole(call))
+            await http.respond(200, await _whole(call))
 
 
-async def _whole(call: Call) -> bytes:
+async def _whole(call: ChatCall) -> bytes:
     completion = await call.service.complete(call.request)
     body = {**call.head, "choices": [_choice(call, choice) for choice in completion.choices], "usage": wire.usage_object(completion.usage)}
-    if "prompt_logprobs" in call.asked.values:
+    if "prompt_logprobs" in call.common.values:
         body["prompt_logprobs"] = wire.prompt_logprobs(call.service, completion.prompt_logprobs or [])
     return wire.encode(body)
 
 
-def _choice(call: Call, choice: Choice) -> dict[str, Any]:
+def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=call.service.ready)
     parts = call.parser().push(choice.text, last=True) if call.parsed else Parts(choice.text)
@@ -50,10 +50,10 @@ def _choice(call: Call, choice: Choice) -> dict[str, Any]:
 class _Stream:
     """One streamed answer. Everything that one wake-up brings leaves in one piece."""
 
-    def __init__(self, exchange: Exchange, call: Call) -> None:
-        self._exchange = exchange
+    def __init__(self, http: RequestContext, call: ChatCall) -> None:
+        self._http = http
         self._call = call
-        self._options = call.asked.options
+        self._options = call.common.options
         head = {**call.head, "object": "chat.completion.chunk"}
         self._chunks = Chunks(head, chat=True, include_usage=self._options.include_usage)
         self._plain = not (call.parsed or call.num_top is not None or self._options.continuous_usage_stats)
@@ -65,15 +65,15 @@ class _Stream:
         async with aclosing(self._call.service.stream(self._call.request)) as batches:
             async for deltas in batches:
                 data = b"".join([self._chunk(delta) for delta in deltas])
-                if not self._exchange.started:
+                if not self._http.started:
                     data = b"".join([self._role(i) for i in range(len(self._parsers))]) + data
-                    await self._exchange.open_stream()
+                    await self._http.open_stream()
                 if data:
-                    await self._exchange.send(data)
+                    await self._http.send(data)
         if self._options.include_usage:
-            await self._exchange.send(self._chunks.usage(self._usage))
-        await self._exchange.send(DONE)
-        await self._exchange.close_stream()
+            await self._http.send(self._chunks.usage(self._usage))
+        await self._http.send(DONE)
+        await self._http.close_stream()
 
     def _chunk(self, delta: Delta) -> bytes:
         if self._plain and delta.finish_reason is None and delta.usage is None:

@@ -11,16 +11,16 @@ from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest
 from stoker.frontend.service import Service
 from stoker.server.protocol import Context
-from stoker.server.protocols.openai.call import Asked, read
+from stoker.server.protocols.openai.call import OpenAICall, read_openai_call
 from stoker.server.protocols.openai.prompts import encode, read_prompts
 
 MAX_TOKENS = 16  # OpenAI's default
 
 
-class Call(msgspec.Struct):
+class CompletionCall(msgspec.Struct):
     """One request: for each prompt a GenerationRequest, and the text that echo puts before its answers."""
 
-    asked: Asked
+    common: OpenAICall
     service: Service
     requests: list[GenerationRequest]
     echoes: list[str]
@@ -30,25 +30,27 @@ class Call(msgspec.Struct):
 
     @property
     def logprobs(self) -> bool:
-        return "logprobs" in self.asked.values
+        return "logprobs" in self.common.values
 
 
-async def read_call(body: dict[str, Any], service: Service, context: Context) -> Call:
+async def read_completion_call(body: dict[str, Any], service: Service, context: Context) -> CompletionCall:
     default = context.settings.default_max_tokens or MAX_TOKENS
     echo = body.get("echo") is True
-    asked = read("completions", {**body, "max_tokens": 1} if _scores(body, echo) else body, service, context.settings, max_tokens=default)
-    values = asked.values
-    num_choices = asked.params.n
-    asked.params = msgspec.structs.replace(asked.params, **_params(values, num_choices, echo))
-    if asked.params.n != num_choices and asked.stream:
+    score_only = _scores(body, echo)
+    checked = {**body, "max_tokens": 1} if score_only else body
+    common = read_openai_call("completions", checked, service, context.settings, max_tokens=default)
+    values = common.values
+    num_choices = common.params.n
+    common.params = msgspec.structs.replace(common.params, **_params(values, num_choices, echo))
+    if common.params.n != num_choices and common.stream:
         raise RequestError("best_of", values["best_of"], "with stream it must equal n")
     if "prompt" not in values:
         raise RequestError("prompt", None, "it is missing")
     prompts = read_prompts(values["prompt"])
-    requests = [asked.generation(prompt, i if len(prompts) > 1 else None) for i, prompt in enumerate(prompts)]
+    requests = [common.generation(prompt, i if len(prompts) > 1 else None) for i, prompt in enumerate(prompts)]
     echoes = [await _echo(service, request) if echo else "" for request in requests]
-    head = {"id": f"cmpl-{asked.request_id}", "object": "text_completion", "created": int(time.time()), "model": service.model_name}
-    return Call(asked, service, requests, echoes, num_choices, _scores(body, echo), head)
+    head = {"id": f"cmpl-{common.request_id}", "object": "text_completion", "created": int(time.time()), "model": service.model_name}
+    return CompletionCall(common, service, requests, echoes, num_choices, score_only, head)
 
 
 def _scores(body: dict[str, Any], echo: bool) -> bool:

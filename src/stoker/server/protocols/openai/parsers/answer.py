@@ -66,9 +66,9 @@ class AnswerParser:
         if last:
             more, more_calls = self._tools.flush()
             content, calls = content + more, calls + more_calls
-        return Parts(content, reasoning, self._kept(calls))
+        return Parts(content, reasoning, self._limit_calls(calls))
 
-    def _kept(self, calls: list[ToolCall]) -> list[ToolCall]:
+    def _limit_calls(self, calls: list[ToolCall]) -> list[ToolCall]:
         if self._one_call:
             calls = calls[: max(0, 1 - self.num_calls)]
         self.num_calls += len(calls)
