@@ -29,6 +29,9 @@ PROTOCOL_IMPORTS = {
     ("truss", "openai"): "a Truss forwards OpenAI's requests on its predict route",
 }
 
+# What protocols may import of `frontend`: the service, the models by name, and the functions that make token ids of text.
+FRONTEND_OF_PROTOCOLS = {f"stoker.frontend.{name}" for name in ("service", "repository", "prompts", "bad_words")}
+
 TORCH_FREE = (
     "stoker.base", "stoker.frontend", "stoker.server", "stoker.deploy", "stoker.runtime.request", "stoker.runtime.client",
     "stoker.runtime.kv", "stoker.runtime.schedule", "stoker.runtime.transport.zmq_mailbox", "stoker.runtime.transport.zmq_client",
@@ -109,6 +112,16 @@ def test_protocols_import_common_code_only() -> None:
         if protocol(module) not in ("", "registry") and protocol(name) not in ("", "common", protocol(module))
     }
     assert edges == set(PROTOCOL_IMPORTS)
+
+
+def test_protocols_render_and_tokenize_through_the_frontend() -> None:
+    """Chat templates, tokenizers and truncation are in `frontend`; a protocol calls the functions of `FRONTEND_OF_PROTOCOLS` only."""
+    protocols = [module for module in MODULES if module.startswith("stoker.server.protocols.")]
+    imported = {name for module in protocols for name in stoker_imports(module)}
+    assert {area(name) for name in imported} == {"base", "frontend", "server"}
+    assert {name for name in imported if area(name) == "frontend"} == FRONTEND_OF_PROTOCOLS
+    libraries = {name.split(".")[0] for module in protocols for name, _ in imports(module)}
+    assert not libraries & {"tokenizers", "jinja2", "transformers"}
 
 
 def test_each_protocol_is_a_package_with_one_row_in_the_registry() -> None:

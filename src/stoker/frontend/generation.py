@@ -17,12 +17,12 @@ from stoker.frontend.aggregation import Aggregator
 from stoker.frontend.beam_search import BeamDriver, check_beams
 from stoker.frontend.chat_template import ChatTemplate
 from stoker.frontend.executor_errors import raise_refusal
+from stoker.frontend.prompts import INLINE_CHARS, truncate_prompt
 from stoker.frontend.service import Completion, Service
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import ExecutorClient, ExecutorInfo
 from stoker.runtime.request import ExecutorStats, TokenRequest
 
-INLINE_CHARS = 4096  # shorter prompts take about 1 ms to tokenize, hardly more than a trip to a thread
 TOKENIZER_THREADS = 4
 
 
@@ -111,9 +111,7 @@ class GenerationService(Service):
         """The request in token ids, checked against the engine. Time spent here counts against its deadline."""
         arrival = time.monotonic()
         check_request(request, self.info)
-        prompt_ids = await self._prompt_ids(request)
-        if request.truncate_prompt_tokens is not None:
-            prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
+        prompt_ids = truncate_prompt(await self._prompt_ids(request), request.truncate_prompt_tokens)
         check_prompt(prompt_ids, request.params, self.info)
         left_s = None if request.timeout_s is None else max(0.0, request.timeout_s - (time.monotonic() - arrival))
         return TokenRequest(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from stoker.base.errors import RequestError
-from stoker.frontend.service import Service
 
 MAX_PROMPTS = 256
-INLINE_CHARS = 4096  # shorter texts are tokenized faster than handed to a thread
 
 
 def read_prompts(prompt: Any) -> list[str | list[int]]:
@@ -39,10 +36,3 @@ def _ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise RequestError(name, value, "it must be a list of token ids")
     return value
-
-
-async def encode(service: Service, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of `text`; long ones in a thread, so that streams go on meanwhile."""
-    if len(text) <= INLINE_CHARS:
-        return service.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(service.encode, text, add_special_tokens=add_special_tokens)

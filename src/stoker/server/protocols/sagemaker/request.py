@@ -13,11 +13,11 @@ from stoker.base.fields.errors import InvalidValueError
 from stoker.base.fields.values import Flag
 from stoker.base.types import GenerationRequest, SamplingParams
 from stoker.frontend.bad_words import bad_word_ids
+from stoker.frontend.prompts import encode_prompt
 from stoker.frontend.service import Service
 from stoker.server.errors import BodyError
 from stoker.server.http.request_context import decode_json
 from stoker.server.protocols.common.guides import read_guide
-from stoker.server.protocols.openai.prompts import encode
 from stoker.server.protocols.sagemaker import parameters
 from stoker.server.protocols.sagemaker.errors import PayloadError, shown
 from stoker.server.protocols.sagemaker.options import LMIOptions
@@ -156,10 +156,10 @@ def _asked(inputs: list[str], values: dict[str, Any], stream: bool, options: LMI
 
 async def _request(text: str, params: SamplingParams, values: dict[str, Any], service: Service, settings: ServerSettings) -> Any:
     special = values.get("add_special_tokens", settings.add_special_tokens)
-    ids = await encode(service, text, add_special_tokens=special)
+    ids = await encode_prompt(service, text, add_special_tokens=special, truncate_prompt_tokens=values.get("truncate"))
     return GenerationRequest(
         request_id=uuid.uuid4().hex,
-        prompt=ids[-values["truncate"] :] if "truncate" in values else ids,
+        prompt=ids,
         params=params,
         timeout_s=values.get("request_timeout", settings.request_timeout_s),
     )

@@ -10,8 +10,8 @@ import msgspec
 from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest, SamplingParams
 from stoker.frontend.bad_words import bad_word_ids
+from stoker.frontend.prompts import encode_prompt
 from stoker.frontend.service import Service
-from stoker.server.protocols.openai.prompts import encode
 from stoker.server.protocols.truss import parameters
 from stoker.server.protocols.truss.options import TrussOptions
 from stoker.server.settings import ServerSettings
@@ -46,10 +46,10 @@ async def _prompt(values: dict[str, Any], service: Service, settings: ServerSett
     if "prompt" in values and "messages" in values:
         raise RequestError("messages", "…", "a prompt is given too", cure="Send one of them.")
     if "messages" in values:
-        return await encode(service, service.render_chat(list(values["messages"])), add_special_tokens=False)
+        return await encode_prompt(service, service.render_chat(list(values["messages"])), add_special_tokens=False)
     if "prompt" not in values:
         raise RequestError("prompt", None, "it is missing")
-    return await encode(service, values["prompt"], add_special_tokens=settings.add_special_tokens)
+    return await encode_prompt(service, values["prompt"], add_special_tokens=settings.add_special_tokens)
 
 
 def _max_tokens(values: dict[str, Any], settings: ServerSettings) -> int:

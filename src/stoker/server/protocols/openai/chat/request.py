@@ -10,6 +10,7 @@ import msgspec
 
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason, GenerationRequest
+from stoker.frontend.prompts import encode_prompt, truncate_prompt
 from stoker.frontend.service import Service
 from stoker.server.protocols.common.guides import read_guide
 from stoker.server.protocols.openai import response_json as wire
@@ -18,7 +19,6 @@ from stoker.server.protocols.openai.chat.tool_choice import ToolUse, read_tools
 from stoker.server.protocols.openai.fields import MAX_TOKENS
 from stoker.server.protocols.openai.parsers.answer import AnswerParser
 from stoker.server.protocols.openai.parsers.reasoning import OPEN, REASONING_PARSERS
-from stoker.server.protocols.openai.prompts import encode
 from stoker.server.settings import ServerSettings
 
 _OWN_VALUES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "max_chars")
@@ -62,10 +62,9 @@ async def read_chat_call(body: dict[str, Any], service: Service, settings: Serve
     values = common.values
     tools = read_tools(values)
     prompt = service.render_chat(_messages(values.get("messages")), **_template_values(values, tools))
-    ids = await encode(service, prompt, add_special_tokens=values.get("add_special_tokens", False))
+    ids = await encode_prompt(service, prompt, add_special_tokens=values.get("add_special_tokens", False))
     request = common.generation(ids, None)
-    if request.truncate_prompt_tokens is not None:
-        request.prompt = ids = ids[-request.truncate_prompt_tokens :]
+    request.prompt = ids = truncate_prompt(ids, request.truncate_prompt_tokens)
     request.params = msgspec.structs.replace(common.params, **_params(values, tools, len(ids), service, settings))
     head = {"id": f"chatcmpl-{common.request_id}", "object": "chat.completion", "created": int(time.time()), "model": service.model_name}
     call = ChatCall(common, service, request, tools, settings, prompt.rstrip().endswith(OPEN), head)

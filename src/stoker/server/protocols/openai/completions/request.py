@@ -9,10 +9,11 @@ import msgspec
 
 from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest
+from stoker.frontend.prompts import encode_prompt, truncate_prompt
 from stoker.frontend.service import Service
 from stoker.server.protocol import Context
 from stoker.server.protocols.openai.call import OpenAICall, read_openai_call
-from stoker.server.protocols.openai.prompts import encode, read_prompts
+from stoker.server.protocols.openai.prompts import read_prompts
 
 MAX_TOKENS = 16  # OpenAI's default
 
@@ -74,9 +75,8 @@ def _params(values: dict[str, Any], n: int, echo: bool) -> dict[str, Any]:
 async def _echo(service: Service, request: GenerationRequest) -> str:
     """The prompt's text as the model sees it; the request then brings its ids."""
     text = request.prompt if isinstance(request.prompt, str) else None
-    ids = await encode(service, text, add_special_tokens=request.add_special_tokens) if text is not None else request.prompt
+    ids = await encode_prompt(service, text, add_special_tokens=request.add_special_tokens) if text is not None else request.prompt
     assert isinstance(ids, list)
-    if request.truncate_prompt_tokens is not None and len(ids) > request.truncate_prompt_tokens:
-        ids, text = ids[-request.truncate_prompt_tokens :], None
-    request.prompt = ids
-    return text if text is not None else service.decode(ids, skip_special_tokens=False)
+    request.prompt = truncate_prompt(ids, request.truncate_prompt_tokens)
+    truncated = len(request.prompt) < len(ids)
+    return service.decode(request.prompt, skip_special_tokens=False) if text is None or truncated else text
