@@ -19,6 +19,7 @@ MIGRATED: tuple[str, ...] = (
     "cli", "tests/cli", "tests/project", "CONTRIBUTING.md", "SECURITY.md", "docs/release.md", "base", "builder", "core", "engine", "models",
     "kernels/tuning", "tests/kernels/test_tuning.py", "tests/kernels/test_other_devices.py", "docs/tuning.md",
     "tests/accuracy", "tests/base", "tests/builder", "tests/engine", "tests/models", "tests/parity", "tests/conftest.py",
+    "server/http", "server/metrics",
     "docs/architectures.md", "docs/add-an-architecture.md", "docs/environment.md",
 )  # fmt: skip
 

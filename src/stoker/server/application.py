@@ -1,4 +1,4 @@
-"""The ASGI application: protocols over a model repository."""
+"""The ASGI application: routes each request to a protocol, and writes errors in the format of that protocol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = get_logger(__name__)
 
 
 def make_app(context: Context) -> Any:
-    """An ASGI application with the protocols that the settings name (all of them when they name none) and the health routes."""
+    """An ASGI application with the health routes and the protocols that the settings name; all protocols if they name none."""
     names = context.settings.protocols or tuple(PROTOCOLS)
     protocols = [PROTOCOLS.get(name)(context) for name in dict.fromkeys(("health", *names))]
     app: Any = Application(context, protocols)
@@ -31,14 +31,13 @@ def make_app(context: Context) -> Any:
 
 
 class Application:
-    """Routes requests; whatever a handler raises is told in the shape of the protocol that the path belongs to."""
+    """Routes requests to endpoints. An exception of a handler becomes an error response in the format of the path's protocol."""
 
     def __init__(self, context: Context, protocols: list[Protocol]) -> None:
         self._context = context
         self._protocols = protocols
-        self._routes = Routes([
-            (endpoint.method, endpoint.path, (protocol, endpoint)) for protocol in protocols for endpoint in protocol.endpoints()
-        ])  # fmt: skip
+        endpoints = [(protocol, endpoint) for protocol in protocols for endpoint in protocol.endpoints()]
+        self._routes = Routes([(endpoint.method, endpoint.path, (protocol, endpoint)) for protocol, endpoint in endpoints])
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -49,17 +48,18 @@ class Application:
             (protocol, endpoint), http.path = self._routes.find(scope["method"], scope["path"])
         except StokerError as error:
             await self._refuse(http, self._owner(scope["path"]), error)
-            self._context.metrics.answered("other", http.status)
+            self._context.metrics.count_response("other", http.status)
         else:
             await self.handle(protocol, endpoint, http)
 
     def _check_port(self, scope: dict[str, Any]) -> None:
-        """The port of the metrics, when they have their own, shows nothing but metrics and health."""
+        """The separate metrics port, if there is one, serves only metrics and health. Raises RouteError for other paths."""
         port = self._context.settings.metrics_port
         if port and (scope.get("server") or ("", 0))[1] == port and not scope["path"].startswith(("/metrics", "/health")):
             raise RouteError(scope["path"])
 
     async def handle(self, protocol: Protocol, endpoint: Endpoint, http: RequestContext) -> None:
+        """Run the endpoint's handler and count its response. A client that has disconnected counts as status 499."""
         try:
             if not endpoint.open:
                 check_key(http, self._context.settings.api_keys)
@@ -68,10 +68,10 @@ class Application:
             http.disconnected = True
         except (Exception, asyncio.CancelledError) as error:
             if http.started or isinstance(error, asyncio.CancelledError):
-                log.error("%s ended in the middle of its answer: %r", endpoint.path, error, exc_info=error)
+                log.error("%s failed after its response had started: %r", endpoint.path, error, exc_info=error)
                 raise
             await self._refuse(http, protocol, error)
-        self._context.metrics.answered(endpoint.path, 499 if http.disconnected else http.status)
+        self._context.metrics.count_response(endpoint.path, 499 if http.disconnected else http.status)
 
     async def _refuse(self, http: RequestContext, protocol: Protocol, error: BaseException) -> None:
         failure = describe(error)

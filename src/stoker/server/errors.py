@@ -1,4 +1,4 @@
-"""From any exception to one description of a failure; each protocol spells that in its own shape."""
+"""Errors of the server, and the conversion of any exception to a `Failure`, which each protocol writes in its own format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stoker.base.logging import get_logger
 
 log = get_logger(__name__)
 
-RETRY_UNAVAILABLE_S = 5  # a server that is loading or whose executor was lost is worth asking again after so long
+RETRY_UNAVAILABLE_S = 5  # Retry-After while a model is loading or its executor is lost
 
 
 class MethodError(StokerError):
@@ -55,17 +55,17 @@ class BodyTooLargeError(StokerError):
 
 
 class BodyTimeoutError(StokerError):
-    """A request's body does not go on."""
+    """No more data of a request's body arrives."""
 
     status = 408
     code = "request_timeout"
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"nothing of the request's body came for {seconds:.0f} s.", cure="Send it without pauses.")
+        super().__init__(f"no data of the request's body arrived for {seconds:.0f} s.", cure="Send it without pauses.")
 
 
 class BodyError(StokerError):
-    """A request's body is not what its protocol reads: not JSON, not an object, damaged."""
+    """A request's body is damaged, not JSON or not an object."""
 
     status = 400
     code = "bad_json"
@@ -78,7 +78,7 @@ class GenerationError(StokerError):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What a client is told."""
+    """An error as a client sees it. `status` is of HTTP; `field` is the request field that caused it, if any."""
 
     status: int
     code: str
@@ -88,8 +88,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def describe(error: BaseException) -> Failure:
-    """The failure of `error`. An error that Stoker did not raise on purpose is logged, and told without its details."""
-    if isinstance(error, RecursionError):  # just within what the parser takes, and too deep for what comes after it
+    """The failure that describes `error`. An unexpected error is logged, and its details are not sent to the client."""
+    if isinstance(error, RecursionError):  # the parser accepted the nesting depth, later code did not
         error = BodyError("the request's body is nested too deeply.", cure="Send it flatter.")
     if not isinstance(error, StokerError):
         log.error("a request failed: %r", error, exc_info=error)
@@ -98,7 +98,7 @@ def describe(error: BaseException) -> Failure:
 
 
 def sequence_error(message: str | None, *, ready: bool) -> StokerError:
-    """The error of a sequence that ended with FinishReason.ERROR: a lost executor is 503, anything else 500."""
+    """The error of a sequence that ended with FinishReason.ERROR. Its status is 503 if the executor was lost, otherwise 500."""
     kind = GenerationError if ready else UnavailableError
     return kind(message or "the sequence failed.")
 

@@ -1,4 +1,4 @@
-"""What a protocol is to a server: routes, and a way to spell failures."""
+"""The interface of protocols: the endpoints of a protocol and its format of errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Handler = Callable[[RequestContext], Awaitable[None]]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """`path` as Starlette writes it: /v2/models/{model}. An open endpoint needs no API key."""
+    """One route. `path` has Starlette's syntax: /v2/models/{model}. An open endpoint needs no API key."""
 
     method: str
     path: str
@@ -28,30 +28,31 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Context(msgspec.Struct, frozen=True):
-    """What the protocols of one server share."""
+    """The objects that all protocols of one server share."""
 
     repository: ModelRepository
     settings: ServerSettings
     metrics: FrontendMetrics
-    shared: dict[str, Any] = {}  # what the doors of one protocol share, by its name
+    shared: dict[str, Any] = {}  # state that the transports of one protocol share (HTTP and gRPC), by the protocol's name
 
     def default_service(self) -> Service:
-        """The service of requests that name no model: the first one's. Raises UnavailableError unless it is ready."""
+        """The service of requests that name no model, which is the first model's. Raises UnavailableError if it is not ready."""
         return self.repository.service(self.repository.first())
 
 
 class Protocol(ABC):
-    """A leaf: translates between its wire and the service, and knows nothing of other protocols."""
+    """Translates between one API and the generation service. A protocol does not depend on other protocols."""
 
-    prefixes: tuple[str, ...] = ()  # of paths whose failures are told in this protocol's shape
-    failure_type: bytes = JSON  # of failure_body, for what fails outside the protocol's own handlers
+    prefixes: tuple[str, ...] = ()  # of paths whose errors have this protocol's format
+    failure_type: bytes = JSON  # content type of failure_body
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
     @abstractmethod
-    def endpoints(self) -> list[Endpoint]: ...
+    def endpoints(self) -> list[Endpoint]:
+        """The routes of this protocol."""
 
     @abstractmethod
     def failure_body(self, failure: Failure) -> bytes:
-        """The body of an answer that tells of a failure."""
+        """The body of an error response."""

@@ -1,4 +1,4 @@
-"""What a person sets of the doors of a server: addresses, names, limits and the defaults of requests."""
+"""Settings of the server: addresses, names, limits and defaults of requests."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ MAX_TIMEOUT_S = 1 << 24
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that every protocol shares; `options` holds those of one protocol. A port of None stays closed."""
+    """Settings that all protocols share. `options` holds the settings of one protocol. A port of None is not opened."""
 
     host: str = "127.0.0.1"  # 0.0.0.0 to be reachable from other machines
     http_port: int = 8000  # 0: any free port
     grpc_port: int | None = None
-    metrics_port: int | None = None  # metrics and health on a port of their own too; None: on http_port only
-    model_name: str | None = None  # the name clients use; None: the folder's
-    protocols: tuple[str, ...] = ()  # rows of server/protocols to open; empty: all that fit
-    add_special_tokens: bool = True  # when a prompt is text
-    skip_special_tokens: bool = True  # special tokens make no text
-    default_max_tokens: int | None = None  # for requests that name none; None: the protocol's own
-    request_timeout_s: float | None = None  # deadline of requests that name none
-    load_timeout_s: float | None = None  # loading may take so long
+    metrics_port: int | None = None  # a further port for metrics and health; None: only on http_port
+    model_name: str | None = None  # the name that clients use; None: the name of the engine's directory
+    protocols: tuple[str, ...] = ()  # names of server/protocols/registry.py; empty: all
+    add_special_tokens: bool = True  # for prompts given as text
+    skip_special_tokens: bool = True  # special tokens produce no text
+    default_max_tokens: int | None = None  # for requests that give none; None: the protocol's own default
+    request_timeout_s: float | None = None  # deadline of requests that give none
+    load_timeout_s: float | None = None  # limit for loading the engine
     num_frontends: int = 1  # processes that parse, tokenize and stream
-    max_request_bytes: int = 16 << 20  # of a request's body; longer ones get 413 before they are read
-    drain_timeout_s: float = 30.0  # requests in flight may take so long when the server is told to stop
-    api_keys: tuple[str, ...] = ()  # one of them must come as Authorization: Bearer KEY; empty: everybody may ask. Never printed
-    cors_origins: tuple[str, ...] = ()  # web pages of these origins may call; "*" for all
-    tls_certificate: str | None = None  # path of a PEM file; with tls_key, HTTPS instead of HTTP
+    max_request_bytes: int = 16 << 20  # of a request's body; a longer one is refused with status 413 before it is read
+    drain_timeout_s: float = 30.0  # limit for requests in flight when the server stops
+    api_keys: tuple[str, ...] = ()  # accepted as Authorization: Bearer KEY; empty: no authentication. Never printed
+    cors_origins: tuple[str, ...] = ()  # origins of web pages that may call; "*" for all
+    tls_certificate: str | None = None  # path of a PEM file; together with tls_key it enables HTTPS
     tls_key: str | None = None
-    tool_parser: str | None = None  # how the model writes tool calls: llama3, hermes, qwen, mistral; None: tools are refused
-    reasoning_parser: str | None = None  # how the model marks its reasoning: qwen3, deepseek_r1; None: it stays in the text
-    options: msgspec.Struct | None = None  # TritonOptions, and their like of other protocols
+    tool_parser: str | None = None  # format of the model's tool calls: llama3, hermes, qwen, mistral; None: tools are refused
+    reasoning_parser: str | None = None  # format of the model's reasoning: qwen3, deepseek_r1; None: reasoning remains in the text
+    options: msgspec.Struct | None = None  # TritonOptions, LMIOptions or TrussOptions
 
     def __post_init__(self) -> None:
         for name in ("http_port", "grpc_port", "metrics_port"):

@@ -1,4 +1,4 @@
-"""Who may ask: API keys."""
+"""Authentication by API key."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from stoker.server.http.request_context import RequestContext
 
 
 def check_key(http: RequestContext, keys: tuple[str, ...]) -> None:
-    """Raise AuthenticationError unless there are no keys, or the request brings one."""
+    """Raise AuthenticationError unless `keys` is empty or the request contains one of them."""
     check_authorization(http.headers.get(b"authorization", b""), keys)
 
 
 def check_authorization(value: bytes, keys: tuple[str, ...]) -> None:
-    """The same for the value of the header `authorization`. Takes the same time for every wrong key."""
+    """`check_key` for the value of the header `authorization`. Compares in constant time."""
     if not keys:
         return
     scheme, _, given = value.partition(b" ")
     if not given:
-        raise AuthenticationError("this server asks for an API key.", cure="Send the header Authorization: Bearer KEY.")
+        raise AuthenticationError("this server requires an API key.", cure="Send the header Authorization: Bearer KEY.")
     matches = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]
     if scheme.lower() != b"bearer" or not any(matches):
         raise AuthenticationError("the API key is not one of this server's.", cure="Send the header Authorization: Bearer KEY.")

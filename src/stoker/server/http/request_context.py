@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, directly on ASGI: a bounded body, one whole answer or a stream, and a client that may leave."""
+"""One HTTP request and its response on ASGI: reading a bounded body, responding or streaming, and detecting a disconnected client."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 import msgspec
 
 from stoker.server.errors import BodyError, BodyTimeoutError, BodyTooLargeError
-from stoker.server.http.connection import CYCLE, Cycle
+from stoker.server.http.cycle import CYCLE, Cycle
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 PLAIN = b"text/plain"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-STREAMED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # proxies keep nothing back
+STREAMED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # prevents buffering by proxies
 MAX_ID_CHARS = 128
-BODY_S = 60.0  # the next piece of a body has so long to come
-DISCARD_BYTES = 256 << 20
+BODY_S = 60.0  # limit for the next part of a body
+DISCARD_BYTES = 256 << 20  # limits for reading the rest of a body that was refused
 DISCARD_S = 2.0
 REQUEST_ID = b"x-request-id"
 
 
 class RequestContext:
-    """Used by one handler. `path` holds the route's parameters; `request_id` is the client's X-Request-Id, or a new one."""
+    """The request that one handler reads and answers. `path` holds the route's parameters; `request_id` is X-Request-Id, or a new id."""
 
     def __init__(self, scope: dict[str, Any], receive: Any, send: Any, *, max_body_bytes: int) -> None:
         self._receive = receive
@@ -39,7 +39,7 @@ class RequestContext:
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = _request_id(self.headers.get(REQUEST_ID))
-        self.status = 0  # of the answer, once it has begun
+        self.status = 0  # of the response; 0 until it has started
         self.disconnected = False
 
     @property
@@ -47,7 +47,7 @@ class RequestContext:
         return self.status > 0
 
     async def body(self) -> bytes:
-        """The whole body. Raises BodyTooLargeError before reading what Content-Length already tells is too long, and BodyTimeoutError."""
+        """The whole body. Raises BodyTooLargeError (if Content-Length is too large, before reading) and BodyTimeoutError."""
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_body_bytes:
             await self._discard()
@@ -77,8 +77,8 @@ class RequestContext:
             raise BodyTimeoutError(BODY_S) from None
 
     async def _discard(self) -> None:
-        """Take what the client still sends and keep none of it, for a while: closing on unread bytes would reset the connection, and
-        the client would never see the answer. One that waits to be told to go on (Expect) sends nothing."""
+        """Read and drop the rest of a body for at most DISCARD_S. Closing a connection with unread bytes resets it, and the client would
+        not receive the response. A client that sent `Expect: 100-continue` is waiting and sends nothing."""
         if b"expect" in self.headers:
             return
         size, more = 0, True
@@ -90,19 +90,20 @@ class RequestContext:
                     more = message.get("more_body", False)
 
     async def json(self) -> dict[str, Any]:
-        """The body as a JSON object. Raises BodyError that tells what is wrong and at which byte."""
+        """The body as a JSON object. Raises BodyError with the reason and the byte offset."""
         value = decode_json(await self.body())
         if not isinstance(value, dict):
             raise BodyError(f"the body is a JSON {_json_name(value)}, not an object.", cure="Send {…}.")
         return value
 
     async def respond(self, status: int, body: bytes = b"", content_type: bytes = JSON, headers: Headers = ()) -> None:
-        """One whole answer."""
+        """Send a whole response."""
         length = (b"content-length", b"%d" % len(body))
         await self._start(status, [(b"content-type", content_type), length, *headers])
         await self._send({"type": "http.response.body", "body": body})
 
     async def open_stream(self, content_type: bytes = EVENT_STREAM, status: int = 200, headers: Headers = STREAMED) -> None:
+        """Start a streamed response; `send` its parts, then `close_stream`."""
         await self._start(status, [(b"content-type", content_type), *headers])
 
     async def send(self, chunk: bytes) -> None:
@@ -112,21 +113,21 @@ class RequestContext:
     async def close_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
 
-    def attended(self) -> Attended:
-        """Cancel what runs inside when the client leaves; then leave quietly, with `disconnected` set."""
-        return Attended(self)
+    def cancel_on_disconnect(self) -> CancelOnDisconnect:
+        """A context that is cancelled when the client disconnects. It then exits without an exception, with `disconnected` set."""
+        return CancelOnDisconnect(self)
 
-    def attend(self, leave: Callable[[], object]) -> Callable[[], object]:
-        """`leave` is called when the client leaves, until what this returns is called."""
+    def on_disconnect(self, callback: Callable[[], object]) -> Callable[[], object]:
+        """Call `callback` when the client disconnects. Returns a function that removes the callback."""
         if self._cycle is not None:
-            self._cycle.on_leave(leave)
-            return lambda: None if self._cycle is None else self._cycle.on_leave(None)
-        return asyncio.create_task(self._watch(leave)).cancel
+            self._cycle.on_disconnect(callback)
+            return lambda: None if self._cycle is None else self._cycle.on_disconnect(None)
+        return asyncio.create_task(self._wait_for_disconnect(callback)).cancel
 
-    async def _watch(self, leave: Callable[[], object]) -> None:
+    async def _wait_for_disconnect(self, callback: Callable[[], object]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        leave()
+        callback()
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -134,8 +135,8 @@ class RequestContext:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-class Attended:
-    """A block that is cancelled when the client leaves."""
+class CancelOnDisconnect:
+    """Cancels the task inside the block when the client disconnects."""
 
     def __init__(self, http: RequestContext) -> None:
         self._http = http
@@ -144,22 +145,22 @@ class Attended:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._stop = self._http.attend(self._leave)
+        self._remove_callback = self._http.on_disconnect(self._cancel)
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        self._stop()
+        self._remove_callback()
         if not isinstance(error, asyncio.CancelledError) or not self._http.disconnected:
             return False
         self._task.uncancel()
         return True
 
-    def _leave(self) -> None:
+    def _cancel(self) -> None:
         self._http.disconnected = True
         self._task.cancel()
 
 
 def decode_json(body: bytes) -> Any:
-    """JSON as the standard has it: no NaN, no Infinity, no number beyond a double, no half surrogates. Raises BodyError."""
+    """The value of standard JSON: no NaN, no Infinity, no number beyond a double, no lone surrogates. Raises BodyError."""
     try:
         return msgspec.json.decode(body)
     except msgspec.MsgspecError as error:

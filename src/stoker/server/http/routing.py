@@ -1,4 +1,4 @@
-"""Which endpoint a path and method belong to."""
+"""Routing: the target of a method and path."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from starlette.routing import compile_path
 
 from stoker.server.errors import MethodError, RouteError
 
-MAX_KNOWN = 256  # paths that were found before; those of models and routes are few
+MAX_CACHED = 256  # cached results
 
 T = TypeVar("T")
 
 
 class Routes(Generic[T]):
-    """Targets by method and path, written as Starlette has it: /v2/models/{model}, {name:path}. The first match counts."""
+    """Targets by method and path, in Starlette's syntax: /v2/models/{model}, {name:path}. The first match is used."""
 
     def __init__(self, targets: Iterable[tuple[str, str, T]]) -> None:
         self._patterns: list[tuple[Any, Any, dict[str, T]]] = []
@@ -27,17 +27,17 @@ class Routes(Generic[T]):
                 self._patterns.append((pattern, convertors, methods_of[path]))
             for served in (method, "HEAD") if method == "GET" else (method,):
                 methods_of[path].setdefault(served, target)
-        self._known: dict[tuple[str, str], tuple[T, dict[str, Any]]] = {}
+        self._cache: dict[tuple[str, str], tuple[T, dict[str, Any]]] = {}
 
     def find(self, method: str, path: str) -> tuple[T, dict[str, Any]]:
-        """A target and the path's parameters. Raises RouteError, or MethodError with the methods that there are."""
-        known = self._known.get((method, path))
-        if known is None:
-            known = self._search(method, path)
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[method, path] = known
-        return known
+        """The target and the path's parameters. Raises RouteError, or MethodError with the allowed methods."""
+        found = self._cache.get((method, path))
+        if found is None:
+            found = self._search(method, path)
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            self._cache[method, path] = found
+        return found
 
     def _search(self, method: str, path: str) -> tuple[T, dict[str, Any]]:
         allowed: list[str] = []

@@ -1,4 +1,4 @@
-"""HTTPS: the certificate and its key, tried before anything starts."""
+"""HTTPS: a check of the certificate and its key before the server starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stoker.server.settings import ServerSettings
 
 
 def check_tls(settings: ServerSettings) -> None:
-    """Raise ConfigError unless there is no TLS, or its two files belong together and can be read."""
+    """Raise ConfigError if TLS is set and its certificate and key cannot be read or do not match."""
     if settings.tls_certificate is None or settings.tls_key is None:
         return
     try:

@@ -1,4 +1,7 @@
-"""Counts kept as plain numbers and given to prometheus-client together: its own take a lock and several calls, 26 times a request."""
+"""Buffered counters: plain numbers that are added to prometheus-client's counters together.
+
+Each update of a prometheus-client counter takes a lock and several calls, and a request makes 26 of them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import asyncio
 from bisect import bisect_left
 from typing import Any
 
-WRITE_S = 0.25  # in files that other processes read, counts are so old at most
+WRITE_S = 0.25  # maximum age of the counts in files that other processes read
 
 
 class CounterBuffer:
-    """What was counted since the last `write`. `shared`: other processes show these counts, so they are written without being asked."""
+    """The counters that changed since the last `write`.
+
+    With `shared`, other processes report the counts, so they are written WRITE_S after a change. Otherwise the caller writes them.
+    """
 
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
@@ -22,18 +28,21 @@ class CounterBuffer:
     def histogram(self, child: Any) -> BufferedHistogram:
         return BufferedHistogram(child, self)
 
-    def note(self, counter: BufferedCounter | BufferedHistogram) -> None:
+    def add_changed(self, counter: BufferedCounter | BufferedHistogram) -> None:
         if self._shared and not self._changed:
             asyncio.get_running_loop().call_later(WRITE_S, self.write)
         self._changed.append(counter)
 
     def write(self) -> None:
+        """Add all changes to prometheus-client's counters."""
         changed, self._changed = self._changed, []
         for counter in changed:
             counter.write()
 
 
 class BufferedCounter:
+    """A counter; `child` is prometheus-client's, with its label values."""
+
     __slots__ = ("_amount", "_buffer", "_child")
 
     def __init__(self, child: Any, buffer: CounterBuffer) -> None:
@@ -41,12 +50,12 @@ class BufferedCounter:
 
     def inc(self, amount: float = 1) -> None:
         if amount and not self._amount:
-            self._buffer.note(self)
+            self._buffer.add_changed(self)
         self._amount += amount
 
     @property
     def value(self) -> int:
-        """This process's whole count."""
+        """The total count of this process."""
         return int(self._child._value.get() + self._amount)
 
     def write(self) -> None:
@@ -55,6 +64,8 @@ class BufferedCounter:
 
 
 class BufferedHistogram:
+    """A histogram; `child` is prometheus-client's, with its label values."""
+
     __slots__ = ("_bounds", "_buckets", "_buffer", "_child", "_sum")
 
     def __init__(self, child: Any, buffer: CounterBuffer) -> None:
@@ -65,7 +76,7 @@ class BufferedHistogram:
 
     def observe(self, value: float) -> None:
         if not self._buckets:
-            self._buffer.note(self)
+            self._buffer.add_changed(self)
         bucket = bisect_left(self._bounds, value)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
         self._sum += value

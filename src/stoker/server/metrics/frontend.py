@@ -1,4 +1,4 @@
-"""The metrics of base/metrics.py through prometheus-client: what frontends count, and the executor's numbers at each scrape."""
+"""The metrics of base/metrics.py in Prometheus' format: counters of the frontends, and the executor's statistics at each scrape."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from stoker.base.metrics import EXECUTOR_METRICS, FRONTEND_METRICS, Metric
 from stoker.frontend.repository import ModelRepository
 from stoker.runtime.request import ExecutorStats
 from stoker.server.metrics.counters import BufferedCounter, BufferedHistogram, CounterBuffer
-from stoker.server.metrics.triton import TritonMetrics, executor_families, triton_names
+from stoker.server.metrics.triton import TritonMetrics, triton_names
+from stoker.server.metrics.triton_gauges import executor_families
 
 log = get_logger(__name__)
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
-MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus-client when it is imported; set for several frontends
+MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"  # prometheus-client reads it on import; set if there are several frontends
 
 
 class FrontendMetrics:
-    """What this process counts. With several frontends each writes its counts to files that any of them can add up."""
+    """The counters of this process. Several frontends write theirs to files, and each frontend reports the sums."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a gauge beside every counter that nobody reads
+        disable_created_metrics()  # otherwise each counter gets a gauge with its creation time
         self.registry = CollectorRegistry()
         self._made = {metric.name: self._make(metric) for metric in FRONTEND_METRICS}
         self._children: dict[tuple[str, tuple[str, ...]], BufferedCounter | BufferedHistogram] = {}
@@ -35,18 +36,18 @@ class FrontendMetrics:
         self.triton = TritonMetrics(self.registry, self.counter_buffer)
 
     def of(self, metric: Metric, *labels: str) -> Any:
-        """The child with these label values."""
+        """The buffered counter or histogram of a metric with these label values."""
         if (child := self._children.get((metric.name, labels))) is None:
             made = self._made[metric.name].labels(*labels)
             make_buffered = self.counter_buffer.histogram if metric.kind == "histogram" else self.counter_buffer.counter
             child = self._children[metric.name, labels] = make_buffered(made)
         return child
 
-    def answered(self, route: str, status: int) -> None:
+    def count_response(self, route: str, status: int) -> None:
         self.of(metrics.RESPONSES, route, str(status)).inc()
 
     async def exposition(self, repository: ModelRepository) -> bytes:
-        """Everything in Prometheus' text format. An executor that does not answer has no numbers; the rest is shown."""
+        """All metrics in Prometheus' text format. Statistics of an executor that does not answer are omitted."""
         self.counter_buffer.write()
         scrape = CollectorRegistry()
         scrape.register(_Executors(await _stats(repository)))
@@ -66,7 +67,7 @@ class FrontendMetrics:
 
 
 class _Executors:
-    """A collector over one scrape's statistics, by model."""
+    """A Prometheus collector for the executors' statistics of one scrape, by model."""
 
     def __init__(self, stats: dict[str, ExecutorStats]) -> None:
         self._stats = stats
@@ -83,7 +84,7 @@ class _Executors:
 
 
 def value_of(stats: ExecutorStats, source: str) -> float:
-    """The number a metric's `source` names: a field of the statistics, or one derived from them."""
+    """The value that a metric's `source` names: a field of the statistics, or a value derived from them."""
     match source:
         case "num_used_blocks":
             return stats.num_blocks - stats.num_free_blocks

@@ -1,4 +1,4 @@
-"""Counts what passes: requests at the service, tokens and their times at the executor's client."""
+"""Wrappers that count: requests at the generation service, and token latencies at the executor's client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stoker.server.metrics.frontend import FrontendMetrics
 
 
 class MeteredService(Service):
-    """A service whose requests are counted by outcome, duration and size. A request's outcome is its first sequence's."""
+    """Counts the requests of a service by outcome, duration and size. A request's outcome is that of its first sequence."""
 
     def __init__(self, inner: Service, counts: FrontendMetrics) -> None:
         self.inner = inner
@@ -100,7 +100,7 @@ class MeteredService(Service):
 
 
 class MeteredClient(ExecutorClient):
-    """A client that notes when tokens arrive. Each step of a beam search is a request of its own here."""
+    """Measures when tokens arrive from the executor. Each step of a beam search counts as a request here."""
 
     def __init__(self, inner: ExecutorClient, model_name: str, counts: FrontendMetrics) -> None:
         self.inner = inner
@@ -129,7 +129,7 @@ class MeteredClient(ExecutorClient):
 
 
 class _Timed(AsyncGenerator[list[SequenceOutput], None]):
-    """A stream whose tokens are timed. No generator of its own: the event loop keeps track of each of those, at 5 µs a request."""
+    """A stream whose token times are measured. Not a generator: the event loop registers each of those, at 5 µs per request."""
 
     def __init__(self, inner: AsyncGenerator[list[SequenceOutput], None], first: BufferedHistogram, between: BufferedHistogram) -> None:
         self._inner, self._histogram, self._between = inner, first, between
@@ -154,11 +154,13 @@ class _Timed(AsyncGenerator[list[SequenceOutput], None]):
 
 
 class _Outcome:
+    """The outcome of one request for the metrics."""
+
     def __init__(self) -> None:
         self.reason: FinishReason | None = None
         self.failure: str | None = None
         self.usage: Usage | None = None
-        self.num_tokens = 0  # seen in a stream, for one whose last delta, which tells them all, never comes
+        self.num_tokens = 0  # counted in a stream, because a cancelled one has no last delta with the usage
 
     @property
     def name(self) -> str:

@@ -1,23 +1,19 @@
-"""Metrics under Triton's and TensorRT-LLM's names. Each model's figures are also what its statistics are made of.
+"""Metrics under the names of Triton and TensorRT-LLM. The same counters are the source of each model's KServe statistics.
 
-prometheus-client would write `_total` behind a counter's name; Triton does not, so `triton_names` takes it away again.
+prometheus-client appends `_total` to a counter's name and Triton does not, so `triton_names` removes it.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
 
-from stoker.runtime.request import ExecutorStats
 from stoker.server.metrics.counters import CounterBuffer
+from stoker.server.metrics.triton_gauges import LABELS, VERSION
 
-VERSION = "1"
-LABELS = ("model", "version")
 FAILURES = ("OTHER", "BACKEND", "CANCELED", "REJECTED")
 FIRST_RESPONSE_MS = (100.0, 500.0, 2000.0, 5000.0, 10000.0)
 
@@ -26,17 +22,19 @@ _COUNTERS = {
     "nv_inference_count": "Number of inferences performed (does not include cached requests)",
     "nv_inference_request_duration_us": "Cumulative inference request duration in microseconds (includes cached requests)",
 }
-# Families that repeat another's figures: a request is executed once, and nothing but its inference takes time here. Not counting them
-# a second time saves 20 µs a request.
+# Families with the same values as another family: a request is executed once, and only its inference takes time. Copying them at the
+# scrape saves 20 µs per request.
 _COPIES = {
     "nv_inference_exec_count": (
-        "nv_inference_request_success", "Number of model executions performed (does not include cached requests)",
+        "nv_inference_request_success",
+        "Number of model executions performed (does not include cached requests)",
     ),
     "nv_inference_compute_infer_duration_us": (
-        "nv_inference_request_duration_us", "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        "nv_inference_request_duration_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
     ),
-}  # fmt: skip
-# What a fused model does not spend: its requests wait in the executor's queue, whose metrics are stoker_*.
+}
+# Durations that are always 0. Requests wait in the executor's queue, whose metrics are named stoker_*.
 _ZEROS = {
     "nv_inference_queue_duration_us": "Cumulative inference queuing duration in microseconds (includes cached requests)",
     "nv_inference_compute_input_duration_us": "Cumulative compute input duration in microseconds (does not include cached requests)",
@@ -47,7 +45,7 @@ _ZEROS = {
 
 
 class TritonMetrics:
-    """What this process counts of Triton's models."""
+    """The counters of this process for Triton's models."""
 
     def __init__(self, registry: CollectorRegistry, buffer: CounterBuffer) -> None:
         self.counter_buffer = buffer
@@ -60,20 +58,23 @@ class TritonMetrics:
         )
         self._failed_us = Counter("stoker_triton_failed_duration_us", "Cumulative duration of failed requests.", LABELS, registry=registry)
         self._first = Histogram(
-            "nv_inference_first_response_histogram_ms", "Duration from request to first response in milliseconds", LABELS,
-            buckets=FIRST_RESPONSE_MS, registry=registry,
-        )  # fmt: skip
+            "nv_inference_first_response_histogram_ms",
+            "Duration from request to first response in milliseconds",
+            LABELS,
+            buckets=FIRST_RESPONSE_MS,
+            registry=registry,
+        )
         self._models: dict[str, ModelCounts] = {}
 
     def of(self, model: str) -> ModelCounts:
-        """Kept for the life of the process; models are few, and named by the server."""
+        """The counters of a model. They exist until the process ends; clients cannot create model names."""
         if model not in self._models:
             self._models[model] = ModelCounts(self, model)
         return self._models[model]
 
 
 class ModelCounts:
-    """The counts of one model. `pending` requests have no response yet."""
+    """The counters of one model."""
 
     def __init__(self, counts: TritonMetrics, model: str) -> None:
         buffer = counts.counter_buffer
@@ -100,24 +101,33 @@ class ModelCounts:
         self._first.observe(duration_us / 1000)
 
     def statistics(self) -> dict[str, Any]:
-        """This process's share, in the fields and order of Triton's statistics."""
+        """The statistics of this process, with the fields and in the order of Triton's."""
         count, ns = self._success.value, self._duration.value * 1000
         failed = sum(counter.value for counter in self._failures.values())
         none = {"count": 0, "ns": 0}
         infer = {"count": count, "ns": ns}
         return {
-            "last_inference": self.last_ms, "inference_count": self._inferences.value, "execution_count": count,
+            "last_inference": self.last_ms,
+            "inference_count": self._inferences.value,
+            "execution_count": count,
             "inference_stats": {
-                "success": infer, "fail": {"count": failed, "ns": self._failed_us.value * 1000}, "queue": {"count": count, "ns": 0},
-                "compute_input": {"count": count, "ns": 0}, "compute_infer": infer, "compute_output": {"count": count, "ns": 0},
-                "cache_hit": none, "cache_miss": none,
+                "success": infer,
+                "fail": {"count": failed, "ns": self._failed_us.value * 1000},
+                "queue": {"count": count, "ns": 0},
+                "compute_input": {"count": count, "ns": 0},
+                "compute_infer": infer,
+                "compute_output": {"count": count, "ns": 0},
+                "cache_hit": none,
+                "cache_miss": none,
             },
-            "response_stats": {}, "batch_stats": [], "memory_usage": [],
-        }  # fmt: skip
+            "response_stats": {},
+            "batch_stats": [],
+            "memory_usage": [],
+        }
 
 
 class Timer:
-    """Counts one request for every model concerned, by how the block ends."""
+    """Counts one request for a model and its members, as a success or a failure, when the block ends."""
 
     def __init__(self, counts: list[ModelCounts], rows: int) -> None:
         self._counts, self._rows = counts, rows
@@ -151,73 +161,8 @@ def _reason(error: BaseException) -> str:
     return "REJECTED" if status in (429, 503) else "BACKEND" if status >= 500 else "OTHER"
 
 
-def executor_families(stats: dict[str, ExecutorStats]) -> Iterable[Metric]:
-    """TensorRT-LLM's gauges at the moment of a scrape. One executor is the model tensorrt_llm; of several, each has its own name."""
-    named = {"tensorrt_llm" if len(stats) == 1 else name: of_one for name, of_one in stats.items()}
-    for name, (text, label, values) in _GAUGES.items():
-        family = GaugeMetricFamily(name, text, labels=("model", label, "version"))
-        for model, of_one in named.items():
-            for value, number in values(of_one).items():
-                family.add_metric([model, value, VERSION], number)
-        yield family
-    pending = GaugeMetricFamily(
-        "nv_inference_pending_request_count", "Instantaneous number of pending requests awaiting execution per-model.", labels=LABELS
-    )
-    for model, of_one in named.items():
-        pending.add_metric([model, VERSION], of_one.num_waiting)
-    yield pending
-
-
-def _requests(stats: ExecutorStats) -> dict[str, float]:
-    return {
-        "active": stats.num_running + stats.num_waiting, "max": stats.max_batch_size, "scheduled": stats.last_step_rows,
-        "context": _context_requests(stats), "waiting": stats.num_waiting,
-    }  # fmt: skip
-
-
-def _context_requests(stats: ExecutorStats) -> int:
-    """Sequences still in prefill; the executor tells only whether its last step had any."""
-    return min(stats.num_running, 1 if stats.last_step_prefill_tokens else 0)
-
-
-def _memory(stats: ExecutorStats) -> dict[str, float]:
-    return {"cpu": 0, "gpu": stats.weight_bytes + stats.kv_bytes, "pinned": 0}
-
-
-def _blocks(stats: ExecutorStats) -> dict[str, float]:
-    used = stats.num_blocks - stats.num_free_blocks
-    return {
-        "max": stats.num_blocks, "free": stats.num_free_blocks, "used": used, "tokens_per": stats.tokens_per_block,
-        "reused": stats.num_reused_tokens // max(1, stats.tokens_per_block), "fraction": used / max(1, stats.num_blocks),
-    }  # fmt: skip
-
-
-def _batcher(stats: ExecutorStats) -> dict[str, float]:
-    generating = stats.num_running - _context_requests(stats)
-    return {
-        "total_context_tokens": stats.last_step_prefill_tokens, "generation_requests": generating, "micro_batch_id": 0,
-        "paused_requests": stats.num_paused,
-    }  # fmt: skip
-
-
-def _general(stats: ExecutorStats) -> dict[str, float]:
-    return {"timestamp": int(time.time() * 1e6), "iteration_counter": stats.num_steps}
-
-
-# Name → (help, label, values of the label).
-_GAUGES: dict[str, tuple[str, str, Callable[[ExecutorStats], dict[str, float]]]] = {
-    "nv_trt_llm_request_metrics": ("TRT LLM request metrics", "request_type", _requests),
-    "nv_trt_llm_runtime_memory_metrics": ("TRT LLM runtime memory metrics", "memory_type", _memory),
-    "nv_trt_llm_kv_cache_block_metrics": ("TRT LLM KV cache block metrics", "kv_cache_block_type", _blocks),
-    "nv_trt_llm_inflight_batcher_metrics": (
-        "TRT LLM inflight_batcher-specific metrics", "inflight_batcher_specific_metric", _batcher,
-    ),
-    "nv_trt_llm_general_metrics": ("General TRT LLM metrics", "general_type", _general),
-}  # fmt: skip
-
-
 def triton_names(exposition: bytes) -> bytes:
-    """The exposition with Triton's own names for its counters, and the families that follow from others."""
+    """The exposition with Triton's counter names, and with the families of _COPIES and _ZEROS."""
     text = re.sub(r"(?m)^((?:# (?:HELP|TYPE) )?nv_\w+?)_total(?=[ {])", r"\1", exposition.decode())
     pieces = [text]
     for name, (source, what) in _COPIES.items():

@@ -94,7 +94,7 @@ class SageMaker(Protocol):
             _refuse_paging(http)
             service = self._service(name, version)
             body = read_object(await http.body(), self._options)
-            async with http.attended():
+            async with http.cancel_on_disconnect():
                 await self._by_schema(reply, service, body)
         except NoModelError:
             raise

@@ -67,7 +67,7 @@ class Truss(Protocol):
         try:
             service = self.context.default_service()
             body = await read_object(http)
-            async with http.attended():
+            async with http.cancel_on_disconnect():
                 await self._by_body(http, service, body)
         except ConnectionResetError:
             raise

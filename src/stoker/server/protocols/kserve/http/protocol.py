@@ -156,7 +156,7 @@ class KServeHTTP(Protocol):
 
     async def infer(self, http: RequestContext) -> None:
         body = await http.body()
-        async with http.attended():
+        async with http.cancel_on_disconnect():
             kind = PLAIN
             try:
                 served = self._ready(http)
@@ -180,7 +180,7 @@ class KServeHTTP(Protocol):
 
     async def generate(self, http: RequestContext) -> None:
         body = await http.body()
-        async with http.attended():
+        async with http.cancel_on_disconnect():
             try:
                 served, inference = self._read_generate(http, body)
                 response = await self._core.one(served, inference)
@@ -191,7 +191,7 @@ class KServeHTTP(Protocol):
 
     async def generate_stream(self, http: RequestContext) -> None:
         body = await http.body()
-        async with http.attended():
+        async with http.cancel_on_disconnect():
             try:
                 served, inference = self._read_generate(http, body)
             except StokerError as error:

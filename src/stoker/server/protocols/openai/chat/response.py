@@ -18,7 +18,7 @@ from stoker.server.protocols.openai.parsers.answer import AnswerParser, Parts, d
 
 async def chat(http: RequestContext, context: Context, service: Service, body: dict[str, Any]) -> None:
     """Answer one request, whole or streamed."""
-    async with http.attended():
+    async with http.cancel_on_disconnect():
         call = await read_chat_call(body, service, context.settings)
         if call.common.stream:
             await _Stream(http, call).run()

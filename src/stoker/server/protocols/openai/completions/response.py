@@ -20,7 +20,7 @@ from stoker.server.protocols.openai.completions.request import CompletionCall, r
 
 async def complete(http: RequestContext, context: Context, service: Service, body: dict[str, Any]) -> None:
     """Answer one request, whole or streamed."""
-    async with http.attended():
+    async with http.cancel_on_disconnect():
         call = await read_completion_call(body, service, context)
         if call.common.stream:
             await _Stream(http, call).run()
