@@ -70,7 +70,7 @@ def rope_attend(rows: int, interleaved: bool = False, size: int = 128, dim: int 
     fused = meta(rows, 48 * size)
     heads = fused.view(rows, 48, size)
     batch = ForwardBatch(index(rows), index(rows), index(rows), index(rows + 1), index(rows), index(rows, 64), rows, 1, 4096)
-    rotary = Rotary(batch.positions, meta(8192, dim, dtype=FP32), interleaved)
+    rotary = Rotary(batch.positions, meta(8192, dim, dtype=FP32) if dim else None, interleaved)
     attention.rope_attention(*heads.split((32, 8, 8), 1), rotary, cache(8, 64, size, size, BF16), batch, AttentionParams(0.1))
 
 
@@ -231,6 +231,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "decode and rotate 1": lambda: rope_attend(1),
     "decode and rotate 64": lambda: rope_attend(64),
     "decode and rotate 64, 80 wide, interleaved": lambda: rope_attend(64, True, 80, 32),
+    "decode and store 1, without rotation": lambda: rope_attend(1, dim=0),
+    "decode and store 64, without rotation": lambda: rope_attend(64, dim=0),
     "decode 64": lambda: attend(64, 1),
     "decode 256": lambda: attend(256, 1),
     "decode fp8": lambda: attend(64, 1, cache_dtype=FP8),

@@ -68,7 +68,7 @@ def decode_attention_kernel(
     SHAPE: tl.constexpr,  # HeadShape
     TILE: tl.constexpr,  # QueryTile, of one token
     OPTIONS: tl.constexpr,  # ScoreOptions
-    ROTARY: tl.constexpr,  # RotaryShape
+    ROTARY: tl.constexpr,  # RotaryShape; None: there are no new tokens (Triton can't compare a tuple that holds None with None)
     SPLITS: tl.constexpr,  # SplitShape
     FORMAT: tl.constexpr,  # OperandFormat
     LAUNCH_DEPENDENTS: tl.constexpr,  # whether the next kernel may start before this one has ended
@@ -117,7 +117,7 @@ def decode_attention_kernel(
     slot = -1
     factors1 = (1.0, 0.0)
     factors2 = (1.0, 0.0)
-    if new is not None:
+    if ROTARY is not None:
         slot = tl.load(new.slots_ptr + row, volatile=True)
         if ROTARY.half > 0:
             cos_sin_row_ptr = new.cos_sin_ptr + tl.load(new.positions_ptr + row, volatile=True).to(tl.int64) * (2 * ROTARY.half)
@@ -131,7 +131,7 @@ def decode_attention_kernel(
     # The queries [M, size] in two parts; with `new`, rotated, and the new key and value stored.
     rows = tile_rows(origin, length, SHAPE, TILE)
     q_rows = q_ptr + rows.token * stride_q_token + rows.head * stride_q_head
-    if new is None:
+    if ROTARY is None:
         q1 = load_part(q_rows, 0, PART1, SIZE, rows.inside, STEP)
         q2 = q1
         if PART2 > 0:

@@ -130,7 +130,7 @@ def decode(
     if num_tiles * splits.count <= num_sms(q.device):  # all CTAs are resident at once
         columns = flag_columns(triton.next_power_of_2(splits.count), tile_heads, shape.value_size, tile.num_warps)
     split_shape, scratch = _split_arguments(q, shape, tile, splits, num_tiles, tile_heads, columns)
-    tokens, rotary = (None, RotaryShape(0, False)) if new is None else _new_tokens(new, batch)
+    tokens, rotary = (None, None) if new is None else _new_tokens(new, batch)
     decode_attention_kernel[(num_tiles, splits.count)](
         q, out, batch.seq_lens, batch.block_tables, batch.prefix_lens, params.alibi_slopes, params.sinks,
         kv_pages(cache), tokens, scratch,
