@@ -17,12 +17,6 @@ RANK = {
     "layers": 6, "quant": 5, "kernels": 4, "distributed": 3, "core": 2, "base": 1,
 }  # fmt: skip
 
-# Leaf files that describe shapes in plain data: read from anywhere, importing nothing but base and each other.
-LEAVES = {"stoker.core.specs", "stoker.core.model_config", "stoker.core.forward_batch"}
-
-# Single edges against the rule, each with its reason.
-ALLOWED: dict[tuple[str, str], str] = {}
-
 # Each protocol imports `common` and nothing of the others, except (importer, imported) for the reason given.
 PROTOCOL_IMPORTS = {
     ("sagemaker", "openai"): "LMI containers answer OpenAI's chat requests on /invocations",
