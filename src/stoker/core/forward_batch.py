@@ -28,6 +28,7 @@ class ForwardBatch:
     logits_idx: Tensor | None = None  # [L] int32, tokens whose logits are computed; None: the last token of each row
     prefix_lens: Tensor | None = None  # [R] int32, prefix LM: tokens below this position attend in both directions
     block_positions: Tensor | None = None  # [T] int32, prefix LM: the second position of each token
+    adapter_ids: Tensor | None = None  # [T] int32, the low-rank adapter of each token; -1: none. None: no token has an adapter
     shared: dict[str, object] = field(default_factory=dict)  # values that one layer computes for all layers (masks, indices)
 
     @property
