@@ -14,6 +14,7 @@ from stoker.cli.benchmark.executor import ExecutorBenchmark
 from stoker.core.specs import LinearSpec
 from stoker.distributed.world import ALONE_WORLD
 from stoker.engine.reader import Engine
+from stoker.kernels import ops
 from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.tuning.table import Ceiling
 from stoker.layers.decoder import declare
@@ -96,6 +97,17 @@ def test_the_products_of_a_step_are_the_models_linears(tiny_engine: Path) -> Non
     assert [product.label for product in products] == wanted
     assert [product.of_rows for product in products] == [False] * len(layers) + [True]
     assert products[0].weight_bytes == 4 * products[0].params  # float32
+
+
+def test_ops_are_observed_within_the_context_only() -> None:
+    x, weight, calls = torch.ones(2, 4), torch.ones(3, 4), []
+    with ops.observe_ops(lambda name, args, result: calls.append((name, args[0] is x, result.shape))):
+        ops.linear(x, weight)
+        with pytest.raises(ZeroDivisionError), ops.observe_ops(lambda *_: 1 // 0):
+            ops.linear(x, weight)
+        ops.linear(x=x, weight=weight)
+    ops.linear(x, weight)
+    assert calls == [("linear", True, (2, 3))] * 2
 
 
 def test_attention_reads_every_key_and_value_once(tiny_engine: Path) -> None:

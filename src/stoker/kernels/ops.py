@@ -10,10 +10,11 @@ Every op has a function here, a launcher and a kernel in `triton/`, and a refere
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -78,9 +79,47 @@ def _cpu() -> dict[ModuleType, ModuleType]:
     }  # fmt: skip
 
 
+# Called after each op with its name, its positional arguments and its result; None: ops are not observed.
+Observer = Callable[[str, tuple[Any, ...], Any], None]
+_observer: Observer | None = None
+
+
+@contextmanager
+def observe_ops(observer: Observer) -> Iterator[None]:
+    """Call `observer(name, args, result)` after each op of this process until the context ends: for profiling, not during inference.
+
+    `fused_layer` then computes its linears one after the other, so that each is observed. Replaying a CUDA graph calls no op.
+    """
+    global _observer
+    previous, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = previous
+
+
+class _ObservedModule(ModuleType):
+    """The functions of `implementation`, with a call of `observer` after each."""
+
+    def __init__(self, implementation: ModuleType, observer: Observer) -> None:
+        super().__init__(implementation.__name__)
+        self._implementation, self._observer = implementation, observer
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function, observer = getattr(self._implementation, name), self._observer
+
+        def observed(*args: Any) -> Any:
+            result = function(*args)
+            observer(name, args, result)
+            return result
+
+        return observed
+
+
 def _pick(x: Tensor, reference: ModuleType) -> ModuleType:
     """The module that implements the functions of `reference` on x's device."""
-    return (_cpu() if x.is_cpu else _GPU).get(reference, reference)
+    implementation = (_cpu() if x.is_cpu else _GPU).get(reference, reference)
+    return implementation if _observer is None else _ObservedModule(implementation, _observer)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
@@ -253,7 +292,8 @@ def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor,
     and returns (y [T, hidden], qkv [T, qkv features]); qkv is None after the last layer. Where `supports_fused_layer` holds, a GPU kernel
     does all four products in one launch.
     """
-    return _pick(x, fused_layer_ref).fused_layer(x, residual, layer)
+    module = _pick(x, fused_layer_ref) if _observer is None else fused_layer_ref
+    return module.fused_layer(x, residual, layer)
 
 
 def rope_store(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,7 +12,6 @@ from torch import Tensor
 from stoker.core.model_config import AttentionConfig, ModelConfig
 from stoker.kernels import ops
 from stoker.kernels.quantized import BlockExperts, ExpertWeights, GroupedInt8Weight, Int4Weight
-from stoker.kernels.reference.fused_layer import fused_layer
 from stoker.kernels.tuning.table import Ceiling
 from stoker.layers.decoder import kv_width
 from stoker.runtime.worker.inputs import Shape
@@ -23,7 +19,7 @@ from stoker.runtime.worker.model_runner import ModelRunner
 
 LINEARS = ("linear", "int8_linear", "grouped_int8_linear", "w8a8_linear", "int4_linear", "fp8_linear", "block_fp8_linear")
 EXPERTS = ("expert_up", "expert_down", "quant_expert_up", "quant_expert_down")
-_TOKENS, _ROWS = 5, 2  # of the step that is listened to: sizes tell which products are of all tokens and which of sampled rows
+_TOKENS, _ROWS = 5, 2  # of the observed step: the number of rows of a product tells whether it is over all tokens or over sampled rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +65,16 @@ class Product:
 
 
 def products_of(runner: ModelRunner) -> list[Product]:
-    """The products of a step of `runner`'s model on its rank, in their order. Every rank runs the step that is listened to."""
-    with _listening() as heard:
+    """The products of one step of `runner`'s model on its rank, in order. Runs a dummy step, which every rank runs."""
+    products: list[Product] = []
+
+    def observe(name: str, args: tuple[Any, ...], result: Any) -> None:
+        if name in LINEARS or name in EXPERTS:
+            products.append(_product(name, args[0], args[1:], result))
+
+    with ops.observe_ops(observe):
         runner.run_dummy_step(Shape(_TOKENS, _ROWS, is_decode=False))
-    return heard
+    return products
 
 
 def attention_work(model: ModelConfig, layers: range, tensor_parallel: int, itemsize: int, step: StepSize) -> Work:
@@ -86,25 +88,6 @@ def _pair_flops(model: ModelConfig, layer: int) -> float:
     if isinstance(attention, AttentionConfig):
         return 4.0 * attention.num_heads * attention.head_size
     return 2.0 * attention.num_heads * (2 * attention.kv_rank + attention.rope_size)
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[list[Product]]:
-    heard: list[Product] = []
-
-    def wrap(name: str, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def outer(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            result = inner(x, *args, **kwargs)
-            heard.append(_product(name, x, args, result))
-            return result
-
-        return outer
-
-    with contextlib.ExitStack() as stack:
-        for name in (*LINEARS, *EXPERTS):
-            stack.enter_context(mock.patch.object(ops, name, wrap(name, getattr(ops, name))))
-        stack.enter_context(mock.patch.object(ops, "fused_layer", fused_layer))  # one linear after another, each of which is heard
-        yield heard
 
 
 def _product(name: str, x: Tensor, args: tuple[Any, ...], result: Tensor) -> Product:
