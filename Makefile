@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= 2
 
-.PHONY: help demo serve test test-fast coverage triton check wheel setup clean
+.PHONY: help demo serve test test-fast coverage triton check docs wheel setup clean
 
 # Tests without a model that is trained or downloaded, and without processes that serve one. FAST_SKIPS are files of these folders that take long.
 FAST := tests/test_architecture.py tests/test_vocabulary.py tests/project tests/unit tests/base tests/engine tests/deploy \
@@ -46,6 +46,10 @@ check: $(VENV)/.installed-dev  ## Lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed-docs  ## The documentation site, in build/site; fails at a broken link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 wheel: $(VENV)/.installed-dev  ## The wheel of this version, in dist/
 	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation -w dist .
 	@ls dist/stoker-$$($(BIN)/python -c 'import stoker; print(stoker.__version__)')-*.whl
@@ -78,4 +82,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what development needs"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
 	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed-dev
+	@echo "installing what the documentation needs"
+	@$(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@

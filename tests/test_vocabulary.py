@@ -104,8 +104,6 @@ PENDING: tuple[str, ...] = (
     # -
     "docs/sagemaker.md",
     # -
-    "docs/structure.md",
-    # -
     "docs/triton.md",
     # -
     "docs/truss.md",

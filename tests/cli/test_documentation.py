@@ -16,7 +16,7 @@ from stoker.cli.commands import COMMANDS
 from stoker.cli.main import SUMMARY, global_options
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def tables_script() -> ModuleType:

@@ -112,7 +112,7 @@ def test_the_page_matches_the_table() -> None:
 
 
 def test_the_guide_quotes_the_source() -> None:
-    guide = (ROOT / "docs" / "add-an-architecture.md").read_text()
+    guide = (ROOT / "docs" / "guides" / "architecture.md").read_text()
     source = (ARCHITECTURE_FILES / "olmo2.py").read_text()
     blocks = [block.split("\n```")[0] for block in guide.split("```python\n")[1:]]
     assert blocks, "the guide shows code"

@@ -1,4 +1,4 @@
-"""What a request is, and what comes back: the plain data every layer above the kernels speaks."""
+"""Requests, sampling parameters and results: the plain data that is common to all layers above the kernels."""
 
 from __future__ import annotations
 
@@ -19,43 +19,99 @@ MAX_CHOICES = 64
 class FinishReason(enum.StrEnum):
     """Why a sequence ended."""
 
-    STOP = "stop"  # an end id, a stop id or a stop string
-    LENGTH = "length"  # max_tokens or the engine's limit
-    CANCELLED = "cancelled"  # the client gave up, or the operator did
-    DEADLINE = "deadline"  # the request's own deadline passed
-    ERROR = "error"  # the sequence failed; others are untouched
+    STOP = "stop"
+    """An end-of-sequence id, a stop id or a stop string."""
+
+    LENGTH = "length"
+    """`max_tokens`, or the longest sequence of the engine, was reached."""
+
+    CANCELLED = "cancelled"
+    """The client disconnected or cancelled, or the server was stopped."""
+
+    DEADLINE = "deadline"
+    """The deadline of the request (`timeout_s`) passed."""
+
+    ERROR = "error"
+    """The sequence failed. Other sequences are not affected."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen and when a sequence ends. Checked on construction; raises RequestError.
+    """How tokens are chosen, and when a sequence ends. Construction raises RequestError for a value that is out of range.
 
     Defaults are greedy decoding of 16 tokens, as in OpenAI's completions except for the temperature.
     """
 
-    max_tokens: int = 16  # new tokens, at most
-    min_tokens: int = 0  # new tokens before an end id, stop id or stop string may end the sequence
-    n: int = 1  # independent sequences for the prompt
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0  # in (0, 1]; 1 is off
-    min_p: float = 0.0  # tokens below min_p × the best probability are dropped
-    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
-    repetition_penalty: float = 1.0  # > 1 discourages tokens of the prompt and the output (CTRL, arXiv 1909.05858)
-    presence_penalty: float = 0.0  # subtracted once for each token that was generated
-    frequency_penalty: float = 0.0  # subtracted for each time a token was generated
-    logit_bias: dict[int, float] = {}  # added to the logits of these token ids
-    stop: tuple[str, ...] = ()  # strings that end the sequence; never part of the text unless include_stop
-    stop_token_ids: tuple[int, ...] = ()  # ids that end the sequence
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token id sequences that are never completed
-    include_stop: bool = False  # keep the stop string in the text
-    ignore_eos: bool = False  # the model's own end ids don't end the sequence
-    skip_special_tokens: bool = True  # special tokens make no text
-    logprobs: int | None = None  # None: none; k ≥ 0: the chosen token's and the k best
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    beam_width: int = 1  # > 1 is beam search; refused by engines built with a smaller max_beam_width
-    length_penalty: float = 1.0  # beam search: score ÷ length ** length_penalty
-    early_stopping: bool = False  # beam search: stop when beam_width candidates ended
-    guide: Guide | None = None  # the text must match a grammar
+    max_tokens: int = 16
+    """Largest number of new tokens, at least 1."""
+
+    min_tokens: int = 0
+    """Number of new tokens before an end id, stop id or stop string may end the sequence."""
+
+    n: int = 1
+    """Number of independent sequences for the prompt, 1 to 64."""
+
+    temperature: float = 0.0
+    """0 to 100. 0 selects the token of the largest logit (greedy)."""
+
+    top_k: int = 0
+    """Draw from the `top_k` tokens of the largest logits. 0: no limit."""
+
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens whose probabilities sum to `top_p`, in (0, 1]. 1: no limit."""
+
+    min_p: float = 0.0
+    """Tokens of less than `min_p` × the largest probability are excluded."""
+
+    seed: int | None = None
+    """The same seed gives the same tokens, whatever else is in the batch. None: a random seed."""
+
+    repetition_penalty: float = 1.0
+    """Values above 1 make tokens of the prompt and the output less likely (CTRL, arXiv 1909.05858)."""
+
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that was generated."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that it was generated."""
+
+    logit_bias: dict[int, float] = {}
+    """Token id → value that is added to its logit."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end the sequence. The text does not contain them unless `include_stop` is set."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the sequence."""
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that are never completed."""
+
+    include_stop: bool = False
+    """Whether the text contains the stop string."""
+
+    ignore_eos: bool = False
+    """Whether the model's end-of-sequence ids are treated as ordinary tokens."""
+
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+
+    logprobs: int | None = None
+    """k: return the log-probabilities of the chosen token and of the k most likely ones. None: no log-probabilities."""
+
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+
+    beam_width: int = 1
+    """Above 1: beam search. An engine refuses more than its `max_beam_width`."""
+
+    length_penalty: float = 1.0
+    """Beam search: the score of a candidate is divided by length ** `length_penalty`."""
+
+    early_stopping: bool = False
+    """Beam search: whether to stop when `beam_width` candidates have ended."""
+
+    guide: Guide | None = None
+    """A grammar that the text must match."""
 
     def __post_init__(self) -> None:
         if self.guide is not None:
@@ -94,8 +150,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class Guide(msgspec.Struct, frozen=True):
     """A grammar that the generated text must match."""
 
-    kind: str  # json (any JSON), json_schema, regex, grammar (EBNF), choice (JSON list of strings)
-    text: str = ""  # the schema, expression or grammar
+    kind: str
+    """`json` (any JSON), `json_schema`, `regex`, `grammar` (EBNF), `choice` (a JSON list of strings) or `structural_tag`."""
+
+    text: str = ""
+    """The schema, regular expression or grammar."""
 
     KINDS = ("json", "json_schema", "regex", "grammar", "choice", "structural_tag")
 
@@ -107,46 +166,88 @@ class Guide(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position: of the token itself and of the best ones, most likely first."""
+    """Natural-log probabilities at one position."""
 
     token_id: int
+    """The token at this position."""
+
     logprob: float
+    """Its log-probability."""
+
     top: list[tuple[int, float]] = []
+    """(token id, log-probability) of the most likely tokens, in descending order."""
 
 
 class Usage(msgspec.Struct):
     """Tokens counted for one request, over all its sequences."""
 
     prompt_tokens: int = 0
+    """Tokens of the prompt."""
+
     completion_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens whose keys and values were reused from the prefix index
+    """Generated tokens of all sequences."""
+
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were reused."""
 
 
 class Delta(msgspec.Struct):
     """New tokens and text of one sequence since the last emission. Joined deltas are the whole answer."""
 
-    index: int  # which of the request's n sequences (or beams)
+    index: int
+    """Number of the sequence (or beam) among those of the request, from 0."""
+
     text: str = ""
+    """New text. It ends with a whole character."""
+
     token_ids: list[int] = []
+    """New token ids."""
+
     logprobs: list[TokenLogprobs] = []
-    finish_reason: FinishReason | None = None  # set in a sequence's last delta, and only there
-    stop_reason: int | str | None = None  # the stop id or stop string that ended it
-    usage: Usage | None = None  # set in the request's first delta (prompt side) and last delta (all)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the first delta, when requested
-    error: str | None = None  # the message when finish_reason is ERROR
+    """One entry per new token, when requested."""
+
+    finish_reason: FinishReason | None = None
+    """Set in the last delta of a sequence, and only there."""
+
+    stop_reason: int | str | None = None
+    """The stop id or stop string that ended it."""
+
+    usage: Usage | None = None
+    """Set in the first delta of the request (prompt tokens only) and in the last one (all fields)."""
+
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """In the first delta, when requested."""
+
+    error: str | None = None
+    """The message when finish_reason is ERROR."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """One client call, as every protocol hands it to the generation service."""
 
     request_id: str
+    """Unique among the requests of a service."""
+
     prompt: str | list[int]
+    """Text, or token ids."""
+
     params: SamplingParams
-    add_special_tokens: bool = True  # when the prompt is text
-    priority: int = 0  # lower is sooner
-    timeout_s: float | None = None  # deadline, counted from arrival
-    cache_salt: str = ""  # requests share prefixes only with equal salts
-    truncate_prompt_tokens: int | None = None  # keep only this number of prompt tokens, the last ones
+    """Sampling parameters."""
+
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds its special tokens, if the prompt is text."""
+
+    priority: int = 0
+    """Requests with a lower number are admitted first."""
+
+    timeout_s: float | None = None
+    """Deadline in seconds after arrival."""
+
+    cache_salt: str = ""
+    """Prefixes are shared only between requests of the same salt."""
+
+    truncate_prompt_tokens: int | None = None
+    """Use only this number of prompt tokens, the last ones."""
 
 
 def _whole(params: Any, name: str, low: int, high: int | None = None) -> None:

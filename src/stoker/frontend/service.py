@@ -17,22 +17,44 @@ class Choice(msgspec.Struct):
     """One finished sequence."""
 
     index: int
+    """Number of the sequence (or beam) among those of the request, from 0."""
+
     text: str
+    """The generated text, without the prompt."""
+
     token_ids: list[int]
+    """The generated token ids."""
+
     finish_reason: FinishReason
+    """Why the sequence ended."""
+
     stop_reason: int | str | None = None
+    """The stop id or stop string that ended it."""
+
     logprobs: list[TokenLogprobs] = []
+    """One entry per token, when requested."""
+
     error: str | None = None
+    """The message when `finish_reason` is ERROR."""
 
 
 class Completion(msgspec.Struct):
-    """A whole answer. Equal to the joined stream of the same request."""
+    """The whole answer to a request. Equal to the joined deltas of its stream."""
 
     request_id: str
+    """The id of the request."""
+
     prompt_token_ids: list[int]
+    """Token ids of the prompt, after truncation."""
+
     choices: list[Choice]
+    """One per sequence or beam, in the order of their index."""
+
     usage: Usage
+    """Token counts."""
+
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry per prompt token, when requested; None for the first token."""
 
 
 class Service(ABC):

@@ -1,0 +1,99 @@
+"""The code of docs/guides runs: the examples are executed as new rows of their tables."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.base.types import FinishReason, SamplingParams, Usage
+from stoker.frontend.service import Choice, Completion
+from stoker.kernels.tuning.table import parse_tuning_file
+from stoker.runtime.request import Sequence, TokenRequest
+from stoker.runtime.sampling.feature import Feature
+from stoker.runtime.schedule.policies import POLICIES
+from stoker.runtime.schedule.proposers import PROPOSERS
+from stoker.runtime.schedule.scheduler import Scheduler
+from stoker.server.protocol import Protocol
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+
+
+def code_of(guide: str, language: str = "python", number: int = 0) -> str:
+    """A code block of a guide."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (GUIDES / f"{guide}.md").read_text(), re.MULTILINE | re.DOTALL)[number]
+
+
+def run(guide: str, name: str) -> Any:
+    """The class `name` that the first code block of a guide defines."""
+    namespace: dict[str, Any] = {"__name__": guide.replace("-", "_")}
+    exec(compile(code_of(guide), f"{guide}.md", "exec"), namespace)
+    return namespace[name]
+
+
+def sequence(seq_id: int, prompt: list[int], **params: Any) -> Sequence:
+    return Sequence(seq_id, TokenRequest(request_id=str(seq_id), prompt_ids=prompt, params=SamplingParams(**params)), 0, float(seq_id))
+
+
+def test_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES._rows, "shortest_first", run("policy", "ShortestFirst"))
+    scheduler = Scheduler(
+        num_blocks=16, tokens_per_block=4, max_batch_size=1, max_num_tokens=16, max_seq_len=32, policy="shortest_first"
+    )  # fmt: skip
+    for seq_id, size in enumerate((9, 3, 6)):
+        scheduler.add(sequence(seq_id, list(range(size)), max_tokens=2))
+    assert [seq.seq_id for seq in scheduler.plan(0.0).sequences] == [1]
+
+
+def test_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROPOSERS._rows, "prompt_lookup", run("proposer", "PromptLookup"))
+    proposer = PROPOSERS.get("prompt_lookup")()
+    assert list(proposer.propose(sequence(0, [1, 2, 3, 4, 1, 2]), 4)) == [3, 4, 1, 2]
+    assert list(proposer.propose(sequence(0, [1, 2, 3, 4, 1, 2]), 1)) == [3]
+    assert list(proposer.propose(sequence(0, [1, 2, 3]), 4)) == []
+
+
+def test_sampling_feature() -> None:
+    feature: Feature = run("sampling-feature", "NoImmediateRepeat")(8)
+    assert not feature.wants(SamplingParams()) and feature.wants(SamplingParams(frequency_penalty=100))
+    logits = torch.zeros(2, 8)
+    feature.apply(logits, *map(torch.from_numpy, feature.gather([(1, sequence(0, [3, 5]))])))
+    assert torch.isinf(logits).nonzero().tolist() == [[1, 5]]
+
+
+def test_protocol() -> None:
+    class Service:
+        async def complete(self, request: Any) -> Completion:
+            return Completion(request.request_id, [], [Choice(0, request.prompt.upper(), [], FinishReason.LENGTH)], Usage())
+
+    class Context:
+        def default_service(self) -> Service:
+            return Service()
+
+    sent = []
+
+    class Http:
+        async def json(self) -> dict[str, Any]:
+            return {"prompt": "text"}
+
+        async def respond(self, status: int, body: bytes) -> None:
+            sent.append((status, json.loads(body)))
+
+    protocol: Protocol = run("protocol", "Echo")(Context())
+    (endpoint,) = protocol.endpoints()
+    asyncio.run(endpoint.handler(Http()))  # type: ignore[arg-type]
+    assert endpoint.path == "/echo/generate" and sent == [(200, {"text": "TEXT"})]
+    assert json.loads(protocol.failure_body(SimpleNamespace(message="no"))) == {"error": "no"}  # type: ignore[arg-type]
+
+
+def test_device(tmp_path: Path) -> None:
+    path = tmp_path / "nvidia-l40s.json"
+    path.write_text(code_of("device", "json"))
+    file, table = parse_tuning_file(path)
+    assert file.device_names == ("NVIDIA L40S",) and table.shared_bytes == 101376
