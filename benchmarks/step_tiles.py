@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/step_tiles.py --config benchmarks/models/llama-3.1-8b --quantize FP8_KV --rows 1,8 [--json FILE]
 
-A tile that is best when one linear follows itself (`kernels_stream.py`) need not be best here: what runs before decides when and on which
+A tile that is best when one linear follows itself (`kernels_skinny.py`) need not be best here: what runs before decides when and on which
 multiprocessors its programs start. One linear after another tries its tiles, and keeps the best; then the best few of each once more.
 `--ranks` takes the shapes that one of so many tensor-parallel ranks has, without its sums; `--layers` fewer layers.
 """
@@ -24,10 +24,10 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-import kernels_stream
+import kernels_skinny
 import step
 import torch
-from kernels_stream import Case, make
+from kernels_skinny import Case, make
 from torch import Tensor
 
 from stoker.base.config import Limits, RuntimeConfig
@@ -39,7 +39,7 @@ from stoker.kernels.triton.gemm.dense import launch as linear
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import fp8_gemv as quant_gemv
 from stoker.kernels.triton.gemm.quantized.fp8_gemv import GemvTile
-from stoker.kernels.triton.gemm.skinny import launch as stream
+from stoker.kernels.triton.gemm.skinny import launch as skinny
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES
 from stoker.kernels.tuning.table import TuningTable
 from stoker.kernels.tuning.tiles import LinearTile, SkinnyTile
@@ -76,7 +76,7 @@ class Linear:
 
     @property
     def case(self) -> Case:
-        """The same for `kernels_stream`."""
+        """The same for `kernels_skinny`."""
         form, _, group = self.form.partition("/")
         parts = ("n" if self.fuses_norm else "r") + ("g" if self.gated else "")
         return Case(form, int(group or 0), self.name, self.n, self.k, parts, self.rows, False)
@@ -118,7 +118,7 @@ class Linear:
 
 
 chosen: dict[Key, Tile] = {}  # the tiles on trial
-_rules = (stream.skinny_tile, linear.linear_tile, quant_gemv.gemv_tile)
+_rules = (skinny.skinny_tile, linear.linear_tile, quant_gemv.gemv_tile)
 
 
 def _skinny_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, num_sms: int, tuning: TuningTable) -> SkinnyTile:
@@ -140,7 +140,7 @@ def _gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:
 def compile_tile(job: tuple[Linear, Tile]) -> None:
     one, tile = job
     if isinstance(tile, SkinnyTile):
-        kernels_stream.compile_tile((one.case, tile))
+        kernels_skinny.compile_tile((one.case, tile))
         return
     x, fusion, rows = make("meta", one.rows, one.k), one.case.fusion("meta"), one.n * (2 if one.gated else 1)
     with compiling():
@@ -220,7 +220,7 @@ def main() -> None:
         build(folder, folder + "/engine", built, verify="none")
         Graphs.warm_up = lambda self: 0  # type: ignore[method-assign]
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False), SynchronousMailbox)
-    stream.skinny_tile, linear.linear_tile, quant_fp8.gemv_tile = _skinny_tile, _linear_tile, _gemv_tile
+    skinny.skinny_tile, linear.linear_tile, quant_fp8.gemv_tile = _skinny_tile, _linear_tile, _gemv_tile
     print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
     results: list[dict[str, Any]] = []
     for rows in all_rows:

@@ -268,7 +268,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         for gated in (False, True)
     },
     **{
-        f"streamed {kind}, 8 rows{', gated' if gated else ''}": lambda kind=kind, gated=gated: quantized(kind, 8, gated)  # type: ignore[misc]
+        f"skinny {kind}, 8 rows{', gated' if gated else ''}": lambda kind=kind, gated=gated: quantized(kind, 8, gated)  # type: ignore[misc]
         for kind in ("fp8", "int8", "int4")
         for gated in (False, True)
     },

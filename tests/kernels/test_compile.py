@@ -40,7 +40,7 @@ BOUNDS = {
 
 GROUPS = [
     ("norm", "gated", "activate", "embedding", "resolve", "remember", "rope", "sample"),
-    ("linear", "streamed"),
+    ("linear", "skinny"),
     ("decode", "four", "sum of"),
     ("prefill f", "prefill i", "prefill b", "prefill,"),
     ("prefill 1", "prefill 2", "prefill 6", "prefill 8", "prefill 9", "prefill latent"),

@@ -26,7 +26,7 @@ from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized import tiles as quant_tuning
 from stoker.kernels.triton.gemm.quantized.launch import Stored
-from stoker.kernels.triton.gemm.skinny import launch as stream
+from stoker.kernels.triton.gemm.skinny.launch import skinny_linear
 from stoker.kernels.tuning.tiles import QuantTile, SkinnyTile
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -299,16 +299,23 @@ def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: i
 @pytest.mark.parametrize(
     ("rows", "group", "dtype", "way"),
     [
-        (4, 32, torch.bfloat16, "stream"), (5, 32, torch.bfloat16, "band"), (64, 32, torch.float16, "band"),
-        (65, 32, torch.bfloat16, "many_rows"), (9, 32, torch.float32, "few_rows"), (1, 16, torch.bfloat16, "band"),
-        (8, 64, torch.bfloat16, "stream"), (9, 64, torch.bfloat16, "band"), (8, 128, torch.bfloat16, "stream"),
-        (16, 128, torch.bfloat16, "few_rows"), (17, 128, torch.bfloat16, "plain_rows"),
+        (4, 32, torch.bfloat16, "skinny_linear"),
+        (5, 32, torch.bfloat16, "skinny_int4_linear"),
+        (64, 32, torch.float16, "skinny_int4_linear"),
+        (65, 32, torch.bfloat16, "many_rows"),
+        (9, 32, torch.float32, "few_rows"),
+        (1, 16, torch.bfloat16, "skinny_int4_linear"),
+        (8, 64, torch.bfloat16, "skinny_linear"),
+        (9, 64, torch.bfloat16, "skinny_int4_linear"),
+        (8, 128, torch.bfloat16, "skinny_linear"),
+        (16, 128, torch.bfloat16, "few_rows"),
+        (17, 128, torch.bfloat16, "plain_rows"),
     ],
-)  # fmt: skip
+)
 def test_ways_of_int4(rows: int, group: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which kernel takes how many rows on a device; nothing runs."""
     taken: list[str] = []
-    for name in ("stream", "band", "few_rows", "plain_rows", "many_rows"):
+    for name in ("skinny_linear", "skinny_int4_linear", "few_rows", "plain_rows", "many_rows"):
         monkeypatch.setattr(quant_int4, name, lambda *args, name=name: taken.append(name))
     codes, scale = torch.empty(64, 512, dtype=torch.uint8, device="meta"), torch.empty(64, 1024 // group, device="meta")
     weight = quant_int4.pack_int4(Int4Weight(codes, scale, None, None, group))
@@ -316,11 +323,11 @@ def test_ways_of_int4(rows: int, group: int, dtype: torch.dtype, way: str, monke
     assert taken == [way]
 
 
-STREAM_TILES = [SkinnyTile(4, 1, 8, 1), SkinnyTile(2, 2, 4, 4), SkinnyTile(2, 8, 1, 2)]
+SKINNY_TILES = [SkinnyTile(4, 1, 8, 1), SkinnyTile(2, 2, 4, 4), SkinnyTile(2, 8, 1, 2)]
 
 
-def streamed(x: Tensor, form: str, stored: Stored, bias: Tensor | None, around: Fusion, step: Tensor | None = None) -> list[Tensor]:
-    made = [stream.stream(x, form, stored, step, bias, around, tile) for tile in STREAM_TILES]
+def skinny_results(x: Tensor, form: str, stored: Stored, bias: Tensor | None, around: Fusion, step: Tensor | None = None) -> list[Tensor]:
+    made = [skinny_linear(x, form, stored, step, bias, around, tile) for tile in SKINNY_TILES]
     assert not quant_linear.arrived(x.device).any()
     return made
 
@@ -333,31 +340,31 @@ def streamed(x: Tensor, form: str, stored: Stored, bias: Tensor | None, around: 
         (9, "lgr", "int", 64, 648), (9, "lgr", "int", 128, 648),
     ],
 )  # fmt: skip
-def test_streamed_int4(m: int, parts: str, zero: str, group: int, k: int) -> None:
+def test_skinny_int4(m: int, parts: str, zero: str, group: int, k: int) -> None:
     x, bias, around, rows = problem(m, 40, k, torch.float32, parts)
     weight = int4_weight(rows, k, group, zero)
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
-    for got in streamed(x, "int4", quant_int4.pack(weight).stored(), bias, around):
+    for got in skinny_results(x, "int4", quant_int4.pack(weight).stored(), bias, around):
         assert relative_error(got, want) < 3e-4
 
 
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (5, "br"), (17, "lgr")])
-def test_streamed_int8(m: int, parts: str) -> None:
+def test_skinny_int8(m: int, parts: str) -> None:
     x, bias, around, rows = problem(m, 40, 576, torch.float32, parts)
     weight, scale = int8_weight(rows, 576)
     want = expected(x, weight.double() * scale.double()[:, None], bias, around)
-    for got in streamed(x, "bytes", Stored("same", weight, scale, rows, 576), bias, around):
+    for got in skinny_results(x, "bytes", Stored("same", weight, scale, rows, 576), bias, around):
         assert relative_error(got, want) < 3e-4
 
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (1, "l"), (5, "br"), (9, "ngr")])
-def test_streamed_fp8(m: int, parts: str, static: bool) -> None:
+def test_skinny_fp8(m: int, parts: str, static: bool) -> None:
     x, bias, around, rows = problem(m, 40, 576, torch.float32, parts)
     weight, scale = fp8_weight(rows, 576)
     step = torch.tensor([0.05]) if static else None
     want = fp8_reference.fp8_linear(x, weight, scale, "static" if static else "token", step, bias, around)
-    for got in streamed(x, "fp8", Stored("same", weight, scale, rows, 576), bias, around, step):
+    for got in skinny_results(x, "fp8", Stored("same", weight, scale, rows, 576), bias, around, step):
         assert relative_error(got, want) < (3e-3 if around.norm_kind else 1e-5)
 
 

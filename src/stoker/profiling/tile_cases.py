@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.triton.gemm.quantized.launch import Stored, few_rows
-from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, stream
+from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, skinny_linear
 from stoker.kernels.tuning.table import TileKey
 from stoker.kernels.tuning.tiles import TILE_OPS, QuantTile, SkinnyTile, Tile
 from stoker.kernels.types import Fusion
@@ -104,4 +104,4 @@ def _one_byte_launch(op: str, dtype: str, shape: tuple[int, ...], tile: Tile) ->
     if isinstance(tile, QuantTile):
         return lambda weight: few_rows(x, weight, form, dtype, None, None, fusion, tile), weights
     assert isinstance(tile, SkinnyTile)
-    return lambda weight: stream(x, form, weight, None, None, fusion, tile), weights
+    return lambda weight: skinny_linear(x, form, weight, None, None, fusion, tile), weights

@@ -20,7 +20,7 @@ from stoker.kernels.triton.gemm.quantized.launch import (
     without_layer_norm,
 )
 from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, MIDDLE_ROWS
-from stoker.kernels.triton.gemm.skinny.launch import stream, takes
+from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.types import PLAIN, Fusion
 
 BLOCK_COLUMNS = (32, 64, 128, 256)  # features of a block that a tile can have
@@ -58,8 +58,8 @@ def fp8_linear(
         check_residual(fusion, 1, n)
         return one_row(x, weight, scale, step, bias, fusion, one)
     stored = Stored("same", weight, scale, n, k)
-    if takes(x, "fp8", stored):
-        return stream(x, "fp8", stored, step, bias, fusion)
+    if supports_skinny(x, "fp8", stored):
+        return skinny_linear(x, "fp8", stored, step, bias, fusion)
     if x.shape[0] > FEW_ROWS and _library_takes(x, weight):
         return scaled_rows(x, weight, scale, step, bias, fusion)
     return few_rows(x, stored, "fp8", "fp8", step, bias, fusion)

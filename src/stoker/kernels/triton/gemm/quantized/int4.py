@@ -18,9 +18,8 @@ from stoker.kernels.quantized import Int4Weight, RowWeight
 from stoker.kernels.reference import quant_int4 as reference
 from stoker.kernels.triton.gemm.quantized.launch import Stored, few_rows, many_rows, plain_rows, ungated
 from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, SMALLEST_INTEGER_GROUP, digits_pay
-from stoker.kernels.triton.gemm.skinny.launch import stream, takes
-from stoker.kernels.triton.gemm.skinny_int4.launch import band
-from stoker.kernels.triton.gemm.skinny_int4.launch import takes as band_takes
+from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
+from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear, supports_skinny_int4
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.triton.ptx.unpack import unpack_int4
 from stoker.kernels.types import PLAIN, Fusion
@@ -104,10 +103,10 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusio
     if packed is None:
         return reference.int4_linear(x, weight, bias, fusion)
     rows, stored = x.shape[0], packed.stored()
-    if takes(x, "int4", stored):
-        return stream(x, "int4", stored, None, bias, fusion)
-    if band_takes(x, stored):
-        return band(x, stored, bias, fusion)
+    if supports_skinny(x, "int4", stored):
+        return skinny_linear(x, "int4", stored, None, bias, fusion)
+    if supports_skinny_int4(x, stored):
+        return skinny_int4_linear(x, stored, bias, fusion)
     if rows <= FEW_ROWS:
         if digits_pay(rows, packed.group) or (x.dtype == torch.float32 and packed.group >= SMALLEST_INTEGER_GROUP):
             return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)

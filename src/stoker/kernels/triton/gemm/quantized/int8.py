@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.launch import Stored, few_rows, many_rows
 from stoker.kernels.triton.gemm.quantized.tiles import DIGIT_ROWS, FEW_ROWS, digits_tile
-from stoker.kernels.triton.gemm.skinny.launch import stream, takes
+from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -21,8 +21,8 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     """See `ops.int8_linear`. Few rows become two int8 digits each, so that the weights are multiplied as they are stored."""
     n, k = weight.shape
     stored = Stored("same", weight, scale, n, k)
-    if takes(x, "bytes", stored):
-        return stream(x, "bytes", stored, None, bias, fusion)
+    if supports_skinny(x, "bytes", stored):
+        return skinny_linear(x, "bytes", stored, None, bias, fusion)
     if x.shape[0] <= FEW_ROWS // 2:
         return few_rows(x, stored, "digits", "int8", None, bias, fusion)
     if x.shape[0] <= DIGIT_ROWS:

@@ -1,364 +1,238 @@
-"""Few tokens against weights that are read once, in the order in which they lie: from memory into the registers that are multiplied.
+"""Skinny GEMM for 1 to 8 tokens against weights of 4 or 8 bits, which go from memory into matrix operands without shared memory.
 
-Warps of a program take turns at chunks of some rows (64 bytes; of int4 whole pairs of groups); each has asked for the chunks of its next
-STAGES turns, and for the first ones before the kernel before this one has ended. Their sums meet at the end, first those of a program's
-warps, then those of programs that split the features.
-FORM: int4 (paired groups, see `quant_int4`) and bytes (int8), against tokens' digits (see `quant_codes`); fp8, against e4m3 tokens.
+    out[t, r] = Σ_k x[t, k] × w[r, k]                                   r < n
+    out[t, r] = act(Σ_k x[t, k] × w[r, k]) × Σ_k x[t, k] × w[n + r, k]  (gated)            + bias, + residual
+
+    x     [m, k]: e4m3, or two int8 digits (254 × coarse + fine), with a scale per token
+    w     [rows, k]: e4m3 or int8 with a scale per row; int4 with scales per row and group of 32 features or more
+
+Grid: (tiles of 16 × row_tiles weight rows, splits of the reduction dimension, tiles of tokens). The warps of a CTA share the reduction
+dimension of its rows: in each iteration a warp loads the next chunk of all rows, 64 bytes of each (int4: those of whole pairs of groups).
+
+    chunks of a row    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | ...        4 warps
+    warp               | 0 | 1 | 2 | 3 | 0 | 1 | 2 | 3 |
+    iteration          |       0       |       1       |            num_stages iterations are loaded ahead, into registers
+
+The loads of the first num_stages iterations are issued before `griddepcontrol.wait`, so they overlap the end of the previous kernel. At the
+end the sums of the warps are added through shared memory, then those of the splits through global memory.
+
+Layouts: weights of a lane in `fragments`, columns of the product and pairs of int4 groups in `chunk_products`.
+
+Theoretical floor: the bytes of the weight ÷ 4.42 TB/s (the read bandwidth of an H200). Llama-3.1-8B, µs of qkv, out, up (gated), down, head
+with their norms and quantization (benchmarks/results/h200_stream_tiles.json):
+
+    | weights, tokens          | this kernel                      | of the floor, %     | through shared memory (`gemm.quantized`) |
+    | int4 groups of 128, 1    |  7.5,  6.1, 25.7, 13.7,  74.3    | 39, 32, 53, 50, 82  | 11.8,  8.9, 28.3, 22.4,  89.3            |
+    | int4 groups of 128, 8    | 10.0,  7.6, 29.7, 18.4, 101.8    | 29, 26, 46, 37, 60  | 11.4, 10.1, 36.0, 19.4,  92.9            |
+    | int8, 1                  | 10.2,  7.5, 31.6, 18.3, 123.8    | 56, 51, 84, 72, 96  | 11.5,  9.0, 33.4, 24.5, 124.3            |
+    | fp8, 8                   | 10.4,  8.4, 32.3, 19.8, 125.5    | 55, 45, 82, 67, 95  | 10.4,  8.5, 32.1, 20.0, 125.1            |
 """
 
-# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+# ruff: noqa: RUF005 - Triton's language concatenates tuples with +; it does not unpack them.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.activation import activated
-from stoker.kernels.triton.gemm.quantized.kernel import grid_of, stored_grid
+from stoker.kernels.triton.gemm.skinny.chunk_products import add_chunk, join_digits
+from stoker.kernels.triton.gemm.skinny.epilogue import is_last_split, store_outputs
+from stoker.kernels.triton.gemm.skinny.fragments import lane_rows, load_scales, load_weights, row_addresses
+from stoker.kernels.triton.gemm.skinny.interpreted import dequantized_products
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
-from stoker.kernels.triton.ptx.mma import e4m3_to_f16, load_token_fragment, load_weight_fragment, mma_m16n8
-from stoker.kernels.triton.ptx.unpack import unpack_int4
+from stoker.kernels.triton.ptx.registers import repeat
 
 
 @triton.jit
-def same(value, COUNT: tl.constexpr):
-    """COUNT times the same."""
-    made = ()
-    for _ in tl.static_range(COUNT):
-        made = made + (value,)
-    return made
+def multiply(
+    x,  # QuantizedTokens
+    weight,  # QuantizedWeight
+    m,
+    n,
+    num_chunks,
+    tile,  # of the CTA
+    first_token,  # of the CTA
+    first,  # iterations of the CTA
+    last,
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILE: tl.constexpr,  # TileShape
+    GATED: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """The product of the CTA's rows and tokens over the chunks of each warp in iterations first : last.
 
-
-@triton.jit
-def lane_rows(tile, lane, n, M_TILES: tl.constexpr, GATED: tl.constexpr):
-    """The weight's rows that a lane holds, two for each of M_TILES; gated ones follow the gates."""
-    PART: tl.constexpr = M_TILES // 2 if GATED else M_TILES
-    rows = ()
-    for half in tl.static_range(2 * M_TILES):
-        row = tl.minimum(tile * (16 * PART) + 8 * (half % (2 * PART)) + lane // 4, n - 1)
-        rows = rows + (row + n * (half // (2 * PART)),)
-    return rows
-
-
-@triton.jit
-def take_weights(places, chunk, is_there, COUNT: tl.constexpr, PARTS: tl.constexpr):
-    """16 bytes of each row for each 64 of a chunk. The rows' first ones lie at `places`."""
-    made = ()
-    for part in tl.static_range(PARTS):
-        for i in tl.static_range(COUNT):
-            made = made + load_weight_fragment(places[i] + chunk.to(tl.int64) * (64 * PARTS), is_there.to(tl.int32), part * 64)
-    return made
-
-
-@triton.jit
-def take_grid(scale, zero, rows, group, is_there, stride_groups, ZERO: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr):
-    """The scales of each row's next GROUPS groups of int4, and what stands for their zeros."""
-    made = ()
-    for later in tl.static_range(GROUPS):
-        first = (group + later).to(tl.int64) * stride_groups
-        for i in tl.static_range(COUNT):
-            made = made + (tl.load(scale + first + rows[i], mask=is_there, other=0, volatile=True),)
-            if ZERO != "none":
-                made = made + (tl.load(zero + first + rows[i], mask=is_there, other=0, volatile=True),)
-    return made
-
-
-@triton.jit
-def group_sums(sums, group, is_there, lane, m, column, N_TILES: tl.constexpr):
-    """The sum of a group's features of the token that a lane's sums are of, in units of fine digits, for each tile of tokens."""
-    made = ()
-    for tile in tl.static_range(N_TILES):
-        place = sums + group * m + tl.minimum(column + 4 * tile + lane % 4, m - 1)
-        made = made + (tl.load(place, mask=is_there, other=0.0),)
-    return made
-
-
-@triton.jit
-def add_group(acc, raw, total, grid, GROUP: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr, ZERO: tl.constexpr):
-    """acc + (a group's sums - zero × the tokens' `total`) × scale, by row. Of four sums two are a row's coarse and fine ones.
-
-    GROUP: its number in the chunk.
+    Returns a tuple of float32 registers: of each 16-row tile and column tile c0 … c3 (fp8), or the sums of rows g and g + 8 (digits).
     """
-    EACH: tl.constexpr = 1 if ZERO == "none" else 2
-    made = ()
-    for tile in tl.static_range(M_TILES):
-        for column in tl.static_range(N_TILES):
-            for half in tl.static_range(2):
-                digits = raw[4 * (N_TILES * tile + column) + 2 * half] * 254 + raw[4 * (N_TILES * tile + column) + 2 * half + 1]
-                value = digits.to(tl.float32)
-                s = grid[EACH * (2 * M_TILES * GROUP + 2 * tile + half)].to(tl.float32)
-                before = acc[2 * (N_TILES * tile + column) + half]
-                if ZERO == "none":
-                    value -= 8.0 * total[column]
-                elif ZERO == "int":
-                    value -= grid[EACH * (2 * M_TILES * GROUP + 2 * tile + half) + 1].to(tl.float32) * total[column]
-                else:
-                    before += grid[EACH * (2 * M_TILES * GROUP + 2 * tile + half) + 1].to(tl.float32) * total[column]
-                made = made + (before + s * value,)
-    return made
-
-
-@triton.jit
-def products(acc, words, given, KIND: tl.constexpr, EACH: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr):
-    """acc + the products of 64 bytes of each row. EACH: registers of a tile of tokens in `given`."""
-    made = ()
-    for tile in tl.static_range(M_TILES):
-        for column in tl.static_range(N_TILES):
-            made = made + mma_m16n8(
-                acc[4 * (N_TILES * tile + column) : 4 * (N_TILES * tile + column) + 4], words[8 * tile : 8 * tile + 4],
-                words[8 * tile + 4 : 8 * tile + 8], given[EACH * column : EACH * column + EACH], KIND,
-            )  # fmt: skip
-    return made
-
-
-@triton.jit
-def take_tokens(tokens, offset, is_there, FORM: tl.constexpr, N_TILES: tl.constexpr):
-    """The operands of each tile of tokens, `offset` bytes on."""
-    made = ()
-    for tile in tl.static_range(N_TILES):
-        given = load_token_fragment(tokens[tile] + offset.to(tl.int64), is_there.to(tl.int32))
-        if FORM == "fp8":
-            given = e4m3_to_f16(given)
-        made = made + given
-    return made
-
-
-@triton.jit
-def of_pair(given, lane, PAIR: tl.constexpr, GROUP: tl.constexpr):
-    """Tokens' operands where several lanes' 16 bytes are of several pairs of groups: zeros in the lanes of the others."""
-    made = ()
-    for i in tl.static_range(len(given)):
-        made = made + (tl.where(lane % 4 * 16 // GROUP == PAIR, given[i], 0),)
-    return made
-
-
-@triton.jit
-def add_chunk(
-    acc, words, grid, tokens, sums, chunk, is_there, lane, m, column,
-    FORM: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr,
-):  # fmt: skip
-    """acc + a chunk's products: four registers a tile, of int4 two, with the digits joined."""
+    FORM: tl.constexpr = FORMAT.form
+    ZERO: tl.constexpr = FORMAT.zero
+    GROUP: tl.constexpr = FORMAT.group
+    ROW_TILES: tl.constexpr = TILE.row_tiles
+    COLUMN_TILES: tl.constexpr = TILE.column_tiles
+    WARPS: tl.constexpr = TILE.num_warps
+    STAGES: tl.constexpr = TILE.num_stages
+    DIGITS: tl.constexpr = 1 if FORM == "fp8" else 2
+    PARTS: tl.constexpr = GROUP // 64 if FORM == "int4" and GROUP > 64 else 1  # 64-byte parts of a chunk
+    PAIRS: tl.constexpr = 64 // GROUP if FORM == "int4" and GROUP < 64 else 1  # pairs of groups in a chunk
+    ROWS: tl.constexpr = 2 * ROW_TILES  # rows of a lane
+    WORDS: tl.constexpr = 4 * ROWS * PARTS  # registers of a chunk
+    SCALES: tl.constexpr = 0 if FORM != "int4" else 2 * PAIRS * ROWS * (1 if ZERO == "none" else 2)
+    thread = tl.arange(0, 32 * WARPS)
+    lane = thread % 32
+    warp = thread // 32
+    rows = lane_rows(tile, lane, n, ROW_TILES, GATED)
+    weight_addresses = row_addresses(weight, rows, lane, ROWS)
+    words = ()
+    scales_zeros = ()
+    for stage in tl.static_range(STAGES):
+        chunk = (first + stage) * WARPS + warp
+        is_valid = (chunk < num_chunks) & (first + stage < last)
+        words = words + load_weights(weight_addresses, chunk, is_valid, ROWS, PARTS)
+        if FORM == "int4":
+            scales_zeros = scales_zeros + load_scales(weight, rows, chunk * (2 * PAIRS), is_valid, ZERO, ROWS, 2 * PAIRS)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+    token_addresses = ()
+    feature = lane % 4 * 16  # the lane's first feature in a chunk
+    if PAIRS > 1:
+        feature = feature // GROUP * (2 * GROUP) + feature % GROUP
+    for i in tl.static_range(COLUMN_TILES):
+        row = tl.minimum(first_token + (8 * i + lane // 4) // DIGITS, m - 1) + (lane // 4) % DIGITS * m
+        token_addresses = token_addresses + (x.values_ptr.to(tl.int64) + row.to(tl.int64) * x.stride_row + feature,)
+    zero = tl.zeros_like(lane)
     if FORM == "int4":
-        PAIRS: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
-        for side in tl.static_range(2):  # low nibbles are one group, high ones the next
-            for pair in tl.static_range(PAIRS):
-                raw = same(tl.zeros_like(lane), 4 * M_TILES * N_TILES)
-                for part in tl.static_range(GROUP // 64 if GROUP > 64 else 1):
-                    given = take_tokens(tokens, chunk * (2 * GROUP * PAIRS) + side * GROUP + part * 64, is_there, FORM, N_TILES)
-                    if PAIRS > 1:
-                        given = of_pair(given, lane, pair, GROUP)
-                    mine = words[8 * M_TILES * part : 8 * M_TILES * (part + 1)]
-                    raw = products(raw, mine, given, "low" if side == 0 else "high", 4, M_TILES, N_TILES)
-                total = group_sums(sums, 2 * (chunk * PAIRS + pair) + side, is_there, lane, m, column, N_TILES)
-                acc = add_group(acc, raw, total, grid, 2 * pair + side, M_TILES, N_TILES, ZERO)
-        return acc
+        sums = repeat(zero.to(tl.float32), 2 * ROW_TILES * COLUMN_TILES)
+    elif FORM == "bytes":
+        sums = repeat(zero, 4 * ROW_TILES * COLUMN_TILES)
     else:
-        given = take_tokens(tokens, chunk * 64, is_there, FORM, N_TILES)
-        return products(acc, words, given, "e4m3" if FORM == "fp8" else "bytes", 8 if FORM == "fp8" else 4, M_TILES, N_TILES)
+        sums = repeat(zero.to(tl.float32), 4 * ROW_TILES * COLUMN_TILES)
+    for start in range(first, last, STAGES):
+        next_words = ()
+        next_scales_zeros = ()
+        for stage in tl.static_range(STAGES):
+            chunk = (start + stage) * WARPS + warp
+            is_valid = (chunk < num_chunks) & (start + stage < last)
+            sums = add_chunk(
+                sums,
+                words[WORDS * stage : WORDS * (stage + 1)],
+                scales_zeros[SCALES * stage : SCALES * (stage + 1)],
+                token_addresses,
+                x,
+                chunk,
+                is_valid,
+                lane,
+                m,
+                first_token,
+                FORMAT,
+                ROW_TILES,
+                COLUMN_TILES,
+            )
+            later = chunk + STAGES * WARPS
+            is_valid = (later < num_chunks) & (start + stage + STAGES < last)
+            next_words = next_words + load_weights(weight_addresses, later, is_valid, ROWS, PARTS)
+            if FORM == "int4":
+                next_scales_zeros = next_scales_zeros + load_scales(weight, rows, later * (2 * PAIRS), is_valid, ZERO, ROWS, 2 * PAIRS)
+        words = next_words
+        scales_zeros = next_scales_zeros
+    if FORM == "bytes":
+        sums = join_digits(sums, 2 * ROW_TILES * COLUMN_TILES)
+    return sums
 
 
 @triton.jit
-def joined(values, COUNT: tl.constexpr, WARPS: tl.constexpr):
-    """float32 [32, COUNT] of COUNT registers a thread: the sums over warps."""
-    level = values
+def sum_over_warps(registers, COUNT: tl.constexpr, WARPS: tl.constexpr):
+    """float32 [32 lanes, COUNT]: COUNT registers (a power of two) of each thread, summed over the warps."""
+    level = registers
     LEVELS: tl.constexpr = COUNT.bit_length() - 1
-    for up in tl.static_range(LEVELS):
-        made = ()
-        for i in tl.static_range(COUNT >> (up + 1)):
-            made = made + (tl.join(level[i], level[i + (COUNT >> (up + 1))]),)
-        level = made
+    for i in tl.static_range(LEVELS):
+        joined = ()
+        for j in tl.static_range(COUNT >> (i + 1)):
+            joined = joined + (tl.join(level[j], level[j + (COUNT >> (i + 1))]),)
+        level = joined
     return tl.sum(tl.reshape(level[0], (WARPS, 32, COUNT)), 0)
 
 
-@triton.jit
-def plain_sums(
-    x, weight, scale, zero, rows, tokens, begin, end, m, stride_x, stride_w, stride_groups,
-    FORM: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """What the sums of a tile's lanes come to, [rows, tokens], for the interpreter. `begin` and `end` count 64 bytes of a row."""
-    acc = tl.zeros([rows.shape[0], tokens.shape[0]], tl.float32)
-    DIGITS: tl.constexpr = 2 if FORM == "int4" or FORM == "bytes" else 1
-    for chunk in range(begin, end):
-        at = chunk * 64 + tl.arange(0, 64)
-        byte = weight + rows[:, None].to(tl.int64) * stride_w + at[None, :]
-        for side in tl.static_range(2 if FORM == "int4" else 1):
-            group = 2 * (at // GROUP) + side
-            cols = group * GROUP + at % GROUP if FORM == "int4" else at
-            v = tl.zeros([64, tokens.shape[0]], tl.float32)
-            for digit in tl.static_range(DIGITS):
-                part = tl.load(x + (digit * m + tokens)[None, :] * stride_x + cols[:, None]).to(tl.float32)
-                v = v * 254.0 + part
-            if FORM == "int4":
-                low, high = unpack_int4(tl.load(byte), PACKED)
-                s, offset = grid_of(stored_grid(scale, zero, group[None, :] * stride_groups + rows[:, None], ZERO), ZERO)
-                w = (low if side == 0 else high).to(tl.float32) * s + offset
-            else:
-                w = tl.load(byte).to(tl.float32)
-            acc += tl.dot(w, v, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def finish(y, up, rows, columns, m, scale, row_scale, bias, residual, out, n, GATED: tl.constexpr, ACT: tl.constexpr, BY_ROW: tl.constexpr):
-    """From sums to the output: scales, bias, activation, residual. All of one shape: element (row of the weight, row of x)."""
-    kept = rows < n
-    inside = kept & (columns < m)
-    if row_scale is not None:
-        step = tl.load(row_scale + columns, mask=inside, other=0.0)
-        y *= step
-        if GATED:
-            up *= step
-    if BY_ROW:
-        y *= tl.load(scale + rows, mask=kept, other=0.0)
-        if GATED:
-            up *= tl.load(scale + n + rows, mask=kept, other=0.0)
-    if bias is not None:
-        y += tl.load(bias + rows, mask=kept, other=0.0).to(tl.float32)
-        if GATED:
-            up += tl.load(bias + n + rows, mask=kept, other=0.0).to(tl.float32)
-    if GATED:
-        y = activated(y, ACT) * up
-    place = columns.to(tl.int64) * n + rows
-    if residual is not None:
-        y += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def joined_digits(sums, COUNT: tl.constexpr):
-    """COUNT float32 registers of twice as many int32 ones: neighbours are a token's coarse and fine digits' sums."""
-    made = ()
-    for i in tl.static_range(COUNT):
-        made = made + (sums[2 * i].to(tl.float32) * 254.0 + sums[2 * i + 1].to(tl.float32),)
-    return made
-
-
 @triton.jit(do_not_specialize=["m", "splits"])
-def stream_kernel(
-    x, row_scale, x_sums, weight, scale, zero, bias, residual, out, partial, arrived,
-    m, n, chunks, splits, stride_x, stride_w, stride_groups,
-    FORM: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    M_TILES: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
-    PACKED: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tiles of rows, splits, tiles of tokens). A tile is 16 × M_TILES rows of the weight, of a GATED one half of them gates.
-
-    x [m, k] e4m3, or int8 digits [2 × m, k]; row_scale float32 [m]; x_sums float32 [groups, m] (int4). weight [n (twice when
-    GATED), stride_w bytes]; scale float32 [rows], or of int4 [groups, rows] with `zero` alike.
-    partial float32 [tiles, splits, sums of a tile]; arrived [tiles] counts finished splits and is left at zero.
-    """
-    PART: tl.constexpr = M_TILES // 2 if GATED else M_TILES
-    PARTS: tl.constexpr = 2 if GATED else 1
-    DIGITS: tl.constexpr = 2 if FORM == "int4" or FORM == "bytes" else 1
-    TOKENS: tl.constexpr = 8 * N_TILES // DIGITS
-    PIECES: tl.constexpr = GROUP // 64 if FORM == "int4" and GROUP > 64 else 1  # of 64 bytes in a chunk
-    PAIRS: tl.constexpr = 64 // GROUP if FORM == "int4" and GROUP < 64 else 1  # of groups in a chunk
+def skinny_gemm_kernel(
+    # Groups of pointers and strides
+    x,  # QuantizedTokens
+    weight,  # QuantizedWeight
+    epilogue,  # Epilogue
+    scratch,  # SplitScratch: of a tile its sums of all lanes; gated, first those of the gates
+    # Sizes
+    m,  # tokens
+    n,  # output features
+    num_chunks,  # of a weight row
+    splits,
+    # Constants
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILE: tl.constexpr,  # TileShape
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,  # True on a GPU; False in the interpreter, which has no matrix instructions: `dequantized_products`
+    USE_PDL: tl.constexpr,
+):
+    FORM: tl.constexpr = FORMAT.form
+    WARPS: tl.constexpr = TILE.num_warps
+    SPLIT: tl.constexpr = TILE.is_split
+    COLUMN_TILES: tl.constexpr = TILE.column_tiles
+    OUT_TILES: tl.constexpr = TILE.row_tiles // 2 if GATED else TILE.row_tiles  # 16-row tiles of outputs
+    HALVES: tl.constexpr = 2 if GATED else 1  # sums per output
+    DIGITS: tl.constexpr = 1 if FORM == "fp8" else 2
+    TOKENS: tl.constexpr = 8 * COLUMN_TILES // DIGITS  # of a CTA
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    column = tl.program_id(2) * TOKENS
-    turns = tl.cdiv(tl.cdiv(chunks, WARPS), splits)
-    first = split * turns
-    last = tl.minimum(tl.cdiv(chunks, WARPS), first + turns)
-    if PACKED:
-        COUNT: tl.constexpr = 2 * M_TILES
-        GRID: tl.constexpr = 0 if FORM != "int4" else 2 * PAIRS * COUNT * (1 if ZERO == "none" else 2)
-        thread = tl.arange(0, 32 * WARPS)
-        lane = thread % 32
-        warp = thread // 32
-        rows = lane_rows(tile, lane, n, M_TILES, GATED)
-        places = ()
-        for i in tl.static_range(COUNT):
-            places = places + (weight.to(tl.int64) + rows[i].to(tl.int64) * stride_w + lane % 4 * 16,)
-        words = ()
-        grid = ()
-        for stage in tl.static_range(STAGES):
-            chunk = (first + stage) * WARPS + warp
-            is_there = (chunk < chunks) & (first + stage < last)
-            words = words + take_weights(places, chunk, is_there, COUNT, PIECES)
-            if FORM == "int4":
-                grid = grid + take_grid(scale, zero, rows, chunk * (2 * PAIRS), is_there, stride_groups, ZERO, COUNT, 2 * PAIRS)
-        pdl_wait(USE_PDL)
-        pdl_launch_dependents(USE_PDL)
-        tokens = ()
-        feature = lane % 4 * 16  # the lane's first one in a chunk
-        if PAIRS > 1:
-            feature = feature // GROUP * (2 * GROUP) + feature % GROUP
-        for i in tl.static_range(N_TILES):
-            token = tl.minimum(column + (8 * i + lane // 4) // DIGITS, m - 1) + (lane // 4) % DIGITS * m
-            tokens = tokens + (x.to(tl.int64) + token.to(tl.int64) * stride_x + feature,)
-        nothing = tl.zeros_like(lane)
-        if FORM == "int4":
-            sums = same(nothing.to(tl.float32), 2 * M_TILES * N_TILES)
-        elif FORM == "bytes":
-            sums = same(nothing, 4 * M_TILES * N_TILES)
-        else:
-            sums = same(nothing.to(tl.float32), 4 * M_TILES * N_TILES)
-        for start in range(first, last, STAGES):
-            new_words = ()
-            new_grid = ()
-            for stage in tl.static_range(STAGES):
-                chunk = (start + stage) * WARPS + warp
-                is_there = (chunk < chunks) & (start + stage < last)
-                sums = add_chunk(
-                    sums, words[4 * COUNT * PIECES * stage : 4 * COUNT * PIECES * (stage + 1)], grid[GRID * stage : GRID * (stage + 1)],
-                    tokens, x_sums, chunk, is_there, lane, m, column, FORM, ZERO, GROUP, M_TILES, N_TILES,
-                )  # fmt: skip
-                after = chunk + STAGES * WARPS
-                is_there = (after < chunks) & (start + stage + STAGES < last)
-                new_words = new_words + take_weights(places, after, is_there, COUNT, PIECES)
-                if FORM == "int4":
-                    new_grid = new_grid + take_grid(scale, zero, rows, after * (2 * PAIRS), is_there, stride_groups, ZERO, COUNT, 2 * PAIRS)
-            words = new_words
-            grid = new_grid
-        if FORM == "bytes":
-            sums = joined_digits(sums, 2 * M_TILES * N_TILES)
-        EACH: tl.constexpr = 4 // DIGITS  # sums of an m-tile and a tile of tokens
-        HALF: tl.constexpr = EACH // 2
-        ALL: tl.constexpr = EACH * PART * N_TILES
-        at_lane = tl.arange(0, 32)[:, None]
-        at_sum = tl.arange(0, ALL)[None, :]
-        row = tile * (16 * PART) + at_sum // (EACH * N_TILES) * 16 + at_sum % EACH // HALF * 8 + at_lane // 4
-        columns = column + at_sum // EACH % N_TILES * (8 // DIGITS) + at_lane % 4 * HALF + at_sum % HALF
-        place = at_lane * ALL + at_sum
-        SIZE: tl.constexpr = 32 * ALL
-        y = joined(sums[0:ALL], ALL, WARPS)
+    first_token = tl.program_id(2) * TOKENS
+    split_iterations = tl.cdiv(tl.cdiv(num_chunks, WARPS), splits)
+    first = split * split_iterations
+    last = tl.minimum(tl.cdiv(num_chunks, WARPS), first + split_iterations)
+    if IN_REGISTERS:
+        sums = multiply(x, weight, m, n, num_chunks, tile, first_token, first, last, FORMAT, TILE, GATED, USE_PDL)
+        REGISTERS: tl.constexpr = 4 // DIGITS  # of a 16-row tile and a column tile
+        HALF: tl.constexpr = REGISTERS // 2
+        COUNT: tl.constexpr = REGISTERS * OUT_TILES * COLUMN_TILES
+        lane = tl.arange(0, 32)[:, None]
+        index = tl.arange(0, COUNT)[None, :]
+        # Row and token of each register of each lane, both [32, COUNT].
+        rows = tile * (16 * OUT_TILES) + index // (REGISTERS * COLUMN_TILES) * 16 + index % REGISTERS // HALF * 8 + lane // 4
+        tokens = first_token + index // REGISTERS % COLUMN_TILES * (8 // DIGITS) + lane % 4 * HALF + index % HALF
+        offsets = lane * COUNT + index
+        SIZE: tl.constexpr = 32 * COUNT  # outputs of a tile
+        y = sum_over_warps(sums[0:COUNT], COUNT, WARPS)  # [32, COUNT]
         up = y
         if GATED:
-            up = joined(sums[ALL : 2 * ALL], ALL, WARPS)
+            up = sum_over_warps(sums[COUNT : 2 * COUNT], COUNT, WARPS)
     else:
-        at_row = tl.arange(0, 16 * PART)
-        at_token = tl.arange(0, TOKENS)
-        columns = column + at_token[None, :] + tl.zeros_like(at_row)[:, None]
-        row = tile * (16 * PART) + at_row[:, None] + tl.zeros_like(columns)
-        place = at_row[:, None] * TOKENS + at_token[None, :]
-        SIZE: tl.constexpr = 16 * PART * TOKENS
-        known = tl.minimum(column + at_token, m - 1)
-        safe = tl.minimum(tile * (16 * PART) + at_row, n - 1)
-        begin = first * WARPS * PIECES
-        end = tl.minimum(last * WARPS, chunks) * PIECES
-        y = plain_sums(x, weight, scale, zero, safe, known, begin, end, m, stride_x, stride_w, stride_groups, FORM, ZERO, GROUP, PACKED)
+        tile_row = tl.arange(0, 16 * OUT_TILES)
+        tile_token = tl.arange(0, TOKENS)
+        tokens = first_token + tile_token[None, :] + tl.zeros_like(tile_row)[:, None]  # [16 × OUT_TILES, TOKENS]
+        rows = tile * (16 * OUT_TILES) + tile_row[:, None] + tl.zeros_like(tokens)
+        offsets = tile_row[:, None] * TOKENS + tile_token[None, :]
+        SIZE: tl.constexpr = 16 * OUT_TILES * TOKENS
+        loaded_tokens = tl.minimum(first_token + tile_token, m - 1)
+        loaded_rows = tl.minimum(tile * (16 * OUT_TILES) + tile_row, n - 1)
+        begin = first * WARPS
+        end = tl.minimum(last * WARPS, num_chunks)
+        y = dequantized_products(x, weight, loaded_rows, loaded_tokens, begin, end, m, FORMAT)
         up = y
         if GATED:
-            up = plain_sums(
-                x, weight, scale, zero, safe + n, known, begin, end, m, stride_x, stride_w, stride_groups, FORM, ZERO, GROUP,
-                PACKED,
-            )  # fmt: skip
+            up = dequantized_products(x, weight, loaded_rows + n, loaded_tokens, begin, end, m, FORMAT)
     if SPLIT:
-        unit = tl.program_id(2) * tl.num_programs(0) + tile
-        mine = partial + (unit * splits + split).to(tl.int64) * (PARTS * SIZE)
-        tl.store(mine + place, y, mask=columns < m)
+        partial_tile = tl.program_id(2) * tl.num_programs(0) + tile
+        partial_ptr = scratch.partial_ptr + (partial_tile * splits + split).to(tl.int64) * (HALVES * SIZE)
+        tl.store(partial_ptr + offsets, y, mask=tokens < m)
         if GATED:
-            tl.store(mine + SIZE + place, up, mask=columns < m)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + unit, 1, sem="acq_rel", scope="gpu") != splits - 1:
+            tl.store(partial_ptr + SIZE + offsets, up, mask=tokens < m)
+        if not is_last_split(scratch.finished_ptr, partial_tile, splits):
             return
-        tl.store(arrived + unit, 0)
+        tl.store(scratch.finished_ptr + partial_tile, 0)
         y = tl.zeros_like(y)
         up = y
         for other in range(splits):
-            theirs = partial + (unit * splits + other).to(tl.int64) * (PARTS * SIZE)
-            y += tl.load(theirs + place, mask=columns < m, other=0.0)
+            other_ptr = scratch.partial_ptr + (partial_tile * splits + other).to(tl.int64) * (HALVES * SIZE)
+            y += tl.load(other_ptr + offsets, mask=tokens < m, other=0.0)
             if GATED:
-                up += tl.load(theirs + SIZE + place, mask=columns < m, other=0.0)
-    BY_ROW: tl.constexpr = FORM == "bytes" or FORM == "fp8"
-    finish(y, up, row, columns, m, scale, row_scale, bias, residual, out, n, GATED, ACT, BY_ROW)
+                up += tl.load(other_ptr + SIZE + offsets, mask=tokens < m, other=0.0)
+    row_scale_ptr = None
+    if FORM != "int4":
+        row_scale_ptr = weight.scale_ptr
+    store_outputs(y, up, rows, tokens, m, n, row_scale_ptr, x.scale_ptr, epilogue, GATED, ACTIVATION)

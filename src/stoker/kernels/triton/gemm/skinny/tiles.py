@@ -7,29 +7,29 @@ import triton
 from stoker.kernels.tuning.table import TuningTable
 from stoker.kernels.tuning.tiles import SkinnyTile
 
-MOST_TOKENS = 8
-# Most tokens of int4 in groups of 32: with 8 tokens an 8B model takes 4.55 ms per step here, and 3.63 with the kernel in `skinny_int4`.
-MOST_OF_SMALL_GROUPS = 4
-MOST_TOKEN_TILES = 4  # of 8 columns each; further columns belong to other CTAs, which read the weight again
+MAX_TOKENS = 8
+# The limit for int4 in groups of 32: with 8 tokens an 8B model takes 4.55 ms per step here, and 3.63 ms with the kernel in `skinny_int4`.
+MAX_TOKENS_SMALL_GROUPS = 4
+MAX_COLUMN_TILES = 4  # of 8 columns each; further columns belong to other CTAs, which read the weight again
 
 
-def token_tiles(tokens: int, digits: int) -> int:
-    """Tiles of 8 columns that a CTA computes, a power of two. A token has `digits` columns."""
-    return min(triton.next_power_of_2(triton.cdiv(tokens * digits, 8)), MOST_TOKEN_TILES)
+def column_tiles(tokens: int, digits: int) -> int:
+    """Tiles of 8 columns of the product that a CTA computes, a power of two. A token has `digits` columns."""
+    return min(triton.next_power_of_2(triton.cdiv(tokens * digits, 8)), MAX_COLUMN_TILES)
 
 
-def skinny_tile(form: str, tokens: int, n: int, chunks: int, gated: bool, num_sms: int, tuning: TuningTable) -> SkinnyTile:
-    """The tile for a weight of n rows (2 × n when gated), each of `chunks` chunks of 64 bytes. `form`: int4, bytes (int8) or fp8."""
-    tiles = token_tiles(tokens, 2 if form in ("int4", "bytes") else 1)
-    measured: SkinnyTile | None = tuning.tile("skinny_linear", "int8" if form == "bytes" else form, tiles, n, chunks, gated)
+def skinny_tile(form: str, tokens: int, n: int, num_chunks: int, gated: bool, num_sms: int, tuning: TuningTable) -> SkinnyTile:
+    """The tile for a weight of n rows (2 × n when gated), each of `num_chunks` chunks. `form`: int4, bytes (int8) or fp8."""
+    columns = column_tiles(tokens, 2 if form in ("int4", "bytes") else 1)
+    measured: SkinnyTile | None = tuning.tile("skinny_linear", "int8" if form == "bytes" else form, columns, n, num_chunks, gated)
     if measured is not None:
         return measured
     rows = 32
     if form == "int4" and not gated:
         rows = 16
-    warps = 8 if chunks >= 32 and not gated else 4
+    warps = 8 if num_chunks >= 32 and not gated else 4
     num_ctas, splits = triton.cdiv(n, rows), 1
-    while 2 * num_ctas * splits <= num_sms and chunks // (warps * splits * 2) >= 2:
+    while 2 * num_ctas * splits <= num_sms and num_chunks // (warps * splits * 2) >= 2:
         splits *= 2
     is_one_wave = num_ctas * splits <= 4 * num_sms  # then each warp loads all of its chunks at once
     return SkinnyTile(rows // 16, splits, warps, 1 if gated or not is_one_wave else 2 if form == "int4" else 4)

@@ -1,185 +1,192 @@
-"""Some tokens against int4 in small groups, read once: each warp of a program has a band of rows, and all of them read the same tokens.
+"""Skinny GEMM for 1 to 64 tokens against int4 in groups of up to 64 features, dequantized in registers.
 
-What `stream_kernel` is for eight tokens, with two differences. There warps split the features, so each reads tokens of its own, and at 32
-tokens those are several times the weights' bytes; here the first warp that asks brings them into the multiprocessor's cache for the others.
-And codes become the tokens' 16-bit dtype in registers, once for all tokens: digits of tokens would have every group's sums joined and
-scaled for each of them. (16-bit weights were tried too; tiles in shared memory are faster from nine tokens on.)
+    out[t, r] = Σ_k x[t, k] × w[r, k]                                   r < n
+    out[t, r] = act(Σ_k x[t, k] × w[r, k]) × Σ_k x[t, k] × w[n + r, k]  (gated)            + bias, + residual
+
+    x     [m, k] bfloat16 or float16, arranged as B fragments (`arrange`)
+    w     [rows, k] int4, two values per byte; a scale and a zero point per row and group
+
+Grid: (tiles of 16 × row_tiles × num_warps weight rows, splits of the reduction dimension). Each warp has 16 × row_tiles rows of its own and
+multiplies them by all tokens over the split's chunks of 64 bytes per row:
+
+                         reduction dimension
+                     | chunk 0 | chunk 1 | chunk 2 | ...         a warp's step: load the chunk num_stages ahead into registers,
+    warp 0, 16 rows  |    →         →         →                  dequantize this chunk to A fragments, load the B fragments of
+    warp 1, 16 rows  |    →         →         →                  all tokens (the same for all warps of a CTA: they hit L1),
+                                                                 multiply
+
+Two differences from `gemm.skinny`. There warps split the reduction dimension, so each reads its own part of the tokens, which at 32 tokens
+are several times the bytes of the weights. And weights are dequantized once for all tokens, where int8 digits need the sums of every group
+to be joined and scaled per token.
+
+Layouts: weights of a lane in `gemm.skinny.fragments`, tokens in `arrange`.
+
+Theoretical floor: the bytes of the weight ÷ 4.42 TB/s (the read bandwidth of an H200). Llama-3.1-8B in groups of 32, µs of qkv, out, up
+(gated), down, head with their norms (benchmarks/results/h200_band_tiles.json):
+
+    | tokens | this kernel                     | of the floor, %     | through shared memory (`gemm.quantized`) |
+    | 16     | 11.6,  9.7, 36.3, 21.5, 131.8   | 28, 22, 41, 35, 51  | 21.0, 14.0,  79.8, 33.0, 213.8           |
+    | 32     | 15.9, 13.7, 44.6, 31.5, 181.0   | 20, 16, 34, 24, 37  | 27.8, 16.3,  90.0, 45.6, 259.2           |
+    | 64     | 20.9, 20.1, 60.2, 46.1, 238.4   | 15, 11, 25, 16, 28  | 29.9, 17.5, 129.9, 47.8, 299.0           |
+
+Half of the time does not depend on the number of tokens; the other half grows with it. 16-bit weights were tried too: tiles in shared
+memory are faster from nine tokens on.
 """
 
-# ruff: noqa: RUF005 - Triton's language adds tuples, and does not unpack them.
+# ruff: noqa: RUF005 - Triton's language concatenates tuples with +; it does not unpack them.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from stoker.kernels.triton.gemm.quantized.activations import row_values
-from stoker.kernels.triton.gemm.skinny.kernel import finish, lane_rows, same, take_grid, take_weights
+from stoker.kernels.triton.gemm.skinny.epilogue import is_last_split, store_outputs
+from stoker.kernels.triton.gemm.skinny.fragments import lane_rows, load_scales, load_weights, row_addresses
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 from stoker.kernels.triton.ptx.mma import dequantize_int4, load_fragment, mma_m16n8
+from stoker.kernels.triton.ptx.registers import repeat
 
-CHUNK_BYTES = tl.constexpr(64)  # of a row, that four lanes read at once
-OPERAND = tl.constexpr(512)  # bytes of tokens that a warp reads at once
-
-
-@triton.jit
-def place_of(feature, token, TOKEN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """Where `arrange_kernel` puts a feature of a token: in the order in which lanes take their operands.
-
-    A chunk's 16 bytes of a lane hold 16 features of one group in their low nibbles and 16 of the next one in the high ones, and each word's
-    bytes 0 and 2 become one register, 1 and 3 another.
-    """
-    byte = feature // (2 * GROUP) * GROUP + feature % GROUP
-    side = feature // GROUP % 2
-    word, at = byte % 16 // 4, byte % 4
-    block = byte // CHUNK_BYTES * 2 + side
-    lane = token % 8 * 4 + byte % CHUNK_BYTES // 16
-    return (((block * TOKEN_TILES + token // 8) * 2 + word // 2) * 32 + lane) * 8 + word % 2 * 4 + at % 2 * 2 + at // 2
+CHUNK_BYTES = tl.constexpr(64)  # of a row: 16 bytes of each of four lanes
+FRAGMENT_BYTES = tl.constexpr(512)  # of tokens: 16 bytes of each lane
 
 
 @triton.jit
-def arrange_kernel(
-    x, norm_weight, out, k, padded, stride_x, eps,
-    NORM: tl.constexpr, TOKEN_TILES: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tokens, parts of their features), one part where there is an RMS norm. WHOLE: a chunk holds all features."""
-    token = tl.program_id(0)
-    pdl_wait(USE_PDL)
-    pdl_launch_dependents(USE_PDL)
-    row = x + token.to(tl.int64) * stride_x
-    if WHOLE:
-        cols = tl.arange(0, CHUNK)
-        v, weighted = row_values(row, norm_weight, cols, k, NORM, GATE)
-        if NORM:
-            weighted *= tl.rsqrt(tl.sum(v * v, 0) / k + eps)
-        tl.store(out + place_of(cols, token, TOKEN_TILES, GROUP), weighted.to(out.dtype.element_ty), mask=cols < padded)
-    elif NORM:
-        squares = tl.zeros([CHUNK], tl.float32)
-        for start in range(0, k, CHUNK):
-            v, weighted = row_values(row, norm_weight, start + tl.arange(0, CHUNK), k, NORM, GATE)
-            squares += v * v
-        factor = tl.rsqrt(tl.sum(squares, 0) / k + eps)
-        for start in range(0, padded, CHUNK):
-            cols = start + tl.arange(0, CHUNK)
-            v, weighted = row_values(row, norm_weight, cols, k, NORM, GATE)
-            tl.store(out + place_of(cols, token, TOKEN_TILES, GROUP), (weighted * factor).to(out.dtype.element_ty), mask=cols < padded)
-    else:
-        cols = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-        v, weighted = row_values(row, norm_weight, cols, k, NORM, GATE)
-        tl.store(out + place_of(cols, token, TOKEN_TILES, GROUP), weighted.to(out.dtype.element_ty), mask=cols < padded)
-
-
-@triton.jit
-def add_chunk(acc, words, grid, tokens, XTYPE: tl.constexpr, ZERO: tl.constexpr, M_TILES: tl.constexpr, N_TILES: tl.constexpr):
-    """acc + the products of a chunk of each row, whose tokens lie at `tokens`."""
-    EACH: tl.constexpr = 1 if ZERO == "none" else 2
-    for side in tl.static_range(2):
-        given = ()
-        for i in tl.static_range(2 * N_TILES):
-            given = given + load_fragment(tokens, (2 * N_TILES * side + i) * OPERAND)
-        wide = ()
-        mine = grid[EACH * 2 * M_TILES * side : EACH * 2 * M_TILES * (side + 1)]
-        for i in tl.static_range(2 * M_TILES):
-            wide = wide + dequantize_int4(words[4 * i : 4 * i + 4], mine[EACH * i : EACH * (i + 1)], side, XTYPE, ZERO)
-        made = ()
-        for tile in tl.static_range(M_TILES):
-            for column in tl.static_range(N_TILES):
-                total = acc[4 * (N_TILES * tile + column) : 4 * (N_TILES * tile + column) + 4]
+def add_chunk(
+    acc,  # tuple of float32 registers, c0 … c3 of each 16-row tile and token tile
+    words,  # registers of the chunk, from `load_weights`
+    scales_zeros,  # from `load_scales`
+    token_address,  # of the lane's first 16 bytes of the chunk's tokens
+    XTYPE: tl.constexpr,
+    ZERO: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
+):
+    """acc + the products of one chunk."""
+    STEP: tl.constexpr = 1 if ZERO == "none" else 2  # scale, or scale and zero
+    for side in tl.static_range(2):  # low nibbles, high nibbles
+        tokens = ()  # 8 registers per token tile
+        for i in tl.static_range(2 * TOKEN_TILES):
+            tokens = tokens + load_fragment(token_address, (2 * TOKEN_TILES * side + i) * FRAGMENT_BYTES)
+        values = ()  # 8 registers per row of the lane
+        side_scales_zeros = scales_zeros[STEP * 2 * ROW_TILES * side : STEP * 2 * ROW_TILES * (side + 1)]
+        for row in tl.static_range(2 * ROW_TILES):
+            scale_zero = side_scales_zeros[STEP * row : STEP * (row + 1)]
+            values = values + dequantize_int4(words[4 * row : 4 * row + 4], scale_zero, side, XTYPE, ZERO)
+        result = ()
+        for tile in tl.static_range(ROW_TILES):
+            for column in tl.static_range(TOKEN_TILES):
+                sums = acc[4 * (TOKEN_TILES * tile + column) : 4 * (TOKEN_TILES * tile + column) + 4]
                 for half in tl.static_range(2):
-                    upper = wide[16 * tile + 4 * half : 16 * tile + 4 * half + 4]
-                    lower = wide[16 * tile + 8 + 4 * half : 16 * tile + 8 + 4 * half + 4]
-                    total = mma_m16n8(total, upper, lower, given[8 * column + 4 * half : 8 * column + 4 * half + 4], XTYPE)
-                made = made + total
-        acc = made
+                    upper = values[16 * tile + 4 * half : 16 * tile + 4 * half + 4]  # row g
+                    lower = values[16 * tile + 8 + 4 * half : 16 * tile + 8 + 4 * half + 4]  # row g + 8
+                    sums = mma_m16n8(sums, upper, lower, tokens[8 * column + 4 * half : 8 * column + 4 * half + 4], XTYPE)
+                result = result + sums
+        acc = result
     return acc
 
 
 @triton.jit
-def summed(sums, partial, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """sums + COUNT registers of each thread, as another program left them."""
-    made = ()
+def add_partial(sums, partial_ptr, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """sums + the COUNT registers of SIZE threads that the CTA of one split has stored."""
+    result = ()
     for i in tl.static_range(COUNT):
-        made = made + (sums[i] + tl.load(partial + i * SIZE + tl.arange(0, SIZE)),)
-    return made
+        result = result + (sums[i] + tl.load(partial_ptr + i * SIZE + tl.arange(0, SIZE)),)
+    return result
 
 
 @triton.jit(do_not_specialize=["m", "splits"])
-def band_kernel(
-    x, weight, scale, zero, bias, residual, out, partial, arrived,
-    m, n, chunks, splits, stride_w, stride_groups,
-    XTYPE: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    M_TILES: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid: (programs over rows, splits of the features). A warp has 16 × M_TILES rows, of a GATED weight half gates.
-
-    x 16-bit, as arranged for N_TILES × 8 tokens; weight [n (twice when GATED), stride_w bytes]; scale and zero [groups, rows]. A chunk
-    is 64 bytes of a row, of one pair of groups or of some. partial float32 [tiles, splits, sums × threads]; arrived [tiles] counts finished
-    splits and is left at zero.
-    """
-    PART: tl.constexpr = M_TILES // 2 if GATED else M_TILES
-    COUNT: tl.constexpr = 2 * M_TILES
-    GRID: tl.constexpr = 2 * COUNT * (1 if ZERO == "none" else 2)
-    WORDS: tl.constexpr = 4 * COUNT
-    SUMS: tl.constexpr = 4 * M_TILES * N_TILES
+def skinny_int4_gemm_kernel(
+    # Pointers, and groups of pointers and strides
+    x_ptr,  # [chunks × 2 × TOKEN_TILES × 2 × 32 × 8] 16 bits
+    weight,  # QuantizedWeight
+    epilogue,  # Epilogue
+    scratch,  # SplitScratch: of a tile [registers of a lane, threads]
+    # Sizes
+    m,  # tokens
+    n,  # output features
+    num_chunks,  # of a weight row
+    splits,
+    # Constants
+    FORMAT: tl.constexpr,  # WeightFormat
+    TILE: tl.constexpr,  # TileShape
+    XTYPE: tl.constexpr,  # "bfloat16" or "float16"
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    ZERO: tl.constexpr = FORMAT.zero
+    GROUP: tl.constexpr = FORMAT.group
+    ROW_TILES: tl.constexpr = TILE.row_tiles
+    TOKEN_TILES: tl.constexpr = TILE.column_tiles
+    WARPS: tl.constexpr = TILE.num_warps
+    STAGES: tl.constexpr = TILE.num_stages
+    SPLIT: tl.constexpr = TILE.is_split
+    OUT_TILES: tl.constexpr = ROW_TILES // 2 if GATED else ROW_TILES  # 16-row tiles of outputs per warp
+    ROWS: tl.constexpr = 2 * ROW_TILES  # rows of a lane
+    WORDS: tl.constexpr = 4 * ROWS  # registers of a chunk
+    SCALES: tl.constexpr = 2 * ROWS * (1 if ZERO == "none" else 2)
+    SUMS: tl.constexpr = 4 * ROW_TILES * TOKEN_TILES
+    PAIRS: tl.constexpr = CHUNK_BYTES // GROUP  # pairs of groups in a chunk
     thread = tl.arange(0, 32 * WARPS)
     lane = thread % 32
-    band = tl.program_id(0) * WARPS + thread // 32
-    share = tl.cdiv(chunks, splits)
-    first = tl.program_id(1) * share
-    last = tl.minimum(first + share, chunks)
-    rows = lane_rows(band, lane, n, M_TILES, GATED)
-    places = ()
-    for i in tl.static_range(COUNT):
-        places = places + (weight.to(tl.int64) + rows[i].to(tl.int64) * stride_w + lane % 4 * 16,)
-    PAIRS: tl.constexpr = CHUNK_BYTES // GROUP
-    mine = lane % 4 * 16 // GROUP  # the pair of the lane's bytes in a chunk
-    nothing = tl.zeros_like(lane)
+    warp_tile = tl.program_id(0) * WARPS + thread // 32  # of 16 × OUT_TILES outputs
+    split_chunks = tl.cdiv(num_chunks, splits)
+    first = tl.program_id(1) * split_chunks
+    last = tl.minimum(first + split_chunks, num_chunks)
+    rows = lane_rows(warp_tile, lane, n, ROW_TILES, GATED)
+    addresses = row_addresses(weight, rows, lane, ROWS)
+    pair = lane % 4 * 16 // GROUP  # of the lane's bytes in a chunk
+    zero = tl.zeros_like(lane)
     words = ()
-    grid = ()
+    scales_zeros = ()
     for stage in tl.static_range(STAGES):
-        chunk = nothing + (first + stage)
-        is_there = chunk < last
-        words = words + take_weights(places, chunk, is_there, COUNT, 1)
-        grid = grid + take_grid(scale, zero, rows, 2 * (chunk * PAIRS + mine), is_there, stride_groups, ZERO, COUNT, 2)
+        chunk = zero + (first + stage)
+        is_valid = chunk < last
+        words = words + load_weights(addresses, chunk, is_valid, ROWS, 1)
+        scales_zeros = scales_zeros + load_scales(weight, rows, 2 * (chunk * PAIRS + pair), is_valid, ZERO, ROWS, 2)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    tokens = x.to(tl.int64) + lane * 16
-    sums = same(nothing.to(tl.float32), SUMS)
+    token_address = x_ptr.to(tl.int64) + lane * 16
+    sums = repeat(zero.to(tl.float32), SUMS)
     for start in range(first, last, STAGES):
-        new_words = ()
-        new_grid = ()
+        next_words = ()
+        next_scales_zeros = ()
         for stage in tl.static_range(STAGES):
-            after = nothing + (start + stage + STAGES)
-            new_words = new_words + take_weights(places, after, after < last, COUNT, 1)
-            new_grid = new_grid + take_grid(scale, zero, rows, 2 * (after * PAIRS + mine), after < last, stride_groups, ZERO, COUNT, 2)
-            chunk = nothing + (start + stage)
-            at = tokens + tl.minimum(chunk, last - 1).to(tl.int64) * (4 * N_TILES * OPERAND)  # past the end weights are zeros
+            later = zero + (start + stage + STAGES)
+            next_words = next_words + load_weights(addresses, later, later < last, ROWS, 1)
+            next_scales_zeros = next_scales_zeros + load_scales(weight, rows, 2 * (later * PAIRS + pair), later < last, ZERO, ROWS, 2)
+            chunk = zero + (start + stage)
+            # Past the last chunk weights and scales are zeros, and so are their products with the last chunk's tokens.
+            chunk_address = token_address + tl.minimum(chunk, last - 1).to(tl.int64) * (4 * TOKEN_TILES * FRAGMENT_BYTES)
             sums = add_chunk(
-                sums, words[WORDS * stage : WORDS * (stage + 1)], grid[GRID * stage : GRID * (stage + 1)], at,
-                XTYPE, ZERO, M_TILES, N_TILES,
-            )  # fmt: skip
-        words = new_words
-        grid = new_grid
+                sums,
+                words[WORDS * stage : WORDS * (stage + 1)],
+                scales_zeros[SCALES * stage : SCALES * (stage + 1)],
+                chunk_address,
+                XTYPE,
+                ZERO,
+                ROW_TILES,
+                TOKEN_TILES,
+            )
+        words = next_words
+        scales_zeros = next_scales_zeros
     if SPLIT:
         SIZE: tl.constexpr = 32 * WARPS
-        unit = tl.program_id(0)
-        whole = partial + (unit * splits).to(tl.int64) * (SUMS * SIZE)
+        tile = tl.program_id(0)
+        tile_ptr = scratch.partial_ptr + (tile * splits).to(tl.int64) * (SUMS * SIZE)
         for i in tl.static_range(SUMS):
-            tl.store(whole + tl.program_id(1) * (SUMS * SIZE) + i * SIZE + thread, sums[i])
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + unit, 1, sem="acq_rel", scope="gpu") != splits - 1:
+            tl.store(tile_ptr + tl.program_id(1) * (SUMS * SIZE) + i * SIZE + thread, sums[i])
+        if not is_last_split(scratch.finished_ptr, tile, splits):
             return
-        tl.store(arrived + unit, 0)
-        sums = same(nothing.to(tl.float32), SUMS)
+        tl.store(scratch.finished_ptr + tile, 0)
+        sums = repeat(zero.to(tl.float32), SUMS)
         for other in range(splits):
-            sums = summed(sums, whole + other * (SUMS * SIZE), SUMS, SIZE)
-    for tile in tl.static_range(PART):
-        for column in tl.static_range(N_TILES):
-            for i in tl.static_range(4):
-                row = (band * PART + tile) * 16 + i // 2 * 8 + lane // 4
-                columns = column * 8 + lane % 4 * 2 + i % 2
-                up = sums[4 * (N_TILES * (tile + PART if GATED else tile) + column) + i]
-                finish(
-                    sums[4 * (N_TILES * tile + column) + i], up, row, columns, m, scale, None, bias, residual, out, n, GATED, ACT, False,
-                )  # fmt: skip
+            sums = add_partial(sums, tile_ptr + other * (SUMS * SIZE), SUMS, SIZE)
+    for tile_of_warp in tl.static_range(OUT_TILES):
+        for column in tl.static_range(TOKEN_TILES):
+            for i in tl.static_range(4):  # c0 … c3
+                row = (warp_tile * OUT_TILES + tile_of_warp) * 16 + i // 2 * 8 + lane // 4
+                token = column * 8 + lane % 4 * 2 + i % 2
+                y = sums[4 * (TOKEN_TILES * tile_of_warp + column) + i]
+                up = sums[4 * (TOKEN_TILES * (tile_of_warp + OUT_TILES if GATED else tile_of_warp) + column) + i]
+                store_outputs(y, up, row, token, m, n, None, None, epilogue, GATED, ACTIVATION)

@@ -1,4 +1,4 @@
-"""The launch of `band_kernel`: some tokens, as 16-bit rows, against int4 that is read once."""
+"""Launches the int4 skinny GEMM: 1 to 64 tokens of 16 bits against int4 in groups of up to 64 features."""
 
 from __future__ import annotations
 
@@ -8,64 +8,89 @@ from torch import Tensor
 
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
-from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, is_whole
-from stoker.kernels.triton.gemm.skinny_int4.kernel import arrange_kernel, band_kernel
-from stoker.kernels.triton.gemm.skinny_int4.tiles import LARGEST_GROUP, MOST_TOKENS, skinny_int4_tile, token_tiles
+from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedWeight, SplitScratch, TileShape, WeightFormat
+from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, has_whole_chunks
+from stoker.kernels.triton.gemm.skinny_int4.arrange import arrange_tokens_kernel
+from stoker.kernels.triton.gemm.skinny_int4.kernel import skinny_int4_gemm_kernel
+from stoker.kernels.triton.gemm.skinny_int4.tiles import MAX_GROUP, MAX_TOKENS, skinny_int4_tile, token_tiles
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import SkinnyInt4Tile
 from stoker.kernels.types import Fusion
 
 XTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _CHUNK = 2048  # features of a token in registers at a time
-_WHOLE = 16384  # features of a token that stay in registers
+_MAX_WHOLE_ROW = 16384  # features of a token that stay in registers
 
 
-def takes(x: Tensor, stored: Stored) -> bool:
-    """Whether `band` is for these rows: 16-bit, not more than it has columns for, against whole chunks of small groups.
+def supports_skinny_int4(x: Tensor, stored: Stored) -> bool:
+    """Whether `skinny_int4_linear` supports these activations and weight: 16 bits, at most MAX_TOKENS tokens, groups of at most MAX_GROUP.
 
-    Larger groups' sums are scaled late in tiles, which costs less. Not in Triton's interpreter, which has no matrix instructions.
+    With larger groups, tiles in shared memory are faster: they scale the sums of a group instead of its values. False for Triton's
+    interpreter, which has no matrix instructions.
     """
-    few = 0 < x.shape[0] <= MOST_TOKENS and stored.group <= LARGEST_GROUP
-    return few and x.dtype in XTYPES and not x.is_cpu and is_whole(stored.weight)
+    is_supported = 0 < x.shape[0] <= MAX_TOKENS and stored.group <= MAX_GROUP
+    return is_supported and x.dtype in XTYPES and not x.is_cpu and has_whole_chunks(stored.weight)
 
 
-def band(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: SkinnyInt4Tile | None = None) -> Tensor:
-    """y [M, n] of x [M, K] against int4, norm and input gate on the way."""
+def skinny_int4_linear(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: SkinnyInt4Tile | None = None) -> Tensor:
+    """y [m, n] of x [m, k] and an int4 weight. `tile` replaces the tuned choice. `arrange_tokens` applies the norm and the input gate."""
     m, gated = x.shape[0], fusion.gate is not None
     n = stored.n // (2 if gated else 1)
     check_residual(fusion, m, n)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    chunks = stored.weight.shape[1] // CHUNK_BYTES
-    n_tiles = token_tiles(m)
-    given = arranged(x, stored, fusion, n_tiles)
-    tile = tile or skinny_int4_tile(stored.group, m, n, chunks, gated, num_sms(x.device), device_tuning(x.device))
+    num_chunks = stored.weight.shape[1] // CHUNK_BYTES
+    columns = token_tiles(m)
+    tokens = arrange_tokens(x, stored, fusion, columns)
+    tile = tile or skinny_int4_tile(stored.group, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
     grid = (triton.cdiv(n, 16 * tile.m_tiles * tile.num_warps // (2 if gated else 1)), tile.splits)
-    partial = counters = None
+    scratch = SplitScratch(None, None)
     if tile.splits > 1:
         assert grid[0] <= MAX_TILES
-        sums = 128 * tile.m_tiles * n_tiles * tile.num_warps
+        sums = 128 * tile.m_tiles * columns * tile.num_warps
         partial = torch.empty((grid[0], tile.splits, sums), dtype=torch.float32, device=x.device)
-        counters = arrived(x.device)
-    band_kernel[grid](
-        given, stored.weight, stored.scale, stored.zero, bias, fusion.residual, out, partial, counters,
-        m, n, chunks, tile.splits, stored.weight.stride(0), stored.n,
-        XTYPE=XTYPES[x.dtype], ZERO=stored.zero_kind, GROUP=stored.group, GATED=gated, ACT=fusion.gate or "silu",
-        M_TILES=tile.m_tiles, N_TILES=n_tiles, WARPS=tile.num_warps, STAGES=tile.num_stages, SPLIT=tile.splits > 1,
-        num_warps=tile.num_warps, **pdl_launch_options(x),
-    )  # fmt: skip
+        scratch = SplitScratch(partial, arrived(x.device))
+    skinny_int4_gemm_kernel[grid](
+        tokens,
+        QuantizedWeight(stored.weight, stored.scale, stored.zero, stored.weight.stride(0), stored.n),
+        Epilogue(bias, fusion.residual, out),
+        scratch,
+        m,
+        n,
+        num_chunks,
+        tile.splits,
+        FORMAT=WeightFormat("int4", stored.zero_kind, stored.group),
+        TILE=TileShape(tile.m_tiles, columns, tile.num_warps, tile.num_stages, tile.splits > 1),
+        XTYPE=XTYPES[x.dtype],
+        GATED=gated,
+        ACTIVATION=fusion.gate or "silu",
+        num_warps=tile.num_warps,
+        **pdl_launch_options(x),
+    )
     return out
 
 
-def arranged(x: Tensor, stored: Stored, fusion: Fusion, tiles: int) -> Tensor:
-    """x [M, K], normed and gated, in the order in which lanes read it: [8 × tiles, padded K] elements. Rows from M on stay unwritten."""
+def arrange_tokens(x: Tensor, stored: Stored, fusion: Fusion, tiles: int) -> Tensor:
+    """x [m, k] after the norm and the input gate, in the layout of `arrange`: [8 × tiles, padded k] elements."""
     x, fusion = without_layer_norm(x, fusion)
     out = torch.empty((8 * tiles, stored.k), dtype=x.dtype, device=x.device)
-    is_normed = fusion.norm_weight is not None
-    whole = max(128, triton.next_power_of_2(stored.k))
-    chunk = whole if is_normed and whole <= _WHOLE else min(whole, _CHUNK)
-    arrange_kernel[(x.shape[0], 1 if is_normed else triton.cdiv(stored.k, chunk))](
-        x, fusion.norm_weight, out, x.shape[1] // (1 if fusion.input_gate is None else 2), stored.k, x.stride(0), fusion.norm_eps,
-        NORM=is_normed, TOKEN_TILES=tiles, GROUP=stored.group, GATE=fusion.input_gate, CHUNK=chunk, WHOLE=is_normed and chunk == whole,
-        num_warps=min(16, max(1, chunk // 512)), **pdl_launch_options(x),
-    )  # fmt: skip
+    has_norm = fusion.norm_weight is not None
+    whole_row = max(128, triton.next_power_of_2(stored.k))
+    chunk = whole_row if has_norm and whole_row <= _MAX_WHOLE_ROW else min(whole_row, _CHUNK)
+    arrange_tokens_kernel[(x.shape[0], 1 if has_norm else triton.cdiv(stored.k, chunk))](
+        x,
+        fusion.norm_weight,
+        out,
+        x.shape[1] // (1 if fusion.input_gate is None else 2),
+        stored.k,
+        x.stride(0),
+        fusion.norm_eps,
+        NORM=has_norm,
+        TOKEN_TILES=tiles,
+        GROUP=stored.group,
+        GATE=fusion.input_gate,
+        CHUNK=chunk,
+        WHOLE_ROW=has_norm and chunk == whole_row,
+        num_warps=min(16, max(1, chunk // 512)),
+        **pdl_launch_options(x),
+    )
     return out

@@ -7,8 +7,8 @@ import triton
 from stoker.kernels.tuning.table import TuningTable
 from stoker.kernels.tuning.tiles import SkinnyInt4Tile
 
-MOST_TOKENS = 64
-LARGEST_GROUP = 64  # so that a pair of groups fits into a chunk of 64 bytes
+MAX_TOKENS = 64
+MAX_GROUP = 64  # so that a pair of groups fits into a chunk of 64 bytes
 
 
 def token_tiles(tokens: int) -> int:
@@ -16,12 +16,12 @@ def token_tiles(tokens: int) -> int:
     return triton.next_power_of_2(triton.cdiv(tokens, 8))
 
 
-def skinny_int4_tile(group: int, tokens: int, n: int, chunks: int, gated: bool, num_sms: int, tuning: TuningTable) -> SkinnyInt4Tile:
-    """The tile for a weight of n rows (2 × n when gated), each of `chunks` chunks of 64 bytes, with groups of `group` features."""
-    measured: SkinnyInt4Tile | None = tuning.tile("skinny_int4_linear", "int4", group, token_tiles(tokens), n, chunks, gated)
+def skinny_int4_tile(group: int, tokens: int, n: int, num_chunks: int, gated: bool, num_sms: int, tuning: TuningTable) -> SkinnyInt4Tile:
+    """The tile for a weight of n rows (2 × n when gated), each of `num_chunks` chunks of 64 bytes, with groups of `group` features."""
+    measured: SkinnyInt4Tile | None = tuning.tile("skinny_int4_linear", "int4", group, token_tiles(tokens), n, num_chunks, gated)
     if measured is not None:
         return measured
     m_tiles, splits = triton.cdiv(n, 16), 1
-    while m_tiles * splits < 6 * num_sms and chunks // (splits * 2) >= 4:
+    while m_tiles * splits < 6 * num_sms and num_chunks // (splits * 2) >= 4:
         splits *= 2
     return SkinnyInt4Tile(2 if gated else 1, splits, 2, 2 if tokens <= 32 and not gated else 1)

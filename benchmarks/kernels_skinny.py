@@ -1,10 +1,11 @@
-"""Few rows against streamed weights on one CUDA device: every format checked against float64, timed for a choice of tiles.
+"""Skinny GEMMs on one CUDA device: every weight format checked against float64, and timed with each of a choice of tiles.
 
-    PYTHONPATH=src python benchmarks/kernels_stream.py [--forms int4/128,int4/64,int4/32,bytes,fp8] [--rows 1,8,32] [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels_skinny.py [--forms int4/128,int4/64,int4/32,bytes,fp8] [--rows 1,8,32] [--json FILE]
 
-Of int4 in small groups, more rows than are streamed go through bands (`band_kernel`), and with --bands any number. Shapes are
-Llama-3.1-8B's, or those of --model. Times are medians of CUDA-graph replays over rotating weights, chained as in a step. A line gives the
-best tile, ready for a row of `kernels/tuning/<device>.json`, beside what the rule takes and what tiles in shared memory need.
+int4 in small groups with more than 8 tokens runs `gemm.skinny_int4` instead of `gemm.skinny`; with --int4-kernel so do fewer tokens. Shapes
+are those of --model, by default Llama-3.1-8B. Times are medians of CUDA graph replays over several copies of the weight, with PDL as in a
+step. A line has the best tile, ready for a row of `kernels/tuning/<device>.json`, and the times of the rule's tile and of tiles in shared
+memory (`gemm.quantized`).
 """
 
 from __future__ import annotations
@@ -35,12 +36,10 @@ from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized.activations import encode_rows
 from stoker.kernels.triton.gemm.quantized.launch import Stored
-from stoker.kernels.triton.gemm.skinny import launch as stream
-from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES
-from stoker.kernels.triton.gemm.skinny.tiles import MOST_TOKENS, skinny_tile, token_tiles
-from stoker.kernels.triton.gemm.skinny_int4 import launch as band
-from stoker.kernels.triton.gemm.skinny_int4.tiles import LARGEST_GROUP, skinny_int4_tile
-from stoker.kernels.triton.gemm.skinny_int4.tiles import token_tiles as band_token_tiles
+from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, skinny_linear
+from stoker.kernels.triton.gemm.skinny.tiles import MAX_TOKENS, column_tiles, skinny_tile
+from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear
+from stoker.kernels.triton.gemm.skinny_int4.tiles import MAX_GROUP, skinny_int4_tile, token_tiles
 from stoker.kernels.tuning.tiles import SkinnyInt4Tile, SkinnyTile
 from stoker.kernels.types import Fusion
 from stoker.profiling.tile_tuning import time_graph
@@ -69,7 +68,7 @@ class Case:
     k: int
     parts: str
     rows: int
-    bands: bool
+    int4_kernel: bool  # `gemm.skinny_int4` instead of `gemm.skinny`
 
     @property
     def chunks(self) -> int:
@@ -79,12 +78,12 @@ class Case:
 
     @property
     def token_tiles(self) -> int:
-        if self.bands:
-            return band_token_tiles(self.rows)
-        return token_tiles(self.rows, 2 if self.form in ("int4", "bytes") else 1)
+        if self.int4_kernel:
+            return token_tiles(self.rows)
+        return column_tiles(self.rows, 2 if self.form in ("int4", "bytes") else 1)
 
     def by_rule(self, num_sms: int) -> SkinnyTile | SkinnyInt4Tile:
-        if self.bands:
+        if self.int4_kernel:
             return skinny_int4_tile(self.group, self.rows, self.n, self.chunks, self.gated, num_sms, device_tuning(torch.device("cuda", 0)))
         return skinny_tile(self.form, self.rows, self.n, self.chunks, self.gated, num_sms, device_tuning(torch.device("cuda", 0)))
 
@@ -116,16 +115,16 @@ class Case:
         return Stored("same", weight, scale, n, k), (weight, scale)
 
     def run(self, x: Tensor, weight: Stored, fusion: Fusion, tile: SkinnyTile | SkinnyInt4Tile | None) -> Tensor:
-        if self.bands:
-            return band.band(x, weight, None, fusion, tile)  # type: ignore[arg-type]
-        return stream.stream(x, self.form, weight, None, None, fusion, tile)  # type: ignore[arg-type]
+        if self.int4_kernel:
+            return skinny_int4_linear(x, weight, None, fusion, tile)  # type: ignore[arg-type]
+        return skinny_linear(x, self.form, weight, None, None, fusion, tile)  # type: ignore[arg-type]
 
     def tiled(self, x: Tensor, weight: Stored, fusion: Fusion) -> Tensor:
         """The same through tiles in shared memory (of one FP8 row, through its GEMV)."""
         if self.form == "fp8":
             return quant_fp8.fp8_linear(x, weight.weight, weight.scale, "token", None, None, fusion)
         name = f"int4/{self.group}" if self.group else "bytes"
-        if self.bands and self.group:
+        if self.int4_kernel and self.group:
             return quant_linear.plain_rows(x, weight, None, fusion)
         return quant_linear.few_rows(x, weight, "digits", name, None, None, fusion)
 
@@ -162,8 +161,8 @@ def fp8_values(device: str, n: int, k: int) -> Tensor:
 
 def tiles(case: Case) -> Iterator[SkinnyTile | SkinnyInt4Tile]:
     """Tiles worth trying: enough programs, something for every warp, and what a thread holds fits its registers."""
-    if case.bands:
-        yield from band_tiles(case)
+    if case.int4_kernel:
+        yield from int4_tiles(case)
         return
     for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4)):
         programs = -(-case.n // (16 * m_tiles // (2 if case.gated else 1))) * splits
@@ -173,7 +172,7 @@ def tiles(case: Case) -> Iterator[SkinnyTile | SkinnyInt4Tile]:
             yield SkinnyTile(m_tiles, splits, warps, stages)
 
 
-def band_tiles(case: Case) -> Iterator[SkinnyInt4Tile]:
+def int4_tiles(case: Case) -> Iterator[SkinnyInt4Tile]:
     words = 16  # registers of a chunk of a tile
     for m_tiles, warps, splits, stages in itertools.product((1, 2), (2, 4), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2)):
         programs = -(-case.n // (16 * m_tiles * warps // (2 if case.gated else 1))) * splits
@@ -210,7 +209,7 @@ def measure(case: Case, fast: bool) -> dict[str, object]:
         return row | {"wrong": True}
     best = min(times, key=lambda tile: times[tile])
     row["tiled_us"] = time_graph(lambda: [case.tiled(x, weight, fusion) for weight in weights]) / copies
-    key = (case.group if case.bands else case.form, case.token_tiles, case.n, case.chunks, case.gated)
+    key = (case.group if case.int4_kernel else case.form, case.token_tiles, case.n, case.chunks, case.gated)
     print(f"{row['form']:9} {case.name:5} M={case.rows:<3} {times[best]:7.1f} us {case.num_bytes / times[best] / 1e6 / READ_TB_S:6.1%}  "
           f"err {errors[best]:.1e}  rule {times.get(default, 0):6.1f}  tiled {row['tiled_us']:6.1f}  "
           f"{key}: {type(best).__name__}({name_of(best).replace('/', ', ')}),"
@@ -234,7 +233,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--model", default="8b")
     parser.add_argument("--linears", default="qkv,out,up,down,head")
-    parser.add_argument("--bands", action="store_true", help="bands for few rows too")
+    parser.add_argument("--int4-kernel", action="store_true", help="gemm.skinny_int4 for 8 tokens and fewer, too")
     parser.add_argument("--fast", action="store_true", help="the rule's tiles only")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -245,7 +244,7 @@ def main() -> None:
             name,
             *MODELS[args.model][name],
             rows,
-            "/" in form and int(form.split("/")[1]) <= LARGEST_GROUP and (args.bands or rows > MOST_TOKENS),
+            "/" in form and int(form.split("/")[1]) <= MAX_GROUP and (args.int4_kernel or rows > MAX_TOKENS),
         )
         for form in args.forms.split(",")
         for rows in map(int, args.rows.split(","))
@@ -256,7 +255,7 @@ def main() -> None:
     jobs = {}
     for case in cases:
         for tile in {case.by_rule(132), *(() if args.fast else tiles(case))}:
-            key = (case.form, case.group, case.parts, case.token_tiles, case.bands, tile.m_tiles, tile.num_warps, tile.num_stages,
+            key = (case.form, case.group, case.parts, case.token_tiles, case.int4_kernel, tile.m_tiles, tile.num_warps, tile.num_stages,
                    tile.splits > 1)  # fmt: skip
             jobs.setdefault(key, (case, tile))
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -1,4 +1,7 @@
-"""Linears whose operands lie in registers as a device has them, with matrix instructions emulated: which lane holds what, to the last."""
+"""The register branch of the skinny GEMM kernels against float64, in the interpreter with emulated matrix instructions.
+
+It checks which lane and register holds which weight, token and sum.
+"""
 
 from __future__ import annotations
 
@@ -13,53 +16,53 @@ from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized.launch import Stored
-from stoker.kernels.triton.gemm.skinny import launch as stream
-from stoker.kernels.triton.gemm.skinny_int4 import launch as band
+from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
+from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear
 from stoker.kernels.tuning.tiles import SkinnyInt4Tile, SkinnyTile
 
 CASES = [(1, "nbgr", SkinnyTile(2, 1, 4, 1)), (3, "br", SkinnyTile(2, 3, 1, 2)), (8, "ng", SkinnyTile(2, 1, 2, 2))]
 
 
 @pytest.fixture(autouse=True)
-def registers(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix_instructions.install(monkeypatch)
 
 
 @pytest.mark.parametrize(("m", "parts", "tile"), CASES)
 @pytest.mark.parametrize(("group", "zero"), [(32, "none"), (32, "int"), (32, "float"), (64, "int"), (128, "float"), (128, "none")])
-def test_int4(group: int, zero: str, m: int, parts: str, tile: SkinnyTile) -> None:
+def test_int4_digits(group: int, zero: str, m: int, parts: str, tile: SkinnyTile) -> None:
     x, bias, around, rows = problem(m, 40, 640, torch.bfloat16, parts)
     weight = int4_weight(rows, 640, group, zero)
     stored = quant_int4.pack(weight).stored()
-    assert stream.takes(x, "int4", stored) == (m <= 4 or group >= 64)
-    want = expected(x, dequantize_int4(weight, torch.float64), bias, around)
-    assert relative_error(stream.stream(x, "int4", stored, None, bias, around, tile), want) < 1e-2
+    assert supports_skinny(x, "int4", stored) == (m <= 4 or group >= 64)
+    expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, around)
+    assert relative_error(skinny_linear(x, "int4", stored, None, bias, around, tile), expected_y) < 1e-2
     assert not quant_linear.arrived(x.device).any()
 
 
 @pytest.mark.parametrize(("m", "parts", "tile"), CASES)
 @pytest.mark.parametrize("form", ["bytes", "fp8"])
-def test_whole_bytes(form: str, m: int, parts: str, tile: SkinnyTile) -> None:
+def test_8_bit_weights(form: str, m: int, parts: str, tile: SkinnyTile) -> None:
     x, bias, around, rows = problem(m, 40, 576, torch.bfloat16, parts)
     if form == "fp8":
         weight, scale = fp8_weight(rows, 576)
-        want = fp8_reference.fp8_linear(x.float(), weight, scale, "token", None, bias, around)
+        expected_y = fp8_reference.fp8_linear(x.float(), weight, scale, "token", None, bias, around)
     else:
         weight, scale = int8_weight(rows, 576)
-        want = expected(x, weight.double() * scale.double()[:, None], bias, around)
-    got = stream.stream(x, form, Stored("same", weight, scale, rows, 576), None, bias, around, tile)
-    assert relative_error(got, want) < 1e-2
+        expected_y = expected(x, weight.double() * scale.double()[:, None], bias, around)
+    y = skinny_linear(x, form, Stored("same", weight, scale, rows, 576), None, bias, around, tile)
+    assert relative_error(y, expected_y) < 1e-2
 
 
-BANDS = [(5, "nbgr", SkinnyInt4Tile(2, 1, 2, 1)), (19, "br", SkinnyInt4Tile(1, 3, 1, 2)), (12, "ng", SkinnyInt4Tile(2, 2, 1, 1))]
+INT4_CASES = [(5, "nbgr", SkinnyInt4Tile(2, 1, 2, 1)), (19, "br", SkinnyInt4Tile(1, 3, 1, 2)), (12, "ng", SkinnyInt4Tile(2, 2, 1, 1))]
 
 
-@pytest.mark.parametrize(("m", "parts", "tile"), BANDS)
+@pytest.mark.parametrize(("m", "parts", "tile"), INT4_CASES)
 @pytest.mark.parametrize(("group", "zero"), [(16, "int"), (32, "float"), (32, "none"), (64, "int"), (64, "none")])
-def test_int4_in_bands(group: int, zero: str, m: int, parts: str, tile: SkinnyInt4Tile) -> None:
+def test_int4_dequantized(group: int, zero: str, m: int, parts: str, tile: SkinnyInt4Tile) -> None:
     x, bias, around, rows = problem(m, 40, 640, torch.float16 if group == 64 else torch.bfloat16, parts)
     weight = int4_weight(rows, 640, group, zero)
     stored = quant_int4.pack(weight).stored()
-    want = expected(x, dequantize_int4(weight, torch.float64), bias, around)
-    assert relative_error(band.band(x, stored, bias, around, tile), want) < 1e-2
+    expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, around)
+    assert relative_error(skinny_int4_linear(x, stored, bias, around, tile), expected_y) < 1e-2
     assert not quant_linear.arrived(x.device).any()

@@ -1,6 +1,6 @@
-"""Streamed linears, bands and tiles of int4 on the device, where matrix instructions run that the interpreter has only a plain branch for.
+"""The skinny GEMMs, and int4 in tiles, on the device: their matrix instructions do not run in the interpreter.
 
-Triton is imported inside functions: tests/kernels, collected after this area, must ask for the interpreter before Triton is imported.
+Triton is imported inside functions: tests/kernels, collected after this folder, sets TRITON_INTERPRET before Triton is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stoker.kernels.triton.gemm.quantized.launch import Stored
 
 TILES = [None, (2, 1, 8, 4), (2, 3, 4, 2), (4, 2, 8, 1)]  # fields of a SkinnyTile; None: the tuned one
-SHAPES = [(40, 576), (96, 4096), (1000, 1536)]  # rows of a weight that end inside a tile, features that end inside a turn
+SHAPES = [(40, 576), (96, 4096), (1000, 1536)]  # rows that end inside a tile, features that end inside an iteration of all warps
 
 
 def problem(m: int, n: int, k: int, parts: str) -> tuple[Tensor, Tensor | None, Fusion, int]:
@@ -41,28 +41,28 @@ def expected(x: Tensor, real: Tensor, bias: Tensor | None, fusion: Fusion) -> Te
     return around(x.double(), wide, lambda h: h @ real.double().T + (0 if bias is None else bias.double()))
 
 
-def moved(value: Any) -> Any:
+def to_cuda(value: Any) -> Any:
     return value.cuda() if isinstance(value, Tensor) else value
 
 
-def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fusion, want: Tensor, most: float) -> None:
-    """Every tile, twice: the second time what the first one left in memory is another problem's."""
-    from stoker.kernels.triton.gemm.skinny import launch as stream
+def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fusion, expected_y: Tensor, max_error: float) -> None:
+    """Compare the results with all TILES. Each runs twice, so that the scratch memory of the second launch holds other sums."""
+    from stoker.kernels.triton.gemm.skinny.launch import skinny_linear
     from stoker.kernels.tuning.tiles import SkinnyTile
 
-    given = type(stored)(*(moved(getattr(stored, name)) for name in stored.__slots__))
-    late = Fusion(*(moved(getattr(fusion, name)) for name in Fusion.__slots__))
+    on_device = type(stored)(*(to_cuda(getattr(stored, name)) for name in stored.__slots__))
+    fusion_on_device = Fusion(*(to_cuda(getattr(fusion, name)) for name in Fusion.__slots__))
     for tile in TILES:
         for rows in (x.flip(0), x):
-            torch.full((1 << 22,), float("nan"), device="cuda")  # what is allocated next holds this
-            got = stream.stream(rows.cuda(), form, given, None, moved(bias), late, tile and SkinnyTile(*tile))
-        assert relative_error(got.cpu(), want) < most, tile
+            torch.full((1 << 22,), float("nan"), device="cuda")  # the next allocations hold these values
+            y = skinny_linear(rows.cuda(), form, on_device, None, to_cuda(bias), fusion_on_device, tile and SkinnyTile(*tile))
+        assert relative_error(y.cpu(), expected_y) < max_error, tile
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
 @pytest.mark.parametrize("form", ["bytes", "fp8"])
-def test_whole_numbers_and_floats(form: str, m: int, parts: str, shape: tuple[int, int]) -> None:
+def test_8_bit_weights(form: str, m: int, parts: str, shape: tuple[int, int]) -> None:
     from stoker.kernels.triton.gemm.quantized.launch import Stored
 
     (n, k) = shape
@@ -70,12 +70,12 @@ def test_whole_numbers_and_floats(form: str, m: int, parts: str, shape: tuple[in
     scale = (torch.rand(rows) + 0.5) / (60 * k**0.5)
     if form == "bytes":
         weight = torch.randint(-127, 128, (rows, k), dtype=torch.int8)
-        want = expected(x, weight.double() * scale.double()[:, None], bias, fusion)
-        check(form, Stored("same", weight, scale, rows, k), x, bias, fusion, want, 1e-2)
+        expected_y = expected(x, weight.double() * scale.double()[:, None], bias, fusion)
+        check(form, Stored("same", weight, scale, rows, k), x, bias, fusion, expected_y, 1e-2)
     else:
         weight = (torch.randn(rows, k) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
-        want = fp8_reference.fp8_linear(x.float(), weight, scale, "token", None, bias, fusion)
-        check(form, Stored("same", weight, scale, rows, k), x, bias, fusion, want, 1e-2)
+        expected_y = fp8_reference.fp8_linear(x.float(), weight, scale, "token", None, bias, fusion)
+        check(form, Stored("same", weight, scale, rows, k), x, bias, fusion, expected_y, 1e-2)
 
 
 def int4(rows: int, k: int, zero: str, group: int) -> Int4Weight:
@@ -95,20 +95,20 @@ def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int])
     n, k = shape[0], shape[1] // 128 * 128  # whole chunks of groups of 32
     x, bias, fusion, rows = problem(m, n, k, parts)
     weight = int4(rows, k, zero, group)
-    want = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
-    check("int4", quant_int4.pack(weight).stored(), x, bias, fusion, want, 1e-2)
+    expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
+    check("int4", quant_int4.pack(weight).stored(), x, bias, fusion, expected_y, 1e-2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("m", "parts"), [(12, "nbgr"), (32, "br"), (64, "ng")])
 @pytest.mark.parametrize(("zero", "group"), [("none", 128), ("int", 128), ("int", 64), ("none", 32), ("float", 32), ("float", 16)])
-def test_int4_of_more_rows_in_bands_and_tiles(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
+def test_int4_of_12_to_64_rows(zero: str, group: int, m: int, parts: str, shape: tuple[int, int]) -> None:
     from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 
     (n, k) = shape
     x, bias, fusion, rows = problem(m, n, k, parts)
     weight = int4(rows, k, zero, group)
-    want = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
-    packed = quant_int4.pack_int4(Int4Weight(*(moved(getattr(weight, name)) for name in Int4Weight.__slots__)))
-    late = Fusion(*(moved(getattr(fusion, name)) for name in Fusion.__slots__))
-    assert relative_error(quant_int4.int4_linear(x.cuda(), packed, moved(bias), late).cpu(), want) < 1e-2
+    expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
+    packed = quant_int4.pack_int4(Int4Weight(*(to_cuda(getattr(weight, name)) for name in Int4Weight.__slots__)))
+    fusion_on_device = Fusion(*(to_cuda(getattr(fusion, name)) for name in Fusion.__slots__))
+    assert relative_error(quant_int4.int4_linear(x.cuda(), packed, to_cuda(bias), fusion_on_device).cpu(), expected_y) < 1e-2
