@@ -54,10 +54,6 @@ PENDING: tuple[str, ...] = (
     # -
     "src/stoker/deploy",
     # -
-    "src/stoker/server/protocols",
-    # -
-    "src/stoker/server/processes",
-    # -
     "tests/deploy",
     # -
     "tests/e2e",
@@ -68,11 +64,7 @@ PENDING: tuple[str, ...] = (
     # -
     "tests/server",
     # -
-    "tests/lmi",
-    # -
     "tests/triton",
-    # -
-    "tests/truss",
     # -
     "tests/kernels",
     # -

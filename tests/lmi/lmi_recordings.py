@@ -1,4 +1,4 @@
-"""Recorded exchanges with the DJL server, read back; and a service that says what its stand-in engine said."""
+"""Reads recorded HTTP exchanges with the DJL server, and a service that returns the tokens of the recordings' stand-in engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FAILED = "exception occurred during rolling batch inference"
 
 
 class Recorded(NamedTuple):
-    """One exchange: what was sent, and the reply without its transfer coding."""
+    """One recorded request and its response, without transfer coding."""
 
     title: str
     method: str
     path: str
-    sent: bytes
+    request_body: bytes
     headers: dict[str, str]
     status: int
     content_type: str
@@ -34,30 +34,28 @@ _ESCAPES = {"r": "\r", "n": "\n", "\\": "\\"}
 
 
 def unescape(text: str) -> bytes:
-    """The bytes that a recording spells."""
+    """The bytes of an escaped line of a recording."""
     return re.sub(r"\\(r|n|\\|x[0-9a-f]{2})", lambda m: _ESCAPES.get(m[1]) or chr(int(m[1][1:], 16)), text).encode("latin-1")
 
 
-def read(name: str) -> list[Recorded]:
-    """The HTTP/1.1 exchanges of a file."""
+def read_recordings(name: str) -> list[Recorded]:
+    """The HTTP/1.1 exchanges in the file that matches `name`."""
     text = next(FOLDER.glob(name)).read_text()
     blocks = re.split(r"^== ", text, flags=re.M)[1:]
-    return [found for block in blocks if (found := _exchange(*block.split("\n", 1))) is not None]
+    return [found for block in blocks if (found := _parse_recording(*block.split("\n", 1))) is not None]
 
 
-def _exchange(title: str, block: str) -> Recorded | None:
+def _parse_recording(title: str, block: str) -> Recorded | None:
     sent = b"".join(unescape(line[2:]) for line in block.split("\n") if line.startswith("> "))
-    got = b"".join(unescape(line[2:]) for line in block.split("\n") if line.startswith("< "))
+    received = b"".join(unescape(line[2:]) for line in block.split("\n") if line.startswith("< "))
     first, headers, body = _message(sent)
-    status, answer_headers, answer = _message(got)
+    status, answer_headers, answer = _message(received)
     if not re.match(rb"[A-Z]+ \S+ HTTP", first) or not status:
         return None
     if answer_headers.get("transfer-encoding") == "chunked":
-        answer = _joined(answer)
+        answer = _join_chunks(answer)
     method, path, _ = first.decode().split(" ", 2)
-    return Recorded(
-        title, method, path, body, headers, int(status.split()[1]), answer_headers.get("content-type", ""), answer
-    )  # fmt: skip
+    return Recorded(title, method, path, body, headers, int(status.split()[1]), answer_headers.get("content-type", ""), answer)
 
 
 def _message(data: bytes) -> tuple[bytes, dict[str, str], bytes]:
@@ -67,7 +65,7 @@ def _message(data: bytes) -> tuple[bytes, dict[str, str], bytes]:
     return first, {name.lower(): value for name, value in pairs}, body
 
 
-def _joined(chunks: bytes) -> bytes:
+def _join_chunks(chunks: bytes) -> bytes:
     joined = b""
     while chunks:
         size, _, chunks = chunks.partition(b"\r\n")
@@ -76,7 +74,7 @@ def _joined(chunks: bytes) -> bytes:
 
 
 class Formatted(NamedTuple):
-    """A call of a formatter of 0.26 or 0.27: parameters, and the body it made in so many steps."""
+    """A call of a formatter of release 0.26 or 0.27: its parameters, the number of steps, and the body that it returned."""
 
     title: str
     parameters: dict[str, Any]
@@ -89,13 +87,13 @@ def read_formatted(name: str) -> list[Formatted]:
     text = next(FOLDER.glob(name)).read_text()
     pattern = r"^== (.*?): parameters (\{.*\}), formatter (\w+)\n((?:  step .*\n)+)  body: (.*)$"
     return [
-        Formatted(title, json.loads(given), formatter, steps.count("step"), unescape(body))
-        for title, given, formatter, steps, body in re.findall(pattern, text, flags=re.M)
+        Formatted(title, json.loads(parameters), formatter, steps.count("step"), unescape(body))
+        for title, parameters, formatter, steps, body in re.findall(pattern, text, flags=re.M)
     ]
 
 
-class StandIn(ScriptedService):
-    """Says TOKENS whatever is asked; prompts that begin with BOOM or REFUSE fail as the stand-in engine's did."""
+class RecordedService(ScriptedService):
+    """Generates TOKENS for any prompt. A prompt that contains BOOM fails, after two tokens if it contains LATE."""
 
     end_ids = (2,)
 
@@ -112,18 +110,18 @@ class StandIn(ScriptedService):
         return TEXTS[token_id].encode()
 
     def _plan(self, request: GenerationRequest, index: int) -> list[Delta]:
-        said = TOKENS[: min(self._num_tokens, request.params.max_tokens)]
+        tokens = TOKENS[: min(self._num_tokens, request.params.max_tokens)]
         top = request.params.logprobs or 0
         deltas = [
             Delta(index, text, [token], [TokenLogprobs(token, logprob, [(token, logprob), (token + 1, logprob - 1)][:top])])
-            for token, text, logprob in said
+            for token, text, logprob in tokens
         ]
         deltas[-1].finish_reason, deltas[-1].stop_reason = FinishReason.LENGTH, None
-        if len(said) == 4:
+        if len(tokens) == 4:
             deltas[-1].finish_reason, deltas[-1].stop_reason = FinishReason.STOP, 2
         if "BOOM" in self._text:
-            kept = deltas[:2] if self._text.endswith("LATE") or "LATE" in self._text else []
-            deltas = [*kept, Delta(index, finish_reason=FinishReason.ERROR, error=FAILED)]
+            first = deltas[:2] if "LATE" in self._text else []
+            deltas = [*first, Delta(index, finish_reason=FinishReason.ERROR, error=FAILED)]
         return deltas
 
     def _prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprobs | None]:

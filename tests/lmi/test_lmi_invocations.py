@@ -1,4 +1,4 @@
-"""/invocations where the real server misbehaves, every parameter, bad input, and the states of /ping."""
+"""/invocations where it deviates from the real server, every parameter, invalid input, and the states of /ping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from live_http import asgi_client
-from lmi_recordings import FAILED, StandIn
+from lmi_recordings import FAILED, RecordedService
 from scripted_service import ScriptedService
 
 from stoker.base.errors import CheckpointError, UnavailableError
@@ -24,36 +24,39 @@ from stoker.server.protocols.sagemaker.parameters import TABLE
 from stoker.server.settings import ServerSettings
 
 
-async def ask(body: Any, service: ScriptedService | None = None, path: str = "/invocations", **options: Any) -> httpx.Response:
+async def post(body: Any, service: ScriptedService | None = None, path: str = "/invocations", **options: Any) -> httpx.Response:
     lmi = LMIOptions(**options)
-    async with asgi_client(service or StandIn(), protocols=("sagemaker",), options=lmi) as client:
+    async with asgi_client(service or RecordedService(), protocols=("sagemaker",), options=lmi) as client:
         content = body if isinstance(body, (str, bytes)) else json.dumps(body)
         return await client.post(path, content=content)
 
 
-async def asked(**parameters: Any) -> Any:
-    """The SamplingParams that parameters become."""
+async def sampling_params(**parameters: Any) -> Any:
+    """The SamplingParams that the service receives for these parameters."""
     service = ScriptedService("abc", max_beam_width=4)
-    answer = await ask({"inputs": "hi", "parameters": parameters}, service)
+    answer = await post({"inputs": "hi", "parameters": parameters}, service)
     assert answer.status_code == 200, answer.text
     return service.requests[0].params
 
 
 async def test_any_content_type_is_json() -> None:
-    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+    async with asgi_client(RecordedService(), protocols=("sagemaker",)) as client:
         answer = await client.post("/invocations", content=b'{"inputs":"hi there"}', headers={"content-type": "text/plain"})
     assert answer.json() == {"generated_text": "Hello, wörld"}
 
 
 async def test_3p_without_details() -> None:
-    answer = await ask({"inputs": "hi", "parameters": {"output_formatter": "3p"}})
+    answer = await post({"inputs": "hi", "parameters": {"output_formatter": "3p"}})
     assert answer.json()["body"] == {
-        "generation": "Hello, wörld", "prompt_token_count": 2, "generation_token_count": 4, "stop_reason": "eos_token",
-    }  # fmt: skip
+        "generation": "Hello, wörld",
+        "prompt_token_count": 2,
+        "generation_token_count": 4,
+        "stop_reason": "eos_token",
+    }
 
 
-async def test_a_failure_is_told_by_the_status_and_leaves_the_next_request_alone() -> None:
-    service = StandIn()
+async def test_a_failure_has_an_error_status_and_does_not_affect_the_next_request() -> None:
+    service = RecordedService()
     async with asgi_client(service, protocols=("sagemaker",)) as client:
         for text, stream in (("BOOM", False), ("BOOM", True), ("BOOM LATE", False)):
             failed = await client.post("/invocations", json={"inputs": text, "stream": stream})
@@ -64,18 +67,18 @@ async def test_a_failure_is_told_by_the_status_and_leaves_the_next_request_alone
 
 @pytest.mark.parametrize("options", [{}, {"tgi_compat": True}, {"dialect": "async"}, {"dialect": "0.26"}], ids=str)
 async def test_a_failure_in_mid_stream_is_a_last_record_of_the_stream(options: dict[str, Any]) -> None:
-    answer = await ask({"inputs": "BOOM LATE", "stream": True}, **options)
-    begin, end = ("data: ", "\n\n") if "tgi_compat" in options else ("", "\n")
-    records = answer.text.removesuffix(end).split(end)
-    assert all(record.startswith(begin) for record in records)
-    assert json.loads(records[-1].removeprefix(begin)) == {"error": FAILED, "code": 424}
+    answer = await post({"inputs": "BOOM LATE", "stream": True}, **options)
+    prefix, suffix = ("data: ", "\n\n") if "tgi_compat" in options else ("", "\n")
+    records = answer.text.removesuffix(suffix).split(suffix)
+    assert all(record.startswith(prefix) for record in records)
+    assert json.loads(records[-1].removeprefix(prefix)) == {"error": FAILED, "code": 424}
     assert len(records) == 3
 
 
-async def test_what_the_service_refuses_is_400_before_the_first_byte() -> None:
+async def test_a_request_that_the_service_refuses_gets_400_before_the_first_byte() -> None:
     long = {"inputs": "x" * 300}
     for body in (long, {**long, "stream": True}):
-        answer = await ask(body, ScriptedService("abc"))
+        answer = await post(body, ScriptedService("abc"))
         assert answer.status_code == 400
         assert answer.json()["code"] == 400
         assert "300" in answer.json()["error"] or "301" in answer.json()["error"]
@@ -83,18 +86,18 @@ async def test_what_the_service_refuses_is_400_before_the_first_byte() -> None:
 
 async def test_chat_logprobs_of_a_stream_have_openai_s_shape() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True, "top_logprobs": 1, "max_tokens": 1}
-    first = json.loads((await ask(body)).content.splitlines()[0])["choices"][0]["logprobs"]["content"][0]
+    first = json.loads((await post(body)).content.splitlines()[0])["choices"][0]["logprobs"]["content"][0]
     assert (first["token"], first["top_logprobs"][0]["token"], first["top_logprobs"][0]["logprob"]) == ("Hello", "Hello", -0.5)
 
 
 @pytest.mark.parametrize("group", [1, 3, 1000])
 async def test_tool_calls_and_reasoning_of_invocations(group: int) -> None:
-    """In DJL's envelope, with OpenAI's members; the joined stream is the whole answer."""
-    said = '<think>hm</think>Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    """The response has DJL's structure with OpenAI's members, and the joined stream equals the whole response."""
+    text = '<think>hm</think>Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "logprobs": True, "top_logprobs": 1}
     settings = {"protocols": ("sagemaker",), "tool_parser": "hermes", "reasoning_parser": "qwen3"}
-    async with asgi_client(ScriptedService(said, group=group, max_output_len=256), **settings) as client:
+    async with asgi_client(ScriptedService(text, group=group, max_output_len=256), **settings) as client:
         whole = (await client.post("/invocations", json=body)).json()["choices"][0]
         lines = [
             json.loads(line)["choices"][0] for line in (await client.post("/invocations", json=body | {"stream": True})).text.splitlines()
@@ -108,7 +111,7 @@ async def test_tool_calls_and_reasoning_of_invocations(group: int) -> None:
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
     assert [call["function"] for delta in deltas for call in delta.get("tool_calls", [])] == [call["function"] for call in calls]
     assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
-    assert sum(len(line["logprobs"]["content"]) for line in lines) == len(whole["logprobs"]["content"]) == len(said)
+    assert sum(len(line["logprobs"]["content"]) for line in lines) == len(whole["logprobs"]["content"]) == len(text)
 
 
 async def test_with_a_reasoning_parser_plain_answers_stay_plain() -> None:
@@ -121,22 +124,22 @@ async def test_with_a_reasoning_parser_plain_answers_stay_plain() -> None:
 
 async def test_chat_without_messages_or_role_is_refused() -> None:
     for messages in ([], [{"content": "x"}]):
-        answer = await ask({"messages": messages})
+        answer = await post({"messages": messages})
         assert answer.status_code == 400
         assert "messages" in answer.json()["error"]
 
 
 async def test_output_formatter_beside_inputs() -> None:
-    streamed = await ask({"inputs": "hi", "output_formatter": "sse"})
+    streamed = await post({"inputs": "hi", "output_formatter": "sse"})
     assert streamed.headers["content-type"] == "text/event-stream"
-    assert (await ask({"inputs": "hi", "output_formatter": "zzz"})).status_code == 400
+    assert (await post({"inputs": "hi", "output_formatter": "zzz"})).status_code == 400
 
 
 @pytest.mark.parametrize(
     "method, path, status", [("GET", "/invocations", 405), ("PUT", "/invocations", 405), ("POST", "/invocations/x", 404)]
 )
 async def test_only_post_runs_an_inference(method: str, path: str, status: int) -> None:
-    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+    async with asgi_client(RecordedService(), protocols=("sagemaker",)) as client:
         assert (await client.request(method, path, content=b'{"inputs":"hi"}')).status_code == status
 
 
@@ -149,7 +152,7 @@ REFUSED = {
     '{"inputs":"a","parameters":{"details":1}}': "parameters.details=1",
     '{"inputs":"a","parameters":{"watermark":true}}': "not watermarked",
     '{"inputs":"a","parameters":{"typical_p":0.5}}': "typical sampling",
-    '{"inputs":"a","parameters":{"n":2},"stream":true}': "not streamed",
+    '{"inputs":"a","parameters":{"n":2},"stream":true}': "only one answer can be streamed",
     '{"inputs":"a","parameters":{"n":3,"best_of":2}}': "at least n=3",
     '{"inputs":"a","adapters":"x"}': "no adapters",
     '{"inputs":"a","streem":true}': "streem",
@@ -158,8 +161,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("body", REFUSED)
-async def test_bad_values_are_refused_by_name(body: str) -> None:
-    answer = await ask(body)
+async def test_invalid_values_are_refused_with_the_name_of_the_field(body: str) -> None:
+    answer = await post(body)
     assert answer.status_code == 400
     assert REFUSED[body] in answer.json()["error"]
 
@@ -168,25 +171,25 @@ async def test_bad_values_are_refused_by_name(body: str) -> None:
     "body", [b"[" * 5000, b'{"inputs":NaN}', b'{"inputs":"\xff"}', b"", b"\x00", b'{"inputs":["a"]}', b'{"inputs":{}}']
 )
 async def test_hostile_bodies_get_424_and_a_reason(body: bytes) -> None:
-    answer = await ask(body)
+    answer = await post(body)
     assert answer.status_code == 424
     assert answer.json()["error"].startswith("Input Parsing failed.")
     assert len(answer.content) < 1000
 
 
 async def test_long_payloads_are_not_echoed() -> None:
-    answer = await ask({"x": "y" * 100_000})
+    answer = await post({"x": "y" * 100_000})
     assert answer.status_code == 424
     assert len(answer.content) < 1000
 
 
-async def test_answers_in_pages_are_refused() -> None:
-    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+async def test_paged_responses_are_refused() -> None:
+    async with asgi_client(RecordedService(), protocols=("sagemaker",)) as client:
         answer = await client.post("/invocations", json={"inputs": "a"}, headers={"x-synchronous": "false"})
     assert (answer.status_code, "x-synchronous" in answer.text) == (400, True)
 
 
-SET = {
+REACHING = {  # parameter → (value, attribute of SamplingParams, its expected value)
     "max_new_tokens": (7, "max_tokens", 7), "min_length": (3, "min_tokens", 3), "min_new_tokens": (3, "min_tokens", 3),
     "temperature": (0.5, "temperature", 0.5), "top_k": (9, "top_k", 9), "top_p": (0.25, "top_p", 0.25), "min_p": (0.1, "min_p", 0.1),
     "do_sample": (True, "temperature", 0.8), "repetition_penalty": (1.5, "repetition_penalty", 1.5),
@@ -199,71 +202,71 @@ SET = {
     "guided_regex": ("a+", "guide.text", "a+"), "guided_grammar": ("root ::= \"a\"", "guide.kind", "grammar"),
     "guided_choice": (["a", "b"], "guide.kind", "choice"), "guided_json": ({"type": "object"}, "guide.kind", "json_schema"),
 }  # fmt: skip
-ELSEWHERE = {  # tested by what is answered
+ELSEWHERE = {  # tested by their effect on the response
     "add_special_tokens", "truncate", "return_full_text", "details", "decoder_input_details", "top_n_tokens", "output_formatter",
     "request_timeout",
 }  # fmt: skip
 
 
 def test_every_accepted_parameter_has_a_case() -> None:
-    assert {row.name for row in TABLE if row.status == "accepted"} == SET.keys() | ELSEWHERE
+    assert {row.name for row in TABLE if row.status == "accepted"} == REACHING.keys() | ELSEWHERE
 
 
-@pytest.mark.parametrize("name", SET)
+@pytest.mark.parametrize("name", REACHING)
 async def test_parameters_reach_the_service(name: str) -> None:
-    value, field, expected = SET[name]
-    found = await asked(**{name: value})
+    value, field, expected = REACHING[name]
+    found = await sampling_params(**{name: value})
     for part in field.split("."):
         found = getattr(found, part)
     assert found == expected
 
 
-async def test_the_request_of_the_document() -> None:
+async def test_the_request_of_the_lmi_documentation() -> None:
     body = {"inputs": "tell me a story of the little red riding hood", "parameters": {"max_new_tokens": 128, "do_sample": True}}
     service = ScriptedService("Once.")
-    answer = await ask(body, service)
+    answer = await post(body, service)
     assert answer.json() == {"generated_text": "Once."}
     params = service.requests[0].params
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (128, 0.8, 5, 0.85)
 
 
 async def test_defaults_and_do_sample() -> None:
-    plain = await asked()
+    plain = await sampling_params()
     assert (plain.max_tokens, plain.temperature, plain.logprobs) == (30, 0.0, None)
-    sampled = await asked(do_sample=True, top_k=3)
+    sampled = await sampling_params(do_sample=True, top_k=3)
     assert (sampled.temperature, sampled.top_k, sampled.top_p) == (0.8, 3, 0.85)
-    inferred = await asked(top_p=0.5)
+    inferred = await sampling_params(top_p=0.5)
     assert (inferred.temperature, inferred.top_k, inferred.top_p) == (1.0, 0, 0.5)
-    greedy = await asked(do_sample=False, temperature=0.7)
+    greedy = await sampling_params(do_sample=False, temperature=0.7)
     assert greedy.temperature == 0.0
 
 
 async def test_prompts_and_deadlines() -> None:
     service = ScriptedService("abc")
-    await ask({"inputs": "hello", "parameters": {"truncate": 2, "add_special_tokens": False, "request_timeout": 3}}, service)
+    await post({"inputs": "hello", "parameters": {"truncate": 2, "add_special_tokens": False, "request_timeout": 3}}, service)
     assert (service.requests[0].prompt, service.requests[0].timeout_s) == ([108, 111], 3.0)
-    await ask({"inputs": "hi"}, service)
+    await post({"inputs": "hi"}, service)
     assert service.requests[1].prompt == [2, 104, 105]
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.status == "no effect"], ids=lambda row: row.name)
 async def test_parameters_without_effect_are_accepted(row: FieldRow) -> None:
     value = True if isinstance(row.type, Flag) else "x"
-    assert (await asked(**{row.name: value})) == (await asked())
+    assert (await sampling_params(**{row.name: value})) == (await sampling_params())
 
 
-async def test_several_answers() -> None:
-    answer = (await ask({"inputs": "hi", "parameters": {"n": 2, "best_of": 3}}, ScriptedService("abc", "de", "f"))).json()
+async def test_n_and_best_of() -> None:
+    answer = (await post({"inputs": "hi", "parameters": {"n": 2, "best_of": 3}}, ScriptedService("abc", "de", "f"))).json()
     assert answer["generated_text"] == "abc"
     assert [other["generated_text"] for other in answer["details"]["best_of_sequences"]] == ["de"]
 
 
 async def test_stream_joined_is_the_whole_answer() -> None:
     service = ScriptedService("Grüße 🎉 und 日本", group=3)
-    whole = (await ask({"inputs": "hi", "parameters": {"max_new_tokens": 100}}, service)).json()["generated_text"]
+    whole = (await post({"inputs": "hi", "parameters": {"max_new_tokens": 100}}, service)).json()["generated_text"]
     lines = [
         json.loads(line)
-        for line in (await ask({"inputs": "hi", "stream": True, "parameters": {"max_new_tokens": 100}}, service)).text.splitlines()
+        for line in (await post({"inputs": "hi", "stream": True, "parameters": {"max_new_tokens": 100}}, service)).text.splitlines()
     ]
     assert "".join(line["token"]["text"] for line in lines) == lines[-1]["generated_text"] == whole == service.answers[0]
     assert [line["token"]["id"] for line in lines] == list(whole.encode())
@@ -271,15 +274,15 @@ async def test_stream_joined_is_the_whole_answer() -> None:
 
 async def test_dynamic_batch() -> None:
     options: dict[str, Any] = {"rolling_batch": False, "batch_size": 2}
-    answer = await ask({"inputs": ["a", "b"]}, ScriptedService("abc"), **options)
+    answer = await post({"inputs": ["a", "b"]}, ScriptedService("abc"), **options)
     assert answer.json() == [{"generated_text": "abc"}, {"generated_text": "abc"}]
-    streamed = await ask({"inputs": ["a", "b"], "stream": True}, ScriptedService("abc"), **options)
-    pieces = [json.loads(line)["outputs"] for line in streamed.text.splitlines()]
-    assert ["".join(column) for column in zip(*pieces, strict=True)] == ["abc", "abc"]
-    assert (await ask({"inputs": ["a", "b", "c"]}, **options)).status_code == 424
+    streamed = await post({"inputs": ["a", "b"], "stream": True}, ScriptedService("abc"), **options)
+    records = [json.loads(line)["outputs"] for line in streamed.text.splitlines()]
+    assert ["".join(column) for column in zip(*records, strict=True)] == ["abc", "abc"]
+    assert (await post({"inputs": ["a", "b", "c"]}, **options)).status_code == 424
 
 
-async def test_ping_tells_loading_from_failed() -> None:
+async def test_ping_distinguishes_loading_from_failed() -> None:
     repository, gate = ModelRepository(), asyncio.Event()
 
     async def load() -> Any:
@@ -307,9 +310,9 @@ async def test_ping_tells_loading_from_failed() -> None:
 
 
 async def test_a_full_queue_and_a_lost_executor() -> None:
-    service = StandIn()
+    service = RecordedService()
     service.error = UnavailableError("the executor is gone.")
-    answer = await ask({"inputs": "hi"}, service)
+    answer = await post({"inputs": "hi"}, service)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     service.is_ready = False
     async with asgi_client(service, protocols=("sagemaker",)) as client:
@@ -317,7 +320,7 @@ async def test_a_full_queue_and_a_lost_executor() -> None:
 
 
 async def test_models() -> None:
-    async with asgi_client(StandIn(), protocols=("sagemaker",)) as client:
+    async with asgi_client(RecordedService(), protocols=("sagemaker",)) as client:
         listed = (await client.get("/models")).json()["models"]
         described = (await client.get("/models/llm")).json()[0]["models"][0]
         wrong = await client.delete("/models/llm")

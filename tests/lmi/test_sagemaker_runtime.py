@@ -1,4 +1,4 @@
-"""boto3's sagemaker-runtime, unmodified, against a live server."""
+"""The unmodified sagemaker-runtime client of boto3 against a live server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import botocore.exceptions
 import pytest
 from botocore.config import Config
 from live_http import live_server
-from lmi_recordings import FAILED, FOLDER, StandIn
+from lmi_recordings import FAILED, FOLDER, RecordedService
 
 from stoker.server.protocols.sagemaker import eventstream
 
@@ -27,11 +27,11 @@ def client(url: str) -> Any:
 
 async def call(method: str, body: Any, collect: Any, **members: Any) -> Any:
     data = json.dumps(body).encode()
-    async with live_server(StandIn(), protocols=("sagemaker",)) as url:
+    async with live_server(RecordedService(), protocols=("sagemaker",)) as url:
 
         def run() -> Any:
-            named = {"EndpointName": "any", "ContentType": "application/json", **members}
-            return collect(getattr(client(url), method)(Body=data, **named))
+            arguments = {"EndpointName": "any", "ContentType": "application/json", **members}
+            return collect(getattr(client(url), method)(Body=data, **arguments))
 
         return await asyncio.to_thread(run)
 
@@ -40,7 +40,7 @@ def parts(answer: dict[str, Any]) -> tuple[str, list[bytes]]:
     return answer["ContentType"], [event["PayloadPart"]["Bytes"] for event in answer["Body"]]
 
 
-def hexed(title: str) -> bytes:
+def recorded_frame(title: str) -> bytes:
     found = re.search(rf"^== {re.escape(title)}\n.*?^  hex: (\w+)$", RECORDED, flags=re.M | re.S)
     assert found is not None
     return bytes.fromhex(found[1])
@@ -49,13 +49,13 @@ def hexed(title: str) -> bytes:
 def test_frames_as_recorded() -> None:
     first = b'{"token": {"id": 101, "text": "Hello"}}\n'
     last = b'{"token": {"id": 2, "text": ""}, "generated_text": "Hello"}\n'
-    assert eventstream.part(first) == hexed("PayloadPart, payload " + first.decode().replace("\n", "\\n"))
-    assert eventstream.part(last) == hexed("PayloadPart, payload " + last.decode().replace("\n", "\\n"))
-    assert eventstream.part(b"") == hexed("PayloadPart, empty payload")
+    assert eventstream.part(first) == recorded_frame("PayloadPart, payload " + first.decode().replace("\n", "\\n"))
+    assert eventstream.part(last) == recorded_frame("PayloadPart, payload " + last.decode().replace("\n", "\\n"))
+    assert eventstream.part(b"") == recorded_frame("PayloadPart, empty payload")
     broken = eventstream.exception("ModelStreamError", "engine broke", "ModelInvocationTimeExceeded")
-    assert broken == hexed("exception ModelStreamError")
+    assert broken == recorded_frame("exception ModelStreamError")
     error = {":error-code": "BadThing", ":error-message": "went wrong", ":message-type": "error"}
-    assert eventstream.message(error, b"") == hexed("error")
+    assert eventstream.message(error, b"") == recorded_frame("error")
 
 
 async def test_invoke_endpoint() -> None:
@@ -66,9 +66,12 @@ async def test_invoke_endpoint() -> None:
 
 async def test_invoke_endpoint_with_every_member() -> None:
     members = {
-        "Accept": "application/json", "CustomAttributes": "trace=1", "TargetVariant": "v1", "InferenceId": "inf-1",
+        "Accept": "application/json",
+        "CustomAttributes": "trace=1",
+        "TargetVariant": "v1",
+        "InferenceId": "inf-1",
         "InferenceComponentName": "ic-1",
-    }  # fmt: skip
+    }
     read = await call("invoke_endpoint", {"inputs": "hi"}, lambda answer: answer["Body"].read(), **members)
     assert json.loads(read) == {"generated_text": "Hello, wörld"}
 
@@ -89,13 +92,13 @@ async def test_whole_answers_are_event_streams_too() -> None:
 
 
 @pytest.mark.parametrize("method", ["invoke_endpoint", "invoke_endpoint_with_response_stream"])
-async def test_refusals_are_model_errors(method: str) -> None:
+async def test_errors_are_model_errors(method: str) -> None:
     with pytest.raises(botocore.exceptions.ClientError, match=r"ModelError.*Received client error \(400\)") as caught:
         await call(method, {"inputs": "hi", "parameters": {"temperatur": 1}}, lambda answer: answer)
     assert caught.value.response["OriginalStatusCode"] == 400
     assert "Did you mean temperature" in caught.value.response["OriginalMessage"]
 
 
-async def test_a_failure_in_mid_stream_raises_in_the_client() -> None:
+async def test_an_error_in_a_stream_raises_in_the_client() -> None:
     with pytest.raises(botocore.exceptions.EventStreamError, match=f"ModelStreamError.*{FAILED}"):
         await call("invoke_endpoint_with_response_stream", {"inputs": "BOOM LATE", "stream": True}, parts)

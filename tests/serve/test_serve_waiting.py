@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from stoker.base import env
-from stoker.server.processes.loading import Waiting
+from stoker.server.processes.loading import LoadingServer
 from stoker.server.processes.supervisor import bind, listen
 from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.settings import ServerSettings
@@ -21,8 +21,8 @@ def test_every_door_says_that_it_is_loading() -> None:
     (listener,) = listen(settings)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with listener, httpx.Client(base_url=url, headers={"authorization": "Bearer a-secret-key"}) as client:
-        with Waiting([listener], settings, "tiny") as waiting:
-            waiting.tell("weights", 2, 5)
+        with LoadingServer([listener], settings, "tiny") as loading_server:
+            loading_server.report_progress("weights", 2, 5)
             ping = client.get("/ping")
             assert (ping.status_code, ping.json()) == (503, {"tiny": {"status": "Loading", "reason": "weights: 40 %"}})
             chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
@@ -31,14 +31,14 @@ def test_every_door_says_that_it_is_loading() -> None:
             assert answers["/health/live"] == 200
             assert {answers["/health/ready"], answers["/v2/health/ready"]} <= {400, 503}
             assert client.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
-        with Waiting([listener], ServerSettings(protocols=("sagemaker", "openai"), options=LMIOptions()), "again"):
+        with LoadingServer([listener], ServerSettings(protocols=("sagemaker", "openai"), options=LMIOptions()), "again"):
             assert httpx.get(f"{url}/ping").json()["again"]["status"] == "Loading"
 
 
 def test_any_free_port_of_the_metrics_shows_nothing_else() -> None:
     settings = ServerSettings(http_port=0, metrics_port=0)
     api, metrics = listen(settings)
-    with api, metrics, Waiting([api, metrics], settings, "tiny"):
+    with api, metrics, LoadingServer([api, metrics], settings, "tiny"):
         for listener, status in ((api, 200), (metrics, 404)):
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             assert (httpx.get(f"{url}/v2").status_code, httpx.get(f"{url}/metrics").status_code) == (status, 200)

@@ -1,4 +1,4 @@
-"""The models of the server that the exchanges were recorded from, as far as their answers tell."""
+"""The models of the recorded Triton server, reconstructed from their responses."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ _STEPS = (
 
 def _generated(text: str, *, finished: bool, inference: Inference) -> Response:
     outputs = {
-        "text_output": text_array([text.encode()], (1,)), "cum_log_probs": np.array([-0.5], np.float32),
-        "output_ids": np.array([[1, 2, 3]], np.int32), "finished": np.array([finished]),
-    }  # fmt: skip
+        "text_output": text_array([text.encode()], (1,)),
+        "cum_log_probs": np.array([-0.5], np.float32),
+        "output_ids": np.array([[1, 2, 3]], np.int32),
+        "finished": np.array([finished]),
+    }
     return Response(outputs={n: v for n, v in outputs.items() if n in (inference.outputs or outputs)}, final=finished)
 
 
-async def gen(inference: Inference) -> Responses:
+async def generate(inference: Inference) -> Responses:
     text, count = inference.inputs["text_input"].flat[0].decode(), int(inference.inputs["max_tokens"].flat[0])
     if text == "ERR":
         raise GenerationError("boom from model")
@@ -58,12 +60,12 @@ async def gen(inference: Inference) -> Responses:
         yield [_generated(f' t{i} "q" é\n/', finished=i == count - 1, inference=inference)]
 
 
-async def letters(inference: Inference) -> Responses:
-    """The prompt's letters over and over; one a response when decoupled."""
+async def repeat_letters(inference: Inference) -> Responses:
+    """The letters of the prompt, repeated. A decoupled model returns one letter per response."""
     text, count = inference.inputs["text_input"].flat[0].decode(), int(inference.inputs["max_tokens"].flat[0])
-    shown = [text[i % len(text)] for i in range(count)]
-    for i, piece in enumerate(shown if inference.model.decoupled else ["".join(shown)]):
-        yield [Response(outputs={"text_output": text_array([piece.encode()], (1, 1))}, final=inference.model.decoupled and i == count - 1)]
+    letters = [text[i % len(text)] for i in range(count)]
+    for i, part in enumerate(letters if inference.model.decoupled else ["".join(letters)]):
+        yield [Response(outputs={"text_output": text_array([part.encode()], (1, 1))}, final=inference.model.decoupled and i == count - 1)]
 
 
 def _model(name: str, *, decoupled: bool = False, **more: Any) -> TritonModel:
@@ -74,12 +76,12 @@ def catalogue() -> Catalogue:
     text = {"inputs": _INPUTS[:2], "outputs": (Tensor(name="text_output", dtype="STRING", dims=(1,)),), "max_batch_size": 8}
     ensemble = {**text, "platform": "ensemble", "backend": "", "steps": _STEPS}
     models = [
-        (_model("gen", inputs=_INPUTS, outputs=_OUTPUTS), gen),
-        (_model("gen_decoupled", decoupled=True, inputs=_INPUTS, outputs=_OUTPUTS), gen),
-        (_model("ensemble", **ensemble), letters),
-        (_model("ensemble_decoupled", decoupled=True, **ensemble), letters),
-        (_model("bls", **text), letters),
-        (_model("bls_decoupled", decoupled=True, **text), letters),
-        *((_model(name), gen) for name in ("llm", "llm_decoupled", "postprocessing", "preprocessing", "repeat", "simple")),
+        (_model("gen", inputs=_INPUTS, outputs=_OUTPUTS), generate),
+        (_model("gen_decoupled", decoupled=True, inputs=_INPUTS, outputs=_OUTPUTS), generate),
+        (_model("ensemble", **ensemble), repeat_letters),
+        (_model("ensemble_decoupled", decoupled=True, **ensemble), repeat_letters),
+        (_model("bls", **text), repeat_letters),
+        (_model("bls_decoupled", decoupled=True, **text), repeat_letters),
+        *((_model(name), generate) for name in ("llm", "llm_decoupled", "postprocessing", "preprocessing", "repeat", "simple")),
     ]
     return Catalogue([ServedModel(model=model, run=run, ready=lambda: True) for model, run in models])

@@ -1,6 +1,6 @@
-"""An exported repository inside a real Triton server: its own ensemble and BLS over Stoker's executor.
+"""An exported repository in a real Triton server, whose ensemble and BLS models use Stoker's executor.
 
-The oracle is the same engine in this process. The server comes from a package that is installed in the cache once.
+The oracle is the same engine in this process. The package of the server is installed once, in the cache.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ OPTIONS = {"decoupled_mode": "true", "max_tokens_in_paged_kv_cache": "4096"}
 
 def free_ports() -> tuple[int, int, int]:
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
-    return found[0], found[1], found[2]
+        ports = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
+    return ports[0], ports[1], ports[2]
 
 
 class Real:
-    """A running server and the engine it serves."""
+    """A running server and the engine that it serves."""
 
     def __init__(self, ports: tuple[int, int, int], engine: Path, process: subprocess.Popen[bytes]) -> None:
         self.http, self.grpc = f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"
@@ -51,8 +51,8 @@ class Real:
         self.process = process
 
     def count(self, name: str, model: str) -> float:
-        shown = httpx.get(self.metrics).text
-        return float(re.search(rf'^{name}{{model="{model}",version="1"}} (\S+)$', shown, re.M)[1])  # type: ignore[index]
+        exposition = httpx.get(self.metrics).text
+        return float(re.search(rf'^{name}{{model="{model}",version="1"}} (\S+)$', exposition, re.M)[1])  # type: ignore[index]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def server(engine: Path, script: Callable[[str], ModuleType], tmp_path_factory: 
     info = EngineInfo(path=str(engine), architecture="LlamaForCausalLM", vocab_size=320)
     export_triton(info, repository, OPTIONS)
     export_triton(info, second, OPTIONS)
-    only_model(second, "tensorrt_llm", "another_llm")
+    keep_one_model(second, "tensorrt_llm", "another_llm")
     ports = free_ports()
     log = tmp_path_factory.mktemp("log") / "triton.log"
     command = installed.command([repository, second], ports, f"stoker{os.getpid()}_")
@@ -97,19 +97,19 @@ def server(engine: Path, script: Callable[[str], ModuleType], tmp_path_factory: 
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                for region in Path("/dev/shm").glob(f"stoker{os.getpid()}_*"):  # left by a model that took too long to end
+                for region in Path("/dev/shm").glob(f"stoker{os.getpid()}_*"):  # not removed by a model that did not end in time
                     region.unlink()
 
 
-def only_model(repository: Path, kept: str, name: str) -> None:
-    """Leave one model of a repository, under another name."""
+def keep_one_model(repository: Path, model: str, name: str) -> None:
+    """Delete all other models of a repository, and rename `model` to `name`."""
     for folder in list(repository.iterdir()):
-        if folder.name != kept:
+        if folder.name != model:
             for file in sorted(folder.rglob("*"), reverse=True):
                 file.rmdir() if file.is_dir() else file.unlink()
             folder.rmdir()
-    config = (repository / kept).rename(repository / name) / "config.pbtxt"
-    config.write_text(config.read_text().replace(f'name: "{kept}"', f'name: "{name}"', 1))
+    config = (repository / model).rename(repository / name) / "config.pbtxt"
+    config.write_text(config.read_text().replace(f'name: "{model}"', f'name: "{name}"', 1))
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -124,35 +124,34 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(engine: Path) -> str:
-    """What the engine says to PROMPT, without end ids; its ids are the same as those of a request with an end id that never comes."""
+    """PROMPT and the engine's text after it, with end tokens ignored. REQUEST has an end id that is never generated, so it is equal."""
     with LLM(engine, device="cpu", kv_cache_tokens=4096) as llm:
         done = llm.generate(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True))
         return llm.tokenizer.decode([*done.prompt_token_ids, *done.choices[0].token_ids])
 
 
-ASKED: dict[str, Any] = {"text_input": PROMPT, "max_tokens": 24, "end_id": 319}
+REQUEST: dict[str, Any] = {"text_input": PROMPT, "max_tokens": 24, "end_id": 319}
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_whole_answers(server: Real, whole: str, model: str) -> None:
     with Stream(server) as stream:
-        stream.send(model, **ASKED, empty_final=True)
+        stream.send(model, **REQUEST, empty_final=True)
         results = stream.rest()
     assert [text(result) for result in results if result.get_response().outputs] == [whole]
-    assert httpx.post(
-        f"http://{server.http}/v2/models/{model}/generate", json=ASKED, timeout=30
-    ).json()["text_output"] == whole  # fmt: skip
+    answer = httpx.post(f"http://{server.http}/v2/models/{model}/generate", json=REQUEST, timeout=30)
+    assert answer.json()["text_output"] == whole
 
 
 def test_streamed_answers(server: Real, whole: str) -> None:
     with Stream(server) as stream:
-        stream.send("tensorrt_llm_bls", **ASKED, stream=True, empty_final=True)
-        pieces = [text(result) for result in stream.rest() if result.get_response().outputs]
-        assert "".join(pieces).rstrip("\ufffd") == whole.removeprefix(PROMPT).rstrip("\ufffd") and len(pieces) == 24
-        stream.send("ensemble", **ASKED, stream=True, empty_final=True)
-        pieces = [text(result) for result in stream.rest() if result.get_response().outputs]
-    assert len(pieces) == 24
-    assert "".join(pieces).replace("\ufffd", "") == whole.removeprefix(PROMPT).replace("\ufffd", "")
+        stream.send("tensorrt_llm_bls", **REQUEST, stream=True, empty_final=True)
+        parts = [text(result) for result in stream.rest() if result.get_response().outputs]
+        assert "".join(parts).rstrip("\ufffd") == whole.removeprefix(PROMPT).rstrip("\ufffd") and len(parts) == 24
+        stream.send("ensemble", **REQUEST, stream=True, empty_final=True)
+        parts = [text(result) for result in stream.rest() if result.get_response().outputs]
+    assert len(parts) == 24
+    assert "".join(parts).replace("\ufffd", "") == whole.removeprefix(PROMPT).replace("\ufffd", "")
 
 
 def test_two_engines_and_the_ensemble_at_once(server: Real, whole: str) -> None:
@@ -161,7 +160,7 @@ def test_two_engines_and_the_ensemble_at_once(server: Real, whole: str) -> None:
         for i in range(4):
             for model in ("tensorrt_llm", "another_llm"):
                 stream.send(model, f"{model}{i}", **ids, streaming=True, empty_final=True)
-            stream.send("ensemble", f"ensemble{i}", **ASKED, empty_final=True)
+            stream.send("ensemble", f"ensemble{i}", **REQUEST, empty_final=True)
         answers: dict[str, list[Any]] = {}
         left = 12
         while left:
@@ -176,16 +175,16 @@ def test_two_engines_and_the_ensemble_at_once(server: Real, whole: str) -> None:
 
 
 def test_a_cancelled_stream_frees_the_executor(server: Real) -> None:
-    """Eight requests fill the engine's batch; a ninth answers at once only when their places are free."""
-    asked = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 500}
+    """Eight requests fill the batch. A ninth is answered soon only if their rows are free."""
+    inputs = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 500}
     stream = Stream(server)
     for i in range(8):
-        stream.send("tensorrt_llm", f"long{i}", **asked, streaming=True)
+        stream.send("tensorrt_llm", f"long{i}", **inputs, streaming=True)
     stream.next()
     before = time.monotonic()
     stream.client.stop_stream(cancel_requests=True)
     with Stream(server) as other:
-        other.send("tensorrt_llm", "short", **{**asked, "request_output_len": 4}, streaming=True, empty_final=True)
+        other.send("tensorrt_llm", "short", **{**inputs, "request_output_len": 4}, streaming=True, empty_final=True)
         assert len([r for r in other.rest() if r.get_response().outputs]) == 4
     assert time.monotonic() - before < 2.0
     deadline = time.monotonic() + 10
@@ -198,16 +197,16 @@ def test_a_cancelled_stream_frees_the_executor(server: Real) -> None:
     ("changed", "message"),
     [({"beam_width": 3}, "beam_width=3 is refused"), ({"max_tokens": 600}, "max_output_len is 512"), ({"text_input": "a" * 500}, "prompt")],
 )
-def test_refusals_reach_the_client(server: Real, changed: dict[str, Any], message: str) -> None:
+def test_error_messages_reach_the_client(server: Real, changed: dict[str, Any], message: str) -> None:
     with Stream(server) as stream:
         for model in ("ensemble", "tensorrt_llm_bls"):
-            stream.send(model, **{**ASKED, **changed}, empty_final=True)
+            stream.send(model, **{**REQUEST, **changed}, empty_final=True)
             with pytest.raises(InferenceServerException, match=message):
                 stream.rest()
 
 
-def test_the_client_library_is_the_same(server: Real) -> None:
-    """The parameters that Stoker's own doors read have the same effect here."""
+def test_the_http_client(server: Real) -> None:
+    """preprocessing and postprocessing over HTTP."""
     import tritonclient.http as thttp
 
     client = thttp.InferenceServerClient(server.http)

@@ -1,4 +1,4 @@
-"""The real tritonclient against both doors: whole and streamed answers, binary and JSON tensors, every model on its own."""
+"""The real tritonclient over HTTP and gRPC: whole and streamed responses, binary and JSON tensors, each model separately."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ import tritonclient.grpc as tgrpc
 import tritonclient.grpc.aio as tgrpc_aio
 import tritonclient.http as thttp
 import tritonclient.http.aio as thttp_aio
-from triton_server import TEXT, Running, endless, running, tokenizer, until
+from triton_server import TEXT, RunningServer, endless, running, tokenizer, until
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from stoker.server.protocols.kserve.model_config import KINDS, TritonOptions
-from stoker.server.protocols.kserve.models.catalogue import plain_models
+from stoker.server.protocols.kserve.models.catalogue import default_models
 
 PROMPT = "The dog"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(options=TritonOptions(models=plain_models(), unary=True, max_beam_width=4)) as found:
-        yield found
+def server() -> Iterator[RunningServer]:
+    with running(options=TritonOptions(models=default_models(), unary=True, max_beam_width=4)) as running_server:
+        yield running_server
 
 
 def tensors(client: Any, **values: Any) -> list[Any]:
     """Inputs of one row from scalars, lists of strings and arrays."""
-    made = []
+    inputs = []
     for name, value in values.items():
         array = value if isinstance(value, np.ndarray) else np.array(value if isinstance(value, list) else [value])
         if array.dtype.kind == "U":
             array = np.array([item.encode() for item in array], object)
-        kinds = {"i": np.int32, "f": np.float32}
-        array = array.astype(kinds.get(array.dtype.kind, array.dtype)) if not isinstance(value, np.ndarray) else array
+        dtypes = {"i": np.int32, "f": np.float32}
+        array = array.astype(dtypes.get(array.dtype.kind, array.dtype)) if not isinstance(value, np.ndarray) else array
         array = array if isinstance(value, np.ndarray) else array[None]
         tensor = client.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
         tensor.set_data_from_numpy(array)
-        made.append(tensor)
-    return made
+        inputs.append(tensor)
+    return inputs
 
 
 def text(result: Any, name: str = "text_output") -> str:
-    item = result.as_numpy(name).flat[0]  # JSON gives strings, raw data bytes
+    item = result.as_numpy(name).flat[0]  # JSON data has strings, binary data has bytes
     return item if isinstance(item, str) else item.decode()
 
 
 class Stream:
-    """A gRPC stream whose answers are read one at a time."""
+    """A gRPC stream whose responses are read one at a time."""
 
-    def __init__(self, server: Running) -> None:
+    def __init__(self, server: RunningServer) -> None:
         self.client = tgrpc.InferenceServerClient(server.grpc)
-        self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        self.client.start_stream(lambda result, error: self._answers.put((result, error)))
+        self._responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self.client.start_stream(lambda result, error: self._responses.put((result, error)))
 
     def __enter__(self) -> Stream:
         return self
@@ -76,17 +76,17 @@ class Stream:
         )
 
     def next(self) -> Any:
-        result, error = self._answers.get(timeout=10)
+        result, error = self._responses.get(timeout=10)
         if error is not None:
             raise error
         return result
 
     def rest(self) -> list[Any]:
-        """Results up to and with the final one."""
-        found = [self.next()]
-        while not final(found[-1]):
-            found.append(self.next())
-        return found
+        """Results up to and including the final one."""
+        results = [self.next()]
+        while not final(results[-1]):
+            results.append(self.next())
+        return results
 
 
 def final(result: Any) -> bool:
@@ -94,22 +94,22 @@ def final(result: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_what_clients_read_first(server: Running, kind: str) -> None:
+def test_metadata_and_control(server: RunningServer, kind: str) -> None:
     client = (thttp if kind == "http" else tgrpc).InferenceServerClient(getattr(server, kind))
-    shown = {} if kind == "http" else {"as_json": True}
+    options = {} if kind == "http" else {"as_json": True}
     assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ensemble")
-    assert client.get_server_metadata(**shown)["name"] == "stoker"
-    assert {name for name in KINDS if client.get_model_metadata(name, **shown)["name"] == name} == set(KINDS)
-    config = client.get_model_config("tensorrt_llm", **shown)
+    assert client.get_server_metadata(**options)["name"] == "stoker"
+    assert {name for name in KINDS if client.get_model_metadata(name, **options)["name"] == name} == set(KINDS)
+    config = client.get_model_config("tensorrt_llm", **options)
     config = config.get("config", config)
     assert config["model_transaction_policy"]["decoupled"] and config["max_batch_size"] == 256
-    index = client.get_model_repository_index(**shown)
+    index = client.get_model_repository_index(**options)
     assert {row["name"] for row in (index if kind == "http" else index["models"])} == {*KINDS, "tiny"}
-    assert client.get_inference_statistics("tensorrt_llm", **shown)["model_stats"][0]["name"] == "tensorrt_llm"
-    log = client.update_log_settings({"log_verbose_level": 1}, **shown)
+    assert client.get_inference_statistics("tensorrt_llm", **options)["model_stats"][0]["name"] == "tensorrt_llm"
+    log = client.update_log_settings({"log_verbose_level": 1}, **options)
     assert "log_verbose_level" in str(log)
     client.update_log_settings({"log_verbose_level": 0})
-    assert "OFF" in str(client.get_trace_settings(**shown))
+    assert "OFF" in str(client.get_trace_settings(**options))
     with pytest.raises(InferenceServerException, match="shared memory is not supported"):
         client.register_system_shared_memory("a", "/a", 4)
     with pytest.raises(InferenceServerException, match="explicit model load / unload is not allowed"):
@@ -118,8 +118,8 @@ def test_what_clients_read_first(server: Running, kind: str) -> None:
 
 
 @pytest.mark.parametrize("binary", [True, False])
-@pytest.mark.parametrize("packed", [None, "gzip", "deflate"])
-def test_http_infer(server: Running, binary: bool, packed: str | None) -> None:
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_http_infer(server: RunningServer, binary: bool, compression: str | None) -> None:
     client = thttp.InferenceServerClient(server.http)
     inputs = tensors(thttp, text_input=PROMPT, max_tokens=100)
     for tensor in inputs:
@@ -131,18 +131,25 @@ def test_http_infer(server: Running, binary: bool, packed: str | None) -> None:
         thttp.InferRequestedOutput("cum_log_probs", binary_data=binary),
     ]
     result = client.infer(
-        "ensemble", inputs, outputs=outputs, request_id="one",
-        request_compression_algorithm=packed, response_compression_algorithm=packed,
-    )  # fmt: skip
+        "ensemble",
+        inputs,
+        outputs=outputs,
+        request_id="one",
+        request_compression_algorithm=compression,
+        response_compression_algorithm=compression,
+    )
     assert text(result) == PROMPT + TEXT and result.get_response()["id"] == "one"
     assert result.get_response()["parameters"] == {
-        "sequence_id": 0, "sequence_start": False, "sequence_end": False, "finish_reason": "stop",
-    }  # fmt: skip
+        "sequence_id": 0,
+        "sequence_start": False,
+        "sequence_end": False,
+        "finish_reason": "stop",
+    }
     assert [o["name"] for o in result.get_response()["outputs"]] == ["cum_log_probs", "text_output"]
     client.close()
 
 
-def test_grpc_infer_and_asyncio_clients(server: Running) -> None:
+def test_grpc_infer_and_asyncio_clients(server: RunningServer) -> None:
     client = tgrpc.InferenceServerClient(server.grpc)
     assert text(client.infer("ensemble", tensors(tgrpc, text_input=PROMPT, max_tokens=100))) == PROMPT + TEXT
     client.close()
@@ -155,18 +162,18 @@ def test_grpc_infer_and_asyncio_clients(server: Running) -> None:
             async def requests() -> Any:
                 yield {"model_name": "ensemble", "inputs": tensors(tgrpc, text_input=PROMPT, max_tokens=100, stream=True)}
 
-            pieces = []
+            parts = []
             async for result, error in over_grpc.stream_infer(requests()):
                 assert error is None
-                pieces.append(text(result))
-            return text(first), text(second), pieces
+                parts.append(text(result))
+            return text(first), text(second), parts
 
-    first, second, pieces = asyncio.run(both())
-    assert first == second == PROMPT + TEXT and "".join(pieces) == TEXT and len(pieces) > 5
+    first, second, parts = asyncio.run(both())
+    assert first == second == PROMPT + TEXT and "".join(parts) == TEXT and len(parts) > 5
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_streamed_text_joins_to_the_whole(server: Running, model: str) -> None:
+def test_joined_stream_equals_the_whole_text(server: RunningServer, model: str) -> None:
     with Stream(server) as stream:
         stream.send(model, "s1", text_input=PROMPT, max_tokens=100, stream=True)
         results = stream.rest()
@@ -176,21 +183,21 @@ def test_streamed_text_joins_to_the_whole(server: Running, model: str) -> None:
     assert ("sequence_id" in results[0].get_response().parameters) == (model == "ensemble")
 
 
-def test_a_stream_carries_many_requests(server: Running) -> None:
+def test_a_stream_carries_many_requests(server: RunningServer) -> None:
     with Stream(server) as stream:
         for i in range(20):
             stream.send("ensemble", f"r{i}", text_input=PROMPT, max_tokens=100, stream=True)
-        pieces: dict[str, str] = {}
+        parts: dict[str, str] = {}
         left = 20
         while left:
             result = stream.next()
             name = result.get_response().id
-            pieces[name] = pieces.get(name, "") + text(result)
+            parts[name] = parts.get(name, "") + text(result)
             left -= final(result)
-    assert pieces == {f"r{i}": TEXT for i in range(20)}
+    assert parts == {f"r{i}": TEXT for i in range(20)}
 
 
-def test_three_models_by_hand_equal_the_ensemble(server: Running) -> None:
+def test_three_models_by_hand_equal_the_ensemble(server: RunningServer) -> None:
     client = tgrpc.InferenceServerClient(server.grpc)
     words = {"STOP_WORDS_DICT": ["here"], "BAD_WORDS_DICT": ["cat"], "EMBEDDING_BIAS_WORDS": ["a"], "EMBEDDING_BIAS_WEIGHTS": [1.5]}
     before = client.infer("preprocessing", tensors(tgrpc, QUERY=PROMPT, REQUEST_OUTPUT_LEN=100, **words))
@@ -209,7 +216,7 @@ def test_three_models_by_hand_equal_the_ensemble(server: Running) -> None:
     after = client.infer(
         "postprocessing",
         tensors(tgrpc, TOKENS_BATCH=middle.as_numpy("output_ids"), SEQUENCE_LENGTH=middle.as_numpy("sequence_length")),
-    )  # fmt: skip
+    )
     assert text(after, "OUTPUT") == PROMPT + TEXT
     ensemble = client.infer("ensemble", tensors(tgrpc, text_input=PROMPT, max_tokens=100))
     assert text(ensemble) == text(after, "OUTPUT")
@@ -219,40 +226,40 @@ def test_three_models_by_hand_equal_the_ensemble(server: Running) -> None:
     assert set(sent.params.bad_words) == {tuple(tokenizer().encode(word, add_special_tokens=False)) for word in ("cat", " cat")}
 
 
-def test_token_ids_stop_words_scores_and_sequences(server: Running) -> None:
+def test_token_ids_stop_words_scores_and_sequences(server: RunningServer) -> None:
     ids = tokenizer().encode(TEXT, add_special_tokens=False)
     word = ids[6:9]
     client = tgrpc.InferenceServerClient(server.grpc)
-    asked = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 100, "end_id": 2, "return_log_probs": True}
+    inputs = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 100, "end_id": 2, "return_log_probs": True}
     stop = np.array([[word, [3, -1, -1]]], np.int32)
-    result = client.infer("tensorrt_llm", tensors(tgrpc, **asked, stop_words_list=stop))
+    result = client.infer("tensorrt_llm", tensors(tgrpc, **inputs, stop_words_list=stop))
     assert result.as_numpy("output_ids").tolist() == [[[5, 6, 7, *ids[:9]]]] and result.as_numpy("sequence_length").tolist() == [[12]]
     assert result.as_numpy("output_log_probs").tolist() == [[[-0.5] * 9]] and result.as_numpy("cum_log_probs").tolist() == [[-0.5]]
     assert result.as_numpy("context_logits").shape == (1, 1, 1) and result.as_numpy("generation_logits").shape == (1, 1, 1, 1)
-    result = client.infer("tensorrt_llm", tensors(tgrpc, **asked, num_return_sequences=3, exclude_input_in_output=True))
+    result = client.infer("tensorrt_llm", tensors(tgrpc, **inputs, num_return_sequences=3, exclude_input_in_output=True))
     lengths = [len(ids) + 1 - i for i in range(3)]
     assert result.as_numpy("sequence_length").tolist() == [lengths]
     rows = [row[:length] for row, length in zip(result.as_numpy("output_ids")[0].tolist(), lengths, strict=True)]
     assert rows == [[*ids[: len(ids) - i], 2] for i in range(3)]
     client.close()
     with Stream(server) as stream:
-        stream.send("tensorrt_llm", "tokens", **asked, streaming=True, stop_words_list=stop)
+        stream.send("tensorrt_llm", "tokens", **inputs, streaming=True, stop_words_list=stop)
         results = stream.rest()
     joined = [token for result in results for token in result.as_numpy("output_ids")[0, 0].tolist()]
     assert joined == ids[:9] and len(results) > 3
     until(lambda: not server.executor.running)  # the rest of the sequence was cancelled
 
 
-def test_rows_of_a_batch_are_gathered(server: Running) -> None:
+def test_rows_of_a_batch_are_combined(server: RunningServer) -> None:
     client = thttp.InferenceServerClient(server.http)
     ids = np.array([[5, 6, 7, 0], [5, 6, 7, 8]], np.int32)
     column = lambda *values: np.array(values, np.int32)[:, None]  # noqa: E731
     inputs = tensors(
         thttp, input_ids=ids, input_lengths=column(3, 4), request_output_len=column(2, 5), end_id=column(2, 2), pad_id=column(9, 9)
-    )  # fmt: skip
+    )
     result = client.infer("tensorrt_llm", inputs)
-    told = tokenizer().encode(TEXT, add_special_tokens=False)
-    assert result.as_numpy("output_ids").tolist() == [[[5, 6, 7, *told[:2], 9, 9, 9, 9]], [[5, 6, 7, 8, *told[:5]]]]
+    ids_of_text = tokenizer().encode(TEXT, add_special_tokens=False)
+    assert result.as_numpy("output_ids").tolist() == [[[5, 6, 7, *ids_of_text[:2], 9, 9, 9, 9]], [[5, 6, 7, 8, *ids_of_text[:5]]]]
     assert result.as_numpy("sequence_length").tolist() == [[5], [9]] and result.as_numpy("batch_index").tolist() == [[0], [1]]
     both = np.array([[b"The"], [b"The dog"]], object)
     result = client.infer("ensemble", tensors(thttp, text_input=both, max_tokens=column(100, 100)))
@@ -269,11 +276,11 @@ def test_rows_of_a_batch_are_gathered(server: Running) -> None:
 
 
 def test_accumulate_tokens() -> None:
-    options = TritonOptions(models=plain_models(), accumulate_tokens=True)
+    options = TritonOptions(models=default_models(), accumulate_tokens=True)
     with running(options=options) as server, Stream(server) as stream:
         stream.send("tensorrt_llm_bls", text_input=PROMPT, max_tokens=100, stream=True)
         texts = list(map(text, stream.rest()))
-        assert texts[-1] == TEXT and all(TEXT.startswith(piece) for piece in texts)
+        assert texts[-1] == TEXT and all(TEXT.startswith(part) for part in texts)
         stream.send("ensemble", text_input=PROMPT, max_tokens=100, stream=True)
         assert "".join(map(text, stream.rest())) == TEXT
 
@@ -281,20 +288,20 @@ def test_accumulate_tokens() -> None:
 def test_stop_tensor_and_cancelled_stream_end_the_request() -> None:
     with running(endless, step_s=0.002) as server:
         with Stream(server) as stream:
-            asked = {"input_ids": [5], "input_lengths": 1, "request_output_len": 250}
-            stream.send("tensorrt_llm", "mine", **asked, streaming=True)
+            inputs = {"input_ids": [5], "input_lengths": 1, "request_output_len": 250}
+            stream.send("tensorrt_llm", "mine", **inputs, streaming=True)
             stream.next()
-            stream.send("tensorrt_llm", "mine", **asked, stop=True, empty_final=True)
-            assert stream.rest() and stream.rest()  # the stop's own end, and that of the request it ended
+            stream.send("tensorrt_llm", "mine", **inputs, stop=True, empty_final=True)
+            assert stream.rest() and stream.rest()  # the end of the stop request, and of the request that it ended
             until(lambda: not server.executor.running)
-            stream.send("tensorrt_llm", "", **asked, stop=True)
+            stream.send("tensorrt_llm", "", **inputs, stop=True)
             with pytest.raises(InferenceServerException, match="request_id"):
                 stream.rest()
-            stream.send("tensorrt_llm", "unknown", **asked, stop=True, empty_final=True)
+            stream.send("tensorrt_llm", "unknown", **inputs, stop=True, empty_final=True)
             while (result := stream.next()).get_response().id != "unknown":
                 pass
             assert final(result) and not result.get_response().outputs
-            stream.send("tensorrt_llm", "left", **asked, streaming=True)
+            stream.send("tensorrt_llm", "left", **inputs, streaming=True)
             until(lambda: bool(server.executor.running))
         until(lambda: not server.executor.running and not len(server.core.in_flight))
 
@@ -319,27 +326,27 @@ def test_grpc_errors_are_the_recorded_ones() -> None:
         line.split(": ", 1) for line in (Path(__file__).parent / "recorded" / "50_grpc_errors.out").read_text().splitlines() if line
     )
 
-    def told(call: Any) -> str:
+    def error_of(call: Any) -> str:
         with pytest.raises(InferenceServerException) as found:
             call()
         return f"{found.value.status()} | {found.value.message()}"
 
-    options = TritonOptions(models=plain_models())
+    options = TritonOptions(models=default_models())
     with running(lambda request, index: [], options=options) as server:
         client = tgrpc.InferenceServerClient(server.grpc)
-        asked = tensors(tgrpc, text_input=PROMPT, max_tokens=3)
-        assert told(lambda: client.infer("ensemble", asked)) == recorded["grpc unary on decoupled"]
-        assert told(lambda: client.infer("nope", asked)) == recorded["grpc unknown model"]
-        assert told(lambda: client.get_model_metadata("nope")) == recorded["grpc unknown metadata"]
-        missing = told(lambda: client.infer("preprocessing", tensors(tgrpc, QUERY="x"), request_id="r9"))
+        inputs = tensors(tgrpc, text_input=PROMPT, max_tokens=3)
+        assert error_of(lambda: client.infer("ensemble", inputs)) == recorded["grpc unary on decoupled"]
+        assert error_of(lambda: client.infer("nope", inputs)) == recorded["grpc unknown model"]
+        assert error_of(lambda: client.get_model_metadata("nope")) == recorded["grpc unknown metadata"]
+        missing = error_of(lambda: client.infer("preprocessing", tensors(tgrpc, QUERY="x"), request_id="r9"))
         assert missing.startswith("StatusCode.INVALID_ARGUMENT | [request id: r9] expected number of inputs between 2 and ")
-        assert missing.endswith(recorded["grpc missing input"].split("'gen'. ")[1].replace("text_input", "QUERY").replace(
-            "max_tokens", "REQUEST_OUTPUT_LEN"))  # fmt: skip
+        expected = recorded["grpc missing input"].split("'gen'. ")[1]
+        assert missing.endswith(expected.replace("text_input", "QUERY").replace("max_tokens", "REQUEST_OUTPUT_LEN"))
         client.close()
 
 
 def test_explicit_model_control() -> None:
-    options = TritonOptions(models=plain_models(), unary=True, model_control="explicit")
+    options = TritonOptions(models=default_models(), unary=True, model_control="explicit")
     with running(options=options) as server:
         client = thttp.InferenceServerClient(server.http)
         client.unload_model("ensemble")
@@ -355,7 +362,7 @@ def test_explicit_model_control() -> None:
         client.close()
 
 
-def test_metrics_under_both_names(server: Running) -> None:
+def test_metrics_under_both_names(server: RunningServer) -> None:
     import httpx
 
     client = thttp.InferenceServerClient(server.http)
@@ -377,25 +384,27 @@ def test_metrics_under_both_names(server: Running) -> None:
     assert "# TYPE nv_inference_request_success counter" in shown and "nv_inference_request_success_total" not in shown
     assert 'nv_inference_request_failure{model="ensemble",reason="CANCELED",version="1"}' in counts
     gauges = {
-        "request_metrics": 'request_type="waiting"', "kv_cache_block_metrics": 'kv_cache_block_type="fraction"',
-        "inflight_batcher_metrics": 'inflight_batcher_specific_metric="generation_requests"', "general_metrics": 'general_type="timestamp"',
+        "request_metrics": 'request_type="waiting"',
+        "kv_cache_block_metrics": 'kv_cache_block_type="fraction"',
+        "inflight_batcher_metrics": 'inflight_batcher_specific_metric="generation_requests"',
+        "general_metrics": 'general_type="timestamp"',
         "runtime_memory_metrics": 'memory_type="gpu"',
-    }  # fmt: skip
+    }
     for name, label in gauges.items():
         assert any(f"nv_trt_llm_{name}" in key and label in key and 'model="tensorrt_llm"' in key for key in counts)
 
 
-def test_keys_are_asked_for_over_grpc_too() -> None:
+def test_api_keys_over_grpc() -> None:
     key = "a-key-of-this-server"
     with running(api_keys=(key,)) as server:
         client = tgrpc.InferenceServerClient(server.grpc)
-        asked = tensors(tgrpc, text_input=PROMPT, max_tokens=100)
+        inputs = tensors(tgrpc, text_input=PROMPT, max_tokens=100)
         assert client.is_server_live() and client.is_server_ready()
         for headers in (None, {"authorization": "Bearer wrong"}):
             with pytest.raises(InferenceServerException) as found:
-                client.infer("ensemble", asked, headers=headers)
+                client.infer("ensemble", inputs, headers=headers)
             assert found.value.status() == "StatusCode.UNAUTHENTICATED"
-        assert text(client.infer("ensemble", asked, headers={"authorization": f"Bearer {key}"})) == PROMPT + TEXT
+        assert text(client.infer("ensemble", inputs, headers={"authorization": f"Bearer {key}"})) == PROMPT + TEXT
         client.close()
         with Stream(server) as stream, pytest.raises(InferenceServerException, match="API key"):
             stream.next()  # the stream is refused when it opens

@@ -1,4 +1,4 @@
-"""The commands around Triton, as a user types them."""
+"""The commands for Triton on the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from test_triton_clients import tensors
-from triton_server import TEXT, Running, running
+from triton_server import TEXT, RunningServer, running
 
 from stoker.cli.main import main
 
@@ -23,28 +23,28 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(limits={"max_input_len": 200, "max_output_len": 256}) as found:
-        yield found
+def server() -> Iterator[RunningServer]:
+    with running(limits={"max_input_len": 200, "max_output_len": 256}) as running_server:
+        yield running_server
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process: status, standard output and standard error."""
+    """Runs a command in this process. Returns (status, standard output, standard error)."""
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["stoker", *map(str, args)])
         try:
             status = main()
-        except SystemExit as end:
-            status = int(end.code or 0)
-        told = capfd.readouterr()
-        return status, told.out, told.err
+        except SystemExit as error:
+            status = int(error.code or 0)
+        output = capfd.readouterr()
+        return status, output.out, output.err
 
     return call
 
 
-def test_the_client(server: Running, run: Run, tmp_path: Path) -> None:
+def test_the_client(server: RunningServer, run: Run, tmp_path: Path) -> None:
     status, out, _ = run("client", PROMPT, "-u", server.grpc, "-S", "--expected-outputs", TEXT)
     assert status == 0 and out.startswith(TEXT) and "[INFO] Latency: " in out
     status, out, _ = run("client", PROMPT, "-u", server.http, "-i", "http", "--top-k", 5, "--stop-words", "zebra", "--random-seed", 3)
@@ -65,14 +65,15 @@ def test_the_client(server: Running, run: Run, tmp_path: Path) -> None:
         assert status and error in err and "Traceback" not in err
 
 
-def test_identity_input_data_and_sweep(server: Running, run: Run, tmp_path: Path) -> None:
-    status, out, err = run("triton", "identity", "-u", server.grpc, "--batch_size", 8, "--start_len", 128, "--output_len", 20,
-                           "--vocab-size", 500, "-n", 2, "-m", "async")  # fmt: skip
+def test_identity_input_data_and_sweep(server: RunningServer, run: Run, tmp_path: Path) -> None:
+    sizes = ("--batch_size", 8, "--start_len", 128, "--output_len", 20, "--vocab-size", 500)
+    status, out, err = run("triton", "identity", "-u", server.grpc, *sizes, "-n", 2, "-m", "async")
     assert status == 0, err
     assert re.fullmatch(
         r"\[INFO\] Batch size: 8, Start len: 128, Output len: 20\n\[INFO\] Latency: \d+\.\d{3} ms\n"
-        r"\[INFO\] Throughput: \d+\.\d{3} sentences / sec\n", out,
-    )  # fmt: skip
+        r"\[INFO\] Throughput: \d+\.\d{3} sentences / sec\n",
+        out,
+    )
     assert sum(len(request.prompt_ids) == 128 for request in server.executor.requests) == 24
     status, out, err = run("triton", "sweep", "-u", server.grpc, "--concurrency-range", "1:3:2", "--seconds", "0.2", "--vocab-size", 500)
     assert status == 0, err
@@ -122,7 +123,7 @@ def test_export_lint_and_fill(engine: Path, run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["launch", "serve"])
 def test_a_repository_and_an_engine_are_served_on_tritons_ports(engine: Path, tmp_path: Path, kind: str) -> None:
-    """The three lines that scripts wait for, the same answer over HTTP and gRPC, metrics, and an end in peace."""
+    """The log lines of a Triton server, the same text over HTTP and gRPC, metrics, and a clean end."""
     import tritonclient.grpc as tgrpc
     import tritonclient.http as thttp
 
@@ -136,37 +137,41 @@ def test_a_repository_and_an_engine_are_served_on_tritons_ports(engine: Path, tm
     else:
         command = ["serve", str(engine), "--kv-cache-tokens", "4096", *["--port" if item == "--http-port" else item for item in ports]]
     process = subprocess.Popen(
-        [sys.executable, "-m", "stoker", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        [sys.executable, "-m", "stoker", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     try:
         assert process.stdout is not None and process.stderr is not None
         announced = process.stdout.readline()
-        doors: dict[str, str] = {}
-        while len(doors) < 3:
+        addresses: dict[str, str] = {}
+        while len(addresses) < 3:
             line = process.stderr.readline()
             assert line, "the server ended"
             if found := re.search(r"Started (\w+)(?: Service)? at (127\.0\.0\.1:\d+)", line):
-                doors[found[1]] = found[2]
-        assert set(doors) == {"GRPCInferenceService", "HTTPService", "Metrics"} and doors["HTTPService"] in announced
-        asked = {"text_input": "the quick", "max_tokens": 5}
-        body = {**asked, "exclude_input_in_output": True}
-        answer = httpx.post(f"http://{doors['HTTPService']}/v2/models/ensemble/generate", json=body, timeout=30).json()
+                addresses[found[1]] = found[2]
+        assert set(addresses) == {"GRPCInferenceService", "HTTPService", "Metrics"} and addresses["HTTPService"] in announced
+        inputs = {"text_input": "the quick", "max_tokens": 5}
+        body = {**inputs, "exclude_input_in_output": True}
+        answer = httpx.post(f"http://{addresses['HTTPService']}/v2/models/ensemble/generate", json=body, timeout=30).json()
         events = httpx.post(
-            f"http://{doors['HTTPService']}/v2/models/tensorrt_llm_bls/generate_stream", json={**asked, "stream": True}, timeout=30
+            f"http://{addresses['HTTPService']}/v2/models/tensorrt_llm_bls/generate_stream", json={**inputs, "stream": True}, timeout=30
         )
-        pieces = [json.loads(event[6:])["text_output"] for event in events.text.split("\n\n")[:-1]]
-        assert "".join(pieces) == answer["text_output"]
-        grpc = tgrpc.InferenceServerClient(doors["GRPCInferenceService"])
+        parts = [json.loads(event[6:])["text_output"] for event in events.text.split("\n\n")[:-1]]
+        assert "".join(parts) == answer["text_output"]
+        grpc = tgrpc.InferenceServerClient(addresses["GRPCInferenceService"])
         config = grpc.get_model_config("ensemble", as_json=True)["config"]
         assert [step["model_name"] for step in config["ensemble_scheduling"]["step"]] == ["preprocessing", "tensorrt_llm", "postprocessing"]
-        if kind == "serve":  # an engine without a repository answers plain calls, too
+        if kind == "serve":  # an engine without a repository also accepts calls that do not stream
             assert grpc.infer("ensemble", tensors(tgrpc, **body)).as_numpy("text_output").item().decode() == answer["text_output"]
         grpc.close()
-        http = thttp.InferenceServerClient(doors["HTTPService"])
+        http = thttp.InferenceServerClient(addresses["HTTPService"])
         assert http.get_model_config("tensorrt_llm")["parameters"]["gpt_model_path"]["string_value"] == str(engine)
         http.close()
-        metrics = httpx.get(f"http://{doors['Metrics']}/metrics").text
+        metrics = httpx.get(f"http://{addresses['Metrics']}/metrics").text
         assert 'nv_inference_request_success{model="ensemble",version="1"}' in metrics and "nv_trt_llm_kv_cache_block_metrics" in metrics
     finally:
         process.send_signal(signal.SIGTERM)
@@ -174,7 +179,7 @@ def test_a_repository_and_an_engine_are_served_on_tritons_ports(engine: Path, tm
     assert process.returncode == 0 and "Traceback" not in log, log
 
 
-def test_launch_checks_before_it_starts(engine: Path, run: Run, tmp_path: Path) -> None:
+def test_launch_checks_its_options_before_the_start(engine: Path, run: Run, tmp_path: Path) -> None:
     run("export", "triton", engine, tmp_path / "repo")
     for args, error in [
         (("--world_size", 2), "the engine has 1 rank."),

@@ -1,4 +1,4 @@
-"""generate and generate_stream of the ensemble, over a scripted service."""
+"""generate and generate_stream of the ensemble, with a scripted service."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from scripted_service import ScriptedService
 
 from stoker.base.errors import QueueFullError
 from stoker.server.protocols.kserve.model_config import TritonOptions
-from stoker.server.protocols.kserve.models.catalogue import plain_models
+from stoker.server.protocols.kserve.models.catalogue import default_models
 
 GENERATE, STREAM = "/v2/models/ensemble/generate", "/v2/models/ensemble/generate_stream"
-FRAME = {
-    "context_logits": 0.0, "cum_log_probs": 0.0, "generation_logits": 0.0, "model_name": "ensemble", "model_version": "1",
-    "output_log_probs": 0.0, "sequence_end": False, "sequence_id": 0, "sequence_start": False, "batch_index": 0, "sequence_index": 0,
-}  # fmt: skip
+COMMON = {
+    "context_logits": 0.0,
+    "cum_log_probs": 0.0,
+    "generation_logits": 0.0,
+    "model_name": "ensemble",
+    "model_version": "1",
+    "output_log_probs": 0.0,
+    "sequence_end": False,
+    "sequence_id": 0,
+    "sequence_start": False,
+    "batch_index": 0,
+    "sequence_index": 0,
+}
 OK = {"text_input": "hi", "max_tokens": 3}
 
 
@@ -45,7 +54,7 @@ async def test_not_ready() -> None:
     assert await call("GET", "/v2/models/tiny/versions/9/ready") == not_ready
 
 
-async def test_generate_answers_with_keys_in_order() -> None:
+async def test_generate_responds_with_sorted_keys() -> None:
     status, kind, text = await call("POST", GENERATE, OK)
     assert (status, kind) == (200, "application/json")
     assert text == (
@@ -55,15 +64,17 @@ async def test_generate_answers_with_keys_in_order() -> None:
     )
 
 
-async def test_generate_stream_sends_one_event_a_response() -> None:
+async def test_generate_stream_sends_one_event_per_response() -> None:
     status, kind, text = await call("POST", STREAM, {**OK, "stream": True})
     assert (status, kind) == (200, "text/event-stream; charset=utf-8")
     events = [json.loads(event.removeprefix("data: ")) for event in text.removesuffix("\n\n").split("\n\n")]
     assert events == [
-        {**FRAME, "text_output": "a"}, {**FRAME, "text_output": "b"}, {**FRAME, "text_output": "c", "finish_reason": "stop"},
-    ]  # fmt: skip
+        {**COMMON, "text_output": "a"},
+        {**COMMON, "text_output": "b"},
+        {**COMMON, "text_output": "c", "finish_reason": "stop"},
+    ]
     _, _, text = await call("POST", STREAM, OK)
-    assert json.loads(text.removeprefix("data: ")) == {**FRAME, "text_output": "hiabc", "finish_reason": "stop"}
+    assert json.loads(text.removeprefix("data: ")) == {**COMMON, "text_output": "hiabc", "finish_reason": "stop"}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +96,7 @@ async def test_an_id_and_a_version_are_echoed() -> None:
     assert '"id":"mine","model_name":"tiny","model_version":"1",' in text
 
 
-async def test_unicode_goes_out_as_it_is() -> None:
+async def test_unicode_is_not_escaped() -> None:
     _, _, text = await call("POST", GENERATE, {"text_input": 'café "q" \n / 你 😀 \u0001 <&>', "max_tokens": 3})
     assert text.endswith('"text_output":"café \\"q\\" \\n / 你 😀 \\u0001 <&>abc"}')
 
@@ -99,7 +110,7 @@ async def test_unicode_goes_out_as_it_is() -> None:
         (GENERATE, {**OK, "text_input": ["a", "b"]}, 400, "The schema can not convert input 'text_input' to tensor with proper shape"),
     ],
 )
-async def test_errors_in_tritons_words(path: str, body: Any, status: int, error: str) -> None:
+async def test_errors_have_triton_s_text(path: str, body: Any, status: int, error: str) -> None:
     assert await call("POST", path, body) == (status, "application/json", json.dumps({"error": error}, separators=(",", ":")))
 
 
@@ -139,7 +150,7 @@ async def test_paths_and_methods() -> None:
     assert (await call("POST", "/v2/health/live"))[::2] == (405, '{"error":"Method Not Allowed"}')
 
 
-async def test_what_the_model_refuses_is_told_before_the_first_event() -> None:
+async def test_an_error_before_the_first_event_has_its_status() -> None:
     service = ScriptedService()
     service.error = QueueFullError(5, 5, 2.0)
     status, kind, text = await call("POST", STREAM, OK, service)
@@ -149,12 +160,12 @@ async def test_what_the_model_refuses_is_told_before_the_first_event() -> None:
     assert (status, kind) == (429, "application/json")
 
 
-async def test_a_failure_in_the_middle_is_the_last_event() -> None:
+async def test_an_error_in_a_stream_is_the_last_event() -> None:
     service = ScriptedService("abc")
     service.fails_after = 2
     status, _, text = await call("POST", STREAM, {**OK, "stream": True}, service)
-    *shown, error, end = text.split("\n\n")
-    assert status == 200 and len(shown) == 2 and error == 'data: {"error":"the step failed."}' and end == ""
+    *events, error, end = text.split("\n\n")
+    assert status == 200 and len(events) == 2 and error == 'data: {"error":"the step failed."}' and end == ""
     assert (await call("POST", GENERATE, OK, service))[::2] == (400, '{"error":"the step failed."}')
 
 
@@ -168,8 +179,8 @@ async def test_tensors_become_sampling_parameters() -> None:
     await call("POST", GENERATE, {**OK, **tensors}, service)
     params = service.requests[0].params
     assert (params.top_k, params.top_p, params.min_tokens, params.length_penalty) == (4, 0.5, 2, 0.5)
-    asked = (params.temperature, params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    assert asked == pytest.approx((0.7, 1.1, 0.1, 0.2))  # they came as FP32
+    float_params = (params.temperature, params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    assert float_params == pytest.approx((0.7, 1.1, 0.1, 0.2))  # inputs are FP32
     assert (params.seed, params.stop) == (1 << 63, ("x",))
     assert params.bad_words == ((98,), (32, 98)) and params.stop_token_ids == (9,) and params.ignore_eos and params.logprobs == 0
     assert params.logit_bias == {97: 1.5}
@@ -185,21 +196,21 @@ async def test_decoding_is_greedy_unless_top_k_or_top_p_is_given(tensors: dict[s
     assert service.requests[0].params.temperature == pytest.approx(temperature)
 
 
-async def test_the_prompt_is_left_out_when_asked() -> None:
+async def test_exclude_input_in_output() -> None:
     assert (await call("POST", GENERATE, {**OK, "exclude_input_in_output": True}))[2].endswith('"text_output":"abc"}')
 
 
-async def test_log_probs_are_told_when_asked() -> None:
+async def test_return_log_probs() -> None:
     _, _, text = await call("POST", GENERATE, {**OK, "return_log_probs": True})
     assert '"cum_log_probs":-0.25' in text and '"output_log_probs":[-0.25,-0.25,-0.25]' in text
-    options = TritonOptions(models=plain_models(), normalize_log_probs=False)
+    options = TritonOptions(models=default_models(), normalize_log_probs=False)
     _, _, text = await call("POST", STREAM, {**OK, "stream": True, "return_log_probs": True}, options=options)
     scores = [json.loads(event[6:])["cum_log_probs"] for event in text.split("\n\n")[:-1]]
     assert scores == [-0.25, -0.5, -0.75]
 
 
 @pytest.mark.parametrize("name", ["lora_task_id", "return_context_logits", "decoder_text_input", "prompt_vocab_size"])
-async def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
+async def test_unsupported_inputs_are_refused_by_name(name: str) -> None:
     value: Any = {"return_context_logits": True, "decoder_text_input": "x"}.get(name, 2)
     status, _, text = await call("POST", GENERATE, {**OK, name: value})
     assert status == 400 and text.startswith('{"error":"' + name)

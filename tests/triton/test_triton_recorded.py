@@ -1,4 +1,4 @@
-"""Every exchange that was recorded from a real Triton server, replayed: the bytes of its request, and its answer's status and body."""
+"""Replays every exchange recorded from a real Triton server and compares the status and body of the response."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from stoker.server.protocols.kserve.core import Core
 from stoker.server.protocols.kserve.http.protocol import KServeHTTP
 
 RECORDED = Path(__file__).parent / "recorded"
-# Answers that cannot be equal; docs/triton.md has the reasons. Each has a test of its own below or in test_triton_http.py.
-OWN = {"01_server_meta", "07_stats_gen", "07b_stats_all", "21b_root", "40_metrics"}
-OWN_TYPE = {"38d_generate_GET"}  # 405 is told by the router, in one type for every route
-CASES = sorted(path.stem for path in RECORDED.glob("*.txt") if path.stem not in OWN)
+# Responses that cannot be equal, for the reasons in docs/triton.md. Each has its own test.
+DIFFERENT = {"01_server_meta", "07_stats_gen", "07b_stats_all", "21b_root", "40_metrics"}
+DIFFERENT_TYPE = {"38d_generate_GET"}  # the router responds with 405, with one content type for all routes
+CASES = sorted(path.stem for path in RECORDED.glob("*.txt") if path.stem not in DIFFERENT)
 
 
 def split(raw: bytes) -> tuple[int, str, bytes]:
-    """(status, content type, body) of a raw response, chunks joined."""
+    """(status, content type, body without chunked coding) of a raw response."""
     head, _, body = raw.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
@@ -49,27 +49,27 @@ async def replay(request: bytes) -> bytes:
     async with live_app(app, context.settings) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        response = await asyncio.wait_for(reader.read(), 10)
         writer.close()
-    return answer
+    return response
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_answers_equal_the_recording(case: str) -> None:
+async def test_responses_equal_the_recording(case: str) -> None:
     request, response = recorded(case)
     status, kind, body = split(await replay(request))
     expected_status, expected_kind, expected_body = split(response)
     assert (status, body) == (expected_status, expected_body)
-    assert kind == expected_kind or case in OWN_TYPE
+    assert kind == expected_kind or case in DIFFERENT_TYPE
 
 
-async def test_the_server_tells_its_own_name_and_extensions() -> None:
+async def test_name_and_extensions_of_the_server() -> None:
     request, response = recorded("01_server_meta")
     ours, theirs = (json.loads(split(raw)[2]) for raw in (await replay(request), response))
     assert list(ours) == list(theirs) and ours["name"] == "stoker"
     assert set(ours["extensions"]) - set(theirs["extensions"]) == {"generate"}
-    left_out = {"classification", "sequence", "model_repository(unload_dependents)", "system_shared_memory", "cuda_shared_memory"}
-    assert set(theirs["extensions"]) - set(ours["extensions"]) == left_out
+    unsupported = {"classification", "sequence", "model_repository(unload_dependents)", "system_shared_memory", "cuda_shared_memory"}
+    assert set(theirs["extensions"]) - set(ours["extensions"]) == unsupported
 
 
 @pytest.mark.parametrize("case", ["07_stats_gen", "07b_stats_all"])

@@ -1,4 +1,4 @@
-"""Stoker's KServe doors on real sockets, in a thread of their own, over a scripted executor and a small real tokenizer."""
+"""Stoker's KServe endpoints on real sockets, in a thread, with a scripted executor and a small real tokenizer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(small("byte_level"), {"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token_id": [2, 3]})
 
 
-def say(text: str = TEXT) -> Script:
-    """Every sequence says `text`, then the end id; n's later ones say less and less."""
+def generate_text(text: str = TEXT) -> Script:
+    """Every sequence generates `text`, then the end id. Sequence i of several omits the last i tokens of the text."""
     ids = tokenizer().encode(text, add_special_tokens=False)
     return lambda request, index: [*ids[: len(ids) - index], 2]
 
@@ -41,8 +41,8 @@ def endless(request: Any, index: int) -> list[int]:
     return [10 + i % 200 for i in range(100_000)]
 
 
-class Running:
-    """A server that answers. Everything is used from the test's thread; `call` runs something in the server's loop."""
+class RunningServer:
+    """A running server, used from the thread of the test."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, executor: FakeExecutor, core: Core, http: int, grpc: int) -> None:
         self.executor = executor
@@ -59,17 +59,17 @@ class Running:
 
 
 @contextmanager
-def running(script: Script | None = None, *, step_s: float = 0.0, options: Any = None, limits: dict[str, int] | None = None,
-            **settings: Any) -> Iterator[Running]:  # fmt: skip
-    started, ended = threading.Event(), []
+def running(
+    script: Script | None = None, *, step_s: float = 0.0, options: Any = None, limits: dict[str, int] | None = None, **settings: Any
+) -> Iterator[RunningServer]:
+    started, errors = threading.Event(), []
     state: dict[str, Any] = {}
 
     async def main() -> None:
-        made = tokenizer()
         mailbox = InProcessMailbox(info(512, **{"max_input_len": 64, "max_output_len": 256, **(limits or {})}))
-        executor = FakeExecutor(mailbox, script or say(), step_s=step_s)
+        executor = FakeExecutor(mailbox, script or generate_text(), step_s=step_s)
         counts, repository = FrontendMetrics(), ModelRepository()
-        service = GenerationService("tiny", made, InProcessClient(mailbox))
+        service = GenerationService("tiny", tokenizer(), InProcessClient(mailbox))
 
         async def load() -> MeteredService:
             return MeteredService(service, counts)
@@ -80,15 +80,15 @@ def running(script: Script | None = None, *, step_s: float = 0.0, options: Any =
         repository.register("tiny", load, unload)
         await repository.load("tiny")
         context = Context(repository, ServerSettings(options=options, **settings), counts)
-        door = make_grpc_server(context, "127.0.0.1:0")
-        await door.start()
+        grpc_server = make_grpc_server(context, "127.0.0.1:0")
+        await grpc_server.start()
         stop = state["stop"] = asyncio.Event()
         async with live_app(make_app(context), context.settings) as port:
-            state["running"] = Running(asyncio.get_running_loop(), executor, Core.of(context), port, door.port)
+            state["running"] = RunningServer(asyncio.get_running_loop(), executor, Core.of(context), port, grpc_server.port)
             state["loop"] = asyncio.get_running_loop()
             started.set()
             await stop.wait()
-            await door.stop(None)
+            await grpc_server.stop(None)
         await repository.unload("tiny")
         executor.stop()
 
@@ -96,14 +96,14 @@ def running(script: Script | None = None, *, step_s: float = 0.0, options: Any =
         try:
             asyncio.run(main())
         except BaseException as error:
-            ended.append(error)
+            errors.append(error)
             started.set()
             raise
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert started.wait(30) and not ended, ended
+        assert started.wait(30) and not errors, errors
         yield state["running"]
     finally:
         if "loop" in state:
@@ -113,9 +113,9 @@ def running(script: Script | None = None, *, step_s: float = 0.0, options: Any =
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    waiting = threading.Event()
+    pause = threading.Event()
     for _ in range(int(seconds / 0.005)):
         if condition():
             return
-        waiting.wait(0.005)
-    raise AssertionError("it never came true")
+        pause.wait(0.005)
+    raise AssertionError(f"the condition was not true within {seconds} s")

@@ -1,4 +1,4 @@
-"""A program for tests: argv[2] processes start on the folder argv[1] at once. Prints a line each: its engine, and whether it built it."""
+"""A test program. Starts argv[2] processes on the folder argv[1] at the same time. Each prints its engine and whether it built it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def replica(folder: str, start: multiprocessing.synchronize.Barrier) -> None:
     stages: set[str] = set()
     start.wait(60)
     found = resolve.ready(resolve.read(folder, {}), {}, lambda stage, done, total: stages.add(stage))
-    how = "built" if "weights" in stages else "found"
-    os.write(1, f"{found.engine} {how}\n".encode())  # at once: the others write there too
+    origin = "built" if "weights" in stages else "found"
+    os.write(1, f"{found.engine} {origin}\n".encode())  # one write, because the other processes write to the same pipe
 
 
 def main() -> int:
     count, context = int(sys.argv[2]), multiprocessing.get_context("fork")
     deployment = resolve.read(sys.argv[1], {})
-    prepare(deployment.source.checkpoint, resolve.build_config(deployment))  # type: ignore[union-attr]  # imports once for all
+    prepare(deployment.source.checkpoint, resolve.build_config(deployment))  # type: ignore[union-attr]  # imports modules once, before the fork
     start = context.Barrier(count)
     processes = [context.Process(target=replica, args=(sys.argv[1], start)) for _ in range(count)]
     for process in processes:

@@ -1,6 +1,6 @@
-"""An exported Truss, loaded and run by the real truss package, beside `stoker serve` of the same folder.
+"""An exported Truss, loaded and run by the real truss package, compared with `stoker serve` of the same folder.
 
-The oracle is the same engine in this process. The package is installed once, in a venv of its own in the cache.
+The oracle is the same engine in this process. The package is installed once, in its own venv in the cache.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `stoker export truss` writes."""
+    """The folder that `stoker export truss` writes."""
     out = tmp_path_factory.mktemp("truss") / "tiny"
-    words = ["stoker", "export", "truss", str(engine), str(out), "--accelerator", "none", "--set", "max_tokens_in_paged_kv_cache:4096"]
+    arguments = ["stoker", "export", "truss", str(engine), str(out), "--accelerator", "none", "--set", "max_tokens_in_paged_kv_cache:4096"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", words)
+        patch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit, match="0"):
             main()
     return out
 
 
 class Real:
-    """The real server and the Stoker that its model.py started."""
+    """The real server and the Stoker server that its model.py started."""
 
     def __init__(self, url: str, log: Path) -> None:
         self.client = httpx.Client(base_url=url, timeout=30)
@@ -81,13 +81,17 @@ def real(folder: Path, script: Callable[[str], ModuleType], tmp_path_factory: py
     log = work / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [installed.python, "main.py"], cwd=work / "app", env=installed.environment(port), stdout=file, stderr=file,
+            [installed.python, "main.py"],
+            cwd=work / "app",
+            env=installed.environment(port),
+            stdout=file,
+            stderr=file,
             start_new_session=True,
-        )  # fmt: skip
-        found = Real(f"http://127.0.0.1:{port}", log)
+        )
+        server = Real(f"http://127.0.0.1:{port}", log)
         try:
-            wait_ready(process, found)
-            yield found
+            wait_ready(process, server)
+            yield server
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -95,7 +99,7 @@ def real(folder: Path, script: Callable[[str], ModuleType], tmp_path_factory: py
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                found.client.close()
+                server.client.close()
 
 
 def wait_ready(process: subprocess.Popen[bytes], real: Real) -> None:
@@ -116,7 +120,7 @@ def own(folder: Path) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def said(engine: Path) -> str:
+def expected_text(engine: Path) -> str:
     with LLM(engine, device="cpu", kv_cache_tokens=4096) as llm:
         return llm.generate(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True)).choices[0].text
 
@@ -134,15 +138,15 @@ BODIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=str)
-def test_both_servers_answer_alike(real: Real, own: httpx.Client, said: str, body: dict[str, Any]) -> None:
+def test_both_servers_respond_equally(real: Real, own: httpx.Client, expected_text: str, body: dict[str, Any]) -> None:
     answers = [client.post(PREDICT, json={"prompt": PROMPT, **body}) for client in (real.client, own)]
     assert [answer.status_code for answer in answers] == [200, 200]
     assert answers[0].content == answers[1].content and answers[0].content
     assert answers[0].headers["content-type"] == answers[1].headers["content-type"]
     if body == BODIES[0]:
-        assert answers[0].text.rstrip("\ufffd") == said.rstrip("\ufffd")
+        assert answers[0].text.rstrip("\ufffd") == expected_text.rstrip("\ufffd")
     if body == BODIES[1]:
-        assert answers[0].json()["text"].rstrip("\ufffd") == said.rstrip("\ufffd")
+        assert answers[0].json()["text"].rstrip("\ufffd") == expected_text.rstrip("\ufffd")
 
 
 @pytest.mark.parametrize("accept", [{}, {"accept": "application/json"}])
@@ -153,10 +157,10 @@ def test_conversations(real: Real, own: httpx.Client, accept: dict[str, str]) ->
     assert answers[1].content and (accept or answers[0].content == answers[1].content)
 
 
-def test_a_stream_comes_in_pieces(real: Real) -> None:
+def test_a_stream_has_several_chunks(real: Real) -> None:
     with real.client.stream("POST", PREDICT, json={"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}) as answer:
-        pieces = list(answer.iter_raw())
-    assert len(pieces) > 3
+        chunks = list(answer.iter_raw())
+    assert len(chunks) > 3
 
 
 def test_openai_through_model_py(real: Real, own: httpx.Client) -> None:
@@ -168,38 +172,38 @@ def test_openai_through_model_py(real: Real, own: httpx.Client) -> None:
     assert streamed.text.startswith("data: ") and streamed.text.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("body, told", [
+@pytest.mark.parametrize("body, message", [
     ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens=0 is refused"), ({"prompt": PROMPT, "max_tokens": 5000}, "max_output_len"),
     ({"prompt": PROMPT, "beam_width": 3}, "beam_width=3 is refused"), ({"prompt": PROMPT, "speed": 1}, "speed=1 is refused"),
     ({"prompt": "a" * 400}, "prompt"), ({"temperature": 1}, "prompt"), ([], "object"),
 ])  # fmt: skip
-def test_refusals_are_400_in_both(real: Real, own: httpx.Client, body: Any, told: str) -> None:
+def test_invalid_bodies_get_status_400_from_both(real: Real, own: httpx.Client, body: Any, message: str) -> None:
     for client in (real.client, own):
         answer = client.post(PREDICT, json=body)
-        assert answer.status_code == 400 and told in answer.json()["error"], answer.text
+        assert answer.status_code == 400 and message in answer.json()["error"], answer.text
 
 
-def test_a_client_that_leaves_gives_its_place_back(real: Real) -> None:
-    """Sixteen long streams are left; a short one is not behind them."""
-    asked = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True}
+def test_disconnected_clients_free_their_rows(real: Real) -> None:
+    """After sixteen abandoned long streams, a short request does not wait for them."""
+    body = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True}
     for _ in range(16):
-        with real.client.stream("POST", PREDICT, json=asked) as answer:
+        with real.client.stream("POST", PREDICT, json=body) as answer:
             next(answer.iter_raw())
     assert real.client.post(PREDICT, json={"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}).status_code == 200
 
 
-def test_many_at_once(real: Real, said: str) -> None:
+def test_many_at_once(real: Real, expected_text: str) -> None:
     texts: list[str] = []
 
-    def ask() -> None:
+    def post() -> None:
         texts.append(real.client.post(PREDICT, json={"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}).text)
 
-    threads = [threading.Thread(target=ask) for _ in range(16)]
+    threads = [threading.Thread(target=post) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(texts) == 16 and set(texts) == {texts[0]} and texts[0].rstrip("\ufffd") == said.rstrip("\ufffd")
+    assert len(texts) == 16 and set(texts) == {texts[0]} and texts[0].rstrip("\ufffd") == expected_text.rstrip("\ufffd")
 
 
 def test_routes_of_a_truss(real: Real, own: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""Every configuration that Truss's own documents show, taken as it stands; and what the truss package itself says of them."""
+"""Every configuration in Truss's documentation, unchanged, and the verdict of the truss package on each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECRET = "hf_abcdefghijklmnop"
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truss, "visible_gpus", lambda environment: 0)
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
@@ -45,15 +45,15 @@ def dry_run(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return stoker(["serve", str(path), "--dry-run"], monkeypatch, capsys)
 
 
-def stoker(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The status and all that is printed."""
-    monkeypatch.setattr(sys, "argv", ["stoker", *words])
+def stoker(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status and the output of a `stoker` command."""
+    monkeypatch.setattr(sys, "argv", ["stoker", *arguments])
     try:
         status: Any = main()
-    except SystemExit as ended:
-        status = ended.code or 0
-    shown = capsys.readouterr()
-    return status, shown.out + shown.err
+    except SystemExit as error:
+        status = error.code or 0
+    output = capsys.readouterr()
+    return status, output.out + output.err
 
 
 BOTH = "build_and_serve.yaml"
@@ -86,17 +86,17 @@ def test_both_sections_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("name", [
     "NO_QUANT", "WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT8", "WEIGHTS_ONLY_INT4", "WEIGHTS_KV_INT4", "SMOOTH_QUANT", "FP8", "FP8_KV",
 ])  # fmt: skip
-def test_every_quantization_that_it_lists_reaches_the_builder(tmp_path: Path, name: str) -> None:
+def test_every_documented_quantization_reaches_the_builder(tmp_path: Path, name: str) -> None:
     deployment = resolve.read(folder(tmp_path, BUILD.replace("WEIGHTS_KV_INT8", name)), {})
     config = resolve.build_config(deployment)
-    assert config.quantization == {"WEIGHTS_KV_INT8": "WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT4": "WEIGHTS_ONLY_INT4", "FP8_KV": "FP8",
-                                   "NO_QUANT": None}.get(name, name)  # fmt: skip
+    expected = {"WEIGHTS_KV_INT8": "WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT4": "WEIGHTS_ONLY_INT4", "FP8_KV": "FP8", "NO_QUANT": None}
+    assert config.quantization == expected.get(name, name)
     assert config.kv_cache_dtype == {"WEIGHTS_KV_INT8": "int8", "WEIGHTS_KV_INT4": "int8", "FP8_KV": "float8_e4m3fn"}.get(name)
 
 
 def test_the_oldest_with_its_secrets_and_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     path = folder(tmp_path, OLDEST + document("secrets.yaml"))
     packages = path / "packages" / "inflight_batcher_llm" / "tensorrt_llm"
     packages.mkdir(parents=True)
@@ -114,47 +114,47 @@ SHAPES = [
         r"^== \d+\. (.*)\n((?:(?!== ).*\n)+)", next((DOCUMENTS.parent / "recorded").glob("16-*")).read_text(), re.M
     )
 ]
-# Where Stoker's verdict differs from the package's: why.
-TAKEN = ("only its build section", "only its serve section", "its build + a", "the same with base_model: llama", "base_model: LLAMA")
-REFUSED = {"lookahead decoding": "speculative decoding is not served", "encoder": "base_model=encoder"}
+# Shapes that Stoker accepts and the package rejects; shapes that Stoker rejects and the package accepts, with the message.
+ACCEPTED = ("only its build section", "only its serve section", "its build + a", "the same with base_model: llama", "base_model: LLAMA")
+REJECTED = {"lookahead decoding": "speculative decoding is not served", "encoder": "base_model=encoder"}
 
 
 @pytest.mark.parametrize("title, shape, accepted", [s for s in SHAPES if s[1]], ids=[s[0] for s in SHAPES if s[1]])
-def test_shapes_that_the_package_was_given(tmp_path: Path, title: str, shape: re.Match[str], accepted: bool) -> None:
+def test_recorded_shapes(tmp_path: Path, title: str, shape: re.Match[str], accepted: bool) -> None:
     path = folder(tmp_path, re.sub(r"^  ", "", shape[1], flags=re.M))
-    told = next((text for name, text in REFUSED.items() if title.startswith(name)), None)
-    if told is None and (accepted or title.startswith(TAKEN)):
+    message = next((text for name, text in REJECTED.items() if title.startswith(name)), None)
+    if message is None and (accepted or title.startswith(ACCEPTED)):
         assert resolve.read(path, {}).format == "truss"
         return
-    with pytest.raises(ConfigError, match=told or r"config\.yaml:\d+") as caught:
+    with pytest.raises(ConfigError, match=message or r"config\.yaml:\d+") as caught:
         resolve.read(path, {})
     assert "config.yaml" in str(caught.value)
 
 
-def test_all_shapes_were_found() -> None:
+def test_number_of_shapes() -> None:
     assert len([s for s in SHAPES if s[1]]) >= 17
 
 
-def test_the_package_s_own_dump_of_every_default(tmp_path: Path) -> None:
+def test_the_package_s_dump_of_all_defaults(tmp_path: Path) -> None:
     text = next((DOCUMENTS.parent / "recorded").glob("16-*")).read_text()
     dumps = [json.loads(found) for found in re.findall(r"dump, with defaults: (\{.*\})$", text, re.M)]
-    kinds = {resolve.read(folder(tmp_path, yaml.safe_dump({"trt_llm": dump})), {}).format for dump in dumps if _served(dump)}
+    kinds = {resolve.read(folder(tmp_path, yaml.safe_dump({"trt_llm": dump})), {}).format for dump in dumps if _is_supported(dump)}
     assert kinds == {"truss"} and {dump["inference_stack"] for dump in dumps} == {"v1", "v2"}
 
 
-def _served(dump: dict[str, Any]) -> bool:
+def _is_supported(dump: dict[str, Any]) -> bool:
     return not dump["build"].get("speculator") and dump["build"].get("base_model") not in ("encoder", "encoder_bert")
 
 
 @pytest.mark.parametrize("name", ["hf_access_token", "my_token"])
 def test_a_private_repository_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    given: list[Secret | None] = []
+    tokens: list[Secret | None] = []
 
-    def closed(repository: str, revision: str | None, token: Secret | None, store: Any) -> Path:
-        given.append(token)
+    def fetch_forbidden(repository: str, revision: str | None, token: Secret | None, store: Any) -> Path:
+        tokens.append(token)
         raise hub._closed(repository, False, token)
 
-    monkeypatch.setattr(hub, "fetch", closed)
+    monkeypatch.setattr(hub, "fetch", fetch_forbidden)
     checkpoint = f"    checkpoint_repository: {{source: HF, repo: org/private, runtime_secret_name: {name}}}\n"
     path = folder(tmp_path, "trt_llm:\n  build:\n" + checkpoint)
     with pytest.raises(CheckpointError, match=f"org/private .*the secret {name} is not set. .*/secrets/{name}, TRUSS_SECRET_{name}"):
@@ -162,14 +162,14 @@ def test_a_private_repository_without_its_secret(tmp_path: Path, monkeypatch: py
     environment = {f"TRUSS_SECRET_{name}": SECRET}
     with pytest.raises(CheckpointError, match="The token that was given may not read it") as caught:
         resolve.ready(resolve.read(path, environment), environment)
-    assert given[0] is None and given[1] is not None and given[1].reveal() == SECRET
+    assert tokens[0] is None and tokens[1] is not None and tokens[1].reveal() == SECRET
     assert SECRET not in str(caught.value)
 
 
 def test_secrets_never_reach_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
-    """In the file, in the environment, as the secret's name, inside an address: none of it is shown."""
+) -> None:
+    """A secret in the file, in the environment, in the name of a secret or inside a URL is never printed."""
     monkeypatch.setenv("TRUSS_SECRET_hf_access_token", SECRET)
     texts = {
         0: [BUILD + f"secrets: {{hf_access_token: {SECRET}}}\n", OLDEST + f"secrets:\n hf_access_token: {SECRET}\n"],
@@ -178,13 +178,13 @@ def test_secrets_never_reach_the_terminal(
             f"trt_llm: {{build: {{checkpoint_repository: {{source: REMOTE_URL, repo: 'https://u:{SECRET}@host/x.tar'}}}}}}\n",
         ],
     }
-    for wanted, found in texts.items():
-        for text in found:
+    for expected, configurations in texts.items():
+        for text in configurations:
             status, shown = dry_run(folder(tmp_path, text), monkeypatch, capsys)
-            assert (status, SECRET in shown + caplog.text) == (wanted, False), shown
+            assert (status, SECRET in shown + caplog.text) == (expected, False), shown
 
 
-BAD = {
+INVALID = {
     "neither": ("trt_llm: {runtime: {}}\n", "it has neither build nor serve"),
     "unknown quantization": (BUILD.replace("WEIGHTS_KV_INT8", "WEIGHTS_KV_INT7"), r"config.yaml:9: .*quantization_type=WEIGHTS_KV_INT7"),
     "ranks and accelerators": (BUILD + "resources: {accelerator: 'A100:2'}\n", "make 1 ranks"),
@@ -193,10 +193,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_folders(tmp_path: Path, name: str) -> None:
-    text, told = BAD[name]
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_folders(tmp_path: Path, name: str) -> None:
+    text, message = INVALID[name]
+    with pytest.raises(ConfigError, match=message):
         resolve.read(folder(tmp_path, text), {})
 
 
@@ -207,49 +207,49 @@ def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         resolve.read(folder(tmp_path, BUILD.replace(count, count.replace("1", "2"))), {})
 
 
-def test_ranks_of_an_engine_that_is_there(tiny_engine: Path, tmp_path: Path) -> None:
+def test_ranks_of_an_existing_engine(tiny_engine: Path, tmp_path: Path) -> None:
     text = SERVE.replace("/path/to/engine", str(tiny_engine)).replace("/path/to/tokenizer", str(tiny_engine))
     assert resolve.ready(resolve.read(folder(tmp_path, text), {}), {}).engine == tiny_engine
     two = text.replace("tensor_parallel_count: 1", "tensor_parallel_count: 2")
-    with pytest.raises(ConfigError, match=r"asks for tensor 2 × pipeline 1, and the engine .* was built for tensor 1"):
+    with pytest.raises(ConfigError, match=r"tensor 2 × pipeline 1, and the engine .* was built for tensor 1"):
         resolve.ready(resolve.read(folder(tmp_path, two), {}), {})
 
 
-def test_what_is_asked_of_the_hub_is_what_the_document_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_the_repositories_of_the_documentation_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locations: list[str] = []
 
-    def fetch(location: str, **given: Any) -> Path:
-        asked.append(location)
+    def fetch(location: str, **options: Any) -> Path:
+        locations.append(location)
         raise CheckpointError("not here")
 
     monkeypatch.setattr("stoker.deploy.sources.resolve", fetch)
     for text in (BUILD, OLDEST):
         with pytest.raises(StokerError, match="not here"):
             resolve.ready(resolve.read(folder(tmp_path, text), {}), {})
-    assert asked == ["decaplusplus/llama-7b-hf", "org/engine"]
+    assert locations == ["decaplusplus/llama-7b-hf", "org/engine"]
     assert isinstance(resolve.read(folder(tmp_path, BUILD), {}).source, BuildOptions)
     assert isinstance(resolve.read(folder(tmp_path, OLDEST), {}).source, EngineSource)
 
 
-def test_the_command_that_exports(
+def test_stoker_export_truss(
     tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
-    out, words = tmp_path / "exported", ["export", "truss", str(tiny_engine), str(tmp_path / "exported")]
-    status, shown = stoker([*words, "--accelerator", "none", "--model-name", "mine", "--set", "max_queue_size:7"], monkeypatch, capsys)
+) -> None:
+    out, arguments = tmp_path / "exported", ["export", "truss", str(tiny_engine), str(tmp_path / "exported")]
+    status, shown = stoker([*arguments, "--accelerator", "none", "--model-name", "mine", "--set", "max_queue_size:7"], monkeypatch, capsys)
     assert status == 0 and str(out / "model" / "model.py") in shown.splitlines()
     status, shown = dry_run(out, monkeypatch, capsys)
     assert status == 0 and "mine" in shown and str(out / "packages/tensorrt_llm_model_repository/tensorrt_llm/1") in shown
-    for wrong, told in (
+    for wrong, message in (
         (["--set", "speed"], "is no pair"),
         (["--set", "speed:1"], "option 'speed' is unknown"),
         ([], "not an empty folder"),
     ):
-        assert stoker([*words, *wrong], monkeypatch, capsys)[0] == 2, told
+        assert stoker([*arguments, *wrong], monkeypatch, capsys)[0] == 2, message
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "truss.md").read_text()
 
 
-def test_our_own_page_shows_the_document_s_configuration(tmp_path: Path) -> None:
+def test_docs_truss_md_shows_the_documented_configuration(tmp_path: Path) -> None:
     shown = re.search(r"```yaml\n(trt_llm:.*?)```", PAGE, re.S)
     assert shown is not None and yaml.safe_load(shown[1]) == yaml.safe_load(BUILD)

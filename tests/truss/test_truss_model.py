@@ -1,4 +1,4 @@
-"""The exported model.py: what it asks a Stoker server over gRPC and HTTP, and what its caller gets. The oracle is Stoker's own door."""
+"""The exported model.py: its requests to a Stoker server over gRPC and HTTP, and its results. The oracle is Stoker's :predict endpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import HTTPException
-from triton_server import TEXT, Running, endless, running, until
+from triton_server import TEXT, RunningServer, endless, running, until
 
 from stoker.deploy import truss
 from stoker.deploy.deployment import EngineInfo
@@ -42,31 +42,31 @@ def model_class(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     with running(options=OPTIONS) as started:
         yield started
 
 
 @pytest.fixture
-def model(folder: Path, server: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return loaded(folder, server, monkeypatch)
+def model(folder: Path, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return loaded_model(folder, server, monkeypatch)
 
 
-def loaded(folder: Path, server: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
+def loaded_model(folder: Path, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("STOKER_ADDRESS", f"http://{server.http}")
     monkeypatch.setenv("STOKER_GRPC", server.grpc)
-    made = model_class(folder)(config={}, data_dir="data", secrets={}, environment=None)
-    assert not made.is_healthy()
-    made.load()
-    assert made.is_healthy()
-    return made
+    model = model_class(folder)(config={}, data_dir="data", secrets={}, environment=None)
+    assert not model.is_healthy()
+    model.load()
+    assert model.is_healthy()
+    return model
 
 
 class Request:
-    """What predict asks of Truss's request: whether the client is there still. It leaves after so many pieces."""
+    """The part of Truss's request that `predict` uses: whether the client has disconnected, which it does after `chunks` chunks."""
 
-    def __init__(self, pieces: int = 1 << 30) -> None:
-        self._left = pieces
+    def __init__(self, chunks: int = 1 << 30) -> None:
+        self._left = chunks
 
     async def is_disconnected(self) -> bool:
         self._left -= 1
@@ -74,13 +74,13 @@ class Request:
 
 
 async def text(answer: AsyncGenerator[str | bytes, None]) -> str:
-    return "".join([piece.decode() if isinstance(piece, bytes) else piece async for piece in answer])
+    return "".join([chunk.decode() if isinstance(chunk, bytes) else chunk async for chunk in answer])
 
 
-async def test_plain_text_as_it_comes(model: Any) -> None:
+async def test_streamed_text(model: Any) -> None:
     answer = await model.predict({"prompt": "hi"}, Request())
-    pieces = [piece async for piece in answer]
-    assert "".join(pieces) == TEXT and len(pieces) > 5 and all(isinstance(piece, str) and piece for piece in pieces)
+    chunks = [chunk async for chunk in answer]
+    assert "".join(chunks) == TEXT and len(chunks) > 5 and all(isinstance(chunk, str) and chunk for chunk in chunks)
     assert await model.predict({"prompt": "hi", "stream": False}, Request()) == {"text": TEXT}
 
 
@@ -94,28 +94,27 @@ BODIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=str)
-async def test_it_asks_what_the_door_asks(model: Any, server: Running, body: dict[str, Any]) -> None:
+async def test_same_request_and_response_as_the_endpoint(model: Any, server: RunningServer, body: dict[str, Any]) -> None:
     body = {"prompt": "once", **body}
     answer = await model.predict(body, Request())
-    said = answer["text"] if isinstance(answer, dict) else await text(answer)
+    generated = answer["text"] if isinstance(answer, dict) else await text(answer)
     async with httpx.AsyncClient() as client:
-        door = await client.post(f"http://{server.http}{PREDICT}", json=body)
-    assert door.status_code == 200, door.text
-    assert said == (door.json()["text"] if body.get("stream") is False else door.text)
-    through, direct = server.executor.requests[-2:]
-    assert (list(through.prompt_ids), through.end_ids or through.params.stop_token_ids) == (
-        list(direct.prompt_ids), direct.end_ids or direct.params.stop_token_ids,
-    )  # fmt: skip
-    assert through.params == direct.params
+        direct_answer = await client.post(f"http://{server.http}{PREDICT}", json=body)
+    assert direct_answer.status_code == 200, direct_answer.text
+    assert generated == (direct_answer.json()["text"] if body.get("stream") is False else direct_answer.text)
+    exported, direct = server.executor.requests[-2:]
+    assert list(exported.prompt_ids) == list(direct.prompt_ids)
+    assert (exported.end_ids or exported.params.stop_token_ids) == (direct.end_ids or direct.params.stop_token_ids)
+    assert exported.params == direct.params
 
 
-async def test_ignore_eos(model: Any, server: Running) -> None:
+async def test_ignore_eos(model: Any, server: RunningServer) -> None:
     await text(await model.predict({"prompt": "x", "ignore_eos": True}, Request()))
-    asked = server.executor.requests[-1]
-    assert not asked.end_ids and not asked.params.stop_token_ids
+    request = server.executor.requests[-1]
+    assert not request.end_ids and not request.params.stop_token_ids
 
 
-@pytest.mark.parametrize("body, status, told", [
+@pytest.mark.parametrize("body, status, message", [
     ({"prompt": "x", "speed": 1}, 400, "speed=1 is refused"),
     ({"prompt": "x", "max_tokens": 3.5}, 400, "it must be a whole number"),
     ({"prompt": "x", "max_tokens": True}, 400, "max_tokens=True is refused"),
@@ -132,43 +131,43 @@ async def test_ignore_eos(model: Any, server: Running) -> None:
     ([1], 400, "not an object"),
     ({}, 400, "prompt"),
 ])  # fmt: skip
-async def test_refusals_are_statuses(model: Any, body: Any, status: int, told: str) -> None:
+async def test_invalid_bodies(model: Any, body: Any, status: int, message: str) -> None:
     with pytest.raises(HTTPException) as caught:
         await model.predict(body, Request())
-    assert caught.value.status_code == status and told in str(caught.value.detail)
+    assert caught.value.status_code == status and message in str(caught.value.detail)
 
 
-async def test_a_client_that_leaves_frees_the_executor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disconnected_client_cancels_its_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(endless, options=OPTIONS, step_s=0.001, limits={"max_output_len": 100_000}) as server:
-        made = loaded(folder, server, monkeypatch)
-        pieces = await made.predict({"prompt": "x", "max_tokens": 90_000}, Request(3))
-        assert len([piece async for piece in pieces]) == 4
+        model = loaded_model(folder, server, monkeypatch)
+        chunks = await model.predict({"prompt": "x", "max_tokens": 90_000}, Request(3))
+        assert len([chunk async for chunk in chunks]) == 4
         until(lambda: not server.executor.running)
-        pieces = await made.predict({"prompt": "x", "max_tokens": 90_000}, Request())
-        await anext(pieces)
-        await pieces.aclose()
+        chunks = await model.predict({"prompt": "x", "max_tokens": 90_000}, Request())
+        await anext(chunks)
+        await chunks.aclose()
         until(lambda: not server.executor.running)
 
 
 async def test_failures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first piece a status, then a last piece."""
+    """An error before the first chunk is an HTTP status; a later one is the last chunk."""
     with running(lambda request, index: ErrorInfo("step_failed", "the step failed."), options=OPTIONS) as server:
-        made = loaded(folder, server, monkeypatch)
+        model = loaded_model(folder, server, monkeypatch)
         with pytest.raises(HTTPException, match="the step failed") as caught:
-            await made.predict({"prompt": "x"}, Request())
+            await model.predict({"prompt": "x"}, Request())
         assert caught.value.status_code == 500
     with running(endless, options=OPTIONS, step_s=0.001, limits={"max_output_len": 100_000}) as server:
-        made = loaded(folder, server, monkeypatch)
-        pieces = await made.predict({"prompt": "x", "max_tokens": 90_000}, Request())
-        await anext(pieces)
-    rest = [piece async for piece in pieces]
+        model = loaded_model(folder, server, monkeypatch)
+        chunks = await model.predict({"prompt": "x", "max_tokens": 90_000}, Request())
+        await anext(chunks)
+    rest = [chunk async for chunk in chunks]
     assert json.loads(rest[-1])["status"] == "error"
     with pytest.raises(HTTPException) as caught:
-        await made.predict({"prompt": "x"}, Request())
+        await model.predict({"prompt": "x"}, Request())
     assert caught.value.status_code == 503
 
 
-async def test_conversations_and_openai_go_over_http(model: Any) -> None:
+async def test_messages_and_openai_bodies_are_sent_over_http(model: Any) -> None:
     streamed = await text(await model.completions({"prompt": "x", "stream": True, "max_tokens": 30}))
     assert streamed.startswith("data: ") and streamed.endswith("data: [DONE]\n\n")
     for call in (model.chat_completions, lambda body: model.predict(body, Request())):
@@ -189,20 +188,20 @@ def test_the_server_is_started_and_stopped(folder: Path, monkeypatch: pytest.Mon
         "    def log_message(self, *a): pass\n"
         "HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()"
     )
-    made = model_class(folder)()
-    monkeypatch.setattr(made, "_command", lambda port, grpc_port: [sys.executable, "-c", code, str(port)])
-    made.load()
+    model = model_class(folder)()
+    monkeypatch.setattr(model, "_command", lambda port, grpc_port: [sys.executable, "-c", code, str(port)])
+    model.load()
     try:
-        assert made.is_healthy()
+        assert model.is_healthy()
     finally:
-        made._stop()
-    assert not made.is_healthy()
-    monkeypatch.setattr(made, "_command", lambda port, grpc_port: [sys.executable, "-c", "raise SystemExit(3)"])
+        model._stop()
+    assert not model.is_healthy()
+    monkeypatch.setattr(model, "_command", lambda port, grpc_port: [sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(RuntimeError, match="ended with status 3"):
-        made.load()
+        model.load()
 
 
-def test_what_it_cannot_honour(folder: Path) -> None:
+def test_unsupported_options(folder: Path) -> None:
     config = {"model_metadata": {"max_tokens_counts_prompt": True}}
     with pytest.raises(RuntimeError, match="set it to false"):
         model_class(folder)(config=config).load()

@@ -1,4 +1,4 @@
-"""A Truss folder from its configuration to an answer: built at start-up, once for all replicas, served on Truss's routes."""
+"""A Truss folder from its configuration to a response: built once for all replicas at start-up, served on Truss's endpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEED = (Path(__file__).parent / "documents" / "build_and_serve.yaml").read_text(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The document's build section, but for the repository, which is a checkpoint that is here, and the time that calibration takes."""
+    """The build section of the documentation with a local checkpoint, and without the quantization, whose calibration takes long."""
     import tiny
 
     checkpoint = tiny.save(tiny.model(max_position_embeddings=4096), tmp_path_factory.mktemp("checkpoint"))
@@ -29,21 +29,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_ten_replicas_build_once_and_then_it_is_served(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_replicas_build_once_and_the_engine_is_served(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
     program = Path(__file__).parent / "replicas.py"
     done = subprocess.run([sys.executable, program, folder, "10"], capture_output=True, text=True, timeout=100, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-4000:]
     replicas = [line.split() for line in done.stdout.splitlines()]
-    assert sorted(how for _, how in replicas) == ["built", *["found"] * 9], "what is built shows progress"
+    assert sorted(origin for _, origin in replicas) == ["built", *["found"] * 9], "a build reports the stage `weights`"
     (engine,) = {Path(path) for path, _ in replicas}
     config = Engine.open(engine).config
     assert (config.limits.max_input_len, config.limits.max_output_len, config.limits.max_beam_width) == (2048, 256, 4)
     with running_server(folder, ["--kv-cache-tokens", "4096"]) as url:
-        asked = {"prompt": "the quick brown", "max_tokens": 8}
+        body = {"prompt": "the quick brown", "max_tokens": 8}
         with httpx.Client(base_url=url, timeout=30) as client:
             assert client.get("/v1/models/model").json() == {}
-            whole = client.post("/v1/models/model:predict", json={**asked, "stream": False}).json()["text"]
-            answer = client.post("/v1/models/model:predict", json=asked)
+            whole = client.post("/v1/models/model:predict", json={**body, "stream": False}).json()["text"]
+            answer = client.post("/v1/models/model:predict", json=body)
             assert (answer.text, answer.headers["content-type"]) == (whole, "application/octet-stream")
-            assert client.post("/v1/models/model:predict", json={**asked, "beam_width": 4}).status_code == 200
+            assert client.post("/v1/models/model:predict", json={**body, "beam_width": 4}).status_code == 200

@@ -25,8 +25,8 @@ def make_app(context: Context) -> Any:
     protocols = [PROTOCOLS.get(name)(context) for name in dict.fromkeys(("health", *names))]
     app: Any = Application(context, protocols)
     if origins := context.settings.cors_origins:
-        shown = ["x-request-id", "retry-after"]
-        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
+        exposed = ["x-request-id", "retry-after"]
+        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return app
 
 
@@ -41,7 +41,8 @@ class Application:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await send({"type": "websocket.close", "code": 1003})
+            await send({"type": "websocket.close", "code": 1003})
+            return
         http = RequestContext(scope, receive, send, max_body_bytes=self._context.settings.max_request_bytes)
         try:
             self._check_port(scope)

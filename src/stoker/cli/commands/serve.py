@@ -120,13 +120,13 @@ def _prepare(
     listeners = listen(deployment.server)
     if not engine_is_missing(deployment):
         return prepare_server(deployment, progress), listeners
-    from stoker.server.processes.loading import Waiting
+    from stoker.server.processes.loading import LoadingServer
 
-    with Waiting(listeners, deployment.server, deployment.server.model_name or "model") as waiting:
+    with LoadingServer(listeners, deployment.server, deployment.server.model_name or "model") as loading_server:
 
         def report(stage: str, done: int, total: int | None) -> None:
             progress(stage, done, total)
-            waiting.tell(stage, done, total)
+            loading_server.report_progress(stage, done, total)
 
         return prepare_server(deployment, report), listeners
 

@@ -31,7 +31,7 @@ from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbo
 from stoker.runtime.transport.zmq_client import ZmqExecutorClient
 from stoker.server.processes.child import Child
 from stoker.server.processes.tasks import ExecutorTask
-from stoker.server.protocols.kserve.errors import words
+from stoker.server.protocols.kserve.errors import client_message
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import Inference, Response, Run
 from stoker.server.protocols.kserve.model_config import TritonOptions
@@ -107,7 +107,7 @@ class Hosted:
         if answering.cancelled():
             sender.fail("cancelled by the client", self.backend.TritonError.CANCELLED)
         elif (error := answering.exception()) is not None:
-            sender.fail(words(error), self.backend.TritonError.INTERNAL)
+            sender.fail(client_message(error), self.backend.TritonError.INTERNAL)
 
     async def _respond(self, request: Any, sender: Sender) -> None:
         async with aclosing(self.run(self.inference(request))) as batches:

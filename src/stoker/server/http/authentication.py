@@ -17,9 +17,9 @@ def check_authorization(value: bytes, keys: tuple[str, ...]) -> None:
     """`check_key` for the value of the header `authorization`. Compares in constant time."""
     if not keys:
         return
-    scheme, _, given = value.partition(b" ")
-    if not given:
+    scheme, _, key = value.partition(b" ")
+    if not key:
         raise AuthenticationError("this server requires an API key.", cure="Send the header Authorization: Bearer KEY.")
-    matches = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]
+    matches = [hmac.compare_digest(key.strip(), accepted.encode()) for accepted in keys]
     if scheme.lower() != b"bearer" or not any(matches):
-        raise AuthenticationError("the API key is not one of this server's.", cure="Send the header Authorization: Bearer KEY.")
+        raise AuthenticationError("the API key is not accepted.", cure="Send the header Authorization: Bearer KEY.")

@@ -46,7 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
             return
         if self._idle_bytes > MAX_HEAD_BYTES:
-            self._end(_TOO_LARGE)
+            self._close(_TOO_LARGE)
         elif self._in_head and self._head_timer is None:
             self._start_head_timer()
 
@@ -113,9 +113,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_asgi_task(cycle, self.app)
         else:  # pipelined
             if len(self.pipeline) >= MAX_PIPELINED:
-                raise RuntimeError(
-                    f"more than {MAX_PIPELINED} pipelined requests"
-                )  # ends the parser; the connection is closed with status 400
+                # The parser ends, and `data_received` closes the connection with status 400.
+                raise RuntimeError(f"more than {MAX_PIPELINED} pipelined requests")
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
 
@@ -137,12 +136,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._answered is not None and not self._answered.response_complete:
             self._start_head_timer()  # the client may be reading that response
         else:
-            self._end(_TOO_SLOW if self._in_head else b"")
+            self._close(_TOO_SLOW if self._in_head else b"")
 
-    def _end(self, answer: bytes) -> None:
+    def _close(self, response: bytes) -> None:
         if not self.transport.is_closing():
-            if answer:
-                self.transport.write(answer)
+            if response:
+                self.transport.write(response)
             self.transport.close()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:

@@ -15,8 +15,8 @@ _BODYLESS = (204, 304)
 class Cycle(RequestResponseCycle):
     """One request and its response. Head and first body bytes are one write if they are sent in the same turn of the event loop."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._head = b""
         self._until_close = False
         self._on_disconnect: Callable[[], object] | None = None
@@ -79,9 +79,8 @@ class Cycle(RequestResponseCycle):
         if not self.keep_alive and not has_close_header:
             lines.append(b"connection: close\r\n")
         if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in _BODYLESS:
-            self.chunked_encoding = (
-                self.scope["http_version"] == "1.1"
-            )  # in HTTP/1.0, the end of the connection ends a body of unknown length
+            # In HTTP/1.0, the end of the connection ends a body of unknown length.
+            self.chunked_encoding = self.scope["http_version"] == "1.1"
             self._until_close = not self.chunked_encoding
             if self.chunked_encoding:
                 lines.append(b"transfer-encoding: chunked\r\n")

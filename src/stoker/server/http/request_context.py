@@ -58,7 +58,7 @@ class RequestContext:
             return whole
         chunks, size, more = [], 0, True
         while more:
-            message = await self._next_piece()
+            message = await self._next_part()
             if message["type"] == "http.disconnect":
                 raise ConnectionResetError
             size += len(message.get("body", b""))
@@ -69,7 +69,7 @@ class RequestContext:
             more = message.get("more_body", False)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def _next_piece(self) -> Any:
+    async def _next_part(self) -> Any:
         try:
             async with asyncio.timeout(BODY_S):
                 return await self._receive()
@@ -172,8 +172,8 @@ def decode_json(body: bytes) -> Any:
     raise BodyError(f"the request's body is not JSON: {detail}.", cure="Send UTF-8 JSON with finite numbers.")
 
 
-def _request_id(given: bytes | None) -> str:
-    text = given.decode("latin-1") if given is not None else ""
+def _request_id(header: bytes | None) -> str:
+    text = header.decode("latin-1") if header is not None else ""
     return text if 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else f"{random.getrandbits(128):032x}"
 
 

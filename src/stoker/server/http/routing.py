@@ -25,19 +25,19 @@ class Routes(Generic[T]):
                 pattern, _, convertors = compile_path(path)
                 methods_of[path] = {}
                 self._patterns.append((pattern, convertors, methods_of[path]))
-            for served in (method, "HEAD") if method == "GET" else (method,):
-                methods_of[path].setdefault(served, target)
+            for routed_method in (method, "HEAD") if method == "GET" else (method,):
+                methods_of[path].setdefault(routed_method, target)
         self._cache: dict[tuple[str, str], tuple[T, dict[str, Any]]] = {}
 
     def find(self, method: str, path: str) -> tuple[T, dict[str, Any]]:
         """The target and the path's parameters. Raises RouteError, or MethodError with the allowed methods."""
-        found = self._cache.get((method, path))
-        if found is None:
-            found = self._search(method, path)
+        result = self._cache.get((method, path))
+        if result is None:
+            result = self._search(method, path)
             if len(self._cache) >= MAX_CACHED:
                 self._cache.clear()
-            self._cache[method, path] = found
-        return found
+            self._cache[method, path] = result
+        return result
 
     def _search(self, method: str, path: str) -> tuple[T, dict[str, Any]]:
         allowed: list[str] = []

@@ -30,7 +30,7 @@ class FrontendMetrics:
     def __init__(self) -> None:
         disable_created_metrics()  # otherwise each counter gets a gauge with its creation time
         self.registry = CollectorRegistry()
-        self._made = {metric.name: self._make(metric) for metric in FRONTEND_METRICS}
+        self._metrics = {metric.name: self._create(metric) for metric in FRONTEND_METRICS}
         self._children: dict[tuple[str, tuple[str, ...]], BufferedCounter | BufferedHistogram] = {}
         self.counter_buffer = CounterBuffer(shared=bool(env.text(MULTIPROCESS_DIR)))
         self.triton = TritonMetrics(self.registry, self.counter_buffer)
@@ -38,9 +38,9 @@ class FrontendMetrics:
     def of(self, metric: Metric, *labels: str) -> Any:
         """The buffered counter or histogram of a metric with these label values."""
         if (child := self._children.get((metric.name, labels))) is None:
-            made = self._made[metric.name].labels(*labels)
-            make_buffered = self.counter_buffer.histogram if metric.kind == "histogram" else self.counter_buffer.counter
-            child = self._children[metric.name, labels] = make_buffered(made)
+            unbuffered = self._metrics[metric.name].labels(*labels)
+            buffered = self.counter_buffer.histogram if metric.kind == "histogram" else self.counter_buffer.counter
+            child = self._children[metric.name, labels] = buffered(unbuffered)
         return child
 
     def count_response(self, route: str, status: int) -> None:
@@ -51,16 +51,16 @@ class FrontendMetrics:
         self.counter_buffer.write()
         scrape = CollectorRegistry()
         scrape.register(_Executors(await _stats(repository)))
-        return triton_names(self._own()) + generate_latest(scrape)
+        return triton_names(self._frontend_metrics()) + generate_latest(scrape)
 
-    def _own(self) -> bytes:
+    def _frontend_metrics(self) -> bytes:
         if not env.text(MULTIPROCESS_DIR):
             return generate_latest(self.registry)
-        together = CollectorRegistry()
-        multiprocess.MultiProcessCollector(together)
-        return generate_latest(together)
+        combined = CollectorRegistry()
+        multiprocess.MultiProcessCollector(combined)
+        return generate_latest(combined)
 
-    def _make(self, metric: Metric) -> Counter | Histogram:
+    def _create(self, metric: Metric) -> Counter | Histogram:
         if metric.kind == "counter":
             return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
         return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)
@@ -91,15 +91,16 @@ def value_of(stats: ExecutorStats, source: str) -> float:
         case "occupancy":
             possible = stats.num_steps * stats.max_batch_size
             return stats.row_steps / possible if possible else 0.0
-    return getattr(stats, source)
+    value: float = getattr(stats, source)
+    return value
 
 
 async def _stats(repository: ModelRepository) -> dict[str, ExecutorStats]:
-    found = {}
+    stats = {}
     for model in repository.models():
         if model.service is not None and model.service.ready:
             try:
-                found[model.name] = await model.service.stats()
+                stats[model.name] = await model.service.stats()
             except Exception as error:
                 log.warning("no statistics of %s: %s", model.name, error)
-    return found
+    return stats

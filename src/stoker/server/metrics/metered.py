@@ -31,7 +31,7 @@ class MeteredService(Service):
         self._output_tokens = counts.of(metrics.OUTPUT_TOKENS, self.model_name)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
-        with self._watched() as outcome:
+        with self._count_request() as outcome:
             async with aclosing(self.inner.stream(request)) as batches:
                 async for deltas in batches:
                     for delta in deltas:
@@ -43,7 +43,7 @@ class MeteredService(Service):
                     yield deltas
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        with self._watched() as outcome:
+        with self._count_request() as outcome:
             completion = await self.inner.complete(request)
             outcome.reason, outcome.usage = completion.choices[0].finish_reason, completion.usage
             return completion
@@ -79,7 +79,8 @@ class MeteredService(Service):
         return self.inner.ready
 
     @contextmanager
-    def _watched(self) -> Iterator[_Outcome]:
+    def _count_request(self) -> Iterator[_Outcome]:
+        """Count the request of the block with its duration when the block ends."""
         outcome, started = _Outcome(), time.monotonic()
         try:
             yield outcome
@@ -90,9 +91,9 @@ class MeteredService(Service):
             self._counts.of(metrics.REQUESTS, self.model_name, outcome.name).inc()
             self._duration.observe(time.monotonic() - started)
             if outcome.usage is not None:
-                self._count(outcome.usage.prompt_tokens, max(outcome.usage.completion_tokens, outcome.num_tokens))
+                self._count_tokens(outcome.usage.prompt_tokens, max(outcome.usage.completion_tokens, outcome.num_tokens))
 
-    def _count(self, num_prompt: int, num_output: int) -> None:
+    def _count_tokens(self, num_prompt: int, num_output: int) -> None:
         self._prompt_tokens.inc(num_prompt)
         self._output_tokens.inc(num_output)
         self._prompt_length.observe(num_prompt)
@@ -109,7 +110,7 @@ class MeteredClient(ExecutorClient):
         self._between = counts.of(metrics.INTER_TOKEN_LATENCY, model_name)
 
     def generate(self, request: TokenRequest) -> AsyncGenerator[list[SequenceOutput], None]:
-        return _Timed(self.inner.generate(request), self._first, self._between)
+        return _TimedStream(self.inner.generate(request), self._first, self._between)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         self.inner.cancel(request_id, index)
@@ -128,7 +129,7 @@ class MeteredClient(ExecutorClient):
         await self.inner.close()
 
 
-class _Timed(AsyncGenerator[list[SequenceOutput], None]):
+class _TimedStream(AsyncGenerator[list[SequenceOutput], None]):
     """A stream whose token times are measured. Not a generator: the event loop registers each of those, at 5 µs per request."""
 
     def __init__(self, inner: AsyncGenerator[list[SequenceOutput], None], first: BufferedHistogram, between: BufferedHistogram) -> None:

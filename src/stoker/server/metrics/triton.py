@@ -78,10 +78,10 @@ class ModelCounts:
 
     def __init__(self, counts: TritonMetrics, model: str) -> None:
         buffer = counts.counter_buffer
-        of = {name: buffer.counter(counter.labels(model, VERSION)) for name, counter in counts._counters.items()}
-        self._success = of["nv_inference_request_success"]
-        self._inferences = of["nv_inference_count"]
-        self._duration = of["nv_inference_request_duration_us"]
+        counters = {name: buffer.counter(counter.labels(model, VERSION)) for name, counter in counts._counters.items()}
+        self._success = counters["nv_inference_request_success"]
+        self._inferences = counters["nv_inference_count"]
+        self._duration = counters["nv_inference_request_duration_us"]
         self._failures = {reason: buffer.counter(counts._failures.labels(model, reason, VERSION)) for reason in FAILURES}
         self._failed_us = buffer.counter(counts._failed_us.labels(model, VERSION))
         self._first = buffer.histogram(counts._first.labels(model, VERSION))
@@ -104,7 +104,7 @@ class ModelCounts:
         """The statistics of this process, with the fields and in the order of Triton's."""
         count, ns = self._success.value, self._duration.value * 1000
         failed = sum(counter.value for counter in self._failures.values())
-        none = {"count": 0, "ns": 0}
+        zero = {"count": 0, "ns": 0}
         infer = {"count": count, "ns": ns}
         return {
             "last_inference": self.last_ms,
@@ -117,8 +117,8 @@ class ModelCounts:
                 "compute_input": {"count": count, "ns": 0},
                 "compute_infer": infer,
                 "compute_output": {"count": count, "ns": 0},
-                "cache_hit": none,
-                "cache_miss": none,
+                "cache_hit": zero,
+                "cache_miss": zero,
             },
             "response_stats": {},
             "batch_stats": [],
@@ -164,19 +164,19 @@ def _reason(error: BaseException) -> str:
 def triton_names(exposition: bytes) -> bytes:
     """The exposition with Triton's counter names, and with the families of _COPIES and _ZEROS."""
     text = re.sub(r"(?m)^((?:# (?:HELP|TYPE) )?nv_\w+?)_total(?=[ {])", r"\1", exposition.decode())
-    pieces = [text]
-    for name, (source, what) in _COPIES.items():
-        pieces.append(_family(name, what, [line.replace(source, name, 1) for line in _samples(text, source)]))
+    families = [text]
+    for name, (source, help_text) in _COPIES.items():
+        families.append(_family(name, help_text, [line.replace(source, name, 1) for line in _samples(text, source)]))
     successes = _samples(text, "nv_inference_request_success")
-    for name, what in _ZEROS.items():
+    for name, help_text in _ZEROS.items():
         labels = [line.removeprefix("nv_inference_request_success").rpartition(" ")[0] for line in successes]
-        pieces.append(_family(name, what, [f"{name}{of_one} 0" for of_one in labels]))
-    return "".join(pieces).encode()
+        families.append(_family(name, help_text, [f"{name}{label_values} 0" for label_values in labels]))
+    return "".join(families).encode()
 
 
 def _samples(text: str, name: str) -> list[str]:
     return re.findall(rf"(?m)^{name}{{.*$", text)
 
 
-def _family(name: str, what: str, samples: list[str]) -> str:
-    return "\n".join([f"# HELP {name} {what}", f"# TYPE {name} counter", *samples, ""])
+def _family(name: str, help_text: str, samples: list[str]) -> str:
+    return "\n".join([f"# HELP {name} {help_text}", f"# TYPE {name} counter", *samples, ""])

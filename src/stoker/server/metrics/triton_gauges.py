@@ -15,18 +15,18 @@ LABELS = ("model", "version")
 
 def executor_families(stats: dict[str, ExecutorStats]) -> Iterable[Metric]:
     """TensorRT-LLM's gauges at a scrape. A single executor is reported as the model tensorrt_llm, several by their names."""
-    named = {"tensorrt_llm" if len(stats) == 1 else name: of_one for name, of_one in stats.items()}
+    by_model = {"tensorrt_llm" if len(stats) == 1 else name: model_stats for name, model_stats in stats.items()}
     for name, (text, label, values) in _GAUGES.items():
         family = GaugeMetricFamily(name, text, labels=("model", label, "version"))
-        for model, of_one in named.items():
-            for value, number in values(of_one).items():
+        for model, model_stats in by_model.items():
+            for value, number in values(model_stats).items():
                 family.add_metric([model, value, VERSION], number)
         yield family
     pending = GaugeMetricFamily(
         "nv_inference_pending_request_count", "Instantaneous number of pending requests awaiting execution per-model.", labels=LABELS
     )
-    for model, of_one in named.items():
-        pending.add_metric([model, VERSION], of_one.num_waiting)
+    for model, model_stats in by_model.items():
+        pending.add_metric([model, VERSION], model_stats.num_waiting)
     yield pending
 
 

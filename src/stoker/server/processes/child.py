@@ -1,7 +1,7 @@
-"""A process of the server, seen from both sides: what it is told when it starts, what it tells, and how both notice an end.
+"""The link between the supervisor and one child process: how the task arrives, how readiness is reported, how each detects the other's end.
 
-The parent writes the child's task to its standard input and leaves that open: its end means that the parent is gone. The child
-writes one line to its standard output when it is ready; whatever else it prints goes to standard error.
+The parent writes the child's task to its standard input and leaves that open; end of file means that the parent has ended. The child
+writes one line to its standard output when it is ready. All its other output goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 from stoker.base import env
 
 READY = b"ready\n"
+KILL_AFTER_S = 60.0  # between SIGTERM and SIGKILL when the parent has ended
 
 
 class Child:
-    """The parent's side."""
+    """A child process, as the parent controls it."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -38,24 +39,30 @@ class Child:
         python: str = sys.executable,
         environment: dict[str, str] | None = None,
     ) -> Child:
-        """Run `python -m module` in a session of its own, so that a terminal's Ctrl-C reaches the parent alone."""
+        """Run `python -m module` in its own session, so that Ctrl-C in a terminal sends SIGINT to the parent only."""
         process = await asyncio.create_subprocess_exec(
-            python, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=pass_fds,
-            start_new_session=True, env=env.child_environment(**(environment or {})),
-        )  # fmt: skip
+            python,
+            "-m",
+            module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            env=env.child_environment(**(environment or {})),
+        )
         assert process.stdin is not None
         data = pickle.dumps(task)
         process.stdin.write(len(data).to_bytes(8, "little") + data)
         return cls(name, process)
 
     async def ready(self) -> None:
-        """Returns once the child says that it is ready; never, if it ends before."""
+        """Return when the child has reported that it is ready. Never returns if the child ends before that."""
         assert self.process.stdout is not None
         if await self.process.stdout.readline() != READY:
             await asyncio.Event().wait()
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask it to end; end it when it has not after `timeout_s`."""
+        """Send SIGTERM, and SIGKILL if the process is still running after `timeout_s`."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self.process.wait(), timeout_s)
@@ -69,7 +76,7 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """How the process ended, as the end of a sentence."""
         code = self.process.returncode
         if code is None:
             return "is running"
@@ -77,24 +84,24 @@ class Child:
 
 
 def receive_task() -> tuple[Any, Callable[[], Any]]:
-    """The child's side: its task, and what to call when it is ready. From here on, prints go to standard error."""
+    """In the child: its task, and the function that reports readiness. Afterwards, standard output goes to standard error."""
     status = os.dup(1)
     os.dup2(2, 1)
     size = int.from_bytes(os.read(0, 8), "little")
     data = b""
-    while len(data) < size and (piece := os.read(0, size - len(data))):
-        data += piece
+    while len(data) < size and (chunk := os.read(0, size - len(data))):
+        data += chunk
     return pickle.loads(data), lambda: os.write(status, READY)
 
 
 def end_with_parent() -> None:
-    """Send SIGTERM to this process when the parent is gone, and SIGKILL when that did not help."""
+    """Start a thread that sends this process SIGTERM when the parent has ended, and SIGKILL KILL_AFTER_S later."""
 
     def watch() -> None:
         while os.read(0, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(60.0)
+        threading.Event().wait(KILL_AFTER_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

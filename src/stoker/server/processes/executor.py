@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 
 class StoppableMailbox(ZmqMailbox):
-    """Its executor ends when this process is told to."""
+    """A mailbox that shuts its executor down once `stopping` is set."""
 
     stopping = False
 
@@ -29,23 +29,23 @@ class StoppableMailbox(ZmqMailbox):
 
 def main() -> int:
     configure()
-    task, tell_ready = receive_task()
+    task, report_ready = receive_task()
     end_with_parent()
     try:
-        run(task, tell_ready)
+        run(task, report_ready)
     except StokerError as error:
         log.error("%s", error)
         return 1
     return 0
 
 
-def run(task: ExecutorTask, tell_ready: Callable[[], Any]) -> None:
-    """Load, tell, loop.
+def run(task: ExecutorTask, report_ready: Callable[[], Any]) -> None:
+    """Load the engine, report readiness, and run the executor until it is shut down.
 
-    Until the mailbox is there SIGTERM has the system's own effect, which ends this process at once: nothing is in flight that could be
-    lost, and an exception out of a handler, amid an import or a library's cleaning up, comes out as another one.
+    SIGTERM has its default action, which ends the process at once, until the mailbox exists. No request can be lost before that. A
+    handler that raised an exception during an import or the clean-up of a library would surface as a different exception.
     """
-    from stoker.runtime.load import load_executor  # torch: only now, as an end may be asked for meanwhile
+    from stoker.runtime.load import load_executor  # imports torch, which takes seconds; SIGTERM must work during that time
 
     def listen(info: ExecutorInfo) -> StoppableMailbox:
         mailbox = StoppableMailbox(task.address, info)
@@ -53,7 +53,7 @@ def run(task: ExecutorTask, tell_ready: Callable[[], Any]) -> None:
         return mailbox
 
     executor = load_executor(task.engine, task.config, listen)
-    tell_ready()
+    report_ready()
     executor.run()
 
 

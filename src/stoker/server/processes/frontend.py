@@ -1,4 +1,4 @@
-"""A process that answers HTTP: parses, tokenizes, streams. Never imports torch."""
+"""A frontend process: parses HTTP and gRPC, tokenizes and streams. It never imports torch."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
 
-LOAD_TIMEOUT_S = 86400.0  # the parent watches the executor; a frontend only waits for it
-KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers let go: none sends a request as its connection closes
+LOAD_TIMEOUT_S = 86400.0  # without load_timeout_s; the supervisor detects an executor that ended
+KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers close idle connections, so that none reuses a closed one
 STOP_POLL_S = 0.1
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with signals left to this module."""
+    """A uvicorn server that installs no signal handlers; `serve` does."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -48,17 +48,20 @@ class HttpServer(uvicorn.Server):
 
 def main() -> int:
     configure()
-    task, tell_ready = receive_task()
+    task, report_ready = receive_task()
     try:
-        uvloop.run(serve(task, tell_ready))
+        uvloop.run(serve(task, report_ready))
     except StokerError as error:
         log.error("%s", error)
         return 1
     return 0
 
 
-async def serve(task: FrontendTask, tell_ready: Callable[[], Any]) -> None:
-    """Answer from the start, ready or not; end when told to, once the requests in flight have."""
+async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
+    """Serve until SIGTERM and the end of the requests in flight.
+
+    The server accepts requests while the model loads and refuses them with status 503. Raises the error of a failed load.
+    """
     metrics = FrontendMetrics()
     repository = ModelRepository()
     repository.register(task.model_name, lambda: load_service(task, metrics), unload_service)
@@ -74,7 +77,7 @@ async def serve(task: FrontendTask, tell_ready: Callable[[], Any]) -> None:
     if loading.done():
         if (error := loading.exception()) is not None:
             raise error
-        tell_ready()
+        report_ready()
     await asyncio.gather(serving, *([end_grpc(server, grpc, task.settings)] if grpc is not None else []))
     loading.cancel()
     await repository.unload(task.model_name)
@@ -82,7 +85,7 @@ async def serve(task: FrontendTask, tell_ready: Callable[[], Any]) -> None:
 
 
 async def open_grpc(context: Context, address: str) -> Any:
-    """A gRPC server that answers at `address`. Raises DependencyError without the grpc package."""
+    """Start a gRPC server at `address`. Raises DependencyError if grpcio or tritonclient is not installed."""
     try:
         from stoker.server.protocols.kserve.grpc.server import make_grpc_server
     except ImportError:
@@ -93,7 +96,7 @@ async def open_grpc(context: Context, address: str) -> Any:
 
 
 async def end_grpc(http: HttpServer, grpc: Any, settings: ServerSettings) -> None:
-    """Stop accepting when the HTTP server does, and let what runs end."""
+    """Stop the gRPC server when the HTTP server stops. Requests in flight have drain_timeout_s to end."""
     while not http.should_exit:
         await asyncio.sleep(STOP_POLL_S)
     await grpc.stop(settings.drain_timeout_s)
@@ -101,14 +104,25 @@ async def end_grpc(http: HttpServer, grpc: Any, settings: ServerSettings) -> Non
 
 def http_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
-        app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False, proxy_headers=False,
-        server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-        ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, backlog=2048,
-    )  # fmt: skip
+        app,
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        backlog=2048,
+    )
 
 
 async def load_service(task: FrontendTask, metrics: FrontendMetrics) -> Service:
-    """Read the tokenizer while the executor loads, then join them."""
+    """Load the tokenizer while the executor loads the engine, then connect to the executor."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, Path(task.engine))
     client = await ZmqExecutorClient.connect(task.address, connect_timeout_s=task.settings.load_timeout_s or LOAD_TIMEOUT_S)
     metered = MeteredClient(client, task.model_name, metrics)

@@ -1,4 +1,4 @@
-"""Answers while an engine is fetched and built: every door is open, and says that its model is loading, and how far that is."""
+"""The server before its engine exists: while a model is downloaded and built, all endpoints are open and report the progress."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from stoker.server.protocol import Context
 from stoker.server.settings import ServerSettings
 
 
-class Waiting:
-    """A context manager. Its thread answers at `listeners`, which stay open afterwards: connections that come later wait for the server.
+class LoadingServer:
+    """A context manager that answers HTTP requests on `listeners` in a thread, with the model `name` in the state LOADING.
 
-    `tell` is a progress callback, of any thread: what is being done, how much of it, of how much.
+    The sockets stay open afterwards, so that connections made in between wait for the actual server.
     """
 
     def __init__(self, listeners: list[socket.socket], settings: ServerSettings, name: str) -> None:
         repository = ModelRepository()
-        self._model = repository.register(name, _never, _never)
+        self._model = repository.register(name, _not_built, _not_built)
         self._model.state, self._model.reason = ModelState.LOADING, "being fetched and built"
-        brief = msgspec.structs.replace(with_metrics_port(settings, listeners), drain_timeout_s=0.0)
-        self._server = HttpServer(http_config(make_app(Context(repository, brief, FrontendMetrics())), brief))
+        undrained = msgspec.structs.replace(with_metrics_port(settings, listeners), drain_timeout_s=0.0)
+        self._server = HttpServer(http_config(make_app(Context(repository, undrained, FrontendMetrics())), undrained))
         self._sockets = [listener.dup() for listener in listeners]
-        self._thread = threading.Thread(target=self._run, name="stoker-waiting", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="stoker-loading", daemon=True)
 
-    def __enter__(self) -> Waiting:
+    def __enter__(self) -> LoadingServer:
         self._thread.start()
         return self
 
@@ -42,12 +42,13 @@ class Waiting:
         self._server.should_exit = True
         self._thread.join()
 
-    def tell(self, stage: str, done: int, total: int | None) -> None:
+    def report_progress(self, stage: str, done: int, total: int | None) -> None:
+        """Set the reason that clients receive: `stage`, and the percentage if `total` is known. May be called from any thread."""
         self._model.reason = f"{stage}: {100 * done // total} %" if total else stage
 
     def _run(self) -> None:
         asyncio.run(self._server.serve(sockets=self._sockets))
 
 
-async def _never(*args: Any) -> NoReturn:
+async def _not_built(*args: Any) -> NoReturn:
     raise UnavailableError("the engine is not built yet.", cure="Wait until the server is ready.")

@@ -1,4 +1,4 @@
-"""A server as processes: this one watches, an executor computes, frontends answer."""
+"""The supervisor process: starts one executor process and the frontend processes, watches them, and stops them in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,25 @@ from stoker.server.settings import ServerSettings
 log = get_logger(__name__)
 
 EXECUTOR_STOP_S = 10.0
-FAILING_S = 1.0  # after the executor died, frontends answer 503 for so long before the port closes
+FAILING_S = 1.0  # after the executor has ended, frontends answer with status 503 for this long before the port closes
 BACKLOG = 2048
 
 
 def serve(
-    engine: Path | str, runtime: RuntimeConfig, settings: ServerSettings, announce: Callable[[str], None] = print,
-    *, tokenizer: Path | str | None = None, listeners: list[socket.socket] | None = None,
-) -> int:  # fmt: skip
-    """Serve the engine directory until SIGINT or SIGTERM; returns the exit status: 0 when told to stop, 1 when a process died.
+    engine: Path | str,
+    runtime: RuntimeConfig,
+    settings: ServerSettings,
+    announce: Callable[[str], None] = print,
+    *,
+    tokenizer: Path | str | None = None,
+    listeners: list[socket.socket] | None = None,
+) -> int:
+    """Serve the engine directory until SIGINT or SIGTERM. Returns the exit status: 0 after a signal, 1 if a child process ended by itself.
 
-    The first signal stops accepting, lets requests in flight end within drain_timeout_s, then stops; the second stops at once.
-    `tokenizer` is a directory to read instead of the engine's own; `listeners` are those of `listen`, when they are open already.
-    `announce` is given one line with the URL when the server is ready. Raises ConfigError when the address, or the certificate, cannot
-    be used.
+    After the first signal no new connections are accepted, and requests in flight have drain_timeout_s to end. The second signal stops
+    the server at once. `tokenizer` is a directory whose tokenizer replaces the engine's own. `listeners` are the sockets of `listen` if
+    they are open already. `announce` is called with one line that contains the URL when the server is ready. Raises ConfigError if an
+    address or the certificate cannot be used.
     """
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in listeners or listen(settings)]
@@ -50,7 +55,7 @@ def serve(
 
 
 def listen(settings: ServerSettings) -> list[socket.socket]:
-    """The open HTTP ports: the server's, then the metrics' own. Raises ConfigError when one, or the certificate, cannot be used."""
+    """Listening HTTP sockets: http_port, then metrics_port if set. Raises ConfigError if a port or the certificate cannot be used."""
     check_tls(settings)
     with contextlib.ExitStack() as stack:
         ports = [settings.http_port, *([settings.metrics_port] if settings.metrics_port is not None else [])]
@@ -60,27 +65,27 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
 
 
 def with_metrics_port(settings: ServerSettings, listeners: list[socket.socket]) -> ServerSettings:
-    """The settings with the port that the metrics were given where any free one was asked for: requests tell the doors by it."""
+    """The settings with the actual metrics port, also if metrics_port is 0. The application compares it with the port of each request."""
     if settings.metrics_port is None:
         return settings
     return msgspec.structs.replace(settings, metrics_port=listeners[1].getsockname()[1])
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A bound socket that never listens: it keeps the port for the frontends, which all listen there. Raises ConfigError.
+    """A bound socket that never listens. It reserves the port for the frontends, which all listen on it. Raises ConfigError.
 
-    Binding without SO_REUSEPORT first tells a port that another server of the same user shares out already.
+    The port is first bound without SO_REUSEPORT, which fails if another server of the same user listens on it with SO_REUSEPORT.
     """
-    with bind(host, port) as taken:
-        family, address = taken.family, taken.getsockname()
-    holder = socket.socket(family, socket.SOCK_STREAM)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    holder.bind(address)
-    return holder
+    with bind(host, port) as probe:
+        family, address = probe.family, probe.getsockname()
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(address)
+    return reserved
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, so that a busy port is told before anything is loaded. Raises ConfigError."""
+    """A listening socket. Raises ConfigError, so that a port in use is reported before anything is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
@@ -100,7 +105,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Supervisor:
-    """Starts the processes, watches them, and ends them in order: frontends first, then the executor."""
+    """Starts the processes, watches them, and stops them in order: frontends first, then the executor."""
 
     def __init__(
         self,
@@ -112,7 +117,7 @@ class Supervisor:
         run_dir: Path,
         announce: Callable[[str], None],
     ) -> None:
-        self.tokenizer = engine  # the directory that frontends read theirs from
+        self.tokenizer = engine  # directory from which frontends load the tokenizer
         self._engine = engine
         self._runtime = runtime
         self._settings = settings
@@ -143,7 +148,7 @@ class Supervisor:
         return 0 if failed is None else 1
 
     async def _watch(self, ready: asyncio.Future[Any], started: float) -> Child | None:
-        """Announce when all are ready; return when told to stop, or the child that ended by itself."""
+        """Announce the server when all children are ready. Returns None after a stop signal, or the child that ended by itself."""
         exits = {asyncio.create_task(child.process.wait()): child for child in self._children}
         ends: set[asyncio.Future[Any]] = {*exits, asyncio.create_task(self._stop.wait())}
         await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,24 +164,25 @@ class Supervisor:
         return f"{'https' if self._settings.tls_key else 'http'}://{host}:{self._port}"
 
     def _log_addresses(self) -> None:
-        """The lines that scripts around Triton wait for."""
+        """Log the lines of a Triton server for which scripts wait."""
         if self._grpc_address is not None:
             log.info("Started GRPCInferenceService at %s", self._grpc_address)
         log.info("Started HTTPService at %s", self._addresses[0])
         if len(self._addresses) > 1:
             log.info("Started Metrics Service at %s", self._addresses[1])
 
-    def _starts(self) -> list:
+    def _starts(self) -> list[Coroutine[Any, Any, Child]]:
+        """Coroutines that start the executor and the frontends."""
         self._port = self._listeners[0].getsockname()[1]
         self._addresses = [_address(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
         settings = with_metrics_port(self._settings, self._listeners)
         task = FrontendTask(str(self.tokenizer), self._name, settings, self._address, fds, self._grpc_address)
         count = self._settings.num_frontends
-        # Several frontends add their counts up through files, which prometheus-client keeps in this directory.
+        # prometheus-client sums the counters of several frontends through files in this directory.
         shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
-        work = ExecutorTask(str(self._engine), self._runtime, self._address)
-        executor = Child.start("executor", "stoker.server.processes.executor", work)
+        executor_task = ExecutorTask(str(self._engine), self._runtime, self._address)
+        executor = Child.start("executor", "stoker.server.processes.executor", executor_task)
         frontend = "stoker.server.processes.frontend"
         return [executor, *(Child.start("frontend", frontend, task, pass_fds=fds, environment=shared) for _ in range(count))]
 
@@ -192,7 +198,9 @@ class Supervisor:
             for child in self._children:
                 child.signal(signal.SIGKILL)
         elif self._settings.drain_timeout_s:
-            log.info("stopping; requests in flight have %.0f s. A second signal stops at once.", self._settings.drain_timeout_s)
+            log.info(
+                "stopping; requests in flight have %.0f s to end. A second signal stops the server at once.", self._settings.drain_timeout_s
+            )
         self._stop.set()
 
 

@@ -1,4 +1,7 @@
-"""What the server's processes are told when they start. Imports little: the parent starts its children before anything else."""
+"""The tasks that the supervisor sends to its child processes.
+
+This module imports little, because the supervisor starts its children before it imports anything else.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ from stoker.server.settings import ServerSettings
 
 
 class ExecutorTask(msgspec.Struct):
+    """The task of the executor process."""
+
     engine: str  # directory
     config: RuntimeConfig
-    address: str  # where to listen for frontends
+    address: str  # ZeroMQ address on which the executor listens for frontends
 
 
 class FrontendTask(msgspec.Struct):
-    engine: str  # directory, for its tokenizer
+    """The task of one frontend process."""
+
+    engine: str  # directory that contains the tokenizer
     model_name: str
     settings: ServerSettings
-    address: str  # of the executor
-    socket_fds: list[int]  # listening already
+    address: str  # ZeroMQ address of the executor
+    socket_fds: list[int]  # HTTP sockets that are listening already
     grpc_address: str | None = None  # host:port; None: no gRPC

@@ -1,4 +1,7 @@
-"""The protocols a server can speak, by the name that `--protocols` and deployment formats use."""
+"""The table of protocols. `--protocols` and deployment formats use these names.
+
+A new protocol is a package in this folder and one row here; docs/add-a-protocol.md explains the steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several coroutines at once, of which none outlives an error."""
+"""Running several coroutines at the same time, without leaving any behind after an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error is raised once the others are cancelled."""
+    """The results in order. The first error cancels the other coroutines and is then raised."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""The many spellings of "the answer must match a grammar" to one Guide."""
+"""Guided decoding: the fields of all protocols that constrain the answer to a grammar, converted to one `Guide`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from stoker.base.fields.values import ListOf, Text
 from stoker.base.registry import nearest
 from stoker.base.types import Guide
 
-CHOICES = ListOf(Text(1 << 16), 1024)
+CHOICE_LIST = ListOf(Text(1 << 16), 1024)
 KIND_OF_FIELD = {
-    "guided_json": "json_schema", "json_schema": "json_schema", "guided_regex": "regex", "regex": "regex", "guided_choice": "choice",
-    "guided_grammar": "grammar", "ebnf": "grammar",
-}  # fmt: skip
-OBJECT = Guide("json_schema", '{"type": "object"}')  # JSON mode: an object, not just any value
+    "guided_json": "json_schema",
+    "json_schema": "json_schema",
+    "guided_regex": "regex",
+    "regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "ebnf": "grammar",
+}
+OBJECT_GUIDE = Guide("json_schema", '{"type": "object"}')  # JSON mode: any object, but no other JSON value
 KIND_OF_OUTPUT = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "structural_tag": "structural_tag"}
 
 
 def read_guide(values: dict[str, Any]) -> Guide | None:
-    """The grammar that a request asks for, in whatever spelling. Raises RequestError when there are two."""
+    """The grammar that a request sets in any of these fields. Raises RequestError if it sets more than one."""
     found = {name: _guide(kind, name, values[name]) for name, kind in KIND_OF_FIELD.items() if name in values}
     if "response_format" in values and (guide := _response_format(values["response_format"])) is not None:
         found["response_format"] = guide
@@ -34,10 +39,10 @@ def read_guide(values: dict[str, Any]) -> Guide | None:
 
 
 def _guide(kind: str, name: str, value: Any) -> Guide:
-    """A schema may be an object or its text; true and false are schemas too."""
+    """The guide of one field. A JSON schema may be an object, true, false, or JSON text."""
     if kind == "choice":
         try:
-            choices = CHOICES.check(list(value) if isinstance(value, tuple) else value)
+            choices = CHOICE_LIST.check(list(value) if isinstance(value, tuple) else value)
         except InvalidValueError as error:
             raise error.request_error(name) from None
         if not choices:
@@ -55,7 +60,7 @@ def _response_format(value: dict[str, Any]) -> Guide | None:
         case "text":
             return None
         case "json_object":
-            return OBJECT
+            return OBJECT_GUIDE
         case "json_schema":
             inner = value.get("json_schema")
             if not isinstance(inner, dict) or not isinstance(inner.get("schema", inner.get("json_schema")), (dict, bool)):
@@ -67,14 +72,14 @@ def _response_format(value: dict[str, Any]) -> Guide | None:
 
 
 def _structured_outputs(value: dict[str, Any]) -> Guide:
-    given = {name: item for name, item in value.items() if item is not None and item is not False}
-    for name in given:
+    outputs = {name: item for name, item in value.items() if item is not None and item is not False}
+    for name in outputs:
         if name not in KIND_OF_OUTPUT and name != "json_object":
             near = nearest(name, [*KIND_OF_OUTPUT, "json_object"])
             raise RequestError(
-                f"structured_outputs.{name}", given[name], "there is no such field", cure=f"Did you mean {near[0]}?" if near else ""
+                f"structured_outputs.{name}", outputs[name], "there is no such field", cure=f"Did you mean {near[0]}?" if near else ""
             )
-    if len(given) != 1:
+    if len(outputs) != 1:
         raise RequestError("structured_outputs", value, f"it must hold one of {', '.join(KIND_OF_OUTPUT)}, json_object")
-    name, item = next(iter(given.items()))
-    return OBJECT if name == "json_object" else _guide(KIND_OF_OUTPUT[name], f"structured_outputs.{name}", item)
+    name, item = next(iter(outputs.items()))
+    return OBJECT_GUIDE if name == "json_object" else _guide(KIND_OF_OUTPUT[name], f"structured_outputs.{name}", item)

@@ -1,4 +1,4 @@
-"""Several streams read as one."""
+"""Merging the streams of several requests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from stoker.base.types import Delta, GenerationRequest
 from stoker.frontend.service import Service
 
 
-async def streams(service: Service, requests: list[GenerationRequest]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-    """Deltas of all the requests as they come, each with its request's number. The first error ends them all."""
+async def merge_streams(service: Service, requests: list[GenerationRequest]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
+    """(index of the request, its new deltas), as they arrive. The first error cancels all requests and is raised."""
     if len(requests) == 1:
         async with aclosing(service.stream(requests[0])) as batches:
             async for deltas in batches:
                 yield 0, deltas
         return
     arrived: asyncio.Queue[tuple[int, list[Delta]] | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_forward(service, request, number, arrived)) for number, request in enumerate(requests)]
+    tasks = [asyncio.create_task(_forward(service, request, index, arrived)) for index, request in enumerate(requests)]
     try:
         unfinished = len(tasks)
         while unfinished:
@@ -35,11 +35,13 @@ async def streams(service: Service, requests: list[GenerationRequest]) -> AsyncG
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _forward(service: Service, request: GenerationRequest, number: int, arrived: asyncio.Queue) -> None:
+async def _forward(
+    service: Service, request: GenerationRequest, index: int, arrived: asyncio.Queue[tuple[int, list[Delta]] | Exception | None]
+) -> None:
     try:
         async with aclosing(service.stream(request)) as batches:
             async for deltas in batches:
-                arrived.put_nowait((number, deltas))
+                arrived.put_nowait((index, deltas))
         arrived.put_nowait(None)
     except Exception as error:
         arrived.put_nowait(error)

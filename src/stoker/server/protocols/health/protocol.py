@@ -1,4 +1,4 @@
-"""Routes of the server itself: alive, ready, version, metrics."""
+"""The server's own endpoints: liveness, readiness, version and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.server.protocol import Endpoint, Protocol
 
 
 class Health(Protocol):
-    """/health/live: the process answers. /health and /health/ready: every model answers too. /metrics: Prometheus' text format."""
+    """/health/live: the process is running. /health, /health/ready: every model is ready. /metrics: Prometheus' text format."""
 
     prefixes = ("/health", "/metrics", "/version")
 
@@ -30,7 +30,7 @@ class Health(Protocol):
         await http.respond(200, content_type=PLAIN)
 
     async def ready(self, http: RequestContext) -> None:
-        """200 when every model answers; 503 with each model's state and its reason when not."""
+        """Status 200 if every model is ready; otherwise 503 with the state of each other model and the reason."""
         repository = self.context.repository
         if repository.ready:
             await http.respond(200, content_type=PLAIN)

@@ -1,4 +1,4 @@
-"""What both wires share: the catalogue, requests in flight, counts, settings; and one way to run an inference."""
+"""The state that HTTP and gRPC share (models, requests in flight, counters, settings), and the code that runs an inference."""
 
 from __future__ import annotations
 
@@ -10,43 +10,46 @@ from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, Responses, ServedModel
-from stoker.server.protocols.kserve.models.catalogue import Catalogue, over
+from stoker.server.protocols.kserve.models.catalogue import Catalogue, build_catalogue
 from stoker.server.protocols.kserve.trace_and_log import LogSettings
 
 ENSEMBLE_PARAMETERS: Parameters = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
-NOT_ONE = "generate expects model to produce exactly 1 response, use generate stream for model that generates various number of responses"
+NOT_ONE_RESPONSE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various number of responses"
+)
 
 
 class Core:
-    """Of one process."""
+    """The state of KServe in one process."""
 
     def __init__(self, context: Context, catalogue: Catalogue | None = None) -> None:
         self.context = context
         self.in_flight = InFlight()
-        self.catalogue = catalogue or over(context, self.in_flight)
+        self.catalogue = catalogue or build_catalogue(context, self.in_flight)
         self.counts = context.metrics.triton
         self.logging = LogSettings()
 
     @classmethod
     def of(cls, context: Context, core: Core | None = None) -> Core:
-        """The one core of a context; `core` becomes it when there is none yet."""
+        """The core of a context. If it has none yet, `core` or a new one becomes its core."""
         if "kserve" not in context.shared:
             context.shared["kserve"] = core or cls(context)
-        return context.shared["kserve"]
+        shared: Core = context.shared["kserve"]
+        return shared
 
     async def responses(self, served: ServedModel, inference: Inference) -> Responses:
-        """The model's responses, counted; an ensemble's carry the sequence parameters that Triton's do."""
+        """Run an inference and count it. Responses of an ensemble have the sequence parameters that Triton adds."""
         with self._timer(served, inference) as timer:
             async with aclosing(served.run(inference)) as stream:
                 async for batch in stream:
                     timer.responded()
-                    yield _with_shared(served, batch)
+                    yield _with_sequence_parameters(served, batch)
 
-    async def one(self, served: ServedModel, inference: Inference) -> Response:
-        """The one response of a request. Raises TritonError where a model gives none or more."""
-        if served.answer is not None:
+    async def single_response(self, served: ServedModel, inference: Inference) -> Response:
+        """The response of a request that must have exactly one. Raises NotOneResponseError if the model returns none or several."""
+        if served.complete is not None:
             with self._timer(served, inference) as timer:
-                found = _with_shared(served, await served.answer(inference))
+                found = _with_sequence_parameters(served, await served.complete(inference))
                 timer.responded()
         else:
             found = []
@@ -66,31 +69,31 @@ class Core:
         return {"name": served.model.name, "version": served.version, **self.counts.of(served.model.name).statistics()}
 
     def index(self, *, ready_only: bool) -> list[dict[str, str]]:
-        """The repository's models and their states, as Triton lists them."""
+        """The models and their states, in the format of Triton's repository index."""
         rows = [{"name": s.model.name, "version": s.version, "state": s.state} for s in self.catalogue.all()]
         for row in rows:
             if row["state"] != "READY":
                 row["reason"] = "unloaded" if self.catalogue.find(row["name"]).unloaded else "loading"
         return [row for row in rows if row["state"] == "READY" or not ready_only]
 
-    def set_loaded(self, name: str, given: Parameters, *, loaded: bool) -> None:
-        """Load or unload a model. Raises TritonError, also for the parameters of Triton's that would replace its files."""
-        if unknown := next((key for key in given if key != "unload_dependents"), None):
+    def set_loaded(self, name: str, parameters: Parameters, *, loaded: bool) -> None:
+        """Load or unload a model. Raises TritonError, also for Triton's parameters that would replace the files of the model."""
+        if unknown := next((key for key in parameters if key != "unload_dependents"), None):
             raise TritonError(f"parameter '{unknown[:80]}' is not supported: models are loaded from the repository as it is.")
         self.catalogue.set_loaded(name, loaded=loaded)
-        members = self.catalogue.find(name).members if given.get("unload_dependents") is True and not loaded else ()
+        members = self.catalogue.find(name).members if parameters.get("unload_dependents") is True and not loaded else ()
         for member in members:
             self.catalogue.set_loaded(member, loaded=False)
 
 
 class NotOneResponseError(TritonError):
-    """A model gave another number of responses than the caller can take."""
+    """A model did not return exactly one response, as the caller requires."""
 
     def __init__(self) -> None:
-        super().__init__(NOT_ONE, 200)  # the status that Triton's HTTP has begun to send by then
+        super().__init__(NOT_ONE_RESPONSE, 200)  # Triton's HTTP server has sent this status already
 
 
-def _with_shared(served: ServedModel, batch: list[Response]) -> list[Response]:
+def _with_sequence_parameters(served: ServedModel, batch: list[Response]) -> list[Response]:
     if served.model.platform == "ensemble":
         for response in batch:
             response.parameters = ENSEMBLE_PARAMETERS | response.parameters if response.parameters else ENSEMBLE_PARAMETERS

@@ -1,4 +1,4 @@
-"""Failures in Triton's words, and the status each has on either wire."""
+"""Errors with Triton's text, and their status over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from stoker.server.errors import describe
 
 
 class TritonError(StokerError):
-    """What a Triton server would say, without a cure: clients compare these messages. `status` is HTTP's."""
+    """An error with the text of a Triton server, without a cure, because clients compare these messages. `status` is of HTTP."""
 
     code = "triton"
 
@@ -17,6 +17,8 @@ class TritonError(StokerError):
 
 
 class UnknownModelError(TritonError):
+    """No model has this name or version."""
+
     code = "unknown_model"
 
     def __init__(self, name: str, version: str | None = None) -> None:
@@ -24,19 +26,26 @@ class UnknownModelError(TritonError):
         super().__init__(f"Request for unknown model: '{name[:200]}'{numbered} is not found", 404)
 
 
-# HTTP status → the gRPC status that Triton pairs with it.
+# HTTP status → the gRPC status of the same error in Triton.
 GRPC_CODES = {
-    400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND", 409: "ALREADY_EXISTS", 413: "RESOURCE_EXHAUSTED",
-    429: "UNAVAILABLE", 499: "CANCELLED", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE",
-}  # fmt: skip
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    404: "NOT_FOUND",
+    409: "ALREADY_EXISTS",
+    413: "RESOURCE_EXHAUSTED",
+    429: "UNAVAILABLE",
+    499: "CANCELLED",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+}
 
 
 def grpc_code(status: int) -> str:
     return GRPC_CODES.get(status, "INTERNAL")
 
 
-def words(error: BaseException) -> str:
-    """Return the client's message for `error`. Clients search it for either text of a full queue."""
+def client_message(error: BaseException) -> str:
+    """The message of `error` for a client. For a full queue it contains both texts that clients search for."""
     if isinstance(error, TritonError):
         return error.message
     message = describe(error).message

@@ -1,4 +1,4 @@
-"""Requests that run under an id of the client's: one at a time under each, and a way to end them."""
+"""Requests in flight that have an id of the client: no two with the same id, and cancellation by id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_ID_CHARS = 256
 
 
 class InFlight:
-    """Of one process. A request without an id cannot be named, so it is not kept."""
+    """The requests in flight of one process, by id. Requests without an id are not recorded."""
 
     def __init__(self) -> None:
         self._running: dict[str, Callable[[], object]] = {}
@@ -21,14 +21,16 @@ class InFlight:
 
     @contextmanager
     def running(self, request_id: str, cancel: Callable[[], object]) -> Iterator[None]:
-        """While the block runs, `cancel` ends the request. Raises TritonError when the id is taken."""
+        """Record a request while the block runs; `cancel` ends it. Raises TritonError if a request with this id is in flight."""
         if not request_id:
             yield
             return
         if len(request_id) > MAX_ID_CHARS:
-            raise TritonError(f"request id has {len(request_id)} characters, and at most {MAX_ID_CHARS} are taken")
+            raise TritonError(f"request id has {len(request_id)} characters, and the limit is {MAX_ID_CHARS}")
         if request_id in self._running:
-            raise TritonError(f"[request id: {request_id}] a request with this id is in flight. Use another id, or wait for its end.", 409)
+            raise TritonError(
+                f"[request id: {request_id}] a request with this id is in flight. Use another id, or wait until it has ended.", 409
+            )
         self._running[request_id] = cancel
         try:
             yield
@@ -36,8 +38,8 @@ class InFlight:
             del self._running[request_id]
 
     def cancel(self, request_id: str) -> None:
-        """End a request, keeping what it has so far. One that has ended already, or never was, is left alone."""
+        """End a request; its response contains the tokens generated so far. Does nothing if no request with this id is in flight."""
         if not request_id:
-            raise TritonError("stop needs the request_id of the request to end; this one has none")
+            raise TritonError("stop requires the request_id of the request to end, and this request has none")
         if (end := self._running.get(request_id)) is not None:
             end()

@@ -1,4 +1,4 @@
-"""One inference as both wires hand it to a model, and what a model answers."""
+"""One inference, independent of HTTP and gRPC: the request to a model and its responses."""
 
 from __future__ import annotations
 
@@ -19,79 +19,83 @@ Tensors: TypeAlias = dict[str, np.ndarray]
 
 
 class Inference(msgspec.Struct, kw_only=True):
-    """A checked request. `inputs` are by role (a tensor's name in 0.18), with the batch axis where the model has one."""
+    """A checked request. `inputs` are by role (a tensor's name in release 0.18), with a batch axis if the model has one."""
 
     model: TritonModel
-    request_id: str = ""  # the client's; empty when it gave none
+    request_id: str = ""  # of the client; empty if it sent none
     inputs: Tensors = {}
     parameters: Parameters = {}
-    outputs: tuple[str, ...] = ()  # names asked for; empty: all
-    single: bool = False  # the caller takes exactly one response
+    outputs: tuple[str, ...] = ()  # requested names; empty: all
+    single: bool = False  # the caller accepts exactly one response
 
     @property
-    def known_id(self) -> str:
+    def shown_id(self) -> str:
+        """The id in error messages, as in Triton."""
         return self.request_id or "<id_unknown>"
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """One response: tensors by name in declared order. An empty one only tells that the request has ended."""
+    """One response: tensors by name, in declared order. A response without tensors only reports the end of the request."""
 
     outputs: Tensors = {}
     parameters: Parameters = {}
     final: bool = False  # no response of this request follows
-    row: int = 0  # of the batch
-    index: int = 0  # of the row's sequences
-    text: str | None = None  # where the text alone is new: text_output [1, 1], the last tensor; `outputs` are the others, shared and kept
+    row: int = 0  # index in the batch
+    index: int = 0  # index of the sequence in its row
+    # If not None: text_output [1, 1], the last tensor. `outputs` are then the other tensors, which many responses share.
+    text: str | None = None
 
     @property
-    def shows(self) -> bool:
+    def has_outputs(self) -> bool:
         return self.text is not None or bool(self.outputs)
 
     def tensors(self) -> Tensors:
-        """All of them, the text too."""
+        """All output tensors, including the text."""
         return self.outputs if self.text is None else self.outputs | {TEXT: text_array([self.text.encode()], (1, 1))}
 
 
-Responses: TypeAlias = AsyncGenerator[list[Response], None]  # a list a wake-up
+Responses: TypeAlias = AsyncGenerator[list[Response], None]  # each item is a list of responses that are available together
 Run: TypeAlias = Callable[[Inference], Responses]
-Answer: TypeAlias = Callable[[Inference], Awaitable[list[Response]]]
+Complete: TypeAlias = Callable[[Inference], Awaitable[list[Response]]]
 
 
-class Unchanging:
-    """What an encoder made of everything in a response but its text, for the responses whose other tensors are the same objects: in a
-    stream of text that is every one."""
+class EncodingCache:
+    """The encodings of responses except for their text.
+
+    Responses share an encoding if their other tensors are the same objects. In a stream of text, all responses do.
+    """
 
     def __init__(self) -> None:
         self._cached: dict[tuple[Any, ...], tuple[Tensors, Any]] = {}
         self._last: tuple[Tensors, Parameters, bool, Any] = ({}, {}, False, None)
 
-    def get(self, response: Response, make: Callable[[Response], Any]) -> Any:
-        """`make(response)`, or what it gave for another with the same tensors and parameters."""
-        outputs, parameters, final, made = self._last
+    def get(self, response: Response, encode: Callable[[Response], Any]) -> Any:
+        """`encode(response)`, or its earlier result for a response with the same tensors and parameters."""
+        outputs, parameters, final, encoded = self._last
         if response.outputs is outputs and response.parameters is parameters and response.final is final:
-            return made
+            return encoded
         key = (id(response.outputs), response.final, *response.parameters.items())
         if (cached := self._cached.get(key)) is None:
             if len(self._cached) >= MAX_CACHED:
                 self._cached.clear()
-            cached = self._cached[key] = (response.outputs, make(response))  # holding the tensors keeps their id theirs
+            cached = self._cached[key] = (response.outputs, encode(response))  # the reference keeps the id unique
         self._last = (response.outputs, response.parameters, response.final, cached[1])
         return cached[1]
 
 
 class ServedModel(msgspec.Struct, kw_only=True):
-    """A model that clients see, and what runs it. The last response of `run` is final; none at all is an answer, too."""
+    """A model as clients see it, and the functions that run it. The last response of `run` is final; there may be no response."""
 
     model: TritonModel
     run: Run
     ready: Callable[[], bool]
-    answer: Answer | None = None  # what `run` gives, all at once, where that is quicker
-    members: tuple[str, ...] = ()  # models that a request of this one counts for, too
-    unary: bool = False  # a decoupled model that may be asked for its one response
+    complete: Complete | None = None  # all responses of `run` in one call, which costs less than a generator
+    members: tuple[str, ...] = ()  # models whose counters a request of this one also increments
+    unary: bool = False  # a decoupled model that also accepts requests for a single response
     version: str = "1"
     unloaded: bool = False
-    inputs: dict[str, Tensor] = {}  # the model's, by name
-    encoded: dict[str, Unchanging] = {}  # of requests without an id of their own, by wire
+    inputs: dict[str, Tensor] = {}  # inputs of `model` by name
+    encodings: dict[str, EncodingCache] = {}  # of requests without an id, by response format
 
     def __post_init__(self) -> None:
         self.inputs = {tensor.name: tensor for tensor in self.model.inputs}
@@ -101,6 +105,6 @@ class ServedModel(msgspec.Struct, kw_only=True):
         return "UNAVAILABLE" if self.unloaded or not self.ready() else "READY"
 
 
-def unchanging(served: ServedModel, inference: Inference, wire: str) -> Unchanging:
-    """Shared by all requests of a model but those with an id, for their responses carry it."""
-    return Unchanging() if inference.request_id else served.encoded.setdefault(wire, Unchanging())
+def encoding_cache(served: ServedModel, inference: Inference, response_format: str) -> EncodingCache:
+    """The cache for a request. Requests without an id share the one of the model; responses of others contain their id."""
+    return EncodingCache() if inference.request_id else served.encodings.setdefault(response_format, EncodingCache())

@@ -1,4 +1,4 @@
-"""The models of a Triton repository as plain data: what clients read as metadata and config, and what requests are checked against."""
+"""The models of a Triton repository as plain data. Metadata, config and the checks of requests are derived from it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 from stoker.base.config import check_choice, check_range
 from stoker.server.protocols.kserve.tensors.table import TENSORS, Dims, Era, TensorRow
 
-KINDS = tuple(TENSORS)  # the five models; a model's kind is which of them it plays, whatever its name
+KINDS = tuple(TENSORS)  # the five models of a repository; a model of any name has one of these kinds
 CONTROL_MODES = ("none", "explicit")
 DECODING_MODES = ("top_k", "top_p", "top_k_top_p", "beam_search")
 MAX_BATCH_SIZE = 1 << 20
 MAX_INSTANCES = 1 << 10
-NO_QUEUE_LIMIT = 1 << 24  # Triton's max_queue_size 0: as many as RuntimeConfig can say
+NO_QUEUE_LIMIT = 1 << 24  # Triton's max_queue_size 0: the largest value of RuntimeConfig
 
 
 class Tensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One declared tensor; dims leave out the batch axis."""
+    """One declared tensor. `dims` do not include the batch axis."""
 
     name: str
     dtype: str  # STRING, INT32, UINT64, FP32, FP16, BOOL, …
@@ -26,11 +26,11 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     optional: bool = False
     ragged: bool = False  # allow_ragged_batch
     scalar: bool = False  # reshape: { shape: [ ] }
-    role: str = ""  # the name it has in 0.18, whatever its era: seed → random_seed
+    role: str = ""  # its name in release 0.18: random_seed for seed
 
     @property
     def data_type(self) -> str:
-        """As model_config.proto spells it."""
+        """The name of the dtype in model_config.proto."""
         return f"TYPE_{self.dtype}"
 
 
@@ -44,12 +44,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """dynamic_batching.default_queue_policy, and the batcher's own fields. Times in microseconds, as in the file."""
+    """dynamic_batching.default_queue_policy and other fields of dynamic_batching. Times are in microseconds, as in the file."""
 
     preferred_batch_sizes: tuple[int, ...] = ()
     max_queue_delay_us: int = 0
     max_queue_size: int = 0  # 0: no limit
-    timeout_us: int = 0  # default_timeout_microseconds: a request may wait so long; 0: for ever
+    timeout_us: int = 0  # default_timeout_microseconds: limit of the waiting time; 0: no limit
     allow_timeout_override: bool = False  # a request's `timeout` parameter may shorten it
     priority_levels: int = 0  # 0: requests have no priority
     default_priority_level: int = 0
@@ -59,11 +59,11 @@ class TritonModel(msgspec.Struct, frozen=True, kw_only=True):
     """One model directory."""
 
     name: str
-    kind: str  # which of KINDS it plays
+    kind: str  # one of KINDS
     platform: str = ""
     backend: str = ""
     max_batch_size: int = 0  # rows of one request; 0: tensors have no batch axis
-    decoupled: bool = False  # may answer a request with any number of responses
+    decoupled: bool = False  # a request may have any number of responses
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     instance_count: int = 1
@@ -81,15 +81,15 @@ class TritonModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a Triton repository asks of the KServe protocols, beyond ServerSettings."""
+    """Options of the KServe protocol, read from a Triton repository."""
 
     models: tuple[TritonModel, ...] = ()
-    max_beam_width: int = 1  # beam_width of a request, at most
+    max_beam_width: int = 1  # maximum beam_width of a request
     decoding_mode: str = "top_k_top_p"  # top_k ignores a request's top_p, top_p its top_k; beam_search is for beam_width > 1
-    exclude_input_in_output: bool = False  # output_ids of a whole answer leave out the prompt; a request may say otherwise
+    exclude_input_in_output: bool = False  # default of the input of this name: a whole answer does not contain the prompt
     normalize_log_probs: bool = True  # cum_log_probs are divided by the number of tokens
-    accumulate_tokens: bool = False  # each streamed text_output of tensorrt_llm_bls holds all text so far
-    unary: bool = False  # decoupled models answer plain infer calls, too, when these don't stream: for engines without a repository
+    accumulate_tokens: bool = False  # each streamed text_output of tensorrt_llm_bls contains all text so far
+    unary: bool = False  # decoupled models also accept infer calls that do not stream; for engines without a repository
     model_control: str = "none"  # explicit: clients may load and unload models
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tensors(kind: str, era: Era = "0.18") -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(inputs, outputs) of a kind of model as the templates of `era` declare them."""
+    """(inputs, outputs) of a kind of model in the templates of the release `era`."""
     inputs, outputs = TENSORS[kind]
     return tuple(_declare(inputs, era, inputs=True)), tuple(_declare(outputs, era, inputs=False))
 
@@ -112,6 +112,11 @@ def _declare(rows: Iterable[TensorRow], era: Era, *, inputs: bool) -> Iterable[T
         dims = row.dims[era]
         if dims is not None:
             yield Tensor(
-                name=row.name_in(era), dtype=row.dtype, dims=dims, optional=inputs and not row.required, ragged=row.layout == "ragged",
-                scalar=row.layout == "scalar", role=row.name,
-            )  # fmt: skip
+                name=row.name_in(era),
+                dtype=row.dtype,
+                dims=dims,
+                optional=inputs and not row.required,
+                ragged=row.layout == "ragged",
+                scalar=row.layout == "scalar",
+                role=row.name,
+            )

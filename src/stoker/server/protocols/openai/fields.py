@@ -1,6 +1,6 @@
-"""Every field that OpenAI clients send: accepted, without effect for a reason, or rejected with one.
+"""The tables of request fields.
 
-The tables cover the fields of OpenAI's API and the extensions of vLLM and SGLang. `docs/openai.md` shows them.
+They cover the fields of OpenAI's API and the extensions of vLLM and SGLang. `docs/openai.md` shows them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from stoker.base.fields.table import ANYTHING, FieldRow, FieldTable, accepted, no_effect, rejected
 from stoker.base.fields.values import Flag, ListOf, MappingOf, Real, Text, Whole, exactly
 from stoker.base.types import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
-from stoker.server.protocols.common.guides import CHOICES
+from stoker.server.protocols.common.guides import CHOICE_LIST
 
 EndpointName = Literal["completions", "chat"]
 
@@ -62,7 +62,7 @@ BOTH: tuple[FieldRow, ...] = (
     accepted("structured_outputs", OBJECT, "one of json, regex, choice, grammar, json_object, structural_tag"),
     accepted("guided_json", ANYTHING, "a JSON schema, as an object or text"),
     accepted("guided_regex", _GRAMMAR, "a regular expression"),
-    accepted("guided_choice", CHOICES, "a list of strings"),
+    accepted("guided_choice", CHOICE_LIST, "a list of strings"),
     accepted("guided_grammar", _GRAMMAR, "a grammar in EBNF"),
     accepted("json_schema", ANYTHING, "the same as guided_json"),
     accepted("regex", _GRAMMAR, "the same as guided_regex"),
@@ -87,7 +87,7 @@ BOTH: tuple[FieldRow, ...] = (
     rejected("lora_path", "there are no adapters"),
     rejected("logits_processors", "code of clients is not executed"),
     rejected("return_context_logits", "logits are not returned", False, alternative="Use prompt_logprobs."),
-)  # fmt: skip
+)
 
 COMPLETIONS_ONLY: tuple[FieldRow, ...] = (
     accepted("prompt", ANYTHING, "text, token ids, or a list of either"),
@@ -126,19 +126,23 @@ TABLES: dict[EndpointName, FieldTable[FieldRow]] = {
     "chat": FieldTable((*BOTH, *CHAT_ONLY)),
 }
 
-STREAM_OPTIONS = FieldTable([
-    accepted("include_usage", FLAG, "a last chunk without choices contains the usage"),
-    accepted("continuous_usage_stats", FLAG, "every chunk contains the usage so far"),
-])  # fmt: skip
+STREAM_OPTIONS = FieldTable(
+    [
+        accepted("include_usage", FLAG, "a last chunk without choices contains the usage"),
+        accepted("continuous_usage_stats", FLAG, "every chunk contains the usage so far"),
+    ]
+)
 
 _CHAT_PROMPT = [row for row in CHAT_ONLY if row.name in ("messages", "add_generation_prompt", "continue_final_message")]
-TOKENIZE = FieldTable([
-    accepted("model", MODEL_NAME),
-    accepted("prompt", ANYTHING),
-    accepted("add_special_tokens", FLAG),
-    accepted("return_token_strs", FLAG),
-    *_CHAT_PROMPT,
-])  # fmt: skip
+TOKENIZE = FieldTable(
+    [
+        accepted("model", MODEL_NAME),
+        accepted("prompt", ANYTHING),
+        accepted("add_special_tokens", FLAG),
+        accepted("return_token_strs", FLAG),
+        *_CHAT_PROMPT,
+    ]
+)
 DETOKENIZE = FieldTable([accepted("model", MODEL_NAME), accepted("tokens", ListOf(Whole(0, 1 << 31), 1 << 22))])
 
 

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API, and of the servers that extend it."""
+"""The endpoints of OpenAI's API, and /tokenize and /detokenize of vLLM."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ class ModelError(NotFoundError):
 
 
 class OpenAI(Protocol):
+    """Completions, chat completions, models, tokenization. Raises ConfigError for an unknown tool or reasoning parser."""
+
     prefixes = ("/v1", "/tokenize", "/detokenize")
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         if (parser := context.settings.tool_parser) is not None:
-            TOOL_PARSERS.get(parser)  # a wrong name is told when the server starts
+            TOOL_PARSERS.get(parser)  # raises for an unknown name when the server starts
         if (parser := context.settings.reasoning_parser) is not None:
             REASONING_PARSERS.get(parser)
         self._created = int(time.time())
@@ -57,29 +59,29 @@ class OpenAI(Protocol):
         await chat(http, self.context, self._service(body), body)
 
     async def models(self, http: RequestContext) -> None:
-        rows = [self._row(model.name, model.service) for model in self.context.repository.models() if model.service is not None]
+        rows = [self._model_object(model.name, model.service) for model in self.context.repository.models() if model.service is not None]
         await http.respond(200, wire.encode({"object": "list", "data": rows}))
 
     async def model(self, http: RequestContext) -> None:
         name = http.path["model"]
-        await http.respond(200, wire.encode(self._row(name, self._named(name))))
+        await http.respond(200, wire.encode(self._model_object(name, self._named(name))))
 
     async def tokenize(self, http: RequestContext) -> None:
-        """{"prompt": text} or {"messages": […]} to token ids; add_special_tokens as in generation."""
+        """Convert {"prompt": text} or {"messages": […]} to token ids. add_special_tokens has the same defaults as in generation."""
         values = fields.TOKENIZE.check(await http.json())
         service = self._service(values)
         if not isinstance(values.get("prompt"), str) and "messages" not in values:
-            raise RequestError("prompt", values.get("prompt"), "it must be text, or messages must be given")
-        chatted = "prompt" not in values
-        text = service.render_chat(values["messages"], **_switches(values)) if chatted else values["prompt"]
-        ids = await asyncio.to_thread(service.encode, text, add_special_tokens=values.get("add_special_tokens", not chatted))
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
+            raise RequestError("prompt", values.get("prompt"), "it must be text, or the request must have messages")
+        is_chat = "prompt" not in values
+        text = service.render_chat(values["messages"], **_template_values(values)) if is_chat else values["prompt"]
+        ids = await asyncio.to_thread(service.encode, text, add_special_tokens=values.get("add_special_tokens", not is_chat))
+        response: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
         if values.get("return_token_strs"):
-            answer["token_strs"] = [wire.token_text(service, token) for token in ids]
-        await http.respond(200, wire.encode(answer))
+            response["token_strs"] = [wire.token_text(service, token) for token in ids]
+        await http.respond(200, wire.encode(response))
 
     async def detokenize(self, http: RequestContext) -> None:
-        """{"tokens": ids} to text, special tokens included."""
+        """Convert {"tokens": ids} to text. The text contains special tokens."""
         values = fields.DETOKENIZE.check(await http.json())
         service = self._service(values)
         if "tokens" not in values:
@@ -91,7 +93,7 @@ class OpenAI(Protocol):
         return wire.failure_body(failure)
 
     def _service(self, body: dict[str, Any]) -> Service:
-        """The service that a request names; without a name, the first."""
+        """The service of the model that a request names; without a name, the first model."""
         name = body.get("model")
         if name is None:
             return self.context.default_service()
@@ -106,12 +108,17 @@ class OpenAI(Protocol):
         except NotFoundError as error:
             raise ModelError(error.message, cure=error.cure) from None
 
-    def _row(self, name: str, service: Service) -> dict[str, Any]:
+    def _model_object(self, name: str, service: Service) -> dict[str, Any]:
         return {
-            "id": name, "object": "model", "created": self._created, "owned_by": "stoker", "root": name, "parent": None,
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "stoker",
+            "root": name,
+            "parent": None,
             "max_model_len": service.max_seq_len,
-        }  # fmt: skip
+        }
 
 
-def _switches(values: dict[str, Any]) -> dict[str, Any]:
+def _template_values(values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in ("add_generation_prompt", "continue_final_message") if name in values}

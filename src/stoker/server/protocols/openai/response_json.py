@@ -1,4 +1,4 @@
-"""JSON that every answer shares: usage, log-probabilities, finish reasons, failures."""
+"""JSON objects of responses: usage, log-probabilities, finish reasons, errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stoker.base.types import Delta, FinishReason, TokenLogprobs, Usage
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
 
-LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; what OpenAI writes
+MIN_LOGPROB = -9999.0  # instead of -Infinity, which JSON cannot represent; OpenAI writes the same
 FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.DEADLINE: "length",  # OpenAI has no word for an answer cut from outside; stop_reason tells which it was
+    FinishReason.DEADLINE: "length",  # OpenAI has no finish reason for these; stop_reason distinguishes them
     FinishReason.CANCELLED: "length",
 }
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -31,8 +31,11 @@ def failure_body(failure: Failure) -> bytes:
 def failure_object(failure: Failure) -> dict[str, Any]:
     kind = "invalid_request_error" if failure.status < 500 else "server_error"
     return {
-        "message": failure.message, "type": ERROR_TYPES.get(failure.status, kind), "param": failure.field, "code": failure.code,
-    }  # fmt: skip
+        "message": failure.message,
+        "type": ERROR_TYPES.get(failure.status, kind),
+        "param": failure.field,
+        "code": failure.code,
+    }
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -44,9 +47,9 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def stop_reason(reason: FinishReason, given: int | str | None) -> int | str | None:
-    """The stop id or stop string that ended the answer, or what cut it from outside."""
-    return str(reason) if reason in (FinishReason.DEADLINE, FinishReason.CANCELLED) else given
+def stop_reason(reason: FinishReason, stop: int | str | None) -> int | str | None:
+    """The stop token id or stop string that ended the answer; "deadline" or "cancelled" if one of these ended it."""
+    return str(reason) if reason in (FinishReason.DEADLINE, FinishReason.CANCELLED) else stop
 
 
 def add_usage(parts: Iterable[Usage]) -> Usage:
@@ -58,8 +61,8 @@ def add_usage(parts: Iterable[Usage]) -> Usage:
     return total
 
 
-def count(usage: Usage, delta: Delta) -> None:
-    """Keep a stream's usage: its first delta tells the prompt's side, its last one all."""
+def update_usage(usage: Usage, delta: Delta) -> None:
+    """Add a delta to the usage of a stream. Its first delta has the counts of the prompt, its last one all counts."""
     usage.completion_tokens += len(delta.token_ids)
     if (reported := delta.usage) is not None:
         usage.prompt_tokens, usage.cached_tokens = reported.prompt_tokens, reported.cached_tokens
@@ -67,38 +70,39 @@ def count(usage: Usage, delta: Delta) -> None:
 
 
 def token_text(service: Service, token_id: int) -> str:
-    """A token's text; bytes that are only part of a character are spelt out, as OpenAI does."""
-    piece = service.token_bytes(token_id)
+    """The text of a token. Bytes that are only part of a character are written as escapes, as OpenAI does."""
+    text = service.token_bytes(token_id)
     try:
-        return piece.decode()
+        return text.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB) if not math.isnan(logprob) else LEAST_LOGPROB
+    """The log-probability as a number that JSON can represent."""
+    return max(logprob, MIN_LOGPROB) if not math.isnan(logprob) else MIN_LOGPROB
 
 
-class LogprobTexts:
-    """The completions shape. text_offset counts characters from the start of the choice's text, over all its chunks."""
+class CompletionLogprobs:
+    """`logprobs` objects of one completion choice. text_offset counts characters from the start of its text, over all its chunks."""
 
     def __init__(self, service: Service, echo: str = "") -> None:
         self._service = service
         self._echo = echo
         self._offset = 0
 
-    def shape(self, entries: list[TokenLogprobs | None], first_id: int = 0) -> dict[str, Any]:
-        """None stands for a prompt's first token, `first_id`, which nothing predicts."""
-        shaped: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    def object(self, entries: list[TokenLogprobs | None], first_id: int = 0) -> dict[str, Any]:
+        """The object for these tokens. None stands for the first token of a prompt, `first_id`, which has no log-probability."""
+        lists: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for entry in entries:
             text = token_text(self._service, first_id if entry is None else entry.token_id)
-            shaped["tokens"].append(text)
-            shaped["text_offset"].append(self._offset)
-            shaped["token_logprobs"].append(None if entry is None else finite(entry.logprob))
-            shaped["top_logprobs"].append(None if entry is None else self._top(entry, text))
-            if entry is not None or self._echo.startswith(text):  # the echo leaves out a prefix that the tokenizer added
+            lists["tokens"].append(text)
+            lists["text_offset"].append(self._offset)
+            lists["token_logprobs"].append(None if entry is None else finite(entry.logprob))
+            lists["top_logprobs"].append(None if entry is None else self._top(entry, text))
+            if entry is not None or self._echo.startswith(text):  # the echo does not contain a prefix that the tokenizer added
                 self._offset += len(text)
-        return shaped
+        return lists
 
     def _top(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
         top: dict[str, float] = {}
@@ -124,7 +128,7 @@ def _chat_token(service: Service, token_id: int, logprob: float) -> dict[str, An
 
 
 def prompt_logprobs(service: Service, entries: list[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-    """vLLM's shape: for each prompt token, the candidates by id; None for the first."""
+    """vLLM's format: for each prompt token, the candidates by id; None for the first token."""
     return [None if entry is None else _candidates(service, entry) for entry in entries]
 
 

@@ -1,4 +1,7 @@
-"""{"messages"} of the rolling batch: OpenAI's schema in, the DJL server's spelling of its answers out."""
+"""Responses to requests of the schema {"messages"} with rolling batching.
+
+The request has OpenAI's fields, and the response has the format of the DJL server.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from stoker.server.settings import ServerSettings
 
 
 async def chat(reply: Reply, service: Service, body: dict[str, Any], settings: ServerSettings) -> None:
-    """Answer one conversation. `model` is not looked at, as there: the path chose it. Raises RequestError."""
+    """Generate and respond. As in the DJL server, `model` is ignored, because the path selects the model. Raises RequestError."""
     call = await read_chat_call({name: value for name, value in body.items() if name != "model"}, service, settings)
     if call.common.stream:
         await _Stream(reply, call).run()
@@ -42,13 +45,13 @@ def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
     if call.parsed:
         parts = call.parser().push(choice.text, last=True)
         message, num_calls = message_object(parts, reasoning=call.settings.reasoning_parser is not None), len(parts.calls)
-    end = _end(call, choice, num_calls)
-    return {"index": choice.index, "message": message, "logprobs": _logprobs(call, choice.logprobs), "finish_reason": end}
+    finish_reason = _finish_reason(call, choice, num_calls)
+    return {"index": choice.index, "message": message, "logprobs": _logprobs(call, choice.logprobs), "finish_reason": finish_reason}
 
 
-def _end(call: ChatCall, ended: Delta | Choice, num_calls: int) -> str:
+def _finish_reason(call: ChatCall, ended: Delta | Choice, num_calls: int) -> str:
     assert ended.finish_reason is not None
-    named = call.finish(ended.finish_reason, num_calls)
+    named = call.finish_reason(ended.finish_reason, num_calls)
     return named if named == "tool_calls" else finish_name(ended.finish_reason, ended.stop_reason)
 
 
@@ -59,13 +62,13 @@ def _logprobs(call: ChatCall, entries: list[TokenLogprobs]) -> dict[str, Any] | 
 
 
 class _Stream:
-    """One streamed answer: a line a token; where tools or reasoning are told apart, a line whenever something is certain."""
+    """A streamed response: one line per token. With a tool or reasoning parser, a line is written when the parser returns something."""
 
     def __init__(self, reply: Reply, call: ChatCall) -> None:
         self._reply, self._call = reply, call
         self._head = {"id": call.head["id"], "object": "chat.completion.chunk", "created": call.head["created"]}
         self._parsers: dict[int, AnswerParser] = {}
-        self._scores: dict[int, list[TokenLogprobs]] = {}  # of tokens whose text is held back
+        self._scores: dict[int, list[TokenLogprobs]] = {}  # log-probabilities of tokens whose text the parser holds back
 
     async def run(self) -> None:
         async with aclosing(self._call.service.stream(self._call.request)) as batches:
@@ -100,6 +103,6 @@ class _Stream:
         shown |= {} if begun else {"role": "assistant"}
         logprobs = _logprobs(self._call, scores)
         scores.clear()
-        end = None if delta.finish_reason is None else _end(self._call, delta, parser.num_calls)
-        choice = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": end}
+        finish_reason = None if delta.finish_reason is None else _finish_reason(self._call, delta, parser.num_calls)
+        choice = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": finish_reason}
         return encode({**self._head, "choices": [choice]}) + "\n"

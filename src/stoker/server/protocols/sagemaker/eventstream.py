@@ -1,7 +1,7 @@
-"""application/vnd.amazon.eventstream: the frames of invoke_endpoint_with_response_stream.
+"""application/vnd.amazon.eventstream: the frames of invoke_endpoint_with_response_stream. All integers are big-endian.
 
-total length u32 | headers length u32 | CRC-32 of those | headers | payload | CRC-32 of all before; big-endian. A header is its name's
-length u8, name, type u8 (7 is text), value's length u16, value.
+frame:  total length u32 | headers length u32 | CRC-32 of both | headers | payload | CRC-32 of all preceding bytes
+header: name length u8 | name | type u8 (7: text) | value length u16 | value
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _TEXT = 7
 
 
 def message(headers: dict[str, str], payload: bytes) -> bytes:
-    """One frame."""
+    """A frame with these headers."""
     return _framed(_headers(headers), payload)
 
 
 def part(payload: bytes) -> bytes:
-    """A PayloadPart event: the next bytes of the answer."""
+    """A PayloadPart event: the next bytes of the response body."""
     return _framed(_PART, payload)
 
 
 def exception(kind: str, text: str, code: str | None = None) -> bytes:
-    """An exception message: ModelStreamError (with its ErrorCode) or InternalStreamFailure."""
+    """An exception frame: ModelStreamError (with an ErrorCode) or InternalStreamFailure."""
     headers = {":exception-type": kind, ":content-type": "application/json", ":message-type": "exception"}
     fields = {"Message": text} | ({"ErrorCode": code} if code else {})
     return message(headers, json.dumps(fields, ensure_ascii=False).encode())

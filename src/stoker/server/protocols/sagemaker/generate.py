@@ -1,4 +1,4 @@
-"""{"inputs", "parameters"}, answered whole or streamed."""
+"""Responses to requests of the schema {"inputs", "parameters"}, whole or streamed."""
 
 from __future__ import annotations
 
@@ -9,77 +9,77 @@ from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import sequence_error
 from stoker.server.protocols.common.concurrency import gather
-from stoker.server.protocols.common.streams import streams
+from stoker.server.protocols.common.streams import merge_streams
 from stoker.server.protocols.openai.response_json import finite
-from stoker.server.protocols.sagemaker import tokens as spelling
-from stoker.server.protocols.sagemaker.dialects import Shapes, encode
+from stoker.server.protocols.sagemaker.dialects import RecordBuilder, encode
 from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, SSE, Reply
-from stoker.server.protocols.sagemaker.request import Asked
-from stoker.server.protocols.sagemaker.tokens import NO_TOKEN, Token
+from stoker.server.protocols.sagemaker.request import InvocationCall
+from stoker.server.protocols.sagemaker.tokens import NO_TOKEN, Token, finish_name, output_tokens, prompt_tokens
 
 
-async def generate(reply: Reply, service: Service, asked: Asked, options: LMIOptions) -> None:
-    """Answer a checked request. Raises StokerError before the first byte; later failures are told in the stream."""
-    shapes = Shapes(options, asked, service)
-    if not asked.stream:
-        await reply.whole(await _whole(service, asked, shapes, options))
-    elif len(asked.requests) > 1 or not options.rolling_batch:
-        await _Batch(reply, service, asked).run()
+async def generate(reply: Reply, service: Service, call: InvocationCall, options: LMIOptions) -> None:
+    """Generate and respond. Raises StokerError before the first byte of the response; a later error is written into the stream."""
+    builder = RecordBuilder(options, call, service)
+    if not call.stream:
+        await reply.whole(await _whole(service, call, builder, options))
+    elif len(call.requests) > 1 or not options.rolling_batch:
+        await _BatchStream(reply, service, call).run()
     else:
-        await _Stream(reply, service, asked, shapes, options).run()
+        await _Stream(reply, service, call, builder, options).run()
 
 
-async def _whole(service: Service, asked: Asked, shapes: Shapes, options: LMIOptions) -> bytes:
-    completions = await gather([service.complete(request) for request in asked.requests])
-    pairs = zip(asked.inputs, completions, strict=True)
-    return shapes.whole([_answer(service, asked, shapes, options, prompt, completion) for prompt, completion in pairs])
+async def _whole(service: Service, call: InvocationCall, builder: RecordBuilder, options: LMIOptions) -> bytes:
+    completions = await gather([service.complete(request) for request in call.requests])
+    pairs = zip(call.inputs, completions, strict=True)
+    return builder.body([_answer(service, call, builder, options, prompt, completion) for prompt, completion in pairs])
 
 
 def _answer(
-    service: Service, asked: Asked, shapes: Shapes, options: LMIOptions, prompt: str, completion: Completion
-) -> dict[str, Any]:  # fmt: skip
+    service: Service, call: InvocationCall, builder: RecordBuilder, options: LMIOptions, prompt: str, completion: Completion
+) -> dict[str, Any]:
+    """The answer to one input."""
     for choice in completion.choices:
         if choice.finish_reason is FinishReason.ERROR:
             raise sequence_error(choice.error, ready=service.ready)
-    best = sorted(completion.choices, key=_mean_logprob, reverse=True) if asked.several else completion.choices
-    kept = best[: asked.num_choices]
-    ends = [_end(options, choice) for choice in kept]
-    if asked.formatter == "3p":
-        return shapes.third_party(kept[0].text, ends[0], len(completion.prompt_token_ids), len(kept[0].token_ids))
-    tokens = [spelling.spelled(service, choice) for choice in kept]
-    before = spelling.prefill(service, completion.prompt_token_ids, completion.prompt_logprobs) if asked.prefill else []
-    return shapes.answer(prompt, [choice.text for choice in kept], ends, tokens, before)
+    best = sorted(completion.choices, key=_mean_logprob, reverse=True) if call.multiple else completion.choices
+    choices = best[: call.num_choices]
+    finish_reasons = [_finish_reason(options, choice) for choice in choices]
+    if call.formatter == "3p":
+        return builder.third_party(choices[0].text, finish_reasons[0], len(completion.prompt_token_ids), len(choices[0].token_ids))
+    tokens = [output_tokens(service, choice) for choice in choices]
+    before = prompt_tokens(service, completion.prompt_token_ids, completion.prompt_logprobs) if call.prompt_details else []
+    return builder.answer(prompt, [choice.text for choice in choices], finish_reasons, tokens, before)
 
 
 def _mean_logprob(choice: Choice) -> float:
     return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.logprobs))
 
 
-def _end(options: LMIOptions, ended: Delta | Choice) -> str:
+def _finish_reason(options: LMIOptions, ended: Delta | Choice) -> str:
     assert ended.finish_reason is not None
     if options.dialect == "async":
         return "stop" if ended.finish_reason is FinishReason.STOP else "length"
-    return spelling.finish_name(ended.finish_reason, ended.stop_reason)
+    return finish_name(ended.finish_reason, ended.stop_reason)
 
 
 class _Stream:
-    """One input's answer, a record a token."""
+    """The streamed response to one input: one record per token."""
 
-    def __init__(self, reply: Reply, service: Service, asked: Asked, shapes: Shapes, options: LMIOptions) -> None:
-        self._reply, self._service, self._asked, self._shapes, self._options = reply, service, asked, shapes, options
-        self._type = SSE if asked.formatter == "sse" else JSON_LINES
-        self._begin, self._end = ("data: ", "\n\n") if self._type == SSE else ("", "\n")
-        self._special = frozenset(service.end_ids)
+    def __init__(self, reply: Reply, service: Service, call: InvocationCall, builder: RecordBuilder, options: LMIOptions) -> None:
+        self._reply, self._service, self._call, self._builder, self._options = reply, service, call, builder, options
+        self._type = SSE if call.formatter == "sse" else JSON_LINES
+        self._prefix, self._suffix = ("data: ", "\n\n") if self._type == SSE else ("", "\n")
+        self._end_ids = frozenset(service.end_ids)
         self._tokens: list[Token] = []
         self._texts: list[str] = []
         self._prompt_scores: list[TokenLogprobs | None] | None = None
 
     async def run(self) -> None:
-        async with aclosing(self._service.stream(self._asked.requests[0])) as batches:
+        async with aclosing(self._service.stream(self._call.requests[0])) as batches:
             async for deltas in batches:
                 if self._reply.http.started and all(map(self._is_plain, deltas)):
-                    await self._reply.send("".join(map(self._plain, deltas)).encode())
+                    await self._reply.send("".join(map(self._plain_line, deltas)).encode())
                     continue
                 failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)
                 records = [record for delta in deltas if delta is not failed for record in self._records(delta)]
@@ -94,61 +94,63 @@ class _Stream:
         await self._reply.close()
 
     def _is_plain(self, delta: Delta) -> bool:
-        """One token in the middle of the answer."""
+        """Whether the delta is one ordinary token in the middle of the answer."""
         ids = delta.token_ids
-        return len(ids) == 1 and delta.finish_reason is None and ids[0] not in self._special and self._asked.formatter != "3p_stream"
+        return len(ids) == 1 and delta.finish_reason is None and ids[0] not in self._end_ids and self._call.formatter != "3p_stream"
 
-    def _plain(self, delta: Delta) -> str:
+    def _plain_line(self, delta: Delta) -> str:
         score = delta.logprobs[0] if delta.logprobs else None
-        top = [(other, finite(logprob)) for other, logprob in score.top] if score else []
+        top = [(other_id, finite(logprob)) for other_id, logprob in score.top] if score else []
         token = Token(delta.token_ids[0], delta.text, finite(score.logprob) if score else None, False, top)
         self._tokens.append(token)
         self._texts.append(delta.text)
-        return f"{self._begin}{self._shapes.plain_line(token.id, token.text, token.logprob)}{self._end}"
+        return f"{self._prefix}{self._builder.token_line(token.id, token.text, token.logprob)}{self._suffix}"
 
     async def _send(self, records: list[dict[str, Any]]) -> None:
         if not self._reply.http.started:
             await self._reply.open(self._type)
         if records:
-            await self._reply.send("".join([self._begin + encode(record) + self._end for record in records]).encode())
+            await self._reply.send("".join([self._prefix + encode(record) + self._suffix for record in records]).encode())
 
     def _records(self, delta: Delta) -> list[dict[str, Any]]:
         self._prompt_scores = delta.prompt_logprobs or self._prompt_scores
-        new = spelling.spelled(self._service, delta)
-        if delta.finish_reason is not None and not new:  # cut from outside: something must carry the end
+        new = output_tokens(self._service, delta)
+        if delta.finish_reason is not None and not new:  # ended by a deadline or cancellation; a record must carry the finish reason
             new = [Token(NO_TOKEN, delta.text, None, True)]
         self._texts.append(delta.text)
-        if self._asked.formatter == "3p_stream":
+        if self._call.formatter == "3p_stream":
             return [self._third_party(token, delta, last=token is new[-1]) for token in new]
         records = []
         for token in new:
             self._tokens.append(token)
             last = delta.finish_reason is not None and token is new[-1]
-            records.append(self._last(delta) if last else self._shapes.line(token))
+            records.append(self._last(delta) if last else self._builder.token_record(token))
         return records
 
     def _last(self, delta: Delta) -> dict[str, Any]:
-        prompt = self._asked.requests[0].prompt
+        prompt = self._call.requests[0].prompt
         assert isinstance(prompt, list)
-        before = spelling.prefill(self._service, prompt, self._prompt_scores) if self._asked.prefill else []
-        return self._shapes.last_line(self._asked.inputs[0], "".join(self._texts), _end(self._options, delta), self._tokens, before)
+        before = prompt_tokens(self._service, prompt, self._prompt_scores) if self._call.prompt_details else []
+        return self._builder.last_record(
+            self._call.inputs[0], "".join(self._texts), _finish_reason(self._options, delta), self._tokens, before
+        )
 
     def _third_party(self, token: Token, delta: Delta, *, last: bool) -> dict[str, Any]:
         self._tokens.append(token)
-        end = _end(self._options, delta) if last and delta.finish_reason is not None else None
-        num_prompt = len(self._asked.requests[0].prompt) if len(self._tokens) == 1 else None
-        return self._shapes.third_party_part(token.text, end, num_prompt, len(self._tokens))
+        finish_reason = _finish_reason(self._options, delta) if last and delta.finish_reason is not None else None
+        num_prompt = len(self._call.requests[0].prompt) if len(self._tokens) == 1 else None
+        return self._builder.third_party_part(token.text, finish_reason, num_prompt, len(self._tokens))
 
 
-class _Batch:
-    """A dynamic batch's answers: each record holds a piece for every input."""
+class _BatchStream:
+    """The streamed response to a dynamic batch. Each record has the new text of every input."""
 
-    def __init__(self, reply: Reply, service: Service, asked: Asked) -> None:
-        self._reply, self._service, self._asked = reply, service, asked
+    def __init__(self, reply: Reply, service: Service, call: InvocationCall) -> None:
+        self._reply, self._service, self._call = reply, service, call
 
     async def run(self) -> None:
-        async with aclosing(streams(self._service, self._asked.requests)) as batches:
-            async for number, deltas in batches:
+        async with aclosing(merge_streams(self._service, self._call.requests)) as batches:
+            async for index, deltas in batches:
                 failed = next((delta for delta in deltas if delta.finish_reason is FinishReason.ERROR), None)
                 if failed is not None:
                     error = sequence_error(failed.error, ready=self._service.ready)
@@ -159,6 +161,6 @@ class _Batch:
                 if not self._reply.http.started:
                     await self._reply.open(JSON_LINES)
                 if text := "".join(delta.text for delta in deltas):
-                    pieces = ["" if i != number else text for i in range(len(self._asked.requests))]
-                    await self._reply.send((encode({"outputs": pieces}) + "\n").encode())
+                    texts = ["" if i != index else text for i in range(len(self._call.requests))]
+                    await self._reply.send((encode({"outputs": texts}) + "\n").encode())
         await self._reply.close()

@@ -1,4 +1,4 @@
-"""The SageMaker container's routes, and those of SageMaker's own runtime, so that its clients work against one server."""
+"""The endpoints of a SageMaker container and of the SageMaker runtime API, so that boto3 can call this server directly."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.openai.chat.response import chat as openai_chat
 from stoker.server.protocols.openai.completions.response import complete as openai_complete
 from stoker.server.protocols.sagemaker.chat import chat
-from stoker.server.protocols.sagemaker.errors import NoModelError, management_body, pretty
+from stoker.server.protocols.sagemaker.errors import NoModelError, indented_json, management_body
 from stoker.server.protocols.sagemaker.generate import generate
 from stoker.server.protocols.sagemaker.options import LMIOptions
-from stoker.server.protocols.sagemaker.reply import FIXED_HEADERS, Lines, PlatformReply, PlatformStream, Reply
-from stoker.server.protocols.sagemaker.request import read, read_object
+from stoker.server.protocols.sagemaker.reply import FIXED_HEADERS, JsonLinesContext, PlatformReply, PlatformStream, Reply
+from stoker.server.protocols.sagemaker.request import read_invocation_call, read_object
 
 
 class SageMaker(Protocol):
-    """/ping and /invocations are the container's contract, /predictions and /models the DJL server's, /endpoints the platform's."""
+    """/ping and /invocations of every container, /predictions and /models of the DJL server, /endpoints of the SageMaker runtime."""
 
     prefixes = ("/ping", "/invocations", "/predictions", "/models", "/endpoints")
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        given = context.settings.options
-        self._options = given if isinstance(given, LMIOptions) else LMIOptions()
+        options = context.settings.options
+        self._options = options if isinstance(options, LMIOptions) else LMIOptions()
         self._started = datetime.datetime.now(datetime.UTC)
 
     def endpoints(self) -> list[Endpoint]:
@@ -51,12 +51,12 @@ class SageMaker(Protocol):
         ]
 
     async def ping(self, http: RequestContext) -> None:
-        """200 when every model answers. 503 while one is loading, 500 when one has failed; its status then says which, and why."""
+        """Status 200 if every model is ready, 500 if one has failed, otherwise 503. The body has the state of each model and the reason."""
         models = self.context.repository.models()
         states = {model.name: _state(model) for model in models}
         failed = any(_status(model) == "Failed" for model in models)
         status = 200 if self.context.repository.ready else 500 if failed else 503
-        await http.respond(status, pretty(states), headers=FIXED_HEADERS)
+        await http.respond(status, indented_json(states), headers=FIXED_HEADERS)
 
     async def models(self, http: RequestContext) -> None:
         statuses = {"Healthy": "READY", "Failed": "FAILED"}
@@ -64,7 +64,7 @@ class SageMaker(Protocol):
             {"modelName": m.name, "modelUrl": f"stoker:///{m.name}", "status": statuses.get(_status(m), "PENDING")}
             for m in self.context.repository.models()
         ]
-        await http.respond(200, pretty({"models": rows}), headers=FIXED_HEADERS)
+        await http.respond(200, indented_json({"models": rows}), headers=FIXED_HEADERS)
 
     async def model(self, http: RequestContext) -> None:
         name = http.path["model"]
@@ -72,30 +72,30 @@ class SageMaker(Protocol):
             model = self.context.repository.find(name)
         except NotFoundError:
             raise NoModelError(f"Workflow not found: {name[:80]}") from None
-        await http.respond(200, pretty([{"workflowName": name, "models": [await self._described(model)]}]), headers=FIXED_HEADERS)
+        await http.respond(200, indented_json([{"workflowName": name, "models": [await self._describe(model)]}]), headers=FIXED_HEADERS)
 
     async def invocations(self, http: RequestContext) -> None:
-        await self._answer(http, Reply(http), *self._chosen(http))
+        await self._respond(http, Reply(http), *self._queried_model(http))
 
     async def predictions(self, http: RequestContext) -> None:
-        await self._answer(http, Reply(http), http.path["model"], http.path.get("version"))
+        await self._respond(http, Reply(http), http.path["model"], http.path.get("version"))
 
     async def endpoint(self, http: RequestContext) -> None:
-        await self._answer(http, PlatformReply(http))
+        await self._respond(http, PlatformReply(http))
 
     async def endpoint_stream(self, http: RequestContext) -> None:
-        await self._answer(http, PlatformStream(http))
+        await self._respond(http, PlatformStream(http))
 
     def failure_body(self, failure: Failure) -> bytes:
         return management_body(failure)
 
-    async def _answer(self, http: RequestContext, reply: Reply, name: str | None = None, version: str | None = None) -> None:
+    async def _respond(self, http: RequestContext, reply: Reply, name: str | None = None, version: str | None = None) -> None:
         try:
             _refuse_paging(http)
             service = self._service(name, version)
             body = read_object(await http.body(), self._options)
             async with http.cancel_on_disconnect():
-                await self._by_schema(reply, service, body)
+                await self._respond_to_body(reply, service, body)
         except NoModelError:
             raise
         except StokerError as error:
@@ -103,20 +103,21 @@ class SageMaker(Protocol):
                 raise
             await reply.refuse(error)
 
-    async def _by_schema(self, reply: Reply, service: Service, body: dict[str, Any]) -> None:
+    async def _respond_to_body(self, reply: Reply, service: Service, body: dict[str, Any]) -> None:
         settings, options = self.context.settings, self._options
         if "inputs" in body:
-            return await generate(reply, service, await read(body, service, settings, options), options)
+            call = await read_invocation_call(body, service, settings, options)
+            return await generate(reply, service, call, options)
         if options.dialect != "async":
             return await chat(reply, service, body, settings)
         unnamed = {name: value for name, value in body.items() if name != "model"}
-        through: Any = Lines(reply)
+        json_lines: Any = JsonLinesContext(reply)
         if "messages" in body:
-            return await openai_chat(through, self.context, service, unnamed)
-        return await openai_complete(through, self.context, service, unnamed)
+            return await openai_chat(json_lines, self.context, service, unnamed)
+        return await openai_complete(json_lines, self.context, service, unnamed)
 
-    def _chosen(self, http: RequestContext) -> tuple[str | None, str | None]:
-        """The model that the query names, as the DJL server takes it."""
+    def _queried_model(self, http: RequestContext) -> tuple[str | None, str | None]:
+        """(name, version) of the model in the query string, as in the DJL server; None for what is absent."""
         query = parse_qs(http.query.decode("latin-1"))
         return next(iter(query.get("model_name", [])), None), next(iter(query.get("model_version", [])), None)
 
@@ -128,7 +129,7 @@ class SageMaker(Protocol):
         except NotFoundError:
             raise NoModelError(f"Model or workflow not found: {name[:80]}") from None
 
-    async def _described(self, model: Model) -> dict[str, Any]:
+    async def _describe(self, model: Model) -> dict[str, Any]:
         limits = model.service.info.limits if model.service is not None else None
         waiting = (await model.service.stats()).num_waiting if model.service is not None and model.ready else 0
         worker = {"id": 1, "startTime": f"{self._started:%Y-%m-%dT%H:%M:%S}.000Z", "status": "READY" if model.ready else "UNLOADED"}
@@ -146,15 +147,15 @@ class SageMaker(Protocol):
 
 
 def _refuse_paging(http: RequestContext) -> None:
-    """The DJL server's answers in pages, which it keeps for later."""
+    """Raise RequestError for the headers that request a paged response, which the DJL server stores between requests."""
     for name, harmless in ((b"x-synchronous", b"true"), (b"x-starting-token", b"")):
         if http.headers.get(name, harmless).lower() != harmless:
             value = http.headers[name].decode("latin-1")
-            raise RequestError(name.decode(), value, "answers are not kept for later", cure="Leave the header out, or stream.")
+            raise RequestError(name.decode(), value, "responses are not stored", cure="Leave the header out, or set stream=true.")
 
 
 def _state(model: Model) -> dict[str, str]:
-    """Its status; but for Healthy, with the reason."""
+    """The status of a model, with the reason unless it is Healthy."""
     status = _status(model)
     return {"status": status} | ({} if status == "Healthy" else {"reason": model.reason or "its executor does not answer"})
 
@@ -164,5 +165,5 @@ def _status(model: Model) -> str:
     if model.ready:
         return "Healthy"
     if model.state is ModelState.UNAVAILABLE and model.reason == NOT_LOADED:
-        return "Loading"  # its turn has not come yet
+        return "Loading"  # another model is being loaded first
     return {ModelState.LOADING: "Loading", ModelState.DRAINING: "Draining"}.get(model.state, "Failed")

@@ -1,4 +1,4 @@
-"""Where an answer goes: to a client of the container, to one that believes it talks to SageMaker, or through OpenAI's own code."""
+"""Response writers: the container's own format, SageMaker's format, and JSON lines made from OpenAI's events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.server.protocols.sagemaker.errors import inference_body, model_error
 
 JSON_LINES = b"application/jsonlines"
 SSE = b"text/event-stream"
-HANDLER_FAILED = 424  # the DJL server's status of a model that fails
+HANDLER_FAILED = 424  # the DJL server's status for a failed model
 FIXED_HEADERS = (
     (b"pragma", b"no-cache"),
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
@@ -22,7 +22,7 @@ FIXED_HEADERS = (
 
 
 class Reply:
-    """The container's own answers."""
+    """Responses of the container (/invocations, /predictions)."""
 
     def __init__(self, http: RequestContext) -> None:
         self.http = http
@@ -44,20 +44,20 @@ class Reply:
         await self.http.close_stream()
 
     async def refuse(self, error: BaseException) -> None:
-        """A failure before the first byte."""
+        """Respond with an error before the first byte of the response."""
         failure = describe(error)
         status = HANDLER_FAILED if isinstance(error, GenerationError) else failure.status
         await self.http.respond(status, inference_body(status, failure.message), headers=(*self.headers, *failure.headers))
 
     async def fail(self, error: StokerError, content_type: bytes) -> None:
-        """A failure in the middle of a stream: a last record that tells it, and the end."""
+        """End a stream with a record that describes the error."""
         record = inference_body(HANDLER_FAILED, error.message)
         await self.send(b"data: " + record + b"\n\n" if content_type == SSE else record + b"\n")
         await self.close()
 
 
 class PlatformReply(Reply):
-    """/endpoints/NAME/invocations: failures are SageMaker's ModelError."""
+    """Responses of /endpoints/NAME/invocations: errors have the format of SageMaker's ModelError."""
 
     async def refuse(self, error: BaseException) -> None:
         failure = describe(error)
@@ -66,7 +66,7 @@ class PlatformReply(Reply):
 
 
 class PlatformStream(PlatformReply):
-    """/endpoints/NAME/invocations-response-stream: event-stream frames, whole answers too."""
+    """Responses of /endpoints/NAME/invocations-response-stream: event-stream frames, also for whole responses."""
 
     async def whole(self, body: bytes, content_type: bytes = JSON) -> None:
         await self.open(content_type)
@@ -85,8 +85,11 @@ class PlatformStream(PlatformReply):
         await self.close()
 
 
-class Lines:
-    """Stands for the RequestContext that OpenAI's code writes to: its events become JSON lines, as LMI's async handler makes of vLLM's."""
+class JsonLinesContext:
+    """Takes the place of the RequestContext in OpenAI's code and converts its events to JSON lines.
+
+    LMI's async handler does the same with the events of vLLM.
+    """
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply

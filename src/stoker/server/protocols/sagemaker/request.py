@@ -1,4 +1,4 @@
-"""A body of /invocations: which schema it is, checked, and what it asks of the service."""
+"""The body of an /invocations request: its schema, its checks, and its conversion to GenerationRequests."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from stoker.server.settings import ServerSettings
 
 MAX_NEW_TOKENS = 30  # LMI's default
 STREAMS = ("jsonlines", "sse", "3p_stream")
-_DIRECT = parameters.TABLE.targets()
-_SAMPLED = {"temperature": 0.8, "top_k": 5, "top_p": 0.85}  # where do_sample=true leaves them unset
+_DIRECT = parameters.TABLE.targets()  # parameter → SamplingParams field
+_SAMPLED = {"temperature": 0.8, "top_k": 5, "top_p": 0.85}  # defaults with do_sample=true
 _BODY = ("inputs", "parameters", "stream", "model", "adapters", "output_formatter")
 
 
-class Asked(msgspec.Struct, kw_only=True):
-    """A checked request; more than one of `inputs` only with a dynamic batch. `requests` are what the service is asked, one an input."""
+class InvocationCall(msgspec.Struct, kw_only=True):
+    """A checked request. `requests` has one GenerationRequest per input; there are several inputs only with dynamic batching."""
 
     inputs: list[str]
     requests: list[GenerationRequest]
     formatter: str
     details: bool
-    prefill: bool
-    num_top: int
-    full_text: bool
-    num_choices: int  # in the answer; best_of may generate more
-    several: bool  # n or best_of was above 1
+    prompt_details: bool  # details.prefill lists the tokens of the prompt
+    num_top_tokens: int
+    full_text: bool  # generated_text starts with the prompt
+    num_choices: int  # in the response; best_of may generate more
+    multiple: bool  # n or best_of is above 1
     seed: int | None
 
     @property
@@ -50,21 +50,21 @@ class Asked(msgspec.Struct, kw_only=True):
 
 
 def read_object(data: bytes, options: LMIOptions) -> dict[str, Any]:
-    """The body as an object. Raises PayloadError as the DJL server words it."""
-    begin = opening(options)
+    """The body as a JSON object. Raises PayloadError with the DJL server's text."""
+    prefix = error_prefix(options)
     try:
         body = decode_json(data)
     except BodyError as error:
-        raise PayloadError(f"{begin}{_python_says(data) or error.message}") from None
+        raise PayloadError(f"{prefix}{_python_message(data) or error.message}") from None
     if not isinstance(body, dict) or not any(name in body for name in _schemas(options)):
         if options.dialect == "async":
-            raise PayloadError(f"{begin}invalid payload. must contain prompt, inputs, or messages")
-        told = "Invalid request payload. Request payload should be a json object specifying the 'inputs' field."
-        raise PayloadError(f"{begin}{told} Received payload {shown(body)}")
+            raise PayloadError(f"{prefix}invalid payload. must contain prompt, inputs, or messages")
+        text = "Invalid request payload. Request payload should be a json object specifying the 'inputs' field."
+        raise PayloadError(f"{prefix}{text} Received payload {shown(body)}")
     return body
 
 
-def opening(options: LMIOptions) -> str:
+def error_prefix(options: LMIOptions) -> str:
     if options.dialect == "async":
         return "Input parsing failed: "
     return "Input Parsing failed. Ensure that the request payload is valid. "
@@ -74,8 +74,8 @@ def _schemas(options: LMIOptions) -> tuple[str, ...]:
     return ("inputs", "messages", "prompt") if options.dialect == "async" else ("inputs", "messages")
 
 
-def _python_says(data: bytes) -> str:
-    """What Python's own parser says of a body that is not JSON; empty where it finds nothing wrong (NaN)."""
+def _python_message(data: bytes) -> str:
+    """The message of Python's json module for a body that is not standard JSON; empty if it accepts the body (NaN)."""
     try:
         json.loads(data.decode())
     except (ValueError, RecursionError) as error:
@@ -83,28 +83,28 @@ def _python_says(data: bytes) -> str:
     return ""
 
 
-async def read(body: dict[str, Any], service: Service, settings: ServerSettings, options: LMIOptions) -> Asked:
-    """The {"inputs", "parameters"} schema. Raises PayloadError for its shape, RequestError for a value."""
+async def read_invocation_call(body: dict[str, Any], service: Service, settings: ServerSettings, options: LMIOptions) -> InvocationCall:
+    """Check a body of the schema {"inputs", "parameters"}. Raises PayloadError for its structure and RequestError for a value."""
     inputs = _inputs(body, options)
-    given = body.get("parameters")
-    if given is not None and not isinstance(given, dict):
-        told = "Invalid request payload. 'parameters' must be provided as an object of key-value pairs."
-        raise PayloadError(f"{opening(options)}{told} Received payload {shown(body)}")
+    nested = body.get("parameters")
+    if nested is not None and not isinstance(nested, dict):
+        text = "Invalid request payload. 'parameters' must be provided as an object of key-value pairs."
+        raise PayloadError(f"{error_prefix(options)}{text} Received payload {shown(body)}")
     for name, value in body.items():
         if name not in _BODY:
-            raise RequestError(name[:80], value, f"beside inputs there are {', '.join(_BODY[1:])} only", cure="Leave it out.")
+            raise RequestError(name[:80], value, f"besides inputs, a body contains only {', '.join(_BODY[1:])}", cure="Leave it out.")
     if body.get("adapters"):
         raise RequestError("adapters", body["adapters"], "there are no adapters", cure="Leave it out.")
-    beside = {name: body[name] for name in ("output_formatter",) if name in body}
-    values = parameters.TABLE.check({**beside, **(given or {})}, prefix="parameters.")
+    outer = {name: body[name] for name in ("output_formatter",) if name in body}
+    values = parameters.TABLE.check({**outer, **(nested or {})}, prefix="parameters.")
     stream = _stream(body)
-    asked = _asked(inputs, values, stream, options)
-    params = sampling(values, service, settings, tokens=asked.stream or asked.details or asked.several)
-    if asked.stream and (asked.several or params.beam_width > 1):
+    call = _call_without_requests(inputs, values, stream, options)
+    params = sampling(values, service, settings, tokens=call.stream or call.details or call.multiple)
+    if call.stream and (call.multiple or params.beam_width > 1):
         name = next(name for name in ("num_beams", "best_of", "n") if values.get(name, 1) > 1)
-        raise RequestError(f"parameters.{name}", values[name], "several answers are not streamed", cure="Ask without stream.")
-    asked.requests = [await _request(text, params, values, service, settings) for text in inputs]
-    return asked
+        raise RequestError(f"parameters.{name}", values[name], "only one answer can be streamed", cure="Set stream=false.")
+    call.requests = [await _request(text, params, values, service, settings) for text in inputs]
+    return call
 
 
 def _stream(body: dict[str, Any]) -> bool:
@@ -118,20 +118,20 @@ def _stream(body: dict[str, Any]) -> bool:
 
 def _inputs(body: dict[str, Any], options: LMIOptions) -> list[str]:
     inputs = body["inputs"]
-    told = f"{opening(options)}Invalid request payload."
+    prefix = f"{error_prefix(options)}Invalid request payload."
     if isinstance(inputs, list) and (not options.rolling_batch or (options.dialect == "async" and len(inputs) == 1)):
-        most = 1 if options.rolling_batch else options.batch_size
-        if not 0 < len(inputs) <= most or not all(isinstance(text, str) and text for text in inputs):
-            raise PayloadError(f"{told} The 'inputs' field must be a list of 1 to {most} strings that are not empty.")
+        max_inputs = 1 if options.rolling_batch else options.batch_size
+        if not 0 < len(inputs) <= max_inputs or not all(isinstance(text, str) and text for text in inputs):
+            raise PayloadError(f"{prefix} The 'inputs' field must be a list of 1 to {max_inputs} strings that are not empty.")
         return inputs
     if not isinstance(inputs, str):
-        raise PayloadError(f"{told} The 'inputs' field must be a string. Received type {type(inputs)}")
+        raise PayloadError(f"{prefix} The 'inputs' field must be a string. Received type {type(inputs)}")
     if not inputs:
-        raise PayloadError(f"{told} The 'inputs' field does not contain any content. Received payload {shown(body)}")
+        raise PayloadError(f"{prefix} The 'inputs' field does not contain any content. Received payload {shown(body)}")
     return [inputs]
 
 
-def _asked(inputs: list[str], values: dict[str, Any], stream: bool, options: LMIOptions) -> Asked:
+def _call_without_requests(inputs: list[str], values: dict[str, Any], stream: bool, options: LMIOptions) -> InvocationCall:
     formatter = values.get("output_formatter") or (options.output_formatter or "").removesuffix("_chat")
     if not formatter:
         formatter = ("sse" if options.tgi_compat else "jsonlines") if stream else "json"
@@ -140,21 +140,23 @@ def _asked(inputs: list[str], values: dict[str, Any], stream: bool, options: LMI
     if best_of < count:
         raise RequestError("parameters.best_of", best_of, f"it must be at least n={count}")
     details = values.get("details", options.tgi_compat)
-    return Asked(
+    return InvocationCall(
         inputs=inputs,
         requests=[],
         formatter=formatter,
         details=details,
-        prefill=details and values.get("decoder_input_details", False),
-        num_top=values.get("top_n_tokens", 0) if details else 0,
+        prompt_details=details and values.get("decoder_input_details", False),
+        num_top_tokens=values.get("top_n_tokens", 0) if details else 0,
         full_text=values.get("return_full_text", False) and options.dialect != "0.26",
         num_choices=count,
-        several=max(count, best_of) > 1,
+        multiple=max(count, best_of) > 1,
         seed=values.get("seed"),
     )
 
 
-async def _request(text: str, params: SamplingParams, values: dict[str, Any], service: Service, settings: ServerSettings) -> Any:
+async def _request(
+    text: str, params: SamplingParams, values: dict[str, Any], service: Service, settings: ServerSettings
+) -> GenerationRequest:
     special = values.get("add_special_tokens", settings.add_special_tokens)
     ids = await encode_prompt(service, text, add_special_tokens=special, truncate_prompt_tokens=values.get("truncate"))
     return GenerationRequest(
@@ -166,26 +168,26 @@ async def _request(text: str, params: SamplingParams, values: dict[str, Any], se
 
 
 def sampling(values: dict[str, Any], service: Service, settings: ServerSettings, *, tokens: bool) -> SamplingParams:
-    """SamplingParams of checked parameters; `tokens`: their log-probabilities will be shown."""
-    given: dict[str, Any] = {"max_tokens": settings.default_max_tokens or MAX_NEW_TOKENS, "min_tokens": 0}
-    given["skip_special_tokens"] = settings.skip_special_tokens
-    given |= {param: values[name] for name, param in _DIRECT.items() if name in values}
-    given |= _sampled(values)
-    given["n"] = max(values.get("n", 1), values.get("best_of", 1))
-    given["stop"] = tuple(dict.fromkeys((*values.get("stop", ()), *values.get("stop_sequences", ()))))
-    given["bad_words"] = bad_word_ids("parameters.bad_sequences", values.get("bad_sequences", ()), service)
-    given["guide"] = read_guide(values)
+    """SamplingParams of checked parameters. With `tokens`, the response contains the log-probabilities of tokens."""
+    params: dict[str, Any] = {"max_tokens": settings.default_max_tokens or MAX_NEW_TOKENS, "min_tokens": 0}
+    params["skip_special_tokens"] = settings.skip_special_tokens
+    params |= {param: values[name] for name, param in _DIRECT.items() if name in values}
+    params |= _token_choice(values)
+    params["n"] = max(values.get("n", 1), values.get("best_of", 1))
+    params["stop"] = tuple(dict.fromkeys((*values.get("stop", ()), *values.get("stop_sequences", ()))))
+    params["bad_words"] = bad_word_ids("parameters.bad_sequences", values.get("bad_sequences", ()), service)
+    params["guide"] = read_guide(values)
     if tokens:
-        given["logprobs"] = values.get("top_n_tokens", 0) if values.get("details", True) else 0
+        params["logprobs"] = values.get("top_n_tokens", 0) if values.get("details", True) else 0
     if values.get("decoder_input_details") and values.get("details", True):
-        given["prompt_logprobs"] = 0
-    return SamplingParams(**given)
+        params["prompt_logprobs"] = 0
+    return SamplingParams(**params)
 
 
-def _sampled(values: dict[str, Any]) -> dict[str, Any]:
-    """temperature, top_k and top_p, or greedy."""
-    asked = values.get("do_sample", any(name in values for name in _SAMPLED))
-    if not asked or values.get("num_beams", 1) > 1:
+def _token_choice(values: dict[str, Any]) -> dict[str, Any]:
+    """temperature, top_k and top_p. Decoding is greedy without do_sample or one of the three, and for beam search."""
+    enabled = values.get("do_sample", any(name in values for name in _SAMPLED))
+    if not enabled or values.get("num_beams", 1) > 1:
         return {"temperature": 0.0}
     unset = _SAMPLED if values.get("do_sample") else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     chosen = {name: values.get(name, default) for name, default in unset.items()}

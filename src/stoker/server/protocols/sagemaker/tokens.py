@@ -1,4 +1,4 @@
-"""Deltas as tokens that have texts, which joined are the answer."""
+"""The tokens of deltas and whole answers, each with its text. The joined texts are the answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Service
 from stoker.server.protocols.openai.response_json import finite
 
-NO_TOKEN = -1  # the id of a line that has to be sent and has no token
+NO_TOKEN = -1  # id in a record that must be sent although there is no token
 
 
 class Token(msgspec.Struct):
-    """One token. `special` ones make no text."""
+    """One token. A `special` token has no text."""
 
     id: int
     text: str
@@ -21,9 +21,11 @@ class Token(msgspec.Struct):
     top: list[tuple[int, float]] = []
 
 
-def spelled(service: Service, delta: Delta | Choice) -> list[Token]:
-    """The tokens of a delta, or of a whole answer. The text of one that is held back (half a character, the beginning of a stop
-    string) stands at a later one, so that the texts joined are the delta's text."""
+def output_tokens(service: Service, delta: Delta | Choice) -> list[Token]:
+    """The tokens of a delta or a whole answer, whose joined texts are the text of `delta`.
+
+    Text that the detokenizer or the stop checker holds back (part of a character, the beginning of a stop string) belongs to a later token.
+    """
     special = [token_id in service.end_ids or token_id == delta.stop_reason for token_id in delta.token_ids]
     plain = [i for i, is_special in enumerate(special) if not is_special] or list(range(len(special)))
     scores: list[TokenLogprobs | None] = [*delta.logprobs] if len(delta.logprobs) == len(special) else [None] * len(special)
@@ -32,10 +34,10 @@ def spelled(service: Service, delta: Delta | Choice) -> list[Token]:
         text = ""
         if plain and i == plain[-1]:
             text = rest
-        elif i in plain and rest.startswith(piece := token_text(service, token_id)):
-            text = piece
+        elif i in plain and rest.startswith(own_text := token_text(service, token_id)):
+            text = own_text
         rest = rest[len(text) :]
-        top = [(other, finite(logprob)) for other, logprob in score.top] if score else []
+        top = [(other_id, finite(logprob)) for other_id, logprob in score.top] if score else []
         tokens.append(Token(token_id, text, finite(score.logprob) if score else None, special[i], top))
     return tokens
 
@@ -44,15 +46,15 @@ def token_text(service: Service, token_id: int) -> str:
     return service.token_bytes(token_id).decode("utf-8", "replace")
 
 
-def prefill(service: Service, ids: list[int], scores: list[TokenLogprobs | None] | None) -> list[Token]:
-    """The prompt's tokens; nothing predicts the first."""
-    given: list[TokenLogprobs | None] = scores if scores is not None and len(scores) == len(ids) else [None] * len(ids)
-    pairs = zip(ids, given, strict=True)
+def prompt_tokens(service: Service, ids: list[int], logprobs: list[TokenLogprobs | None] | None) -> list[Token]:
+    """The tokens of the prompt. The first has no log-probability, because no token precedes it."""
+    scores: list[TokenLogprobs | None] = logprobs if logprobs is not None and len(logprobs) == len(ids) else [None] * len(ids)
+    pairs = zip(ids, scores, strict=True)
     return [Token(token_id, token_text(service, token_id), finite(s.logprob) if s else None) for token_id, s in pairs]
 
 
 def finish_name(reason: FinishReason, stop: int | str | None) -> str:
-    """eos_token, stop_sequence or length; a deadline or an operator cuts as length does."""
+    """LMI's finish reason: eos_token, stop_sequence, or length, which also stands for a deadline and for cancellation."""
     if reason is FinishReason.STOP:
         return "stop_sequence" if isinstance(stop, str) else "eos_token"
     return "length"

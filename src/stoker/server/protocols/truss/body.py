@@ -1,4 +1,4 @@
-"""Bodies of requests as the Truss server reads them: JSON as Python has it, or msgpack. Refusals are in its words."""
+"""Request bodies of the Truss server: JSON as Python's json module reads it, or msgpack. Errors have the Truss server's text."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ BINARY = b"application/octet-stream"
 
 
 def is_binary(http: RequestContext) -> bool:
-    """Whether the body is msgpack, and the answer is to be. The path does not matter, as there."""
+    """Whether the body is msgpack. The response then is, too. As in the Truss server, the path does not matter."""
     return http.headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == BINARY
 
 
 async def read_object(http: RequestContext) -> dict[str, Any]:
-    """The body as an object of what JSON can hold. Raises BodyError."""
+    """The body as a dict of JSON values. Raises BodyError."""
     data = await http.body()
-    value = _unpacked(data) if is_binary(http) else _parsed(data)
+    value = _decode_msgpack(data) if is_binary(http) else _decode_json(data)
     if not isinstance(value, dict):
         raise BodyError(f"the body is a {type(value).__name__}, not an object.", cure='Send {"prompt": …}.')
     return value
 
 
-def _parsed(data: bytes) -> Any:
+def _decode_json(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass
     try:
-        value = json.loads(data)  # takes UTF-16, a byte order mark and NaN; fields are checked where they are used
+        value = json.loads(data)  # accepts UTF-16, a byte order mark and NaN; the field table rejects NaN
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BodyError(f"Invalid JSON payload: {_reason(error)}") from None
@@ -45,24 +45,24 @@ def _reason(error: ValueError | RecursionError) -> str:
         case UnicodeDecodeError():
             return f"byte {error.start} is not UTF-8"
         case UnicodeEncodeError():
-            return "it holds half of a surrogate pair"
+            return "it contains half of a surrogate pair"
         case RecursionError():
             return "it is nested too deeply"
     return str(error)
 
 
-def _unpacked(data: bytes) -> Any:
+def _decode_msgpack(data: bytes) -> Any:
     try:
         value = msgspec.msgpack.decode(data)
-        if not _is_json(value):  # an array of numpy, as truss packs it, and its like
+        if not _is_json(value):  # for example an array of numpy, as the truss client packs it
             raise BodyError("unsupported payload")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BodyError(_msgpack_says(str(error))) from None
+        raise BodyError(_msgpack_message(str(error))) from None
     return value
 
 
 def _is_json(value: Any) -> bool:
-    """No bytes, no extension types, and text for keys."""
+    """Whether JSON can represent the value: no bytes, no extension types, and only strings as keys."""
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
     if isinstance(value, list):
@@ -70,7 +70,7 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float))
 
 
-def _msgpack_says(detail: str) -> str:
+def _msgpack_message(detail: str) -> str:
     if "truncated" in detail:
         return "Unpack failed: incomplete input"
     return "unpack(b) received extra data." if "trailing" in detail else f"Unpack failed: {detail}"

@@ -1,4 +1,4 @@
-"""What the Truss door takes from config.yaml, besides what every protocol shares."""
+"""Options of the Truss protocol, read from config.yaml."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import msgspec
 
 
 class TrussOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How /v1/models/model:predict reads a body: as the first Trusses did (prompt, bad_words_list), or as OpenAI's routes do."""
+    """How /v1/models/model:predict reads a body.
 
-    legacy: bool = False  # the first Trusses' body always, even where it names a model as OpenAI's do
-    openai: bool = False  # OpenAI's body always: chat for messages, completions otherwise
-    default_route: str | None = None  # OpenAI's body always, by this route: /v1/chat/completions or /v1/completions
-    max_tokens_counts_prompt: bool = False  # max_tokens is of the prompt and the answer together, as the first document has it
+    A body has either the legacy format of the first Truss releases (prompt, bad_words_list) or the format of OpenAI's endpoints. By
+    default, a body that contains `model` has OpenAI's format.
+    """
+
+    legacy: bool = False  # every body has the legacy format, also if it contains `model`
+    openai: bool = False  # every body has OpenAI's format: chat if it contains `messages`, otherwise completions
+    default_route: str | None = None  # every body is of this OpenAI endpoint: /v1/chat/completions or /v1/completions
+    max_tokens_counts_prompt: bool = False  # legacy max_tokens limits prompt and answer together, as the first documentation says

@@ -1,4 +1,4 @@
-"""Answers of :predict: text as it comes, gathered into one JSON string, or {"text": …}."""
+"""Responses of :predict: streamed text, all text as one JSON string, or {"text": …}."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from stoker.frontend.service import Service
 from stoker.server.errors import sequence_error
 from stoker.server.http.request_context import JSON, STREAMED, RequestContext
 from stoker.server.protocols.truss.body import BINARY, is_binary
-from stoker.server.protocols.truss.request import Asked
+from stoker.server.protocols.truss.request import PredictCall
 
 
-async def answer(http: RequestContext, service: Service, asked: Asked) -> None:
-    """Raises StokerError before the first byte; a later failure is told in the stream."""
-    if not asked.stream:
-        await _respond(http, {"text": await _text(service, asked)})
-    elif _gathers(http):
-        await _respond(http, await _text(service, asked))
-    elif asked.request is None or asked.request.params.beam_width > 1:
-        await _in_one_piece(http, await _text(service, asked))
+async def respond_predict(http: RequestContext, service: Service, call: PredictCall) -> None:
+    """Generate and respond. Raises StokerError before the first byte of the response; a later error is written into the stream."""
+    if not call.stream:
+        await _respond(http, {"text": await _text(service, call)})
+    elif _accepts_only_json(http):
+        await _respond(http, await _text(service, call))
+    elif call.request is None or call.request.params.beam_width > 1:
+        await _stream_once(http, await _text(service, call))
     else:
-        await _stream(http, service, asked.request)
+        await _stream(http, service, call.request)
 
 
-def _gathers(http: RequestContext) -> bool:
-    """The Truss server's own rule: a client that takes JSON and nothing else gets no stream, but for OpenAI's."""
-    wants_json = http.headers.get(b"accept") == JSON
-    return wants_json and b"openai" not in http.headers.get(b"user-agent", b"").lower()
+def _accepts_only_json(http: RequestContext) -> bool:
+    """The Truss server's rule: a client whose Accept header is exactly JSON receives no stream, except OpenAI's clients."""
+    accepts_json = http.headers.get(b"accept") == JSON
+    return accepts_json and b"openai" not in http.headers.get(b"user-agent", b"").lower()
 
 
 async def _respond(http: RequestContext, value: Any) -> None:
@@ -41,17 +41,17 @@ async def _respond(http: RequestContext, value: Any) -> None:
         await http.respond(200, json.dumps(value).encode())
 
 
-async def _text(service: Service, asked: Asked) -> str:
-    """All of the answer; of several beams the best."""
-    if asked.request is None:
-        return asked.text
-    choice = (await service.complete(asked.request)).choices[0]
+async def _text(service: Service, call: PredictCall) -> str:
+    """The whole answer; with beam search, the best beam."""
+    if call.request is None:
+        return call.text
+    choice = (await service.complete(call.request)).choices[0]
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=service.ready)
     return choice.text
 
 
-async def _in_one_piece(http: RequestContext, text: str) -> None:
+async def _stream_once(http: RequestContext, text: str) -> None:
     await http.open_stream(BINARY, headers=STREAMED)
     await http.send(text.encode())
     await http.close_stream()

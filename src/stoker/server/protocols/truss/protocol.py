@@ -1,4 +1,4 @@
-"""The routes of a Truss model server."""
+"""The endpoints of a Truss model server."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from stoker.server.protocols.openai.completions.response import complete as open
 from stoker.server.protocols.truss.body import read_object
 from stoker.server.protocols.truss.errors import NOT_READY, failure_body, refuse, refuse_error
 from stoker.server.protocols.truss.options import TrussOptions
-from stoker.server.protocols.truss.predict import answer
-from stoker.server.protocols.truss.request import read
+from stoker.server.protocols.truss.predict import respond_predict
+from stoker.server.protocols.truss.request import read_predict_call
 
 CHAT = "/v1/chat/completions"
-_ABSENT = ("embeddings", "messages", "responses")  # methods of a Model that no engine here has
+_ABSENT = ("embeddings", "messages", "responses")  # methods of a Truss Model that Stoker does not implement
 
 
 class Truss(Protocol):
-    """:predict, and, on a server that names this protocol, everything else that a Truss answers. The model's name is not looked at."""
+    """The :predict endpoints and, if the settings name this protocol, the other endpoints of a Truss.
+
+    The model name in a path is ignored.
+    """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        given = context.settings.options
-        self._options = given if isinstance(given, TrussOptions) else TrussOptions()
+        options = context.settings.options
+        self._options = options if isinstance(options, TrussOptions) else TrussOptions()
         self._named = "truss" in context.settings.protocols
         self.prefixes = ("/",) if self._named else ()
 
@@ -50,12 +53,12 @@ class Truss(Protocol):
         await http.respond(200, b"true")
 
     async def ready(self, http: RequestContext) -> None:
-        """Every model answers."""
-        await self._tell(http, self.context.repository.ready)
+        """Status 200 if every model is ready."""
+        await self._respond_state(http, self.context.repository.ready)
 
     async def loaded(self, http: RequestContext) -> None:
-        """Every model was loaded, whether its executor answers or not."""
-        await self._tell(http, self._loaded)
+        """Status 200 if every model is loaded, even if its executor does not answer."""
+        await self._respond_state(http, self._loaded)
 
     async def schema(self, http: RequestContext) -> None:
         if self._loaded:
@@ -63,12 +66,12 @@ class Truss(Protocol):
         return await refuse(http, 503, "Schema not available, please try again later.")
 
     async def predict(self, http: RequestContext) -> None:
-        """Readiness is looked at first, then the body, as there."""
+        """Generate. As in the Truss server, readiness is checked before the body."""
         try:
             service = self.context.default_service()
             body = await read_object(http)
             async with http.cancel_on_disconnect():
-                await self._by_body(http, service, body)
+                await self._predict(http, service, body)
         except ConnectionResetError:
             raise
         except Exception as error:
@@ -79,16 +82,17 @@ class Truss(Protocol):
     def failure_body(self, failure: Failure) -> bytes:
         return failure_body(failure)
 
-    async def _by_body(self, http: RequestContext, service: Service, body: dict[str, Any]) -> None:
-        if not self._reads_as_openai(body):
-            return await answer(http, service, await read(body, service, self.context.settings, self._options))
-        unnamed = {name: value for name, value in body.items() if name != "model"}  # the path named it
+    async def _predict(self, http: RequestContext, service: Service, body: dict[str, Any]) -> None:
+        if not self._has_openai_format(body):
+            call = await read_predict_call(body, service, self.context.settings, self._options)
+            return await respond_predict(http, service, call)
+        unnamed = {name: value for name, value in body.items() if name != "model"}  # the path names the model
         route = self._options.default_route
         if route == CHAT or (route is None and "messages" in body):
             return await openai_chat(http, self.context, service, unnamed)
         return await openai_complete(http, self.context, service, unnamed)
 
-    def _reads_as_openai(self, body: dict[str, Any]) -> bool:
+    def _has_openai_format(self, body: dict[str, Any]) -> bool:
         options = self._options
         return options.openai or options.default_route is not None or ("model" in body and not options.legacy)
 
@@ -97,8 +101,8 @@ class Truss(Protocol):
         models = self.context.repository.models()
         return bool(models) and all(model.state is ModelState.READY for model in models)
 
-    async def _tell(self, http: RequestContext, well: bool) -> None:
-        if well:
+    async def _respond_state(self, http: RequestContext, good: bool) -> None:
+        if good:
             await http.respond(200, b"{}")
         else:
             await refuse(http, 503, NOT_READY)

@@ -1,7 +1,7 @@
-"""ModelInferRequest to tensors, and responses to bytes of ModelInferResponse.
+"""Converts ModelInferRequest to tensors, and responses to the bytes of ModelInferResponse.
 
-A response is joined from pieces, for protobuf allows it: what does not change over a request is encoded once. Building each message
-with protobuf's Python classes takes several times as long.
+Protobuf allows to concatenate the encodings of fields, so the fields that are equal in all responses of a request are encoded once.
+Building each message with protobuf's Python classes takes several times as long.
 """
 
 from __future__ import annotations
@@ -14,25 +14,34 @@ from tritonclient.grpc import service_pb2 as pb
 
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.http.infer import refuse_extensions
-from stoker.server.protocols.kserve.inference import TEXT, Inference, Parameters, Response, ServedModel, Tensors, unchanging
+from stoker.server.protocols.kserve.inference import TEXT, Inference, Parameters, Response, ServedModel, Tensors, encoding_cache
 from stoker.server.protocols.kserve.tensors import dtypes
-from stoker.server.protocols.kserve.tensors.signature import check
+from stoker.server.protocols.kserve.tensors.signature import check_tensors
 
 FINAL = "triton_final_response"
-_CONTENTS = {
-    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents", "INT64": "int64_contents",
-    "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents", "UINT64": "uint64_contents", "FP32": "fp32_contents",
-    "FP64": "fp64_contents", "BYTES": "bytes_contents",
-}  # fmt: skip
-# Tags of the fields that are written by hand: the number shifted left by three, and 2 for a field with a length.
+CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+# Tags of the fields that are written by hand: (field number << 3) | 2, where 2 is the wire type of a field with a length.
 _RAW_OUTPUT = b"\x32"  # ModelInferResponse.raw_output_contents = 6
 _OUTPUT = b"\x2a"  # ModelInferResponse.outputs = 5
 _INFER_RESPONSE = b"\x12"  # ModelStreamInferResponse.infer_response = 2
-_SMALL = [bytes([length]) for length in range(0x80)]
+_ONE_BYTE_VARINTS = [bytes([length]) for length in range(0x80)]
 
 
 def read_infer_message(request: Any, served: ServedModel) -> Inference:
-    """Raises TritonError in Triton's words."""
+    """Check a request for a model. Raises TritonError with Triton's text."""
     inference = Inference(model=served.model, request_id=request.id, parameters=parameters(request.parameters))
     for output in request.outputs:
         refuse_extensions(output.name, parameters(output.parameters))
@@ -44,91 +53,94 @@ def read_infer_message(request: Any, served: ServedModel) -> Inference:
         raise TritonError(
             f"expected raw_input_contents to be {len(request.inputs)} (one for each input), got {len(raws)} for model '{served.model.name}'"
         )
-    for at, given in enumerate(request.inputs):
-        if given.name in tensors:
-            raise TritonError(f"input '{given.name}' already exists in request")
-        refuse_extensions(given.name, parameters(given.parameters))
-        if given.datatype not in dtypes.DTYPES:
-            raise TritonError(f"invalid datatype for input {given.name}")
-        shape = dtypes.check_shape(given.name, list(given.shape))
+    for at, tensor in enumerate(request.inputs):
+        if tensor.name in tensors:
+            raise TritonError(f"input '{tensor.name}' already exists in request")
+        refuse_extensions(tensor.name, parameters(tensor.parameters))
+        if tensor.datatype not in dtypes.DTYPES:
+            raise TritonError(f"invalid datatype for input {tensor.name}")
+        shape = dtypes.check_shape(tensor.name, list(tensor.shape))
         if raws:
-            tensors[given.name] = dtypes.from_raw(given.name, given.datatype, shape, raws[at], served.model.name)
+            tensors[tensor.name] = dtypes.from_raw(tensor.name, tensor.datatype, shape, raws[at], served.model.name)
         else:
-            tensors[given.name] = _from_contents(given, shape, served.model.name)
-        types[given.name] = given.datatype
-    check(inference, tensors, types)
+            tensors[tensor.name] = _from_contents(tensor, shape, served.model.name)
+        types[tensor.name] = tensor.datatype
+    check_tensors(inference, tensors, types)
     return inference
 
 
-def _from_contents(given: Any, shape: tuple[int, ...], model: str) -> np.ndarray:
-    field = _CONTENTS.get(given.datatype)
+def _from_contents(tensor: Any, shape: tuple[int, ...], model: str) -> np.ndarray:
+    field = CONTENTS.get(tensor.datatype)
     if field is None:
-        raise TritonError(f"input '{given.name}' of {given.datatype} is read from raw_input_contents only")
-    items = getattr(given.contents, field)
+        raise TritonError(f"input '{tensor.name}' of {tensor.datatype} must be in raw_input_contents")
+    items = getattr(tensor.contents, field)
     if len(items) != math.prod(shape):
-        size = dtypes.DTYPES[given.datatype].itemsize
-        what = f"Expected {math.prod(shape) * size}, got {len(items) * size}"
-        raise TritonError(f"input byte size mismatch for input '{given.name}' for model '{model}'. {what}")
-    if given.datatype == "BYTES":
+        size = dtypes.DTYPES[tensor.datatype].itemsize
+        sizes = f"Expected {math.prod(shape) * size}, got {len(items) * size}"
+        raise TritonError(f"input byte size mismatch for input '{tensor.name}' for model '{model}'. {sizes}")
+    if tensor.datatype == "BYTES":
         return dtypes.text_array(items, shape)
     try:
-        return np.array(items, dtypes.DTYPES[given.datatype]).reshape(shape)
+        return np.array(items, dtypes.DTYPES[tensor.datatype]).reshape(shape)
     except OverflowError:
-        raise TritonError(f"input '{given.name}' has a number that does not fit {given.datatype}") from None
+        raise TritonError(f"input '{tensor.name}' has a number that does not fit {tensor.datatype}") from None
 
 
-def parameters(given: Any) -> Parameters:
-    found = {}
-    for name in given:
-        kind = given[name].WhichOneof("parameter_choice")
+def parameters(fields: Any) -> Parameters:
+    """A map of InferParameter messages as Python values. Raises TritonError for a message without a value."""
+    values = {}
+    for name in fields:
+        kind = fields[name].WhichOneof("parameter_choice")
         if kind is None:
             raise TritonError(f"parameter '{name[:80]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
-        found[name] = getattr(given[name], kind)
-    return found
+        values[name] = getattr(fields[name], kind)
+    return values
 
 
 class Encoder:
-    """Responses of one request as the bytes of ModelInferResponse."""
+    """Encodes the responses of one request as the bytes of ModelInferResponse."""
 
     def __init__(self, served: ServedModel, inference: Inference) -> None:
-        self._head = pb.ModelInferResponse(
+        self._head: bytes = pb.ModelInferResponse(
             model_name=served.model.name, model_version=served.version, id=inference.request_id
         ).SerializeToString()
         self._types = {tensor.name: dtypes.kserve_name(tensor.dtype) for tensor in served.model.outputs}
         self._declared: dict[tuple[str, tuple[int, ...]], bytes] = {}
         self._encoded: dict[tuple[tuple[str, Any], ...], bytes] = {}
-        self._unchanging = unchanging(served, inference, "grpc")
-        self._streamed = unchanging(served, inference, "grpc stream")
+        self._whole_cache = encoding_cache(served, inference, "grpc")
+        self._streamed_cache = encoding_cache(served, inference, "grpc stream")
 
     def whole(self, response: Response) -> bytes:
+        """As ModelInferResponse."""
         if response.text is None:
-            return self._joined(response, response.parameters)
-        return self._unchanging.get(response, self._before_text) + _raw_text(response.text)
+            return self._without_text(response, response.parameters)
+        before: bytes = self._whole_cache.get(response, self._before_text)
+        return before + _raw_text(response.text)
 
     def streamed(self, response: Response) -> bytes:
         """As ModelStreamInferResponse."""
         if response.text is None:
-            inner = self._joined(response, response.parameters | {FINAL: response.final})
+            inner = self._without_text(response, response.parameters | {FINAL: response.final})
             return b"".join((_INFER_RESPONSE, varint(len(inner)), inner))
-        before, text = self._streamed.get(response, self._before_streamed_text), _raw_text(response.text)
+        before, text = self._streamed_cache.get(response, self._before_streamed_text), _raw_text(response.text)
         return b"".join((_INFER_RESPONSE, varint(len(before) + len(text)), before, text))
 
     def _before_text(self, response: Response) -> bytes:
-        return self._joined(response, response.parameters)
+        return self._without_text(response, response.parameters)
 
     def _before_streamed_text(self, response: Response) -> bytes:
-        return self._joined(response, response.parameters | {FINAL: response.final})
+        return self._without_text(response, response.parameters | {FINAL: response.final})
 
-    def _joined(self, response: Response, parameters: Parameters) -> bytes:
-        """All but the raw contents of the text, the last tensor, where the response has one."""
-        pieces = [self._head, self._parameters(tuple(parameters.items()))]
-        pieces += [self._output(name, array.shape) for name, array in response.outputs.items()]
+    def _without_text(self, response: Response, parameters: Parameters) -> bytes:
+        """Everything except for the raw contents of the text, which is the last tensor if the response has one."""
+        fields = [self._head, self._parameters(tuple(parameters.items()))]
+        fields += [self._output(name, array.shape) for name, array in response.outputs.items()]
         if response.text is not None:
-            pieces.append(self._output(TEXT, (1, 1)))
+            fields.append(self._output(TEXT, (1, 1)))
         for array in response.outputs.values():
             raw = dtypes.to_raw(array)
-            pieces += (_RAW_OUTPUT, varint(len(raw)), raw)
-        return b"".join(pieces)
+            fields += (_RAW_OUTPUT, varint(len(raw)), raw)
+        return b"".join(fields)
 
     def _output(self, name: str, shape: tuple[int, ...]) -> bytes:
         key = (name, shape)
@@ -159,11 +171,12 @@ def set_parameter(message: Any, value: Any) -> None:
 
 def stream_error(message: str, request_id: str) -> bytes:
     inner = pb.ModelInferResponse(id=request_id)
-    return pb.ModelStreamInferResponse(error_message=message, infer_response=inner).SerializeToString()
+    encoded: bytes = pb.ModelStreamInferResponse(error_message=message, infer_response=inner).SerializeToString()
+    return encoded
 
 
 def _raw_text(text: str) -> bytes:
-    """One BYTES tensor of one element in raw_output_contents: protobuf's length, then the tensor's own."""
+    """raw_output_contents of one BYTES tensor with one element: the field's length, the element's length (u32), the text."""
     raw = text.encode()
     return b"".join((_RAW_OUTPUT, varint(len(raw) + 4), len(raw).to_bytes(4, "little"), raw))
 
@@ -171,7 +184,7 @@ def _raw_text(text: str) -> bytes:
 def varint(value: int) -> bytes:
     """Protobuf's encoding of a length."""
     if value <= 0x7F:
-        return _SMALL[value]
+        return _ONE_BYTE_VARINTS[value]
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

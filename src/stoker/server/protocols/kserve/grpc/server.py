@@ -1,4 +1,4 @@
-"""KServe v2 over gRPC: inference.GRPCInferenceService with Triton's extensions."""
+"""KServe v2 over gRPC: the service inference.GRPCInferenceService with Triton's extensions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stoker.server.protocol import Context
 from stoker.server.protocols.kserve import metadata as described
 from stoker.server.protocols.kserve import trace_and_log as settings
 from stoker.server.protocols.kserve.core import Core
-from stoker.server.protocols.kserve.errors import TritonError, grpc_code, words
+from stoker.server.protocols.kserve.errors import TritonError, client_message, grpc_code
 from stoker.server.protocols.kserve.grpc import messages as grpc_messages
 from stoker.server.protocols.kserve.inference import Response, ServedModel
 from stoker.server.settings import ServerSettings
@@ -28,22 +28,22 @@ from stoker.server.settings import ServerSettings
 log = get_logger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
-MAX_STREAM_REQUESTS = 4096  # in flight on one stream; more wait until some have ended
+MAX_STREAM_REQUESTS = 4096  # in flight on one stream; further requests wait
 MAX_MESSAGE = (1 << 31) - 1  # protobuf's own limit
 EMPTY_FINAL = "triton_enable_empty_final_response"
-OPEN = ("ServerLive", "ServerReady", "ModelReady")
+OPEN_METHODS = ("ServerLive", "ServerReady", "ModelReady")  # these need no API key
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class KServeGRPC:
-    """The service's methods over a core. Keys, when the server has any, come as `authorization: Bearer KEY` metadata."""
+    """The methods of the service. If the server has API keys, calls need the metadata `authorization: Bearer KEY`."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
     def handlers(self) -> Any:
-        """For grpc.aio.Server.add_generic_rpc_handlers."""
+        """The argument of grpc.aio.Server.add_generic_rpc_handlers."""
         unary: dict[str, tuple[Handler, Any, Any]] = {
             "ServerLive": (self.live, pb.ServerLiveRequest, pb.ServerLiveResponse),
             "ServerReady": (self.ready, pb.ServerReadyRequest, pb.ServerReadyResponse),
@@ -57,24 +57,32 @@ class KServeGRPC:
             "RepositoryModelUnload": (self.unload, pb.RepositoryModelUnloadRequest, pb.RepositoryModelUnloadResponse),
             "TraceSetting": (self.trace, pb.TraceSettingRequest, pb.TraceSettingResponse),
             "LogSettings": (self.logging, pb.LogSettingsRequest, pb.LogSettingsResponse),
-            "SystemSharedMemoryStatus": (self.nothing(pb.SystemSharedMemoryStatusResponse), pb.SystemSharedMemoryStatusRequest, None),
-            "CudaSharedMemoryStatus": (self.nothing(pb.CudaSharedMemoryStatusResponse), pb.CudaSharedMemoryStatusRequest, None),
+            "SystemSharedMemoryStatus": (
+                self.empty_response(pb.SystemSharedMemoryStatusResponse),
+                pb.SystemSharedMemoryStatusRequest,
+                None,
+            ),
+            "CudaSharedMemoryStatus": (self.empty_response(pb.CudaSharedMemoryStatusResponse), pb.CudaSharedMemoryStatusRequest, None),
             "SystemSharedMemoryUnregister": (
-                self.nothing(pb.SystemSharedMemoryUnregisterResponse), pb.SystemSharedMemoryUnregisterRequest, None,
+                self.empty_response(pb.SystemSharedMemoryUnregisterResponse),
+                pb.SystemSharedMemoryUnregisterRequest,
+                None,
             ),
             "CudaSharedMemoryUnregister": (
-                self.nothing(pb.CudaSharedMemoryUnregisterResponse), pb.CudaSharedMemoryUnregisterRequest, None,
+                self.empty_response(pb.CudaSharedMemoryUnregisterResponse),
+                pb.CudaSharedMemoryUnregisterRequest,
+                None,
             ),
             "SystemSharedMemoryRegister": (self.refuse_region, pb.SystemSharedMemoryRegisterRequest, None),
             "CudaSharedMemoryRegister": (self.refuse_region, pb.CudaSharedMemoryRegisterRequest, None),
-        }  # fmt: skip
+        }
         table = {
             name: grpc.unary_unary_rpc_method_handler(
-                _with_grpc_status(handler), request_type.FromString, lambda answer: answer.SerializeToString()
+                _with_grpc_status(handler), request_type.FromString, lambda response: response.SerializeToString()
             )
             for name, (handler, request_type, _) in unary.items()
         }
-        # Answers of these two are bytes already.
+        # The handlers of these two return bytes.
         table["ModelInfer"] = grpc.unary_unary_rpc_method_handler(_with_grpc_status(self.infer), pb.ModelInferRequest.FromString)
         table["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self.stream_infer, pb.ModelInferRequest.FromString)
         return grpc.method_handlers_generic_handler(SERVICE, table)
@@ -95,16 +103,16 @@ class KServeGRPC:
         return json_format.ParseDict(described.metadata(self._find(request)), pb.ModelMetadataResponse())
 
     async def config(self, request: Any, context: Any) -> Any:
-        shown = described.config(self._find(request).model)
-        return json_format.ParseDict({"config": shown}, pb.ModelConfigResponse(), ignore_unknown_fields=True)
+        config = described.config(self._find(request).model)
+        return json_format.ParseDict({"config": config}, pb.ModelConfigResponse(), ignore_unknown_fields=True)
 
     async def statistics(self, request: Any, context: Any) -> Any:
         try:
             models = [self._find(request)] if request.name else self._core.catalogue.all()
         except TritonError:
             raise TritonError(f"requested model '{request.name[:200]}' is not available") from None
-        shown = {"model_stats": [self._core.statistics(served) for served in models]}
-        return json_format.ParseDict(shown, pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
+        result = {"model_stats": [self._core.statistics(served) for served in models]}
+        return json_format.ParseDict(result, pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
 
     async def index(self, request: Any, context: Any) -> Any:
         return json_format.ParseDict({"models": self._core.index(ready_only=request.ready)}, pb.RepositoryIndexResponse())
@@ -119,26 +127,26 @@ class KServeGRPC:
 
     async def trace(self, request: Any, context: Any) -> Any:
         requested = {name: list(request.settings[name].value) or None for name in request.settings}
-        shown = settings.check_trace(requested)
-        values = {name: {"value": value if isinstance(value, list) else [value]} for name, value in shown.items()}
+        current = settings.check_trace(requested)
+        values = {name: {"value": value if isinstance(value, list) else [value]} for name, value in current.items()}
         return json_format.ParseDict({"settings": values}, pb.TraceSettingResponse())
 
     async def logging(self, request: Any, context: Any) -> Any:
         self._core.logging.change(grpc_messages.parameters(request.settings))
-        answer = pb.LogSettingsResponse()
-        for name, value in self._core.logging.shown().items():
-            setting = answer.settings[name]
+        response = pb.LogSettingsResponse()
+        for name, value in self._core.logging.values().items():
+            setting = response.settings[name]
             if isinstance(value, bool):
                 setting.bool_param = value
             elif isinstance(value, int):
                 setting.uint32_param = value
             else:
                 setting.string_param = value
-        return answer
+        return response
 
-    def nothing(self, answer: Any) -> Handler:
+    def empty_response(self, response_type: Any) -> Handler:
         async def handler(request: Any, context: Any) -> Any:
-            return answer()
+            return response_type()
 
         return handler
 
@@ -151,23 +159,23 @@ class KServeGRPC:
             raise TritonError("ModelInfer RPC doesn't support models with decoupled transaction policy", 501)
         inference = grpc_messages.read_infer_message(request, served)
         inference.single = True
-        response = await self._core.one(served, inference)
+        response = await self._core.single_response(served, inference)
         return grpc_messages.Encoder(served, inference).whole(response)
 
     async def stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
-        """Requests of one stream run side by side; when the stream ends early, so do they."""
-        room, turn = asyncio.Semaphore(MAX_STREAM_REQUESTS), asyncio.Lock()
+        """Run the requests of one stream concurrently. They are cancelled if the client ends the stream."""
+        free_places, write_lock = asyncio.Semaphore(MAX_STREAM_REQUESTS), asyncio.Lock()
 
-        async def write(message: bytes) -> None:  # one at a time, as gRPC wants
-            async with turn:
+        async def write(message: bytes) -> None:  # gRPC allows one write at a time
+            async with write_lock:
                 await context.write(message)
 
         try:
             async with asyncio.TaskGroup() as group:
                 async for request in requests:
-                    await room.acquire()
-                    group.create_task(self._respond(request, write)).add_done_callback(lambda _: room.release())
-        except* grpc.aio.UsageError:  # a write to a stream whose client has gone
+                    await free_places.acquire()
+                    group.create_task(self._respond(request, write)).add_done_callback(lambda _: free_places.release())
+        except* grpc.aio.UsageError:  # a write to a stream whose client has disconnected
             pass
 
     async def _respond(self, request: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
@@ -180,10 +188,10 @@ class KServeGRPC:
                 async for batch in responses:
                     for response in batch:
                         ended = response.final
-                        if response.shows or not response.final or empty_final:
+                        if response.has_outputs or not response.final or empty_final:
                             await write(encoder.streamed(response))
         except StokerError as error:
-            await write(grpc_messages.stream_error(words(error), request.id))
+            await write(grpc_messages.stream_error(client_message(error), request.id))
         except grpc.aio.UsageError:
             raise
         except Exception as error:
@@ -193,7 +201,7 @@ class KServeGRPC:
                 await write(encoder.streamed(Response(final=True)))
 
     def _find(self, request: Any) -> ServedModel:
-        name = getattr(request, "name", None)
+        name: str | None = getattr(request, "name", None)
         return self._core.catalogue.find(name if name is not None else request.model_name, _version(request))
 
     def _ready(self, request: Any) -> ServedModel:
@@ -201,43 +209,44 @@ class KServeGRPC:
 
 
 def _version(request: Any) -> str:
-    return request.version if hasattr(request, "version") else request.model_version
+    version: str = request.version if hasattr(request, "version") else request.model_version
+    return version
 
 
 def _with_grpc_status(handler: Handler) -> Handler:
-    """The handler, whose errors become gRPC statuses."""
+    """A handler that ends a call with a gRPC status if `handler` raises an exception."""
 
     async def run_handler(request: Any, context: Any) -> Any:
         try:
             return await handler(request, context)
         except Exception as error:
             status = describe(error).status
-            # Triton's "exactly one response" is a status 200 over HTTP; here it is the model's failure.
+            # NotOneResponseError has status 200 over HTTP, and INTERNAL here.
             code = getattr(grpc.StatusCode, grpc_code(status))
-            await context.abort(code, words(error))
+            await context.abort(code, client_message(error))
 
     return run_handler
 
 
-class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without one of the server's API keys; health is open, as over HTTP."""
+class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no type hints
+    """Refuses calls without one of the server's API keys, except OPEN_METHODS, which are open over HTTP, too."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._keys = keys
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        if details.method.rpartition("/")[2] in OPEN:
+        if details.method.rpartition("/")[2] in OPEN_METHODS:
             return handler
-        given = next((value for key, value in details.invocation_metadata if key == "authorization"), "")
+        authorization = next((value for key, value in details.invocation_metadata if key == "authorization"), "")
         try:
-            check_authorization(given.encode(), self._keys)
+            check_authorization(authorization.encode(), self._keys)
         except StokerError as error:
-            return _refusing(handler, words(error))
+            return _refusing_handler(handler, client_message(error))
         return handler
 
 
-def _refusing(handler: Any, message: str) -> Any:
+def _refusing_handler(handler: Any, message: str) -> Any:
     async def refuse(request: Any, context: Any) -> Any:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
@@ -247,17 +256,20 @@ def _refusing(handler: Any, message: str) -> Any:
 
 
 def make_grpc_server(context: Context, address: str, core: Core | None = None) -> Any:
-    """A grpc.aio server bound to `address` (host:port), not started; `server.port` is its port. Several processes may share a port.
+    """A grpc.aio server that is bound to `address` (host:port) and not started; `server.port` is its port.
 
-    Messages longer than max_request_bytes are refused before they are read. Raises ConfigError when the address cannot be used.
+    Several processes may listen on the same port. Messages longer than max_request_bytes are refused before they are read. Raises
+    ConfigError if the address cannot be used.
     """
     settings = context.settings
     options = [
         ("grpc.max_receive_message_length", min(settings.max_request_bytes, MAX_MESSAGE)),
-        ("grpc.max_send_message_length", -1), ("grpc.so_reuseport", 1),
-        ("grpc.max_metadata_size", 64 << 10), ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 1),
+        ("grpc.max_metadata_size", 64 << 10),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.keepalive_permit_without_calls", 1),
-    ]  # fmt: skip
+    ]
     server = grpc.aio.server(options=options, interceptors=[KeyInterceptor(settings.api_keys)] if settings.api_keys else ())
     server.add_generic_rpc_handlers((KServeGRPC(Core.of(context, core)).handlers(),))
     try:
@@ -269,6 +281,6 @@ def make_grpc_server(context: Context, address: str, core: Core | None = None) -
 
 def _bind(server: Any, address: str, settings: ServerSettings) -> int:
     if not settings.tls_key or not settings.tls_certificate:
-        return server.add_insecure_port(address)
+        return int(server.add_insecure_port(address))
     pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_certificate).read_bytes())
-    return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+    return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))

@@ -1,4 +1,4 @@
-"""gzip and deflate of bodies, bounded: what unpacks to more than a body may have is refused."""
+"""gzip and deflate of bodies. The size of a decompressed body is limited."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from stoker.server.protocols.kserve.errors import TritonError
 _WBITS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 
 
-def unpack(body: bytes, encoding: bytes, limit: int) -> bytes:
-    """Raises TritonError for an unknown or damaged encoding, BodyTooLargeError for more than `limit` bytes."""
+def decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
+    """The decompressed body. Raises TritonError for an unknown encoding or damaged data, BodyTooLargeError for more than `limit` bytes."""
     if encoding in (b"", b"identity"):
         return body
     if encoding not in _WBITS:
@@ -21,19 +21,19 @@ def unpack(body: bytes, encoding: bytes, limit: int) -> bytes:
     try:
         data = stream.decompress(body, limit + 1)
     except zlib.error as error:
-        raise TritonError(f"the request's body is no {encoding.decode()}: {error}") from None
+        raise TritonError(f"the request's body is not {encoding.decode()} data: {error}") from None
     if len(data) > limit:
         raise BodyTooLargeError(None, limit)
     if not stream.eof:
-        raise TritonError(f"the request's body is cut off in the middle of its {encoding.decode()} data")
+        raise TritonError(f"the request's body ends in the middle of its {encoding.decode()} data")
     return data
 
 
-def pack(body: bytes, accepted: bytes) -> tuple[bytes, bytes]:
-    """(the body, its encoding): the first of gzip and deflate that the client takes; b"" for neither."""
-    wanted = [part.split(b";")[0].strip() for part in accepted.split(b",") if b"q=0" not in part.replace(b" ", b"").split(b";", 1)[-1]]
-    if b"gzip" in wanted:
+def compress(body: bytes, accepted: bytes) -> tuple[bytes, bytes]:
+    """(body, encoding) with the first of gzip and deflate that the client accepts; the encoding is b"" for neither."""
+    encodings = [part.split(b";")[0].strip() for part in accepted.split(b",") if b"q=0" not in part.replace(b" ", b"").split(b";", 1)[-1]]
+    if b"gzip" in encodings:
         return gzip.compress(body, 1, mtime=0), b"gzip"
-    if b"deflate" in wanted:
+    if b"deflate" in encodings:
         return zlib.compress(body, 1), b"deflate"
     return body, b""

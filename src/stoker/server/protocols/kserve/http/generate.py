@@ -1,4 +1,4 @@
-"""The flat JSON of Triton's generate extension: inputs by name as scalars or lists, outputs likewise with keys in order."""
+"""The JSON of Triton's generate extension: inputs and outputs by name as scalars or flat lists. Output keys are sorted."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import msgspec
 import numpy as np
 
 from stoker.server.protocols.kserve.errors import TritonError
-from stoker.server.protocols.kserve.inference import TEXT, Inference, Response, ServedModel, Tensors, unchanging
+from stoker.server.protocols.kserve.inference import TEXT, Inference, Response, ServedModel, Tensors, encoding_cache
 from stoker.server.protocols.kserve.model_config import Tensor
 from stoker.server.protocols.kserve.tensors import dtypes
 from stoker.server.protocols.kserve.tensors.signature import check_present
 
-_PLAIN = {"STRING": str, "BOOL": bool, "INT32": int}
+_SCALAR_TYPES = {"STRING": str, "BOOL": bool, "INT32": int}
 _encode = msgspec.json.Encoder().encode
 
 
 def read_generate_request(message: dict[str, Any], served: ServedModel) -> Inference:
-    """Raises TritonError in Triton's words."""
+    """Check a request for a model. Raises TritonError with Triton's text."""
     nested = message.get("parameters")
     request_id = message.get("id", "")
     flat = (nested if isinstance(nested, dict) else {}) | {k: v for k, v in message.items() if k not in ("id", "parameters")}
@@ -33,24 +33,24 @@ def read_generate_request(message: dict[str, Any], served: ServedModel) -> Infer
             inference.parameters[name] = value
         else:
             raise TritonError(f"parameter '{name[:80]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
-    check_present(inference, tensors)  # types, shapes and the one row are as declared, or would not have become tensors
+    check_present(inference, tensors)  # `_tensor` has checked dtypes and shapes
     inference.inputs = {declared[name].role or name: array for name, array in tensors.items()}
     return inference
 
 
 def _tensor(tensor: Tensor, value: Any, *, batched: bool) -> np.ndarray:
-    """A scalar stands for a list of one. A list must fill the declared dims, of which one may be open."""
-    if tensor.dims == (1,) and type(value) is _PLAIN.get(tensor.dtype) and (type(value) is not int or -(1 << 31) <= value < 1 << 31):
-        plain = _plain(tensor.dtype, value)
-        return plain[None] if batched else plain
+    """The tensor of a scalar, which counts as a list of one, or of a list, which must fill the declared dims. One dim may be -1."""
+    if tensor.dims == (1,) and type(value) is _SCALAR_TYPES.get(tensor.dtype) and (type(value) is not int or -(1 << 31) <= value < 1 << 31):
+        scalar = _scalar(tensor.dtype, value)
+        return scalar[None] if batched else scalar
     flat = value if isinstance(value, list) else [value]
     shape = _shape(tensor, len(flat))
     array = dtypes.from_json(dtypes.kserve_name(tensor.dtype), shape, flat)
     return array[None] if batched else array
 
 
-def _plain(dtype: str, value: Any) -> np.ndarray:
-    """A list of one value that needs no more checks."""
+def _scalar(dtype: str, value: Any) -> np.ndarray:
+    """An array [1] of a value whose type was checked."""
     if dtype == "STRING":
         value = value.encode("utf-8", "surrogatepass")
     array = np.empty(1, dtypes.DTYPES[dtypes.kserve_name(dtype)])
@@ -60,39 +60,39 @@ def _plain(dtype: str, value: Any) -> np.ndarray:
 
 def _shape(tensor: Tensor, count: int) -> tuple[int, ...]:
     fixed = math.prod(dim for dim in tensor.dims if dim >= 0)
-    num_open = tensor.dims.count(-1)
-    if count != fixed if not num_open else fixed == 0 or count % fixed or (num_open > 1 and count != fixed):
+    num_variable = tensor.dims.count(-1)
+    if count != fixed if not num_variable else fixed == 0 or count % fixed or (num_variable > 1 and count != fixed):
         raise TritonError(f"The schema can not convert input '{tensor.name}' to tensor with proper shape")
-    return tuple(count // fixed if dim == -1 and num_open == 1 else max(dim, 1) if dim == -1 else dim for dim in tensor.dims)
+    return tuple(count // fixed if dim == -1 and num_variable == 1 else max(dim, 1) if dim == -1 else dim for dim in tensor.dims)
 
 
-class Writer:
-    """Responses of one request."""
+class ResponseWriter:
+    """Encodes the responses of one request as JSON."""
 
     def __init__(self, served: ServedModel, inference: Inference) -> None:
-        self._frame: dict[str, Any] = {"model_name": served.model.name, "model_version": served.version}
+        self._common: dict[str, Any] = {"model_name": served.model.name, "model_version": served.version}
         if inference.request_id:
-            self._frame["id"] = inference.request_id
-        self._unchanging = unchanging(served, inference, "generate")
+            self._common["id"] = inference.request_id
+        self._cache = encoding_cache(served, inference, "generate")
 
     def body(self, response: Response) -> bytes:
         if response.text is None:
             return _encode(dict(sorted(self._values(response).items())))
-        before, after = self._unchanging.get(response, self._around_text)
+        before, after = self._cache.get(response, self._around_text)
         return b"%b%b%b" % (before, _encode(response.text), after)
 
     def event(self, response: Response) -> bytes:
         return b"data: %b\n\n" % self.body(response)
 
     def _values(self, response: Response) -> dict[str, Any]:
-        values = self._frame | response.parameters
+        values = self._common | response.parameters
         for name, array in response.outputs.items():
             flat = dtypes.to_json(array)
             values[name] = flat[0] if len(flat) == 1 else flat
         return values
 
     def _around_text(self, response: Response) -> tuple[bytes, bytes]:
-        """What stands before and after the text, with the keys in order."""
+        """The JSON before and after the text, with sorted keys."""
         ordered = sorted(self._values(response).items())
         before = _encode(dict(item for item in ordered if item[0] < TEXT))[:-1]
         after = _encode(dict(item for item in ordered if item[0] > TEXT))[1:]

@@ -1,4 +1,4 @@
-"""The body of /infer, both ways: JSON, followed by the bytes of binary tensors when there are any."""
+"""The bodies of /infer requests and responses: JSON, followed by the bytes of binary tensors if there are any."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.http.json_body import read_object
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, ServedModel, Tensors
 from stoker.server.protocols.kserve.tensors import dtypes
-from stoker.server.protocols.kserve.tensors.signature import check
+from stoker.server.protocols.kserve.tensors.signature import check_tensors
 
 HEADER_LENGTH = b"inference-header-content-length"
-_SHARED = "shared_memory_region"
+_SHARED_MEMORY = "shared_memory_region"
 
 
 class InferCall(msgspec.Struct):
-    """A request, and which of its outputs are wanted as bytes."""
+    """A checked request, and which outputs the response contains as bytes."""
 
     inference: Inference
     binary: dict[str, bool] = {}
     binary_default: bool = False
 
-    def wants_bytes(self, name: str) -> bool:
+    def is_binary(self, name: str) -> bool:
         return self.binary.get(name, self.binary_default)
 
 
 def read_infer_request(body: bytes, header_length: bytes | None, served: ServedModel) -> InferCall:
-    """Raises TritonError in Triton's words."""
+    """Check a request for a model. Raises TritonError with Triton's text."""
     view = memoryview(body)
     size = _header_size(header_length, len(body))
     if not size:
@@ -42,7 +42,7 @@ def read_infer_request(body: bytes, header_length: bytes | None, served: ServedM
     call = InferCall(inference, binary_default=inference.parameters.get("binary_data_output") is True)
     _read_outputs(message, call)
     tensors, types = _read_inputs(message, view[size:], served.model.name)
-    check(inference, tensors, types)
+    check_tensors(inference, tensors, types)
     return call
 
 
@@ -55,39 +55,42 @@ def _header_size(header: bytes | None, size: int) -> int:
 
 
 def request_id(message: dict[str, Any]) -> str:
-    given = message.get("id", "")
-    if not isinstance(given, (str, int)) or isinstance(given, bool):
+    value = message.get("id", "")
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise TritonError("Unable to parse 'id': attempt to access JSON non-string as string", 500)
-    return str(given)
+    return str(value)
 
 
 def parameters(message: dict[str, Any]) -> Parameters:
-    """Request parameters. Raises TritonError for a value that is no scalar, and for the sequences that no model here has."""
-    given = message.get("parameters", {})
-    if not isinstance(given, dict):
+    """The parameters of a request or tensor. Raises TritonError for a value that is not a scalar."""
+    values = message.get("parameters", {})
+    if not isinstance(values, dict):
         raise TritonError("Unable to parse 'parameters': attempt to access JSON non-object as object", 500)
-    for name, value in given.items():
+    for name, value in values.items():
         if not isinstance(value, (bool, int, str, float)):
             raise TritonError(f"parameter '{name[:80]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
-    return given
+    return values
 
 
 def _read_outputs(message: dict[str, Any], call: InferCall) -> None:
     names = []
     for output in _objects(message.get("outputs", []), "outputs"):
-        name, given = _name(output, "outputs"), parameters(output)
-        refuse_extensions(name, given)
-        if "binary_data" in given:
-            call.binary[name] = given["binary_data"] is True
+        name, options = _name(output, "outputs"), parameters(output)
+        refuse_extensions(name, options)
+        if "binary_data" in options:
+            call.binary[name] = options["binary_data"] is True
         names.append(name)
     call.inference.outputs = tuple(dict.fromkeys(names))
 
 
-def refuse_extensions(name: str, given: Parameters) -> None:
-    if _SHARED in given:
-        raise TritonError(f"Unable to find shared memory region: '{str(given[_SHARED])[:80]}'. Send tensor '{name}' in the request.")
-    if given.get("classification"):
-        raise TritonError(f"classification of output '{name}' is not supported; ask for the tensor.")
+def refuse_extensions(name: str, options: Parameters) -> None:
+    """Raise TritonError if the parameters of a tensor request shared memory or classification."""
+    if _SHARED_MEMORY in options:
+        raise TritonError(
+            f"Unable to find shared memory region: '{str(options[_SHARED_MEMORY])[:80]}'. Send tensor '{name}' in the request."
+        )
+    if options.get("classification"):
+        raise TritonError(f"classification of output '{name}' is not supported. Request the tensor itself.")
 
 
 def _read_inputs(message: dict[str, Any], raw: memoryview, model: str) -> tuple[Tensors, dict[str, str]]:
@@ -95,31 +98,31 @@ def _read_inputs(message: dict[str, Any], raw: memoryview, model: str) -> tuple[
         raise TritonError("Unable to parse 'inputs': attempt to access non-existing object member 'inputs'", 500)
     tensors: Tensors = {}
     types, at = {}, 0
-    for given in _objects(message["inputs"], "inputs"):
-        name, dtype = _name(given, "inputs"), given.get("datatype")
+    for item in _objects(message["inputs"], "inputs"):
+        name, dtype = _name(item, "inputs"), item.get("datatype")
         if name in tensors:
             raise TritonError(f"input '{name}' already exists in request")
         if not isinstance(dtype, str) or dtype not in dtypes.DTYPES:
             raise TritonError(f"invalid datatype for input {name}")
-        shape = dtypes.check_shape(name, given.get("shape"))
-        options = parameters(given)
+        shape = dtypes.check_shape(name, item.get("shape"))
+        options = parameters(item)
         refuse_extensions(name, options)
         if "binary_data_size" in options:
             size = _binary_size(name, options["binary_data_size"], len(raw) - at)
             tensors[name] = dtypes.from_raw(name, dtype, shape, raw[at : at + size], model)
             at += size
         else:
-            tensors[name] = _from_data(given, dtype, shape)
+            tensors[name] = _from_data(item, dtype, shape)
         types[name] = dtype
     if at != len(raw):
         raise TritonError(f"unexpected additional input data for model '{model}': {len(raw) - at} bytes belong to no input")
     return tensors, types
 
 
-def _from_data(given: dict[str, Any], dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    if "data" not in given:
+def _from_data(item: dict[str, Any], dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    if "data" not in item:
         raise TritonError("Unable to parse 'data': attempt to access non-existing object member 'data'", 500)
-    return dtypes.from_json(dtype, shape, given["data"])
+    return dtypes.from_json(dtype, shape, item["data"])
 
 
 def _binary_size(name: str, size: Any, left: int) -> int:
@@ -144,11 +147,11 @@ def _name(item: dict[str, Any], where: str) -> str:
 
 
 def write_infer_response(served: ServedModel, call: InferCall, response: Response) -> tuple[bytes, int | None]:
-    """The body, and its JSON's length when bytes follow."""
+    """(body, length of its JSON if bytes follow, otherwise None)."""
     inference, raws, outputs = call.inference, [], []
     for name, array in response.tensors().items():
         output: dict[str, Any] = {"name": name, "datatype": _datatype(served, name), "shape": list(array.shape)}
-        if call.wants_bytes(name):
+        if call.is_binary(name):
             raws.append(dtypes.to_raw(array))
             output["parameters"] = {"binary_data_size": len(raws[-1])}
         else:

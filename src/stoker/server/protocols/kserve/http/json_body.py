@@ -1,4 +1,4 @@
-"""What Triton's JSON reader (RapidJSON) says of a damaged body, and at which byte."""
+"""Reads JSON bodies, with the error messages and byte offsets of Triton's JSON reader (RapidJSON)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from stoker.server.protocols.kserve.errors import TritonError
 
-_WORDS = {  # the standard library's complaint → RapidJSON's
+_MESSAGES = {  # message of Python's json module → message of RapidJSON
     "Expecting value": "Invalid value.",
     "Expecting ':' delimiter": "Missing a colon after a name of object member.",
     "Expecting ',' delimiter": "Missing a comma or } after an object member.",
@@ -24,27 +24,28 @@ def read_object(body: bytes | memoryview) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        what, at = _rapidjson(bytes(body), error)
-        raise TritonError(f"failed to parse the request JSON buffer: {what} at {at}", 500) from None
+        text, offset = _rapidjson_error(bytes(body), error)
+        raise TritonError(f"failed to parse the request JSON buffer: {text} at {offset}", 500) from None
     if not isinstance(value, dict):
         raise TritonError("attempt to get members for non-object", 500)
     return value
 
 
-def _rapidjson(body: bytes, error: Exception) -> tuple[str, int]:
+def _rapidjson_error(body: bytes, error: Exception) -> tuple[str, int]:
+    """(message, byte offset)."""
     if not body.strip():
         return "The document is empty.", len(body)
     if isinstance(error, RecursionError):
         return "Terminate parsing due to Handler error.", len(body)
     try:
         json.loads(body)
-    except json.JSONDecodeError as found:
-        at = len(found.doc[: found.pos].encode())
-        return _WORDS.get(found.msg, "Invalid value."), at
-    except UnicodeDecodeError as found:
-        return "Invalid encoding in string.", found.start
-    except ValueError:  # a whole number of more digits than Python takes
+    except json.JSONDecodeError as json_error:
+        offset = len(json_error.doc[: json_error.pos].encode())
+        return _MESSAGES.get(json_error.msg, "Invalid value."), offset
+    except UnicodeDecodeError as encoding_error:
+        return "Invalid encoding in string.", encoding_error.start
+    except ValueError:  # an integer with more digits than Python accepts
         return "Number too big to be stored in double.", 0
     except RecursionError:
         return "Terminate parsing due to Handler error.", len(body)
-    return "Invalid value.", 0  # NaN and the like, which the standard library takes
+    return "Invalid value.", 0  # for example NaN, which Python's json module accepts

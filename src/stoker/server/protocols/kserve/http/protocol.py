@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +15,7 @@ from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.kserve import metadata as described
 from stoker.server.protocols.kserve import trace_and_log as settings
 from stoker.server.protocols.kserve.core import Core
-from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError, words
+from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError, client_message
 from stoker.server.protocols.kserve.http import compression
 from stoker.server.protocols.kserve.http import generate as generate_json
 from stoker.server.protocols.kserve.http import infer as infer_json
@@ -30,6 +31,8 @@ _encode = msgspec.json.encode
 
 
 class KServeHTTP(Protocol):
+    """The endpoints under /v2. Errors have Triton's text, status and content type."""
+
     prefixes = ("/v2",)
     failure_type = PLAIN
 
@@ -38,13 +41,13 @@ class KServeHTTP(Protocol):
         self._core = Core.of(context, core)
 
     def endpoints(self) -> list[Endpoint]:
-        # The router tries one after another: what is call most stands first.
-        found = [
+        # The router compares a path with one route after another, so the most frequent routes are first.
+        endpoints = [
             Endpoint("POST", f"{base}/{name}", handler)
             for base in (MODEL, VERSIONED)
             for name, handler in (("generate_stream", self.generate_stream), ("generate", self.generate), ("infer", self.infer))
         ]
-        found += [
+        endpoints += [
             Endpoint("GET", "/v2", self.server),
             Endpoint("GET", "/v2/health/live", self.live, open=True),
             Endpoint("GET", "/v2/health/ready", self.ready, open=True),
@@ -56,21 +59,21 @@ class KServeHTTP(Protocol):
             Endpoint("POST", "/v2/logging", self.set_logging),
         ]
         for base in (MODEL, VERSIONED):
-            found += [
+            endpoints += [
                 Endpoint("GET", base, self.metadata),
                 Endpoint("GET", f"{base}/ready", self.model_ready, open=True),
                 Endpoint("GET", f"{base}/config", self.config),
                 Endpoint("GET", f"{base}/stats", self.stats),
             ]
         for path in ("/v2/trace/setting", f"{MODEL}/trace/setting"):
-            found += [Endpoint("GET", path, self.trace), Endpoint("POST", path, self.set_trace)]
+            endpoints += [Endpoint("GET", path, self.trace), Endpoint("POST", path, self.set_trace)]
         for kind in SHARED_MEMORY:
-            found += [
+            endpoints += [
                 Endpoint("GET", f"/v2/{kind}/status", self.no_regions),
                 Endpoint("POST", f"/v2/{kind}/region/{{region}}/register", self.refuse_region),
                 Endpoint("POST", f"/v2/{kind}/unregister", self.nothing_to_unregister),
             ]
-        return found
+        return endpoints
 
     async def server(self, http: RequestContext) -> None:
         await http.respond(200, _encode(described.server()))
@@ -92,10 +95,10 @@ class KServeHTTP(Protocol):
             await http.respond(400, _encode({"error": "Model version not ready"}), PLAIN)
 
     async def metadata(self, http: RequestContext) -> None:
-        await self._tell(http, lambda: described.metadata(self._find(http)))
+        await self._respond_json(http, lambda: described.metadata(self._find(http)))
 
     async def config(self, http: RequestContext) -> None:
-        await self._tell(http, lambda: described.config(self._find(http).model))
+        await self._respond_json(http, lambda: described.config(self._find(http).model))
 
     async def stats(self, http: RequestContext) -> None:
         try:
@@ -112,7 +115,7 @@ class KServeHTTP(Protocol):
     async def index(self, http: RequestContext) -> None:
         body = await http.body()
         ready_only = bool(body) and read_object(body).get("ready") is True
-        await self._tell(http, lambda: self._core.index(ready_only=ready_only))
+        await self._respond_json(http, lambda: self._core.index(ready_only=ready_only))
 
     async def load(self, http: RequestContext) -> None:
         await self._set_loaded(http, loaded=True)
@@ -123,26 +126,26 @@ class KServeHTTP(Protocol):
     async def _set_loaded(self, http: RequestContext, *, loaded: bool) -> None:
         body = await http.body()
         try:
-            given = infer_json.parameters(read_object(body)) if body else {}
-            self._core.set_loaded(http.path["model"], given, loaded=loaded)
+            parameters = infer_json.parameters(read_object(body)) if body else {}
+            self._core.set_loaded(http.path["model"], parameters, loaded=loaded)
         except TritonError as error:
             await self._refuse(http, error, JSON)
         else:
             await http.respond(200)
 
     async def logging(self, http: RequestContext) -> None:
-        await http.respond(200, _encode(self._core.logging.shown()))
+        await http.respond(200, _encode(self._core.logging.values()))
 
     async def set_logging(self, http: RequestContext) -> None:
         body = await http.body()
-        await self._tell(http, lambda: self._core.logging.change(read_object(body)))
+        await self._respond_json(http, lambda: self._core.logging.change(read_object(body)))
 
     async def trace(self, http: RequestContext) -> None:
         await http.respond(200, _encode(settings.TRACE))
 
     async def set_trace(self, http: RequestContext) -> None:
         body = await http.body()
-        await self._tell(http, lambda: settings.check_trace(read_object(body)))
+        await self._respond_json(http, lambda: settings.check_trace(read_object(body)))
 
     async def no_regions(self, http: RequestContext) -> None:
         await http.respond(200, b"[]")
@@ -163,17 +166,17 @@ class KServeHTTP(Protocol):
                 if served.model.decoupled and not served.unary:
                     raise TritonError("HTTP end point doesn't support models with decoupled transaction policy", 501)
                 kind = JSON
-                body = compression.unpack(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
+                body = compression.decompress(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
                 call = infer_json.read_infer_request(body, http.headers.get(infer_json.HEADER_LENGTH), served)
                 kind = PLAIN
-                response = await self._core.one(served, call.inference)
-                await self._answer(http, *infer_json.write_infer_response(served, call, response))
+                response = await self._core.single_response(served, call.inference)
+                await self._respond_infer(http, *infer_json.write_infer_response(served, call, response))
             except StokerError as error:
                 await self._refuse(http, error, kind)
 
-    async def _answer(self, http: RequestContext, body: bytes, header_length: int | None) -> None:
+    async def _respond_infer(self, http: RequestContext, body: bytes, header_length: int | None) -> None:
         headers = [] if header_length is None else [(infer_json.HEADER_LENGTH, b"%d" % header_length)]
-        body, encoding = compression.pack(body, http.headers.get(b"accept-encoding", b""))
+        body, encoding = compression.compress(body, http.headers.get(b"accept-encoding", b""))
         if encoding:
             headers.append((b"content-encoding", encoding))
         await http.respond(200, body, JSON if header_length is None else OCTETS, headers)
@@ -183,11 +186,11 @@ class KServeHTTP(Protocol):
         async with http.cancel_on_disconnect():
             try:
                 served, inference = self._read_generate(http, body)
-                response = await self._core.one(served, inference)
+                response = await self._core.single_response(served, inference)
             except StokerError as error:
                 await self._refuse(http, error, JSON, model_error=400)
             else:
-                await http.respond(200, generate_json.Writer(served, inference).body(response))
+                await http.respond(200, generate_json.ResponseWriter(served, inference).body(response))
 
     async def generate_stream(self, http: RequestContext) -> None:
         body = await http.body()
@@ -200,37 +203,37 @@ class KServeHTTP(Protocol):
             await self._stream(http, served, inference)
 
     async def _stream(self, http: RequestContext, served: ServedModel, inference: Inference) -> None:
-        writer = generate_json.Writer(served, inference)
+        writer = generate_json.ResponseWriter(served, inference)
         try:
             async with aclosing(self._core.responses(served, inference)) as responses:
                 async for batch in responses:
                     if not http.started:
                         await http.open_stream()
-                    if events := [writer.event(response) for response in batch if response.shows]:
+                    if events := [writer.event(response) for response in batch if response.has_outputs]:
                         await http.send(b"".join(events))
             if not http.started:
                 await http.open_stream()
-        except StokerError as error:  # what a model refuses is an event too, with the error's status while there is none yet
-            event = generate_json.error_event(words(error))
+        except StokerError as error:  # also written as an event; the status is the error's if the response has not started
+            event = generate_json.error_event(client_message(error))
             if not http.started:
                 failure = describe(error)
-                await http.respond(_of_model(failure.status), event, EVENT_STREAM, failure.headers)
+                await http.respond(_model_status(failure.status), event, EVENT_STREAM, failure.headers)
                 return
             await http.send(event)
         await http.close_stream()
 
     def _read_generate(self, http: RequestContext, body: bytes) -> tuple[ServedModel, Inference]:
         served = self._ready(http)
-        body = compression.unpack(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
+        body = compression.decompress(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
         return served, generate_json.read_generate_request(read_object(body), served)
 
     def failure_body(self, failure: Failure) -> bytes:
-        """Triton's shape; its own words where it has some."""
+        """Triton's format, with Triton's text for unknown paths and methods."""
         messages = {RouteError.code: "Not Found", MethodError.code: "Method Not Allowed"}
         return _encode({"error": messages.get(failure.code, failure.message)})
 
-    async def _tell(self, http: RequestContext, value: Any) -> None:
-        """The value as JSON, or its error as Triton's control routes write one."""
+    async def _respond_json(self, http: RequestContext, value: Callable[[], Any]) -> None:
+        """Respond with the result of `value` as JSON, or with a TritonError in the format of Triton's control endpoints."""
         try:
             body = _encode(value())
         except TritonError as error:
@@ -241,7 +244,7 @@ class KServeHTTP(Protocol):
     async def _refuse(self, http: RequestContext, error: StokerError, kind: bytes, *, model_error: int | None = None) -> None:
         failure = describe(error)
         status = model_error if model_error and failure.status == 500 and not isinstance(error, TritonError) else failure.status
-        await http.respond(status, _encode({"error": words(error)}), kind, failure.headers)
+        await http.respond(status, _encode({"error": client_message(error)}), kind, failure.headers)
 
     def _find(self, http: RequestContext) -> ServedModel:
         return self._core.catalogue.find(http.path["model"], http.path.get("version"))
@@ -250,6 +253,6 @@ class KServeHTTP(Protocol):
         return self._core.catalogue.ready(http.path["model"], http.path.get("version"))
 
 
-def _of_model(status: int) -> int:
-    """Triton's generate tells a model's own failure as 400."""
+def _model_status(status: int) -> int:
+    """The status of generate_stream for an error: Triton responds with 400 if the model itself fails."""
     return 400 if status == 500 else status

@@ -1,4 +1,4 @@
-"""The models that KServe clients see: the five of a repository, or those that a plain engine shows, over one service."""
+"""The models that KServe clients see: those of a Triton repository, or default ones for an engine without a repository."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import ServedModel
 from stoker.server.protocols.kserve.model_config import KINDS, TritonModel, TritonOptions, tensors
 from stoker.server.protocols.kserve.models.ensemble import BLS, Ensemble
-from stoker.server.protocols.kserve.models.generating import Generating
+from stoker.server.protocols.kserve.models.generating import GeneratingModel
 from stoker.server.protocols.kserve.models.tensorrt_llm import TensorrtLLM
 from stoker.server.protocols.kserve.models.tokenizer import Postprocessing, Preprocessing, TokenizerModel
 
-PLAIN_BATCH_SIZE = 256  # rows of one request, of models that no file describes
-MAX_BEAM_WIDTH = 64  # where only the engine's own limit counts
-_MEMBERS = ("preprocessing", "tensorrt_llm", "postprocessing")
+DEFAULT_BATCH_SIZE = 256  # maximum rows of one request for default models
+MAX_BEAM_WIDTH = 64  # for default models; the limit of the engine applies, too
+_ENSEMBLE_MEMBERS = ("preprocessing", "tensorrt_llm", "postprocessing")
 
 
 class Catalogue:
-    """Models by name, in order of the alphabet as Triton lists them."""
+    """Models by name, in alphabetical order as in Triton."""
 
     def __init__(self, models: list[ServedModel], mode: str = "none") -> None:
         self._models = {served.model.name: served for served in sorted(models, key=lambda served: served.model.name)}
@@ -32,7 +32,7 @@ class Catalogue:
         return list(self._models.values())
 
     def find(self, name: str, version: str | None = None) -> ServedModel:
-        """A model, ready or not. Raises UnknownModelError."""
+        """A model, whether it is ready or not. Raises UnknownModelError."""
         served = self._models.get(name)
         if served is None:
             raise UnknownModelError(name)
@@ -41,63 +41,75 @@ class Catalogue:
         return served
 
     def ready(self, name: str, version: str | None = None) -> ServedModel:
-        """A model that takes requests. Raises UnknownModelError, or TritonError 503 for one that was unloaded."""
+        """A loaded model. Raises UnknownModelError, or TritonError with status 503 if the model was unloaded."""
         served = self.find(name, version)
         if served.unloaded:
             raise TritonError(f"Request for unknown model: '{name}' has no available versions", 503)
         return served
 
     def set_loaded(self, name: str, *, loaded: bool) -> None:
-        """Let a model take requests, or not; those in flight end in peace. Raises TritonError unless the server's mode is explicit."""
+        """Load or unload a model. Requests in flight continue. Raises TritonError unless the server's model control mode is explicit."""
         if self._mode != "explicit":
             raise TritonError("explicit model load / unload is not allowed if polling is enabled", 503)
         served = self._models.get(name)
         if served is None:
-            word = "load" if loaded else "unload"
-            raise TritonError(f"failed to {word} '{name[:200]}', failed to poll from model repository")
+            action = "load" if loaded else "unload"
+            raise TritonError(f"failed to {action} '{name[:200]}', failed to poll from model repository")
         served.unloaded = not loaded
 
 
-def over(context: Context, in_flight: InFlight) -> Catalogue:
-    """The catalogue of a server: what its settings describe, or the five models and the served name as one more ensemble."""
-    options = context.settings.options if isinstance(context.settings.options, TritonOptions) else None
-    chosen = options or TritonOptions(models=plain_models(), unary=True, max_beam_width=MAX_BEAM_WIDTH)
-    models = [_served(model, context, chosen, in_flight) for model in chosen.models]
-    if chosen.unary:
-        taken = {served.model.name for served in models}
-        names = [model.name for model in context.repository.models() if model.name not in taken]
-        models += [_served(_plain("ensemble", name), context, chosen, in_flight) for name in names]
-    return Catalogue(models, chosen.model_control)
+def build_catalogue(context: Context, in_flight: InFlight) -> Catalogue:
+    """The catalogue of the models in the settings; without any, of five default models and an ensemble per served model name."""
+    configured = context.settings.options if isinstance(context.settings.options, TritonOptions) else None
+    options = configured or TritonOptions(models=default_models(), unary=True, max_beam_width=MAX_BEAM_WIDTH)
+    models = [_served(model, context, options, in_flight) for model in options.models]
+    if options.unary:
+        used_names = {served.model.name for served in models}
+        names = [model.name for model in context.repository.models() if model.name not in used_names]
+        models += [_served(_default_model("ensemble", name), context, options, in_flight) for name in names]
+    return Catalogue(models, options.model_control)
 
 
-def plain_models() -> tuple[TritonModel, ...]:
-    return tuple(_plain(kind, kind) for kind in KINDS)
+def default_models() -> tuple[TritonModel, ...]:
+    return tuple(_default_model(kind, kind) for kind in KINDS)
 
 
-def _plain(kind: str, name: str) -> TritonModel:
+def _default_model(kind: str, name: str) -> TritonModel:
     inputs, outputs = tensors(kind)
     ensemble = kind == "ensemble"
     return TritonModel(
-        name=name, kind=kind, platform="ensemble" if ensemble else "", backend="" if ensemble else "python", inputs=inputs, outputs=outputs,
-        max_batch_size=PLAIN_BATCH_SIZE, decoupled=kind not in ("preprocessing", "postprocessing"),
-    )  # fmt: skip
+        name=name,
+        kind=kind,
+        platform="ensemble" if ensemble else "",
+        backend="" if ensemble else "python",
+        inputs=inputs,
+        outputs=outputs,
+        max_batch_size=DEFAULT_BATCH_SIZE,
+        decoupled=kind not in ("preprocessing", "postprocessing"),
+    )
 
 
 def _served(model: TritonModel, context: Context, options: TritonOptions, in_flight: InFlight) -> ServedModel:
     def service() -> Service:
         return context.repository.service(model.name) if model.name in context.repository else context.default_service()
 
-    members = tuple(m.name for kind in _MEMBERS if (m := options.of_kind(kind))) if model.kind in ("ensemble", "tensorrt_llm_bls") else ()
+    members: tuple[str, ...] = ()
+    if model.kind in ("ensemble", "tensorrt_llm_bls"):
+        members = tuple(member.name for kind in _ENSEMBLE_MEMBERS if (member := options.of_kind(kind)))
     runner = _runner(model, service, context, options, in_flight)
     return ServedModel(
-        model=model, run=runner.run, ready=lambda: _answers(service), members=members, unary=options.unary,
-        answer=runner.answer if isinstance(runner, Generating) else None,
-    )  # fmt: skip
+        model=model,
+        run=runner.run,
+        ready=lambda: _is_ready(service),
+        members=members,
+        unary=options.unary,
+        complete=runner.complete if isinstance(runner, GeneratingModel) else None,
+    )
 
 
 def _runner(
     model: TritonModel, service: Callable[[], Service], context: Context, options: TritonOptions, in_flight: InFlight
-) -> Generating | TokenizerModel:
+) -> GeneratingModel | TokenizerModel:
     settings = context.settings
     match model.kind:
         case "preprocessing":
@@ -111,7 +123,7 @@ def _runner(
     return BLS(service, options, settings, in_flight)
 
 
-def _answers(service: Callable[[], Service]) -> bool:
+def _is_ready(service: Callable[[], Service]) -> bool:
     try:
         return service().ready
     except StokerError:

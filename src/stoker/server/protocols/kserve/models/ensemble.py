@@ -1,4 +1,4 @@
-"""The models of text: the ensemble, fused into one step, and tensorrt_llm_bls."""
+"""The models with text input and output: the ensemble, which runs as one step, and tensorrt_llm_bls."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from stoker.base.types import Delta, SamplingParams
 from stoker.frontend.service import Service
 from stoker.server.protocols.kserve.inference import Tensors
 from stoker.server.protocols.kserve.models import sampling
-from stoker.server.protocols.kserve.models.generating import Generating, Planned
-from stoker.server.protocols.kserve.models.results import Part
+from stoker.server.protocols.kserve.models.generating import GeneratingModel, PlannedRow
+from stoker.server.protocols.kserve.models.results import SequencePart
 from stoker.server.protocols.kserve.tensors.dtypes import text_array
-from stoker.server.protocols.kserve.tensors.row import Row
+from stoker.server.protocols.kserve.tensors.input_row import InputRow
 
 
-class Ensemble(Generating):
-    """Text in, text out. The service tokenizes and detokenizes, so no tensor passes between stages."""
+class Ensemble(GeneratingModel):
+    """text_input to text_output. The service tokenizes and detokenizes, so no tensors are passed between models."""
 
-    own = ("text_output",)
+    own_outputs = ("text_output",)
 
-    def plan(self, row: Row, service: Service) -> tuple[str, SamplingParams, list[tuple[int, ...]]]:
-        params = sampling.of_text(row, service, self._options, skip_special_tokens=self._settings.skip_special_tokens)
+    def plan(self, row: InputRow, service: Service) -> tuple[str, SamplingParams, list[tuple[int, ...]]]:
+        params = sampling.text_params(row, service, self._options, skip_special_tokens=self._settings.skip_special_tokens)
         return row.value("text_input", ""), params, []
 
-    def tensors(self, planned: Planned, parts: list[Part], prompt_ids: list[int], service: Service) -> Tensors:
+    def tensors(self, planned: PlannedRow, parts: list[SequencePart], prompt_ids: list[int], service: Service) -> Tensors:
         texts = [self.text(planned, part, prompt_ids, service) for part in parts]
         return {"text_output": text_array([text.encode() for text in texts], (1, len(texts)))}
 
-    def shows(self, delta: Delta) -> bool:
+    def is_shown(self, delta: Delta) -> bool:
         return bool(delta.text) or delta.finish_reason is not None
 
-    def text(self, planned: Planned, part: Part, prompt_ids: list[int], service: Service) -> str:
-        """The prompt's tokens, if any are to be shown, and the new ones decoded as one text, less what a stop word or end id cut off."""
+    def text(self, planned: PlannedRow, part: SequencePart, prompt_ids: list[int], service: Service) -> str:
+        """The text of the new tokens. With prompt_ids, both are decoded together, without the text that a stop word or end id removed."""
         if not prompt_ids:
             return part.text
         skip = self._settings.skip_special_tokens
@@ -41,9 +41,9 @@ class Ensemble(Generating):
 
 
 class BLS(Ensemble):
-    """With accumulate_tokens each streamed text_output holds all text so far."""
+    """An ensemble. With the option accumulate_tokens, each streamed text_output contains all text so far."""
 
-    def text(self, planned: Planned, part: Part, prompt_ids: list[int], service: Service) -> str:
+    def text(self, planned: PlannedRow, part: SequencePart, prompt_ids: list[int], service: Service) -> str:
         text = super().text(planned, part, prompt_ids, service)
         if planned.streaming and self._options.accumulate_tokens:
             text = planned.texts[part.index] = planned.texts.get(part.index, "") + text

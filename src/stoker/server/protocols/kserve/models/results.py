@@ -1,4 +1,4 @@
-"""Outputs that every generating model has: log-probabilities, logits that nobody asked for, and which row a response belongs to."""
+"""The outputs of all models that generate: log-probabilities, placeholders for logits, and the indices of row and sequence."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ _CONSTANT: Tensors = {
 _NO_SCORES: Tensors = {"cum_log_probs": np.zeros((1, 1), np.float32), "output_log_probs": np.zeros((1, 1, 1), np.float32)}
 _INDEX = [np.full((1, 1), i, np.int32) for i in range(64)]
 for _array in (*_CONSTANT.values(), *_NO_SCORES.values(), *_INDEX):
-    _array.setflags(write=False)  # every response shares them; encoders may keep what they made of such arrays
+    _array.setflags(write=False)  # all responses share these arrays, and encoders cache their encoding
 
 
-class Part(msgspec.Struct):
-    """What a response shows of one sequence or beam."""
+class SequencePart(msgspec.Struct):
+    """The part of one sequence or beam that a response contains."""
 
     index: int
     text: str
     token_ids: list[int]
     scores: list[float]
     cum_score: float
-    stopped: bool = False  # by an end id or a stop word, whose text is left out
+    stopped: bool = False  # by an end id or a stop word, whose text is removed
 
 
 class Scores:
-    """The log-probability of one sequence so far; divided by its length when normalized, as TensorRT-LLM's normalize_log_probs does."""
+    """The log-probability of one sequence so far. `normalized` divides it by the length, as TensorRT-LLM's normalize_log_probs does."""
 
     def __init__(self, *, normalized: bool) -> None:
         self.length = 0
         self._normalized = normalized
         self._sum = 0.0
 
-    def part(self, index: int, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Part:
+    def part(self, index: int, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> SequencePart:
         self.length += len(token_ids)
         if not logprobs:
-            return Part(index, text, token_ids, [], self._shown())
+            return SequencePart(index, text, token_ids, [], self._cumulative())
         new = [entry.logprob for entry in logprobs]
         self._sum += sum(new)
-        return Part(index, text, token_ids, new, self._shown())
+        return SequencePart(index, text, token_ids, new, self._cumulative())
 
-    def _shown(self) -> float:
+    def _cumulative(self) -> float:
         return self._sum / self.length if self._normalized and self.length else self._sum
 
 
-def results(row: int, parts: list[Part], *, scored: bool) -> Tensors:
-    """Shapes: cum_log_probs [1, beams], output_log_probs [1, beams, tokens], unasked logits a single 0 of their rank."""
+def common_outputs(row: int, parts: list[SequencePart], *, scored: bool) -> Tensors:
+    """The output tensors: cum_log_probs [1, beams], output_log_probs [1, beams, tokens], logits a single 0 of their rank."""
     indices = {"batch_index": _index(row), "sequence_index": _index(parts[0].index if len(parts) == 1 else 0)}
     return _CONSTANT | (_scores(parts) if scored else _NO_SCORES) | indices
 
 
-def _scores(parts: list[Part]) -> Tensors:
+def _scores(parts: list[SequencePart]) -> Tensors:
     by_token = np.zeros((1, len(parts), max(len(part.scores) for part in parts)), np.float32)
     for beam, part in enumerate(parts):
         by_token[0, beam, : len(part.scores)] = part.scores

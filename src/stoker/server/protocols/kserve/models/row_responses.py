@@ -1,4 +1,4 @@
-"""Responses of several rows: side by side as they come, or all in one."""
+"""Combining the responses of several rows: as they arrive, or all in one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from stoker.server.protocols.kserve.inference import Response, Responses
 _PADDED_WITH_ID = ("output_ids",)
 
 
-async def merged(streams: Sequence[Responses]) -> Responses:
-    """The rows' responses as they come; the last of all is final. The first failure ends every row."""
+async def merge_responses(streams: Sequence[Responses]) -> Responses:
+    """The responses of all rows as they arrive. The last one is final. The first error cancels all rows and is raised."""
     arrived: asyncio.Queue[list[Response] | Exception] = asyncio.Queue()
     tasks = [asyncio.create_task(_forward(stream, arrived)) for stream in streams]
     left = len(tasks)
@@ -42,8 +42,8 @@ async def _forward(stream: Responses, arrived: asyncio.Queue[list[Response] | Ex
         arrived.put_nowait(error)
 
 
-async def gather(stream: Responses, pad_id: int) -> Responses:
-    """One response of all: rows under one another, sequences of a row side by side."""
+async def gather_responses(stream: Responses, pad_id: int) -> Responses:
+    """One response with all rows along axis 0 and the sequences of a row along axis 1."""
     async with aclosing(stream) as batches:
         found = [response async for batch in batches for response in batch]
     for response in found:
@@ -52,11 +52,11 @@ async def gather(stream: Responses, pad_id: int) -> Responses:
     for response in found:
         rows.setdefault(response.row, []).append(response)
     ordered = [sorted(rows[row], key=lambda response: response.index) for row in sorted(rows)]
-    outputs = {name: _together(name, ordered, pad_id) for name in found[0].outputs}
+    outputs = {name: _concatenate_output(name, ordered, pad_id) for name in found[0].outputs}
     yield [Response(outputs=outputs, parameters=found[-1].parameters, final=True)]
 
 
-def _together(name: str, rows: list[list[Response]], pad_id: int) -> np.ndarray:
+def _concatenate_output(name: str, rows: list[list[Response]], pad_id: int) -> np.ndarray:
     pad = pad_id if name in _PADDED_WITH_ID else 0
     if name in ("batch_index", "sequence_index"):
         return _stack([row[0].outputs[name] for row in rows], 0, pad)
@@ -64,16 +64,16 @@ def _together(name: str, rows: list[list[Response]], pad_id: int) -> np.ndarray:
 
 
 def _stack(arrays: list[np.ndarray], axis: int, pad: int) -> np.ndarray:
-    """Joined along `axis`; shorter ones are padded at the end of every other axis."""
+    """Concatenate along `axis`. Smaller arrays are padded at the end of all other axes."""
     if len(arrays) == 1:
         return arrays[0]
     shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
     shape[axis] = sum(array.shape[axis] for array in arrays)
-    joined = np.full(shape, b"" if arrays[0].dtype == object else pad, arrays[0].dtype)
+    result = np.full(shape, b"" if arrays[0].dtype == object else pad, arrays[0].dtype)
     at = 0
     for array in arrays:
         place = [slice(0, size) for size in array.shape]
         place[axis] = slice(at, at + array.shape[axis])
-        joined[tuple(place)] = array
+        result[tuple(place)] = array
         at += array.shape[axis]
-    return joined
+    return result

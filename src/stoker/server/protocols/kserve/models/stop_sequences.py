@@ -1,4 +1,4 @@
-"""Stop words of several tokens, found in the ids as they come."""
+"""Stop words with several tokens, searched in the token ids of a stream."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
 from stoker.frontend.service import Choice, Completion, Service
 
 
-class StopIds:
-    """One sequence: `cut` tells how many of the new ids belong to it, and whether a stop word ended it with the last of these."""
+class StopIdChecker:
+    """Searches stop words in the token ids of one sequence."""
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._words = words
-        self._reach = max(map(len, words))
+        self._max_length = max(map(len, words))
         self._last_ids: tuple[int, ...] = ()
 
-    def cut(self, ids: Sequence[int]) -> tuple[int, bool]:
+    def push(self, ids: Sequence[int]) -> tuple[int, bool]:
+        """Add token ids. Returns (number of them up to the end of the first stop word, whether a stop word was found)."""
         for used, token in enumerate(ids, 1):
-            self._last_ids = (*self._last_ids, token)[-self._reach :]
+            self._last_ids = (*self._last_ids, token)[-self._max_length :]
             if any(self._last_ids[-len(word) :] == word for word in self._words):
                 return used, True
         return len(ids), False
 
 
 async def stream(service: Service, request: GenerationRequest, words: Sequence[tuple[int, ...]]) -> AsyncGenerator[list[Delta], None]:
-    """`service.stream`, each sequence ended behind its first stop word. Leaving cancels what still runs."""
-    checkers = [StopIds(words) for _ in range(request.params.n)]
+    """`service.stream` with each sequence ended after its first stop word. Closing the generator cancels the request."""
+    checkers = [StopIdChecker(words) for _ in range(request.params.n)]
     live = set(range(request.params.n))
     async with aclosing(service.stream(request)) as batches:
         async for deltas in batches:
             live_deltas = []
             for delta in deltas:
                 if delta.index in live:
-                    live_deltas.append(_cut(delta, checkers[delta.index]))
+                    live_deltas.append(_truncate(delta, checkers[delta.index]))
                     if delta.finish_reason is not None:
                         live.discard(delta.index)
             if live_deltas:
@@ -43,16 +44,16 @@ async def stream(service: Service, request: GenerationRequest, words: Sequence[t
                 return
 
 
-def _cut(delta: Delta, checker: StopIds) -> Delta:
-    """Ids and log-probabilities end with the stop word; the text is left as it is, for callers here read ids."""
-    used, stopped = checker.cut(delta.token_ids)
+def _truncate(delta: Delta, checker: StopIdChecker) -> Delta:
+    """The delta up to the stop word. Its text is unchanged, because callers use the token ids."""
+    used, stopped = checker.push(delta.token_ids)
     if stopped:
         delta.token_ids, delta.logprobs, delta.finish_reason = delta.token_ids[:used], delta.logprobs[:used], FinishReason.STOP
     return delta
 
 
 async def complete(service: Service, request: GenerationRequest, words: Sequence[tuple[int, ...]]) -> Completion:
-    """The joined stream."""
+    """`service.complete` with the same end of each sequence."""
     choices = [Choice(i, "", [], FinishReason.CANCELLED) for i in range(request.params.n)]
     usage = Usage()
     async with aclosing(stream(service, request, words)) as batches:
@@ -65,5 +66,5 @@ async def complete(service: Service, request: GenerationRequest, words: Sequence
                 if delta.finish_reason is not None:
                     choice.finish_reason, choice.stop_reason, choice.error = delta.finish_reason, delta.stop_reason, delta.error
                 usage = delta.usage or usage
-    assert isinstance(request.prompt, list)  # only requests of token ids have such words
+    assert isinstance(request.prompt, list)  # only requests with token ids have such stop words
     return Completion(request.request_id, request.prompt, choices, usage)

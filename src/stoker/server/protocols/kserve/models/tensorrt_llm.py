@@ -1,4 +1,4 @@
-"""The model of token ids."""
+"""The model with token ids as input and output."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from stoker.base.types import SamplingParams
 from stoker.frontend.service import Service
 from stoker.server.protocols.kserve.inference import Tensors
 from stoker.server.protocols.kserve.models import sampling
-from stoker.server.protocols.kserve.models.generating import Generating, Planned
-from stoker.server.protocols.kserve.models.results import Part
-from stoker.server.protocols.kserve.tensors.row import Row
+from stoker.server.protocols.kserve.models.generating import GeneratingModel, PlannedRow
+from stoker.server.protocols.kserve.models.results import SequencePart
+from stoker.server.protocols.kserve.tensors.input_row import InputRow
 
 
-class TensorrtLLM(Generating):
-    """input_ids in, output_ids out: [beams, tokens], with the prompt in front unless it is excluded or the answer is streamed."""
+class TensorrtLLM(GeneratingModel):
+    """input_ids to output_ids [1, beams, tokens]. These contain the prompt unless it is excluded or the answer is streamed."""
 
-    own = ("output_ids", "sequence_length")
+    own_outputs = ("output_ids", "sequence_length")
 
-    def plan(self, row: Row, service: Service) -> tuple[list[int], SamplingParams, list[tuple[int, ...]]]:
+    def plan(self, row: InputRow, service: Service) -> tuple[list[int], SamplingParams, list[tuple[int, ...]]]:
         ids, length = row.ids("input_ids"), row.value("input_lengths", 0)
         if not 0 <= length <= len(ids):
             raise RequestError("input_lengths", length, f"the row has {len(ids)} input_ids")
-        if len(row.ids("decoder_input_ids")) > 1:  # preprocessing sends the one pad id of a decoder without an encoder
+        if len(row.ids("decoder_input_ids")) > 1:  # preprocessing sends one pad id
             raise RequestError("decoder_input_ids", row.ids("decoder_input_ids"), "there is no encoder", cure="Leave it out.")
-        params, stop_words = sampling.of_tokens(row, service, self._options)
+        params, stop_words = sampling.token_params(row, service, self._options)
         return ids[:length], params, stop_words
 
-    def tensors(self, planned: Planned, parts: list[Part], prompt_ids: list[int], service: Service) -> Tensors:
+    def tensors(self, planned: PlannedRow, parts: list[SequencePart], prompt_ids: list[int], service: Service) -> Tensors:
         rows = [[*prompt_ids, *part.token_ids] for part in parts]
         if len(rows) == 1:
             return {"output_ids": np.array([rows], np.int32), "sequence_length": np.array([[len(rows[0])]], np.int32)}

@@ -1,4 +1,4 @@
-"""preprocessing and postprocessing: the tokenizer on its own."""
+"""The models preprocessing and postprocessing, which only use the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from stoker.server.protocols.kserve.inference import Inference, Response, Respon
 from stoker.server.protocols.kserve.models import sampling
 from stoker.server.protocols.kserve.tensors import word_lists
 from stoker.server.protocols.kserve.tensors.dtypes import text_array
-from stoker.server.protocols.kserve.tensors.row import Row, rows
+from stoker.server.protocols.kserve.tensors.input_row import InputRow, input_rows
 from stoker.server.settings import ServerSettings
 
 MAX_BIAS_ELEMENTS = 1 << 24
 
 
 class TokenizerModel(ABC):
-    """A model without an executor. Both answer any number of rows with one response."""
+    """A model that needs no executor. A request with any number of rows has one response."""
 
     def __init__(self, service: Callable[[], Service], settings: ServerSettings) -> None:
         self._service = service
@@ -36,20 +36,22 @@ class TokenizerModel(ABC):
 
     @abstractmethod
     def outputs(self, inference: Inference, service: Service) -> Tensors:
-        """Every output of the model, by name."""
+        """All outputs of the model by name. Raises RequestError."""
 
 
 class Preprocessing(TokenizerModel):
-    """Text and word lists to token ids; rows of INPUT_ID are padded with the pad id."""
+    """Converts text and word lists to token ids. Rows of INPUT_ID are padded with the pad id."""
 
     def outputs(self, inference: Inference, service: Service) -> Tensors:
-        given = rows(inference)
-        for row in given:
-            row.refuse_what_cannot_be()
-        end_ids, pad_ids = self._ids(given, service)
-        ids = [service.encode(row.value("QUERY", ""), add_special_tokens=self._settings.add_special_tokens) for row in given]
-        words = {role: word_lists.write_word_lists([sampling.spellings(role, row.texts(role), service) for row in given])
-                 for role in ("BAD_WORDS_DICT", "STOP_WORDS_DICT")}  # fmt: skip
+        rows = input_rows(inference)
+        for row in rows:
+            row.check_rejected()
+        end_ids, pad_ids = self._ids(rows, service)
+        ids = [service.encode(row.value("QUERY", ""), add_special_tokens=self._settings.add_special_tokens) for row in rows]
+        words = {
+            role: word_lists.write_word_lists([sampling.tokenize_words(role, row.texts(role), service) for row in rows])
+            for role in ("BAD_WORDS_DICT", "STOP_WORDS_DICT")
+        }
         return {
             "INPUT_ID": _padded(ids, pad_ids[:, 0]),
             "REQUEST_INPUT_LEN": _column([len(row) for row in ids]),
@@ -57,23 +59,23 @@ class Preprocessing(TokenizerModel):
             "REQUEST_DECODER_INPUT_LEN": np.ones_like(pad_ids),
             "BAD_WORDS_IDS": words["BAD_WORDS_DICT"],
             "STOP_WORDS_IDS": words["STOP_WORDS_DICT"],
-            "EMBEDDING_BIAS": _bias(given, service),
-            "REQUEST_OUTPUT_LEN": _column([row.value("REQUEST_OUTPUT_LEN", 0) for row in given]),
+            "EMBEDDING_BIAS": _bias(rows, service),
+            "REQUEST_OUTPUT_LEN": _column([row.value("REQUEST_OUTPUT_LEN", 0) for row in rows]),
             "OUT_END_ID": end_ids,
             "OUT_PAD_ID": pad_ids,
-            "OUT_PROMPT_TABLE_EXTRA_IDS": np.zeros((len(given), 0), np.uint64),  # there are no prompt tables
+            "OUT_PROMPT_TABLE_EXTRA_IDS": np.zeros((len(rows), 0), np.uint64),  # there are no prompt tables
         }
 
-    def _ids(self, given: list[Row], service: Service) -> tuple[np.ndarray, np.ndarray]:
-        """A model with several end ids names the first; -1 stands for none."""
+    def _ids(self, rows: list[InputRow], service: Service) -> tuple[np.ndarray, np.ndarray]:
+        """(end ids, pad ids), [rows, 1] each. The default end id is the model's first; -1 means none."""
         default_end = next(iter(service.end_ids), -1)
         default_pad = service.pad_id if service.pad_id is not None else max(default_end, 0)
-        ends = [row.value("END_ID", default_end) for row in given]
-        return _column(ends), _column([row.value("PAD_ID", default_pad) for row in given])
+        ends = [row.value("END_ID", default_end) for row in rows]
+        return _column(ends), _column([row.value("PAD_ID", default_pad) for row in rows])
 
 
 class Postprocessing(TokenizerModel):
-    """Token ids to text: each of [rows, beams] decoded as a whole. 0.8's log-probabilities and logits pass through."""
+    """Converts token ids [rows, beams, tokens] to texts [rows, beams]. Passes the log-probabilities and logits of release 0.8 through."""
 
     def outputs(self, inference: Inference, service: Service) -> Tensors:
         texts = []
@@ -101,14 +103,16 @@ def _padded(ids: list[list[int]], pads: np.ndarray) -> np.ndarray:
     return array
 
 
-def _bias(given: list[Row], service: Service) -> np.ndarray:
-    """[rows, vocabulary] where any row has words; no columns otherwise."""
-    found = [sampling.word_bias(row.texts("EMBEDDING_BIAS_WORDS"), row.array("EMBEDDING_BIAS_WEIGHTS"), service) for row in given]
-    width = service.info.vocab_size if any(found) else 0
-    if len(given) * width > MAX_BIAS_ELEMENTS:
-        raise RequestError("EMBEDDING_BIAS_WORDS", len(given), f"{width} weights a row in so many rows", cure="Send fewer rows.")
-    array = np.zeros((len(given), width), np.float32)
-    for row, weights in enumerate(found):
-        for token, weight in weights.items():
+def _bias(rows: list[InputRow], service: Service) -> np.ndarray:
+    """[rows, vocabulary] if any row has words, otherwise [rows, 0]."""
+    biases = [sampling.word_bias(row.texts("EMBEDDING_BIAS_WORDS"), row.array("EMBEDDING_BIAS_WEIGHTS"), service) for row in rows]
+    width = service.info.vocab_size if any(biases) else 0
+    if len(rows) * width > MAX_BIAS_ELEMENTS:
+        raise RequestError(
+            "EMBEDDING_BIAS_WORDS", len(rows), f"{width} weights per row exceed {MAX_BIAS_ELEMENTS} in total", cure="Send fewer rows."
+        )
+    array = np.zeros((len(rows), width), np.float32)
+    for row, bias in enumerate(biases):
+        for token, weight in bias.items():
             array[row, token] = weight
     return array

@@ -1,4 +1,4 @@
-"""KServe's data types: tensors as raw bytes, as JSON, and as numpy arrays (BYTES: arrays of bytes objects)."""
+"""KServe's data types, and the conversion of tensors between raw bytes, JSON and numpy arrays (BYTES: arrays of bytes objects)."""
 
 from __future__ import annotations
 
@@ -11,32 +11,43 @@ import numpy as np
 from stoker.server.protocols.kserve.errors import TritonError
 
 DTYPES: dict[str, np.dtype] = {
-    "BOOL": np.dtype("?"), "UINT8": np.dtype("<u1"), "UINT16": np.dtype("<u2"), "UINT32": np.dtype("<u4"), "UINT64": np.dtype("<u8"),
-    "INT8": np.dtype("<i1"), "INT16": np.dtype("<i2"), "INT32": np.dtype("<i4"), "INT64": np.dtype("<i8"),
-    "FP16": np.dtype("<f2"), "FP32": np.dtype("<f4"), "FP64": np.dtype("<f8"), "BF16": np.dtype("<u2"), "BYTES": np.dtype("O"),
-}  # fmt: skip
+    "BOOL": np.dtype("?"),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    "BF16": np.dtype("<u2"),  # numpy has no bfloat16
+    "BYTES": np.dtype("O"),
+}
 MAX_DIMS = 16
 MAX_ELEMENTS = 1 << 28
-MAX_STRINGS = 1 << 13  # of a BYTES tensor: words are tokenized at 20,000 a second
-_LENGTH = 4  # bytes of the length before each element of a BYTES tensor
+MAX_STRINGS = 1 << 13  # of a BYTES tensor, because 20,000 words are tokenized per second
+_LENGTH_BYTES = 4  # size of the length before each element of a BYTES tensor
 
 
 def kserve_name(declared: str) -> str:
-    """The wire's name of a declared type: STRING is BYTES there."""
+    """KServe's name of a dtype in a model config: BYTES for STRING."""
     return "BYTES" if declared == "STRING" else declared
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """Raises TritonError unless it is a short list of whole numbers whose product is a possible size."""
+    """The shape as a tuple. Raises TritonError unless it is a short list of whole numbers with a valid product."""
     if not isinstance(shape, (list, tuple)) or len(shape) > MAX_DIMS or any(type(dim) is not int or dim < 0 for dim in shape):
         raise TritonError(f"invalid shape for input {name}: it must be a list of at most {MAX_DIMS} whole numbers from 0")
-    if math.prod(dim or 1 for dim in shape) > MAX_ELEMENTS:  # a dim of 0 hides none of the others from numpy
+    if math.prod(dim or 1 for dim in shape) > MAX_ELEMENTS:  # numpy multiplies the other dims even if one is 0
         raise TritonError(f"invalid shape for input {name}: {list(shape)} has more than {MAX_ELEMENTS} elements")
     return tuple(shape)
 
 
 def from_raw(name: str, dtype: str, shape: tuple[int, ...], raw: bytes | memoryview, model: str) -> np.ndarray:
-    """The tensor of a binary payload. Raises TritonError when its size does not fit the shape."""
+    """The tensor of raw bytes. Raises TritonError if their number does not match the shape."""
     if dtype == "BYTES":
         return _from_raw_bytes(name, shape, raw)
     size = math.prod(shape) * DTYPES[dtype].itemsize
@@ -50,13 +61,13 @@ def _from_raw_bytes(name: str, shape: tuple[int, ...], raw: bytes | memoryview) 
     _check_count(expected := math.prod(shape))
     at, end = 0, len(raw)
     while at < end and len(items) <= expected:
-        if end - at < _LENGTH:
+        if end - at < _LENGTH_BYTES:
             raise TritonError(
-                f"incomplete string length indicator for inference input '{name}', expecting {_LENGTH} bytes but only {end - at} bytes "
-                "available. Please make sure the string length indicator is in one buffer."
+                f"incomplete string length indicator for inference input '{name}', expecting {_LENGTH_BYTES} bytes but only {end - at} "
+                "bytes available. Please make sure the string length indicator is in one buffer."
             )
-        length = int.from_bytes(raw[at : at + _LENGTH], "little")
-        at += _LENGTH
+        length = int.from_bytes(raw[at : at + _LENGTH_BYTES], "little")
+        at += _LENGTH_BYTES
         if end - at < length:
             raise TritonError(
                 f"incomplete string data for inference input '{name}', expecting string of length {length} but only {end - at} bytes "
@@ -71,7 +82,7 @@ def _from_raw_bytes(name: str, shape: tuple[int, ...], raw: bytes | memoryview) 
 
 def _check_count(count: int) -> None:
     if count > MAX_STRINGS:
-        raise TritonError(f"a BYTES tensor has {count} strings, and at most {MAX_STRINGS} are taken")
+        raise TritonError(f"a BYTES tensor has {count} strings, and the limit is {MAX_STRINGS}")
 
 
 def text_array(items: Iterable[bytes], shape: tuple[int, ...]) -> np.ndarray:
@@ -83,11 +94,11 @@ def text_array(items: Iterable[bytes], shape: tuple[int, ...]) -> np.ndarray:
 def to_raw(array: np.ndarray) -> bytes:
     if array.dtype != object:
         return array.tobytes()
-    return b"".join([len(item).to_bytes(_LENGTH, "little") + item for item in array.flat])
+    return b"".join([len(item).to_bytes(_LENGTH_BYTES, "little") + item for item in array.flat])
 
 
 _ACCESS = "attempt to access JSON"
-_JSON = {  # kind of numpy type → (JSON types, Triton's complaint)
+_JSON_TYPES = {  # kind of numpy dtype → (JSON types, Triton's message for others)
     "i": ((int,), f"Unable to parse 'data': {_ACCESS} non-signed-integer as signed-integer"),
     "u": ((int,), f"Unable to parse 'data': {_ACCESS} non-unsigned-integer as unsigned-integer"),
     "f": ((int, float), f"Unable to parse 'data': {_ACCESS} non-number as double"),
@@ -97,19 +108,19 @@ _JSON = {  # kind of numpy type → (JSON types, Triton's complaint)
 
 
 def from_json(dtype: str, shape: tuple[int, ...], data: list[Any]) -> np.ndarray:
-    """The tensor of a flat or nested JSON list. Raises TritonError, with Triton's status 500 for a wrong JSON type."""
+    """The tensor of a flat or nested JSON list. Raises TritonError, with status 500 for a wrong JSON type, as Triton."""
     flat = _flatten(data)
     kind = DTYPES[dtype]
-    types, complaint = _JSON[kind.kind]
+    types, message = _JSON_TYPES[kind.kind]
     if not set(map(type, flat)).issubset(types):
-        raise TritonError(complaint, 500)
+        raise TritonError(message, 500)
     if len(flat) != math.prod(shape):
         raise TritonError("Unable to parse 'data': Shape does not match true shape of 'data' field", 500)
     if kind.kind == "O":
         _check_count(len(flat))
         return text_array([_utf8(item) for item in flat], shape)
     if kind.kind == "u" and flat and min(flat) < 0:
-        raise TritonError(complaint, 500)
+        raise TritonError(message, 500)
     try:
         return _numbers(flat, kind).reshape(shape)
     except OverflowError:
@@ -119,21 +130,22 @@ def from_json(dtype: str, shape: tuple[int, ...], data: list[Any]) -> np.ndarray
 def _numbers(flat: list[Any], kind: np.dtype) -> np.ndarray:
     if kind.kind != "f":
         return np.array(flat, kind)
-    with np.errstate(over="ignore"):  # too large becomes infinite, as a float does
+    with np.errstate(over="ignore"):  # numbers beyond the range become infinite
         return np.array(flat, np.float64).astype(kind)
 
 
 def to_json(array: np.ndarray) -> list[Any]:
-    """A flat list, as Triton writes it. Bytes that are no UTF-8 cannot be JSON: clients ask for binary data then."""
+    """A flat list, as in Triton. Bytes that are not UTF-8 are replaced; clients that need them request binary data."""
     if array.dtype != object:
-        return array.ravel().tolist()
+        values: list[Any] = array.ravel().tolist()
+        return values
     return [item.decode("utf-8", "replace") for item in array.flat]
 
 
 def _flatten(data: Any) -> list[Any]:
-    flat, nested = data, isinstance(data, list)
-    if not nested:
+    if not isinstance(data, list):
         raise TritonError(f"Unable to parse 'data': {_ACCESS} non-array as array", 500)
+    flat = data
     for _ in range(MAX_DIMS):
         if not any(type(item) is list for item in flat):
             return flat

@@ -1,4 +1,4 @@
-"""A request's tensors against what its model declares, refused in Triton's words."""
+"""Checks the tensors of a request against the declaration of its model. Errors have Triton's text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ BATCH_NOTE = (
 )
 
 
-def check(inference: Inference, given: Tensors, dtypes: dict[str, str]) -> None:
-    """Fill `inference.inputs` by role from tensors by declared name. `dtypes` are as the client named them. Raises TritonError."""
+def check_tensors(inference: Inference, tensors: Tensors, dtypes: dict[str, str]) -> None:
+    """Check tensors by declared name and set `inference.inputs`, which are by role. Raises TritonError.
+
+    `dtypes` are the dtypes that the client sent, by the same names.
+    """
     model = inference.model
     declared = {tensor.name: tensor for tensor in model.inputs}
-    for name in given:
+    for name in tensors:
         if name not in declared:
             raise TritonError(f"unexpected inference input '{name[:200]}' for model '{model.name}'")
     check_outputs(inference)
-    check_present(inference, given)
-    for name, array in given.items():
+    check_present(inference, tensors)
+    for name, array in tensors.items():
         _check_tensor(inference, declared[name], array, dtypes[name])
-    _check_rows(inference, given)
-    inference.inputs = {declared[name].role or name: array for name, array in given.items()}
+    _check_rows(inference, tensors)
+    inference.inputs = {declared[name].role or name: array for name, array in tensors.items()}
 
 
 def check_outputs(inference: Inference) -> None:
@@ -42,47 +45,47 @@ def expected_shape(model: TritonModel, tensor: Tensor) -> list[int]:
     return [*([-1] if model.max_batch_size else []), *tensor.dims]
 
 
-def check_present(inference: Inference, given: Tensors) -> None:
-    """Raises TritonError that names the required inputs which are missing."""
+def check_present(inference: Inference, tensors: Tensors) -> None:
+    """Raise TritonError with the names of missing required inputs."""
     model = inference.model
     required = [tensor.name for tensor in model.inputs if not tensor.optional]
-    missing = [name for name in required if name not in given]
+    missing = [name for name in required if name not in tensors]
     if not missing:
         return
     total = len(model.inputs)
     expected_range = f"expected number of inputs between {len(required)} and {total}"
     expected = expected_range if len(required) < total else f"expected {total} inputs"
     raise TritonError(
-        f"[request id: {inference.known_id}] {expected} but got {len(given)} inputs for model '{model.name}'. Got input(s) "
-        f"{_names(sorted(given))}, but missing required input(s) {_names(sorted(missing))}. Please provide all required input(s)."
+        f"[request id: {inference.shown_id}] {expected} but got {len(tensors)} inputs for model '{model.name}'. Got input(s) "
+        f"{_names(sorted(tensors))}, but missing required input(s) {_names(sorted(missing))}. Please provide all required input(s)."
     )
 
 
 def _check_tensor(inference: Inference, tensor: Tensor, array: np.ndarray, dtype: str) -> None:
-    model, lead = inference.model, f"[request id: {inference.known_id}] "
+    model, prefix = inference.model, f"[request id: {inference.shown_id}] "
     if dtype != kserve_name(tensor.dtype):
-        what = f"inference input '{tensor.name}' data-type is '{dtype}', but model '{model.name}' expects '{kserve_name(tensor.dtype)}'"
-        raise TritonError(lead + what)
+        message = f"inference input '{tensor.name}' data-type is '{dtype}', but model '{model.name}' expects '{kserve_name(tensor.dtype)}'"
+        raise TritonError(prefix + message)
     expected = expected_shape(model, tensor)
     shape = array.shape
-    if len(shape) != len(expected) or any(want not in (-1, have) for want, have in zip(expected, shape, strict=True)):
+    if len(shape) != len(expected) or any(dim not in (-1, size) for dim, size in zip(expected, shape, strict=True)):
         note = BATCH_NOTE if model.max_batch_size else ""
-        what = f"unexpected shape for input '{tensor.name}' for model '{model.name}'."
-        raise TritonError(f"{lead}{what} Expected {_dims(expected)}, got {_dims(shape)}. {note}")
+        message = f"unexpected shape for input '{tensor.name}' for model '{model.name}'."
+        raise TritonError(f"{prefix}{message} Expected {_dims(expected)}, got {_dims(shape)}. {note}")
 
 
-def _check_rows(inference: Inference, given: Tensors) -> None:
-    model, lead = inference.model, f"[request id: {inference.known_id}] "
-    if not model.max_batch_size or not given:
+def _check_rows(inference: Inference, tensors: Tensors) -> None:
+    model, prefix = inference.model, f"[request id: {inference.shown_id}] "
+    if not model.max_batch_size or not tensors:
         return
-    counts = {name: len(array) for name, array in given.items()}
+    counts = {name: len(array) for name, array in tensors.items()}
     rows = next(iter(counts.values()))
     if different := next((name for name, count in counts.items() if count != rows), None):
-        raise TritonError(f"{lead}input '{different}' batch size does not match other inputs for '{model.name}'")
+        raise TritonError(f"{prefix}input '{different}' batch size does not match other inputs for '{model.name}'")
     if rows > model.max_batch_size:
-        raise TritonError(f"{lead}inference request batch-size must be <= {model.max_batch_size} for '{model.name}'")
+        raise TritonError(f"{prefix}inference request batch-size must be <= {model.max_batch_size} for '{model.name}'")
     if rows == 0:
-        raise TritonError(f"{lead}inference request batch-size must be > 0 for '{model.name}'")
+        raise TritonError(f"{prefix}inference request batch-size must be > 0 for '{model.name}'")
 
 
 def _dims(shape: list[int] | tuple[int, ...]) -> str:

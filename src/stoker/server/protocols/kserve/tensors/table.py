@@ -1,6 +1,7 @@
-"""Every tensor of the five models of an inflight_batcher_llm repository, as its templates of 0.8, 0.18 and 1.x declare them.
+"""The tensors of the five models of an inflight_batcher_llm repository, as declared by its templates of releases 0.8, 0.18 and 1.x.
 
-Dims leave out the leading batch axis. Source: tensorrtllm_backend v0.8.0 and v0.18.2, TensorRT-LLM's triton_backend (1.x).
+Dims do not include the leading batch axis. Source: tensorrtllm_backend v0.8.0 and v0.18.2, TensorRT-LLM's triton_backend (1.x).
+`fields.py` says which inputs are supported.
 """
 
 from __future__ import annotations
@@ -15,29 +16,39 @@ ERAS: tuple[Era, ...] = ("0.8", "0.18", "1.x")
 
 
 class TensorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor through the eras: dims by era (None: not declared then), and how a request may give it."""
+    """One tensor in all releases. `dims` are by release; None: the release does not declare it."""
 
     name: str
-    dtype: str  # KServe's spelling, STRING for BYTES
+    dtype: str  # KServe's name, but STRING for BYTES
     dims: dict[str, Dims | None]
-    required: bool = False  # inputs: a request without it is refused (0.18 lets encoder features stand in for input_ids; Stoker has none)
-    layout: str = ""  # ragged: rows of one batch may differ in length; scalar: the engine sees [batch]
-    renamed: str = ""  # the name in 1.x, where it changed
-    variable: str = ""  # the template variable that stands for the dtype
+    required: bool = False  # a request without this input is refused; 0.18 accepts encoder features instead of input_ids, Stoker does not
+    layout: str = ""  # ragged: rows of one batch may differ in length; scalar: reshaped to [batch]
+    renamed: str = ""  # its name in 1.x if it differs
+    variable: str = ""  # template variable that sets the dtype
 
     def name_in(self, era: Era) -> str:
         return self.renamed if era == "1.x" and self.renamed else self.name
 
 
-def _row(name: str, dtype: str, early: Dims | None, late: Dims | None, newest: Dims | None, *, need: str = "optional", layout: str = "",
-         renamed: str = "", variable: str = "") -> TensorRow:  # fmt: skip
-    dims: dict[str, Dims | None] = dict(zip(ERAS, (early, late, newest), strict=True))
-    return TensorRow(name=name, dtype=dtype, dims=dims, required=need == "required", layout=layout, renamed=renamed, variable=variable)
+def _row(
+    name: str,
+    dtype: str,
+    dims_0_8: Dims | None,
+    dims_0_18: Dims | None,
+    dims_1_x: Dims | None,
+    *,
+    required: bool = False,
+    layout: str = "",
+    renamed: str = "",
+    variable: str = "",
+) -> TensorRow:
+    dims: dict[str, Dims | None] = dict(zip(ERAS, (dims_0_8, dims_0_18, dims_1_x), strict=True))
+    return TensorRow(name=name, dtype=dtype, dims=dims, required=required, layout=layout, renamed=renamed, variable=variable)
 
 
-S: Dims = (1,)  # one value a row
-V: Dims = (-1,)  # a list
-M: Dims = (-1, -1)
+S: Dims = (1,)  # scalar: one value per row
+V: Dims = (-1,)  # vector
+M: Dims = (-1, -1)  # matrix
 
 _RESULTS = (
     _row("cum_log_probs", "FP32", V, V, V),
@@ -60,9 +71,9 @@ _RESULTS = (
     _row("num_output_tokens", "INT32", None, None, S),
 )
 _TEXT_INPUTS = (
-    _row("text_input", "STRING", V, S, S, need="required"),
+    _row("text_input", "STRING", V, S, S, required=True),
     _row("decoder_text_input", "STRING", None, S, S),
-    _row("max_tokens", "INT32", V, S, S, need="required"),
+    _row("max_tokens", "INT32", V, S, S, required=True),
     _row("bad_words", "STRING", V, V, V),
     _row("stop_words", "STRING", V, V, V),
     _row("exclude_input_in_output", "BOOL", None, S, S),
@@ -121,12 +132,12 @@ _TEXT_OUTPUTS = (
     _row("text_output", "STRING", V, V, V),
 )
 _PREPROCESSING_INPUTS = (
-    _row("QUERY", "STRING", V, S, S, need="required"),
+    _row("QUERY", "STRING", V, S, S, required=True),
     _row("DECODER_QUERY", "STRING", None, S, S),
     _row("IMAGE_BYTES", "UINT8", None, (-1, -1, -1, -1), (-1, -1, -1, -1)),
     _row("IMAGE_URL", "STRING", None, S, S),
     _row("VIDEO_BYTES", "UINT8", None, (-1, -1, -1, -1), (-1, -1, -1, -1)),
-    _row("REQUEST_OUTPUT_LEN", "INT32", V, S, S, need="required"),
+    _row("REQUEST_OUTPUT_LEN", "INT32", V, S, S, required=True),
     _row("BAD_WORDS_DICT", "STRING", V, V, V),
     _row("STOP_WORDS_DICT", "STRING", V, V, V),
     _row("EMBEDDING_BIAS_WORDS", "STRING", V, V, V),
@@ -159,11 +170,11 @@ _PREPROCESSING_OUTPUTS = (
     _row("VISION_INPUT_ID", "INT32", None, None, V),
 )
 _TENSORRT_LLM_INPUTS = (
-    _row("input_ids", "INT32", V, V, V, need="required", layout="ragged"),
+    _row("input_ids", "INT32", V, V, V, required=True, layout="ragged"),
     _row("encoder_input_features", "FP16", None, M, M, layout="ragged", variable="encoder_input_features_data_type"),
     _row("encoder_output_lengths", "INT32", None, S, S, layout="scalar"),
-    _row("input_lengths", "INT32", S, S, S, need="required", layout="scalar"),
-    _row("request_output_len", "INT32", S, S, S, need="required", layout="scalar"),
+    _row("input_lengths", "INT32", S, S, S, required=True, layout="scalar"),
+    _row("request_output_len", "INT32", S, S, S, required=True, layout="scalar"),
     _row("num_return_sequences", "INT32", None, S, S, layout="scalar"),
     _row("draft_input_ids", "INT32", V, V, V, layout="ragged"),
     _row("decoder_input_ids", "INT32", None, V, V, layout="ragged"),
@@ -230,10 +241,10 @@ _TENSORRT_LLM_OUTPUTS = (
     _row("context_phase_params", "UINT8", None, V, V),
 )
 _POSTPROCESSING_INPUTS = (
-    _row("TOKENS_BATCH", "INT32", M, M, M, need="required"),
-    _row("SEQUENCE_LENGTH", "INT32", V, V, V, need="required"),
-    _row("CUM_LOG_PROBS", "FP32", V, None, None, need="required"),
-    _row("OUTPUT_LOG_PROBS", "FP32", M, None, None, need="required"),
+    _row("TOKENS_BATCH", "INT32", M, M, M, required=True),
+    _row("SEQUENCE_LENGTH", "INT32", V, V, V, required=True),
+    _row("CUM_LOG_PROBS", "FP32", V, None, None, required=True),
+    _row("OUTPUT_LOG_PROBS", "FP32", M, None, None, required=True),
     _row("CONTEXT_LOGITS", "FP32", M, None, None),
     _row("GENERATION_LOGITS", "FP32", (-1, -1, -1), None, None),
 )

@@ -1,4 +1,4 @@
-"""Lists of token sequences as TensorRT-LLM's tensors have them: ids in row 0, where each sequence ends in row 1."""
+"""TensorRT-LLM's tensors of token sequences: row 0 has the concatenated ids, row 1 the end offset of each sequence."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ MAX_WORDS = 4096
 
 
 def read_word_list(name: str, array: np.ndarray) -> list[tuple[int, ...]]:
-    """The sequences of a [2, length] array: row 0 flat ids, row 1 cumulative ends, then -1. Raises RequestError for impossible ones."""
+    """The sequences of an array [2, length]. Offsets are followed by -1. Raises RequestError for invalid offsets."""
     if array.size == 0:
         return []
     if array.ndim != 2 or array.shape[0] != 2:
         raise RequestError(name, list(array.shape), "its shape must be [2, length]")
     ids, ends = array.tolist()
-    used = next((at for at, end in enumerate(ends) if end == -1), len(ends))
-    if any(end != -1 for end in ends[used:]):
+    num_words = next((at for at, end in enumerate(ends) if end == -1), len(ends))
+    if any(end != -1 for end in ends[num_words:]):
         raise RequestError(name, ends, "after the first -1 all offsets must be -1")
-    if used > MAX_WORDS:
-        raise RequestError(name, used, f"at most {MAX_WORDS} words")
+    if num_words > MAX_WORDS:
+        raise RequestError(name, num_words, f"the limit is {MAX_WORDS} words")
     words, start = [], 0
-    for end in ends[:used]:
+    for end in ends[:num_words]:
         if not start < end <= len(ids):
-            raise RequestError(name, end, f"offsets must increase and lie in 1 to {len(ids)}", cure="Write cumulative ends, then -1.")
+            raise RequestError(name, end, f"offsets must increase and lie in 1 to {len(ids)}", cure="Send cumulative offsets, then -1.")
         words.append(tuple(ids[start:end]))
         start = end
     return words
 
 
 def write_word_lists(rows: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
-    """An INT32 array [rows, 2, length]; shorter rows are padded with id 0 and offset -1. Without any word the length is 0."""
+    """An INT32 array [rows, 2, length]. Shorter rows are padded with id 0 and offset -1. The length is 0 if there are no words."""
     flat = [[token for word in words for token in word] for words in rows]
     length = max([0, *map(len, flat)])
     array = np.zeros((len(rows), 2, length), np.int32)

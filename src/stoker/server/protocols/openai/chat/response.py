@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Responses of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from stoker.server.protocol import Context
 from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.chat.request import ChatCall, read_chat_call
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
-from stoker.server.protocols.openai.parsers.answer import AnswerParser, Parts, delta_object, message_object
+from stoker.server.protocols.openai.parsers.answer import AnswerParser, AnswerParts, delta_object, message_object
 
 
 async def chat(http: RequestContext, context: Context, service: Service, body: dict[str, Any]) -> None:
-    """Answer one request, whole or streamed."""
+    """Check a request, generate, and respond, whole or streamed. Raises RequestError before the first byte."""
     async with http.cancel_on_disconnect():
         call = await read_chat_call(body, service, context.settings)
         if call.common.stream:
@@ -37,18 +37,18 @@ async def _whole(call: ChatCall) -> bytes:
 def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=call.service.ready)
-    parts = call.parser().push(choice.text, last=True) if call.parsed else Parts(choice.text)
+    parts = call.parser().push(choice.text, last=True) if call.parsed else AnswerParts(choice.text)
     return {
         "index": choice.index,
         "message": message_object(parts, reasoning=call.settings.reasoning_parser is not None),
         "logprobs": None if call.num_top is None else wire.chat_logprobs(call.service, choice.logprobs, call.num_top),
-        "finish_reason": call.finish(choice.finish_reason, len(parts.calls)),
+        "finish_reason": call.finish_reason(choice.finish_reason, len(parts.calls)),
         "stop_reason": wire.stop_reason(choice.finish_reason, choice.stop_reason),
     }
 
 
 class _Stream:
-    """One streamed answer. Everything that one wake-up brings leaves in one piece."""
+    """A streamed response. The deltas that arrive together are written with a single `send`."""
 
     def __init__(self, http: RequestContext, call: ChatCall) -> None:
         self._http = http
@@ -58,7 +58,9 @@ class _Stream:
         self._chunks = Chunks(head, chat=True, include_usage=self._options.include_usage)
         self._plain = not (call.parsed or call.num_top is not None or self._options.continuous_usage_stats)
         self._parsers = [call.parser() if call.parsed else AnswerParser(None, None, one_call=False) for _ in range(call.request.params.n)]
-        self._scores: list[list[TokenLogprobs]] = [[] for _ in self._parsers]  # of tokens whose text is held back
+        self._scores: list[list[TokenLogprobs]] = [
+            [] for _ in self._parsers
+        ]  # log-probabilities of tokens whose text the parser holds back
         self._usage = Usage()
 
     async def run(self) -> None:
@@ -66,7 +68,7 @@ class _Stream:
             async for deltas in batches:
                 data = b"".join([self._chunk(delta) for delta in deltas])
                 if not self._http.started:
-                    data = b"".join([self._role(i) for i in range(len(self._parsers))]) + data
+                    data = b"".join([self._role_chunk(i) for i in range(len(self._parsers))]) + data
                     await self._http.open_stream()
                 if data:
                     await self._http.send(data)
@@ -78,14 +80,14 @@ class _Stream:
     def _chunk(self, delta: Delta) -> bytes:
         if self._plain and delta.finish_reason is None and delta.usage is None:
             return self._chunks.text(delta.index, delta.text) if delta.text else b""
-        wire.count(self._usage, delta)
+        wire.update_usage(self._usage, delta)
         if delta.finish_reason is FinishReason.ERROR:
             failure = describe(sequence_error(delta.error, ready=self._call.service.ready))
             return event({"error": wire.failure_object(failure)})
-        return self._parsed(delta)
+        return self._parsed_chunk(delta)
 
-    def _parsed(self, delta: Delta) -> bytes:
-        """A chunk with whatever is certain now; none while all is held back."""
+    def _parsed_chunk(self, delta: Delta) -> bytes:
+        """A chunk with the parts that the parser returns; empty while it holds all text back."""
         parser, scores = self._parsers[delta.index], self._scores[delta.index]
         scores += delta.logprobs
         num_calls = parser.num_calls
@@ -102,10 +104,11 @@ class _Stream:
         reason = delta.finish_reason
         choice: dict[str, Any] = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": None}
         if reason is not None:
-            choice["finish_reason"] = self._call.finish(reason, self._parsers[delta.index].num_calls)
+            choice["finish_reason"] = self._call.finish_reason(reason, self._parsers[delta.index].num_calls)
             choice["stop_reason"] = wire.stop_reason(reason, delta.stop_reason)
         return self._chunks.choice(choice, self._usage if self._options.continuous_usage_stats else None)
 
-    def _role(self, index: int) -> bytes:
+    def _role_chunk(self, index: int) -> bytes:
+        """The first chunk of a choice, which contains only its role."""
         role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._chunks.choice(role, Usage(self._usage.prompt_tokens) if self._options.continuous_usage_stats else None)

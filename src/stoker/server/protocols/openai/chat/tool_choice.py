@@ -1,4 +1,4 @@
-"""tools and tool_choice: what the model is shown, and how its answer is read."""
+"""The fields tools and tool_choice: the functions that the template receives, and the parser of the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoker.server.protocols.openai.parsers.tools.parser import ToolCall, ToolPa
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """`tools` go to the template. `forced` is the one function that must be called."""
+    """The checked fields. `tools` are passed to the template. With mode "forced", the model must call the function `forced`."""
 
     tools: list[dict[str, Any]]
     mode: Literal["none", "auto", "required", "forced"]
@@ -25,7 +25,7 @@ class ToolUse(msgspec.Struct, frozen=True):
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def guide(self) -> Guide | None:
-        """The grammar that makes the model call what it must."""
+        """The grammar that enforces a call with the modes "forced" and "required"; otherwise None."""
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in self.tools}
         if self.mode == "forced":
             return Guide("json_schema", json.dumps(schemas[self.forced]))
@@ -38,18 +38,19 @@ class ToolUse(msgspec.Struct, frozen=True):
         return None
 
     def parser(self, name: str | None) -> ToolParser | None:
+        """A new parser for one choice; `name` is of TOOL_PARSERS. Raises RequestError if a parser is needed and the server has none."""
         if self.mode == "none":
             return None
         if self.mode != "auto":
             return GuidedParser(self.names, self.forced)
         if name is None:
             cure = f"Start the server with --tool-parser {' | '.join(TOOL_PARSERS)}."
-            raise RequestError("tools", self.tools, "how this model writes tool calls is not known", cure=cure)
+            raise RequestError("tools", self.tools, "the server has no parser for the model's tool calls", cure=cure)
         return TOOL_PARSERS.get(name)(self.names)
 
 
 class GuidedParser(ToolParser):
-    """The answer is JSON by its grammar: one function's arguments, or a list of name and parameters."""
+    """Parses an answer that a grammar constrains to JSON: the arguments of one function, or a list of names and parameters."""
 
     def __init__(self, names: frozenset[str], forced: str) -> None:
         super().__init__(names)
@@ -64,13 +65,13 @@ class GuidedParser(ToolParser):
         held, self._held = self._held, ""
         if self._forced:
             return "", [ToolCall(self.new_id(), self._forced, held.strip())]
-        values = read_json(held)  # cut off by max_tokens, it is not JSON
+        values = read_json(held)  # None if max_tokens truncated the JSON
         calls = [self.call(value, "parameters") for value in values] if isinstance(values, list) else []
         return ("", [call for call in calls if call is not None]) if calls else (held, [])
 
 
 def read_tools(values: dict[str, Any]) -> ToolUse:
-    """Check tools and tool_choice. Raises RequestError."""
+    """Check both fields. Raises RequestError."""
     tools = [_check_tool(tool, f"tools[{i}]") for i, tool in enumerate(values.get("tools", ()))]
     choice = values.get("tool_choice", "auto" if tools else "none")
     if choice in ("none", "auto", "required"):

@@ -1,4 +1,4 @@
-"""A completions request: checked, a GenerationRequest for each prompt."""
+"""A completions request, checked and converted to one GenerationRequest per prompt."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from stoker.server.protocol import Context
 from stoker.server.protocols.openai.call import OpenAICall, read_openai_call
 from stoker.server.protocols.openai.prompts import read_prompts
 
-MAX_TOKENS = 16  # OpenAI's default
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 class CompletionCall(msgspec.Struct):
-    """One request: for each prompt a GenerationRequest, and the text that echo puts before its answers."""
+    """A checked request. `requests` and `echoes` have one entry per prompt; an echo is the text that precedes the answer."""
 
     common: OpenAICall
     service: Service
     requests: list[GenerationRequest]
     echoes: list[str]
-    num_choices: int  # of a prompt, in the answer; best_of may generate more
+    num_choices: int  # per prompt, in the response; best_of may generate more
     score_only: bool  # max_tokens=0: the one generated token is dropped
-    head: dict[str, Any]
+    head: dict[str, Any]  # members that every response object starts with
 
     @property
     def logprobs(self) -> bool:
@@ -35,16 +35,17 @@ class CompletionCall(msgspec.Struct):
 
 
 async def read_completion_call(body: dict[str, Any], service: Service, context: Context) -> CompletionCall:
-    default = context.settings.default_max_tokens or MAX_TOKENS
+    """Check a request body. Raises RequestError."""
+    default = context.settings.default_max_tokens or DEFAULT_MAX_TOKENS
     echo = body.get("echo") is True
-    score_only = _scores(body, echo)
+    score_only = _scores_only(body, echo)
     checked = {**body, "max_tokens": 1} if score_only else body
     common = read_openai_call("completions", checked, service, context.settings, max_tokens=default)
     values = common.values
     num_choices = common.params.n
     common.params = msgspec.structs.replace(common.params, **_params(values, num_choices, echo))
     if common.params.n != num_choices and common.stream:
-        raise RequestError("best_of", values["best_of"], "with stream it must equal n")
+        raise RequestError("best_of", values["best_of"], "with stream=true it must equal n")
     if "prompt" not in values:
         raise RequestError("prompt", None, "it is missing")
     prompts = read_prompts(values["prompt"])
@@ -54,13 +55,13 @@ async def read_completion_call(body: dict[str, Any], service: Service, context: 
     return CompletionCall(common, service, requests, echoes, num_choices, score_only, head)
 
 
-def _scores(body: dict[str, Any], echo: bool) -> bool:
-    """Only the prompt's log-probabilities are wanted. The executor always generates, so one token is made and dropped."""
+def _scores_only(body: dict[str, Any], echo: bool) -> bool:
+    """Whether max_tokens=0 requests only the log-probabilities of the prompt. The executor then generates one token, which is dropped."""
     return echo and type(body.get("max_tokens")) is int and body["max_tokens"] == 0
 
 
 def _params(values: dict[str, Any], n: int, echo: bool) -> dict[str, Any]:
-    """logprobs, and what best_of and echo change."""
+    """SamplingParams fields that logprobs, best_of and echo determine."""
     params: dict[str, Any] = {"logprobs": values["logprobs"]} if "logprobs" in values else {}
     best_of = values.get("best_of", n)
     if best_of < n:
@@ -73,7 +74,7 @@ def _params(values: dict[str, Any], n: int, echo: bool) -> dict[str, Any]:
 
 
 async def _echo(service: Service, request: GenerationRequest) -> str:
-    """The prompt's text as the model sees it; the request then brings its ids."""
+    """The text of the prompt after truncation. Replaces the prompt of `request` by its token ids."""
     text = request.prompt if isinstance(request.prompt, str) else None
     ids = await encode_prompt(service, text, add_special_tokens=request.add_special_tokens) if text is not None else request.prompt
     assert isinstance(ids, list)

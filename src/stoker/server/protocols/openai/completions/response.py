@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Responses of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from stoker.server.errors import describe, sequence_error
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context
 from stoker.server.protocols.common.concurrency import gather
-from stoker.server.protocols.common.streams import streams
+from stoker.server.protocols.common.streams import merge_streams
 from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
 from stoker.server.protocols.openai.completions.request import CompletionCall, read_completion_call
 
 
 async def complete(http: RequestContext, context: Context, service: Service, body: dict[str, Any]) -> None:
-    """Answer one request, whole or streamed."""
+    """Check a request, generate, and respond, whole or streamed. Raises RequestError before the first byte."""
     async with http.cancel_on_disconnect():
         call = await read_completion_call(body, service, context)
         if call.common.stream:
@@ -30,73 +30,73 @@ async def complete(http: RequestContext, context: Context, service: Service, bod
 
 async def _whole(call: CompletionCall) -> bytes:
     completions = await gather([call.service.complete(request) for request in call.requests])
-    choices = [choice for number, completion in enumerate(completions) for choice in _choices(call, number, completion)]
+    choices = [choice for prompt_index, completion in enumerate(completions) for choice in _choices(call, prompt_index, completion)]
     usage = wire.add_usage(completion.usage for completion in completions)
     if call.score_only:
         usage.completion_tokens = 0
     return wire.encode({**call.head, "choices": choices, "usage": wire.usage_object(usage)})
 
 
-def _choices(call: CompletionCall, number: int, completion: Completion) -> list[dict[str, Any]]:
+def _choices(call: CompletionCall, prompt_index: int, completion: Completion) -> list[dict[str, Any]]:
     for choice in completion.choices:
         if choice.finish_reason is FinishReason.ERROR:
             raise sequence_error(choice.error, ready=call.service.ready)
     best = completion.choices
     if len(best) > call.num_choices:
         best = sorted(best, key=_mean_logprob, reverse=True)[: call.num_choices]
-    return [_choice(call, number, i, choice, completion.prompt_logprobs) for i, choice in enumerate(best)]
+    return [_choice(call, prompt_index, i, choice, completion.prompt_logprobs) for i, choice in enumerate(best)]
 
 
 def _mean_logprob(choice: Choice) -> float:
-    """OpenAI's measure of best: the log-probability per token."""
+    """The mean log-probability per token, by which OpenAI ranks the choices of best_of."""
     return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 def _choice(
-    call: CompletionCall, number: int, index: int, choice: Choice, prompt_logprobs: list[TokenLogprobs | None] | None
+    call: CompletionCall, prompt_index: int, index: int, choice: Choice, prompt_logprobs: list[TokenLogprobs | None] | None
 ) -> dict[str, Any]:
-    texts = _Texts(call, number)
+    builder = _ChoiceBuilder(call, prompt_index)
     delta = Delta(choice.index, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason)
-    shaped = texts.choice(number * call.num_choices + index, delta, prompt_logprobs)
+    result = builder.choice(prompt_index * call.num_choices + index, delta, prompt_logprobs)
     if "prompt_logprobs" in call.common.values:
-        shaped["prompt_logprobs"] = wire.prompt_logprobs(call.service, prompt_logprobs or [])
-    return shaped
+        result["prompt_logprobs"] = wire.prompt_logprobs(call.service, prompt_logprobs or [])
+    return result
 
 
-class _Texts:
-    """One choice on its way out: its echo comes with its first piece."""
+class _ChoiceBuilder:
+    """Builds the objects of one choice: one for a whole response, one per chunk of a stream. The first contains the echo."""
 
-    def __init__(self, call: CompletionCall, number: int) -> None:
+    def __init__(self, call: CompletionCall, prompt_index: int) -> None:
         self._call = call
-        self._number = number
-        self._logprobs = wire.LogprobTexts(call.service, call.echoes[number])
-        self.begun = False
+        self._prompt_index = prompt_index
+        self._logprobs = wire.CompletionLogprobs(call.service, call.echoes[prompt_index])
+        self.started = False
 
     def choice(self, index: int, delta: Delta, prompt_logprobs: list[TokenLogprobs | None] | None) -> dict[str, Any]:
-        call, shows_answer = self._call, not self._call.score_only
-        text = delta.text if shows_answer else ""
-        logprobs: list[TokenLogprobs | None] = [*delta.logprobs] if shows_answer else []
-        if not self.begun:
-            text = call.echoes[self._number] + text
-            logprobs = [*((prompt_logprobs or []) if call.echoes[self._number] else []), *logprobs]
-        self.begun = True
+        call, with_answer = self._call, not self._call.score_only
+        text = delta.text if with_answer else ""
+        logprobs: list[TokenLogprobs | None] = [*delta.logprobs] if with_answer else []
+        if not self.started:
+            text = call.echoes[self._prompt_index] + text
+            logprobs = [*((prompt_logprobs or []) if call.echoes[self._prompt_index] else []), *logprobs]
+        self.started = True
         reason = delta.finish_reason
-        finish = None if reason is None else wire.FINISH[reason] if shows_answer else "length"
+        finish = None if reason is None else wire.FINISH[reason] if with_answer else "length"
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs.shape(logprobs, self._first_id()) if call.logprobs else None,
+            "logprobs": self._logprobs.object(logprobs, self._first_id()) if call.logprobs else None,
             "finish_reason": finish,
-            "stop_reason": wire.stop_reason(reason, delta.stop_reason) if reason is not None and shows_answer else None,
+            "stop_reason": wire.stop_reason(reason, delta.stop_reason) if reason is not None and with_answer else None,
         }
 
     def _first_id(self) -> int:
-        prompt = self._call.requests[self._number].prompt
+        prompt = self._call.requests[self._prompt_index].prompt
         return prompt[0] if isinstance(prompt, list) and prompt else 0
 
 
 class _Stream:
-    """One streamed answer. Everything that one wake-up brings leaves in one piece."""
+    """A streamed response. The deltas that arrive together are written with a single `send`."""
 
     def __init__(self, http: RequestContext, call: CompletionCall) -> None:
         self._http = http
@@ -104,14 +104,16 @@ class _Stream:
         self._options = call.common.options
         self._chunks = Chunks(call.head, chat=False, include_usage=self._options.include_usage)
         self._plain = not (call.logprobs or call.score_only or self._options.continuous_usage_stats)
-        self._texts = [[_Texts(call, number) for _ in range(call.num_choices)] for number in range(len(call.requests))]
+        self._builders = [
+            [_ChoiceBuilder(call, prompt_index) for _ in range(call.num_choices)] for prompt_index in range(len(call.requests))
+        ]
         self._usages = [Usage() for _ in call.requests]
         self._prompt_logprobs: list[list[TokenLogprobs | None] | None] = [None] * len(call.requests)
 
     async def run(self) -> None:
         try:
             await self._send_deltas()
-        except StokerError as error:  # one of several prompts is refused after another one began
+        except StokerError as error:  # one prompt is refused after the stream of another has started
             if not self._http.started:
                 raise
             await self._http.send(event({"error": wire.failure_object(describe(error))}))
@@ -121,31 +123,31 @@ class _Stream:
         await self._http.close_stream()
 
     async def _send_deltas(self) -> None:
-        async with aclosing(streams(self._call.service, self._call.requests)) as batches:
-            async for number, deltas in batches:
+        async with aclosing(merge_streams(self._call.service, self._call.requests)) as batches:
+            async for prompt_index, deltas in batches:
                 if not self._http.started:
                     await self._http.open_stream()
-                if data := b"".join([self._chunk(number, delta) for delta in deltas]):
+                if data := b"".join([self._chunk(prompt_index, delta) for delta in deltas]):
                     await self._http.send(data)
 
-    def _chunk(self, number: int, delta: Delta) -> bytes:
-        text = self._texts[number][delta.index]
-        index = number * self._call.num_choices + delta.index
-        if self._plain and text.begun and delta.finish_reason is None:
+    def _chunk(self, prompt_index: int, delta: Delta) -> bytes:
+        builder = self._builders[prompt_index][delta.index]
+        index = prompt_index * self._call.num_choices + delta.index
+        if self._plain and builder.started and delta.finish_reason is None:
             return self._chunks.text(index, delta.text) if delta.text else b""
-        self._note(number, delta)
+        self._update_usage(prompt_index, delta)
         if delta.finish_reason is FinishReason.ERROR:
             failure = describe(sequence_error(delta.error, ready=self._call.service.ready))
             return event({"error": wire.failure_object(failure)})
-        choice = text.choice(index, delta, self._prompt_logprobs[number])
+        choice = builder.choice(index, delta, self._prompt_logprobs[prompt_index])
         return self._chunks.choice(choice, self._total() if self._options.continuous_usage_stats else None)
 
-    def _note(self, number: int, delta: Delta) -> None:
-        wire.count(self._usages[number], delta)
+    def _update_usage(self, prompt_index: int, delta: Delta) -> None:
+        wire.update_usage(self._usages[prompt_index], delta)
         if delta.prompt_logprobs is not None:
-            self._prompt_logprobs[number] = delta.prompt_logprobs
+            self._prompt_logprobs[prompt_index] = delta.prompt_logprobs
         if self._call.score_only:
-            self._usages[number].completion_tokens = 0
+            self._usages[prompt_index].completion_tokens = 0
 
     def _total(self) -> Usage:
         return wire.add_usage(self._usages)

@@ -1,4 +1,4 @@
-"""An answer's text in its parts: reasoning, content and tool calls. However the text is cut, the parts join to the same."""
+"""Splits the text of an answer into reasoning, content and tool calls. The result does not depend on how the text is chunked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from stoker.server.protocols.openai.parsers.reasoning import ReasoningParser
 from stoker.server.protocols.openai.parsers.tools.parser import ToolCall, ToolParser
 
 
-class Parts(msgspec.Struct):
+class AnswerParts(msgspec.Struct):
+    """The parts of a whole answer, or the new parts of a stream."""
+
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = []
@@ -19,26 +21,26 @@ class Parts(msgspec.Struct):
         return bool(self.content or self.reasoning or self.calls)
 
 
-def message_object(parts: Parts, *, reasoning: bool) -> dict[str, Any]:
-    """The whole answer as OpenAI's message; with `reasoning`, the member is there even when it is null."""
-    shown: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls or parts.reasoning else "")}
+def message_object(parts: AnswerParts, *, reasoning: bool) -> dict[str, Any]:
+    """OpenAI's `message` of a whole answer. With `reasoning`, it has the member reasoning_content even if that is null."""
+    result: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls or parts.reasoning else "")}
     if reasoning:
-        shown["reasoning_content"] = parts.reasoning or None
+        result["reasoning_content"] = parts.reasoning or None
     if parts.calls:
-        shown["tool_calls"] = [_tool_call(call) for call in parts.calls]
-    return shown
+        result["tool_calls"] = [_tool_call(call) for call in parts.calls]
+    return result
 
 
-def delta_object(parts: Parts, num_calls: int) -> dict[str, Any]:
-    """A piece of the answer as OpenAI's delta; `num_calls` came before it."""
-    shown: dict[str, Any] = {}
+def delta_object(parts: AnswerParts, num_calls: int) -> dict[str, Any]:
+    """OpenAI's `delta` of new parts; `num_calls` tool calls preceded them."""
+    result: dict[str, Any] = {}
     if parts.reasoning:
-        shown["reasoning_content"] = parts.reasoning
+        result["reasoning_content"] = parts.reasoning
     if parts.content:
-        shown["content"] = parts.content
+        result["content"] = parts.content
     if parts.calls:
-        shown["tool_calls"] = [{"index": num_calls + i, **_tool_call(call)} for i, call in enumerate(parts.calls)]
-    return shown
+        result["tool_calls"] = [{"index": num_calls + i, **_tool_call(call)} for i, call in enumerate(parts.calls)]
+    return result
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 class AnswerParser:
-    """For one choice. The content is what the reasoning parser leaves, less the calls that the tool parser finds in it."""
+    """The parser of one choice. The reasoning parser receives the text, and the tool parser receives the remaining content."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, one_call: bool) -> None:
         self._reasoning = reasoning
@@ -54,19 +56,19 @@ class AnswerParser:
         self._one_call = one_call
         self.num_calls = 0
 
-    def push(self, text: str, *, last: bool) -> Parts:
-        """The parts that are certain now; with `last`, all that is left."""
+    def push(self, text: str, *, last: bool) -> AnswerParts:
+        """Add text. Returns the parts that are certain; with `last`, everything that is left."""
         reasoning, content = self._reasoning.push(text) if self._reasoning is not None else ("", text)
         if last and self._reasoning is not None:
             more_reasoning, more_content = self._reasoning.flush()
             reasoning, content = reasoning + more_reasoning, content + more_content
         if self._tools is None:
-            return Parts(content, reasoning)
+            return AnswerParts(content, reasoning)
         content, calls = self._tools.push(content)
         if last:
             more, more_calls = self._tools.flush()
             content, calls = content + more, calls + more_calls
-        return Parts(content, reasoning, self._limit_calls(calls))
+        return AnswerParts(content, reasoning, self._limit_calls(calls))
 
     def _limit_calls(self, calls: list[ToolCall]) -> list[ToolCall]:
         if self._one_call:

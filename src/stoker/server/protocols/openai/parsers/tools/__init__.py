@@ -1,4 +1,4 @@
-"""How models write tool calls, by the name that `--tool-parser` uses."""
+"""The table of tool-call parsers. `--tool-parser` uses these names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Llama 3: an answer that is {"name": …, "parameters": {…}}, several separated by semicolons, maybe after <|python_tag|>."""
+"""The format of Llama 3: the answer is {"name": …, "parameters": {…}}, or several of them separated by semicolons.
+
+<|python_tag|> may precede them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ TAG = "<|python_tag|>"
 
 
 class Llama3Parser(ToolParser):
-    """Only an answer's beginning tells a call from text, so an answer that begins so is held until its end."""
+    """Holds back an answer that starts like a call until its end."""
 
     needs_special_tokens = True
 
@@ -34,7 +37,7 @@ class Llama3Parser(ToolParser):
         return ("", calls) if calls else (held, [])
 
     def _calls(self, text: str) -> list[ToolCall]:
-        """All of `text` as calls of tools that exist, or none."""
+        """The calls if the whole `text` consists of calls of existing tools; otherwise an empty list."""
         calls = []
         while text:
             value, end = read_first_json(text)

@@ -1,14 +1,16 @@
-"""Mistral: [TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name[ARGS]{…} once for each call; the calls end the answer."""
+"""The format of Mistral: [TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name[ARGS]{…} per call, after any text."""
 
 from __future__ import annotations
 
-from stoker.server.protocols.openai.parsers.marks import held_from
+from stoker.server.protocols.openai.parsers.markers import partial_marker_start
 from stoker.server.protocols.openai.parsers.tools.parser import ToolCall, ToolParser, read_first_json, read_json, short_id
 
-MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralParser(ToolParser):
+    """Holds back everything after the first [TOOL_CALLS] until the end of the answer."""
+
     needs_special_tokens = True
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -20,11 +22,11 @@ class MistralParser(ToolParser):
         self._held += text
         if self._inside:
             return "", []
-        if (start := self._held.find(MARK)) >= 0:
+        if (start := self._held.find(MARKER)) >= 0:
             self._inside = True
             shown, self._held = self._held[:start].rstrip(), self._held[start:]
         else:
-            end = len(self._held[: held_from(self._held, MARK)].rstrip())
+            end = len(self._held[: partial_marker_start(self._held, MARKER)].rstrip())
             shown, self._held = self._held[:end], self._held[end:]
         return shown, []
 
@@ -37,9 +39,9 @@ class MistralParser(ToolParser):
         return short_id()
 
     def _calls(self, text: str) -> list[ToolCall]:
-        """All of `text` as calls, or none."""
+        """The calls if the whole `text` consists of calls; otherwise an empty list."""
         calls: list[ToolCall | None] = []
-        for part in text.split(MARK)[1:]:
+        for part in text.split(MARKER)[1:]:
             part = part.strip()
             if part.startswith("["):
                 values = read_json(part)
@@ -49,7 +51,7 @@ class MistralParser(ToolParser):
         return [call for call in calls if call is not None] if all(calls) else []
 
     def _named(self, part: str) -> ToolCall | None:
-        """name[ARGS]{…}, also without the mark in between, as the first releases with this form write it."""
+        """The call of name[ARGS]{…}. [ARGS] is optional, because the first releases with this format omit it."""
         brace = part.find("{")
         name = part[:brace].removesuffix(ARGS).partition(CALL_ID)[0].strip()
         value, end = read_first_json(part[brace:]) if brace > 0 else (None, 0)

@@ -1,4 +1,4 @@
-"""What every tool parser is: text in, plain text and whole calls out. However the text is cut, the outcome is the same."""
+"""The interface of tool-call parsers, which separate whole calls from text. The result does not depend on how the text is chunked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class ToolCall(msgspec.Struct):
-    """`arguments` is JSON text, as OpenAI has it."""
+    """One call. `arguments` is JSON text, as in OpenAI's API."""
 
     id: str
     name: str
@@ -22,23 +22,23 @@ class ToolCall(msgspec.Struct):
 
 
 class ToolParser(ABC):
-    """For one answer. `names` are the tools of the request."""
+    """The parser of one answer. `names` are the tools of the request."""
 
-    needs_special_tokens = False  # the marks are special tokens, which must then make text
+    needs_special_tokens = False  # True if the markers are special tokens, which must then be part of the text
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
 
     @abstractmethod
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text and the calls that are complete now."""
+        """Add text. Returns (new text, new calls)."""
 
     @abstractmethod
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """The rest, at the end. What began like a call but is none comes as text."""
+        """End the text. Returns the remaining (text, calls). What starts like a call but is none is text."""
 
     def call(self, value: Any, arguments_key: str = "arguments") -> ToolCall | None:
-        """A call from {"name": …, "arguments": …}; None when it is something else."""
+        """The call of an object {"name": …, "arguments": …}; None for any other value."""
         if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
             return None
         arguments = value.get(arguments_key, {})
@@ -53,17 +53,17 @@ class ToolParser(ABC):
 
 
 def short_id() -> str:
-    """Nine letters and digits: the only ids that Mistral's templates take."""
+    """An id of nine letters and digits, which Mistral's templates require."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
 def _unicode(text: str) -> str:
-    """The text with U+FFFD for halves of surrogate pairs, which JSON's escapes can spell and no answer can carry."""
+    """The text with U+FFFD instead of lone surrogates, which JSON escapes can contain and UTF-8 cannot."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def read_json(text: str) -> Any:
-    """The JSON value that is all of `text`; None when it is not JSON."""
+    """The JSON value of the whole `text`; None if it is not JSON."""
     try:
         return json.loads(text, strict=False)  # models write raw newlines inside strings
     except (ValueError, RecursionError):
@@ -71,7 +71,7 @@ def read_json(text: str) -> Any:
 
 
 def read_first_json(text: str) -> tuple[Any, int]:
-    """The JSON value that `text` begins with and where it ends; (None, 0) when there is none."""
+    """(the JSON value at the start of `text`, the index of its end); (None, 0) if there is none."""
     try:
         return json.JSONDecoder(strict=False).raw_decode(text)
     except (ValueError, RecursionError):
