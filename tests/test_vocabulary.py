@@ -84,8 +84,6 @@ PENDING: tuple[str, ...] = (
     # -
     "docs/dependencies.md",
     # -
-    "docs/log.md",
-    # -
     "docs/openai.md",
     # -
     "docs/parallel.md",
