@@ -88,8 +88,6 @@ PENDING: tuple[str, ...] = (
     # -
     "docs/parallel.md",
     # -
-    "docs/performance.md",
-    # -
     "docs/quantization.md",
     # -
     "docs/sagemaker.md",
@@ -97,10 +95,6 @@ PENDING: tuple[str, ...] = (
     "docs/triton.md",
     # -
     "docs/truss.md",
-    # -
-    "README.md",
-    # -
-    "CHANGELOG.md",
 )
 
 # Words of identifiers, after splitting at underscores and capital letters, and the term to use instead.
