@@ -62,10 +62,6 @@ PENDING: tuple[str, ...] = (
     # -
     "tests/serve",
     # -
-    "tests/server",
-    # -
-    "tests/triton",
-    # -
     "tests/kernels",
     # -
     "tests/gpu",

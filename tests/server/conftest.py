@@ -10,7 +10,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "bui
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The engine of a tiny random Llama. Read only."""
+    """The engine of a tiny random Llama, which tests must not modify."""
     import tiny
 
     from stoker.base.config import Limits

@@ -1,4 +1,4 @@
-"""Servers for tests: in-process ASGI, and a real loopback socket; and what arrives from their streams."""
+"""Servers for tests, in-process ASGI or on a real loopback socket, and a reader of server-sent events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def asgi_client(*services: Any, **settings: Any) -> AsyncIterator[httpx.As
 
 @contextlib.asynccontextmanager
 async def live_server(*services: Any, **settings: Any) -> AsyncIterator[str]:
-    """The URL of a real server in this event loop, on any free port of the loopback."""
+    """The URL of a real server in this event loop, on a free loopback port."""
     context = await make_context(*services, **settings)
     async with live_app(make_app(context), context.settings) as port:
         yield f"http://127.0.0.1:{port}"
@@ -48,14 +48,14 @@ async def live_app(app: Any, settings: ServerSettings) -> AsyncIterator[int]:
 
 
 async def until(condition: Any) -> None:
-    """Wait for something that other tasks make true."""
+    """Wait until other tasks have made the condition true."""
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.002)
 
 
 def events(text: str) -> list[Any]:
-    """The JSON of each server-sent event; the end mark of OpenAI's streams as it stands."""
+    """The JSON of each server-sent event; "[DONE]", the end of OpenAI's streams, is unchanged."""
     assert text.endswith("\n\n")
     lines = text.removesuffix("\n\n").split("\n\n")
     assert all(line.startswith("data: ") for line in lines)

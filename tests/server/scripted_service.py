@@ -1,4 +1,4 @@
-"""A service that follows a script. Its tokens are bytes of UTF-8."""
+"""A generation service with scripted answers. Its tokens are the bytes of UTF-8 text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CACHED = 2  # prompt tokens that every request reuses
 
 
 class ScriptedService(Service):
-    """Sequence i of a request says answers[i % len(answers)], one byte a token, `group` tokens a delta."""
+    """Sequence i of a request generates answers[i % len(answers)], one byte per token and `group` tokens per delta."""
 
     def __init__(self, *answers: str, name: str = "tiny", group: int = 1, **limits: int) -> None:
         self.model_name = name
@@ -33,10 +33,10 @@ class ScriptedService(Service):
         self.group = group
         self.requests: list[GenerationRequest] = []
         self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
-        self.left: list[str] = []  # ids of requests whose stream was left early
+        self.left: list[str] = []  # ids of requests whose stream was closed before its end
         self.error: StokerError | None = None  # raised before the first delta
-        self.fails_after: int | None = None  # a sequence ends with ERROR after so many deltas
-        self.hold: asyncio.Event | None = None  # waited for before each delta
+        self.fails_after: int | None = None  # number of deltas after which a sequence ends with ERROR
+        self.hold: asyncio.Event | None = None  # each delta waits for this event
         self.num_streaming = 0
         self.is_ready = True
         checked = Limits(**{"max_input_len": 256, "max_output_len": 128, **limits})
@@ -136,7 +136,7 @@ class ScriptedService(Service):
         return self.encode(request.prompt, add_special_tokens=request.add_special_tokens)
 
     def _plan(self, request: GenerationRequest, index: int) -> list[Delta]:
-        """The deltas of one sequence: text as soon as its bytes are whole characters, as the real detokenizer does."""
+        """The deltas of one sequence. As with the real detokenizer, text consists of whole characters."""
         params = request.params
         ids = list(self.answers[index % len(self.answers)].encode())
         reason = FinishReason.STOP if len(ids) <= params.max_tokens else FinishReason.LENGTH
@@ -154,7 +154,7 @@ class ScriptedService(Service):
         return deltas
 
     def _scores(self, ids: list[int], top: int | None, index: int) -> list[TokenLogprobs]:
-        """Sequence i's tokens have log-probability -(i + 1) ÷ 4."""
+        """The tokens of sequence i have the log-probability -(i + 1) ÷ 4."""
         if top is None:
             return []
         score = -(index + 1) / 4
@@ -165,7 +165,7 @@ class ScriptedService(Service):
 
 
 async def make_context(*services: Service, **settings: Any) -> Context:
-    """A context over services that are loaded."""
+    """A context whose models are loaded."""
     counts, repository = FrontendMetrics(), ModelRepository()
 
     async def unload(service: Service) -> None:

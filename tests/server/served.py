@@ -1,4 +1,4 @@
-"""A program for tests: serve the engine argv[1] with the settings in argv[2], as a command would."""
+"""A test program. Serves the engine argv[1] with the settings argv[2] (JSON), as `stoker serve` does."""
 
 from __future__ import annotations
 

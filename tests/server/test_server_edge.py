@@ -1,4 +1,4 @@
-"""What every protocol shares: bodies, keys, ids, limits, outcomes, metrics; each failure in its protocol's shape."""
+"""What all protocols share: bodies, API keys, ids, limits, outcomes, metrics, and errors in the format of each protocol."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stoker.server.application import make_app
 from stoker.server.http.connection import MAX_HEAD_BYTES
 from stoker.server.settings import ServerSettings
 
-ASK = {"prompt": "hi", "max_tokens": 4}
+BODY = {"prompt": "hi", "max_tokens": 4}
 KEY = "secret-key-1"
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         (b"", "empty"),
         (b"{", "truncated"),
@@ -35,12 +35,12 @@ KEY = "secret-key-1"
         (b"null", "null, not an object"),
     ],
 )
-async def test_bad_bodies(body: bytes, says: str) -> None:
+async def test_invalid_bodies(body: bytes, message: str) -> None:
     async with asgi_client(ScriptedService()) as client:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             answer = await client.post(path, content=body)
             error = answer.json()["error"]
-            assert answer.status_code == 400 and error["code"] == "bad_json" and says in error["message"]
+            assert answer.status_code == 400 and error["code"] == "bad_json" and message in error["message"]
 
 
 async def test_a_long_body_is_refused_before_it_is_read() -> None:
@@ -49,33 +49,33 @@ async def test_a_long_body_is_refused_before_it_is_read() -> None:
         answer = await client.post("/v1/completions", json={"prompt": "x" * (10 << 20)})
         assert answer.status_code == 413 and "max_request_bytes is 1048576" in answer.json()["error"]["message"]
 
-        async def pieces() -> Any:
+        async def chunks() -> Any:
             for _ in range(64):
                 yield b"x" * (1 << 16)
 
-        assert (await client.post("/v1/completions", content=pieces())).status_code == 413
-        assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+        assert (await client.post("/v1/completions", content=chunks())).status_code == 413
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
     assert len(service.requests) == 1
 
 
-async def test_a_prompt_that_is_too_long_is_told_its_numbers() -> None:
+async def test_the_error_of_a_long_prompt_has_its_length_and_the_limit() -> None:
     async with asgi_client(ScriptedService()) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x" * 10_000_000})
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == "prompt" and "10000000" in error["message"] and "2048" in error["message"]
 
 
-async def test_endless_headers_end_the_connection() -> None:
+async def test_headers_that_are_too_long_end_the_connection() -> None:
     async with live_server(ScriptedService()) as url, httpx.AsyncClient(base_url=url) as client:
         answer = await client.get("/health", headers={f"x-{i}": "y" * 8000 for i in range(2 * MAX_HEAD_BYTES // 8000)})
         assert answer.status_code == 431
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_keys() -> None:
+async def test_api_keys() -> None:
     async with asgi_client(ScriptedService(), api_keys=(KEY, "secret-key-2")) as client:
         for headers in ({}, {"authorization": "Bearer wrong-key"}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}):
-            answer = await client.post("/v1/completions", json=ASK, headers=headers)
+            answer = await client.post("/v1/completions", json=BODY, headers=headers)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
             assert answer.json()["error"]["type"] == "authentication_error" and KEY not in answer.text
         answer = await client.post("/v2/models/ensemble/generate", json={})
@@ -84,40 +84,40 @@ async def test_keys() -> None:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/v2/health/ready")).status_code == 200
         for key in (KEY, "secret-key-2"):
-            assert (await client.post("/v1/completions", json=ASK, headers={"authorization": f"Bearer {key}"})).status_code == 200
+            assert (await client.post("/v1/completions", json=BODY, headers={"authorization": f"Bearer {key}"})).status_code == 200
 
 
-async def test_pages_of_other_origins() -> None:
-    asked = {"origin": "https://a.example", "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+async def test_cors() -> None:
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     async with asgi_client(ScriptedService(), cors_origins=("https://a.example",), api_keys=(KEY,)) as client:
-        answer = await client.options("/v1/completions", headers=asked)
+        answer = await client.options("/v1/completions", headers=preflight)
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
-        assert (await client.options("/v1/completions", headers={**asked, "origin": "https://b.example"})).status_code == 400
+        assert (await client.options("/v1/completions", headers={**preflight, "origin": "https://b.example"})).status_code == 400
     async with asgi_client(ScriptedService()) as client:
-        assert "access-control-allow-origin" not in (await client.post("/v1/completions", json=ASK, headers=asked)).headers
+        assert "access-control-allow-origin" not in (await client.post("/v1/completions", json=BODY, headers=preflight)).headers
 
 
-async def test_request_ids_are_echoed_and_made() -> None:
+async def test_request_ids_are_echoed_or_created() -> None:
     async with asgi_client(ScriptedService()) as client:
         assert (await client.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
         assert (await client.post("/v1/completions", json={}, headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
         for bad in ("", "x" * 129, "a\tb"):
-            made = (await client.get("/health", headers={"x-request-id": bad})).headers["x-request-id"]
-            assert made != bad and len(made) == 32
+            created = (await client.get("/health", headers={"x-request-id": bad})).headers["x-request-id"]
+            assert created != bad and len(created) == 32
         assert len({(await client.get("/health")).headers["x-request-id"] for _ in range(3)}) == 3
 
 
-async def test_a_full_queue_says_when_to_retry() -> None:
+async def test_a_full_queue_has_retry_after() -> None:
     service = ScriptedService()
     service.error = QueueFullError(8, 8, 2.4)
     async with asgi_client(service) as client:
-        for body in (ASK, {**ASK, "stream": True}):
+        for body in (BODY, {**BODY, "stream": True}):
             answer = await client.post("/v1/completions", json=body)
             assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
             assert answer.json()["error"]["type"] == "rate_limit_error"
 
 
-async def test_an_executor_that_is_gone() -> None:
+async def test_a_lost_executor() -> None:
     service = ScriptedService()
     service.is_ready = False
     async with asgi_client(service) as client:
@@ -128,23 +128,25 @@ async def test_an_executor_that_is_gone() -> None:
         assert answer.status_code == 503 and "retry-after" in answer.headers and answer.json()["error"]["type"] == "server_error"
     service.is_ready, service.error = True, UnavailableError("The executor is gone.")
     async with asgi_client(service) as client:
-        assert (await client.post("/v1/completions", json={**ASK, "stream": True})).status_code == 503
+        assert (await client.post("/v1/completions", json={**BODY, "stream": True})).status_code == 503
 
 
 async def test_a_sequence_that_fails() -> None:
     service = ScriptedService("abc")
     service.fails_after = 1
     async with asgi_client(service) as client:
-        answer = await client.post("/v1/completions", json=ASK)
+        answer = await client.post("/v1/completions", json=BODY)
         assert answer.status_code == 500 and answer.json()["error"]["code"] == "generation_failed"
-        for path, ask in (("/v1/completions", ASK), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})):
-            answer = await client.post(path, json={**ask, "stream": True})
+        for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})):
+            answer = await client.post(path, json={**body, "stream": True})
             assert answer.status_code == 200
             *_, error, done, end = answer.text.split("\n\n")
             assert error.startswith('data: {"error":{"message":"the step failed."') and done == "data: [DONE]" and end == ""
 
 
-async def test_what_nobody_expected_is_told_without_its_details(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_details_of_an_unexpected_error_are_logged_and_not_sent(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = ScriptedService()
     monkeypatch.setattr(service, "encode", lambda *args, **kwargs: 1 / 0)
     async with asgi_client(service) as client:
@@ -152,7 +154,7 @@ async def test_what_nobody_expected_is_told_without_its_details(caplog: pytest.L
     assert answer.status_code == 500 and "division" not in answer.text and "ZeroDivisionError" in caplog.text
 
 
-async def test_unknown_paths_and_methods_in_the_shape_of_their_protocol() -> None:
+async def test_unknown_paths_and_methods_have_the_format_of_their_protocol() -> None:
     async with asgi_client(ScriptedService()) as client:
         answer = await client.get("/v1/nope")
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
@@ -161,7 +163,7 @@ async def test_unknown_paths_and_methods_in_the_shape_of_their_protocol() -> Non
         assert isinstance((await client.get("/v2/nope")).json()["error"], str)
 
 
-async def test_only_the_protocols_that_are_asked_for_are_open() -> None:
+async def test_only_the_protocols_of_the_settings_are_served() -> None:
     async with asgi_client(ScriptedService(), protocols=("kserve",)) as client:
         assert (await client.get("/v1/models")).status_code == 404
         assert (await client.get("/v2/health/live")).status_code == 200
@@ -179,9 +181,8 @@ async def test_models_and_tokens() -> None:
         assert (await client.get("/v1/models/org/other")).json() == listed["data"][1]
         assert (await client.get("/v1/models/nope")).status_code == 404
         tokens = (await client.post("/tokenize", json={"prompt": "hé", "return_token_strs": True})).json()
-        assert tokens == {
-            "count": 4, "max_model_len": 384, "tokens": [2, 104, 195, 169], "token_strs": ["\x02", "h", "bytes:\\xc3", "bytes:\\xa9"]
-        }  # fmt: skip
+        texts = ["\x02", "h", "bytes:\\xc3", "bytes:\\xa9"]
+        assert tokens == {"count": 4, "max_model_len": 384, "tokens": [2, 104, 195, 169], "token_strs": texts}
         chat = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}], "model": "tiny"})).json()
         assert bytes(chat["tokens"]).decode() == "<user>hi<assistant>"
         assert (await client.post("/detokenize", json={"tokens": [104, 195, 169]})).json() == {"prompt": "hé"}
@@ -198,14 +199,14 @@ async def test_models_and_tokens() -> None:
         assert (await client.get("/version")).json()["version"]
 
 
-async def test_metrics_count_outcomes_tokens_and_answers() -> None:
+async def test_metrics_count_outcomes_tokens_and_responses() -> None:
     service = ScriptedService("abc")
     async with asgi_client(service) as client:
-        await client.post("/v1/completions", json=ASK)
-        await client.post("/v1/completions", json={**ASK, "max_tokens": 2, "stream": True})
-        await client.post("/v1/completions", json={**ASK, "prompt": "x" * 300})
+        await client.post("/v1/completions", json=BODY)
+        await client.post("/v1/completions", json={**BODY, "max_tokens": 2, "stream": True})
+        await client.post("/v1/completions", json={**BODY, "prompt": "x" * 300})
         service.error = QueueFullError(1, 1, 1.0)
-        await client.post("/v1/completions", json=ASK)
+        await client.post("/v1/completions", json=BODY)
         text = (await client.get("/metrics")).text
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     for outcome in ("stop", "length", "refused", "queue_full"):
@@ -219,10 +220,10 @@ async def test_metrics_count_outcomes_tokens_and_answers() -> None:
     assert lines['stoker_http_responses_total{route="/v1/completions",status="429"}'] == "1.0"
 
 
-async def test_tokens_of_a_client_that_left_are_counted() -> None:
+async def test_tokens_of_a_disconnected_client_are_counted() -> None:
     service = ScriptedService("abcdefgh" * 10)
     async with live_server(service) as url, httpx.AsyncClient(base_url=url) as client:
-        async with client.stream("POST", "/v1/completions", json={**ASK, "max_tokens": 80, "stream": True}) as answer:
+        async with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 80, "stream": True}) as answer:
             lines = answer.aiter_lines()
             for _ in range(10):
                 await anext(lines)
@@ -234,7 +235,7 @@ async def test_tokens_of_a_client_that_left_are_counted() -> None:
     assert 5 <= float(counts['stoker_output_tokens_total{model="tiny"}']) <= 80
 
 
-async def test_the_port_of_the_metrics_shows_nothing_else() -> None:
+async def test_the_metrics_port_serves_only_metrics_and_health() -> None:
     context = await make_context(ScriptedService(), metrics_port=8002)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(context)), base_url="http://stoker:8002") as client:
         assert (await client.get("/metrics")).status_code == 200 and (await client.get("/health")).status_code == 200
@@ -242,7 +243,7 @@ async def test_the_port_of_the_metrics_shows_nothing_else() -> None:
         assert (await client.get("http://stoker:8000/v1/models")).status_code == 200
 
 
-async def test_parsers_that_do_not_exist_are_told_when_the_server_starts() -> None:
+async def test_unknown_parsers_are_refused_when_the_server_starts() -> None:
     for setting in ("tool_parser", "reasoning_parser"):
         with pytest.raises(ConfigError, match="unknown"):
             make_app(await make_context(ScriptedService(), **{setting: "qwe"}))
@@ -252,13 +253,13 @@ async def test_parsers_that_do_not_exist_are_told_when_the_server_starts() -> No
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", ASK),
-        ("/v1/completions", {**ASK, "prompt": ["a", "b"], "n": 2}),
+        ("/v1/completions", BODY),
+        ("/v1/completions", {**BODY, "prompt": ["a", "b"], "n": 2}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
         ("/v2/models/ensemble/generate", {"text_input": "hi", "max_tokens": 5}),
     ],
 )
-async def test_a_client_that_leaves_ends_its_request(path: str, body: dict[str, Any], stream: bool) -> None:
+async def test_a_disconnected_client_cancels_its_requests(path: str, body: dict[str, Any], stream: bool) -> None:
     service = ScriptedService("x" * 100)
     service.hold = asyncio.Event()
     if path.startswith("/v2"):
@@ -268,24 +269,24 @@ async def test_a_client_that_leaves_ends_its_request(path: str, body: dict[str, 
     async with live_server(service) as url:
         num_requests = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
         async with httpx.AsyncClient(base_url=url) as client:
-            asking = asyncio.create_task(client.post(path, json=body))
+            call = asyncio.create_task(client.post(path, json=body))
             await until(lambda: service.num_streaming == num_requests)
-            asking.cancel()
+            call.cancel()
         await until(lambda: service.num_streaming == 0)
         assert len(service.left) == num_requests
         async with httpx.AsyncClient(base_url=url) as client:
             counts = (await client.get("/metrics")).text
             assert f'stoker_requests_total{{model="tiny",outcome="cancelled"}} {num_requests}.0' in counts
             service.hold.set()
-            assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
 
 
-async def test_a_client_that_leaves_in_mid_stream_ends_its_request() -> None:
+async def test_a_client_that_disconnects_during_a_stream_cancels_its_request() -> None:
     service = ScriptedService("x" * 100)
     service.hold = asyncio.Event()
     async with live_server(service) as url, httpx.AsyncClient(base_url=url) as client:
         service.hold.set()
-        async with client.stream("POST", "/v1/completions", json={**ASK, "max_tokens": 100, "stream": True}) as answer:
+        async with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 100, "stream": True}) as answer:
             async for _ in answer.aiter_lines():
                 service.hold.clear()
                 break
@@ -304,7 +305,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_its_request() -> None:
         {"drain_timeout_s": -1},
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as refusal:
+def test_invalid_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
         ServerSettings(**settings)
-    assert "short" not in str(refusal.value)
+    assert "short" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Connections that misbehave: each is refused or ended with bounded memory, and the next client is answered."""
+"""Hostile connections: each is refused or closed with bounded memory, and the next client receives a response."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from stoker.server.http import request_context
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b'{"prompt": "hi", "max_tokens": 3}'
-ASK = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+COMPLETION = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
 async def connected(**settings: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to a server, which must still answer others at the end."""
+    """A connection to a server. Afterwards, the server must still respond to another connection."""
     async with live_server(ScriptedService(), **settings) as url:
         port = int(url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -41,11 +41,11 @@ async def _once(port: int, request: bytes) -> bytes:
     return answer
 
 
-async def _flood(writer: asyncio.StreamWriter, piece: bytes, times: int) -> int:
-    """Send `piece` until the server closes; how often it was taken."""
+async def _flood(writer: asyncio.StreamWriter, data: bytes, times: int) -> int:
+    """Send `data` repeatedly until the server closes the connection. Returns how often it was sent."""
     with contextlib.suppress(ConnectionError):
         for sent in range(times):
-            writer.write(piece)
+            writer.write(data)
             await writer.drain()
             if writer.transport.is_closing():
                 return sent
@@ -54,9 +54,9 @@ async def _flood(writer: asyncio.StreamWriter, piece: bytes, times: int) -> int:
     return 0
 
 
-async def test_split_at_every_byte() -> None:
+async def test_requests_that_arrive_byte_by_byte() -> None:
     async with connected() as (reader, writer):
-        for request in (ASK, CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)):
+        for request in (COMPLETION, CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)):
             for at in range(len(request)):
                 writer.write(request[at : at + 1])
                 await asyncio.sleep(0)
@@ -65,60 +65,60 @@ async def test_split_at_every_byte() -> None:
             assert b" 200 " in head and b'"text":"Hel"' in await reader.readexactly(length)
 
 
-@pytest.mark.parametrize("piece", [b"a: b\r\n" * 1000, b"x-" + b"a" * 5000], ids=["lines", "one line"])
-async def test_endless_trailers_end_the_connection(piece: bytes) -> None:
+@pytest.mark.parametrize("data", [b"a: b\r\n" * 1000, b"x-" + b"a" * 5000], ids=["lines", "one line"])
+async def test_trailers_that_are_too_long_end_the_connection(data: bytes) -> None:
     async with connected() as (_, writer):
         writer.write(CHUNKED + b"2\r\n{}\r\n0\r\n")
-        assert await _flood(writer, piece, 4000) < 4000
+        assert await _flood(writer, data, 4000) < 4000
 
 
-async def test_trailers_are_no_headers() -> None:
+async def test_trailers_are_not_headers() -> None:
     async with connected(api_keys=("secret-key-1",)) as (reader, writer):
         writer.write(CHUNKED + b"%x\r\n%b\r\n0\r\nauthorization: Bearer secret-key-1\r\n\r\n" % (len(BODY), BODY))
         assert b" 401 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
 
 
-async def test_requests_in_a_row_are_answered_in_order() -> None:
+async def test_pipelined_requests_are_answered_in_order() -> None:
     async with connected() as (reader, writer):
-        writer.write((HEALTH + ASK) * 50)
+        writer.write((HEALTH + COMPLETION) * 50)
         for _ in range(100):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
             assert b" 200 " in head
             await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
 
 
-async def test_too_many_requests_in_a_row_end_the_connection() -> None:
+async def test_too_many_pipelined_requests_end_the_connection() -> None:
     async with connected() as (_, writer):
-        assert await _flood(writer, ASK * 200, 4000) < 4000
+        assert await _flood(writer, COMPLETION * 200, 4000) < 4000
 
 
-async def test_a_head_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_incomplete_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.05)
     async with connected() as (reader, writer):
         writer.write(HEALTH[:10])
         assert b" 408 " in await asyncio.wait_for(reader.read(), 10)
 
 
-async def test_a_connection_without_a_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.05)
     async with connected() as (reader, _):
         assert await asyncio.wait_for(reader.read(), 10) == b""
 
 
-async def test_a_second_head_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_incomplete_second_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.1)
     async with connected() as (reader, writer):
         writer.write(HEALTH + HEALTH[:10])
         assert (await asyncio.wait_for(reader.read(), 10)).count(b" 408 ") == 1
 
 
-async def test_a_late_head_waits_for_the_answer_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_timeout_of_a_second_head_waits_for_the_first_response(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.02)
     service = ScriptedService()
     service.hold = asyncio.Event()
     async with live_server(service) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        writer.write(ASK + HEALTH[:10])
+        writer.write(COMPLETION + HEALTH[:10])
         await until(lambda: service.num_streaming)
         await asyncio.sleep(0.1)
         service.hold.set()
@@ -126,7 +126,7 @@ async def test_a_late_head_waits_for_the_answer_before_it(monkeypatch: pytest.Mo
         assert answer.index(b" 200 ") < answer.index(b'"text":"Hel"') < answer.index(b" 408 ")
 
 
-async def test_a_body_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_incomplete_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_context, "BODY_S", 0.05)
     async with connected() as (reader, writer):
         writer.write(CHUNKED + b"1\r\n{\r\n")
@@ -134,12 +134,12 @@ async def test_a_body_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         assert b" 408 " in answer and b"request_timeout" in answer
 
 
-@pytest.mark.parametrize("framing", [ASK, CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)], ids=["length", "chunked"])
+@pytest.mark.parametrize("framing", [COMPLETION, CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)], ids=["length", "chunked"])
 @pytest.mark.parametrize("size", [1, 50, 1 << 20])
-async def test_upgrades_are_not_taken_and_bodies_are_kept(framing: bytes, size: int) -> None:
-    """What Java's HttpClient sends to every plain address."""
-    wish = b"host: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAA\r\n"
-    request = framing.replace(b"host: x\r\n", wish) * 2 + HEALTH
+async def test_upgrades_are_declined_and_bodies_are_read(framing: bytes, size: int) -> None:
+    """Java's HttpClient sends these headers to every http address."""
+    upgrade = b"host: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAA\r\n"
+    request = framing.replace(b"host: x\r\n", upgrade) * 2 + HEALTH
     async with connected() as (reader, writer):
         for at in range(0, len(request), size):
             writer.write(request[at : at + size])
@@ -167,14 +167,14 @@ async def test_upgrades_are_not_taken_and_bodies_are_kept(framing: bytes, size: 
     (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"4"),
     (b"GET /" + b"a" * 70_000, b"431"),
 ])  # fmt: skip
-async def test_requests_that_are_none(request_: bytes, status: bytes) -> None:
+async def test_invalid_requests(request_: bytes, status: bytes) -> None:
     async with connected() as (reader, writer):
         writer.write(request_)
         line = await asyncio.wait_for(reader.readline(), 10)
         assert line.startswith(b"HTTP/1.1 " + status), line
 
 
-async def test_a_head_answer_has_no_body() -> None:
+async def test_the_response_to_head_has_no_body() -> None:
     async with connected() as (reader, writer):
         writer.write(HEALTH.replace(b"GET", b"HEAD") + HEALTH.replace(b"/live", b"/ready").replace(b"GET", b"HEAD") + HEALTH)
         for _ in range(3):
@@ -190,16 +190,16 @@ async def test_streams_of_http_1_0_have_no_chunks() -> None:
         assert rest.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-async def test_a_client_that_stops_reading_stops_its_stream(leaves: bool) -> None:
-    """No more is taken from the service than buffers hold; when the client leaves, the request ends, and when it reads on, all comes."""
+@pytest.mark.parametrize("disconnects", [True, False])
+async def test_a_client_that_does_not_read_pauses_its_stream(disconnects: bool) -> None:
+    """The server reads no more deltas than its buffers hold. Then the client disconnects, or continues to read and receives everything."""
     service = ScriptedService("x" * 20_000, max_output_len=20_000)
-    taken = 0
+    num_read = 0
 
     async def counted(request: Any) -> Any:
-        nonlocal taken
+        nonlocal num_read
         async for deltas in stream(request):
-            taken += 1
+            num_read += 1
             yield deltas
 
     stream, service.stream = service.stream, counted  # type: ignore[method-assign]
@@ -208,13 +208,13 @@ async def test_a_client_that_stops_reading_stops_its_stream(leaves: bool) -> Non
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1 << 12)
         writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
         before = -1
-        while before < taken:
-            before = taken
+        while before < num_read:
+            before = num_read
             await asyncio.sleep(0.2)
-        assert 0 < taken < 20_000 and service.num_streaming == 1
-        if leaves:
+        assert 0 < num_read < 20_000 and service.num_streaming == 1
+        if disconnects:
             writer.close()
             await until(lambda: service.num_streaming == 0)
             assert len(service.left) == 1
         else:
-            assert (await asyncio.wait_for(reader.read(), 30)).endswith(b"0\r\n\r\n") and taken == 20_000
+            assert (await asyncio.wait_for(reader.read(), 30)).endswith(b"0\r\n\r\n") and num_read == 20_000

@@ -1,4 +1,4 @@
-"""Bodies whose values are just possible: none of them is the server's failure."""
+"""Bodies with extreme values: none of them makes the server fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a":' * 5000, "1" * 5000])
-async def test_arguments_of_earlier_calls_that_are_no_json(arguments: str) -> None:
+async def test_arguments_of_earlier_calls_that_are_not_json(arguments: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     body = {"messages": [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
     async with asgi_client(ScriptedService()) as client:
@@ -33,7 +33,7 @@ async def test_arguments_of_earlier_calls_that_are_no_json(arguments: str) -> No
 
 
 @pytest.mark.parametrize("name", ["self", "cls", "messages_", "template_values"])
-async def test_any_switch_of_a_template_has_its_name(name: str) -> None:
+async def test_variables_of_the_template_may_have_any_name(name: str) -> None:
     service = ScriptedService()
     async with asgi_client(service) as client:
         answer = await client.post(CHAT, json={"messages": USER, "chat_template_kwargs": {name: 1}})
@@ -41,7 +41,7 @@ async def test_any_switch_of_a_template_has_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/tokenize", INVOKE, PREDICT, "/v2/models/ensemble/generate"])
-async def test_nesting_just_within_the_parser_s_limit(path: str) -> None:
+async def test_nesting_near_the_limit_of_the_parser(path: str) -> None:
     async with asgi_client(ScriptedService()) as client:
         for depth in range(900, 1000):
             body = f'{{"prompt": "hi", "inputs": "hi", "text_input": "hi", "max_tokens": {nested(depth)}, "parameters": {nested(depth)}}}'
@@ -50,7 +50,7 @@ async def test_nesting_just_within_the_parser_s_limit(path: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [[], {}, ["BYTES"], {"a": 1}, 1, None])
-async def test_datatypes_that_are_none(dtype: Any) -> None:
+async def test_invalid_datatypes(dtype: Any) -> None:
     body = {"inputs": [{"name": "text_input", "datatype": dtype, "shape": [1, 1], "data": ["hi"]}]}
     async with asgi_client(ScriptedService()) as client:
         answer = await client.post("/v2/models/ensemble/infer", json=body)
@@ -59,7 +59,7 @@ async def test_datatypes_that_are_none(dtype: Any) -> None:
 
 @pytest.mark.parametrize("options", [TrussOptions(), TrussOptions(openai=True)], ids=["legacy", "openai"])
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         (b'{"prompt": "hi", "stop": "\\ud800"}', "surrogate"),
         (b'{"prompt": "hi", "\\udfff": 1}', "surrogate"),
@@ -67,14 +67,14 @@ async def test_datatypes_that_are_none(dtype: Any) -> None:
         (b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}", "limit"),
     ],
 )
-async def test_json_that_only_python_reads(options: TrussOptions, body: bytes, told: str) -> None:
+async def test_json_that_only_python_accepts(options: TrussOptions, body: bytes, message: str) -> None:
     async with asgi_client(ScriptedService(), protocols=("truss",), options=options) as client:
         answer = await client.post(PREDICT, content=body)
-    assert answer.status_code == 400 and told in answer.json()["error"]
+    assert answer.status_code == 400 and message in answer.json()["error"]
 
 
 @pytest.mark.parametrize("value", [b"x", {1: 2}, {"a": {b"x": 1}}, [msgspec.msgpack.Ext(5, b"x")], [{"a": b"x"}]])
-async def test_msgpack_that_is_no_json(value: Any) -> None:
+async def test_msgpack_that_json_cannot_represent(value: Any) -> None:
     async with asgi_client(ScriptedService(), protocols=("truss",), options=TrussOptions(openai=True)) as client:
         for name in ("chat_template_kwargs", "logit_bias", "guided_json", "structured_outputs", "prompt"):
             body = msgspec.msgpack.encode({"messages": USER, name: value})
@@ -87,16 +87,16 @@ async def test_msgpack_that_is_no_json(value: Any) -> None:
 @pytest.mark.parametrize(
     "inner", ["[" * 3000, '{"name": "f", "arguments": {"x": "\\ud800 \\ude00"}}', '{"name": "\\ud800", "parameters": "\\ud83c\\udf89"}']
 )
-async def test_models_that_write_hostile_calls(parser: str, inner: str, stream: bool) -> None:
-    """Nesting that no parser takes, and halves of surrogate pairs: the answer stays an answer."""
-    begin = {"mistral": "[TOOL_CALLS]", "llama3": ""}.get(parser, "<tool_call>")
-    end = "</tool_call>" if begin == "<tool_call>" else ""
+async def test_models_that_generate_hostile_calls(parser: str, inner: str, stream: bool) -> None:
+    """Nesting beyond the limit of the parser, and lone surrogates: the response is still valid."""
+    prefix = {"mistral": "[TOOL_CALLS]", "llama3": ""}.get(parser, "<tool_call>")
+    suffix = "</tool_call>" if prefix == "<tool_call>" else ""
     inner = f"[{inner}]" if parser == "mistral" else inner
-    service = ScriptedService(begin + inner + end, group=500, max_output_len=8000, max_input_len=8000)
+    service = ScriptedService(prefix + inner + suffix, group=500, max_output_len=8000, max_input_len=8000)
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": USER, "tools": tools, "max_tokens": 8000, "stream": stream}
     async with asgi_client(service, tool_parser=parser) as client:
         answer = await client.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
-    found = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]] if stream else [answer.json()]
-    assert found[-1]["choices"][0]["finish_reason"] in ("stop", "tool_calls")
+    chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]] if stream else [answer.json()]
+    assert chunks[-1]["choices"][0]["finish_reason"] in ("stop", "tool_calls")

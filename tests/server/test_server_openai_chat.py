@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages to prompt, answers whole and streamed, with reasoning and tool calls."""
+"""/v1/chat/completions: messages to prompt, whole and streamed responses, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ async def post(service: ScriptedService, body: dict[str, Any], **settings: Any) 
 
 
 def joined(chunks: list[Any]) -> list[dict[str, Any]]:
-    """Choices in order. The role comes first, exactly one finish_reason, tool calls numbered from 0."""
+    """Choices in order. The first chunk of each has the role, the last one has the finish_reason, tool calls are numbered from 0."""
     assert chunks[-1] == "[DONE]"
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks[:-1]:
         assert chunk["object"] == "chat.completion.chunk"
-        for piece in chunk["choices"]:
-            index, delta = piece["index"], piece["delta"]
+        for part in chunk["choices"]:
+            index, delta = part["index"], part["delta"]
             if index not in choices:
                 assert delta == {"role": "assistant", "content": ""}
                 choices[index] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None, "logprobs": []}
@@ -45,8 +45,8 @@ def joined(chunks: list[Any]) -> list[dict[str, Any]]:
             for call in delta.get("tool_calls", []):
                 assert call.pop("index") == len(choice["tool_calls"])
                 choice["tool_calls"].append(call)
-            choice["finish_reason"] = piece["finish_reason"]
-            choice["logprobs"] += (piece["logprobs"] or {"content": []})["content"]
+            choice["finish_reason"] = part["finish_reason"]
+            choice["logprobs"] += (part["logprobs"] or {"content": []})["content"]
     assert all(choice["finish_reason"] for choice in choices.values())
     return [choices[i] for i in range(len(choices))]
 
@@ -56,8 +56,8 @@ def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [call["function"] for call in calls]
 
 
-async def both(answers: tuple[str, ...], body: dict[str, Any], group: int, **settings: Any) -> list[dict[str, Any]]:
-    """The choices of the whole answer, once the joined stream was found equal to them."""
+async def whole_and_streamed(answers: tuple[str, ...], body: dict[str, Any], group: int, **settings: Any) -> list[dict[str, Any]]:
+    """The choices of the whole response, after a check that the joined stream equals them."""
     whole = await post(ScriptedService(*answers, group=group, max_output_len=1024), body, **settings)
     service = ScriptedService(*answers, group=group, max_output_len=1024)
     streamed = joined(await post(service, {**body, "stream": True}, **settings))
@@ -72,7 +72,7 @@ async def both(answers: tuple[str, ...], body: dict[str, Any], group: int, **set
     return whole["choices"]
 
 
-async def test_a_whole_answer() -> None:
+async def test_a_whole_response() -> None:
     service = ScriptedService("Hello!")
     answer = await post(service, {})
     assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"
@@ -80,13 +80,13 @@ async def test_a_whole_answer() -> None:
         {"index": 0, "message": {"role": "assistant", "content": "Hello!"}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     ]
     prompt = service.requests[0].prompt
-    assert bytes(prompt).decode() == "<user>hi<assistant>", "the template writes the special tokens; none is added"  # type: ignore[arg-type]
+    assert bytes(prompt).decode() == "<user>hi<assistant>", "the template adds the special tokens, and the tokenizer adds none"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("group", [1, 3, 100])
 @pytest.mark.parametrize("body", [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 2}, {"max_tokens": 4}])
-async def test_the_joined_stream_is_the_whole_answer(body: dict[str, Any], group: int) -> None:
-    await both(("Hello, wörld 🎉!", "zwei", "three"), body, group)
+async def test_the_joined_stream_equals_the_whole_response(body: dict[str, Any], group: int) -> None:
+    await whole_and_streamed(("Hello, wörld 🎉!", "zwei", "three"), body, group)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 1000])
@@ -102,13 +102,13 @@ async def test_the_joined_stream_is_the_whole_answer(body: dict[str, Any], group
     ],
 )
 async def test_hermes_calls(answer: str, content: str | None, calls: list[str], group: int) -> None:
-    (choice,) = await both((answer,), {"tools": TOOLS}, group, tool_parser="hermes")
+    (choice,) = await whole_and_streamed((answer,), {"tools": TOOLS}, group, tool_parser="hermes")
     assert choice["message"]["content"] == content
-    found = [call["function"] for call in choice["message"].get("tool_calls", [])]
-    assert [call["name"] for call in found] == calls
+    functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    assert [call["name"] for call in functions] == calls
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
     if calls and calls[0] == "weather":
-        assert json.loads(found[0]["arguments"]) == {"city": "Zürich </tool_call>"}
+        assert json.loads(functions[0]["arguments"]) == {"city": "Zürich </tool_call>"}
 
 
 @pytest.mark.parametrize("group", [1, 4, 1000])
@@ -132,13 +132,13 @@ async def test_hermes_calls(answer: str, content: str | None, calls: list[str], 
         ("mistral", "[TOOL_ box", "[TOOL_ box", []),
     ],
 )
-async def test_other_styles_of_calls(parser: str, answer: str, content: str | None, calls: list[str], group: int) -> None:
-    (choice,) = await both((answer,), {"tools": TOOLS}, group, tool_parser=parser)
+async def test_other_formats_of_calls(parser: str, answer: str, content: str | None, calls: list[str], group: int) -> None:
+    (choice,) = await whole_and_streamed((answer,), {"tools": TOOLS}, group, tool_parser=parser)
     assert choice["message"]["content"] == content
     assert [call["function"]["name"] for call in choice["message"].get("tool_calls", [])] == calls
 
 
-async def test_marks_that_are_special_tokens_make_text_only_for_tools() -> None:
+async def test_special_tokens_are_text_only_if_a_parser_needs_them() -> None:
     for parser, skip in (("mistral", False), ("llama3", False), ("hermes", True)):
         service = ScriptedService("!")
         await post(service, {"tools": TOOLS}, tool_parser=parser)
@@ -152,25 +152,25 @@ async def test_mistral_ids_are_nine_letters_and_digits() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 1000])
-async def test_one_call_when_parallel_calls_are_off(group: int) -> None:
-    (choice,) = await both((CALL + CALL,), {"tools": TOOLS, "parallel_tool_calls": False}, group, tool_parser="hermes")
+async def test_only_one_call_without_parallel_tool_calls(group: int) -> None:
+    (choice,) = await whole_and_streamed((CALL + CALL,), {"tools": TOOLS, "parallel_tool_calls": False}, group, tool_parser="hermes")
     assert len(choice["message"]["tool_calls"]) == 1
 
 
-async def test_tool_choice_none_shows_no_tools_and_reads_none() -> None:
+async def test_tool_choice_none_ignores_tools() -> None:
     service = ScriptedService(CALL)
     answer = await post(service, {"tools": TOOLS, "tool_choice": "none"}, tool_parser="hermes")
     assert answer["choices"][0]["message"]["content"] == CALL and service.rendered[0][1]["tools"] is None
 
 
 @pytest.mark.parametrize("group", [1, 1000])
-async def test_forced_and_required_calls_are_guided_and_read_back(group: int) -> None:
+async def test_forced_and_required_calls(group: int) -> None:
     forced = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}}
-    (choice,) = await both(('{"city": "Oslo"}',), forced, group)
+    (choice,) = await whole_and_streamed(('{"city": "Oslo"}',), forced, group)
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": '{"city": "Oslo"}'}
-    assert choice["finish_reason"] == "stop", "OpenAI says tool_calls only where the model chose"
+    assert choice["finish_reason"] == "stop", "OpenAI's finish_reason is tool_calls only if the model chose to call"
     required = {"tools": TOOLS, "tool_choice": "required"}
-    (choice,) = await both(('[{"name": "weather", "parameters": {"city": "Oslo"}}]',), required, group)
+    (choice,) = await whole_and_streamed(('[{"name": "weather", "parameters": {"city": "Oslo"}}]',), required, group)
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
     service = ScriptedService("[]")
     await post(service, required)
@@ -194,48 +194,58 @@ async def test_forced_and_required_calls_are_guided_and_read_back(group: int) ->
         ("deepseek_r1", "<assistant>", "never ends", "never ends", None),
     ],
 )
-async def test_reasoning_is_told_apart(
+async def test_reasoning_is_separated(
     parser: str, ending: str, answer: str, reasoning: str | None, content: str | None, group: int
 ) -> None:
-    (choice,) = await both((answer,), {"chat_template_kwargs": {"ending": ending}}, group, reasoning_parser=parser)
+    (choice,) = await whole_and_streamed((answer,), {"chat_template_kwargs": {"ending": ending}}, group, reasoning_parser=parser)
     assert choice["message"]["reasoning_content"] == reasoning and choice["message"]["content"] == content
 
 
 @pytest.mark.parametrize("group", [1, 1000])
 async def test_reasoning_before_calls(group: int) -> None:
-    (choice,) = await both((f"<think>a call</think>\n{CALL}",), {"tools": TOOLS}, group, tool_parser="hermes", reasoning_parser="qwen3")
+    (choice,) = await whole_and_streamed(
+        (f"<think>a call</think>\n{CALL}",), {"tools": TOOLS}, group, tool_parser="hermes", reasoning_parser="qwen3"
+    )
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("a call", None) and len(message["tool_calls"]) == 1
 
 
-async def test_logprobs_carry_bytes_and_the_best() -> None:
+async def test_logprobs_contain_bytes_and_candidates() -> None:
     answer = await post(ScriptedService("é"), {"logprobs": True, "top_logprobs": 1})
     first = answer["choices"][0]["logprobs"]["content"][0]
     token = {"token": "bytes:\\xc3", "logprob": -0.25, "bytes": [0xC3]}
     assert first == {**token, "top_logprobs": [token]}
 
 
-async def test_what_the_template_is_given() -> None:
+async def test_variables_of_the_template() -> None:
     service = ScriptedService("!")
     body = {
-        "tools": TOOLS, "add_generation_prompt": False, "continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False},
-        "documents": [{"text": "d"}], "reasoning_effort": "low",
-    }  # fmt: skip
+        "tools": TOOLS,
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "documents": [{"text": "d"}],
+        "reasoning_effort": "low",
+    }
     await post(service, body, tool_parser="hermes")
     assert service.rendered[0][1] == {
-        "tools": TOOLS, "add_generation_prompt": False, "continue_final_message": True, "enable_thinking": False,
-        "documents": [{"text": "d"}], "reasoning_effort": "low",
-    }  # fmt: skip
+        "tools": TOOLS,
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "enable_thinking": False,
+        "documents": [{"text": "d"}],
+        "reasoning_effort": "low",
+    }
 
 
-async def test_templates_see_the_arguments_of_earlier_calls_as_objects() -> None:
+async def test_the_template_receives_arguments_of_earlier_calls_as_objects() -> None:
     service = ScriptedService("!")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     broken = {"id": "2", "type": "function", "function": {"name": "f", "arguments": "{"}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call, broken]}, {"role": "tool", "content": "2"}]
     await post(service, {"messages": messages})
-    shown = service.rendered[0][0][1]["tool_calls"]
-    assert [item["function"]["arguments"] for item in shown] == [{"x": 1}, "{"]
+    calls = service.rendered[0][0][1]["tool_calls"]
+    assert [item["function"]["arguments"] for item in calls] == [{"x": 1}, "{"]
 
 
 @pytest.mark.parametrize(
@@ -248,27 +258,27 @@ async def test_templates_see_the_arguments_of_earlier_calls_as_objects() -> None
         ({}, {"default_max_tokens": 11}, 11),
     ],
 )
-async def test_how_many_tokens_an_answer_may_have(body: dict[str, Any], settings: dict[str, Any], expected: int) -> None:
+async def test_max_tokens(body: dict[str, Any], settings: dict[str, Any], expected: int) -> None:
     service = ScriptedService("!")
     await post(service, body, **settings)
     assert service.requests[0].params.max_tokens == expected
 
 
-async def test_without_max_tokens_the_answer_gets_the_room_that_is_left() -> None:
+async def test_the_default_of_max_tokens_is_what_the_prompt_leaves() -> None:
     service = ScriptedService("!", max_total_len=50)
     await post(service, {})
     assert service.requests[0].params.max_tokens == 50 - len("<user>hi<assistant>")
 
 
-async def test_an_answer_cut_from_outside_says_so() -> None:
+async def test_a_deadline_is_the_stop_reason() -> None:
     service = ScriptedService("abc")
     plan = service._plan
 
-    def cut(*args: Any) -> Any:
+    def plan_with_deadline(*args: Any) -> Any:
         deltas = plan(*args)
         deltas[-1].finish_reason = FinishReason.DEADLINE
         return deltas
 
-    service._plan = cut  # type: ignore[method-assign]
+    service._plan = plan_with_deadline  # type: ignore[method-assign]
     choice = (await post(service, {}))["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "length", "deadline")

@@ -24,9 +24,9 @@ def service() -> ScriptedService:
 async def client(service: ScriptedService) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         live_server(service, api_keys=(KEY,), tool_parser="hermes", reasoning_parser="qwen3") as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as made,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client,
     ):
-        yield made
+        yield client
 
 
 async def test_completions(client: openai.AsyncOpenAI) -> None:
@@ -58,7 +58,7 @@ async def test_chat(client: openai.AsyncOpenAI) -> None:
     assert text == "Hello, wörld 🎉!" and finishes == ["stop"] and usage == whole.usage
 
 
-async def test_tools_through_the_clients_own_accumulator(client: openai.AsyncOpenAI, service: ScriptedService) -> None:
+async def test_tools_with_the_client_s_accumulator(client: openai.AsyncOpenAI, service: ScriptedService) -> None:
     service.answers = ['<think>hm</think><tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>']
     async with client.chat.completions.stream(
         model="tiny",
@@ -71,7 +71,7 @@ async def test_tools_through_the_clients_own_accumulator(client: openai.AsyncOpe
     assert message.tool_calls[0].function.name == "weather" and message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
 
 
-async def test_errors_are_the_clients_own_exceptions(client: openai.AsyncOpenAI, service: ScriptedService) -> None:
+async def test_errors_are_exceptions_of_the_client(client: openai.AsyncOpenAI, service: ScriptedService) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         await client.completions.create(model="tiny", prompt="hi", temperature=-1)
     assert bad.value.param == "temperature" and bad.value.code == "bad_request"

@@ -1,4 +1,4 @@
-"""What OpenAI's routes refuse: always a 4xx in OpenAI's shape that names the field; nothing reaches the model."""
+"""Requests that OpenAI's endpoints refuse: with status 4xx, in OpenAI's format and with the name of the field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def refused(path: str, body: dict[str, Any], status: int = 400, **settings
     async with asgi_client(service, **settings) as client:
         answer = await client.post(path, json=body)
     assert answer.status_code == status, answer.text
-    assert not service.requests, "nothing else is disturbed"
+    assert not service.requests, "the service receives no request"
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
@@ -29,20 +29,48 @@ async def refused(path: str, body: dict[str, Any], status: int = 400, **settings
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "3"), ("max_tokens", True), ("temperature", -0.1), ("temperature",
-        "hot"), ("top_p", 1.01), ("top_p", 0), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 1000), ("seed", 1 << 64), ("seed",
-        "x"), ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("logit_bias", [1]), ("logit_bias",
-        {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("stop", 5), ("stop", [1]), ("stop", [""]), ("stop",
-        ["x"] * 65), ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("logprobs", 21), ("logprobs", True), ("echo", "yes"),
-        ("stream", 1), ("stream_options", {"include_usage": True}), ("suffix", "end"), ("best_of", 0), ("model", 5), ("prompt",
-        None), ("prompt", []), ("prompt", 7), ("prompt", [1, "a"]), ("prompt", ["a", 1]), ("prompt", [[1.5]]), ("prompt", {"text":
-        "hi"}), ("prompt", ["x"] * 257), ("min_tokens", 17), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 1 << 30),
-        ("priority", "high"), ("timeout_s", 0), ("request_id", 5), ("bad_words", "x"), ("ignore_eos", 0), ("detokenize", False),
-        ("allowed_token_ids", [1]), ("response_format", "json"), ("guided_choice", []), ("guided_regex", 5), ("user", 5),
-        ("metadata", 3),
+        (field, value)
+        for field, values in {
+            "max_tokens": [-1, 1.5, "3", True],
+            "temperature": [-0.1, "hot"],
+            "top_p": [1.01, 0],
+            "top_k": [-2],
+            "min_p": [2],
+            "n": [0, 1000],
+            "seed": [1 << 64, "x"],
+            "presence_penalty": [3],
+            "frequency_penalty": [-3],
+            "repetition_penalty": [0],
+            "logit_bias": [[1], {"a": 1}, {"1": 101}, {"1": None}],
+            "stop": [5, [1], [""], ["x"] * 65],
+            "stop_token_ids": [[-1], 3],
+            "logprobs": [21, True],
+            "echo": ["yes"],
+            "stream": [1],
+            "stream_options": [{"include_usage": True}],
+            "suffix": ["end"],
+            "best_of": [0],
+            "model": [5],
+            "prompt": [None, [], 7, [1, "a"], ["a", 1], [[1.5]], {"text": "hi"}, ["x"] * 257],
+            "min_tokens": [17],
+            "truncate_prompt_tokens": [-2, 1 << 30],
+            "priority": ["high"],
+            "timeout_s": [0],
+            "request_id": [5],
+            "bad_words": ["x"],
+            "ignore_eos": [0],
+            "detokenize": [False],
+            "allowed_token_ids": [[1]],
+            "response_format": ["json"],
+            "guided_choice": [[]],
+            "guided_regex": [5],
+            "user": [5],
+            "metadata": [3],
+        }.items()
+        for value in values
     ],
-)  # fmt: skip
-async def test_a_bad_value_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
+)
+async def test_an_invalid_value_is_refused_with_the_name_of_its_field(field: str, value: Any) -> None:
     error = await refused("/v1/completions", {"prompt": "hi", field: value})
     assert error["type"] == "invalid_request_error"
     assert error["param"].split(".")[0].split("[")[0] == field
@@ -59,7 +87,7 @@ async def test_a_bad_value_is_refused_by_the_name_of_its_field(field: str, value
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # no parser is set
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # the server has no tool parser
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": 5}, "tool_choice"),
@@ -76,14 +104,14 @@ async def test_a_bad_value_is_refused_by_the_name_of_its_field(field: str, value
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
     ],
 )
-async def test_what_chat_refuses(fields: dict[str, Any], param: str) -> None:
+async def test_invalid_chat_requests(fields: dict[str, Any], param: str) -> None:
     assert (await refused("/v1/chat/completions", {"messages": MESSAGES, **fields}))["param"] == param
 
 
 @pytest.mark.parametrize(
     ("wrong", "right"), [("max_token", "max_tokens"), ("temprature", "temperature"), ("Stop", "stop"), ("top-k", "top_k")]
 )
-async def test_an_unknown_field_is_refused_with_the_nearest_one(wrong: str, right: str) -> None:
+async def test_an_unknown_field_is_refused_with_the_nearest_name(wrong: str, right: str) -> None:
     error = await refused("/v1/completions", {"prompt": "hi", wrong: 1})
     assert error["param"] == wrong and right in error["message"]
 
@@ -94,7 +122,7 @@ async def test_an_unknown_model_is_not_found() -> None:
     assert "tiny" in error["message"]
 
 
-async def test_best_of_below_n_and_with_a_stream() -> None:
+async def test_best_of_below_n_or_with_stream() -> None:
     assert (await refused("/v1/completions", {"prompt": "hi", "n": 3, "best_of": 2}))["param"] == "best_of"
     assert (await refused("/v1/completions", {"prompt": "hi", "n": 1, "best_of": 2, "stream": True}))["param"] == "best_of"
 

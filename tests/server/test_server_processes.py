@@ -1,4 +1,4 @@
-"""The server as real processes, with a real engine: start, answers, clients that leave, deaths, and ends."""
+"""The server as real processes with a real engine: start, responses, disconnecting clients, processes that end, and shutdown."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from stoker.server.settings import ServerSettings
 
 PROGRAM = str(Path(__file__).parent / "served.py")
 LONG = {"prompt": "the quick brown fox", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
-MANY = {**LONG, "n": 4, "prompt": [LONG["prompt"]] * 250}  # 14 s of work: whoever waits for its start sees it
+MANY = {**LONG, "n": 4, "prompt": [LONG["prompt"]] * 250}  # takes 14 s, so a test can observe that it is running
 
 
-class Served:
+class ServerProcess:
     """A running server."""
 
     def __init__(self, process: subprocess.Popen[str], errors: Path) -> None:
@@ -40,30 +40,30 @@ class Served:
         self._errors = errors
 
     async def ended(self) -> int:
-        """Its exit status."""
+        """Wait for the end; returns the exit status."""
         return await asyncio.to_thread(self.process.wait, 60)
 
     def lines(self) -> list[str]:
-        """What it said on standard error."""
+        """The lines of standard error."""
         return self._errors.read_text().splitlines()
 
     def children(self, module: str) -> list[int]:
-        """Process ids of its children that run `module`."""
-        found = []
+        """Process ids of the children that run `module`."""
+        pids = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 stat = (path / "stat").read_text().rsplit(")", 1)[1].split()
                 if int(stat[1]) == self.process.pid and module in (path / "cmdline").read_text():
-                    found.append(int(path.name))
-        return found
+                    pids.append(int(path.name))
+        return pids
 
 
 @contextlib.asynccontextmanager
-async def serve(engine: Path, errors: Path, **settings: Any) -> AsyncIterator[Served]:
+async def serve(engine: Path, errors: Path, **settings: Any) -> AsyncIterator[ServerProcess]:
     with (errors / "stderr").open("w") as stderr:
         command = [sys.executable, PROGRAM, str(engine), json.dumps(settings)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    served = Served(process, errors / "stderr")
+    served = ServerProcess(process, errors / "stderr")
     try:
         assert process.stdout is not None
         if line := await asyncio.to_thread(process.stdout.readline):
@@ -80,21 +80,21 @@ async def serve(engine: Path, errors: Path, **settings: Any) -> AsyncIterator[Se
         process.stdout.close()  # type: ignore[union-attr]
 
 
-def running(pid: int) -> bool:
-    """It exists and is no zombie."""
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
 
 
-async def number(client: httpx.AsyncClient, name: str) -> float:
+async def metric(client: httpx.AsyncClient, name: str) -> float:
     text = (await client.get("/metrics")).text
     return float(next(line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith(f'{name}{{model="tiny"')))
 
 
-async def test_answers_leaving_and_draining(engine: Path, tmp_path: Path) -> None:
-    """One server for what belongs together, as starting one takes seconds."""
+async def test_responses_disconnection_and_draining(engine: Path, tmp_path: Path) -> None:
+    """One server for several checks, because its start takes seconds."""
     async with serve(engine, tmp_path, drain_timeout_s=20) as served, httpx.AsyncClient(base_url=served.url, timeout=30) as client:
         assert (await client.get("/health")).status_code == 200
         whole = (await client.post("/v1/completions", json=LONG)).json()
@@ -103,37 +103,37 @@ async def test_answers_leaving_and_draining(engine: Path, tmp_path: Path) -> Non
         assert text == whole["choices"][0]["text"] and whole["usage"]["completion_tokens"] == 100
         assert (await client.post("/v1/completions", json={"prompt": "x " * 500})).status_code == 400
         generated = await client.post("/v2/models/ensemble/generate", json={"text_input": LONG["prompt"], "max_tokens": 100, "end_id": -1})
-        assert generated.json()["text_output"] == LONG["prompt"] + text, "greedy on both protocols"
+        assert generated.json()["text_output"] == LONG["prompt"] + text, "both protocols decode greedily"
 
         async with client.stream("POST", "/v1/completions", json={**MANY, "stream": True}) as answer:
             async for _ in answer.aiter_lines():
                 break
-            assert await number(client, "stoker_kv_blocks_used") > 0
+            assert await metric(client, "stoker_kv_blocks_used") > 0
         async with asyncio.timeout(10):
-            while await number(client, "stoker_kv_blocks_used"):
+            while await metric(client, "stoker_kv_blocks_used"):
                 await asyncio.sleep(0.01)
 
-        counted = {**LONG, "n": 8, "prompt": [LONG["prompt"]] * 4, "stream": True, "stream_options": {"include_usage": True}}
-        async with client.stream("POST", "/v1/completions", json=counted) as answer:
+        body = {**LONG, "n": 8, "prompt": [LONG["prompt"]] * 4, "stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
             served.process.terminate()
             rest = [line async for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and '"completion_tokens":3200' in rest[-2], "a request in flight ends as it would have"
+        assert rest[-1] == "data: [DONE]" and '"completion_tokens":3200' in rest[-2], "a request in flight is completed"
         assert await served.ended() == 0
         with pytest.raises(httpx.ConnectError):
             await httpx.AsyncClient().get(served.url)
 
 
-async def test_a_dead_executor_is_told_and_ends_the_server(engine: Path, tmp_path: Path) -> None:
+async def test_a_killed_executor_ends_the_server(engine: Path, tmp_path: Path) -> None:
     async with serve(engine, tmp_path) as served, httpx.AsyncClient(base_url=served.url, timeout=30) as client:
         (executor,) = served.children("stoker.server.processes.executor")
-        asking = asyncio.create_task(client.post("/v1/completions", json=MANY))
+        call = asyncio.create_task(client.post("/v1/completions", json=MANY))
         async with asyncio.timeout(10):
-            while not await number(client, "stoker_running_sequences"):
+            while not await metric(client, "stoker_running_sequences"):
                 await asyncio.sleep(0.002)
         os.kill(executor, signal.SIGKILL)
-        assert (await asking).status_code == 503
+        assert (await call).status_code == 503
         assert (await client.get("/health")).status_code == 503
         assert (await client.get("/v2/health/ready")).status_code == 503
         assert (await client.get("/health/live")).status_code == 200
@@ -142,27 +142,27 @@ async def test_a_dead_executor_is_told_and_ends_the_server(engine: Path, tmp_pat
         assert any("the executor was killed by SIGKILL; the server stops." in line for line in served.lines())
 
 
-async def test_several_frontends_add_their_counts_up_and_the_second_signal_stops_at_once(engine: Path, tmp_path: Path) -> None:
+async def test_counters_of_two_frontends_and_the_second_signal(engine: Path, tmp_path: Path) -> None:
     async with serve(engine, tmp_path, num_frontends=2, drain_timeout_s=60) as served:
         assert len(served.children("stoker.server.processes.frontend")) == 2
         for _ in range(6):
             async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
                 assert (await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code == 200
         async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
-            async with asyncio.timeout(10):  # the other frontend's last counts are up to a quarter of a second old
-                while (total := await number(client, "stoker_output_tokens_total")) < 12:
+            async with asyncio.timeout(10):  # the counts of the other frontend are up to 0.25 s old
+                while (total := await metric(client, "stoker_output_tokens_total")) < 12:
                     continue
             assert total == 12
             async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
                 async for _ in answer.aiter_lines():
                     break
                 children = served.children("stoker.server")
-                # A stopped executor cannot finish the stream, so the drain would last its minute.
+                # A suspended executor cannot complete the stream, so draining would take 60 s.
                 os.kill(served.children("stoker.server.processes.executor")[0], signal.SIGSTOP)
                 served.process.send_signal(signal.SIGINT)
-                served.process.send_signal(signal.SIGTERM)  # another one: two of a kind that wait are one
+                served.process.send_signal(signal.SIGTERM)  # a different signal, because two pending signals of the same kind count as one
                 assert await asyncio.wait_for(served.ended(), 10) == 0
-        assert not any(running(pid) for pid in children)
+        assert not any(is_running(pid) for pid in children)
 
 
 async def test_children_end_with_their_parent(engine: Path, tmp_path: Path) -> None:
@@ -170,12 +170,12 @@ async def test_children_end_with_their_parent(engine: Path, tmp_path: Path) -> N
         children = served.children("stoker.server")
         assert len(children) == 2
         served.process.kill()
-        await until(lambda: not any(running(pid) for pid in children))
+        await until(lambda: not any(is_running(pid) for pid in children))
 
 
 @pytest.mark.parametrize("library", ["_multiarray_umath", "libtorch_cpu", "libtorch_python"])
-async def test_an_end_amid_the_start_is_silent(engine: Path, tmp_path: Path, library: str) -> None:
-    """An exception out of a signal's handler, amid the import of a compiled module, comes out as another one."""
+async def test_sigterm_during_the_start_prints_nothing(engine: Path, tmp_path: Path, library: str) -> None:
+    """An exception in a signal handler during the import of a compiled module would surface as a different exception."""
     with (tmp_path / "stderr").open("w") as stderr:
         task = pickle.dumps(ExecutorTask(str(engine), RuntimeConfig(device="cpu"), f"ipc://{tmp_path}/executor"))
         command = [sys.executable, "-m", "stoker.server.processes.executor"]
@@ -197,21 +197,21 @@ async def test_an_engine_that_does_not_load(tmp_path: Path) -> None:
         assert await served.ended() == 1
         lines = served.lines()
         assert not any("Traceback" in line for line in lines), lines
-        assert any(str(tmp_path) in line for line in lines), "the damage is named"
+        assert any(str(tmp_path) in line for line in lines), "the error names the folder"
 
 
-async def test_a_port_that_is_taken_is_told_before_anything_starts(engine: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+async def test_a_port_in_use_is_reported_before_the_start(engine: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be used: Address already in use. Stop the other"):
             bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"host='nowhere\.invalid' cannot be used"):
         bind("nowhere.invalid", 0)
 
 
-def test_a_grpc_port_that_is_taken_is_told_before_anything_starts(engine: Path) -> None:
-    with reserve("127.0.0.1", 0) as held:
-        port = held.getsockname()[1]
+def test_a_grpc_port_in_use_is_reported_before_the_start(engine: Path) -> None:
+    with reserve("127.0.0.1", 0) as reserved:
+        port = reserved.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be used: Address already in use"):
             run(engine, RuntimeConfig(), ServerSettings(http_port=0, grpc_port=port))
 
