@@ -1,9 +1,10 @@
-"""A real Triton Inference Server from pip, for tests and comparisons: a venv of its own in the cache, made once.
+"""Installs a real Triton Inference Server from pip, once, in its own virtual environment in the cache; for tests and comparisons.
 
     python scripts/real_triton.py REPOSITORY [--http-port 8000] [--grpc-port 8001] [--metrics-port 8002]
 
-The wheel of nvidia-pytriton holds tritonserver 2.51 and its Python backend. It wants numpy < 2, hence the venv. Stoker is put on that
-venv's path as this checkout stands; executors run in the interpreter that starts this script (STOKER_PYTHON), which has torch.
+The wheel of nvidia-pytriton contains tritonserver 2.51 and its Python backend. It requires numpy < 2, and therefore has its own
+environment. This checkout of Stoker is on the path of that environment. Executors run in the interpreter that starts this script
+(STOKER_PYTHON), which has torch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from filelock import FileLock
 from stoker.base.env import cache_dir
 
 PACKAGE = "nvidia-pytriton==0.7.0"
-# What Stoker's torch-free part needs there.
-NEEDS = (
+# The dependencies of Stoker's torch-free packages.
+DEPENDENCIES = (
     "numpy<2", "msgspec>=0.19", "pyzmq>=26", "tokenizers>=0.21", "jinja2>=3.1", "starlette", "prometheus-client", "uvicorn", "httptools",
     "uvloop",
 )  # fmt: skip
@@ -40,7 +41,7 @@ class RealTriton:
 
     @classmethod
     def installed(cls) -> RealTriton:
-        """The server in the cache, installed when it is not there yet. Raises CalledProcessError when pip cannot."""
+        """The server in the cache, which is installed if necessary. Raises CalledProcessError when pip fails."""
         home = cache_dir() / "tritonserver-0.7.0"
         home.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{home}.lock"):
@@ -53,17 +54,17 @@ class RealTriton:
     def _install(self) -> None:
         shutil.rmtree(self.home, ignore_errors=True)
         venv.create(self.home, with_pip=True, symlinks=True)
-        subprocess.run([self.home / "bin" / "python", "-m", "pip", "install", "-q", PACKAGE, *NEEDS], check=True)
-        self._lay_backend_out()
+        subprocess.run([self.home / "bin" / "python", "-m", "pip", "install", "-q", PACKAGE, *DEPENDENCIES], check=True)
+        self._copy_backend()
         (self.home / "complete").touch()
 
-    def _lay_backend_out(self) -> None:
-        """The wheel ships the stub beside the backend; the server looks for it inside."""
+    def _copy_backend(self) -> None:
+        """Copy the Python backend and its stub process into one folder, where the server looks for both. The wheel has two."""
         backend = self.home / "backends" / "python"
         backend.mkdir(parents=True, exist_ok=True)
         stub = self.triton / "python_backend_stubs" / f"3.{sys.version_info.minor}" / "triton_python_backend_stub"
-        found = self.triton / "backends" / "python"
-        for file in (found / "libtriton_python.so", found / "triton_python_backend_utils.py", stub):
+        source = self.triton / "backends" / "python"
+        for file in (source / "libtriton_python.so", source / "triton_python_backend_utils.py", stub):
             shutil.copy2(file, backend / file.name)
         (backend / stub.name).chmod(0o755)
 
@@ -71,7 +72,7 @@ class RealTriton:
         (self.site / "stoker.pth").write_text(f"{SOURCE}\n")
 
     def command(self, repositories: list[Path], ports: tuple[int, int, int], prefix: str) -> list[str]:
-        """tritonserver's command line; `ports` are those of HTTP, gRPC and metrics, `prefix` names its shared memory."""
+        """The command line of tritonserver. `ports`: of HTTP, gRPC and metrics; `prefix`: of the names of its shared memory."""
         http, grpc, metrics = ports
         return [
             str(self.triton / "bin" / "tritonserver"), *(f"--model-repository={repository}" for repository in repositories),
@@ -92,10 +93,10 @@ def main() -> int:
     parser.add_argument("repository", type=Path)
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(f"--{name}-port", type=int, default=port)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     server = RealTriton.installed()
-    ports = (asked.http_port, asked.grpc_port, asked.metrics_port)
-    command = server.command([asked.repository], ports, f"stoker{os.getpid()}_")
+    ports = (options.http_port, options.grpc_port, options.metrics_port)
+    command = server.command([options.repository], ports, f"stoker{os.getpid()}_")
     os.execve(command[0], command, server.environment())
 
 

@@ -76,8 +76,6 @@ PENDING: tuple[str, ...] = (
     # -
     "benchmarks",
     # -
-    "scripts",
-    # -
     "docs/dependencies.md",
     # -
     "docs/openai.md",

@@ -75,7 +75,7 @@ def real(folder: Path, script: Callable[[str], ModuleType], tmp_path_factory: py
     except subprocess.CalledProcessError as error:
         pytest.skip(f"{scripts.PACKAGE} cannot be installed (a package registry is needed): {error}")
     work = tmp_path_factory.mktemp("real")
-    installed.lay_out(folder, work / "app")
+    installed.write_app(folder, work / "app")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     log = work / "log"
