@@ -18,21 +18,18 @@ import torch
 from torch import Tensor
 
 from stoker.cli.benchmark.results import provenance
-from stoker.kernels.quantized import FusedLayer, FusedLinear, Int4Weight
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.fused_layer import fused_layer as one_by_one
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.large_batch.launch import Plan, plan_for, plan_with_split_k
 from stoker.kernels.triton.fused_layer.launch import fused_layer
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.triton.fused_layer.small_batch.launch import MAX_TOKENS
-from stoker.kernels.triton.gemm.quantized.int4 import pack_int4
+from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
 from stoker.kernels.tuning.tiles import SmallBatchTile
-from stoker.kernels.types import PLAIN, Fusion
+from stoker.kernels.types import PLAIN, FusedLayer, FusedLinear, Fusion
 from stoker.profiling.tile_tuning import time_graph
-from stoker.quant.dense import DenseLinear
-from stoker.quant.fp8 import Fp8Linear
-from stoker.quant.int4 import Int4Linear
-from stoker.quant.int8 import Int8Linear
+from stoker.quant.linear_ops import PackedLinear
 
 READ_TB_S = 4.42
 LAYERS = 8
@@ -40,22 +37,20 @@ HIDDEN, SIZE, QKV = 4096, 14336, 6144
 
 
 def linear(form: str, n: int, k: int, fusion: Fusion) -> FusedLinear:
-    op: Any
     if form.startswith("int4"):
         group = int(form.partition("/")[2] or 128)
         codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
         scale = (torch.rand(n, k // group, device="cuda") * k**-0.5 / 4).half()
-        op = Int4Linear(pack_int4(Int4Weight(codes, scale, torch.full_like(scale, 8).byte(), None, group)), None, None)
+        weight = prepare_weight(PackedWeight("int4", codes, scale, torch.full_like(scale, 8).byte(), group))
     elif form == "bfloat16":
-        op = DenseLinear((torch.randn(n, k, device="cuda") * k**-0.5).bfloat16(), None)
+        weight = PackedWeight("dense", (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16())
     else:
-        weight, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda"), torch.rand(n, device="cuda") * k**-0.5 / 64
-        op = (
-            Int8Linear(weight, scale, None)
-            if form == "bytes"
-            else Fp8Linear((weight / 16).to(torch.float8_e4m3fn), scale, "token", None, None)
-        )
-    return FusedLinear(op, op.row_weight(), fusion)
+        values, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda"), torch.rand(n, device="cuda") * k**-0.5 / 64
+        if form == "bytes":
+            weight = PackedWeight("int8", values, scale)
+        else:
+            weight = PackedWeight("fp8", (values / 16).to(torch.float8_e4m3fn), scale, activations="token")
+    return FusedLinear(PackedLinear(weight), weight, fusion)
 
 
 def layer(form: str) -> FusedLayer:
@@ -67,7 +62,7 @@ def layer(form: str) -> FusedLayer:
 
 
 def num_bytes(parts: FusedLayer) -> int:
-    tensors = [t for one in parts.linears if one.weight for t in (one.weight.weight, one.weight.scale, one.weight.zero) if t is not None]
+    tensors = [t for one in parts.linears if one.weight for t in (one.weight.values, one.weight.scale, one.weight.zero) if t is not None]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from stoker.cli.benchmark.results import provenance
-from stoker.kernels.quantized import BlockExperts, ExpertWeights, Int4Experts, Int4Weight, Int8Experts, StoredExperts
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import moe as moe_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference.linear import around
@@ -36,7 +36,6 @@ from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
-from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.triton.gemm.quantized.tiles import padded_tokens, quant_tile
 from stoker.kernels.triton.moe import launch as moe
 from stoker.kernels.triton.moe import library_gemm as moe_library
@@ -99,27 +98,30 @@ class Case:
             make(device, self.rows, self.n) if "r" in parts else None,
         )  # fmt: skip
 
-    def stored(self, device: str) -> tuple[Stored, object]:
-        """(the weight for the kernel, what its reference needs)."""
+    def stored(self, device: str) -> tuple[PackedWeight, PackedWeight]:
+        """(the weight for the kernel, the weight as it is stored)."""
         n, k = self.n * (2 if self.gated else 1), self.k
         if self.group:
             scale = make(device, n, k // self.group, dtype=torch.float16).abs() / (5 * k**0.5)
-            weight = Int4Weight(integers(device, torch.uint8, 256, n, k // 2), scale, None, None, self.group)
-            return quant_int4.pack(weight).stored(), weight
+            weight = PackedWeight("int4", integers(device, torch.uint8, 256, n, k // 2), scale, None, self.group)
+            return quant_int4.prepare_weight(weight), weight
         if self.form == "block":
             scale = (make(device, n // 128, k // 128, dtype=torch.float32).abs() + 0.5) / (60 * k**0.5)
-            weight = fp8_values(device, n, k)
-            return Stored("block", weight, scale, n, k, group=128, block_rows=128), (weight, scale)
+            weight = PackedWeight("fp8", fp8_values(device, n, k), scale, group_size=128, block_rows=128, activations="group")
+            return weight, weight
         scale = (make(device, n, dtype=torch.float32).abs() + 0.5) / (60 * k**0.5)
-        weight = fp8_values(device, n, k) if self.form == "fp8" else integers(device, INT8, 127, n, k)
-        return Stored("same", weight, scale, n, k), (weight, scale)
+        if self.form == "fp8":
+            weight = PackedWeight("fp8", fp8_values(device, n, k), scale, activations="token")
+        else:
+            weight = PackedWeight("int8", integers(device, INT8, 127, n, k), scale, activations="token" if self.form == "w8a8" else "none")
+        return weight, weight
 
-    def run(self, x: Tensor, stored: Stored, fusion: Fusion, tile: QuantTile | None) -> Tensor:
+    def run(self, x: Tensor, stored: PackedWeight, fusion: Fusion, tile: QuantTile | None) -> Tensor:
         if self.form == "block":
-            return quant_linear.block_rows(x, stored, None, fusion, tile)
+            return quant_linear.block_rows(x, stored, fusion, tile)
         if self.form.endswith(WIDENED):
-            return quant_linear.plain_rows(x, stored, None, fusion, tile)
-        return quant_linear.few_rows(x, stored, CODES[self.form], self.form, None, None, fusion, tile)
+            return quant_linear.plain_rows(x, stored, fusion, tile)
+        return quant_linear.few_rows(x, stored, CODES[self.form], self.form, fusion, tile)
 
 
 def make(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -184,7 +186,7 @@ def precompile(work: list[tuple[Case, QuantTile]]) -> None:
             print("does not compile:", problem, flush=True)
 
 
-def reference_linear(case: Case, x: Tensor, raw: object, fusion: Fusion) -> Tensor:
+def reference_linear(case: Case, x: Tensor, raw: PackedWeight, fusion: Fusion) -> Tensor:
     """float64 over the values that the codes stand for; activations rounded where the format rounds them."""
     wide = Fusion(
         fusion.norm_kind, None if fusion.norm_weight is None else fusion.norm_weight.double(), None, fusion.norm_eps, fusion.gate,
@@ -193,18 +195,17 @@ def reference_linear(case: Case, x: Tensor, raw: object, fusion: Fusion) -> Tens
 
     def product(rows: Tensor) -> Tensor:
         if case.form == "block":
-            weight, scale = raw  # type: ignore[misc]
-            return fp8_reference.round_groups(rows.float(), 128).double() @ fp8_reference.widen_blocks(weight, scale, (128, 128)).double().T
-        if isinstance(raw, Int4Weight):
+            return fp8_reference.round_groups(rows.float(), 128).double() @ fp8_reference.widen_blocks(raw).double().T
+        if raw.format == "int4":
             return rows @ dequantize_int4(raw, torch.float64).T
-        weight, scale = raw  # type: ignore[misc]
+        assert raw.scale is not None
         if case.form == "fp8":
             step = rows.abs().amax(-1, keepdim=True) / 448
             rows = (rows / step).float().to(FP8).double() * step
         if case.form == "w8a8":
             step = rows.abs().amax(-1, keepdim=True) / 127
             rows = (rows / step).round() * step
-        return torch.cat([(rows @ part.double().T) for part in weight.split(16384)], -1) * scale.double()
+        return torch.cat([(rows @ part.double().T) for part in raw.values.split(16384)], -1) * raw.scale.double()
 
     return around(x.double(), wide, product)
 
@@ -237,7 +238,7 @@ def measure(case: Case) -> dict[str, object]:
     copies = max(2, ROTATED_BYTES // case.num_bytes + 1)
     x, fusion = make("cuda", case.rows, case.k), case.fusion("cuda")
     first, raw = case.stored("cuda")
-    weights = [first, *(replace(first, weight=first.weight.clone(), scale=first.scale.clone()) for _ in range(copies - 1))]  # type: ignore[union-attr]
+    weights = [first, *(replace(first, values=first.values.clone(), scale=first.scale.clone()) for _ in range(copies - 1))]  # type: ignore[union-attr]
 
     def timed(tile: QuantTile | None) -> float:
         return time_if_it_fits(lambda: [case.run(x, stored, fusion, tile) for stored in weights]) / copies
@@ -266,32 +267,27 @@ def middle_and_many(form: str) -> Iterator[dict[str, object]]:
             yield line(form, f"up, {name}", rows, us, case.num_bytes, error, f"{4 * rows * case.n * case.k / us / 1e6:.0f} TOP/s")
 
 
-def ways_of(form: str, x: Tensor, stored: Stored, fusion: Fusion) -> dict[str, Callable[[], Tensor]]:
+def ways_of(form: str, x: Tensor, stored: PackedWeight, fusion: Fusion) -> dict[str, Callable[[], Tensor]]:
     if form == "block":
-        return {"tiles": lambda: quant_linear.block_rows(x, stored, None, fusion)}
+        return {"tiles": lambda: quant_linear.block_rows(x, stored, fusion)}
     ways: dict[str, Callable[[], Tensor]] = {}
     if form in ("fp8", "w8a8") or x.shape[0] <= 64:
-        ways["codes"] = lambda: quant_linear.few_rows(x, stored, CODES[form], form, None, None, fusion)
+        ways["codes"] = lambda: quant_linear.few_rows(x, stored, CODES[form], form, fusion)
     if form == "fp8":
-        assert stored.scale is not None
-        scale = stored.scale
-        ways["library"] = lambda: quant_fp8.scaled_rows(x, stored.weight, scale, None, None, fusion)
+        ways["library"] = lambda: quant_fp8.scaled_rows(x, stored, fusion)
     elif form == "w8a8":
         codes = integers("cuda", INT8, 127, *x.shape)
-        ways["library, product alone"] = lambda: torch._int_mm(codes, stored.weight.t())
+        ways["library, product alone"] = lambda: torch._int_mm(codes, stored.values.t())
     else:
-        wide = replace(stored, form="wide") if form == "int8" else stored
-        ways["widened in tiles"] = lambda: quant_linear.plain_rows(x, wide, None, fusion)
-        ways["widened once"] = lambda: quant_linear.many_rows(x, stored.n, widener(form, stored, x), None, fusion)
+        ways["widened in tiles"] = lambda: quant_linear.plain_rows(x, stored, fusion)
+        ways["widened once"] = lambda: quant_linear.many_rows(x, stored, widener(stored, x), fusion)
     return ways
 
 
-def widener(form: str, stored: Stored, x: Tensor) -> Callable[[int, int], Tensor]:
-    if form == "int8":
-        return lambda a, b: quant_int8.dequantize_int8(stored.weight[a:b], stored.scale[a:b], x.dtype)  # type: ignore[index]
-    assert stored.scale is not None
-    packed = quant_int4.Packed(stored.weight, stored.scale, stored.zero, stored.zero_kind, stored.group)
-    return lambda a, b: quant_int4.dequantize_int4(packed, a, b, x.shape[1], x.dtype)
+def widener(stored: PackedWeight, x: Tensor) -> Callable[[int, int], Tensor]:
+    if stored.format == "int8":
+        return lambda a, b: quant_int8.dequantize_int8(stored, a, b, x.dtype)
+    return lambda a, b: quant_int4.dequantize_int4(stored, a, b, x.shape[1], x.dtype)
 
 
 def expert_cases() -> Iterator[tuple[str, str, int]]:
@@ -321,39 +317,40 @@ def expert_tiles(rows: int, tokens: int, down: bool, form: str) -> list[QuantTil
     return [None, *(QuantTile(n, k, s, 4, st) for n, k, st in ((64, 128, 4), (64, 256, 4), (32, 256, 4)) for s in splits)]
 
 
-def expert_weights(form: str, experts: int, n: int, k: int, device: str) -> Tensor | StoredExperts:
+def expert_weights(form: str, experts: int, n: int, k: int, device: str) -> PackedWeight:
     """As stored: what the reference reads."""
     if form == "dense":
-        return torch.empty(experts, n, k, dtype=BF16, device=device) if device == "meta" else make(device, experts, n, k) * k**-0.5
+        return PackedWeight("dense", make(device, experts, n, k) if device == "meta" else make(device, experts, n, k) * k**-0.5)
     if form == "block":
         grid = torch.rand(experts, n // 128, k // 128, device=device) / (60 * k**0.5)
-        return BlockExperts(fp8_values(device, experts, n, k), grid, (128, 128))
+        values = fp8_values(device, experts, n, k)
+        return PackedWeight("fp8", values, grid, group_size=128, block_rows=128, activations="group")
     if form in ("int4", "int8/32"):
         group = 128 if form == "int4" else 32
         grid = torch.rand(experts, n, k // group, device=device).half() / (8 if form == "int4" else 100) / k**0.5
         if form == "int8/32":
-            return Int8Experts(integers(device, INT8, 127, experts, n, k), grid, None, group)
+            return PackedWeight("int8", integers(device, INT8, 127, experts, n, k), grid, None, group)
         codes = integers(device, INT8, 127, experts, n, k // 2).view(torch.uint8)
-        return Int4Experts(Int4Weight(codes, grid, torch.full(grid.shape, 8, dtype=torch.uint8, device=device), None, group))
+        return PackedWeight("int4", codes, grid, torch.full(grid.shape, 8, dtype=torch.uint8, device=device), group)
     scale = torch.empty(experts, n, device=device) if device == "meta" else (torch.rand(experts, n, device=device) + 0.5) / (60 * k**0.5)
     if form == "int8":
-        return ExpertWeights(integers(device, INT8, 127, experts, n, k), scale, "none")
+        return PackedWeight("int8", integers(device, INT8, 127, experts, n, k), scale)
     weight = torch.stack([fp8_values(device, n, k) for _ in range(experts)]) if device != "meta" else fp8_values(device, experts, n, k)
-    return ExpertWeights(weight, scale, "token")
+    return PackedWeight("fp8", weight, scale, activations="token")
 
 
-def as_read(weight: Tensor | StoredExperts) -> Tensor | StoredExperts:
+def as_read(weight: PackedWeight) -> PackedWeight:
     """What the kernel reads."""
-    return Int4Experts(quant_int4.pack_int4(weight.weight)) if isinstance(weight, Int4Experts) else weight
+    return quant_int4.prepare_weight(weight) if weight.format == "int4" else weight
 
 
-def project(x: Tensor, weight: Tensor | StoredExperts, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
-    return (moe.expert_down if down else moe.expert_up)(x, weight, None, routing, tile)
+def project(x: Tensor, weight: PackedWeight, routing: Routing, down: bool, tile: QuantTile | None) -> Tensor:
+    return (moe.expert_down if down else moe.expert_up)(x, weight, routing, tile)
 
 
-def library_note(x: Tensor, stored: Tensor | StoredExperts, routing: Routing, down: bool, tile: QuantTile | None) -> str:
+def library_note(x: Tensor, stored: PackedWeight, routing: Routing, down: bool, tile: QuantTile | None) -> str:
     """Its time, and how far it is from the kernel's sums before they are combined; where there is none, why."""
-    if not isinstance(stored, Tensor) and not (isinstance(stored, ExpertWeights) and stored.activations == "token"):
+    if stored.format != "dense" and not (stored.format == "fp8" and stored.activations == "token"):
         return ""
     try:
         us = time_graph(lambda: moe_library.product(x, stored, routing, is_sorted=down))
@@ -401,8 +398,7 @@ def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, objec
         best = min(times, key=lambda tile: times[tile])
         got = project(x, weight, routing, down, best)
         exact = moe_reference.expert_down if down else moe_reference.expert_up
-        rounded = moe_reference.quant_expert_down if down else moe_reference.quant_expert_up
-        want = exact(x, stored, None, routing) if isinstance(stored, Tensor) else rounded(x, stored, None, routing)
+        want = exact(x, stored, routing)
         bytes_read = int(used * n * k * {"dense": 2, "int4": 0.5}.get(form, 1))
         tflops = 2 * rows * top_k * n * k / times[best] / 1e6
         note = f"default {default:.1f}  {used} experts, {tflops:.0f} TFLOP/s  {(tokens, n, k)}: {best}"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from stoker.cli.benchmark.results import provenance
-from stoker.kernels.quantized import Int4Weight
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.triton import norm
@@ -35,7 +35,6 @@ from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized.activations import encode_rows
-from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, skinny_linear
 from stoker.kernels.triton.gemm.skinny.tiles import MAX_TOKENS, column_tiles, skinny_tile
 from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear
@@ -102,38 +101,42 @@ class Case:
             "silu" if self.gated else None, make(device, self.rows, self.n) if "r" in self.parts else None,
         )  # fmt: skip
 
-    def weight(self, device: str) -> tuple[Stored, object]:
+    def weight(self, device: str) -> tuple[PackedWeight, PackedWeight]:
         """(the weight for the kernel, what says its values)."""
         n, k = self.n * (2 if self.gated else 1), self.k
         if self.form == "int4":
             scale = make(device, n, k // self.group).abs() / (5 * k**0.5)
             zero = integers(device, torch.uint8, 16, n, k // self.group)
-            given = Int4Weight(integers(device, torch.uint8, 256, n, k // 2), scale, zero, None, self.group)
-            return quant_int4.pack(given).stored(), given
+            stored = PackedWeight("int4", integers(device, torch.uint8, 256, n, k // 2), scale, zero, self.group)
+            return quant_int4.prepare_weight(stored), stored
         scale = (make(device, n, dtype=torch.float32).abs() + 0.5) / (60 * k**0.5)
-        weight = integers(device, torch.int8, 127, n, k) if self.form == "bytes" else fp8_values(device, n, k)
-        return Stored("same", weight, scale, n, k), (weight, scale)
+        if self.form == "bytes":
+            weight = PackedWeight("int8", integers(device, torch.int8, 127, n, k), scale)
+        else:
+            weight = PackedWeight("fp8", fp8_values(device, n, k), scale, activations="token")
+        return weight, weight
 
-    def run(self, x: Tensor, weight: Stored, fusion: Fusion, tile: SkinnyTile | SkinnyInt4Tile | None) -> Tensor:
+    def run(self, x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyTile | SkinnyInt4Tile | None) -> Tensor:
         if self.int4_kernel:
-            return skinny_int4_linear(x, weight, None, fusion, tile)  # type: ignore[arg-type]
-        return skinny_linear(x, self.form, weight, None, None, fusion, tile)  # type: ignore[arg-type]
+            return skinny_int4_linear(x, weight, fusion, tile)  # type: ignore[arg-type]
+        return skinny_linear(x, weight, fusion, tile)  # type: ignore[arg-type]
 
-    def tiled(self, x: Tensor, weight: Stored, fusion: Fusion) -> Tensor:
+    def tiled(self, x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tensor:
         """The same through tiles in shared memory (of one FP8 row, through its GEMV)."""
         if self.form == "fp8":
-            return quant_fp8.fp8_linear(x, weight.weight, weight.scale, "token", None, None, fusion)
+            return quant_fp8.packed_linear(x, weight, fusion)
         name = f"int4/{self.group}" if self.group else "bytes"
         if self.int4_kernel and self.group:
-            return quant_linear.plain_rows(x, weight, None, fusion)
-        return quant_linear.few_rows(x, weight, "digits", name, None, None, fusion)
+            return quant_linear.plain_rows(x, weight, fusion)
+        return quant_linear.few_rows(x, weight, "digits", name, fusion)
 
-    def expected(self, x: Tensor, given: object, fusion: Fusion) -> Tensor:
+    def expected(self, x: Tensor, stored: PackedWeight, fusion: Fusion) -> Tensor:
         """float64, of the first rows of a large weight."""
-        if isinstance(given, Int4Weight):
-            real = dequantize_int4(given, torch.float32).double()
+        if stored.format == "int4":
+            real = dequantize_int4(stored, torch.float32).double()
         else:
-            real = given[0].double() * given[1].double()[:, None]
+            assert stored.scale is not None
+            real = stored.values.double() * stored.scale.double()[:, None]
         h = x.double()
         if fusion.norm_kind:
             h = norm.norm(x.float(), fusion.norm_weight, None, fusion.norm_eps, "rms").double()
@@ -222,7 +225,7 @@ def name_of(tile: SkinnyTile | SkinnyInt4Tile) -> str:
     return f"{tile.m_tiles}/{tile.splits}/{tile.num_warps}/{tile.num_stages}"
 
 
-def many(case: Case, x: Tensor, weights: list[Stored], fusion: Fusion, tile: SkinnyTile | SkinnyInt4Tile) -> None:
+def many(case: Case, x: Tensor, weights: list[PackedWeight], fusion: Fusion, tile: SkinnyTile | SkinnyInt4Tile) -> None:
     for weight in weights:
         case.run(x, weight, fusion, tile)
 

@@ -34,8 +34,6 @@ PENDING: tuple[str, ...] = (
     # -
     "src/stoker/kernels/ops.py",
     # -
-    "src/stoker/kernels/quantized.py",
-    # -
     "src/stoker/kernels/routing.py",
     # -
     "src/stoker/kernels/types.py",

@@ -13,8 +13,8 @@ import pytest
 import torch
 from fused_layer_cases import BOUND, FORMS, check, errors, in_float64
 
-from stoker.kernels.quantized import FusedLinear
-from stoker.kernels.types import PLAIN
+from stoker.kernels.types import PLAIN, FusedLinear
+from stoker.quant.linear_ops import PackedLinear
 
 # (heads' features, hidden, MLP's, qkv): programs without a tile, features that end inside a turn, several tiles a program, Llama-3.1-8B
 SHAPES = [(256, 512, 768, 320), (1280, 1024, 2816, 1536), (2048, 2560, 6912, 3072), (4096, 4096, 14336, 6144)]
@@ -132,8 +132,8 @@ def test_weights_of_other_kinds_are_left_alone() -> None:
 
     parts, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")
     other, _ = problem("int4 int", SHAPES[0], torch.bfloat16, False, False, "silu")
-    odd, row, _ = cases.linear("bytes", 500, 256, False, torch.bfloat16, "cuda")
+    odd, _ = cases.linear("bytes", 500, 256, False, torch.bfloat16, "cuda")
     assert not launcher.supports_fused_layer(replace(parts, up=other.up), 1)
-    assert not launcher.supports_fused_layer(replace(parts, out=FusedLinear(odd, row, PLAIN)), 1)
+    assert not launcher.supports_fused_layer(replace(parts, out=FusedLinear(PackedLinear(odd), odd, PLAIN)), 1)
     assert not launcher.supports_fused_layer(replace(parts, up=replace(parts.up, fusion=replace(parts.up.fusion, norm_kind="layer"))), 1)
     assert not launcher.supports_fused_layer(replace(parts, down=replace(parts.down, weight=None)), 1)

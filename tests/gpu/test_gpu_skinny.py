@@ -5,21 +5,18 @@ Triton is imported inside functions: tests/kernels, collected after this folder,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from oracle import relative_error
 from torch import Tensor
 
-from stoker.kernels.quantized import Int4Weight
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.types import Fusion
-
-if TYPE_CHECKING:
-    from stoker.kernels.triton.gemm.quantized.launch import Stored
 
 TILES = [None, (2, 1, 8, 4), (2, 3, 4, 2), (4, 2, 8, 1)]  # fields of a SkinnyTile; None: the tuned one
 SHAPES = [(40, 576), (96, 4096), (1000, 1536)]  # rows that end inside a tile, features that end inside an iteration of all warps
@@ -45,45 +42,48 @@ def to_cuda(value: Any) -> Any:
     return value.cuda() if isinstance(value, Tensor) else value
 
 
-def check(form: str, stored: Stored, x: Tensor, bias: Tensor | None, fusion: Fusion, expected_y: Tensor, max_error: float) -> None:
+def weight_on_device(weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(*(to_cuda(getattr(weight, name)) for name in PackedWeight.__slots__))
+
+
+def check(weight: PackedWeight, x: Tensor, fusion: Fusion, expected_y: Tensor, max_error: float) -> None:
     """Compare the results with all TILES. Each runs twice, so that the scratch memory of the second launch holds other sums."""
     from stoker.kernels.triton.gemm.skinny.launch import skinny_linear
     from stoker.kernels.tuning.tiles import SkinnyTile
 
-    on_device = type(stored)(*(to_cuda(getattr(stored, name)) for name in stored.__slots__))
+    on_device = weight_on_device(weight)
     fusion_on_device = Fusion(*(to_cuda(getattr(fusion, name)) for name in Fusion.__slots__))
     for tile in TILES:
         for rows in (x.flip(0), x):
             torch.full((1 << 22,), float("nan"), device="cuda")  # the next allocations hold these values
-            y = skinny_linear(rows.cuda(), form, on_device, None, to_cuda(bias), fusion_on_device, tile and SkinnyTile(*tile))
+            y = skinny_linear(rows.cuda(), on_device, fusion_on_device, tile and SkinnyTile(*tile))
         assert relative_error(y.cpu(), expected_y) < max_error, tile
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("m", "parts"), [(1, "nbgr"), (3, "br"), (8, "ng")])
-@pytest.mark.parametrize("form", ["bytes", "fp8"])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_8_bit_weights(form: str, m: int, parts: str, shape: tuple[int, int]) -> None:
-    from stoker.kernels.triton.gemm.quantized.launch import Stored
-
     (n, k) = shape
     x, bias, fusion, rows = problem(m, n, k, parts)
     scale = (torch.rand(rows) + 0.5) / (60 * k**0.5)
-    if form == "bytes":
-        weight = torch.randint(-127, 128, (rows, k), dtype=torch.int8)
-        expected_y = expected(x, weight.double() * scale.double()[:, None], bias, fusion)
-        check(form, Stored("same", weight, scale, rows, k), x, bias, fusion, expected_y, 1e-2)
+    if form == "int8":
+        weight = PackedWeight("int8", torch.randint(-127, 128, (rows, k), dtype=torch.int8), scale, bias=bias)
+        expected_y = expected(x, weight.values.double() * scale.double()[:, None], bias, fusion)
     else:
-        weight = (torch.randn(rows, k) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
-        expected_y = fp8_reference.fp8_linear(x.float(), weight, scale, "token", None, bias, fusion)
-        check(form, Stored("same", weight, scale, rows, k), x, bias, fusion, expected_y, 1e-2)
+        values = (torch.randn(rows, k) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+        weight = PackedWeight("fp8", values, scale, bias=bias, activations="token")
+        expected_y = fp8_reference.packed_linear(x.float(), weight, fusion)
+    check(weight, x, fusion, expected_y, 1e-2)
 
 
-def int4(rows: int, k: int, zero: str, group: int) -> Int4Weight:
+def int4(rows: int, k: int, zero: str, group: int, bias: Tensor | None) -> PackedWeight:
     groups = -(-k // group)
     scale = ((torch.rand(rows, groups) + 0.5) / (5 * k**0.5)).half()
     zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
-    offset = (-torch.rand(rows, groups) / k**0.5).half() if zero == "float" else None
-    return Int4Weight(torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), scale, zeros, offset, group)
+    if zero == "float":
+        zeros = (-torch.rand(rows, groups) / k**0.5).half()
+    return PackedWeight("int4", torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), scale, zeros, group, bias=bias)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -94,9 +94,9 @@ def test_int4(zero: str, group: int, m: int, parts: str, shape: tuple[int, int])
 
     n, k = shape[0], shape[1] // 128 * 128  # whole chunks of groups of 32
     x, bias, fusion, rows = problem(m, n, k, parts)
-    weight = int4(rows, k, zero, group)
+    weight = int4(rows, k, zero, group, bias)
     expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
-    check("int4", quant_int4.pack(weight).stored(), x, bias, fusion, expected_y, 1e-2)
+    check(quant_int4.prepare_weight(weight), x, fusion, expected_y, 1e-2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -107,8 +107,8 @@ def test_int4_of_12_to_64_rows(zero: str, group: int, m: int, parts: str, shape:
 
     (n, k) = shape
     x, bias, fusion, rows = problem(m, n, k, parts)
-    weight = int4(rows, k, zero, group)
+    weight = int4(rows, k, zero, group, bias)
     expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, fusion)
-    packed = quant_int4.pack_int4(Int4Weight(*(to_cuda(getattr(weight, name)) for name in Int4Weight.__slots__)))
+    packed = quant_int4.prepare_weight(weight_on_device(weight))
     fusion_on_device = Fusion(*(to_cuda(getattr(fusion, name)) for name in Fusion.__slots__))
-    assert relative_error(quant_int4.int4_linear(x.cuda(), packed, to_cuda(bias), fusion_on_device).cpu(), expected_y) < 1e-2
+    assert relative_error(quant_int4.packed_linear(x.cuda(), packed, fusion_on_device).cpu(), expected_y) < 1e-2

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.packed_weight import PackedWeight
 from stoker.distributed.inbox import Inboxes
-from stoker.kernels.quantized import BlockExperts, ExpertWeights, FusedLayer, FusedLinear, Int4Experts, Int4Weight, Int8Experts, RowWeight
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
@@ -29,7 +29,7 @@ from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.moe import launch as moe
-from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion, Rotary, supports_key_mean
+from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, FusedLayer, FusedLinear, Fusion, Rotary, supports_key_mean
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -96,19 +96,23 @@ def quantized(kind: str, rows: int, gated: bool = False, n: int = 4096, k: int =
     """The launches of one linear: n rows of weights, or twice as many gated ones after a norm."""
     fusion = Fusion("rms", meta(k), None, 1e-5, "silu") if gated else PLAIN
     x, n = meta(rows, k, dtype=dtype), n * (2 if gated else 1)
-    scale = meta(n, dtype=FP32)
     if kind in ("fp8", "fp8 weights"):
-        quant_fp8.fp8_linear(x, meta(n, k, dtype=FP8), scale, "token" if kind == "fp8" else "none", None, None, fusion)
+        activations = "token" if kind == "fp8" else "none"
+        quant_fp8.packed_linear(x, PackedWeight("fp8", meta(n, k, dtype=FP8), meta(n, dtype=FP32), activations=activations), fusion)
     elif kind == "block":
-        quant_fp8.block_fp8_linear(x, meta(n, k, dtype=FP8), meta(n // 128, k // 128, dtype=FP32), (128, 128), None, fusion)
-    elif kind == "int8":
-        quant_int8.int8_linear(x, meta(n, k, dtype=torch.int8), scale, None, fusion)
-    elif kind == "w8a8":
-        quant_int8.w8a8_linear(x, meta(n, k, dtype=torch.int8), scale, None, None, fusion)
+        quant_fp8.packed_linear(x, block_fp8(n // 128, k // 128, values=meta(n, k, dtype=FP8)), fusion)
+    elif kind in ("int8", "w8a8"):
+        activations = "token" if kind == "w8a8" else "none"
+        weight = PackedWeight("int8", meta(n, k, dtype=torch.int8), meta(n, dtype=FP32), activations=activations)
+        quant_int8.packed_linear(x, weight, fusion)
     else:
         grid = meta(n, k // group, dtype=torch.float16)
-        codes = Int4Weight(meta(n, k // 2, dtype=torch.uint8), grid, meta(*grid.shape, dtype=torch.uint8), None, group)
-        quant_int4.int4_linear(x, quant_int4.pack_int4(codes), None, fusion)
+        weight = PackedWeight("int4", meta(n, k // 2, dtype=torch.uint8), grid, meta(*grid.shape, dtype=torch.uint8), group)
+        quant_int4.packed_linear(x, quant_int4.prepare_weight(weight), fusion)
+
+
+def block_fp8(*grid: int, values: Tensor) -> PackedWeight:
+    return PackedWeight("fp8", values, meta(*grid, dtype=FP32), group_size=128, block_rows=128, activations="group")
 
 
 def experts(
@@ -116,36 +120,38 @@ def experts(
 ) -> None:  # fmt: skip
     routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
     if dtype == BF16:
-        moe.expert_down(meta(rows * top_k, k), meta(count, n, k), None, routing)
+        weight = PackedWeight("dense", meta(count, n, k))
     else:
-        weight = ExpertWeights(meta(count, n, k, dtype=dtype), meta(count, n, dtype=FP32), activations)
-        moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
+        name = "fp8" if dtype == FP8 else "int8"
+        weight = PackedWeight(name, meta(count, n, k, dtype=dtype), meta(count, n, dtype=FP32), activations=activations)
+    moe.expert_down(meta(rows * top_k, k), weight, routing)
 
 
 def int4_experts(rows: int, group: int, zero: str, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
     """The launches of an up and a down projection, each expert's features in an order of its own."""
     routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
     grid = meta(count, n, k // group, dtype=torch.float16)
-    whole = meta(*grid.shape, dtype=torch.uint8) if zero == "int" else None
-    codes = Int4Weight(meta(count, n, k // 2, dtype=torch.uint8), grid, whole, grid if zero == "float" else None, group)
-    weight = Int4Experts(quant_int4.pack_int4(codes), index(count, k) if zero == "int" else None)
-    moe.quant_expert_up(meta(rows, k), weight, None, routing)
-    moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
+    zeros = {"none": None, "int": meta(*grid.shape, dtype=torch.uint8), "float": grid}[zero]
+    order = index(count, k) if zero == "int" else None
+    weight = PackedWeight("int4", meta(count, n, k // 2, dtype=torch.uint8), grid, zeros, group, column_order=order)
+    weight = quant_int4.prepare_weight(weight)
+    moe.expert_up(meta(rows, k), weight, routing)
+    moe.expert_down(meta(rows * top_k, k), weight, routing)
 
 
 def int8_experts(rows: int, group: int, shifted: bool, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
     routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
     scale = meta(count, n, k // group, dtype=FP32)
-    weight = Int8Experts(meta(count, n, k, dtype=torch.int8), scale, scale if shifted else None, group)
-    moe.quant_expert_up(meta(rows, k), weight, None, routing)
-    moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
+    weight = PackedWeight("int8", meta(count, n, k, dtype=torch.int8), scale, scale if shifted else None, group)
+    moe.expert_up(meta(rows, k), weight, routing)
+    moe.expert_down(meta(rows * top_k, k), weight, routing)
 
 
 def block_experts(rows: int, count: int = 256, top_k: int = 8, n: int = 7168, k: int = 2048) -> None:
     routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
-    weight = BlockExperts(meta(count, n, k, dtype=FP8), meta(count, n // 128, k // 128, dtype=FP32), (128, 128))
-    moe.quant_expert_up(meta(rows, k), weight, None, routing)
-    moe.quant_expert_down(meta(rows * top_k, k), weight, None, routing)
+    weight = block_fp8(count, n // 128, k // 128, values=meta(count, n, k, dtype=FP8))
+    moe.expert_up(meta(rows, k), weight, routing)
+    moe.expert_down(meta(rows * top_k, k), weight, routing)
 
 
 def summed(ranks: int, is_two_shot: bool) -> None:
@@ -172,11 +178,14 @@ def fused_layer_of(
         if form == "int4":
             grid = meta(256 // group * -(-k // 256), n, dtype=torch.float16 if not last else BF16)
             zeros = {"none": None, "int": meta(*grid.shape, dtype=torch.uint8), "float": grid}[zero]
-            weight = RowWeight("int4", meta(n, -(-k // 256) * 128, dtype=torch.uint8), grid, bias, zeros, zero, group)
+            values = meta(n, -(-k // 256) * 128, dtype=torch.uint8)
+            weight = PackedWeight("int4", values, grid, zeros, group, bias=bias, layout="paired")
         elif form in ("bfloat16", "float16"):
-            weight = RowWeight(form, meta(n, k, dtype=getattr(torch, form)), None, bias)
+            weight = PackedWeight("dense", meta(n, k, dtype=getattr(torch, form)), bias=bias)
+        elif form == "fp8":
+            weight = PackedWeight("fp8", meta(n, k, dtype=FP8), meta(n, dtype=FP32), bias=bias, activations="token")
         else:
-            weight = RowWeight(form, meta(n, k, dtype=FP8 if form == "fp8" else torch.int8), meta(n, dtype=FP32), bias)
+            weight = PackedWeight("int8", meta(n, k, dtype=torch.int8), meta(n, dtype=FP32), bias=bias)
         return FusedLinear(lambda x, fusion: x, weight, fusion)
 
     up = linear_of(2 * size, hidden, dataclasses.replace(norm, gate="gelu" if last else "silu"))
@@ -210,7 +219,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     **{f"gated {name}": lambda name=name: activation.gated(meta(64, 28672), name) for name in ACTIVATIONS},  # type: ignore[misc]
     "activate gelu": lambda: activation.activate(meta(64, 3072), "gelu"),
     "embedding": lambda: embedding.embedding(index(64), meta(128256, 4096)),
-    "embedding int8": lambda: quant_int8.int8_embedding(index(64), meta(128256, 4096, dtype=torch.int8), meta(128256, dtype=FP32), BF16),
+    "embedding int8": lambda: quant_int8.packed_embedding(
+        index(64), PackedWeight("int8", meta(128256, 4096, dtype=torch.int8), meta(128256, dtype=FP32)), BF16
+    ),
     "resolve": lambda: embedding.resolve(index(64), index(257)),
     "remember": lambda: embedding.remember(index(257), index(64), index(64)),
     **{

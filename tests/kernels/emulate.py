@@ -11,11 +11,11 @@ from fused_layer_cases import check, problem
 from oracle import Case
 from test_attention import test_splits_meet_though_a_result_says_nothing
 
-from stoker.kernels.quantized import FusedLayer
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.tuning.devices import tuning_for
+from stoker.kernels.types import FusedLayer
 
 Made = tuple[torch.Tensor, torch.Tensor | None]
 # (heads' features, hidden ones, the MLP's, qkv's): features that end inside a turn, programs without a tile, several tiles a program

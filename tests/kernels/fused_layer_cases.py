@@ -7,62 +7,54 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from oracle import relative_error
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
-from stoker.kernels.quantized import FusedLayer, FusedLinear, Int4Weight, RowWeight
 from stoker.kernels.reference.fused_layer import fused_layer as one_by_one
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
-from stoker.kernels.types import PLAIN, Fusion
-from stoker.quant.dense import DenseLinear
-from stoker.quant.fp8 import Fp8, Fp8Linear
-from stoker.quant.int4 import Int4Linear
-from stoker.quant.int8 import Int8Linear, round_rows
+from stoker.kernels.types import PLAIN, FusedLayer, FusedLinear, Fusion
+from stoker.quant.fp8 import Fp8
+from stoker.quant.int8 import round_rows
+from stoker.quant.linear_ops import PackedLinear
 
 FORMS = ["dense", "fp8", "bytes", "int4 none", "int4 int", "int4 float", "int4 int 64", "int4 none 32", "int4 float 32"]
 BOUND = 0.01  # of what is bfloat16 between linears, and nothing else
 
 
-def linear(form: str, n: int, k: int, bias: bool, dtype: torch.dtype, device: str) -> tuple[Any, RowWeight, Tensor]:
-    """(the linear, its weight for a fused layer, and in float64)."""
+def linear(form: str, n: int, k: int, bias: bool, dtype: torch.dtype, device: str) -> tuple[PackedWeight, Tensor]:
+    """(the weight, as the kernels of a GPU read it, and in float64)."""
     weight = torch.randn(n, k, device=device) * k**-0.5 * torch.rand(n, 1, device=device).exp()
     given = torch.randn(n).bfloat16().to(device) if bias else None
     if form == "dense":
-        op, real = DenseLinear(weight.to(dtype), given), weight.to(dtype).double()
-    elif form == "fp8":
+        return PackedWeight("dense", weight.to(dtype), bias=given), weight.to(dtype).double()
+    if form == "fp8":
         stored = Fp8(compensate=False).quantize(weight, LinearSpec(name="a", in_features=k, parts=(n,)))
         codes, scale = stored["weight"], stored["scale"]
-        op, real = Fp8Linear(codes, scale, "token", None, given), codes.double() * scale.double()[:, None]
-    elif form == "bytes":
+        packed = PackedWeight("fp8", codes, scale, bias=given, activations="token")
+        return packed, codes.double() * scale.double()[:, None]
+    if form == "bytes":
         codes, scale = round_rows(weight)
-        op, real = Int8Linear(codes, scale, given), codes.double() * scale.double()[:, None]
-    else:
-        return int4_linear(*(*form.split()[1:], "128")[:2], n, k, given, device)
-    row = op.row_weight()
-    assert row is not None
-    return op, row, real
+        return PackedWeight("int8", codes, scale, bias=given), codes.double() * scale.double()[:, None]
+    return int4_linear(*(*form.split()[1:], "128")[:2], n, k, given, device)
 
 
-def int4_linear(kind: str, size: str, n: int, k: int, bias: Tensor | None, device: str) -> tuple[Any, RowWeight, Tensor]:
-    from stoker.kernels.triton.gemm.quantized.int4 import int4_row_weight, pack_int4
+def int4_linear(kind: str, size: str, n: int, k: int, bias: Tensor | None, device: str) -> tuple[PackedWeight, Tensor]:
+    from stoker.kernels.triton.gemm.quantized.int4 import prepare_weight
 
     group = int(size)
     groups = -(-k // group)
     scale = (torch.rand(n, groups) * 0.5 + 0.5).mul(k**-0.5 / 4).half()
     zero = torch.randint(5, 11, (n, groups), dtype=torch.uint8) if kind == "int" else None
-    offset = (-8 * scale.float() + torch.randn(n, groups) * k**-0.5 / 8).half() if kind == "float" else None
-    parts = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), scale, zero, offset
-    weight = Int4Weight(*(None if part is None else part.to(device) for part in parts), group)  # type: ignore[arg-type]
-    real = dequantize_int4(weight, torch.float64)
-    packed = pack_int4(weight)
-    row = int4_row_weight(packed, bias)
-    assert row is not None
-    return Int4Linear(packed, bias, None), row, real
+    if kind == "float":
+        zero = (-8 * scale.float() + torch.randn(n, groups) * k**-0.5 / 8).half()
+    parts = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), scale, zero
+    weight = PackedWeight("int4", *(None if part is None else part.to(device) for part in parts), group, bias=bias)  # type: ignore[arg-type]
+    return prepare_weight(weight), dequantize_int4(weight, torch.float64)
 
 
 def problem(
@@ -78,8 +70,8 @@ def problem(
         (hidden, size, PLAIN),
         (qkv, hidden, norm()),
     ):
-        op, row, real = linear(form, n, k, biases, dtype, device)
-        made.append(FusedLinear(op, row, fusion))
+        weight, real = linear(form, n, k, biases, dtype, device)
+        made.append(FusedLinear(PackedLinear(weight), weight, fusion))
         wide.append(real)
     return FusedLayer(*made[:3], None if last else made[3]), wide
 

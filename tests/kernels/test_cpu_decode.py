@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import attention, quant_int8, rope
 from stoker.kernels.types import AttentionParams, Fusion
 
@@ -27,22 +28,22 @@ def codes(rows: int, columns: int) -> Tensor:
 
 def test_an_int8_row_does_not_depend_on_the_others() -> None:
     x, weight, scale, bias = torch.randn(5, 96), codes(160, 96), torch.rand(160), torch.randn(160)
-    residual = torch.randn(5, 160)
-    together = quant_int8.int8_linear(x, weight, scale, bias, Fusion(residual=residual))
+    packed, residual = PackedWeight("int8", weight, scale, bias=bias), torch.randn(5, 160)
+    together = quant_int8.packed_linear(x, packed, Fusion(residual=residual))
     exact = x.double() @ (weight * scale[:, None].double()).t() + bias + residual
     assert (together - exact).abs().max() < 1e-4 * exact.abs().max()
     for row in range(5):
-        alone = quant_int8.int8_linear(x[row : row + 1], weight, scale, bias, Fusion(residual=residual[row : row + 1]))
+        alone = quant_int8.packed_linear(x[row : row + 1], packed, Fusion(residual=residual[row : row + 1]))
         torch.testing.assert_close(alone[0], together[row], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_int8_rows_of_zeros_and_nan(rows: int) -> None:
     x = torch.zeros(rows, 64)
-    weight, scale = codes(32, 64), torch.rand(32)
-    assert not quant_int8.int8_linear(x, weight, scale).any()
+    packed = PackedWeight("int8", codes(32, 64), torch.rand(32))
+    assert not quant_int8.packed_linear(x, packed).any()
     x[-1, 3] = float("nan")
-    found = quant_int8.int8_linear(x, weight, scale)
+    found = quant_int8.packed_linear(x, packed)
     assert found[-1].isnan().all() and not found[:-1].isnan().any()
 
 

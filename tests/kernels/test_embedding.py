@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import embedding as reference
 from stoker.kernels.triton import embedding as kernels
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
@@ -59,5 +60,5 @@ def test_tokens_for_the_next_step(count: int) -> None:
 @pytest.mark.parametrize("size", [5, 1500])
 def test_int8_rows(size: int) -> None:
     table, scale = torch.randint(-127, 128, (10, size), dtype=torch.int8), torch.rand(10)
-    out = quant_int8.int8_embedding(torch.tensor([3, -1, 9, 10], dtype=torch.int32), table, scale, torch.bfloat16)
+    out = quant_int8.packed_embedding(torch.tensor([3, -1, 9, 10], dtype=torch.int32), PackedWeight("int8", table, scale), torch.bfloat16)
     assert torch.equal(out[[0, 2]], (table.float() * scale[:, None]).bfloat16()[[3, 9]]) and not out[[1, 3]].any()

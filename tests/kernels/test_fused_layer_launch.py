@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stoker.kernels.quantized import FusedLayer, FusedLinear, RowWeight
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.fused_layer import requirements
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
 from stoker.kernels.triton.fused_layer.large_batch.config import NUM_WARPGROUPS, shared_offsets, stage_bytes
@@ -17,7 +17,7 @@ from stoker.kernels.triton.fused_layer.requirements import FORMATS, SHARED_BYTES
 from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.triton.ptx.wgmma import first_features, operand_offset
 from stoker.kernels.tuning.devices import tuning_for
-from stoker.kernels.types import PLAIN, Fusion
+from stoker.kernels.types import PLAIN, FusedLayer, FusedLinear, Fusion
 
 TUNING = tuning_for("NVIDIA H200", 90)
 COSTS = TUNING.costs.fused_layer_large_batch
@@ -31,8 +31,9 @@ def fused_layer_of(heads: int, hidden: int, size: int, qkv: int, group_size: int
 
     def linear(n: int, k: int, fusion: Fusion) -> FusedLinear:
         scale = torch.empty(k // group_size, n, dtype=torch.float16, device="meta")
-        weight = torch.empty(n, k // 2, dtype=torch.uint8, device="meta")
-        return FusedLinear(lambda x, fusion: x, RowWeight("int4", weight, scale, None, None, "none", group_size), fusion)
+        values = torch.empty(n, k // 2, dtype=torch.uint8, device="meta")
+        weight = PackedWeight("int4", values, scale, group_size=group_size, layout="paired")
+        return FusedLinear(lambda x, fusion: x, weight, fusion)
 
     up = linear(2 * size, hidden, replace(norm, gate="silu"))
     return FusedLayer(linear(hidden, heads, PLAIN), up, linear(hidden, size, PLAIN), linear(qkv, hidden, norm))
@@ -66,7 +67,7 @@ def test_plans_fit_into_shared_memory_and_cover_all_blocks(rows: int, group_size
         sizes = large_batch._sizes(layer)
         assert large_batch._partials_count(sizes, plan) <= large_batch._max_partials_count(sizes, group_size, NUM_CTAS, COSTS)
         for linear, split_k in zip(layer.linears, plan.split_k, strict=True):
-            blocks, tiles = linear.weight.weight.shape[1] // 128, linear.weight.weight.shape[0] // 64  # type: ignore[union-attr]
+            blocks, tiles = linear.weight.values.shape[1] // 128, linear.weight.out_features // 64  # type: ignore[union-attr]
             slice_blocks = -(-blocks // split_k)
             assert (split_k - 1) * slice_blocks < blocks <= split_k * slice_blocks <= split_k * plan.max_slice_blocks
             assert_no_tile_has_three_warpgroups(-(-tiles // (NUM_CTAS // split_k)), slice_blocks)

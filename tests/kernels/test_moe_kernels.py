@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
-from stoker.kernels.quantized import ExpertWeights
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import moe as reference
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.moe import launch as moe
@@ -77,14 +78,15 @@ def test_projections(tokens: int, experts: int, top_k: int, splits: int, ranks: 
     weight, bias = weight[mine.start : mine.stop], bias[mine.start : mine.stop]
     tile = QuantTile(16, 32, splits) if splits else None
     by_choice = experts_by_hand(x.repeat_interleave(top_k, 0), weight, bias, routing, mine)
-    up = moe.expert_up(x, weight, bias, routing, tile)
+    packed = PackedWeight("dense", weight, bias=bias)
+    up = moe.expert_up(x, packed, routing, tile)
     assert relative_error(up, by_choice[routing.order.long()]) < TOLERANCE[dtype]
-    assert relative_error(reference.expert_up(x, weight, bias, routing), by_choice[routing.order.long()]) < TOLERANCE[dtype]
+    assert relative_error(reference.expert_up(x, packed, routing), by_choice[routing.order.long()]) < TOLERANCE[dtype]
     down = (torch.randn(len(mine), k, n) * n**-0.5).to(dtype)
     inner = up.new_empty(up.shape).index_copy_(0, routing.order.long(), up)
     each = experts_by_hand(inner, down, None, routing, mine).unflatten(0, (tokens, top_k))
     want = (each * routing.weights.double()[..., None]).sum(1)
-    assert relative_error(moe.expert_down(up, down, None, routing, tile), want) < TOLERANCE[dtype]
+    assert relative_error(moe.expert_down(up, PackedWeight("dense", down), routing, tile), want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -95,13 +97,16 @@ def test_quantized_projections(tokens: int, dtype: torch.dtype, activations: str
     experts, top_k, n, k = 4, 2, 24, 64
     weight = (torch.randn(experts, n, k) * 40).clamp(-127, 127).to(dtype)
     step = torch.tensor([0.02]) if activations == "static" else None
-    stored = ExpertWeights(weight, torch.rand(experts, n) * 0.01 + 0.001, activations, step)
     bias, x = torch.randn(experts, n), torch.randn(tokens, k)
+    options = {"activations": activations, "input_scale": step}
+    name = "int8" if dtype == torch.int8 else "fp8"
+    stored = PackedWeight(name, weight, torch.rand(experts, n) * 0.01 + 0.001, bias=bias, **options)  # type: ignore[arg-type]
     routing = reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
-    up = moe.quant_expert_up(x, stored, bias, routing)
-    assert relative_error(up, reference.quant_expert_up(x, stored, bias, routing)) < 3e-4
-    turned = ExpertWeights(weight.transpose(1, 2).contiguous(), torch.rand(experts, k) * 0.01 + 0.001, activations, step)
-    assert relative_error(moe.quant_expert_down(up, turned, None, routing), reference.quant_expert_down(up, turned, None, routing)) < 3e-4
+    up = moe.expert_up(x, stored, routing)
+    assert relative_error(up, reference.expert_up(x, stored, routing)) < 3e-4
+    turned = weight.transpose(1, 2).contiguous()
+    down = PackedWeight(name, turned, torch.rand(experts, k) * 0.01 + 0.001, **options)  # type: ignore[arg-type]
+    assert relative_error(moe.expert_down(up, down, routing), reference.expert_down(up, down, routing)) < 3e-4
 
 
 def test_clipped_gate() -> None:
@@ -112,7 +117,7 @@ def test_clipped_gate() -> None:
 def test_no_tokens() -> None:
     routing = moe.route(torch.zeros(0, 4), None, RoutingParams(2))
     assert routing.offsets.tolist() == [0] * 5
-    assert moe.expert_down(torch.zeros(0, 8), torch.zeros(4, 6, 8), None, routing).shape == (0, 6)
+    assert moe.expert_down(torch.zeros(0, 8), PackedWeight("dense", torch.zeros(4, 6, 8)), routing).shape == (0, 6)
 
 
 def test_refused() -> None:
@@ -137,19 +142,22 @@ def test_many_rows_go_through_the_library(activations: str | None, monkeypatch: 
     experts, top_k, n, k, tokens = 5, 2, 32, 64, 23
     x, routing = torch.randn(tokens, k).bfloat16(), reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
     if activations is None:
-        up, down = (torch.randn(experts, *shape).bfloat16() / 8 for shape in ((n, k), (k, n)))
+        up, down = (PackedWeight("dense", torch.randn(experts, *shape).bfloat16() / 8) for shape in ((n, k), (k, n)))
     else:
         step = torch.tensor([0.02]) if activations == "static" else None
         up, down = (
-            ExpertWeights(torch.randn(experts, *shape).to(torch.float8_e4m3fn), torch.rand(experts, shape[0]) / 8, activations, step)
+            PackedWeight(
+                "fp8", torch.randn(experts, *shape).to(torch.float8_e4m3fn), torch.rand(experts, shape[0]) / 8,
+                activations=activations, input_scale=step,
+            )
             for shape in ((n, k), (k, n))
-        )
-    assert moe_library.takes(x, up, None, routing)
-    got = moe.expert_up(x, up, None, routing)
-    assert relative_error(got, moe.expert_up(x, up, None, routing, QuantTile(16, 32))) < 1e-2
-    assert relative_error(moe.expert_down(got, down, None, routing), moe.expert_down(got, down, None, routing, QuantTile(16, 32))) < 1e-2
-    assert not moe_library.takes(x, up, torch.randn(experts, n), routing)
-    assert not moe_library.takes(x.float(), up, None, routing)
-    assert not moe_library.takes(x, up, None, Routing(routing.weights, routing.order, routing.offsets, is_whole=False))
+        )  # fmt: skip
+    assert moe_library.takes(x, up, routing)
+    got = moe.expert_up(x, up, routing)
+    assert relative_error(got, moe.expert_up(x, up, routing, QuantTile(16, 32))) < 1e-2
+    assert relative_error(moe.expert_down(got, down, routing), moe.expert_down(got, down, routing, QuantTile(16, 32))) < 1e-2
+    assert not moe_library.takes(x, replace(up, bias=torch.randn(experts, n)), routing)
+    assert not moe_library.takes(x.float(), up, routing)
+    assert not moe_library.takes(x, up, Routing(routing.weights, routing.order, routing.offsets, is_whole=False))
     monkeypatch.setattr(moe_library, "LIBRARY_ROWS", dict.fromkeys(moe_library.LIBRARY_ROWS, 12))
-    assert not moe_library.takes(x, up, None, routing)
+    assert not moe_library.takes(x, up, routing)

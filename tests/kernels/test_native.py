@@ -12,8 +12,8 @@ from oracle import Case, expected_attention, relative_error
 from torch import Tensor
 
 from stoker.core.forward_batch import KVCache
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.native import attention, build, fused_layer, linear, quant_int4, quant_int8, rope
-from stoker.kernels.quantized import FusedLayer, FusedLinear, GroupedInt8Weight, Int4Weight, RowWeight
 from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import attention as attention_reference
 from stoker.kernels.reference import fused_layer as fused_layer_reference
@@ -21,8 +21,7 @@ from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
 from stoker.kernels.reference import rope as rope_reference
-from stoker.kernels.types import PLAIN, AttentionParams, Fusion
-from stoker.quant.int8_grouped import GroupedInt8Linear
+from stoker.kernels.types import PLAIN, AttentionParams, FusedLayer, FusedLinear, Fusion
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # of a single rounding to bfloat16
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C compiler is installed")
@@ -36,8 +35,8 @@ def _no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the reference ran")
 
     for module, name in (
-        (linear_reference, "linear"), (int8_reference, "int8_linear"), (int8_reference, "grouped_int8_linear"),
-        (int4_reference, "int4_linear"), (rope_reference, "rope_store"), (attention_reference, "attention"),
+        (linear_reference, "linear"), (int8_reference, "packed_linear"), (int4_reference, "packed_linear"),
+        (rope_reference, "rope_store"), (attention_reference, "attention"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, fail)
 
@@ -52,35 +51,40 @@ def dense(rows: int, columns: int, dtype: torch.dtype) -> tuple[Callable, Tensor
 
 def int8(rows: int, columns: int) -> tuple[Callable, Tensor]:
     weight, scale = torch.randint(-128, 128, (rows, columns), dtype=torch.int8), torch.rand(rows) / (70 * columns**0.5) + 1e-4
-    return lambda x, bias, fusion: quant_int8.int8_linear(x, weight, scale, bias, fusion), weight.double() * scale[:, None].double()
+    packed = PackedWeight("int8", weight, scale)
+    return lambda x, bias, fusion: quant_int8.packed_linear(x, replace(packed, bias=bias), fusion), weight.double() * scale[
+        :, None
+    ].double()
 
 
-def grouped_weight(rows: int, columns: int, group: int, shifted: bool, dtype: torch.dtype = torch.float16) -> GroupedInt8Weight:
+def grouped_weight(rows: int, columns: int, group: int, shifted: bool, dtype: torch.dtype = torch.float16) -> PackedWeight:
     scale = ((torch.rand(rows, -(-columns // group)) + 0.1) / (70 * columns**0.5)).to(dtype)
     offset = (torch.randn(scale.shape) * scale.float() * 20).to(dtype) if shifted else None
-    return GroupedInt8Weight(torch.randint(-128, 128, (rows, columns), dtype=torch.int8), scale, offset, group)
+    return PackedWeight("int8", torch.randint(-128, 128, (rows, columns), dtype=torch.int8), scale, offset, group)
 
 
 def grouped(rows: int, columns: int, group: int, shifted: bool, dtype: torch.dtype = torch.float16) -> tuple[Callable, Tensor]:
     weight = grouped_weight(rows, columns, group, shifted, dtype)
-    scale, offset = (None if t is None else t.double().repeat_interleave(group, 1)[:, :columns] for t in (weight.scale, weight.offset))
-    real = weight.codes.double() * scale + (0 if offset is None else offset)
-    return lambda x, bias, fusion: quant_int8.grouped_int8_linear(x, weight, bias, fusion), real
+    scale, offset = (None if t is None else t.double().repeat_interleave(group, 1)[:, :columns] for t in (weight.scale, weight.zero))
+    assert scale is not None
+    real = weight.values.double() * scale + (0 if offset is None else offset)
+    return lambda x, bias, fusion: quant_int8.packed_linear(x, replace(weight, bias=bias), fusion), real
 
 
-def int4_weight(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = torch.float16) -> Int4Weight:
+def int4_weight(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = torch.float16) -> PackedWeight:
     groups = -(-columns // group)
     scale = ((torch.rand(rows, groups) + 0.1) / (4 * columns**0.5)).to(dtype)
-    return Int4Weight(
-        torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8), scale,
-        torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None,
-        (torch.randn(rows, groups) * scale.float()).to(dtype) if zero == "float" else None, group,
-    )  # fmt: skip
+    values = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
+    if zero == "float":
+        zeros = (torch.randn(rows, groups) * scale.float()).to(dtype)
+    return PackedWeight("int4", values, scale, zeros, group)
 
 
 def int4(rows: int, columns: int, group: int, zero: str, dtype: torch.dtype = torch.float16) -> tuple[Callable, Tensor]:
     weight = int4_weight(rows, columns, group, zero, dtype)
-    return lambda x, bias, fusion: quant_int4.int4_linear(x, weight, bias, fusion), int4_reference.dequantize_int4(weight, torch.float64)
+    real = int4_reference.dequantize_int4(weight, torch.float64)
+    return lambda x, bias, fusion: quant_int4.packed_linear(x, replace(weight, bias=bias), fusion), real
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Tensor:
@@ -190,7 +194,7 @@ def test_int8_with_a_shorter_last_group(size: int, group: int, shifted: bool) ->
 @pytest.mark.parametrize("rows", [1, 40])
 def test_more_groups_than_the_buffer_holds(rows: int) -> None:
     """Llama-70B in Q6_K has 28,672 features in groups of 16: 1,792 groups."""
-    assert quant_int8.takes_groups(grouped_weight(3, 1024 * 16, 16, True)) and not quant_int8.takes_groups(
+    assert quant_int8.supports_groups(grouped_weight(3, 1024 * 16, 16, True)) and not quant_int8.supports_groups(
         grouped_weight(3, 1025 * 16, 16, True)
     )
     check(grouped(20, 1025 * 16, 16, True), rows, "nb")
@@ -202,9 +206,12 @@ def test_more_groups_than_the_buffer_holds(rows: int) -> None:
 @kernel_only
 def test_small_float16_scales_keep_their_value() -> None:
     weight = int4_weight(40, 64, 32, "none")
+    assert weight.scale is not None
     weight.scale.copy_(torch.arange(1, 81).view(40, 2).to(torch.float16) * 2**-24)  # subnormal
     x = torch.randn(1, 64)
-    assert relative_error(quant_int4.int4_linear(x, weight), x.double() @ int4_reference.dequantize_int4(weight, torch.float64).t()) < 1e-6
+    assert (
+        relative_error(quant_int4.packed_linear(x, weight), x.double() @ int4_reference.dequantize_int4(weight, torch.float64).t()) < 1e-6
+    )
 
 
 @needs_compiler
@@ -260,27 +267,25 @@ def fused_layer_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int =
 
     def one(rows: int, columns: int, fusion: Fusion = PLAIN) -> FusedLinear:
         bias = torch.randn(rows).to(dtype)
-        if form == "bytes":
-            weight, scale = torch.randint(-128, 128, (rows, columns), dtype=torch.int8), torch.rand(rows) / (70 * columns**0.5)
-            alone = lambda x, fusion: quant_int8.int8_linear(x, weight, scale, bias, fusion)  # noqa: E731
-            return FusedLinear(alone, RowWeight("bytes", weight, scale, bias), fusion)
-        if form == "bytes in groups":
-            shifted = grouped_weight(rows, columns, 16, True)
-            alone = lambda x, fusion: quant_int8.grouped_int8_linear(x, shifted, bias, fusion)  # noqa: E731
-            return FusedLinear(alone, GroupedInt8Linear(shifted, bias).row_weight(), fusion)
-        if form.startswith("int4"):
-            codes = int4_weight(rows, columns, 32, form.removeprefix("int4 "))
-            alone = lambda x, fusion: quant_int4.int4_linear(x, codes, bias, fusion)  # noqa: E731
-            return FusedLinear(alone, quant_int4.int4_row_weight(codes, bias), fusion)
-        values = (torch.randn(rows, columns) / columns**0.5).to(getattr(torch, form))
-        return FusedLinear(lambda x, fusion: linear.linear(x, values, bias, fusion), RowWeight(form, values, None, bias), fusion)
+        if form == "int8":
+            values, scale = torch.randint(-128, 128, (rows, columns), dtype=torch.int8), torch.rand(rows) / (70 * columns**0.5)
+            weight = PackedWeight("int8", values, scale, bias=bias)
+        elif form == "int8 in groups":
+            weight = replace(grouped_weight(rows, columns, 16, True), bias=bias)
+        elif form.startswith("int4"):
+            weight = replace(int4_weight(rows, columns, 32, form.removeprefix("int4 ")), bias=bias)
+        else:
+            weight = PackedWeight("dense", (torch.randn(rows, columns) / columns**0.5).to(getattr(torch, form)), bias=bias)
+            return FusedLinear(lambda x, fusion: linear.linear(x, weight.values, bias, fusion), weight, fusion)
+        module = quant_int4 if form.startswith("int4") else quant_int8
+        return FusedLinear(lambda x, fusion: module.packed_linear(x, weight, fusion), weight, fusion)
 
     norm = Fusion(norm_kind="rms", norm_weight=torch.randn(hidden).to(dtype), norm_eps=1e-5)
     qkv = None if last else one(heads + 32, hidden, norm)
     return FusedLayer(one(hidden, heads), one(2 * inner, hidden, replace(norm, gate="silu")), one(hidden, inner), qkv)
 
 
-FORMS = ["float32", "bfloat16", "bytes", "bytes in groups", "int4 none", "int4 int", "int4 float"]
+FORMS = ["float32", "bfloat16", "int8", "int8 in groups", "int4 none", "int4 int", "int4 float"]
 
 
 @needs_compiler
@@ -291,7 +296,7 @@ def test_a_fused_layer_equals_its_linears(form: str, last: bool, dtype: torch.dt
     """To the last bit, for any number of rows and threads, of rows that lie apart, in one call."""
     threads, parts = torch.get_num_threads(), fused_layer_of(form, dtype, hidden=480, inner=1000, heads=160, last=last)
     most = next(rows for rows in range(100, 0, -1) if fused_layer.supports_fused_layer(parts, rows))
-    assert most == {"bytes": quant_int8.max_rows(), "float32": 8, "bfloat16": 8}.get(form, 16)
+    assert most == {"int8": quant_int8.max_rows(), "float32": 8, "bfloat16": 8}.get(form, 16)
     given = {
         rows: (torch.randn(rows, 168).to(dtype)[:, :160], torch.randn(rows, 480).to(dtype))
         for rows in (1, 2, 3, 5, 7, 8, 15, 16)
@@ -315,7 +320,7 @@ def test_a_fused_layer_equals_its_linears(form: str, last: bool, dtype: torch.dt
 def test_unsupported_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = fused_layer_of("float32", torch.float32)
     assert fused_layer.supports_fused_layer(parts, 8) and not fused_layer.supports_fused_layer(parts, 9)
-    unknown = replace(parts.up, weight=replace(parts.up.weight, form="fp8"))  # type: ignore[type-var]
+    unknown = replace(parts.up, weight=replace(parts.up.weight, format="fp8"))  # type: ignore[type-var]
     narrow = fused_layer_of("float32", torch.float32, hidden=64)
     for other in (unknown, replace(parts.up, weight=None), narrow.up):
         assert not fused_layer.supports_fused_layer(replace(parts, up=other), 1)
@@ -337,7 +342,7 @@ def test_unsupported_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 def test_cached_arguments_are_freed_with_their_layer() -> None:
-    parts = fused_layer_of("bytes", torch.float32)
+    parts = fused_layer_of("int8", torch.float32)
     before = len(fused_layer._chains)
     assert fused_layer.supports_fused_layer(parts, 1) and len(fused_layer._chains) == before + 1
     del parts

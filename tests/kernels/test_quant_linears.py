@@ -9,8 +9,8 @@ import torch
 from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels import ops
-from stoker.kernels.quantized import Int4Weight
 from stoker.kernels.reference import activation as activation_reference
 from stoker.kernels.reference import linear as linear_reference
 from stoker.kernels.reference import quant_fp8 as fp8_reference
@@ -25,7 +25,6 @@ from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized import tiles as quant_tuning
-from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear
 from stoker.kernels.tuning.tiles import QuantTile, SkinnyTile
 from stoker.kernels.types import PLAIN, Fusion
@@ -96,9 +95,9 @@ def test_int8_by_digits(m: int, tile: QuantTile, parts: str) -> None:
     x, bias, around, rows = problem(m, n, k, dtype, parts)
     weight, scale = int8_weight(rows, k)
     want = expected(x, weight.double() * scale.double()[:, None], bias, around)
-    got = quant_linear.few_rows(x, Stored("same", weight, scale, rows, k), "digits", "int8", None, bias, around, tile)
-    assert relative_error(got, want) < 3e-4
-    assert relative_error(int8_reference.int8_linear(x, weight, scale, bias, around), want) < 3e-4
+    packed = PackedWeight("int8", weight, scale, bias=bias)
+    assert relative_error(quant_linear.few_rows(x, packed, "digits", "int8", around, tile), want) < 3e-4
+    assert relative_error(int8_reference.packed_linear(x, packed, around), want) < 3e-4
     assert not quant_linear.arrived(x.device).any()
 
 
@@ -108,7 +107,7 @@ def test_int8_by_default(m: int, dtype: torch.dtype) -> None:
     x, bias, around, rows = problem(m, 40, 128, dtype, "nbr")
     weight, scale = int8_weight(rows, 128)
     want = expected(x, weight.double() * scale.double()[:, None], bias, around)
-    assert relative_error(quant_int8.int8_linear(x, weight, scale, bias, around), want) < TOLERANCE[dtype]
+    assert relative_error(quant_int8.packed_linear(x, PackedWeight("int8", weight, scale, bias=bias), around), want) < TOLERANCE[dtype]
 
 
 def test_int8_many_rows_and_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +116,11 @@ def test_int8_many_rows_and_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     x, bias, around, rows = problem(41, 150, 48, torch.float32, "nbgr")
     weight, scale = int8_weight(rows, 48)
     want = expected(x, weight.double() * scale.double()[:, None], bias, around)
-    assert relative_error(quant_int8.int8_linear(x, weight, scale, bias, around), want) < 1e-5
+    assert relative_error(quant_int8.packed_linear(x, PackedWeight("int8", weight, scale, bias=bias), around), want) < 1e-5
     ids = torch.tensor([3, 0, 149], dtype=torch.int32)
-    assert torch.equal(
-        quant_int8.int8_embedding(ids, weight, scale, torch.bfloat16), int8_reference.int8_embedding(ids, weight, scale, torch.bfloat16)
-    )
+    packed = PackedWeight("int8", weight, scale)
+    rows_of = [module.packed_embedding(ids, packed, torch.bfloat16) for module in (quant_int8, int8_reference)]
+    assert torch.equal(*rows_of)
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -132,8 +131,9 @@ def test_w8a8(m: int, tile: QuantTile | None, static: bool, parts: str) -> None:
     x, bias, around, rows = problem(m, n, k, torch.float32, parts)
     weight, scale = int8_weight(rows, k)
     step = torch.tensor([0.1]) if static else None
-    got = quant_linear.few_rows(x, Stored("same", weight, scale, rows, k), "int8", "w8a8", step, bias, around, tile)
-    want = int8_reference.w8a8_linear(x, weight, scale, step, bias, around)
+    packed = PackedWeight("int8", weight, scale, bias=bias, activations="static" if static else "token", input_scale=step)
+    got = quant_linear.few_rows(x, packed, "int8", "w8a8", around, tile)
+    want = int8_reference.packed_linear(x, packed, around)
     # Values that a norm's rounding carries over the middle between two codes differ by a step.
     assert relative_error(got, want) < (2e-3 if around.norm_kind else 1e-5)
     if not static and not around.norm_kind:
@@ -148,8 +148,8 @@ def test_fp8(m: int, activations: str, parts: str) -> None:
     x, bias, around, rows = problem(m, n, k, torch.float32, parts)
     weight, scale = fp8_weight(rows, k)
     step = torch.tensor([0.05]) if activations == "static" else None
-    got = quant_fp8.fp8_linear(x, weight, scale, activations, step, bias, around)
-    want = fp8_reference.fp8_linear(x, weight, scale, activations, step, bias, around)
+    packed = PackedWeight("fp8", weight, scale, bias=bias, activations=activations, input_scale=step)
+    got, want = quant_fp8.packed_linear(x, packed, around), fp8_reference.packed_linear(x, packed, around)
     assert relative_error(got, want) < (3e-3 if around.norm_kind and activations != "none" else 1e-5)
     if activations == "token" and not around.norm_kind:
         assert relative_error(got, expected(x, weight.double() * scale.double()[:, None], bias, around, to_fp8)) < 1e-4
@@ -161,20 +161,20 @@ def test_fp8_one_row(n: int, k: int, parts: str, activations: str) -> None:
     x, bias, around, _ = problem(1, n, k, torch.bfloat16, parts)
     weight, scale = fp8_weight(n, k)
     step = torch.tensor([0.05]) if activations == "static" else None
-    assert quant_gemv.gemv_tile(x, weight, around) is not None
-    got = quant_fp8.fp8_linear(x, weight, scale, activations, step, bias, around)
-    want = fp8_reference.fp8_linear(x.float(), weight, scale, activations, step, bias, around)
+    packed = PackedWeight("fp8", weight, scale, bias=bias, activations=activations, input_scale=step)
+    assert quant_gemv.gemv_tile(x, packed, around) is not None
+    got, want = quant_fp8.packed_linear(x, packed, around), fp8_reference.packed_linear(x.float(), packed, around)
     assert relative_error(got, want) < 1e-2
     x[0, 7] = float("nan")
-    assert quant_fp8.fp8_linear(x, weight, scale, "token", None, bias, around).isnan().all()
+    assert quant_fp8.packed_linear(x, replace(packed, activations="token", input_scale=None), around).isnan().all()
 
 
 def test_fp8_encodes_inside() -> None:
     x, bias, around, rows = problem(1, 40, 300, torch.bfloat16, "nbgr")
     weight, scale = fp8_weight(rows, 300)
-    stored = Stored("same", weight, scale, rows, 300)
+    packed = PackedWeight("fp8", weight, scale, bias=bias, activations="token")
     inside, outside = (
-        quant_linear.few_rows(x, stored, "fp8", "fp8", None, bias, around, QuantTile(32, 64, 2, encode=encode)) for encode in (True, False)
+        quant_linear.few_rows(x, packed, "fp8", "fp8", around, QuantTile(32, 64, 2, encode=encode)) for encode in (True, False)
     )
     assert torch.equal(inside, outside)
 
@@ -186,13 +186,12 @@ def test_a_gate_on_the_input_is_one_on_the_output_before(m: int) -> None:
     late = replace(around, input_gate="silu")
     weight, scale = fp8_weight(rows, 160)
     for kind in ("token", "none"):
-        given = (weight, scale, kind, None, bias)
-        assert torch.equal(quant_fp8.fp8_linear(gates, *given, late), quant_fp8.fp8_linear(x, *given, around))
-    codes, steps = int8_weight(rows, 160)
-    assert torch.equal(quant_int8.int8_linear(gates, codes, steps, bias, late), quant_int8.int8_linear(x, codes, steps, bias, around))
+        packed = PackedWeight("fp8", weight, scale, bias=bias, activations=kind)
+        assert torch.equal(quant_fp8.packed_linear(gates, packed, late), quant_fp8.packed_linear(x, packed, around))
+    packed = PackedWeight("int8", *int8_weight(rows, 160), bias=bias)
+    assert torch.equal(quant_int8.packed_linear(gates, packed, late), quant_int8.packed_linear(x, packed, around))
     plain = activation_reference.gated(gates, "silu")
-    given = (codes, steps, bias)
-    assert torch.equal(int8_reference.int8_linear(gates, *given, late), int8_reference.int8_linear(plain, *given, around))
+    assert torch.equal(int8_reference.packed_linear(gates, packed, late), int8_reference.packed_linear(plain, packed, around))
     wide = torch.randn(rows, 160).to(x.dtype)
     assert torch.equal(linear.linear(gates, wide, bias, late), linear.linear(x, wide, bias, around))
 
@@ -204,23 +203,23 @@ def test_a_norm_that_no_kernel_folds_comes_once_and_after_the_inputs_gate(kind: 
     x, bias = torch.randn(m, 128) * 5, torch.randn(24)
     gain = (torch.rand(64) + 0.5, torch.randn(64)) if kind == "layer" else (None, None)
     around = Fusion(kind, *gain, norm_eps=1e-5, input_gate="silu")
-    (codes, steps), (narrow, scale), packed = int8_weight(24, 64), fp8_weight(24, 64), int4_weight(24, 64, 32, "int")
+    int8, fp8 = PackedWeight("int8", *int8_weight(24, 64), bias=bias), PackedWeight("fp8", *fp8_weight(24, 64), bias=bias)
+    int4 = int4_weight(24, 64, 32, "int", bias)
     wide = torch.randn(24, 64) / 8
 
     def product(h: Tensor) -> Tensor:
-        return h @ int4_reference.dequantize_int4(packed).T + bias
+        return h @ int4_reference.dequantize_int4(int4).T + bias
 
-    pairs = [
-        (quant_int8.int8_linear, int8_reference.int8_linear, (codes, steps, bias, around), 5e-4),
-        (quant_int8.w8a8_linear, int8_reference.w8a8_linear, (codes, steps, None, bias, around), 2e-3),
-        (quant_fp8.fp8_linear, fp8_reference.fp8_linear, (narrow, scale, "token", None, bias, around), 1e-2),
-        (quant_fp8.fp8_linear, fp8_reference.fp8_linear, (narrow, scale, "none", None, bias, around), 1e-5),
-        (linear.linear, linear_reference.linear, (wide, bias, around), 1e-5),
-    ]
-    for kernel, reference, given, most in pairs:
-        assert relative_error(kernel(x, *given), reference(x, *given)) < most, kernel
+    for kernel, reference, packed, most in (
+        (quant_int8, int8_reference, int8, 5e-4),
+        (quant_int8, int8_reference, replace(int8, activations="token"), 2e-3),
+        (quant_fp8, fp8_reference, replace(fp8, activations="token"), 1e-2),
+        (quant_fp8, fp8_reference, fp8, 1e-5),
+    ):
+        assert relative_error(kernel.packed_linear(x, packed, around), reference.packed_linear(x, packed, around)) < most, kernel
+    assert relative_error(linear.linear(x, wide, bias, around), linear_reference.linear(x, wide, bias, around)) < 1e-5
     want = linear_reference.around(x, around, product)
-    assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(packed), bias, around), want) < 5e-4
+    assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(int4), around), want) < 5e-4
     assert torch.equal(ops.around(x, around, product), want)
 
 
@@ -244,16 +243,18 @@ def test_block_fp8(m: int, block: tuple[int, int], parts: str) -> None:
     x, bias, around, rows = problem(m, n, k, torch.float32, parts)
     weight, _ = fp8_weight(rows, k)
     scale = (torch.rand(-(-rows // block[0]), -(-k // block[1])) + 0.5) / (60 * k**0.5)
-    got = quant_fp8.block_fp8_linear(x, weight, scale, block, bias, around)
-    assert relative_error(got, fp8_reference.block_fp8_linear(x, weight, scale, block, bias, around)) < (3e-3 if around.norm_kind else 1e-5)
+    packed = PackedWeight("fp8", weight, scale, group_size=block[1], block_rows=block[0], bias=bias, activations="group")
+    got = quant_fp8.packed_linear(x, packed, around)
+    assert relative_error(got, fp8_reference.packed_linear(x, packed, around)) < (3e-3 if around.norm_kind else 1e-5)
 
 
-def int4_weight(rows: int, k: int, group: int, zero: str) -> Int4Weight:
+def int4_weight(rows: int, k: int, group: int, zero: str, bias: Tensor | None = None) -> PackedWeight:
     groups = -(-k // group)
     codes, scale = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), (torch.rand(rows, groups) + 0.5) / (5 * k**0.5)
     zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
-    offset = (-torch.rand(rows, groups) / k**0.5).half() if zero == "float" else None
-    return Int4Weight(codes, scale.half(), zeros, offset, group)
+    if zero == "float":
+        zeros = (-torch.rand(rows, groups) / k**0.5).half()
+    return PackedWeight("int4", codes, scale.half(), zeros, group, bias=bias)
 
 
 @pytest.mark.parametrize(
@@ -263,27 +264,27 @@ def int4_weight(rows: int, k: int, group: int, zero: str) -> Int4Weight:
 @pytest.mark.parametrize(("m", "parts"), [(1, "n"), (3, "bgr"), (34, "ngr")])
 def test_int4(m: int, parts: str, group: int, k: int, zero: str) -> None:
     x, bias, around, rows = problem(m, 24, k, torch.float32, parts)
-    weight = int4_weight(rows, k, group, zero)
+    weight = int4_weight(rows, k, group, zero, bias)
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
-    assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(weight), bias, around), want) < 5e-4
+    assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(weight), around), want) < 5e-4
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_int4_rows_that_lie_apart_on_a_cpu(dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, 136).to(dtype)[:, :128], int4_weight(24, 128, 32, "int")
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), None, PLAIN)
-    assert relative_error(int4_reference.int4_linear(x, int4_reference.pack_int4(weight)), want) < 1e-2
+    assert relative_error(int4_reference.packed_linear(x, int4_reference.prepare_weight(weight)), want) < 1e-2
 
 
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
 def test_int4_tiles(zero: str) -> None:
     x, bias, around, rows = problem(1, 40, 512, torch.bfloat16, "nbgr")
-    weight = int4_weight(rows, 512, 32, zero)
+    weight = int4_weight(rows, 512, 32, zero, bias)
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
-    stored = quant_int4.pack(weight).stored()
+    packed = quant_int4.prepare_weight(weight)
     for tile in (QuantTile(32, 128, 2, encode=True), QuantTile(16, 256, 1), QuantTile(64, 64, 4, encode=True)):
-        assert relative_error(quant_linear.few_rows(x, stored, "digits", "int4/32", None, bias, around, tile), want) < 1e-2
-    assert relative_error(quant_linear.plain_rows(x, stored, bias, around, QuantTile(32, 128)), want) < 1e-2
+        assert relative_error(quant_linear.few_rows(x, packed, "digits", "int4/32", around, tile), want) < 1e-2
+    assert relative_error(quant_linear.plain_rows(x, packed, around, QuantTile(32, 128)), want) < 1e-2
 
 
 @pytest.mark.parametrize(("m", "group", "parts"), [(9, 32, "ng"), (33, 32, "br"), (17, 64, "br"), (35, 128, "ng")])
@@ -291,9 +292,9 @@ def test_int4_tiles(zero: str) -> None:
 def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: int, group: int) -> None:
     x, bias, around, rows = problem(m, 72, 648, torch.bfloat16, parts)
     assert not quant_tuning.digits_pay(m, group)
-    weight = int4_weight(rows, 648, group, zero)
+    weight = int4_weight(rows, 648, group, zero, bias)
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
-    assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(weight), bias, around), want) < 1e-2
+    assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(weight), around), want) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -318,16 +319,16 @@ def test_ways_of_int4(rows: int, group: int, dtype: torch.dtype, way: str, monke
     for name in ("skinny_linear", "skinny_int4_linear", "few_rows", "plain_rows", "many_rows"):
         monkeypatch.setattr(quant_int4, name, lambda *args, name=name: taken.append(name))
     codes, scale = torch.empty(64, 512, dtype=torch.uint8, device="meta"), torch.empty(64, 1024 // group, device="meta")
-    weight = quant_int4.pack_int4(Int4Weight(codes, scale, None, None, group))
-    quant_int4.int4_linear(torch.empty(rows, 1024, dtype=dtype, device="meta"), weight)
+    weight = quant_int4.prepare_weight(PackedWeight("int4", codes, scale, None, group))
+    quant_int4.packed_linear(torch.empty(rows, 1024, dtype=dtype, device="meta"), weight)
     assert taken == [way]
 
 
 SKINNY_TILES = [SkinnyTile(4, 1, 8, 1), SkinnyTile(2, 2, 4, 4), SkinnyTile(2, 8, 1, 2)]
 
 
-def skinny_results(x: Tensor, form: str, stored: Stored, bias: Tensor | None, around: Fusion, step: Tensor | None = None) -> list[Tensor]:
-    made = [skinny_linear(x, form, stored, step, bias, around, tile) for tile in SKINNY_TILES]
+def skinny_results(x: Tensor, weight: PackedWeight, around: Fusion) -> list[Tensor]:
+    made = [skinny_linear(x, weight, around, tile) for tile in SKINNY_TILES]
     assert not quant_linear.arrived(x.device).any()
     return made
 
@@ -342,9 +343,9 @@ def skinny_results(x: Tensor, form: str, stored: Stored, bias: Tensor | None, ar
 )  # fmt: skip
 def test_skinny_int4(m: int, parts: str, zero: str, group: int, k: int) -> None:
     x, bias, around, rows = problem(m, 40, k, torch.float32, parts)
-    weight = int4_weight(rows, k, group, zero)
+    weight = int4_weight(rows, k, group, zero, bias)
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
-    for got in skinny_results(x, "int4", quant_int4.pack(weight).stored(), bias, around):
+    for got in skinny_results(x, quant_int4.prepare_weight(weight), around):
         assert relative_error(got, want) < 3e-4
 
 
@@ -353,7 +354,7 @@ def test_skinny_int8(m: int, parts: str) -> None:
     x, bias, around, rows = problem(m, 40, 576, torch.float32, parts)
     weight, scale = int8_weight(rows, 576)
     want = expected(x, weight.double() * scale.double()[:, None], bias, around)
-    for got in skinny_results(x, "bytes", Stored("same", weight, scale, rows, 576), bias, around):
+    for got in skinny_results(x, PackedWeight("int8", weight, scale, bias=bias), around):
         assert relative_error(got, want) < 3e-4
 
 
@@ -363,8 +364,9 @@ def test_skinny_fp8(m: int, parts: str, static: bool) -> None:
     x, bias, around, rows = problem(m, 40, 576, torch.float32, parts)
     weight, scale = fp8_weight(rows, 576)
     step = torch.tensor([0.05]) if static else None
-    want = fp8_reference.fp8_linear(x, weight, scale, "static" if static else "token", step, bias, around)
-    for got in skinny_results(x, "fp8", Stored("same", weight, scale, rows, 576), bias, around, step):
+    packed = PackedWeight("fp8", weight, scale, bias=bias, activations="static" if static else "token", input_scale=step)
+    want = fp8_reference.packed_linear(x, packed, around)
+    for got in skinny_results(x, packed, around):
         assert relative_error(got, want) < (3e-3 if around.norm_kind else 1e-5)
 
 
@@ -373,9 +375,9 @@ def test_int4_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 1)
     x, bias, around, rows = problem(41, 150, 90, torch.float32, "nbgr")
     for zero in ("none", "int", "float"):
-        weight = int4_weight(rows, 90, 32, zero)
+        weight = int4_weight(rows, 90, 32, zero, bias)
         want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
-        assert relative_error(quant_int4.int4_linear(x, quant_int4.pack_int4(weight), bias, around), want) < 1e-5
+        assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(weight), around), want) < 1e-5
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "digits"])
@@ -388,11 +390,12 @@ def test_nan_is_not_hidden(form: str) -> None:
 
 def test_nothing_to_do() -> None:
     weight, scale = int8_weight(8, 32)
-    assert quant_int8.int8_linear(torch.zeros(0, 32), weight, scale).shape == (0, 8)
-    assert quant_fp8.fp8_linear(torch.zeros(0, 32), weight.float().to(torch.float8_e4m3fn), scale, "token", fusion=PLAIN).shape == (0, 8)
+    assert quant_int8.packed_linear(torch.zeros(0, 32), PackedWeight("int8", weight, scale)).shape == (0, 8)
+    fp8 = PackedWeight("fp8", weight.float().to(torch.float8_e4m3fn), scale, activations="token")
+    assert quant_fp8.packed_linear(torch.zeros(0, 32), fp8).shape == (0, 8)
 
 
 def test_refused() -> None:
     weight, scale = int8_weight(8, 32)
     with pytest.raises(ValueError, match="residual"):
-        quant_int8.int8_linear(torch.zeros(1, 32), weight, scale, fusion=Fusion(residual=torch.zeros(1, 5)))
+        quant_int8.packed_linear(torch.zeros(1, 32), PackedWeight("int8", weight, scale), Fusion(residual=torch.zeros(1, 5)))

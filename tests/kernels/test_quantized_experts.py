@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import TOLERANCE, relative_error
 from torch import Tensor
 
-from stoker.kernels.quantized import BlockExperts, Int4Experts, Int4Weight, Int8Experts, StoredExperts
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import moe as reference
 from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
@@ -30,37 +32,37 @@ def ragged(counts: list[int], before: int, after: int, top_k: int = 2) -> Routin
     return Routing(torch.rand(total // top_k, top_k), torch.randperm(total).int(), offsets)
 
 
-def int4(n: int, k: int, group: int, zero: str, ordered: bool = False) -> tuple[Int4Experts, Tensor]:
+def int4(n: int, k: int, group: int, zero: str, ordered: bool = False) -> tuple[PackedWeight, Tensor]:
     """(Experts, as packed; the real weights, float64 [EXPERTS, n, k], of features in x's order)."""
     groups = -(-k // group)
     codes = torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8)
     scale = ((torch.rand(EXPERTS, n, groups) + 0.5) / (5 * k**0.5)).half()
     zeros = torch.randint(0, 16, scale.shape, dtype=torch.uint8) if zero == "int" else None
-    offset = (-torch.rand(scale.shape) / k**0.5).half() if zero == "float" else None
-    each = [Int4Weight(codes[e], *(None if t is None else t[e] for t in (scale, zeros, offset)), group) for e in range(EXPERTS)]
-    real = torch.stack([dequantize_int4(weight, torch.float64) for weight in each])
+    if zero == "float":
+        zeros = (-torch.rand(scale.shape) / k**0.5).half()
+    stored = PackedWeight("int4", codes, scale, zeros, group)
+    real = torch.stack([dequantize_int4(stored.expert(e), torch.float64) for e in range(EXPERTS)])
     order = torch.stack([torch.randperm(k) for _ in range(EXPERTS)])
     if ordered:
         real = torch.empty_like(real).scatter_(2, order[:, None].expand_as(real), real)
-    packed = quant_int4.pack_int4(Int4Weight(codes, scale, zeros, offset, group))
-    return Int4Experts(packed, order.int() if ordered else None), real
+    return replace(quant_int4.prepare_weight(stored), column_order=order.int() if ordered else None), real
 
 
-def int8_groups(n: int, k: int, group: int, shifted: bool) -> tuple[Int8Experts, Tensor]:
+def int8_groups(n: int, k: int, group: int, shifted: bool) -> tuple[PackedWeight, Tensor]:
     codes = torch.randint(-127, 128, (EXPERTS, n, k), dtype=torch.int8)
     scale = (torch.rand(EXPERTS, n, -(-k // group)) + 0.5) / (80 * k**0.5)
     offset = torch.randn(scale.shape) / k**0.5 if shifted else None
     wide, low = (
         t.double().repeat_interleave(group, 2)[..., :k] for t in (scale, torch.zeros(()).expand_as(scale) if offset is None else offset)
     )
-    return Int8Experts(codes, scale, offset, group), codes.double() * wide + low
+    return PackedWeight("int8", codes, scale, offset, group), codes.double() * wide + low
 
 
-def blocks(n: int, k: int, block: tuple[int, int]) -> tuple[BlockExperts, Tensor]:
+def blocks(n: int, k: int, block: tuple[int, int]) -> tuple[PackedWeight, Tensor]:
     weight = (torch.randn(EXPERTS, n, k) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
     scale = (torch.rand(EXPERTS, -(-n // block[0]), -(-k // block[1])) + 0.5) / (60 * k**0.5)
-    real = torch.stack([widen_blocks(w, s, block) for w, s in zip(weight, scale, strict=True)])
-    return BlockExperts(weight, scale, block), real.double()
+    packed = PackedWeight("fp8", weight, scale, group_size=block[1], block_rows=block[0], activations="group")
+    return packed, torch.stack([widen_blocks(packed.expert(e)) for e in range(EXPERTS)]).double()
 
 
 def rows_by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
@@ -77,18 +79,19 @@ def combined(sorted_rows: Tensor, routing: Routing) -> Tensor:
 
 
 def check(
-    weight: StoredExperts, real: Tensor, routing: Routing, dtype: torch.dtype, bound: float, tile: QuantTile | None = None,
+    weight: PackedWeight, real: Tensor, routing: Routing, dtype: torch.dtype, bound: float, tile: QuantTile | None = None,
     rounded: object = lambda x: x,
 ) -> None:  # fmt: skip
     """Up and down through the same experts. `rounded` stands for what becomes of activations."""
     _, n, k = real.shape
     bias = torch.randn(EXPERTS, n).to(dtype)
+    weight = replace(weight, bias=bias)
     tokens = torch.randn(routing.weights.shape[0], k + 8).to(dtype)[:, :k]
     wanted = rows_by_hand(rounded(tokens)[routing.order.long() // routing.top_k], real, bias, routing)  # type: ignore[operator]
-    assert relative_error(moe.quant_expert_up(tokens, weight, bias, routing, tile), wanted) <= bound
+    assert relative_error(moe.expert_up(tokens, weight, routing, tile), wanted) <= bound
     choices = torch.randn(routing.order.shape[0], k).to(dtype)
     wanted = combined(rows_by_hand(rounded(choices), real, bias, routing), routing)  # type: ignore[operator]
-    assert relative_error(moe.quant_expert_down(choices, weight, bias, routing, tile), wanted) <= bound
+    assert relative_error(moe.expert_down(choices, weight, routing, tile), wanted) <= bound
     assert not quant_linear.arrived(tokens.device).any()
 
 
@@ -129,7 +132,7 @@ def test_int4_in_each_experts_order(routed: str, group: int) -> None:
 
 def test_int4_groups_that_no_tile_has() -> None:
     weight, real = int4(24, 60, 12, "float")
-    assert weight.weight.packed is None
+    assert weight.layout == "stored"
     check(weight, real, ragged(*RAGGED["rank"]), torch.float32, 1e-5)
 
 
@@ -163,19 +166,19 @@ def test_block_tiles() -> None:
 
 def test_a_packed_expert_is_the_packed_linear() -> None:
     codes = torch.randint(0, 256, (3, 24, 50), dtype=torch.uint8)
-    stored = Int4Weight(codes, torch.rand(3, 24, 4), torch.randint(0, 16, (3, 24, 4), dtype=torch.uint8), None, 32)
-    stacked = quant_int4.pack_int4(stored).packed
+    stored = PackedWeight("int4", codes, torch.rand(3, 24, 4), torch.randint(0, 16, (3, 24, 4), dtype=torch.uint8), 32)
+    stacked = quant_int4.prepare_weight(stored)
     for e in range(3):
-        alone = quant_int4.pack_int4(Int4Weight(codes[e], stored.scale[e], stored.zero[e], None, 32)).packed
-        assert torch.equal(alone.codes, stacked.codes[e])
-        assert torch.equal(alone.scale, stacked.scale[e]) and torch.equal(alone.zero, stacked.zero[e])
+        alone, expert = quant_int4.prepare_weight(stored.expert(e)), stacked.expert(e)
+        assert alone.layout == expert.layout == "paired" and alone.group_size == expert.group_size
+        assert all(torch.equal(getattr(alone, name), getattr(expert, name)) for name in ("values", "scale", "zero"))
 
 
-def stored_int4(ordered: bool) -> Int4Experts:
+def stored_int4(ordered: bool) -> PackedWeight:
     scale = torch.rand(EXPERTS, 24, 2) + 0.5
     codes = torch.randint(0, 256, (EXPERTS, 24, 32), dtype=torch.uint8)
     order = torch.stack([torch.randperm(64) for _ in range(EXPERTS)]).int() if ordered else None
-    return Int4Experts(Int4Weight(codes, scale, None, -torch.rand(scale.shape), 32), order)
+    return PackedWeight("int4", codes, scale, -torch.rand(scale.shape), 32, column_order=order)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int4 in an order", "int8", "blocks"])
@@ -186,16 +189,17 @@ def test_the_reference_agrees(kind: str) -> None:
         if "int4" in kind
         else (int8_groups(24, 64, 32, True) if kind == "int8" else blocks(24, 64, (16, 32)))[0]
     )
-    read = Int4Experts(quant_int4.pack_int4(stored.weight), stored.order) if isinstance(stored, Int4Experts) else stored
-    wanted = reference.quant_expert_up(x, stored, bias, routing)
-    assert relative_error(moe.quant_expert_up(x, read, bias, routing), wanted) < 5e-4
+    stored = replace(stored, bias=bias)
+    prepared = quant_int4.prepare_weight(stored) if stored.format == "int4" else stored
+    wanted = reference.expert_up(x, stored, routing)
+    assert relative_error(moe.expert_up(x, prepared, routing), wanted) < 5e-4
     sorted_rows = torch.randn(24, 64)
-    wanted = reference.quant_expert_down(sorted_rows, stored, bias, routing)
-    assert relative_error(moe.quant_expert_down(sorted_rows, read, bias, routing), wanted) < 5e-4
+    wanted = reference.expert_down(sorted_rows, stored, routing)
+    assert relative_error(moe.expert_down(sorted_rows, prepared, routing), wanted) < 5e-4
 
 
 def test_no_rows() -> None:
     nothing = Routing(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int32), torch.zeros(EXPERTS + 1, dtype=torch.int32))
     for weight, _ in (int4(24, 64, 32, "int", ordered=True), blocks(24, 64, (128, 64))):
-        assert moe.quant_expert_up(torch.zeros(0, 64), weight, None, nothing).shape == (0, 24)
-        assert moe.quant_expert_down(torch.zeros(0, 64), weight, None, nothing).shape == (0, 24)
+        assert moe.expert_up(torch.zeros(0, 64), weight, nothing).shape == (0, 24)
+        assert moe.expert_down(torch.zeros(0, 64), weight, nothing).shape == (0, 24)

@@ -11,11 +11,11 @@ import torch
 from oracle import relative_error
 from test_quant_linears import expected, fp8_weight, int4_weight, int8_weight, problem
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_fp8 as fp8_reference
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
-from stoker.kernels.triton.gemm.quantized.launch import Stored
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear
 from stoker.kernels.tuning.tiles import SkinnyInt4Tile, SkinnyTile
@@ -32,26 +32,26 @@ def emulated_registers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("group", "zero"), [(32, "none"), (32, "int"), (32, "float"), (64, "int"), (128, "float"), (128, "none")])
 def test_int4_digits(group: int, zero: str, m: int, parts: str, tile: SkinnyTile) -> None:
     x, bias, around, rows = problem(m, 40, 640, torch.bfloat16, parts)
-    weight = int4_weight(rows, 640, group, zero)
-    stored = quant_int4.pack(weight).stored()
-    assert supports_skinny(x, "int4", stored) == (m <= 4 or group >= 64)
+    weight = int4_weight(rows, 640, group, zero, bias)
+    packed = quant_int4.prepare_weight(weight)
+    assert supports_skinny(x, packed) == (m <= 4 or group >= 64)
     expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, around)
-    assert relative_error(skinny_linear(x, "int4", stored, None, bias, around, tile), expected_y) < 1e-2
+    assert relative_error(skinny_linear(x, packed, around, tile), expected_y) < 1e-2
     assert not quant_linear.arrived(x.device).any()
 
 
 @pytest.mark.parametrize(("m", "parts", "tile"), CASES)
-@pytest.mark.parametrize("form", ["bytes", "fp8"])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_8_bit_weights(form: str, m: int, parts: str, tile: SkinnyTile) -> None:
     x, bias, around, rows = problem(m, 40, 576, torch.bfloat16, parts)
     if form == "fp8":
-        weight, scale = fp8_weight(rows, 576)
-        expected_y = fp8_reference.fp8_linear(x.float(), weight, scale, "token", None, bias, around)
+        packed = PackedWeight("fp8", *fp8_weight(rows, 576), bias=bias, activations="token")
+        expected_y = fp8_reference.packed_linear(x.float(), packed, around)
     else:
         weight, scale = int8_weight(rows, 576)
         expected_y = expected(x, weight.double() * scale.double()[:, None], bias, around)
-    y = skinny_linear(x, form, Stored("same", weight, scale, rows, 576), None, bias, around, tile)
-    assert relative_error(y, expected_y) < 1e-2
+        packed = PackedWeight("int8", weight, scale, bias=bias)
+    assert relative_error(skinny_linear(x, packed, around, tile), expected_y) < 1e-2
 
 
 INT4_CASES = [(5, "nbgr", SkinnyInt4Tile(2, 1, 2, 1)), (19, "br", SkinnyInt4Tile(1, 3, 1, 2)), (12, "ng", SkinnyInt4Tile(2, 2, 1, 1))]
@@ -61,8 +61,8 @@ INT4_CASES = [(5, "nbgr", SkinnyInt4Tile(2, 1, 2, 1)), (19, "br", SkinnyInt4Tile
 @pytest.mark.parametrize(("group", "zero"), [(16, "int"), (32, "float"), (32, "none"), (64, "int"), (64, "none")])
 def test_int4_dequantized(group: int, zero: str, m: int, parts: str, tile: SkinnyInt4Tile) -> None:
     x, bias, around, rows = problem(m, 40, 640, torch.float16 if group == 64 else torch.bfloat16, parts)
-    weight = int4_weight(rows, 640, group, zero)
-    stored = quant_int4.pack(weight).stored()
+    weight = int4_weight(rows, 640, group, zero, bias)
+    packed = quant_int4.prepare_weight(weight)
     expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, around)
-    assert relative_error(skinny_int4_linear(x, stored, bias, around, tile), expected_y) < 1e-2
+    assert relative_error(skinny_int4_linear(x, packed, around, tile), expected_y) < 1e-2
     assert not quant_linear.arrived(x.device).any()

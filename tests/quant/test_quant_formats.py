@@ -16,14 +16,14 @@ from stoker.kernels.types import Fusion
 from stoker.quant import groups
 from stoker.quant.awq import AWQ
 from stoker.quant.block_fp8 import BlockFp8
-from stoker.quant.dense import Dense, DenseExperts, DenseLinear
-from stoker.quant.experts import GroupedExperts
+from stoker.quant.dense import Dense
 from stoker.quant.format import FORMATS, Format
 from stoker.quant.fp8 import Fp8
 from stoker.quant.gptq import GPTQ
 from stoker.quant.int4 import Int4
 from stoker.quant.int8 import Int8
 from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.linear_ops import PackedExperts, PackedLinear
 from stoker.quant.names import ALIASES, RECIPES, find_recipe
 from stoker.quant.recipe import Recipe, decode, encode
 from stoker.quant.smoothquant import SmoothQuant
@@ -183,7 +183,7 @@ def test_experts_on_a_device_run_together(case: str) -> None:
     """One after another, the host would wait for how many rows each has."""
     chosen, (spec, _, _) = CASES[case][0], made("experts")
     stored = {suffix: torch.empty(row.shape, dtype=row.dtype, device="meta") for suffix, row in chosen.layout(spec, torch.bfloat16).items()}
-    assert isinstance(chosen.load(stored, None), (GroupedExperts, DenseExperts))
+    assert isinstance(chosen.load(stored, None), PackedExperts)
 
 
 def test_fusions_surround_a_quantized_product() -> None:
@@ -211,9 +211,11 @@ def test_groups_of_int8_are_widened_where_no_kernel_reads_them(shifted: bool, mo
     x, chosen = torch.randn(3, weight.shape[1]), GroupedInt8(group_size=64, shifted=shifted)
     stored = chosen.quantize(weight, spec)
     read = chosen.load(dict(stored), None)
-    monkeypatch.setattr("stoker.kernels.ops.takes_int8_groups", lambda weight: False)
+    monkeypatch.setattr("stoker.kernels.ops.supports_int8_groups", lambda weight: False)
     widened = chosen.load(dict(stored), None)
-    assert isinstance(widened, DenseLinear) and torch.allclose(widened(x), read(x), rtol=1e-4, atol=1e-5)  # type: ignore[operator,call-arg]
+    assert (
+        isinstance(widened, PackedLinear) and widened.weight.format == "dense" and torch.allclose(widened(x), read(x), rtol=1e-4, atol=1e-5)
+    )  # type: ignore[operator,call-arg]
 
 
 def test_int8_products_keep_sixteen_bits_of_the_activations() -> None:

@@ -10,17 +10,20 @@ Every op has a function here, a launcher and a kernel in `triton/`, and a refere
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.distributed.group import Group
-from stoker.kernels.quantized import FusedLayer, GroupedInt8Weight, Int4Weight, RowWeight, StoredExperts
+from stoker.kernels import reference
 from stoker.kernels.reference import activation as activation_ref
 from stoker.kernels.reference import all_reduce as all_reduce_ref
 from stoker.kernels.reference import attention as attention_ref
@@ -29,13 +32,12 @@ from stoker.kernels.reference import fused_layer as fused_layer_ref
 from stoker.kernels.reference import linear as linear_ref
 from stoker.kernels.reference import moe as moe_ref
 from stoker.kernels.reference import norm as norm_ref
-from stoker.kernels.reference import quant_fp8 as fp8_ref
-from stoker.kernels.reference import quant_int4 as int4_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
+from stoker.kernels.reference.linear import weight_format
 from stoker.kernels.routing import Routing, RoutingParams
-from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, Fusion, Rotary
+from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, FusedLayer, Fusion, Rotary
 
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
@@ -44,21 +46,26 @@ if TYPE_CHECKING:
 _GPU: dict[ModuleType, ModuleType] = {}
 
 
+def _by_format(package: str, prefix: str) -> dict[ModuleType, ModuleType]:
+    """The modules `prefix + format` of a package by the reference of the weight format, for the formats that the package implements."""
+    names = [module.name for module in pkgutil.iter_modules(reference.__path__) if module.name.startswith("quant_")]
+    formats = [name.removeprefix("quant_") for name in names]
+    found = {name for module in pkgutil.iter_modules(import_module(package).__path__) if (name := module.name)}
+    return {weight_format(name): import_module(f"{package}.{prefix}{name}") for name in formats if prefix + name in found}
+
+
 def use_launchers() -> None:
     """Use the Triton launchers for tensors off the CPU. Called on import when there is a GPU, and by the ahead-of-time trace."""
     from stoker.kernels.triton import activation, all_reduce, embedding, norm, rope, sampling
     from stoker.kernels.triton.attention import launch as attention
     from stoker.kernels.triton.fused_layer import launch as fused_layer_launcher
     from stoker.kernels.triton.gemm.dense import launch as linear
-    from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
-    from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
-    from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
     from stoker.kernels.triton.moe import launch as moe
 
     _GPU.update({
         activation_ref: activation, all_reduce_ref: all_reduce, attention_ref: attention, embedding_ref: embedding, linear_ref: linear,
-        moe_ref: moe, norm_ref: norm, fp8_ref: quant_fp8, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope,
-        sampling_ref: sampling, fused_layer_ref: fused_layer_launcher,
+        moe_ref: moe, norm_ref: norm, rope_ref: rope, sampling_ref: sampling, fused_layer_ref: fused_layer_launcher,
+        **_by_format("stoker.kernels.triton.gemm.quantized", ""),
     })  # fmt: skip
 
 
@@ -69,13 +76,13 @@ if torch.cuda.is_available():
 @cache
 def _cpu() -> dict[ModuleType, ModuleType]:
     """The modules of C kernels by their reference; empty when there are none. The first op on CPU tensors compiles them if necessary."""
-    from stoker.kernels.native import attention, fused_layer, library, linear, quant_int4, quant_int8, rope
+    from stoker.kernels.native import attention, fused_layer, library, linear, rope
 
     if isinstance(library.kernels(), str):
         return {}
     return {
-        attention_ref: attention, linear_ref: linear, int4_ref: quant_int4, int8_ref: quant_int8, rope_ref: rope,
-        fused_layer_ref: fused_layer,
+        attention_ref: attention, linear_ref: linear, rope_ref: rope, fused_layer_ref: fused_layer,
+        **_by_format("stoker.kernels.native", "quant_"),
     }  # fmt: skip
 
 
@@ -185,99 +192,60 @@ def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Te
     return y if fusion.residual is None else y + fusion.residual
 
 
-def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """`linear` with weight int8 [N, K] × scale float32 [N]; activations stay as they are.
+def prepare_weight(weight: PackedWeight) -> PackedWeight:
+    """The weight as its device's kernels read it. Called once, at load.
 
-    A GPU kernel widens a tile of the weight in registers to x's dtype, sums in float32, and multiplies by scale once at the end.
+    A GPU reads int4 in the layout `paired`. On a CPU, FP8 values are widened to float32, because CPUs have no e4m3 arithmetic, and int4
+    weights get `device_data` where PyTorch's packed kernel is used.
     """
-    return _pick(x, int8_ref).int8_linear(x, weight, scale, bias, fusion)
+    if weight.format == "dense":
+        return weight
+    return _pick(weight.values, weight_format(weight.format)).prepare_weight(weight)
 
 
-def takes_int8_groups(weight: GroupedInt8Weight) -> bool:
-    """Whether `grouped_int8_linear` reads the weight as it is stored; else it is better widened once, at load."""
-    return weight.codes.is_cpu and _pick(weight.codes, int8_ref).takes_groups(weight)
+def supports_int8_groups(weight: PackedWeight) -> bool:
+    """Whether the device's kernels read an int8 weight in groups as it is stored; otherwise it is better widened once, at load.
 
-
-def grouped_int8_linear(x: Tensor, weight: GroupedInt8Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """`linear` with int8 in groups, where `takes_int8_groups`: on a CPU, whose kernel widens codes in registers."""
-    return _pick(x, int8_ref).grouped_int8_linear(x, weight, bias, fusion)
-
-
-def int8_embedding(token_ids: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of weight int8 [vocab, hidden] × scale float32 [vocab] in `dtype`, for int32 `token_ids` [T]."""
-    return _pick(weight, int8_ref).int8_embedding(token_ids, weight, scale, dtype)
-
-
-def w8a8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None = None, fusion: Fusion = PLAIN
-) -> Tensor:
-    """`linear` of int8 × int8: weight int8 [N, K] × scale float32 [N].
-
-    Activations become round(x ÷ s) within ± 127, s being `input_scale` float32 [1], or each row's largest magnitude ÷ 127 when that
-    is None. A GPU kernel rounds in the norm or activation before it, sums in int32, and multiplies by s × scale in the epilogue.
+    Linears on a CPU do, whose C kernel widens values in registers, and stacked experts on a GPU.
     """
-    return _pick(x, int8_ref).w8a8_linear(x, weight, scale, input_scale, bias, fusion)
+    if weight.num_experts:
+        return not weight.values.is_cpu
+    return weight.values.is_cpu and bool(_pick(weight.values, int8_ref).supports_groups(weight))
 
 
-def pack_int4(weight: Int4Weight) -> Int4Weight:
-    """The weight with what its device's `int4_linear` reads, if that is not what is stored. Called once, at load."""
-    return _pick(weight.codes, int4_ref).pack_int4(weight)
+def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
+    """`linear` with a packed weight [N, K] and its bias.
 
+    How `weight.format` and `weight.activations` are computed on a GPU:
 
-def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """`linear` with a groupwise int4 weight.
-
-    A GPU kernel widens codes in registers; few rows: one pass over the codes, at the speed of memory; many rows: tiles for tensor cores.
+        int8, none       A tile of the weight is multiplied by two int8 digits of each activation, or widened in registers
+        int8, token or static
+                         int8 × int8: activations become round(x ÷ s) within ± 127, s being `input_scale` or each row's largest magnitude
+                         ÷ 127. The norm or activation before the product rounds, sums are int32, the epilogue multiplies by s × scale
+        fp8, token or static
+                         e4m3 × e4m3: activations are rounded with s = `input_scale` or each row's largest magnitude ÷ 448; float32 sums
+        fp8, group       The same with a scale for every `group_size` features of a row (arXiv 2412.19437, section 3.3.2)
+        int4             Values are widened in registers, or for 1 to 16 rows multiplied by int8 digits as they are
     """
-    return _pick(x, int4_ref).int4_linear(x, weight, bias, fusion)
+    if weight.format == "dense":
+        return _pick(x, linear_ref).linear(x, weight.values, weight.bias, fusion)
+    module, order = _pick(x, weight_format(weight.format)), weight.column_order
+    if order is None:
+        return module.packed_linear(x, weight, fusion)
+    return around(x, fusion, lambda rows: module.packed_linear(rows.index_select(-1, order), weight))
 
 
-def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight | None:
-    """A packed weight [N, K / 2] for `fused_layer`, where its device's packing and its groups are such."""
-    return _pick(weight.codes, int4_ref).int4_row_weight(weight, bias)
-
-
-def prepare_fp8(weight: Tensor) -> Tensor:
-    """The weight as its device's `fp8_linear` reads it: as stored, or widened where there is no e4m3 arithmetic. Called once, at load."""
-    return _pick(weight, fp8_ref).prepare_fp8(weight)
-
-
-def prepare_block_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """The same for `block_fp8_linear`."""
-    return _pick(weight, fp8_ref).prepare_block_fp8(weight, scale, block)
-
-
-def fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    activations: str,
-    input_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    fusion: Fusion = PLAIN,
-) -> Tensor:
-    """`linear` with weight float8_e4m3fn [N, K] × scale float32 [N].
-
-    `activations`: none (as they are), token (e4m3 by each row's largest magnitude ÷ 448) or static (e4m3 by `input_scale` float32 [1]).
-    A GPU kernel multiplies e4m3 by e4m3 (`torch._scaled_mm` for many rows) and sums in float32.
-    """
-    return _pick(x, fp8_ref).fp8_linear(x, weight, scale, activations, input_scale, bias, fusion)
-
-
-def block_fp8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], bias: Tensor | None = None, fusion: Fusion = PLAIN
-) -> Tensor:
-    """`linear` with weight float8_e4m3fn [N, K] and scale float32 [ceil(N / rows), ceil(K / columns)], one a block of (rows, columns).
-
-    Activations are rounded to e4m3 with a scale for every `columns` neighbours of a row (arXiv 2412.19437, section 3.3.2).
-    """
-    return _pick(x, fp8_ref).block_fp8_linear(x, weight, scale, block, bias, fusion)
+def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Rows of a packed weight [vocab, hidden], dense or int8, in `dtype` (dense: in its own), for int32 `token_ids` [T]."""
+    if weight.format == "dense":
+        return embedding(token_ids, weight.values)
+    return _pick(weight.values, weight_format(weight.format)).packed_embedding(token_ids, weight, dtype)
 
 
 def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
     """Whether `fused_layer` computes `rows` rows with these weights, on their device, in one launch."""
     weight = layer.out.weight
-    return weight is not None and _pick(weight.weight, fused_layer_ref).supports_fused_layer(layer, rows)
+    return weight is not None and _pick(weight.values, fused_layer_ref).supports_fused_layer(layer, rows)
 
 
 def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor, Tensor | None]:
@@ -347,30 +315,20 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     return _pick(logits, moe_ref).route(logits, correction, params)
 
 
-def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """Each token of x [T, K] times the weight [num_experts, N, K] of each of its experts, + bias [num_experts, N].
+def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
+    """Each token of x [T, K] through the linear of each of its experts, weight [E, N, K] and bias [E, N].
 
     Returns [T × k, N], sorted by expert: in the order of routing.order.
     """
-    return _pick(x, moe_ref).expert_up(x, weight, bias, routing)
+    return _pick(x, moe_ref).expert_up(x, weight, routing)
 
 
-def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """Rows of x [T × k, K], in the order of routing.order, times their expert's weight [num_experts, N, K], + bias [num_experts, N].
+def expert_down(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
+    """Rows of x [T × k, K], in the order of routing.order, through their expert's linear, weight [E, N, K] and bias [E, N].
 
     Returns [T, N]: for each token the sum of its k rows, weighted by routing.weights.
     """
-    return _pick(x, moe_ref).expert_down(x, weight, bias, routing)
-
-
-def quant_expert_up(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
-    """`expert_up` with quantized weights."""
-    return _pick(x, moe_ref).quant_expert_up(x, weight, bias, routing)
-
-
-def quant_expert_down(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
-    """`expert_down` with quantized weights."""
-    return _pick(x, moe_ref).quant_expert_down(x, weight, bias, routing)
+    return _pick(x, moe_ref).expert_down(x, weight, routing)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+
+from stoker.core.packed_weight import PackedWeight
 
 MAX_MEAN_HEAD_SIZE = 128  # the largest head whose keys may be stored less a mean (`KVCache.key_mean`)
 MEAN_TOKENS = 1024  # positions that share a mean; a multiple of every key tile
@@ -70,3 +73,33 @@ class Fusion:
 
 
 PLAIN = Fusion()
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLinear:
+    """One linear of a `FusedLayer`."""
+
+    alone: Callable[[Tensor, Fusion], Tensor]  # the linear as a call of its own
+    weight: PackedWeight | None  # None: the linear does more than a product with one weight, so no kernel of several linears supports it
+    fusion: Fusion
+
+    @property
+    def outputs(self) -> int:
+        """Output features: half of the rows of a gated weight."""
+        assert self.weight is not None
+        return self.weight.out_features // (1 if self.fusion.gate is None else 2)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class FusedLayer:
+    """The linears from a layer's attention to the queries, keys and values of the next layer (None after the last layer)."""
+
+    out: FusedLinear  # of the attention output; the residual stream is added
+    up: FusedLinear  # of the normed residual stream; gated
+    down: FusedLinear  # the residual stream is added
+    qkv: FusedLinear | None  # of the normed residual stream
+
+    @property
+    def linears(self) -> tuple[FusedLinear, ...]:
+        """Those that exist, in order."""
+        return (self.out, self.up, self.down) if self.qkv is None else (self.out, self.up, self.down, self.qkv)

@@ -79,10 +79,13 @@ class Attention:
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """attention(norm(x)) + residual."""
         qkv = self.qkv(x, PLAIN if norm is None else norm.fusion)
-        return joined(self.out, self.mixed(qkv, batch, cache), self.group, residual)
+        return joined(self.out, self.attend_heads(qkv, batch, cache, self.params), self.group, residual)
 
-    def mixed(self, qkv: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """What this rank's heads see, [T, heads × head_size], of their queries, keys and values."""
+    def attend_heads(self, qkv: Tensor, batch: ForwardBatch, cache: KVCache, params: AttentionParams) -> Tensor:
+        """Attention of this rank's heads, [T, heads × head_size], before the output projection. `qkv` is the output of the qkv linear.
+
+        `params` is `self.params`, or a variant of it for the launches around attention.
+        """
         config = self.config
         size = self.head_size
         if config.clip_qkv is not None:
@@ -96,7 +99,7 @@ class Attention:
             positions, cos_sin = step_table(cos_sin, batch)
         if config.logn_length is not None:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
-        return self.attend(q, k, v, Rotary(positions, cos_sin, self.interleaved), cache, batch, self.params)
+        return self.attend(q, k, v, Rotary(positions, cos_sin, self.interleaved), cache, batch, params)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.qk_norm is not None

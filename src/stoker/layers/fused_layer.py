@@ -10,12 +10,11 @@ from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.kernels import ops
-from stoker.kernels.quantized import FusedLayer, FusedLinear
-from stoker.kernels.types import PLAIN, Fusion
+from stoker.kernels.types import PLAIN, FusedLayer, FusedLinear, Fusion
 from stoker.layers.attention import Attention
 from stoker.layers.layer import Layer, PreNorm
 from stoker.layers.mlp import MLP
-from stoker.quant.format import LinearOp, row_weight
+from stoker.quant.linear_ops import LinearOp
 
 SOME = 32  # rows: fused layers exist where one row or this many are supported
 
@@ -28,22 +27,22 @@ class FusedLayers:
         self.first = layers[0].attention_norm.fusion
         self.layers = list(_fused_layers(layers))
         self._supported: dict[int, bool] = {}
+        before_fused_layer = self.supports(1)
+        self.params = [replace(attention.params, before_fused_layer=before_fused_layer) for attention in self.attentions]
 
     @staticmethod
     def for_layers(layers: Sequence[Layer]) -> FusedLayers | None:
         """None where a layer is of another kind, or linears do better alone."""
         if not layers or not all(_is_plain(layer) for layer in layers):
             return None
-        made = FusedLayers(layers)
-        if made.supports(1):
-            for attention in made.attentions:
-                attention.params = replace(attention.params, before_fused_layer=True)
-        return made if made.supports(1) or made.supports(SOME) else None
+        fused = FusedLayers(layers)
+        return fused if fused.supports(1) or fused.supports(SOME) else None
 
     def subset(self, indices: Sequence[int]) -> FusedLayers:
         """The given layers as if they followed one another. Used by the ahead-of-time trace."""
         fused = copy(self)
         fused.attentions, fused.layers = [self.attentions[i] for i in indices], [self.layers[i] for i in indices]
+        fused.params = [self.params[i] for i in indices]
         return fused
 
     def supports(self, rows: int) -> bool:
@@ -55,9 +54,9 @@ class FusedLayers:
     def __call__(self, x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
         """The stream [T, hidden] after the last layer, for a number of rows that `supports` accepts."""
         qkv: Tensor | None = self.attentions[0].qkv(x, self.first)
-        for attention, layer, cache in zip(self.attentions, self.layers, caches, strict=True):
+        for attention, params, layer, cache in zip(self.attentions, self.params, self.layers, caches, strict=True):
             assert qkv is not None
-            x, qkv = ops.fused_layer(attention.mixed(qkv, batch, cache), x, layer)
+            x, qkv = ops.fused_layer(attention.attend_heads(qkv, batch, cache, params), x, layer)
         return x
 
 
@@ -76,4 +75,4 @@ def _fused_layers(layers: Sequence[Layer]) -> Iterator[FusedLayer]:
 
 
 def _linear(linear: LinearOp, fusion: Fusion) -> FusedLinear:
-    return FusedLinear(linear, row_weight(linear), fusion)
+    return FusedLinear(linear, linear.packed_weight, fusion)

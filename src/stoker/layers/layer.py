@@ -47,9 +47,11 @@ class Layer:
         self.mlp = FEED_FORWARDS[type(mlp)](mlp, loader, f"{name}.mlp", hidden)
         self.residual_scale = config.residual_scale
         self.skip_scale = config.skip_scale
+        self.has_mlp_norm = "mlp_norm" in self.norms(config)
         for norm in self.norms(config):
             setattr(self, norm, Norm(config.norm, loader, f"{name}.{norm}", hidden))
 
+    # Norms of this layer, as `norms` names them.
     attention_norm: Norm
     attention_post_norm: Norm
     mlp_norm: Norm
@@ -139,9 +141,8 @@ class Parallel(Layer):
         return ("attention_norm", "mlp_norm")[: config.parallel_norms]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        mlp_norm = getattr(self, "mlp_norm", None)
-        if mlp_norm is not None:
-            return self.mlp(x, mlp_norm, self.attention(x, batch, cache, self.attention_norm, x))
+        if self.has_mlp_norm:
+            return self.mlp(x, self.mlp_norm, self.attention(x, batch, cache, self.attention_norm, x))
         normed = self.attention_norm(x)
         return self.mlp(normed, None, self.attention(normed, batch, cache, residual=x))
 

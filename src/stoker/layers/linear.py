@@ -9,7 +9,7 @@ from torch import Tensor
 from stoker.distributed.group import Group
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.quant.format import LinearOp
+from stoker.quant.linear_ops import LinearOp
 
 
 def joined(linear: LinearOp, x: Tensor, group: Group, residual: Tensor | None, fusion: Fusion = PLAIN) -> Tensor:

@@ -11,7 +11,8 @@ from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.group import Group
 from stoker.kernels import ops
 from stoker.layers.shard import WHOLE, Sharding, has_bias, local_shape, local_spec
-from stoker.quant.format import ExpertsOp, LinearOp, TensorSource
+from stoker.quant.format import TensorSource
+from stoker.quant.linear_ops import ExpertsOp, LinearOp
 from stoker.quant.recipe import Recipe
 
 

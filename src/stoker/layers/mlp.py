@@ -11,7 +11,6 @@ from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.linear import joined
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
-from stoker.quant.format import gates_input_from
 
 
 class MLP:
@@ -24,7 +23,7 @@ class MLP:
         self.activation = config.activation
         self.gated = config.gated
         self._gate = Fusion(gate=config.activation)
-        self._gated_input, self._late = Fusion(input_gate=config.activation), gates_input_from(self.down)
+        self._gated_input, self._late = Fusion(input_gate=config.activation), self.down.min_input_gate_rows
         self.group = loader.group
 
     @staticmethod

@@ -5,19 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stoker.base.errors import ConfigError
 from stoker.core.specs import LinearSpec
 from stoker.distributed.group import Group
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.loader import Loader
 from stoker.layers.shard import local_spec
-from stoker.quant.format import EmbeddingOp, LinearOp
+from stoker.quant.linear_ops import LinearOp
 
 
 class Embedding:
     """Rows of the table by token id. Where it is spread over ranks, each looks its own rows up and the others add zeros."""
 
-    def __init__(self, table: EmbeddingOp, spec: LinearSpec, loader: Loader) -> None:
+    def __init__(self, table: LinearOp, spec: LinearSpec, loader: Loader) -> None:
+        if not table.is_embedding:
+            chosen = type(loader.recipe.format_for(spec)).__name__
+            raise ConfigError(f"{spec.name}: rows of {chosen} weights cannot be looked up.", cure="Use INT8 or no quantization for it.")
         self.table, self.group = table, loader.group
         self.is_split = spec.split == "vocab" and loader.sharding.size > 1
         self.num_rows = local_spec(spec, loader.sharding).out_features

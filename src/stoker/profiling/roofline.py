@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stoker.core.model_config import AttentionConfig, ModelConfig
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels import ops
-from stoker.kernels.quantized import BlockExperts, ExpertWeights, GroupedInt8Weight, Int4Weight
 from stoker.kernels.tuning.table import Ceiling
 from stoker.layers.decoder import kv_width
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.model_runner import ModelRunner
 
-LINEARS = ("linear", "int8_linear", "grouped_int8_linear", "w8a8_linear", "int4_linear", "fp8_linear", "block_fp8_linear")
-EXPERTS = ("expert_up", "expert_down", "quant_expert_up", "quant_expert_down")
+LINEARS = ("linear", "packed_linear")
+EXPERTS = ("expert_up", "expert_down")
 _TOKENS, _ROWS = 5, 2  # of the observed step: the number of rows of a product tells whether it is over all tokens or over sampled rows
 
 
@@ -91,35 +89,13 @@ def _pair_flops(model: ModelConfig, layer: int) -> float:
 
 
 def _product(name: str, x: Tensor, args: tuple[Any, ...], result: Tensor) -> Product:
-    weight = args[0]
-    matrix = _matrix(weight)
-    features = matrix.shape[-1] * (2 if matrix.dtype == torch.uint8 else 1)
-    scales = args[1:2] if name not in ("linear", *EXPERTS) and args[1:] and isinstance(args[1], Tensor) else ()
-    num_bytes = _bytes(weight) + sum(map(_bytes, scales))
-    outs = matrix.shape[-2]
+    weight = args[0] if isinstance(args[0], PackedWeight) else PackedWeight("dense", args[0])
+    outs, features = weight.out_features, weight.in_features
     row_bytes = (x.shape[-1] * x.element_size()) + result.shape[-1] * result.element_size()
-    operand = 1 if name in ("w8a8_linear", "block_fp8_linear") or (name == "fp8_linear" and "none" not in args) else x.element_size()
+    operand = 1 if weight.activations != "none" else x.element_size()
     if name not in EXPERTS:
-        rows = x.shape[0]
-        return Product(f"{name} {outs} × {features}", num_bytes, outs * features, row_bytes, rows == _ROWS, operand)
-    routing = next(arg for arg in args if hasattr(arg, "order"))
-    if isinstance(weight, BlockExperts) or (isinstance(weight, ExpertWeights) and weight.activations != "none"):
-        operand = 1
-    label = f"{name} {matrix.shape[0]} of {outs} × {features}"
-    return Product(label, num_bytes, outs * features, row_bytes, False, operand, matrix.shape[0], routing.top_k)
-
-
-def _matrix(weight: Any) -> Tensor:
-    """The tensor that holds a weight's codes; uint8 are two a byte."""
-    while not isinstance(weight, Tensor):
-        weight = weight.codes if isinstance(weight, (Int4Weight, GroupedInt8Weight)) else weight.weight
-    return weight
-
-
-def _bytes(value: Any) -> int:
-    """Of a tensor, or of all tensors in a value."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return sum(_bytes(getattr(value, field.name)) for field in dataclasses.fields(value) if field.name != "packed")
-    return 0
+        label = f"{'linear' if weight.format == 'dense' else weight.format + '_linear'} {outs} × {features}"
+        return Product(label, weight.num_bytes, outs * features, row_bytes, x.shape[0] == _ROWS, operand)
+    experts, top_k = weight.num_experts, args[1].top_k
+    label = f"{name} {experts} of {outs} × {features}"
+    return Product(label, weight.num_bytes, outs * features, row_bytes, False, operand, experts, top_k)

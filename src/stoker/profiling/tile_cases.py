@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from stoker.kernels.triton.gemm.quantized.launch import Stored, few_rows
+from stoker.core.packed_weight import PackedWeight
+from stoker.kernels.triton.gemm.quantized.launch import few_rows
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, skinny_linear
 from stoker.kernels.tuning.table import TileKey
 from stoker.kernels.tuning.tiles import TILE_OPS, QuantTile, SkinnyTile, Tile
@@ -87,7 +88,9 @@ def _time(key: TileKey, tile: Tile) -> float:
     return time_graph(lambda: [launch(weight) for weight in weights]) / len(weights)
 
 
-def _one_byte_launch(op: str, dtype: str, shape: tuple[int, ...], tile: Tile) -> tuple[Callable[[Stored], Tensor], list[Stored]]:
+def _one_byte_launch(
+    op: str, dtype: str, shape: tuple[int, ...], tile: Tile
+) -> tuple[Callable[[PackedWeight], Tensor], list[PackedWeight]]:
     """A launch over one of several weights, which together exceed the L2 cache."""
     form = ONE_BYTE_FORMS[op, dtype]
     rows, n, k, gated = shape
@@ -97,11 +100,15 @@ def _one_byte_launch(op: str, dtype: str, shape: tuple[int, ...], tile: Tile) ->
     x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
     values = torch.float8_e4m3fn if dtype == "fp8" else torch.int8
     weights = [
-        Stored("same", torch.randint(-100, 100, (lines, k), device="cuda").to(values), torch.rand(lines, device="cuda"), lines, k)
+        PackedWeight(
+            "fp8" if dtype == "fp8" else "int8",
+            torch.randint(-100, 100, (lines, k), device="cuda").to(values),
+            torch.rand(lines, device="cuda"),
+        )
         for _ in range(max(2, (256 << 20) // (lines * k) + 1))
     ]
     fusion = Fusion(gate="silu" if gated else None)
     if isinstance(tile, QuantTile):
-        return lambda weight: few_rows(x, weight, form, dtype, None, None, fusion, tile), weights
+        return lambda weight: few_rows(x, weight, form, dtype, fusion, tile), weights
     assert isinstance(tile, SkinnyTile)
-    return lambda weight: skinny_linear(x, form, weight, None, None, fusion, tile), weights
+    return lambda weight: skinny_linear(x, weight, fusion, tile), weights

@@ -10,12 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
-from stoker.kernels import ops
-from stoker.kernels.quantized import BlockExperts
-from stoker.kernels.types import PLAIN, Fusion
-from stoker.quant.experts import GroupedExperts, StackedExperts
-from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.format import FORMATS, Format, Layout
 from stoker.quant.fp8 import FP8_MAX, FP8_UNIT
 
 
@@ -60,30 +57,9 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
         codes = (blocks / scale).clamp_(-FP8_MAX, FP8_MAX).flatten(-2).flatten(-3, -2)[..., :rows, :size]
         return {"weight": codes.to(torch.float8_e4m3fn).contiguous(), "scale": scale.squeeze(-1).squeeze(-2).contiguous()}
 
-    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        weight, scale = tensors.pop("weight"), tensors["scale"]
-        if weight.dim() == 2:
-            return self._linear(weight, scale, bias)
-        if not weight.is_cpu:
-            return GroupedExperts(BlockExperts(weight, scale, (self.rows, self.columns)), bias)
-        biases = [None] * len(weight) if bias is None else bias
-        return StackedExperts([self._linear(*parts) for parts in zip(weight, scale, biases, strict=True)], weight.shape[1])
-
-    def _linear(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> LinearOp:
-        block = (self.rows, self.columns)
-        return BlockFp8Linear(ops.prepare_block_fp8(weight, scale, block), scale, block, bias)
-
-
-class BlockFp8Linear:
-    """e4m3(x) × weightᵀ, each block by its scale, + bias."""
-
-    __slots__ = ("bias", "block", "scale", "weight")
-
-    def __init__(self, weight: Tensor, scale: Tensor, block: tuple[int, int], bias: Tensor | None) -> None:
-        self.weight, self.scale, self.block, self.bias = weight, scale, block, bias
-
-    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        return ops.block_fp8_linear(x, self.weight, self.scale, self.block, self.bias, fusion)
+    def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        values, scale = tensors.pop("weight"), tensors.pop("scale")
+        return PackedWeight("fp8", values, scale, group_size=self.columns, block_rows=self.rows, bias=bias, activations="group")
 
 
 FORMATS.add("block_fp8", BlockFp8)

@@ -18,8 +18,9 @@ from stoker.kernels import ops
 from stoker.kernels.routing import Routing
 from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant import fold as folding
-from stoker.quant.format import LinearOp, TensorSource
+from stoker.quant.format import TensorSource
 from stoker.quant.keys import KeyStats, has_mean
+from stoker.quant.linear_ops import ExpertsOp, LinearOp
 from stoker.quant.recipe import Recipe
 from stoker.quant.stats import InputStats
 
@@ -41,7 +42,7 @@ def _shipped() -> str:
     return resources.files("stoker.quant").joinpath("calibration_text", "text.txt").read_text(encoding="utf-8")
 
 
-class Recorder:
+class Recorder(LinearOp, ExpertsOp):
     """A linear, or stacked experts, that counts what it reads."""
 
     def __init__(self, inner: Any, stats: InputStats) -> None:

@@ -8,57 +8,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from stoker.base.registry import Registry
+from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
-from stoker.kernels.quantized import RowWeight
-from stoker.kernels.routing import Routing
-from stoker.kernels.types import PLAIN, Fusion
-
-
-class LinearOp(Protocol):
-    """A linear ready to run: x [T, in_features] → [T, out_features], in x's dtype.
-
-    `fusion` asks for a norm before the product, and a gate and a residual after it; `ops.around` serves formats without fused kernels.
-    """
-
-    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor: ...
-
-
-def gates_input_from(linear: LinearOp) -> float:
-    """Rows from which a linear would rather gate its input (`Fusion.input_gate`) than have the one before it gate its output."""
-    return getattr(linear, "gates_input_from", math.inf)
-
-
-def row_weight(linear: LinearOp) -> RowWeight | None:
-    """The linear's weight for a kernel of several linears, of formats that have such a kernel."""
-    found = getattr(linear, "row_weight", None)
-    return None if found is None else found()
-
-
-class EmbeddingOp(LinearOp, Protocol):
-    """A linear whose weight rows are also looked up: the token embedding, and the head that is tied to it."""
-
-    def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of the weight for int32 `token_ids` [T], [T, in_features] in `dtype`."""
-        ...
-
-
-class ExpertsOp(Protocol):
-    """Stacked experts ready to run (a spec with num_experts > 0)."""
-
-    def up(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T, in_features] → [T × k, out_features] in the order of routing.order."""
-        ...
-
-    def down(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T × k, in_features] in that order → [T, out_features]: the weighted sum of each token's choices."""
-        ...
+from stoker.kernels import ops
+from stoker.quant.linear_ops import ExpertsOp, LinearOp, PackedExperts, PackedLinear, SequentialExperts
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -108,9 +68,21 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
         """
         return None
 
+    def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        """The packed weight of this rank's stored tensors. The dict is consumed, so that stored tensors can be freed."""
+        raise TypeError(f"{type(self).__name__} cannot pack")
+
+    def min_input_gate_rows(self, weight: PackedWeight) -> float:
+        """See `LinearOp.min_input_gate_rows`."""
+        return math.inf
+
     def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        """The linear, or the stacked experts, of this rank's stored tensors, repacked for their device if need be. The dict is consumed."""
-        raise TypeError(f"{type(self).__name__} cannot load")
+        """The linear, or the stacked experts, of this rank's stored tensors. The dict is consumed."""
+        weight = self.pack(tensors, bias)
+        if weight.num_experts and weight.values.is_cpu and weight.format != "dense":
+            return SequentialExperts([PackedLinear(ops.prepare_weight(weight.expert(i))) for i in range(weight.num_experts)])
+        weight = ops.prepare_weight(weight)
+        return PackedExperts(weight) if weight.num_experts else PackedLinear(weight, self.min_input_gate_rows(weight))
 
 
 FORMATS: Registry[type[Format]] = Registry("quantization format")

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
-from stoker.kernels import ops
-from stoker.kernels.quantized import ExpertWeights, RowWeight
-from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant.compensate import compensated
-from stoker.quant.experts import GroupedExperts, StackedExperts
-from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.format import FORMATS, Format, Layout
 from stoker.quant.stats import InputStats
 
 FP8_MAX = 448.0  # of e4m3fn
@@ -74,36 +71,16 @@ class Fp8(Format, frozen=True, kw_only=True, tag="fp8"):
             most = torch.cat([part.amax(dim=-2, keepdim=True).expand_as(part) for part in most.split(spec.parts, dim=-2)], dim=-2)
         return (most * FP8_UNIT).clamp(min=1e-12)
 
-    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        weight, scale, step = tensors.pop("weight"), tensors["scale"], tensors.get("input_scale")
-        weight = ops.prepare_fp8(weight)
-        if weight.dim() == 2:
-            return Fp8Linear(weight, scale, self.activations, step, bias)
-        if not weight.is_cpu:
-            return GroupedExperts(ExpertWeights(weight, scale, self.activations, step), bias)
-        biases = [None] * len(weight) if bias is None else bias
-        experts: list[LinearOp] = [Fp8Linear(w, s, self.activations, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]
-        return StackedExperts(experts, weight.shape[1])
+    def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        values, scale, input_scale = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("input_scale", None)
+        return PackedWeight("fp8", values, scale, bias=bias, activations=self.activations, input_scale=input_scale)
+
+    def min_input_gate_rows(self, weight: PackedWeight) -> float:
+        return math.inf if weight.values.is_cpu or self.activations == "none" else _LIBRARY_ROWS
 
 
 def _codes(units: Tensor) -> Tensor:
     return units.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-
-
-class Fp8Linear:
-    """e4m3(x) × weightᵀ × scale + bias."""
-
-    __slots__ = ("activations", "bias", "gates_input_from", "scale", "step", "weight")
-
-    def __init__(self, weight: Tensor, scale: Tensor, activations: str, step: Tensor | None, bias: Tensor | None) -> None:
-        self.weight, self.scale, self.activations, self.step, self.bias = weight, scale, activations, step, bias
-        self.gates_input_from = math.inf if weight.is_cpu or activations == "none" else _LIBRARY_ROWS
-
-    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        return ops.fp8_linear(x, self.weight, self.scale, self.activations, self.step, self.bias, fusion)
-
-    def row_weight(self) -> RowWeight | None:
-        return RowWeight("fp8", self.weight, self.scale, self.bias) if self.activations == "token" else None
 
 
 FORMATS.add("fp8", Fp8)

@@ -10,15 +10,12 @@ from torch import Tensor
 
 from stoker.base.config import check_choice
 from stoker.base.errors import ConfigError
+from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
-from stoker.kernels import ops
-from stoker.kernels.quantized import Int4Experts, Int4Weight, RowWeight
-from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant import groups
 from stoker.quant.compensate import Compensation
-from stoker.quant.experts import GroupedExperts, StackedExperts
 from stoker.quant.fit import fit
-from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.format import FORMATS, Format, Layout
 from stoker.quant.groups import SCALE_DTYPES, Zero
 from stoker.quant.stats import InputStats
 
@@ -111,38 +108,10 @@ class Int4(Format, frozen=True, kw_only=True, tag="int4"):
             stored["offset"] = base.squeeze(-1).to(dtype)
         return stored
 
-    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        weight = tensors["weight"]
-        if weight.dim() == 2:
-            return self._linear(tensors, bias)
-        if not weight.is_cpu:
-            return GroupedExperts(Int4Experts(self._packed(tensors), tensors.get("order")), bias)
-        experts = [{suffix: t[e] for suffix, t in tensors.items()} for e in range(len(weight))]
-        return StackedExperts([self._linear(t, None if bias is None else bias[e]) for e, t in enumerate(experts)], weight.shape[1])
-
-    def _linear(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp:
-        return Int4Linear(self._packed(tensors), bias, tensors.get("order"))
-
-    def _packed(self, tensors: dict[str, Tensor]) -> Int4Weight:
-        return ops.pack_int4(Int4Weight(tensors["weight"], tensors["scale"], tensors.get("zero"), tensors.get("offset"), self.group_size))
-
-
-class Int4Linear:
-    """x × weightᵀ + bias, x's features in `order` where there is one."""
-
-    __slots__ = ("bias", "order", "weight")
-
-    def __init__(self, weight: Int4Weight, bias: Tensor | None, order: Tensor | None) -> None:
-        self.weight, self.bias, self.order = weight, bias, order
-
-    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        order = self.order
-        if order is None:
-            return ops.int4_linear(x, self.weight, self.bias, fusion)
-        return ops.around(x, fusion, lambda rows: ops.int4_linear(rows.index_select(-1, order), self.weight, self.bias))
-
-    def row_weight(self) -> RowWeight | None:
-        return None if self.order is not None else ops.int4_row_weight(self.weight, self.bias)
+    def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        zero = tensors.pop("offset", None) if self.zero == "float" else tensors.pop("zero", None)
+        values, scale, order = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("order", None)
+        return PackedWeight("int4", values, scale, zero, self.group_size, bias=bias, column_order=order)
 
 
 FORMATS.add("int4", Int4)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
-from stoker.kernels import ops
-from stoker.kernels.quantized import ExpertWeights, RowWeight
-from stoker.kernels.types import PLAIN, Fusion
-from stoker.quant.experts import GroupedExperts, StackedExperts
-from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.format import FORMATS, Format, Layout
 
 INT8_UNIT = 1 / 127  # a factor, see FP8_UNIT
 
@@ -33,32 +30,8 @@ class Int8(Format, frozen=True, kw_only=True, tag="int8"):
         codes, scale = round_rows(weight)
         return {"weight": codes, "scale": scale}
 
-    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        weight, scale = tensors.pop("weight"), tensors.pop("scale")
-        if weight.dim() == 2:
-            return Int8Linear(weight, scale, bias)
-        if not weight.is_cpu:
-            return GroupedExperts(ExpertWeights(weight, scale, "none"), bias)
-        biases = [None] * len(weight) if bias is None else bias
-        return StackedExperts([Int8Linear(*parts) for parts in zip(weight, scale, biases, strict=True)], weight.shape[1])
-
-
-class Int8Linear:
-    """x × (weight × scale)ᵀ + bias; its rows also serve as an embedding table."""
-
-    __slots__ = ("bias", "scale", "weight")
-
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.scale, self.bias = weight, scale, bias
-
-    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        return ops.int8_linear(x, self.weight, self.scale, self.bias, fusion)
-
-    def row_weight(self) -> RowWeight:
-        return RowWeight("bytes", self.weight, self.scale, self.bias)
-
-    def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return ops.int8_embedding(token_ids, self.weight, self.scale, dtype)
+    def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        return PackedWeight("int8", tensors.pop("weight"), tensors.pop("scale"), bias=bias)
 
 
 def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 
 from stoker.base.config import check_choice
+from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
-from stoker.kernels.quantized import GroupedInt8Weight, Int8Experts, RowWeight
 from stoker.kernels.reference.quant_int8 import widen_groups
-from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant import groups
-from stoker.quant.dense import DenseExperts, DenseLinear
-from stoker.quant.experts import GroupedExperts
-from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.format import FORMATS, Format, Layout
 from stoker.quant.groups import SCALE_DTYPES
 from stoker.quant.int8 import INT8_UNIT
 
@@ -63,37 +60,12 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         stored = {"weight": groups.join(codes, weight.shape[-1]).contiguous(), "scale": scale.squeeze(-1)}
         return stored | {"offset": offset.squeeze(-1)} if self.shifted else stored
 
-    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        codes, scale, offset = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("offset", None)
-        if codes.dim() == 3 and not codes.is_cpu:
-            return GroupedExperts(Int8Experts(codes, scale, offset, self.group_size), bias)
-        if codes.dim() == 2 and ops.takes_int8_groups(grouped := GroupedInt8Weight(codes, scale, offset, self.group_size)):
-            return GroupedInt8Linear(grouped, bias)
-        weight = widen_groups(codes, scale, offset, self.group_size).to(getattr(torch, self.dtype))
-        return DenseLinear(weight, bias) if weight.dim() == 2 else DenseExperts(weight, bias)
-
-
-class GroupedInt8Linear:
-    """x × weightᵀ + bias; its rows also serve as an embedding table."""
-
-    __slots__ = ("bias", "weight")
-
-    def __init__(self, weight: GroupedInt8Weight, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        return ops.grouped_int8_linear(x, self.weight, self.bias, fusion)
-
-    def row_weight(self) -> RowWeight:
-        weight = self.weight
-        return RowWeight(
-            "bytes", weight.codes, weight.scale, self.bias, weight.offset, "none" if weight.offset is None else "float", weight.group_size
-        )
-
-    def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        ids, weight = token_ids.long(), self.weight
-        offset = None if weight.offset is None else weight.offset[ids]
-        return widen_groups(weight.codes[ids], weight.scale[ids], offset, weight.group_size).to(dtype)
+    def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        values, scale, offset = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("offset", None)
+        grouped = PackedWeight("int8", values, scale, offset, self.group_size, bias=bias)
+        if ops.supports_int8_groups(grouped):
+            return grouped
+        return PackedWeight("dense", widen_groups(grouped).to(getattr(torch, self.dtype)), bias=bias)
 
 
 FORMATS.add("int8_grouped", GroupedInt8)

@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
-from stoker.kernels import ops
-from stoker.kernels.quantized import ExpertWeights
-from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant.compensate import Compensation, compensated
-from stoker.quant.experts import GroupedExperts, StackedExperts
-from stoker.quant.format import FORMATS, ExpertsOp, Format, Layout, LinearOp
+from stoker.quant.format import FORMATS, Format, Layout
 from stoker.quant.int8 import INT8_UNIT
 from stoker.quant.stats import InputStats
 
@@ -91,15 +88,10 @@ class SmoothQuant(Format, frozen=True, kw_only=True, tag="smoothquant"):
         largest = part.abs().amax(-1).clamp(min=1e-30)
         return largest if self.per_channel else _shared(largest)
 
-    def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        weight, scale, step = tensors["weight"], tensors["scale"], tensors.get("input_scale")
-        if weight.dim() == 2:
-            return W8A8Linear(weight, scale, step, bias)
-        if not weight.is_cpu:
-            return GroupedExperts(ExpertWeights(weight, scale, "token" if step is None else "static", step), bias)
-        biases = [None] * len(weight) if bias is None else bias
-        experts: list[LinearOp] = [W8A8Linear(w, s, step, b) for w, s, b in zip(weight, scale, biases, strict=True)]
-        return StackedExperts(experts, weight.shape[1])
+    def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
+        values, scale, input_scale = tensors.pop("weight"), tensors.pop("scale"), tensors.pop("input_scale", None)
+        activations = "token" if input_scale is None else "static"
+        return PackedWeight("int8", values, scale, bias=bias, activations=activations, input_scale=input_scale)
 
 
 def _factors(weight: Tensor, stats: InputStats, alpha: float) -> Tensor:
@@ -124,18 +116,6 @@ def _shared(largest: Tensor) -> Tensor:
     """What rows of one part [..., out] with these largest magnitudes are scaled to: all to the same, but for the outliers."""
     outlier = largest > OUTLIER * largest.median()
     return torch.where(outlier, largest, largest[~outlier].amax())
-
-
-class W8A8Linear:
-    """round(x ÷ step) × weightᵀ, × step × scale, + bias."""
-
-    __slots__ = ("bias", "scale", "step", "weight")
-
-    def __init__(self, weight: Tensor, scale: Tensor, step: Tensor | None, bias: Tensor | None) -> None:
-        self.weight, self.scale, self.step, self.bias = weight, scale, step, bias
-
-    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        return ops.w8a8_linear(x, self.weight, self.scale, self.step, self.bias, fusion)
 
 
 FORMATS.add("smoothquant", SmoothQuant)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.native.library import CALL_ARGUMENTS, LINEARS, kernels
 from stoker.kernels.native.linear import (
     ACTIVATION_DTYPES,
@@ -22,8 +23,8 @@ from stoker.kernels.native.linear import (
     pack_linear,
 )
 from stoker.kernels.native.quant_int8 import max_rows as max_int8_rows
-from stoker.kernels.quantized import FusedLayer, FusedLinear, RowWeight
 from stoker.kernels.reference import fused_layer as reference
+from stoker.kernels.types import FusedLayer, FusedLinear
 
 
 class Chain(NamedTuple):
@@ -91,16 +92,14 @@ def _link(stored: NativeWeight, linear: FusedLinear) -> PackedLinear | None:
     return pack_linear(stored, linear.weight.bias, linear.fusion)
 
 
-def _stored(weight: RowWeight | None) -> tuple[NativeWeight | None, int]:
+def _stored(weight: PackedWeight | None) -> tuple[NativeWeight | None, int]:
     """The weight as the kernel reads it, and how many rows do better so than one linear at a time."""
-    match weight:
-        case RowWeight("float32" | "bfloat16"):
-            return dense_weight(weight.weight), MAX_ROWS
-        case RowWeight("bytes", scale=Tensor() as scale) if weight.group:
-            return grouped_int8_weight(weight.weight, scale, weight.zero, weight.group), MAX_GROUPED_ROWS
-        case RowWeight("bytes", scale=Tensor() as scale):
-            return int8_weight(weight.weight, scale), max_int8_rows()
-        case RowWeight("int4", scale=Tensor() as scale):
-            zero, offset = (None, weight.zero) if weight.zero_kind == "float" else (weight.zero, None)
-            return int4_weight(weight.weight, scale, zero, offset, weight.group), MAX_GROUPED_ROWS
-    return None, 0
+    if weight is None or weight.column_order is not None or weight.activations != "none":
+        return None, 0
+    if weight.format == "dense":
+        return dense_weight(weight.values), MAX_ROWS
+    if weight.format == "int8" and not weight.group_size:
+        return int8_weight(weight), max_int8_rows()
+    if weight.format == "int8":
+        return grouped_int8_weight(weight), MAX_GROUPED_ROWS
+    return (int4_weight(weight), MAX_GROUPED_ROWS) if weight.format == "int4" else (None, 0)

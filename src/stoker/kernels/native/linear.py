@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.native.library import (
     ABSENT,
     ACTIVATIONS,
@@ -68,23 +69,28 @@ def dense_weight(weight: Tensor) -> NativeWeight | None:
     return NativeWeight(info) if info.dtype in (FLOAT32, BFLOAT16) else None
 
 
-def int8_weight(weight: Tensor, scale: Tensor) -> NativeWeight | None:
+def int8_weight(weight: PackedWeight) -> NativeWeight | None:
     """int8 [n, k] with scale float32 [n]."""
-    values, scales = tensor_info(weight), tensor_info(scale)
+    values, scales = tensor_info(weight.values), tensor_info(weight.scale)
     fits = values.dtype == INT8 and scales.dtype == FLOAT32 and scales.shape == values.shape[:1]
     return NativeWeight(values, scales) if fits else None
 
 
-def grouped_int8_weight(values: Tensor, scale: Tensor, offset: Tensor | None, group: int) -> NativeWeight | None:
+def grouped_int8_weight(weight: PackedWeight) -> NativeWeight | None:
     """int8 [n, k] with scale and offset [n, ceil(k / group)]."""
-    weight = NativeWeight(tensor_info(values), tensor_info(scale), ABSENT, tensor_info(offset), group)
-    return weight if weight.values.dtype == INT8 and _has_group_scales(weight, 1) else None
+    native = _grouped_weight(weight)
+    return native if native.values.dtype == INT8 and native.zero is ABSENT and _has_group_scales(native, 1) else None
 
 
-def int4_weight(values: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | None, group: int) -> NativeWeight | None:
+def int4_weight(weight: PackedWeight) -> NativeWeight | None:
     """int4 as uint8 [n, k / 2] with scale, zero and offset [n, ceil(k / group)]."""
-    weight = NativeWeight(tensor_info(values), tensor_info(scale), tensor_info(zero), tensor_info(offset), group)
-    return weight if weight.values.dtype == UINT8 and _has_group_scales(weight, 2) else None
+    native = _grouped_weight(weight)
+    return native if native.values.dtype == UINT8 and _has_group_scales(native, 2) else None
+
+
+def _grouped_weight(weight: PackedWeight) -> NativeWeight:
+    zero, offset = (ABSENT, tensor_info(weight.zero)) if weight.zero_kind == "float" else (tensor_info(weight.zero), ABSENT)
+    return NativeWeight(tensor_info(weight.values), tensor_info(weight.scale), zero, offset, weight.group_size)
 
 
 def _has_group_scales(weight: NativeWeight, features_per_byte: int) -> bool:

@@ -6,32 +6,28 @@ from functools import cache
 
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.native.linear import grouped_int8_weight, grouped_product, int8_weight, product
-from stoker.kernels.quantized import GroupedInt8Weight
 from stoker.kernels.reference import quant_int8 as reference
-from stoker.kernels.reference.quant_int8 import exact_integers, int8_embedding, w8a8_linear
+from stoker.kernels.reference.quant_int8 import exact_integers, packed_embedding, prepare_weight
 from stoker.kernels.types import PLAIN, Fusion
 
-__all__ = ["grouped_int8_linear", "int8_embedding", "int8_linear", "takes_groups", "w8a8_linear"]
+__all__ = ["packed_embedding", "packed_linear", "prepare_weight", "supports_groups"]
 
 
-def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.int8_linear`."""
-    native = int8_weight(weight, scale) if x.shape[0] <= max_rows() else None
-    y = product(x, native, bias, fusion) if native is not None else None
-    return reference.int8_linear(x, weight, scale, bias, fusion) if y is None else y
+def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
+    """See `ops.packed_linear`. The kernels do not support int8 activations."""
+    y = None
+    if weight.group_size:
+        y = grouped_product(x, grouped_int8_weight(weight), weight.bias, fusion)
+    elif weight.activations == "none" and x.shape[0] <= max_rows() and (native := int8_weight(weight)) is not None:
+        y = product(x, native, weight.bias, fusion)
+    return reference.packed_linear(x, weight, fusion) if y is None else y
 
 
-def takes_groups(weight: GroupedInt8Weight) -> bool:
-    """See `ops.takes_int8_groups`."""
-    return grouped_int8_weight(weight.codes, weight.scale, weight.offset, weight.group_size) is not None
-
-
-def grouped_int8_linear(x: Tensor, weight: GroupedInt8Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.grouped_int8_linear`."""
-    native = grouped_int8_weight(weight.codes, weight.scale, weight.offset, weight.group_size)
-    y = grouped_product(x, native, bias, fusion)
-    return reference.grouped_int8_linear(x, weight, bias, fusion) if y is None else y
+def supports_groups(weight: PackedWeight) -> bool:
+    """See `ops.supports_int8_groups`."""
+    return grouped_int8_weight(weight) is not None
 
 
 @cache

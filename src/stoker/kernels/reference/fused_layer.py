@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from stoker.kernels.quantized import FusedLayer
+from stoker.kernels.types import FusedLayer
 
 
 def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
     if fusion.residual is not None and bias is None and fusion.gate is None:
         return torch.addmm(fusion.residual, before(x, fusion), weight.t())
     return around(x, fusion, lambda rows: F.linear(rows, weight, bias))
+
+
+@cache
+def weight_format(name: str) -> ModuleType:
+    """The reference of a format of quantized weights: the module `quant_<name>` of this package."""
+    return import_module(f"stoker.kernels.reference.quant_{name}")
 
 
 def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:

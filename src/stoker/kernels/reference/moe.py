@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.quantized import BlockExperts, Int4Experts, Int4Weight, Int8Experts, StoredExperts
-from stoker.kernels.reference.quant_fp8 import block_fp8_linear, fp8_linear
-from stoker.kernels.reference.quant_int4 import int4_linear
-from stoker.kernels.reference.quant_int8 import int8_linear, w8a8_linear
+from stoker.core.packed_weight import PackedWeight
+from stoker.kernels.reference.linear import weight_format
 from stoker.kernels.routing import Routing, RoutingParams
 
 
@@ -53,15 +51,15 @@ def _sort(weights: Tensor, ids: Tensor, num_experts: int) -> Routing:
     return Routing(weights, order.int(), offsets.int())
 
 
-def expert_up(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+def expert_up(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
     """See `ops.expert_up`."""
     tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
-    return _grouped(x.index_select(0, tokens), weight, bias, routing)
+    return _grouped(x.index_select(0, tokens), weight, routing)
 
 
-def expert_down(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+def expert_down(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
     """See `ops.expert_down`."""
-    return _weighted_sum(_grouped(x, weight, bias, routing), routing)
+    return _weighted_sum(_grouped(x, weight, routing), routing)
 
 
 def _weighted_sum(y: Tensor, routing: Routing) -> Tensor:
@@ -71,62 +69,22 @@ def _weighted_sum(y: Tensor, routing: Routing) -> Tensor:
     return (by_choice.float() * routing.weights[..., None]).sum(1).to(y.dtype)
 
 
-def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """Rows of x [T × k, K], sorted by expert, each through its expert's linear."""
-    out = x.new_zeros(x.shape[0], weight.shape[1])
-    bounds = routing.offsets.tolist()
-    for expert, (start, stop) in enumerate(pairwise(bounds)):
-        if start < stop:
-            out[start:stop] = F.linear(x[start:stop], weight[expert], None if bias is None else bias[expert])
-    return out
-
-
-def quant_expert_up(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
-    """See `ops.quant_expert_up`."""
-    tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
-    return _grouped_quantized(x.index_select(0, tokens), weight, bias, routing)
-
-
-def quant_expert_down(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
-    """See `ops.quant_expert_down`."""
-    return _weighted_sum(_grouped_quantized(x, weight, bias, routing), routing)
-
-
-def _grouped_quantized(x: Tensor, weight: StoredExperts, bias: Tensor | None, routing: Routing) -> Tensor:
-    """`_grouped` with quantized weights."""
-    codes = weight.weight.codes if isinstance(weight, Int4Experts) else weight.weight
-    out = x.new_zeros(x.shape[0], codes.shape[1])
+def _grouped(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
+    """Rows of x [T × k, K], sorted by expert, each through its expert's linear. int4 weights have the layout `stored`."""
+    out = x.new_zeros(x.shape[0], weight.out_features)
     for expert, (start, stop) in enumerate(pairwise(routing.offsets.tolist())):
         if start < stop:
-            out[start:stop] = _product(x[start:stop], weight, expert, None if bias is None else bias[expert])
+            out[start:stop] = _product(x[start:stop], weight.expert(expert))
     return out
 
 
-def _product(x: Tensor, weight: StoredExperts, expert: int, bias: Tensor | None) -> Tensor:
-    """Rows x of one expert through its linear. int4 is read as stored, not as packed for a device."""
-    if isinstance(weight, Int4Experts):
-        stacked = weight.weight
-        zero, offset = (None if t is None else t[expert] for t in (stacked.zero, stacked.offset))
-        own = Int4Weight(stacked.codes[expert], stacked.scale[expert], zero, offset, stacked.group_size)
-        return int4_linear(x if weight.order is None else x.index_select(1, weight.order[expert]), own, bias)
-    codes, scale = weight.weight[expert], weight.scale[expert]
-    if isinstance(weight, BlockExperts):
-        return block_fp8_linear(x, codes, scale, weight.block, bias)
-    if isinstance(weight, Int8Experts):
-        wide = codes * _per_column(scale, weight.group_size, codes.shape[1])
-        if weight.offset is not None:
-            wide += _per_column(weight.offset[expert], weight.group_size, codes.shape[1])
-        return F.linear(x, wide.to(x.dtype), bias)
-    if codes.dtype != torch.int8:
-        return fp8_linear(x, codes, scale, weight.activations, weight.input_scale, bias)
-    if weight.activations == "none":
-        return int8_linear(x, codes, scale, bias)
-    return w8a8_linear(x, codes, scale, weight.input_scale, bias)
-
-
-def _per_column(grid: Tensor, group_size: int, columns: int) -> Tensor:
-    """float32 [..., columns]: the value of each column's group in `grid` [..., groups]."""
-    return grid.float().repeat_interleave(group_size, -1)[..., :columns]
+def _product(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x × weightᵀ + bias of one expert."""
+    if weight.format == "dense":
+        return F.linear(x, weight.values, weight.bias)
+    if weight.column_order is not None:
+        x = x.index_select(1, weight.column_order)
+    return weight_format(weight.format).packed_linear(x, weight)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

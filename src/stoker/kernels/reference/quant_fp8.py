@@ -1,45 +1,44 @@
 """Linears with float8_e4m3fn weights in plain PyTorch: activations are rounded to e4m3 and multiplied in float32.
 
-CPUs have no e4m3 arithmetic. `prepare_fp8` widens weights to float32 at load, because converting takes 5 ns per weight, too long for each
-step.
+CPUs have no e4m3 arithmetic. `prepare_weight` widens weights to float32 at load, because converting takes 5 ns per weight, too long for
+each step.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.types import PLAIN, Fusion
 
 FP8_MAX = 448.0  # the largest e4m3fn value
 
 
-def prepare_fp8(weight: Tensor) -> Tensor:
-    """See `ops.prepare_fp8`."""
-    return weight if weight.is_cuda else weight.float()
+def prepare_weight(weight: PackedWeight) -> PackedWeight:
+    """See `ops.prepare_weight`. The values become float32; those of blocks are multiplied by their scales."""
+    if not weight.values.is_cpu:
+        return weight
+    return replace(weight, values=widen_blocks(weight) if weight.group_size else weight.values.float())
 
 
-def prepare_block_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """See `ops.prepare_block_fp8`."""
-    return weight if weight.is_cuda else widen_blocks(weight, scale, block)
-
-
-def fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    activations: str,
-    input_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    fusion: Fusion = PLAIN,
-) -> Tensor:
-    """See `ops.fp8_linear`."""
+def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
+    """See `ops.packed_linear`."""
+    scale = weight.scale
+    assert scale is not None
 
     def product(rows: Tensor) -> Tensor:
-        out = F.linear(_round_activations(rows.float(), activations, input_scale), weight.float()).mul_(scale)
-        return (out if bias is None else out.add_(bias)).to(rows.dtype)
+        if weight.group_size:
+            wide = weight.values if weight.values.dtype == torch.float32 else widen_blocks(weight)
+            out = F.linear(round_groups(rows.float(), weight.group_size), wide)
+        else:
+            out = F.linear(_round_activations(rows.float(), weight.activations, weight.input_scale), weight.values.float())
+            out = out.mul_(scale)
+        return (out if weight.bias is None else out.add_(weight.bias)).to(rows.dtype)
 
     return around(x, fusion, product)
 
@@ -58,19 +57,6 @@ def _round_to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
 
 
-def block_fp8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], bias: Tensor | None = None, fusion: Fusion = PLAIN
-) -> Tensor:
-    """See `ops.block_fp8_linear`."""
-
-    def product(rows: Tensor) -> Tensor:
-        wide = weight if weight.dtype == torch.float32 else widen_blocks(weight, scale, block)
-        out = F.linear(round_groups(rows.float(), block[1]), wide)
-        return (out if bias is None else out.add_(bias)).to(rows.dtype)
-
-    return around(x, fusion, product)
-
-
 def round_groups(x: Tensor, size: int) -> Tensor:
     """float32 x [M, K] rounded to e4m3 × scale, with a scale for every `size` neighbouring features of a row."""
     groups = F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
@@ -78,7 +64,8 @@ def round_groups(x: Tensor, size: int) -> Tensor:
     return _round_to_e4m3(groups, step).flatten(-2)[..., : x.shape[-1]]
 
 
-def widen_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """float32 [N, K]: weight × scale [ceil(N / rows), ceil(K / columns)], one scale per block of (rows, columns)."""
-    wide = scale.float().repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(block[1], 1)[:, : weight.shape[1]]
-    return weight.float() * wide
+def widen_blocks(weight: PackedWeight) -> Tensor:
+    """float32 [N, K]: the real weight, whose scales [ceil(N / block_rows), ceil(K / group_size)] cover blocks."""
+    assert weight.scale is not None
+    rows = weight.scale.float().repeat_interleave(weight.block_rows, 0)[: weight.out_features]
+    return weight.values.float() * rows.repeat_interleave(weight.group_size, 1)[:, : weight.in_features]

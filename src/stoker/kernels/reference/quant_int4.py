@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.quantized import Int4Weight, RowWeight
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -17,65 +19,61 @@ _PACKED_GROUPS = (128, 64, 32)
 _PACKED_BLOCK = 64  # weight rows per block of the packed format
 
 
-def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.int4_linear`."""
+def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
+    """See `ops.packed_linear`."""
 
     def product(rows: Tensor) -> Tensor:
-        if weight.packed is None or rows.shape[0] > _MAX_PACKED_ROWS:
-            return F.linear(rows, dequantize_int4(weight, rows.dtype), bias)
-        packed, scales, group = weight.packed
+        if weight.device_data is None or rows.shape[0] > _MAX_PACKED_ROWS:
+            return F.linear(rows, dequantize_int4(weight, rows.dtype), weight.bias)
+        packed, scales, group = weight.device_data
         # In bfloat16: the kernel has no vector code for float32 activations, which take 20 times as long.
         out = torch._weight_int4pack_mm_for_cpu(rows.to(torch.bfloat16).contiguous(), packed, group, scales)
-        if out.shape[1] != weight.codes.shape[0]:
-            out = out[:, : weight.codes.shape[0]]
+        if out.shape[1] != weight.out_features:
+            out = out[:, : weight.out_features]
         out = out.to(rows.dtype)
-        return out if bias is None else out + bias
+        return out if weight.bias is None else out + weight.bias
 
     return around(x, fusion, product)
 
 
-def pack_int4(weight: Int4Weight) -> Int4Weight:
-    """See `ops.pack_int4`. Adds the format of PyTorch's CPU kernel: values in its own order, and bfloat16 [groups, N, 2] with the scale and
-    the real value of the stored value 8."""
-    rows, size = weight.codes.shape[0], weight.in_features
+def prepare_weight(weight: PackedWeight) -> PackedWeight:
+    """See `ops.prepare_weight`. Adds the tensors of PyTorch's CPU kernel: values in its own order, and bfloat16 [groups, N, 2] with the
+    scale and the real value of the stored value 8."""
+    rows, size = weight.out_features, weight.in_features
     group = next((g for g in _PACKED_GROUPS if size % g == 0 and weight.group_size % g == 0), None)
-    if weight.codes.device.type != "cpu" or group is None:
+    if weight.values.device.type != "cpu" or group is None:
         return weight
     more = -rows % _PACKED_BLOCK
     packed = torch.empty(rows + more, size // 2, dtype=torch.uint8)
     for start in range(0, rows, _PACKED_BLOCK):  # block by block: the input has four bytes per value, eight times the output
-        codes = unpack(weight.codes[start : start + _PACKED_BLOCK]).int()
-        block = F.pad(codes, (0, 0, 0, _PACKED_BLOCK - codes.shape[0]))
+        values = unpack(weight.values[start : start + _PACKED_BLOCK]).int()
+        block = F.pad(values, (0, 0, 0, _PACKED_BLOCK - values.shape[0]))
         packed[start : start + _PACKED_BLOCK] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(block, 1)
     scale, low = affine(weight)
     pair = torch.stack((scale, low + 8 * scale), dim=-1)
     pair = pair.repeat_interleave(weight.group_size // group, dim=1)[:, : size // group]
     pair = F.pad(pair, (0, 0, 0, 0, 0, more)).transpose(0, 1).to(torch.bfloat16).contiguous()
-    return Int4Weight(weight.codes, weight.scale, weight.zero, weight.offset, weight.group_size, (packed, pair, group))
+    return replace(weight, device_data=(packed, pair, group))
 
 
-def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight | None:
-    """See `ops.int4_row_weight`."""
-    return None
-
-
-def affine(weight: Int4Weight) -> tuple[Tensor, Tensor]:
+def affine(weight: PackedWeight) -> tuple[Tensor, Tensor]:
     """(scale, low), float32 [N, groups]: the real value of a stored value q is q × scale + low."""
+    assert weight.scale is not None
     scale = weight.scale.float()
-    if weight.offset is not None:
-        return scale, weight.offset.float()
-    return scale, -(8.0 if weight.zero is None else weight.zero.float()) * scale
+    if weight.zero is None:
+        return scale, -8.0 * scale
+    return scale, weight.zero.float() if weight.zero_kind == "float" else -weight.zero.float() * scale
 
 
-def unpack(codes: Tensor) -> Tensor:
+def unpack(packed: Tensor) -> Tensor:
     """uint8 [N, K] values from bytes [N, K / 2], each of which holds an even feature in its low half and an odd one in its high half."""
-    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
-def dequantize_int4(weight: Int4Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The real weight [N, K] in `dtype`."""
-    codes, (scale, low) = unpack(weight.codes), affine(weight)
-    rows, size = codes.shape
+def dequantize_int4(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The real weight [N, K] in `dtype`. The weight has the layout `stored`."""
+    values, (scale, low) = unpack(weight.values), affine(weight)
+    rows, size = values.shape
     ragged = -size % weight.group_size
-    wide = F.pad(codes, (0, ragged)).view(rows, -1, weight.group_size).float()
+    wide = F.pad(values, (0, ragged)).view(rows, -1, weight.group_size).float()
     return wide.mul_(scale[..., None]).add_(low[..., None]).view(rows, -1)[:, :size].to(dtype)

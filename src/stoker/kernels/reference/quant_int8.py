@@ -8,13 +8,14 @@ unit = largest magnitude of the row ÷ (127 × 254). That is 15 bits and a sign,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.quantized import GroupedInt8Weight
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.linear import after, around, before
 from stoker.kernels.types import PLAIN, Fusion
 
@@ -24,58 +25,59 @@ _ZERO = torch.tensor(0.0)
 _DIGITS = torch.tensor([[[127.0]], [[127.0 * _COARSE]]])  # the row's largest magnitude in units of each digit
 
 
-def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.int8_linear`."""
+def prepare_weight(weight: PackedWeight) -> PackedWeight:
+    """See `ops.prepare_weight`. The weight is read as it is stored."""
+    return weight
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
+    """See `ops.packed_linear`."""
+    if weight.group_size:
+        wide = widen_groups(weight).to(x.dtype)
+        return around(x, fusion, lambda rows: F.linear(rows, wide, weight.bias))
+    if weight.activations != "none":
+        return around(x, fusion, lambda rows: _rounded_product(rows, weight))
+    assert weight.scale is not None
     rows = before(x, fusion)
     if fusion.gate is None:
-        return _weight_only(rows, weight, scale, bias, fusion.residual)
-    return after(_weight_only(rows, weight, scale, bias, None), fusion)
+        return _weight_only(rows, weight.values, weight.scale, weight.bias, fusion.residual)
+    return after(_weight_only(rows, weight.values, weight.scale, weight.bias, None), fusion)
 
 
-def takes_groups(weight: GroupedInt8Weight) -> bool:
-    """See `ops.takes_int8_groups`: products with a weight that was widened at load are faster."""
+def supports_groups(weight: PackedWeight) -> bool:
+    """See `ops.supports_int8_groups`. Products with a weight that was widened at load are faster."""
     return False
 
 
-def grouped_int8_linear(x: Tensor, weight: GroupedInt8Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.grouped_int8_linear`."""
-    wide = widen_groups(weight.codes, weight.scale, weight.offset, weight.group_size).to(x.dtype)
-    return around(x, fusion, lambda rows: F.linear(rows, wide, bias))
-
-
-def widen_groups(codes: Tensor, scale: Tensor, offset: Tensor | None, group_size: int) -> Tensor:
-    """float32 [..., out, in] from int8 values [..., out, in], scales and offsets [..., out, groups]."""
-    size = codes.shape[-1]
-    real = F.pad(codes.float(), (0, -size % group_size)).unflatten(-1, (-1, group_size)).mul_(scale.float()[..., None])
-    if offset is not None:
-        real.add_(offset.float()[..., None])
+def widen_groups(weight: PackedWeight) -> Tensor:
+    """float32 [(E,) N, K]: the real weight, whose scales and offsets cover groups."""
+    assert weight.scale is not None
+    size, group_size = weight.in_features, weight.group_size
+    real = F.pad(weight.values.float(), (0, -size % group_size)).unflatten(-1, (-1, group_size)).mul_(weight.scale.float()[..., None])
+    if weight.zero is not None:
+        real.add_(weight.zero.float()[..., None])
     return real.flatten(-2)[..., :size]
 
 
-def int8_embedding(token_ids: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `ops.int8_embedding`."""
+def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """See `ops.packed_embedding`."""
     ids = token_ids.long()
-    return (weight[ids].float() * scale[ids, None]).to(dtype)
+    assert weight.scale is not None
+    rows = replace(weight, values=weight.values[ids], scale=weight.scale[ids], zero=None if weight.zero is None else weight.zero[ids])
+    if weight.group_size:
+        return widen_groups(rows).to(dtype)
+    assert rows.scale is not None
+    return (rows.values.float() * rows.scale[:, None]).to(dtype)
 
 
-def w8a8_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    input_scale: Tensor | None,
-    bias: Tensor | None = None,
-    fusion: Fusion = PLAIN,
-) -> Tensor:
-    """See `ops.w8a8_linear`."""
-
-    def product(rows: Tensor) -> Tensor:
-        wide = rows.float()
-        step = input_scale if input_scale is not None else wide.abs().amax(dim=-1, keepdim=True) / 127
-        step = step.clamp(min=1e-12)
-        codes = (wide / step).round_().clamp_(-127, 127).to(torch.int8)
-        return _finish(_integer_product(codes, weight).mul_(step), 1.0, scale, bias, None, rows.dtype)
-
-    return around(x, fusion, product)
+def _rounded_product(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x × weightᵀ + bias with activations rounded to int8, by `input_scale` or by each row's largest magnitude ÷ 127."""
+    assert weight.scale is not None
+    wide = x.float()
+    step = weight.input_scale if weight.input_scale is not None else wide.abs().amax(dim=-1, keepdim=True) / 127
+    step = step.clamp(min=1e-12)
+    quantized = (wide / step).round_().clamp_(-127, 127).to(torch.int8)
+    return _finish(_integer_product(quantized, weight.values).mul_(step), 1.0, weight.scale, weight.bias, None, x.dtype)
 
 
 def _weight_only(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stoker.kernels.quantized import FusedLayer
 from stoker.kernels.triton.fused_layer.large_batch.launch import run_large_batch, supports_large_batch
 from stoker.kernels.triton.fused_layer.requirements import meets_requirements
 from stoker.kernels.triton.fused_layer.small_batch.launch import run_small_batch, supports_small_batch
+from stoker.kernels.types import FusedLayer
 
 
 def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:

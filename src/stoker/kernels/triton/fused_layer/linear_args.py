@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.quantized import FusedLinear
 from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
+from stoker.kernels.types import FusedLinear
 
 
 class LinearArgs(NamedTuple):
@@ -48,7 +48,7 @@ def linear_args(linear: FusedLinear, x: Tensor, k: int, residual: Tensor | None,
     assert weight is not None
     optional = fusion.norm_weight, weight.scale, weight.zero, weight.bias, residual, out
     norm, scale, zero, bias, added, result = (x if tensor is None else tensor for tensor in optional)
-    stored = weight.weight
+    stored = weight.values
     return LinearArgs(
         x_ptr=x,
         norm_ptr=norm,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from stoker.kernels.quantized import FusedLayer, RowWeight
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.activation import ACTIVATIONS
 from stoker.kernels.triton.device import supports
 from stoker.kernels.triton.fused_layer.linear_args import pack_numbers
 from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
+from stoker.kernels.types import FusedLayer
 
 SHARED_BYTES = 227 << 10  # of one CTA on sm_90
-FORMATS = ("bfloat16", "float16", "fp8", "bytes", "int4")  # of `RowWeight.form`
+FORMATS = ("bfloat16", "float16", "fp8", "bytes", "int4")  # the kernels' FORMAT
+MIN_GROUP_SIZE = 32  # of int4: the 16 bytes that a lane reads of a block are of one group, or of one pair
 
 
 def meets_requirements(layer: FusedLayer) -> bool:
@@ -21,18 +23,34 @@ def meets_requirements(layer: FusedLayer) -> bool:
     """
     weights = [linear.weight for linear in layer.linears]
     first = weights[0]
-    if first is None or not supports(first.weight, "fused_layer") or first.form not in FORMATS:
+    if first is None or not supports(first.values, "fused_layer") or kernel_format(first) not in FORMATS:
         return False
     return all(w is not None and _format(w) == _format(first) and _is_aligned(w) for w in weights) and _has_standard_fusions(layer)
 
 
-def first_weight(layer: FusedLayer) -> RowWeight:
+def kernel_format(weight: PackedWeight) -> str | None:
+    """The kernels' FORMAT. None for weights that they do not multiply.
+
+    These are FP8 other than with a scale per row and per token, int8 with activation quantization or groups, and int4 with permuted columns
+    or groups below MIN_GROUP_SIZE.
+    """
+    activations, group = weight.activations, weight.group_size
+    if weight.format == "dense":
+        return str(weight.values.dtype).removeprefix("torch.")
+    if weight.format == "fp8":
+        return "fp8" if activations == "token" and not group else None
+    if weight.format == "int8":
+        return "bytes" if activations == "none" and not group else None
+    return "int4" if weight.layout == "paired" and weight.column_order is None and group >= MIN_GROUP_SIZE else None
+
+
+def first_weight(layer: FusedLayer) -> PackedWeight:
     """The weight of the output projection, of whose format all are."""
     assert layer.out.weight is not None
     return layer.out.weight
 
 
-def scale_dtype(weight: RowWeight) -> str:
+def scale_dtype(weight: PackedWeight) -> str:
     """The kernels' SCALE_DTYPE. "float" stands for float32, because Triton's serialization would make a type of "fp32" (see `aot`)."""
     if weight.scale is None:
         return "float"
@@ -47,23 +65,23 @@ def linear_flags(layer: FusedLayer) -> dict[str, str]:
     }
 
 
-def _format(weight: RowWeight) -> tuple[object, ...]:
-    return weight.form, weight.zero_kind, weight.group, scale_dtype(weight), weight.weight.device
+def _format(weight: PackedWeight) -> tuple[object, ...]:
+    return kernel_format(weight), weight.zero_kind, weight.group_size, scale_dtype(weight), weight.values.device
 
 
-def _is_aligned(weight: RowWeight) -> bool:
+def _is_aligned(weight: PackedWeight) -> bool:
     """Whether the weight consists of tiles of 16 rows (32 for gates and what they gate) and blocks of 128 bytes, and copies are aligned.
 
     Rows, scales and zeros are copied 16 bytes at a time. int4 needs 16-bit scales, of an even number of groups per block.
     """
-    stored, scale, zero = weight.weight, weight.scale, weight.zero
+    stored, scale, zero = weight.values, weight.scale, weight.zero
     in_tiles = stored.shape[0] % 32 == 0 and weight.row_bytes % BLOCK_ROW_BYTES.value == 0
     aligned = stored.stride(1) == 1 and stored.stride(0) * stored.element_size() % 16 == 0 and stored.data_ptr() % 16 == 0
-    if weight.form != "int4":
+    if weight.format != "int4":
         return in_tiles and aligned
     if scale is None or any(part is not None and (part.data_ptr() % 16 or not part.is_contiguous()) for part in (scale, zero)):
         return False
-    return in_tiles and aligned and scale.element_size() == 2 and scale.shape[0] == 2 * weight.row_bytes // weight.group
+    return in_tiles and aligned and scale.element_size() == 2 and scale.shape[0] == 2 * weight.row_bytes // weight.group_size
 
 
 def _has_standard_fusions(layer: FusedLayer) -> bool:

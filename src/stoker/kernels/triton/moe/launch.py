@@ -11,14 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.quantized import StoredExperts
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.kernel import quant_linear_kernel
-from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, flags
+from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, arrived, flags, kernel_form
 from stoker.kernels.triton.gemm.quantized.tiles import largest_block
 from stoker.kernels.triton.moe import library_gemm as moe_library
-from stoker.kernels.triton.moe.operands import Operands, dense, quantized
+from stoker.kernels.triton.moe.operands import Operands, operands_of
 from stoker.kernels.triton.moe.routing_kernels import choose_kernel, clipped_gate_kernel, combine_kernel, sort_kernel
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import QuantTile
@@ -52,27 +52,22 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     return Routing(weights, order, offsets)
 
 
-def expert_up(x: Tensor, weight: Tensor | StoredExperts, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """See `ops.expert_up` and `ops.quant_expert_up`."""
-    if tile is None and moe_library.takes(x, weight, bias, routing):
+def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+    """See `ops.expert_up`."""
+    if tile is None and moe_library.takes(x, weight, routing):
         return moe_library.product(x, weight, routing, is_sorted=False)
-    return _project(_operands(x, weight, routing, is_sorted=False), bias, routing, False, x.dtype, tile)
+    return _project(_operands(x, weight, routing, is_sorted=False), routing, False, x.dtype, tile)
 
 
-def expert_down(x: Tensor, weight: Tensor | StoredExperts, bias: Tensor | None, routing: Routing, tile: QuantTile | None = None) -> Tensor:
-    """See `ops.expert_down` and `ops.quant_expert_down`."""
-    if tile is None and moe_library.takes(x, weight, bias, routing):
+def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None) -> Tensor:
+    """See `ops.expert_down`."""
+    if tile is None and moe_library.takes(x, weight, routing):
         return _combine(moe_library.product(x, weight, routing, is_sorted=True), routing, moe_library.places(routing))
-    return _combine(_project(_operands(x, weight, routing, is_sorted=True), bias, routing, True, x.dtype, tile), routing)
+    return _combine(_project(_operands(x, weight, routing, is_sorted=True), routing, True, x.dtype, tile), routing)
 
 
-quant_expert_up, quant_expert_down = expert_up, expert_down
-
-
-def _operands(x: Tensor, weight: Tensor | StoredExperts, routing: Routing, *, is_sorted: bool) -> Operands:
-    if isinstance(weight, Tensor):
-        return dense(x, weight, is_sorted)
-    return quantized(x, weight, routing, tile_rows(routing.order.shape[0], routing.offsets.shape[0] - 1), is_sorted)
+def _operands(x: Tensor, weight: PackedWeight, routing: Routing, *, is_sorted: bool) -> Operands:
+    return operands_of(x, weight, routing, tile_rows(routing.order.shape[0], routing.offsets.shape[0] - 1), is_sorted)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -86,18 +81,18 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return out
 
 
-def _project(given: Operands, bias: Tensor | None, routing: Routing, down: bool, dtype: torch.dtype, tile: QuantTile | None) -> Tensor:
+def _project(given: Operands, routing: Routing, down: bool, dtype: torch.dtype, tile: QuantTile | None) -> Tensor:
     """Sorted rows through their experts: [T × k, n] in the order of routing.order, or by choice when `down`."""
-    x, stored = given.rows, given.stored
-    if not stored.weight.is_contiguous() or x.stride(-1) != 1:
-        raise ValueError(f"experts take dense weights and rows; strides are {stored.weight.stride()} and {x.stride()}")
-    rows, experts = routing.order.shape[0], stored.weight.shape[0]
-    out = torch.empty((rows, stored.n), dtype=dtype, device=x.device)
+    x, weight = given.rows, given.weight
+    if not weight.values.is_contiguous() or x.stride(-1) != 1:
+        raise ValueError(f"experts take dense weights and rows; strides are {weight.values.stride()} and {x.stride()}")
+    rows, experts = routing.order.shape[0], weight.num_experts
+    n, k = weight.out_features, weight.in_features
+    out = torch.empty((rows, n), dtype=dtype, device=x.device)
     if rows == 0:
         return out
     tokens = tile_rows(rows, experts)
     m_tiles = min(experts + 2, rows) + rows // tokens
-    n, k = stored.n, stored.k
     tile = tile or _tile(rows, tokens, given, experts)
     programs = m_tiles * triton.cdiv(n, tile.block_n)
     splits = tile.splits if programs <= MAX_TILES else 1
@@ -106,11 +101,11 @@ def _project(given: Operands, bias: Tensor | None, routing: Routing, down: bool,
         partial = torch.empty((programs, splits, tile.block_n, tokens), dtype=torch.float32, device=x.device)
         counters = arrived(x.device)
     quant_linear_kernel[(programs, splits)](
-        x, given.scale, given.sums, stored.weight, stored.scale, stored.zero, bias, None, out, partial, counters, None, None, None,
-        routing.order, routing.offsets, rows, m_tiles, n, k, x.stride(0), stored.weight.stride(1), n, x.shape[1], 0.0,
+        x, given.scale, given.sums, weight.values, weight.scale, weight.zero, weight.bias, None, out, partial, counters, None, None, None,
+        routing.order, routing.offsets, rows, m_tiles, n, k, x.stride(0), weight.values.stride(1), n, x.shape[1], 0.0,
         GATED=False, ACT="silu", SPLITS=splits, DIGITS=given.digits, EXPERTS=experts, EXPERT_BLOCK=triton.next_power_of_2(experts + 2),
         TOP_K=0 if given.is_sorted else routing.top_k, SCATTER=down, TOKENS=tokens, ENCODE=False, NORM=False, LIMIT=0.0, CHUNK=128,
-        **flags(x, stored, tile), **pdl_launch_options(x),
+        **flags(x, weight, tile), **pdl_launch_options(x),
     )  # fmt: skip
     return out
 
@@ -121,27 +116,29 @@ def tile_rows(rows: int, experts: int) -> int:
 
 
 def _tile(rows: int, tokens: int, given: Operands, experts: int) -> QuantTile:
-    stored, item = given.stored, given.rows.element_size()
+    weight, item = given.weight, given.rows.element_size()
+    form, group = kernel_form(given.rows, weight), weight.group_size
     if item == 4:
-        return QuantTile(32, _depth(stored, 32), 1, 8 if stored.form == "int4" else 4, 2)
-    if tokens > 64 and stored.form in ("block", "groups"):  # sums and the product that is added to them: 128 rows of weights spill
-        return QuantTile(64, _depth(stored, 64), 1, 8 if stored.form == "groups" else 4, 4 if stored.group <= 128 else 2)
+        return QuantTile(32, _depth(weight, form, 32), 1, 8 if form == "int4" else 4, 2)
+    if tokens > 64 and form in ("block", "groups"):  # sums and the product that is added to them: 128 rows of weights spill
+        return QuantTile(64, _depth(weight, form, 64), 1, 8 if form == "groups" else 4, 4 if group <= 128 else 2)
     if tokens > 64:
-        return QuantTile(128, _depth(stored, 128 // item), 1, 8, 2 if stored.form == "int4" and stored.group > 64 else 4)
-    block_k, splits = _depth(stored, max(64, 256 // item)), 1
-    programs = min(rows, experts) * triton.cdiv(stored.n, 64)
-    while programs * splits < 2 * num_sms(given.rows.device) and stored.k // (block_k * splits * 2) >= 4:
+        return QuantTile(128, _depth(weight, form, 128 // item), 1, 8, 2 if form == "int4" and group > 64 else 4)
+    block_k, splits = _depth(weight, form, max(64, 256 // item)), 1
+    programs = min(rows, experts) * triton.cdiv(weight.out_features, 64)
+    while programs * splits < 2 * num_sms(given.rows.device) and weight.in_features // (block_k * splits * 2) >= 4:
         splits *= 2
     return QuantTile(64, block_k, splits, 8 if given.digits == 2 and tokens > 16 else 4, 4)
 
 
-def _depth(stored: Stored, most: int) -> int:
+def _depth(weight: PackedWeight, form: str, most: int) -> int:
     """Features of a tile: at most `most`, where the weight's groups leave a choice. int4 takes pairs of groups that fill the row."""
-    if stored.form == "int4":
-        return largest_block(stored.k, 2 * stored.group, most)
-    if stored.form == "groups":
-        return largest_block(triton.cdiv(stored.k, stored.group) * stored.group, stored.group, most)
-    return stored.group if stored.form == "block" else most
+    k, group = weight.in_features, weight.group_size
+    if form == "int4":
+        return largest_block(k, 2 * group, most)
+    if form == "groups":
+        return largest_block(triton.cdiv(k, group) * group, group, most)
+    return group if form == "block" else most
 
 
 def _combine(y: Tensor, routing: Routing, places: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from stoker.kernels.quantized import ExpertWeights, StoredExperts
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.routing import Routing
 from stoker.kernels.triton.device import supports
 from stoker.kernels.triton.gemm.quantized.activations import encode_rows
@@ -18,35 +18,33 @@ from stoker.kernels.triton.gemm.quantized.activations import encode_rows
 LIBRARY_ROWS = {torch.float8_e4m3fn: 96, torch.bfloat16: 256}
 
 
-def takes(x: Tensor, weight: Tensor | StoredExperts, bias: Tensor | None, routing: Routing) -> bool:
+def takes(x: Tensor, weight: PackedWeight, routing: Routing) -> bool:
     """Whether the library has this product, and is faster."""
-    stored = weight if isinstance(weight, Tensor) else weight.weight if isinstance(weight, ExpertWeights) else None
-    if not isinstance(stored, Tensor) or bias is not None or not routing.is_whole or x.dtype != torch.bfloat16:
+    if weight.group_size or weight.bias is not None or not routing.is_whole or x.dtype != torch.bfloat16:
         return False
-    if isinstance(weight, ExpertWeights) and weight.activations == "none":
+    if weight.format != "dense" and weight.activations == "none":
         return False
-    experts, n, k = stored.shape
-    return (
-        routing.order.shape[0] >= LIBRARY_ROWS.get(stored.dtype, math.inf) * experts and n % 16 == k % 16 == 0 and supports(x, "grouped_mm")
-    )
+    experts, n, k = weight.values.shape
+    rows = LIBRARY_ROWS.get(weight.values.dtype, math.inf) * experts
+    return routing.order.shape[0] >= rows and n % 16 == k % 16 == 0 and supports(x, "grouped_mm")
 
 
-def product(x: Tensor, weight: Tensor | StoredExperts, routing: Routing, *, is_sorted: bool) -> Tensor:
+def product(x: Tensor, weight: PackedWeight, routing: Routing, *, is_sorted: bool) -> Tensor:
     """Each choice's row through its expert: [T × k, n] in the order of routing.order.
 
     x bfloat16 has a row a choice in that order with `is_sorted`, else a row a token.
     """
     ends = routing.offsets[1:]
     tokens = None if is_sorted else torch.div(routing.order, routing.top_k, rounding_mode="floor")
-    if isinstance(weight, Tensor):
-        return torch._grouped_mm(x if tokens is None else x.index_select(0, tokens), weight.transpose(-2, -1), offs=ends)
-    assert isinstance(weight, ExpertWeights)
-    made = encode_rows(x, "fp8", x.shape[1], input_scale=weight.input_scale if weight.activations == "static" else None)
+    columns = weight.values.transpose(-2, -1)
+    if weight.format == "dense":
+        return torch._grouped_mm(x if tokens is None else x.index_select(0, tokens), columns, offs=ends)
+    assert weight.scale is not None
+    made = encode_rows(x, "fp8", x.shape[1], input_scale=weight.input_scale)
     codes, scale = made.codes, made.scale
     if tokens is not None:
         codes = codes.view(torch.uint8).index_select(0, tokens).view(codes.dtype)
         scale = scale.index_select(0, tokens)
-    columns = weight.weight.transpose(-2, -1)
     return torch._scaled_grouped_mm(codes, columns, scale, weight.scale, offs=ends, out_dtype=x.dtype, use_fast_accum=True)
 
 

@@ -9,7 +9,6 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.quantized import FusedLayer
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.fused_layer.large_batch.config import NUM_WARPGROUPS, NUM_WARPS, TILE_ROWS, shared_offsets, stage_bytes
 from stoker.kernels.triton.fused_layer.large_batch.kernel import fused_layer_large_batch_kernel
@@ -20,6 +19,7 @@ from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
 from stoker.kernels.triton.ptx.wgmma import operand_bytes
 from stoker.kernels.tuning.table import LargeBatchCosts
+from stoker.kernels.types import FusedLayer
 
 MIN_TOKENS, MAX_TOKENS = 3, 64  # with fewer tokens the small-batch kernel is faster (benchmarks/results/h200_tail_rows.json)
 MAX_SPLIT_K = 32
@@ -45,12 +45,16 @@ def supports_large_batch(layer: FusedLayer, rows: int) -> bool:
     writes the next one's operand.
     """
     weight, norms = first_weight(layer), [linear.fusion.norm_weight for linear in (layer.up, layer.qkv) if linear is not None]
-    if weight.form != "int4" or not MIN_TOKENS <= rows <= MAX_TOKENS or any(norm is None or norm.dtype != torch.bfloat16 for norm in norms):
+    if (
+        weight.format != "int4"
+        or not MIN_TOKENS <= rows <= MAX_TOKENS
+        or any(norm is None or norm.dtype != torch.bfloat16 for norm in norms)
+    ):
         return False
     outputs = [linear.outputs for linear in layer.linears]
-    inputs = [2 * linear.weight.weight.shape[1] for linear in layer.linears[1:] if linear.weight is not None]
-    in_tiles = all(linear.weight.weight.shape[0] % TILE_ROWS.value == 0 for linear in layer.linears if linear.weight is not None)
-    return outputs[: len(inputs)] == inputs and in_tiles and plan_for(layer, rows, num_sms(weight.weight.device)) is not None
+    inputs = [linear.weight.in_features for linear in layer.linears[1:] if linear.weight is not None]
+    in_tiles = all(linear.weight.out_features % TILE_ROWS.value == 0 for linear in layer.linears if linear.weight is not None)
+    return outputs[: len(inputs)] == inputs and in_tiles and plan_for(layer, rows, num_sms(weight.values.device)) is not None
 
 
 def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan | None = None) -> tuple[Tensor, Tensor | None]:
@@ -72,7 +76,7 @@ def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan |
         linears.append(linear_args(layer.qkv, operands[2], hidden, None, qkv))
     sizes, costs = _sizes(layer), device_tuning(x.device).costs.fused_layer_large_batch
     assert costs is not None
-    count = max(_partials_count(sizes, plan), _max_partials_count(sizes, weight.group, num_ctas, costs))
+    count = max(_partials_count(sizes, plan), _max_partials_count(sizes, weight.group_size, num_ctas, costs))
     fused_layer_large_batch_kernel[(num_ctas,)](
         pack_linears(linears),
         _partials(x.device, count),
@@ -83,7 +87,7 @@ def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan |
         **linear_flags(layer),
         SPLIT_K=pack_numbers(plan.split_k),
         ACTIVATION=layer.up.fusion.gate,
-        GROUP_SIZE=weight.group,
+        GROUP_SIZE=weight.group_size,
         SCALE_DTYPE=scale_dtype(weight),
         ZERO_KIND=weight.zero_kind,
         NUM_STAGES=plan.num_stages,
@@ -100,13 +104,13 @@ def run_large_batch(x: Tensor, residual: Tensor, layer: FusedLayer, plan: Plan |
 def plan_for(layer: FusedLayer, rows: int, num_ctas: int) -> Plan | None:
     """The plan for `rows` rows; None where shared memory has no room for MIN_STAGES stages, or the device's costs were not measured."""
     weight = first_weight(layer)
-    costs = device_tuning(weight.weight.device).costs.fused_layer_large_batch
-    return None if costs is None else _plan(_sizes(layer), weight.group, max(8, triton.next_power_of_2(rows)), num_ctas, costs)
+    costs = device_tuning(weight.values.device).costs.fused_layer_large_batch
+    return None if costs is None else _plan(_sizes(layer), weight.group_size, max(8, triton.next_power_of_2(rows)), num_ctas, costs)
 
 
 def plan_with_split_k(layer: FusedLayer, num_tokens: int, split_k: tuple[int, ...]) -> Plan | None:
     """The plan with given numbers of slices. Used by benchmarks."""
-    return _plan_with_split_k(_sizes(layer), first_weight(layer).group, num_tokens, split_k)
+    return _plan_with_split_k(_sizes(layer), first_weight(layer).group_size, num_tokens, split_k)
 
 
 @cache
@@ -149,8 +153,8 @@ def _best_split_k(tiles: int, blocks: int, num_tokens: int, num_ctas: int, max_b
 
 def _sizes(layer: FusedLayer) -> tuple[tuple[int, int], ...]:
     """(64-row tiles, blocks of a row) of each weight."""
-    shapes = (linear.weight.weight.shape for linear in layer.linears if linear.weight is not None)
-    return tuple((rows // TILE_ROWS.value, row_bytes // BLOCK_ROW_BYTES.value) for rows, row_bytes in shapes)
+    weights = (linear.weight for linear in layer.linears if linear.weight is not None)
+    return tuple((weight.out_features // TILE_ROWS.value, weight.row_bytes // BLOCK_ROW_BYTES.value) for weight in weights)
 
 
 def _partials_count(sizes: tuple[tuple[int, int], ...], plan: Plan) -> int:

@@ -9,15 +9,16 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.quantized import FusedLayer, RowWeight
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.fused_layer.linear_args import linear_args, pack_linears, pack_numbers
-from stoker.kernels.triton.fused_layer.requirements import SHARED_BYTES, first_weight, linear_flags, scale_dtype
+from stoker.kernels.triton.fused_layer.requirements import SHARED_BYTES, first_weight, kernel_format, linear_flags, scale_dtype
 from stoker.kernels.triton.fused_layer.small_batch.config import SmallBatchConfig, block_features, shared_offsets, stage_bytes
 from stoker.kernels.triton.fused_layer.small_batch.kernel import fused_layer_small_batch_kernel
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.triton.ptx.pipeline import BLOCK_ROW_BYTES
 from stoker.kernels.tuning.tiles import SmallBatchTile
+from stoker.kernels.types import FusedLayer
 
 MAX_TOKENS = 4  # two of the matrix instruction's eight columns each
 SCRATCH_BYTES = 2 << 10  # shared memory for Triton's reductions, and for rounding the allocation up to 1 KiB
@@ -28,7 +29,7 @@ def supports_small_batch(layer: FusedLayer, rows: int) -> bool:
     """Whether the kernel takes `rows` rows of a layer that `meets_requirements`: whether its activations fit into shared memory."""
     weight = first_weight(layer)
     tile = measured_tile(weight)
-    return tile is not None and rows <= tile.max_tokens and _config(layer, rows, num_sms(weight.weight.device), tile) is not None
+    return tile is not None and rows <= tile.max_tokens and _config(layer, rows, num_sms(weight.values.device), tile) is not None
 
 
 def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallBatchTile | None = None) -> tuple[Tensor, Tensor | None]:
@@ -77,11 +78,10 @@ def run_small_batch(x: Tensor, residual: Tensor, layer: FusedLayer, tile: SmallB
     return after, qkv
 
 
-def measured_tile(weight: RowWeight) -> SmallBatchTile | None:
+def measured_tile(weight: PackedWeight) -> SmallBatchTile | None:
     """The device's tile for the weight's format. Without one the kernel is not used."""
-    tile: SmallBatchTile | None = device_tuning(weight.weight.device).tile(
-        "fused_layer_small_batch", "int8" if weight.form == "bytes" else weight.form
-    )
+    dtype = str(weight.values.dtype).removeprefix("torch.") if weight.format == "dense" else weight.format
+    tile: SmallBatchTile | None = device_tuning(weight.values.device).tile("fused_layer_small_batch", dtype)
     return tile
 
 
@@ -94,12 +94,14 @@ def barrier_counter(device: torch.device) -> Tensor:
 def _config(layer: FusedLayer, tokens: int, num_ctas: int, tile: SmallBatchTile) -> SmallBatchConfig | None:
     """The constants of a launch; None where a CTA has more rows than threads, or shared memory has no room for two stages."""
     weights = [linear.weight for linear in layer.linears if linear.weight is not None]
-    sizes = tuple((one.outputs, weight.weight.shape[0], weight.row_bytes) for one, weight in zip(layer.linears, weights, strict=True))
+    sizes = tuple((one.outputs, weight.out_features, weight.row_bytes) for one, weight in zip(layer.linears, weights, strict=True))
     biases = tuple(int(weight.bias is not None) for weight in weights)
     gate = layer.up.fusion.gate
     assert gate is not None
     first = weights[0]
-    return _plan(sizes, biases, gate, (first.form, first.group, scale_dtype(first), first.zero_kind), tokens, num_ctas, tile)
+    weight_format = kernel_format(first)
+    assert weight_format is not None
+    return _plan(sizes, biases, gate, (weight_format, first.group_size, scale_dtype(first), first.zero_kind), tokens, num_ctas, tile)
 
 
 @cache

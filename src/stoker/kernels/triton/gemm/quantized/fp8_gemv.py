@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import num_sms
 from stoker.kernels.triton.gemm.quantized.activations import FP8_LIMIT, row_step
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
@@ -119,26 +120,24 @@ class GemvTile:
     num_warps: int = 4
 
 
-def gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:
+def gemv_tile(x: Tensor, weight: PackedWeight, fusion: Fusion) -> GemvTile | None:
     """The tile with which `one_row` takes this product, or None.
 
     Others run faster through `stream` (Llama-3.1-8B on an H200, µs: up and gate 39 and 32, down 20.7 and 19.2, head 150 and 123; qkv 9.6
     and 10.1, out 7.2 and 7.9). The 70B's qkv and out lose 13 µs a layer here, and what one of two or four ranks has of them 5 to 12.
     """
-    n, k = weight.shape
+    n, k = weight.values.shape
     if x.shape[0] != 1 or fusion.gate is not None or fusion.norm_apart or k % 4 or k > MAX_FEATURES or n >= MANY_ROWS:
         return None
     return GemvTile(16 if triton.cdiv(n, 16) >= 2 * num_sms(x.device) else 8)
 
 
-def one_row(
-    x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, fusion: Fusion, tile: GemvTile
-) -> Tensor:  # fmt: skip
+def one_row(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: GemvTile) -> Tensor:
     """y [1, n] of x [1, k] and weight float8_e4m3fn [n, k], with an RMS norm before it and a residual after it."""
-    n, k = weight.shape
+    n, k = weight.values.shape
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     fp8_gemv_kernel[(triton.cdiv(n, tile.block_n),)](
-        x, fusion.norm_weight, input_scale, weight, scale, bias, fusion.residual, out, n, k, fusion.norm_eps,
+        x, fusion.norm_weight, weight.input_scale, weight.values, weight.scale, weight.bias, fusion.residual, out, n, k, fusion.norm_eps,
         NORM=fusion.norm_weight is not None, LIMIT=FP8_LIMIT, BLOCK_N=tile.block_n, WORDS=_WORDS,
         CHUNK=triton.next_power_of_2(k), PACKED=not x.is_cpu, num_warps=tile.num_warps, **pdl_launch_options(x),
     )  # fmt: skip

@@ -6,7 +6,7 @@ low nibbles of a tile are one group and the high ones the next: a tile unpacks w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.quantized import Int4Weight, RowWeight
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_int4 as reference
-from stoker.kernels.triton.gemm.quantized.launch import Stored, few_rows, many_rows, plain_rows, ungated
+from stoker.kernels.triton.gemm.quantized.launch import few_rows, many_rows, plain_rows, ungated
 from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, SMALLEST_INTEGER_GROUP, digits_pay
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear, supports_skinny_int4
@@ -26,93 +26,56 @@ from stoker.kernels.types import PLAIN, Fusion
 
 LARGEST_GROUP = 128  # larger ones, and such as 48, are cut into some that share a scale
 SMALLEST_GROUP = 16  # the depth of a 16-bit matrix instruction
-MIN_FUSED_LAYER_GROUP = 32  # the smallest that the fused layer kernel takes: of the bytes that a lane has of a block
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A weight for the kernel. Groups count as whole, and as an even number: what pads them is multiplied by zeros."""
+def prepare_weight(weight: PackedWeight) -> PackedWeight:
+    """See `ops.prepare_weight`. The layout `paired` takes the place of the stored one, so that this can be freed.
 
-    codes: (
-        Tensor  # uint8 [(experts,) N, groups × group / 2]: byte i of a pair of groups holds feature i of the first (low) and of the second
-    )
-    scale: Tensor  # as stored, [(experts,) groups, N]
-    zero: Tensor | None  # uint8 zero points or float offsets, as scale
-    zero_kind: str  # none, int, float
-    group: int
-
-    def stored(self) -> Stored:
-        n, half = self.codes.shape[-2:]
-        return Stored("int4", self.codes, self.scale, n, 2 * half, self.zero, self.zero_kind, self.group)
-
-
-def pack_int4(weight: Int4Weight) -> Int4Weight:
-    """See `ops.pack_int4`. The packed tensors take the place of the stored ones, so that these can be freed.
-
-    Groups that no tile has nor shares (no multiple of 16: those that ranks cut) stay as stored.
+    Groups count as whole, and as an even number: what pads them is multiplied by zeros. Groups that no tile has nor shares (no multiple of
+    16: those that ranks cut) stay as stored.
     """
     if weight.group_size % SMALLEST_GROUP:
         return weight
-    packed = pack(weight)
-    kind = packed.zero_kind
-    return Int4Weight(
-        packed.codes, packed.scale, packed.zero if kind == "int" else None, packed.zero if kind == "float" else None, packed.group,
-        packed,
-    )  # fmt: skip
-
-
-def pack(weight: Int4Weight) -> Packed:
     group = min(weight.group_size & -weight.group_size, LARGEST_GROUP)  # the largest power of two that divides it
-    grid = [weight.scale, weight.zero if weight.offset is None else weight.offset]
+    grid = [weight.scale, weight.zero]
     if weight.group_size > group:
         grid = [None if t is None else t.repeat_interleave(weight.group_size // group, dim=-1) for t in grid]
     pairs = triton.cdiv(weight.in_features, 2 * group)
     scale, zero = (None if t is None else F.pad(t, (0, 2 * pairs))[..., : 2 * pairs].transpose(-1, -2).contiguous() for t in grid)
-    assert scale is not None
-    kind = "float" if weight.offset is not None else "none" if weight.zero is None else "int"
-    return Packed(_paired(weight.codes, pairs, group), scale, zero, kind, group)
+    return replace(weight, values=_paired(weight.values, pairs, group), scale=scale, zero=zero, group_size=group, layout="paired")
 
 
-def _paired(codes: Tensor, pairs: int, group: int) -> Tensor:
-    """`Packed.codes` of codes as stored; experts one after another, since four bytes a code pass by."""
-    if codes.dim() == 3:
-        made = codes.new_empty(*codes.shape[:2], pairs * group)
-        for expert, target in zip(codes, made, strict=True):
+def _paired(values: Tensor, pairs: int, group: int) -> Tensor:
+    """Stored values in the layout `paired`; experts one after another, because unpacked values need four bytes each."""
+    if values.dim() == 3:
+        made = values.new_empty(*values.shape[:2], pairs * group)
+        for expert, target in zip(values, made, strict=True):
             target.copy_(_paired(expert, pairs, group))
         return made
-    each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    each = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
     each = F.pad(each, (0, pairs * 2 * group - each.shape[1])).unflatten(-1, (pairs, 2, group))
     return (each[:, :, 0] | (each[:, :, 1] << 4)).flatten(1).contiguous()
 
 
-def int4_row_weight(weight: Int4Weight, bias: Tensor | None) -> RowWeight | None:
-    """See `ops.int4_row_weight`: groups of 32 to 128, and of more, which were cut."""
-    packed: Packed | None = weight.packed
-    if packed is None or packed.group < MIN_FUSED_LAYER_GROUP:
-        return None
-    return RowWeight("int4", packed.codes, packed.scale, bias, packed.zero, packed.zero_kind, packed.group)
-
-
-def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.int4_linear`. Few rows become two int8 digits each, which multiply codes that no one widens; more meet widened codes: in
+def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
+    """See `ops.packed_linear`. Few rows become two int8 digits each, which multiply values that no one widens; more meet widened values: in
     registers (bands, tiles), and many of them in memory.
 
-    A weight that `pack_int4` left as stored is widened in plain torch, every time.
+    A weight that `prepare_weight` left as stored is widened in plain torch, every time.
     """
-    packed: Packed | None = weight.packed
-    if packed is None:
-        return reference.int4_linear(x, weight, bias, fusion)
-    rows, stored = x.shape[0], packed.stored()
-    if supports_skinny(x, "int4", stored):
-        return skinny_linear(x, "int4", stored, None, bias, fusion)
-    if supports_skinny_int4(x, stored):
-        return skinny_int4_linear(x, stored, bias, fusion)
+    if weight.layout == "stored":
+        return reference.packed_linear(x, weight, fusion)
+    rows, group = x.shape[0], weight.group_size
+    if supports_skinny(x, weight):
+        return skinny_linear(x, weight, fusion)
+    if supports_skinny_int4(x, weight):
+        return skinny_int4_linear(x, weight, fusion)
     if rows <= FEW_ROWS:
-        if digits_pay(rows, packed.group) or (x.dtype == torch.float32 and packed.group >= SMALLEST_INTEGER_GROUP):
-            return few_rows(x, stored, "digits", f"int4/{packed.group}", None, bias, fusion)
-        return plain_rows(x, stored, bias, fusion)
+        if digits_pay(rows, group) or (x.dtype == torch.float32 and group >= SMALLEST_INTEGER_GROUP):
+            return few_rows(x, weight, "digits", f"int4/{group}", fusion)
+        return plain_rows(x, weight, fusion)
     x, fusion = ungated(x, fusion)
-    return many_rows(x, stored.n, lambda a, b: dequantize_int4(packed, a, b, x.shape[1], x.dtype), bias, fusion)
+    return many_rows(x, weight, lambda a, b: dequantize_int4(weight, a, b, x.shape[1], x.dtype), fusion)
 
 
 @triton.jit(do_not_specialize=["first", "last"])
@@ -144,12 +107,12 @@ def dequantize_kernel(
         tl.store(target + half * GROUP, value.to(out.dtype.element_ty), mask=keep)
 
 
-def dequantize_int4(packed: Packed, first: int, last: int, in_features: int, dtype: torch.dtype) -> Tensor:
+def dequantize_int4(weight: PackedWeight, first: int, last: int, in_features: int, dtype: torch.dtype) -> Tensor:
     """Rows first : last of the real weight."""
-    n, half = packed.codes.shape
-    out = torch.empty((last - first, in_features), dtype=dtype, device=packed.codes.device)
-    dequantize_kernel[(triton.cdiv(last - first, 16), half // packed.group)](
-        packed.codes, packed.scale, packed.zero, out, first, last, n, in_features, half,
-        ZERO=packed.zero_kind, GROUP=packed.group, BLOCK_N=16, PACKED=not out.is_cpu, num_warps=4, **pdl_launch_options(out),
+    n, half = weight.values.shape
+    out = torch.empty((last - first, in_features), dtype=dtype, device=weight.values.device)
+    dequantize_kernel[(triton.cdiv(last - first, 16), half // weight.group_size)](
+        weight.values, weight.scale, weight.zero, out, first, last, n, in_features, half,
+        ZERO=weight.zero_kind, GROUP=weight.group_size, BLOCK_N=16, PACKED=not out.is_cpu, num_warps=4, **pdl_launch_options(out),
     )  # fmt: skip
     return out

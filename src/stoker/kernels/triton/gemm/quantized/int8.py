@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
+from stoker.kernels.reference import quant_int8 as reference
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.gemm.quantized.launch import Stored, few_rows, many_rows
+from stoker.kernels.triton.gemm.quantized.launch import few_rows, many_rows
 from stoker.kernels.triton.gemm.quantized.tiles import DIGIT_ROWS, FEW_ROWS, digits_tile
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
@@ -17,35 +19,43 @@ from stoker.kernels.types import PLAIN, Fusion
 _BLOCK = 1024
 
 
-def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.int8_linear`. Few rows become two int8 digits each, so that the weights are multiplied as they are stored."""
-    n, k = weight.shape
-    stored = Stored("same", weight, scale, n, k)
-    if supports_skinny(x, "bytes", stored):
-        return skinny_linear(x, "bytes", stored, None, bias, fusion)
+def prepare_weight(weight: PackedWeight) -> PackedWeight:
+    """See `ops.prepare_weight`: unchanged."""
+    return weight
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
+    """See `ops.packed_linear`. Without activation quantization, up to DIGIT_ROWS rows become two int8 digits each, so that the weights are
+    multiplied as they are stored. Weights in groups run through plain torch; formats widen them at load."""
+    if weight.group_size:
+        return reference.packed_linear(x, weight, fusion)
+    if weight.activations != "none":
+        return few_rows(x, weight, "int8", "w8a8", fusion)
+    if supports_skinny(x, weight):
+        return skinny_linear(x, weight, fusion)
     if x.shape[0] <= FEW_ROWS // 2:
-        return few_rows(x, stored, "digits", "int8", None, bias, fusion)
+        return few_rows(x, weight, "digits", "int8", fusion)
     if x.shape[0] <= DIGIT_ROWS:
-        tile = digits_tile(x.shape[0], n // (1 if fusion.gate is None else 2), num_sms(x.device))
-        return few_rows(x, stored, "digits", "int8", None, bias, fusion, tile)
-    return many_rows(x, n, lambda a, b: dequantize_int8(weight[a:b], scale[a:b], x.dtype), bias, fusion)
+        tile = digits_tile(x.shape[0], weight.out_features // (1 if fusion.gate is None else 2), num_sms(x.device))
+        return few_rows(x, weight, "digits", "int8", fusion, tile)
+    return many_rows(x, weight, lambda a, b: dequantize_int8(weight, a, b, x.dtype), fusion)
 
 
-def w8a8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None = None, fusion: Fusion = PLAIN
-) -> Tensor:
-    """See `ops.w8a8_linear`."""
-    return few_rows(x, Stored("same", weight, scale, *weight.shape), "int8", "w8a8", input_scale, bias, fusion)
+def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """See `ops.packed_embedding`."""
+    if weight.group_size:
+        return reference.packed_embedding(token_ids, weight, dtype)
+    return _rows(weight.values, _scales(weight), dtype, token_ids)
 
 
-def int8_embedding(token_ids: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `ops.int8_embedding`."""
-    return _rows(weight, scale, dtype, token_ids)
+def dequantize_int8(weight: PackedWeight, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    """Rows first : last of the real weight, which has no groups."""
+    return _rows(weight.values[first:last], _scales(weight)[first:last], dtype, None)
 
 
-def dequantize_int8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight int8 [N, K] × scale float32 [N] in `dtype`."""
-    return _rows(weight, scale, dtype, None)
+def _scales(weight: PackedWeight) -> Tensor:
+    assert weight.scale is not None
+    return weight.scale
 
 
 @triton.jit
@@ -65,6 +75,7 @@ def int8_rows_kernel(weight, scale, ids, out, num_rows, SIZE: tl.constexpr, BLOC
 
 
 def _rows(weight: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor | None) -> Tensor:
+    """Rows `ids` [T], or all rows, of weight int8 [N, K] × scale float32 [N] in `dtype`."""
     size = weight.shape[1]
     out = torch.empty((weight.shape[0] if ids is None else ids.shape[0], size), dtype=dtype, device=weight.device)
     if out.numel():

@@ -6,9 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.quantized.activations import encode_rows
-from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
+from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, arrived, check_residual, without_layer_norm
 from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedTokens, QuantizedWeight, SplitScratch, TileShape, WeightFormat
 from stoker.kernels.triton.gemm.skinny.kernel import skinny_gemm_kernel
 from stoker.kernels.triton.gemm.skinny.tiles import MAX_TOKENS, MAX_TOKENS_SMALL_GROUPS, column_tiles, skinny_tile
@@ -16,17 +17,19 @@ from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import SkinnyTile
 from stoker.kernels.types import Fusion
 
-ACTIVATION_FORMS = {"int4": "digits", "bytes": "digits", "fp8": "fp8"}  # the form of the weight → what x is quantized to
+ACTIVATION_FORMS = {"int4": "digits", "int8": "digits", "fp8": "fp8"}  # the format of the weight → what x is quantized to
+KERNEL_FORMS = {"int4": "int4", "int8": "bytes", "fp8": "fp8"}  # the format of the weight → `WeightFormat.form`
 CHUNK_BYTES = 64
 MIN_GROUP = 32  # of int4: the 16 bytes of a lane belong to one pair of groups
 
 
-def supports_skinny(x: Tensor, form: str, stored: Stored) -> bool:
+def supports_skinny(x: Tensor, weight: PackedWeight) -> bool:
     """Whether `skinny_linear` supports these activations and weight: at most MAX_TOKENS tokens, and rows of whole chunks."""
     max_tokens = MAX_TOKENS
-    if form == "int4":
-        max_tokens = 0 if stored.group < MIN_GROUP else MAX_TOKENS_SMALL_GROUPS if stored.group < CHUNK_BYTES else MAX_TOKENS
-    return 0 < x.shape[0] <= max_tokens and has_whole_chunks(stored.weight)
+    if weight.format == "int4":
+        group = weight.group_size
+        max_tokens = 0 if group < MIN_GROUP else MAX_TOKENS_SMALL_GROUPS if group < CHUNK_BYTES else MAX_TOKENS
+    return 0 < x.shape[0] <= max_tokens and has_whole_chunks(weight.values)
 
 
 def has_whole_chunks(weight: Tensor) -> bool:
@@ -34,28 +37,23 @@ def has_whole_chunks(weight: Tensor) -> bool:
     return weight.shape[1] % CHUNK_BYTES == 0 and weight.stride(0) % 16 == 0 and weight.stride(1) == 1
 
 
-def skinny_linear(
-    x: Tensor,
-    form: str,
-    stored: Stored,
-    input_scale: Tensor | None,
-    bias: Tensor | None,
-    fusion: Fusion,
-    tile: SkinnyTile | None = None,
-) -> Tensor:
-    """y [m, n] of x [m, k]. `form` of the weight: int4, bytes (int8) or fp8. `tile` replaces the tuned choice.
+def skinny_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyTile | None = None) -> Tensor:
+    """y [m, n] of x [m, k]. `tile` replaces the tuned choice.
 
     The launch that quantizes x also applies the norm and the input gate.
     """
     x, fusion = without_layer_norm(x, fusion)
-    activations = ACTIVATION_FORMS[form]
-    tokens = encode_rows(x, activations, stored.k, stored.group, fusion.norm_weight, fusion.norm_eps, input_scale, fusion.input_gate)
+    form, activations = KERNEL_FORMS[weight.format], ACTIVATION_FORMS[weight.format]
+    values, group = weight.values, weight.group_size
+    tokens = encode_rows(
+        x, activations, weight.in_features, group, fusion.norm_weight, fusion.norm_eps, weight.input_scale, fusion.input_gate
+    )
     gated, m = fusion.gate is not None, x.shape[0]
-    n = stored.n // (2 if gated else 1)
+    n = weight.out_features // (2 if gated else 1)
     check_residual(fusion, m, n)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    weight, digits = stored.weight, 2 if activations == "digits" else 1
-    num_chunks = weight.shape[1] // max(stored.group, CHUNK_BYTES)
+    digits = 2 if activations == "digits" else 1
+    num_chunks = values.shape[1] // max(group, CHUNK_BYTES)
     tile = tile or skinny_tile(form, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
     columns = column_tiles(m, digits)
     grid = (triton.cdiv(n, 16 * tile.m_tiles // (2 if gated else 1)), tile.splits, triton.cdiv(m * digits, 8 * columns))
@@ -68,14 +66,14 @@ def skinny_linear(
         scratch = SplitScratch(partial, arrived(x.device))
     skinny_gemm_kernel[grid](
         QuantizedTokens(tokens.codes, tokens.scale, tokens.sums, tokens.codes.stride(0)),
-        QuantizedWeight(weight, stored.scale, stored.zero, weight.stride(0), stored.n),
-        Epilogue(bias, fusion.residual, out),
+        QuantizedWeight(values, weight.scale, weight.zero, values.stride(0), weight.out_features),
+        Epilogue(weight.bias, fusion.residual, out),
         scratch,
         m,
         n,
         num_chunks,
         tile.splits,
-        FORMAT=WeightFormat(form, stored.zero_kind, max(stored.group, 1)),
+        FORMAT=WeightFormat(form, weight.zero_kind, max(group, 1)),
         TILE=TileShape(tile.m_tiles, columns, tile.num_warps, tile.num_stages, tile.splits > 1),
         GATED=gated,
         ACTIVATION=fusion.gate or "silu",

@@ -6,8 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import device_tuning, num_sms
-from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, Stored, arrived, check_residual, without_layer_norm
+from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, arrived, check_residual, without_layer_norm
 from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedWeight, SplitScratch, TileShape, WeightFormat
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, has_whole_chunks
 from stoker.kernels.triton.gemm.skinny_int4.arrange import arrange_tokens_kernel
@@ -22,26 +23,26 @@ _CHUNK = 2048  # features of a token in registers at a time
 _MAX_WHOLE_ROW = 16384  # features of a token that stay in registers
 
 
-def supports_skinny_int4(x: Tensor, stored: Stored) -> bool:
+def supports_skinny_int4(x: Tensor, weight: PackedWeight) -> bool:
     """Whether `skinny_int4_linear` supports these activations and weight: 16 bits, at most MAX_TOKENS tokens, groups of at most MAX_GROUP.
 
     With larger groups, tiles in shared memory are faster: they scale the sums of a group instead of its values. False for Triton's
     interpreter, which has no matrix instructions.
     """
-    is_supported = 0 < x.shape[0] <= MAX_TOKENS and stored.group <= MAX_GROUP
-    return is_supported and x.dtype in XTYPES and not x.is_cpu and has_whole_chunks(stored.weight)
+    is_supported = 0 < x.shape[0] <= MAX_TOKENS and weight.group_size <= MAX_GROUP
+    return is_supported and x.dtype in XTYPES and not x.is_cpu and has_whole_chunks(weight.values)
 
 
-def skinny_int4_linear(x: Tensor, stored: Stored, bias: Tensor | None, fusion: Fusion, tile: SkinnyInt4Tile | None = None) -> Tensor:
+def skinny_int4_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyInt4Tile | None = None) -> Tensor:
     """y [m, n] of x [m, k] and an int4 weight. `tile` replaces the tuned choice. `arrange_tokens` applies the norm and the input gate."""
     m, gated = x.shape[0], fusion.gate is not None
-    n = stored.n // (2 if gated else 1)
+    n = weight.out_features // (2 if gated else 1)
     check_residual(fusion, m, n)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    num_chunks = stored.weight.shape[1] // CHUNK_BYTES
+    num_chunks = weight.values.shape[1] // CHUNK_BYTES
     columns = token_tiles(m)
-    tokens = arrange_tokens(x, stored, fusion, columns)
-    tile = tile or skinny_int4_tile(stored.group, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
+    tokens = arrange_tokens(x, weight, fusion, columns)
+    tile = tile or skinny_int4_tile(weight.group_size, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
     grid = (triton.cdiv(n, 16 * tile.m_tiles * tile.num_warps // (2 if gated else 1)), tile.splits)
     scratch = SplitScratch(None, None)
     if tile.splits > 1:
@@ -51,14 +52,14 @@ def skinny_int4_linear(x: Tensor, stored: Stored, bias: Tensor | None, fusion: F
         scratch = SplitScratch(partial, arrived(x.device))
     skinny_int4_gemm_kernel[grid](
         tokens,
-        QuantizedWeight(stored.weight, stored.scale, stored.zero, stored.weight.stride(0), stored.n),
-        Epilogue(bias, fusion.residual, out),
+        QuantizedWeight(weight.values, weight.scale, weight.zero, weight.values.stride(0), weight.out_features),
+        Epilogue(weight.bias, fusion.residual, out),
         scratch,
         m,
         n,
         num_chunks,
         tile.splits,
-        FORMAT=WeightFormat("int4", stored.zero_kind, stored.group),
+        FORMAT=WeightFormat("int4", weight.zero_kind, weight.group_size),
         TILE=TileShape(tile.m_tiles, columns, tile.num_warps, tile.num_stages, tile.splits > 1),
         XTYPE=XTYPES[x.dtype],
         GATED=gated,
@@ -69,24 +70,24 @@ def skinny_int4_linear(x: Tensor, stored: Stored, bias: Tensor | None, fusion: F
     return out
 
 
-def arrange_tokens(x: Tensor, stored: Stored, fusion: Fusion, tiles: int) -> Tensor:
+def arrange_tokens(x: Tensor, weight: PackedWeight, fusion: Fusion, tiles: int) -> Tensor:
     """x [m, k] after the norm and the input gate, in the layout of `arrange`: [8 × tiles, padded k] elements."""
     x, fusion = without_layer_norm(x, fusion)
-    out = torch.empty((8 * tiles, stored.k), dtype=x.dtype, device=x.device)
+    out = torch.empty((8 * tiles, weight.in_features), dtype=x.dtype, device=x.device)
     has_norm = fusion.norm_weight is not None
-    whole_row = max(128, triton.next_power_of_2(stored.k))
+    whole_row = max(128, triton.next_power_of_2(weight.in_features))
     chunk = whole_row if has_norm and whole_row <= _MAX_WHOLE_ROW else min(whole_row, _CHUNK)
-    arrange_tokens_kernel[(x.shape[0], 1 if has_norm else triton.cdiv(stored.k, chunk))](
+    arrange_tokens_kernel[(x.shape[0], 1 if has_norm else triton.cdiv(weight.in_features, chunk))](
         x,
         fusion.norm_weight,
         out,
         x.shape[1] // (1 if fusion.input_gate is None else 2),
-        stored.k,
+        weight.in_features,
         x.stride(0),
         fusion.norm_eps,
         NORM=has_norm,
         TOKEN_TILES=tiles,
-        GROUP=stored.group,
+        GROUP=weight.group_size,
         GATE=fusion.input_gate,
         CHUNK=chunk,
         WHOLE_ROW=has_norm and chunk == whole_row,

@@ -1,0 +1,133 @@
+"""Linears and stacked experts that are ready to run. Blocks of `layers` call them without knowledge of formats, scales or devices."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from stoker.core.packed_weight import PackedWeight
+from stoker.kernels import ops
+from stoker.kernels.routing import Routing
+from stoker.kernels.types import PLAIN, Fusion
+
+
+class LinearOp(ABC):
+    """A linear: x [T, in_features] → [T, out_features], in the dtype of x.
+
+    Every linear accepts every `Fusion`: an input gate or a norm before the product, a gate and a residual after it. Linears without fused
+    kernels compute these as separate ops (`ops.around`). The properties below declare what else a linear supports; their defaults are those
+    of a linear without further capabilities.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        """The linear with what `fusion` puts around it."""
+
+    @property
+    def packed_weight(self) -> PackedWeight | None:
+        """The weight, if the linear is nothing but the product with it, so that `ops.fused_layer` may compute it. None otherwise."""
+        return None
+
+    @property
+    def min_input_gate_rows(self) -> float:
+        """Rows from which gating the input (`Fusion.input_gate`) is faster than gating the output of the linear before this one."""
+        return math.inf
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether `embed` is supported, as the token embedding and a head that is tied to it require."""
+        return False
+
+    def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight for int32 `token_ids` [T]: [T, in_features] in `dtype`."""
+        raise TypeError(f"{type(self).__name__} is no embedding table")
+
+
+class ExpertsOp(ABC):
+    """Stacked experts: the linears of a spec with num_experts > 0."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def up(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T, in_features] → [T × k, out_features] in the order of routing.order."""
+
+    @abstractmethod
+    def down(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T × k, in_features] in that order → [T, out_features]: the weighted sum of each token's choices."""
+
+
+class PackedLinear(LinearOp):
+    """The linear of a packed weight and its bias."""
+
+    __slots__ = ("_min_input_gate_rows", "weight")
+
+    def __init__(self, weight: PackedWeight, min_input_gate_rows: float = math.inf) -> None:
+        self.weight, self._min_input_gate_rows = weight, min_input_gate_rows
+
+    def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
+        return ops.packed_linear(x, self.weight, fusion)
+
+    @property
+    def packed_weight(self) -> PackedWeight:
+        return self.weight
+
+    @property
+    def min_input_gate_rows(self) -> float:
+        return self._min_input_gate_rows
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.weight.format in ("dense", "int8") and self.weight.activations == "none"
+
+    def embed(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return ops.packed_embedding(token_ids, self.weight, dtype)
+
+
+class PackedExperts(ExpertsOp):
+    """Experts in one op. On a GPU nothing of the routing is read back, so that a step can be captured."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self.weight = weight
+
+    def up(self, x: Tensor, routing: Routing) -> Tensor:
+        return ops.expert_up(x, self.weight, routing)
+
+    def down(self, x: Tensor, routing: Routing) -> Tensor:
+        return ops.expert_down(x, self.weight, routing)
+
+
+class SequentialExperts(ExpertsOp):
+    """Experts one after another, for quantized weights on a CPU, where reading row counts in every call costs nothing."""
+
+    __slots__ = ("experts", "out_features")
+
+    def __init__(self, experts: list[PackedLinear]) -> None:
+        self.experts = experts
+        self.out_features = experts[0].weight.out_features
+
+    def up(self, x: Tensor, routing: Routing) -> Tensor:
+        tokens = torch.div(routing.order.long(), routing.top_k, rounding_mode="floor")
+        return self._apply_sorted(x.index_select(0, tokens), routing)
+
+    def down(self, x: Tensor, routing: Routing) -> Tensor:
+        y = self._apply_sorted(x, routing)
+        by_choice = torch.empty_like(y).index_copy_(0, routing.order.long(), y).unflatten(0, (-1, routing.top_k))
+        # Choices are summed in their own order, so that a token's result does not depend on its neighbours.
+        return (by_choice.float() * routing.weights[..., None]).sum(1).to(x.dtype)
+
+    def _apply_sorted(self, x: Tensor, routing: Routing) -> Tensor:
+        """Rows of x [T × k, K], sorted by expert, each through its expert's linear."""
+        out = x.new_zeros(x.shape[0], self.out_features)
+        for expert, (start, stop) in enumerate(pairwise(routing.offsets.tolist())):
+            if start < stop:
+                out[start:stop] = self.experts[expert](x[start:stop])
+        return out
