@@ -102,7 +102,7 @@ class Case:
         )  # fmt: skip
 
     def weight(self, device: str) -> tuple[PackedWeight, PackedWeight]:
-        """(the weight for the kernel, what says its values)."""
+        """(the weight for the kernel, the weight as it is stored)."""
         n, k = self.n * (2 if self.gated else 1), self.k
         if self.form == "int4":
             scale = make(device, n, k // self.group).abs() / (5 * k**0.5)

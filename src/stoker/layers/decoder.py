@@ -153,6 +153,7 @@ class Decoder:
         tables, mine = RopeTables(num_positions, loader.device), stage.layers(config.num_layers)
         self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in mine]
         self.fused_layers = FusedLayers.for_layers(self.layers)
+        self.adapters = loader.adapters
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
         self._of_caches = [load_cache_fields(config, i, loader, tables) for i in mine]
 
@@ -176,7 +177,12 @@ class Decoder:
         stage = self.stage
         shape = (batch.num_tokens, self.config.hidden_size)
         x = self.begin(batch) if stage.is_first else stage.receive(shape, self.dtype, self.device)
-        if self.fused_layers is not None and self.fused_layers.supports(batch.num_tokens):
+        adapter_ids = batch.adapter_ids
+        if self.adapters is not None:
+            self.adapters.ids = adapter_ids
+        elif adapter_ids is not None:
+            raise ValueError("adapter_ids: the model was loaded without adapters")
+        if self.fused_layers is not None and adapter_ids is None and self.fused_layers.supports(batch.num_tokens):
             x = self.fused_layers(x, batch, caches)
         else:
             for layer, cache in zip(self.layers, caches, strict=True):

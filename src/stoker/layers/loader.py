@@ -10,6 +10,7 @@ from torch import Tensor
 from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.distributed.group import Group
 from stoker.kernels import ops
+from stoker.layers.low_rank import Adapters
 from stoker.layers.shard import WHOLE, Sharding, has_bias, local_shape, local_spec
 from stoker.quant.format import TensorSource
 from stoker.quant.linear_ops import ExpertsOp, LinearOp
@@ -22,7 +23,14 @@ class Loader:
     attention = staticmethod(ops.rope_attention)  # what blocks attend with
 
     def __init__(
-        self, source: TensorSource, recipe: Recipe, dtype: torch.dtype, device: torch.device, group: Group, sharding: Sharding = WHOLE
+        self,
+        source: TensorSource,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        sharding: Sharding = WHOLE,
+        adapters: Adapters | None = None,
     ) -> None:
         self.source = source
         self.recipe = recipe
@@ -30,6 +38,7 @@ class Loader:
         self.device = device
         self.group = group
         self.sharding = sharding
+        self.adapters = adapters
 
     def load(self, specs: dict[str, Spec]) -> dict[str, Any]:
         """The linears and tensors of `specs`, by the same keys."""
@@ -44,7 +53,8 @@ class Loader:
         }
         biased = has_bias(spec, self.sharding, self.group.rank)
         bias = self.source.get(f"{spec.name}.bias", local.bias_shape, self.dtype) if biased else None
-        return chosen.load(stored, bias)
+        loaded = chosen.load(stored, bias)
+        return loaded if self.adapters is None else self.adapters.adapt(loaded, spec, self.sharding, self.group.rank)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
