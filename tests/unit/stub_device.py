@@ -1,4 +1,4 @@
-"""A stand-in for the device under the scheduler: it stores one value per cache slot and checks every read."""
+"""A stub of the device for the scheduler: it stores one value per cache slot, copies blocks between tiers, and checks every read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from stoker.base.types import FinishReason
-from stoker.runtime.request import Sequence
+from stoker.runtime.kv.tiers import BlockTransfer, HostTier, Tier
+from stoker.runtime.request import PrefixRoot, Sequence
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.proposers.proposer import Proposer
 
@@ -20,20 +21,21 @@ EXPECTED: dict[int, list[int]] = {}  # seq_id → the tokens that the sequence m
 
 
 def link(before: int, token: int) -> int:
-    """Stands for the keys and values of a token: a function of the token and of everything before it."""
+    """Represents the keys and values of a token: a function of the token and of everything before it."""
     return zlib.crc32(f"{before},{token}".encode())
 
 
-def root(salt: str) -> int:
-    return zlib.crc32(salt.encode())
+def root(prefix_root: PrefixRoot) -> int:
+    """Sequences with different salts or adapters have different keys and values."""
+    return zlib.crc32(repr(prefix_root).encode())
 
 
 def sample(state: int, index: int) -> int:
     return zlib.crc32(f"{state}/{index}".encode()) % VOCAB
 
 
-def chain(salt: str, tokens: list[int]) -> list[int]:
-    states, state = [], root(salt)
+def chain(prefix_root: PrefixRoot, tokens: list[int]) -> list[int]:
+    states, state = [], root(prefix_root)
     for token in tokens:
         state = link(state, token)
         states.append(state)
@@ -41,8 +43,8 @@ def chain(salt: str, tokens: list[int]) -> list[int]:
 
 
 def reference(seq: Sequence) -> tuple[list[int], FinishReason]:
-    """What the sequence must generate, computed without a scheduler."""
-    state, out = chain(seq.request.cache_salt, seq.request.prompt_ids)[-1], []
+    """The tokens that the sequence must generate, computed without a scheduler."""
+    state, out = chain(seq.prefix_root, seq.request.prompt_ids)[-1], []
     while True:
         token = sample(state, seq.index)
         out.append(token)
@@ -86,6 +88,52 @@ class DeviceDrafts(Proposer):
         return [-1] * draft_count(seq, limit)
 
 
+class StubHostTier(HostTier):
+    """At most `num_blocks` blocks. The least recently used contents are evicted; `p_decline` is the probability that contents are declined."""
+
+    def __init__(self, num_blocks: int, p_decline: float) -> None:
+        self.digests: list[bytes | None] = [None] * num_blocks
+        self.order = list(range(num_blocks))  # least recently used first
+        self.loads = Counter[int]()
+        self.stores: dict[int, bytes] = {}
+        self.p_decline = p_decline
+        self.dice = random.Random(num_blocks)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.stores and not +self.loads
+
+    def find(self, digest: bytes) -> int:
+        return self.digests.index(digest) if digest in self.digests else -1
+
+    def begin_load(self, block: int) -> None:
+        assert self.digests[block] is not None and block not in self.stores
+        self.loads[block] += 1
+        self._touch(block)
+
+    def end_load(self, block: int) -> None:
+        assert self.loads[block] > 0
+        self.loads[block] -= 1
+
+    def begin_store(self, digest: bytes) -> int:
+        if digest in self.digests or digest in self.stores.values() or self.dice.random() < self.p_decline:
+            return -1
+        block = next((block for block in self.order if not self.loads[block] and block not in self.stores), -1)
+        if block >= 0:
+            self.digests[block] = None
+            self.stores[block] = digest
+            self._touch(block)
+        return block
+
+    def end_store(self, block: int, *, succeeded: bool) -> None:
+        digest = self.stores.pop(block)
+        self.digests[block] = digest if succeeded else None
+
+    def _touch(self, block: int) -> None:
+        self.order.remove(block)
+        self.order.append(block)
+
+
 @dataclass
 class PlannedRow:
     """A row as the device received it: its block table, known ids and drafts are copied when the step is planned."""
@@ -112,11 +160,12 @@ class Flight:
 
 @dataclass
 class Device:
-    """`p_nothing`: the probability that a row yields no token."""
+    """`p_nothing`: the probability that a row yields no token. `slots` and `host_slots` have a value per token position of each tier."""
 
     size: int
     p_nothing: float
     slots: dict[int, int] = field(default_factory=dict)
+    host_slots: dict[int, int] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)  # row → newest id, as on a real device
     num_rejected: Counter[int] = field(default_factory=Counter)  # seq_id → tokens rejected by steps that ran
     num_applied: Counter[int] = field(default_factory=Counter)  # seq_id → tokens rejected by steps that were committed
@@ -133,24 +182,38 @@ class Device:
         return Flight(plan, rows)
 
     def run(self, flight: Flight) -> None:
+        for transfer in flight.plan.transfers:
+            self.copy_block(transfer)
         flight.ids = [self.run_row(planned) for planned in flight.rows]
+
+    def copy_block(self, transfer: BlockTransfer) -> None:
+        tiers = {Tier.DEVICE: self.slots, Tier.HOST: self.host_slots}
+        for offset in range(self.size):
+            value = tiers[transfer.source][transfer.source_block * self.size + offset]
+            tiers[transfer.target][transfer.target_block * self.size + offset] = value
+
+    def fail(self, flight: Flight) -> None:
+        """The step raised: the targets of its transfers have undefined contents."""
+        for transfer in flight.plan.transfers:
+            slots = self.slots if transfer.target is Tier.DEVICE else self.host_slots
+            slots.update({transfer.target_block * self.size + offset: -1 for offset in range(self.size)})
 
     def run_row(self, planned: PlannedRow) -> list[int]:
         """Verify the drafts of a row, or compute its prompt tokens. Returns the ids that the row yields."""
-        seq, salt = planned.seq, planned.seq.request.cache_salt
+        seq, prefix_root = planned.seq, planned.seq.prefix_root
         start = planned.start - (self.num_rejected[seq.seq_id] - planned.num_rejected)
         drafts = drafts_after(seq, start + 1, len(planned.drafts)) if -1 in planned.drafts else planned.drafts
         known = planned.known or [self.newest[planned.row]]
         assert len(planned.blocks) * self.size >= start + planned.num_new
         slots = [planned.blocks[p // self.size] * self.size + p % self.size for p in range(start + planned.num_new)]
         read = [self.slots[slot] for slot in slots[:start]]
-        states, state = [], read[-1] if read else root(salt)
+        states, state = [], read[-1] if read else root(prefix_root)
         for slot, token in zip(slots[start:], [*known, *drafts], strict=True):
             state = self.slots[slot] = link(state, token)
             states.append(state)
-        expected = chain(salt, [*seq.request.prompt_ids, *EXPECTED[seq.seq_id]])
-        # Steps that are planned before the end of a sequence is known go on after it.
-        assert read[: len(expected)] == expected[:start], "a row reads another's tokens"
+        expected = chain(prefix_root, [*seq.request.prompt_ids, *EXPECTED[seq.seq_id]])
+        # Steps that are planned before the end of a sequence is known continue after it.
+        assert read[: len(expected)] == expected[:start], "a row reads the tokens of another sequence"
         if not planned.samples:
             return []
         self.newest[planned.row] = known[-1]
@@ -164,7 +227,7 @@ class Device:
         return ids
 
     def applied(self, flight: Flight) -> None:
-        """The flight was committed: later plans know what it rejected."""
+        """The flight was committed: later plans account for the tokens that it rejected."""
         for planned, ids in zip(flight.rows, flight.ids or (), strict=True):
             if planned.samples:
                 self.num_applied[planned.seq.seq_id] += 1 + len(planned.drafts) - len(ids)

@@ -74,9 +74,9 @@ def test_what_is_not_committed_is_not_shared(cache: KVCacheManager) -> None:
     cache.register(seq, 5)
     match = cache.match(sequence([1] * 12))
     assert match.blocks == seq.blocks[:1]
-    assert match.leader is seq, "the next block is being computed by it"
+    assert match.producer is seq, "the next block is being computed by it"
     cache.register(seq, 12)
-    assert cache.match(sequence([1] * 13)).leader is None
+    assert cache.match(sequence([1] * 13)).producer is None
 
 
 def test_no_one_waits_for_a_sequence_that_left(cache: KVCacheManager) -> None:
@@ -84,7 +84,7 @@ def test_no_one_waits_for_a_sequence_that_left(cache: KVCacheManager) -> None:
     cache.admit(seq, cache.match(seq))
     cache.retire(seq)
     cache.register(seq, 4)  # a step that was in flight when it left
-    assert cache.match(sequence([1] * 12)).leader is None
+    assert cache.match(sequence([1] * 12)).producer is None
 
 
 def test_common_blocks_are_counted_from_the_first_token(cache: KVCacheManager) -> None:
@@ -181,9 +181,9 @@ def test_distrusted_blocks_are_shared_with_nobody_and_told_once_free() -> None:
     shared, own = first.blocks[:2], first.blocks[2:]
     assert twin.blocks[:2] == shared
     cache.poison(first.blocks)
-    assert cache.take_poisoned() == [] and not cache.match(sequence([*range(9)])).blocks
+    assert cache.pop_poisoned() == [] and not cache.match(sequence([*range(9)])).blocks
     cache.release(first)
-    assert cache.take_poisoned() == own and cache.take_poisoned() == []
+    assert cache.pop_poisoned() == own and cache.pop_poisoned() == []
     cache.release(twin)
-    assert sorted(cache.take_poisoned()) == sorted(shared)
+    assert sorted(cache.pop_poisoned()) == sorted(shared)
     assert cache.pool.num_cached == 0 and cache.pool.num_free == 8

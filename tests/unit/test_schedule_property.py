@@ -1,6 +1,7 @@
 """Random workloads on a stub device that checks, slot by slot, that every row reads exactly its own tokens.
 
-Rows yield 0 to 8 tokens: drafts come from the host, or from the device while earlier steps are still in flight.
+Rows yield 0 to 8 tokens: drafts come from the host, or from the device while earlier steps are still in flight. Rows have adapters, and
+evicted blocks may be stored in a stub of a host tier and loaded again.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from hypothesis import strategies as st
 
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason, Guide, SamplingParams
-from stoker.runtime.request import Sequence, Status, TokenRequest
+from stoker.runtime.kv.prefix_index import PrefixNode
+from stoker.runtime.kv.tiers import Tier
+from stoker.runtime.request import PrefixRoot, Sequence, Status, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.policies import POLICIES
 from stoker.runtime.schedule.proposers import PROPOSERS
 from stoker.runtime.schedule.scheduler import Scheduler
-from unit.stub_device import EXPECTED, VOCAB, Device, DeviceDrafts, Flight, HostDrafts, reference
+from unit.stub_device import EXPECTED, MAX_DRAFTS, VOCAB, Device, DeviceDrafts, Flight, HostDrafts, StubHostTier, reference
 
 STUBS = {"host_drafts": HostDrafts, "device_drafts": DeviceDrafts}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def stub_proposers() -> Iterator[None]:
-    """Two more rows in the table of proposers."""
+    """Add two rows to the table of proposers."""
     with pytest.MonkeyPatch.context() as patch:
         for name, stub in STUBS.items():
             patch.setitem(PROPOSERS._rows, name, stub)
@@ -38,6 +41,8 @@ def check_plan(scheduler: Scheduler, config: dict, plan: StepPlan) -> None:
     assert len(plan) <= config["max_batch_size"] and plan.num_tokens == sum(plan.num_new) <= config["max_num_tokens"]
     assert len({seq.seq_id for seq in plan.sequences}) == len(plan)
     assert all(num_new > 0 for num_new in plan.num_new)
+    adapters = [seq.request.adapter for seq in plan.sequences]
+    assert plan.adapters == (adapters if any(adapter >= 0 for adapter in adapters) else None)
     for i, seq in enumerate(plan.sequences):
         start, num_new, drafts = plan.starts[i], plan.num_new[i], plan.drafts[i]
         if i < plan.num_decodes:
@@ -59,12 +64,18 @@ def check_plan(scheduler: Scheduler, config: dict, plan: StepPlan) -> None:
 def check_blocks(scheduler: Scheduler, sequences: list[Sequence], flights) -> None:
     tables, pool = scheduler.kv_cache, scheduler.kv_cache.pool
     holders = [seq for seq in sequences if seq.row >= 0]
+    transfers = [*scheduler.kv_cache.pending_transfers, *(transfer for flight in flights for transfer in flight.plan.transfers)]
+    loads = [transfer.target_block for transfer in transfers if transfer.target is Tier.DEVICE]
     refs = Counter(block for seq in holders for block in seq.blocks)
+    assert len(set(loads)) == len(loads) and all(refs[block] <= 1 for block in loads), "a block is shared while it is loaded"
+    refs.update(loads)
     assert pool.refs == [refs[block] for block in range(pool.num_blocks)]
     assert pool.num_free == pool.refs.count(0) and pool.num_cached <= pool.num_free
     assert all(len(set(seq.blocks)) == len(seq.blocks) for seq in holders)
     assert all(not seq.blocks for seq in sequences if seq.row < 0)
     assert len({seq.row for seq in holders}) == len(holders) == scheduler.num_running
+    roots = {block: seq.prefix_root for seq in holders for block in seq.blocks}
+    assert all(roots[block] == seq.prefix_root for seq in holders for block in seq.blocks), "adapters or salts share a block"
     growth = [tables.num_blocks_for(seq.max_computed) - len(seq.blocks) for seq in holders if seq.status is Status.RUNNING]
     assert tables.num_reserved == sum(growth)
     idle = [seq for seq in holders if seq.status is Status.RUNNING and not seq.num_in_flight]
@@ -73,17 +84,26 @@ def check_blocks(scheduler: Scheduler, sequences: list[Sequence], flights) -> No
     for flight in flights:
         for planned in flight.rows:
             seq, blocks = planned.seq, planned.blocks
-            assert seq.row == planned.row and seq.blocks[: len(blocks)] == blocks, "taken away under a planned step"
+            assert seq.row == planned.row and seq.blocks[: len(blocks)] == blocks, "the row or a block of a planned step was released"
     if tables.index is None:
         assert pool.num_cached == 0
     else:
-        assert [bool(kept) for kept in pool._kept] == [entry is not None for entry in tables.index._by_block]
+        assert [bool(flag) for flag in pool._is_reusable] == [entry is not None for entry in tables.index._by_block]
         assert all(entry.block == block for block, entry in enumerate(tables.index._by_block) if entry is not None)
+        assert all(root_of(entry) == roots.get(block, root_of(entry)) for block, entry in enumerate(tables.index._by_block) if entry)
+        assert all(tables.index.node_of(block) is None for block in loads), "a block is indexed while it is loaded"
+
+
+def root_of(node: PrefixNode) -> PrefixRoot:
+    while isinstance(node.parent, PrefixNode):
+        node = node.parent
+    return node.parent
 
 
 def drive(config: dict, workload: dict) -> list:
-    """Run a workload to its end, checking everything on the way. Returns a trace, to compare runs."""
-    scheduler = Scheduler(**config)
+    """Run a workload to its end, and check all invariants after each action. Returns a trace, to compare runs."""
+    host_tier = StubHostTier(workload["host_blocks"], workload["p_decline"]) if workload["host_blocks"] else None
+    scheduler = Scheduler(**config, num_adapters=2, host_tier=host_tier)
     device = Device(config["tokens_per_block"], workload["p_nothing"])
     sequences: list[Sequence] = []
     requests: list[tuple[int, TokenRequest]] = list(workload["requests"])
@@ -97,6 +117,7 @@ def drive(config: dict, workload: dict) -> list:
         if flight.ids is None:
             device.run(flight)
         if tick in workload["failures"]:
+            device.fail(flight)
             victims = scheduler.fail(flight.plan)
             assert all(seq.finish_reason is FinishReason.ERROR for seq in victims)
             return
@@ -152,12 +173,13 @@ def drive(config: dict, workload: dict) -> list:
             if not plan.sequences:
                 break
     finish(scheduler, config, sequences)
+    assert host_tier is None or host_tier.is_idle
     return trace
 
 
 def finish(scheduler: Scheduler, config: dict, sequences: list[Sequence]) -> None:
     assert scheduler.kv_cache.pool.num_free == config["num_blocks"] and scheduler.num_running == scheduler.kv_cache.num_reserved == 0
-    assert not scheduler._requests and not scheduler.kv_cache._fronts and not scheduler._running_set.queue._parked
+    assert not scheduler._requests and not scheduler.kv_cache._announced and not scheduler._running_set.queue._parked
     assert config["policy"] == "max_utilization" or scheduler.num_preemptions == 0
     for seq in sequences:
         tokens, reason = reference(seq)
@@ -208,7 +230,7 @@ def workloads(draw, max_requests: int = 12) -> dict:
         timeout = float(rng.randrange(1, 40)) if rng.random() < 0.1 else None
         request = TokenRequest(
             request_id=f"r{i}", prompt_ids=prompt, params=params, end_ids=end_ids, priority=rng.choice((0, 0, 1)), timeout_s=timeout,
-            cache_salt=rng.choice(("", "", "a")),
+            cache_salt=rng.choice(("", "", "a")), adapter=rng.choice((-1, -1, 0, 1)),
         )  # fmt: skip
         requests.append((tick, request))
         if rng.random() < 0.2:
@@ -218,18 +240,19 @@ def workloads(draw, max_requests: int = 12) -> dict:
     return {
         "requests": requests, "cancels": cancels, "pauses": pauses, "failures": failures, "depth": draw(st.integers(0, 2)),
         "eager": draw(st.booleans()), "p_nothing": draw(st.sampled_from((0.0, 0.0, 0.2))),
+        "host_blocks": draw(st.sampled_from((0, 0, 2, 8, 30))), "p_decline": draw(st.sampled_from((0.0, 0.3))),
     }  # fmt: skip
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(configs(), workloads())
-def test_any_workload_ends_right(config: dict, workload: dict) -> None:
+def test_random_workloads_generate_the_expected_tokens(config: dict, workload: dict) -> None:
     drive(config, workload)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(configs(), workloads(max_requests=20), st.integers(0, 3))
-def test_tight_memory_preempts_and_ends_right(config: dict, workload: dict, slack: int) -> None:
+def test_random_workloads_with_preemption_generate_the_expected_tokens(config: dict, workload: dict, slack: int) -> None:
     config = config | {"policy": "max_utilization", "max_batch_size": 5, "max_num_sequences": None, "max_seq_len": 33}
     config["num_blocks"] = -(-32 // config["tokens_per_block"]) + slack
     drive(config, workload)
@@ -244,18 +267,90 @@ def test_the_same_workload_gives_the_same_steps(config: dict, workload: dict) ->
 @pytest.mark.parametrize("policy", POLICIES.names())
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("proposer", ["none", *STUBS])
-def test_a_long_run_ends_right(policy: str, depth: int, proposer: str) -> None:
+@pytest.mark.parametrize("host_blocks", [0, 40])
+def test_a_long_workload_generates_the_expected_tokens(policy: str, depth: int, proposer: str, host_blocks: int) -> None:
     rng = random.Random(depth)
     base = [rng.randrange(VOCAB) for _ in range(40)]
     requests = []
     for i in range(120):
         prompt = base[: rng.randrange(40)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))]
         params = SamplingParams(max_tokens=rng.randrange(1, 40), n=rng.choice((1, 1, 2)))
-        requests.append((i // 4, TokenRequest(request_id=str(i), prompt_ids=prompt, params=params, end_ids=(3,) if i % 3 else ())))
+        end_ids, adapter = (3,) if i % 3 else (), rng.choice((-1, 0, 1))
+        requests.append((i // 4, TokenRequest(request_id=str(i), prompt_ids=prompt, params=params, end_ids=end_ids, adapter=adapter)))
     config = {
         "policy": policy, "num_blocks": 60, "tokens_per_block": 4, "max_batch_size": 12, "max_num_tokens": 48, "max_num_sequences": 16,
         "max_seq_len": 128, "chunked_prefill": True, "prefix_reuse": True, "proposer": proposer,
     }  # fmt: skip
-    drive(
-        config, {"requests": requests, "cancels": {}, "pauses": set(), "failures": set(), "depth": depth, "eager": False, "p_nothing": 0.0}
+    workload = {
+        "requests": requests, "cancels": {}, "pauses": set(), "failures": set(), "depth": depth, "eager": False, "p_nothing": 0.0,
+        "host_blocks": host_blocks, "p_decline": 0.0,
+    }  # fmt: skip
+    lengths = {len(row[1]) for step in drive(config, workload) for row in step if len(row) == 2}
+    assert lengths == ({1} if proposer == "none" else set(range(1, MAX_DRAFTS + 2)))
+
+
+def test_blocks_are_loaded_from_the_host_tier() -> None:
+    """A prefix that was evicted from the device is loaded, not computed."""
+    tier = StubHostTier(8, p_decline=0.0)
+    scheduler = Scheduler(
+        num_blocks=4, tokens_per_block=2, max_batch_size=2, max_num_tokens=16, max_seq_len=8, num_adapters=1, host_tier=tier
     )
+
+    def run(name: str, prompt: list[int], adapter: int = -1) -> tuple[Sequence, StepPlan]:
+        request = TokenRequest(request_id=name, prompt_ids=prompt, params=SamplingParams(max_tokens=1), adapter=adapter)
+        scheduler.add(seq := Sequence(0, request, 0, 0.0))
+        plan = scheduler.plan(0.0)
+        scheduler.commit(plan, [[5]])
+        return seq, plan
+
+    _, plan = run("first", [1, 2, 3, 4, 5])
+    assert not plan.transfers
+    _, plan = run("second", [6, 6, 6, 6, 6, 6, 6])
+    assert [transfer.source for transfer in plan.transfers] == [Tier.DEVICE] * 2
+    seq, plan = run("adapter", [1, 2, 3, 4, 5], adapter=0)
+    assert seq.num_cached == 0 and Tier.HOST not in {transfer.source for transfer in plan.transfers}
+    seq, plan = run("again", [1, 2, 3, 4, 9])
+    assert seq.num_cached == 4 and plan.num_tokens == 1
+    assert [transfer.source for transfer in plan.transfers].count(Tier.HOST) == 2 and tier.is_idle
+    assert scheduler.kv_cache.pool.num_free == 4
+
+
+def host_tier_scheduler(**changes: int) -> tuple[Scheduler, StubHostTier]:
+    """A scheduler whose host tier stores or is about to store the blocks of prompt [1, 2, 3, 4, 5]."""
+    tier = StubHostTier(8, p_decline=0.0)
+    config = {"num_blocks": 4, "tokens_per_block": 2, "max_batch_size": 1, "max_num_tokens": 16, "max_seq_len": 9} | changes
+    scheduler = Scheduler(**config, host_tier=tier)
+    add_prompt(scheduler, [1, 2, 3, 4, 5])
+    scheduler.commit(scheduler.plan(0.0), [[5]])
+    return scheduler, tier
+
+
+def add_prompt(scheduler: Scheduler, prompt: list[int], max_tokens: int = 1) -> Sequence:
+    seq = Sequence(len(prompt), TokenRequest(request_id=str(prompt), prompt_ids=prompt, params=SamplingParams(max_tokens=max_tokens)), 0, 0.0)
+    scheduler.add(seq)
+    return seq
+
+
+def test_contents_whose_transfer_failed_are_not_found_in_the_host_tier() -> None:
+    scheduler, tier = host_tier_scheduler()
+    add_prompt(scheduler, [6] * 8)
+    plan = scheduler.plan(0.0)
+    assert [transfer.target for transfer in plan.transfers] == [Tier.HOST] * 2
+    scheduler.fail(plan)
+    assert tier.is_idle and not any(tier.digests)
+
+
+def test_a_sequence_without_a_row_in_the_step_loads_nothing() -> None:
+    """If the step fails, only the sequences in its rows end."""
+    scheduler, tier = host_tier_scheduler(num_blocks=7, max_num_sequences=2)
+    add_prompt(scheduler, [6] * 8)
+    add_prompt(scheduler, [7] * 7)
+    for _ in range(2):
+        scheduler.commit(scheduler.plan(0.0), [[5]])
+    assert any(tier.digests)
+    add_prompt(scheduler, [8] * 2, max_tokens=6)
+    scheduler.commit(scheduler.plan(0.0), [[5]])
+    seq = add_prompt(scheduler, [1, 2, 3, 4, 9])
+    plan = scheduler.plan(0.0)
+    assert seq.status is Status.RUNNING and seq not in plan.sequences and seq.num_computed == 0
+    assert Tier.HOST not in {transfer.source for transfer in plan.transfers}

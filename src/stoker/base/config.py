@@ -12,7 +12,7 @@ from stoker.base.errors import ConfigError
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("cpu", "cuda")
 TOKENS_PER_BLOCK = (16, 32, 64, 128)
-POLICIES = ("guaranteed_no_evict", "max_utilization", "static")
+POLICIES = ("guaranteed_no_evict", "max_utilization", "static")  # modules of runtime.schedule.policies
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the GPU of each rank. None: the first GPUs."""
 
     policy: str = "guaranteed_no_evict"
-    """Scheduling policy: guaranteed_no_evict, max_utilization or static."""
+    """Scheduling policy, one of POLICIES."""
 
     max_batch_size: int | None = None
     """Sequences that are computed in one step, at most as many as the engine was built for, which is the default."""

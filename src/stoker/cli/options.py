@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from stoker.base.config import RuntimeConfig
+from stoker.base.config import POLICIES, RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.types import SamplingParams
 
@@ -24,7 +24,7 @@ from stoker.base.types import SamplingParams
 RUNTIME_HELP = {
     "device": "cpu or cuda. Default: the device that the engine was built for.",
     "devices": "GPU index of each rank, among the visible GPUs, such as 0,1. Default: the first ones.",
-    "policy": "Scheduling policy: guaranteed_no_evict, max_utilization or static.",
+    "policy": f"Scheduling policy: {', '.join(POLICIES[:-1])} or {POLICIES[-1]}.",
     "max_batch_size": "Maximum number of sequences per step; at most the engine's.",
     "max_num_sequences": "Maximum number of sequences that hold KV blocks. Default: max_batch_size.",
     "max_num_tokens": "Maximum number of tokens per step; at most the engine's.",

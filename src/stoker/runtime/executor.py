@@ -247,7 +247,7 @@ class Executor:
 
         After a plan, for what a sequence gave up at any time until then may be another's in it.
         """
-        if blocks := self.scheduler.kv_cache.take_poisoned():
+        if blocks := self.scheduler.kv_cache.pop_poisoned():
             self.runner.zero_blocks(blocks)
 
     # Ends.

@@ -1,4 +1,4 @@
-"""Requests and sequences at the level of token ids: what crosses to the executor, what it tracks, and what comes back."""
+"""Requests, sequences and outputs in token ids: the messages to and from the executor, and the state it keeps per sequence."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
 from stoker.core.prefix_lm import BidirectionalPrefix
 
 
+NO_ADAPTER = -1
+
+
 class TokenRequest(msgspec.Struct, kw_only=True):
-    """One client call in token ids. Its `params.n` sequences share the prompt."""
+    """One client call in token ids. Its `params.n` sequences have the same prompt."""
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
     end_ids: tuple[int, ...] = ()  # the model's end ids; empty when ignore_eos
-    priority: int = 0  # lower is sooner
-    timeout_s: float | None = None  # deadline, counted from the executor's receipt
-    cache_salt: str = ""
+    priority: int = 0  # lower values are admitted first
+    timeout_s: float | None = None  # deadline in seconds after the executor received the request
+    cache_salt: str = ""  # sequences share cached blocks only with equal salts
+    adapter: int = NO_ADAPTER  # index of a low-rank adapter of the engine
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """An error that crosses processes."""
+    """An error in a form that can be sent to another process."""
 
     code: str
     message: str
@@ -34,16 +38,16 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one sequence gained since its last output. A finish_reason is set once, in the last one."""
+    """New tokens of one sequence since its previous output. Only the last output of a sequence has a finish_reason."""
 
     request_id: str
     index: int  # which of the request's n sequences
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_id: int | None = None  # the end or stop id that ended it; it is the last of token_ids
+    stop_id: int | None = None  # the end or stop id that ended the sequence, which is the last of token_ids
     logprobs: list[TokenLogprobs] = []
-    cached_tokens: int = 0  # in a sequence's first output: prompt tokens whose KV was reused
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the first output, when asked for
+    cached_tokens: int = 0  # in the first output: prompt tokens whose keys and values came from the cache
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the first output, if requested
     error: ErrorInfo | None = None  # with finish_reason ERROR
 
 
@@ -52,16 +56,16 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
 
     num_waiting: int = 0
     num_running: int = 0  # sequences that hold KV blocks
-    num_paused: int = 0  # preempted and waiting again
+    num_paused: int = 0  # preempted and waiting to be admitted again
     num_blocks: int = 0
-    num_free_blocks: int = 0  # unreferenced; may still hold cached prefixes
-    num_cached_blocks: int = 0  # unreferenced blocks that hold a reusable prefix
+    num_free_blocks: int = 0  # unreferenced blocks, including cached ones
+    num_cached_blocks: int = 0  # unreferenced blocks whose contents can be reused
     tokens_per_block: int = 0
     max_batch_size: int = 0
     num_steps: int = 0
-    num_prefill_tokens: int = 0  # computed, all time
+    num_prefill_tokens: int = 0  # computed since the start
     num_decode_tokens: int = 0
-    num_reused_tokens: int = 0  # prompt tokens served from the prefix index
+    num_reused_tokens: int = 0  # prompt tokens whose keys and values came from the cache
     num_preemptions: int = 0
     num_finished: int = 0
     num_cancelled: int = 0
@@ -71,27 +75,32 @@ class ExecutorStats(msgspec.Struct, kw_only=True):
     last_step_prefill_tokens: int = 0
     last_step_time_s: float = 0.0
     busy_time_s: float = 0.0  # time spent inside steps
-    row_steps: int = 0  # sum of rows over steps; divided by num_steps: mean batch occupancy
+    row_steps: int = 0  # sum of rows over steps; row_steps / num_steps is the mean batch size
     weight_bytes: int = 0
     kv_bytes: int = 0
-    heartbeat_s: float = 0.0  # monotonic clock of the last completed loop
+    heartbeat_s: float = 0.0  # monotonic time at which the last iteration of the step loop ended
+
+
+PrefixRoot = str | tuple[int, str]  # the cache salt, or (adapter, cache salt)
 
 
 class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1  # holds blocks
-    FINISHED = 2  # may still hold blocks: until no planned step contains it
-    LEAVING = 3  # preempted: gives its blocks up, and waits again, once no planned step contains it
+    FINISHED = 2  # holds blocks until no planned step contains it
+    LEAVING = 3  # preempted: holds blocks until no planned step contains it, and then waits again
 
 
 class Sequence:
-    """One token stream: the unit of scheduling and of KV. Plain counters; the schedule is a function of them.
+    """One token stream: the unit of scheduling and of the KV cache. The scheduler decides from its counters.
 
-    `num_computed` counts tokens whose keys and values are written by steps already planned, the one in flight
-    included. `num_pending` counts tokens that planned steps will sample but whose ids have not come back.
+    `num_computed` counts the tokens whose keys and values are written by planned steps, including steps in flight. `num_pending` counts
+    the tokens that planned steps sample and whose ids the host does not know yet.
     """
 
     __slots__ = (
+        "adapter",
+        "announced_key",
         "arrival",
         "bidirectional_prefix",
         "blocks",
@@ -99,7 +108,6 @@ class Sequence:
         "end_ids",
         "fault",
         "finish_reason",
-        "front",
         "grammar",
         "index",
         "max_computed",
@@ -115,6 +123,7 @@ class Sequence:
         "num_prompt",
         "params",
         "prefix",
+        "prefix_root",
         "priority",
         "request",
         "request_id",
@@ -133,10 +142,11 @@ class Sequence:
         self.request_id = request.request_id
         self.index = index
         self.params = request.params
-        self.tokens: list[int] = list(request.prompt_ids)  # prompt and generated ids known on the host
+        self.adapter = request.adapter
+        self.tokens: list[int] = list(request.prompt_ids)  # prompt and generated ids that the host knows
         self.num_prompt = len(self.tokens)
-        self.max_tokens = request.params.max_tokens  # may be lowered to the engine's limit
-        self.min_tokens = request.params.min_tokens  # 0 once its grammar can only end
+        self.max_tokens = request.params.max_tokens  # the scheduler lowers it to the engine's limit
+        self.min_tokens = request.params.min_tokens  # set to 0 when the grammar allows only an end id
         self.end_ids = frozenset(request.end_ids) | frozenset(request.params.stop_token_ids)
         self.priority = request.priority
         self.arrival = arrival
@@ -144,28 +154,30 @@ class Sequence:
         self.status = Status.WAITING
         self.num_computed = 0
         self.num_pending = 0
-        self.num_in_flight = 0  # planned steps not yet committed
-        self.num_cached = 0  # prompt tokens reused at first admission
-        self.num_hashed = 0  # blocks already in the prefix index
+        self.num_in_flight = 0  # planned steps that contain it and are not committed
+        self.num_cached = 0  # prompt tokens reused when it was first admitted
+        self.num_hashed = 0  # blocks that are in the prefix index
         self.blocks: list[int] = []  # the block table
         self.seed = _sequence_seed(request.params.seed, index)
         self.row = -1  # index in the device buffers while it holds blocks
-        self.num_prefill = 0  # tokens known when it was admitted: computed before it samples (again)
-        self.max_computed = 0  # tokens whose keys and values are ever needed: all but the last one; set when it is scheduled
+        self.num_prefill = 0  # tokens known at the last admission, which are computed before it samples
+        self.max_computed = 0  # tokens whose keys and values can be needed: all but the last one; set by Scheduler.add
         self.num_preemptions = 0
-        # Not planned while an id is pending: the grammar or the list of bad words must see it first.
+        # If set, no step is planned while an id is pending: the grammar or the list of bad words needs it first.
         self.waits_for_ids = request.params.guide is not None or bool(request.params.bad_words)
-        self.prefix: Any = request.cache_salt  # the prefix index's entry of its last hashed block; at first, the salt
-        self.bidirectional_prefix: BidirectionalPrefix | None = None  # of a prefix LM's prompt
-        self.grammar: Any = None  # what its guide was compiled to
-        self.front: Any = None  # key of the prompt block that it will add to the prefix index next
-        self.fault: ErrorInfo | None = None  # why no token can be chosen for it, where that is known
+        # Parent of its first block in the prefix index. Only sequences with equal roots share blocks.
+        self.prefix_root: PrefixRoot = request.cache_salt if request.adapter < 0 else (request.adapter, request.cache_salt)
+        self.prefix: Any = self.prefix_root  # entry of its last block in the prefix index, or the root
+        self.bidirectional_prefix: BidirectionalPrefix | None = None  # for a prefix LM
+        self.grammar: Any = None  # the compiled guide
+        self.announced_key: Any = None  # key of the prompt block that it adds to the prefix index next
+        self.fault: ErrorInfo | None = None  # why no token can be sampled, if a sampling feature knows the reason
         self.finish_reason: FinishReason | None = None
-        self.stop_id: int | None = None  # the end or stop id that ended it
+        self.stop_id: int | None = None  # the end or stop id that ended the sequence
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that exist, those not yet read back included."""
+        """All tokens, including those whose ids the host does not know yet."""
         return len(self.tokens) + self.num_pending
 
     @property
@@ -174,7 +186,7 @@ class Sequence:
 
 
 def _sequence_seed(seed: int | None, index: int) -> int:
-    """A sequence's own seed as a signed 64-bit number: each of a request's sequences draws differently."""
+    """Seed of one sequence as a signed 64-bit number. The sequences of a request have different seeds."""
     if seed is None:
         seed = random.getrandbits(64)
     mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64

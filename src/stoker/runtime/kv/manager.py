@@ -1,52 +1,67 @@
-"""Block tables: how a sequence gets, grows, shares and gives back its blocks."""
+"""The KV cache manager: allocates, grows, shares and releases the blocks of sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from stoker.runtime.kv.block_pool import BlockPool
-from stoker.runtime.kv.prefix_index import Key, PrefixIndex, PrefixNode, pack
-from stoker.runtime.request import Sequence
+from stoker.runtime.kv.prefix_index import Key, PrefixIndex, PrefixNode, child_digest, pack
+from stoker.runtime.kv.tiers import NO_TRANSFERS, BlockTransfer, HostTier, Tier
+from stoker.runtime.request import PrefixRoot, Sequence
 
 
 class Match:
-    """What the prefix index holds of a waiting sequence's tokens."""
+    """The cached blocks that a waiting sequence can reuse, and the blocks that it needs besides."""
 
-    __slots__ = ("blocks", "leader", "num_blocks_later", "num_blocks_now", "num_free", "prefix")
+    __slots__ = ("blocks", "host_blocks", "num_blocks_later", "num_blocks_now", "num_free", "prefix", "producer")
 
-    def __init__(self, prefix: PrefixNode | str) -> None:
-        self.blocks: list[int] = []  # blocks to share
-        self.prefix = prefix  # entry of the last of them, or the salt
-        self.leader: Sequence | None = None  # a running sequence that is computing the block that comes next
-        self.num_free = 0  # free blocks once `blocks` are shared
-        self.num_blocks_now = 0  # blocks to allocate for the tokens that exist
-        self.num_blocks_later = 0  # blocks to allocate after those, until the sequence's last token
+    def __init__(self, prefix: PrefixNode | PrefixRoot) -> None:
+        self.blocks: list[int] = []  # device blocks to share
+        self.host_blocks: Seq[int] = ()  # blocks of the host tier to load, which follow `blocks`
+        self.prefix = prefix  # entry of the last of `blocks`, or the root
+        self.producer: Sequence | None = None  # a running sequence that computes the next block
+        self.num_free = 0  # free blocks after `blocks` are shared
+        self.num_blocks_now = 0  # blocks to allocate for the known tokens, including the targets of loads
+        self.num_blocks_later = 0  # blocks to allocate after those, until the last token of the sequence
+
+    @property
+    def num_reused(self) -> int:
+        """Blocks whose tokens need not be computed."""
+        return len(self.blocks) + len(self.host_blocks)
 
 
 class KVCacheManager:
-    """Fills and empties `Sequence.blocks` from a pool of `num_blocks` blocks of `tokens_per_block` tokens.
+    """Manages `Sequence.blocks`, with a pool of `num_blocks` device blocks of `tokens_per_block` tokens and an optional host tier.
 
-    A sequence holds the blocks of all its known tokens from its admission on, and grows by a block when a decode needs one.
-    `num_reserved` is the number of blocks by which the admitted sequences may still grow. Shared blocks are full and are
-    never written again, so they need no copy on write.
+    A sequence holds blocks for all its known tokens from its admission on, and grows by one block when a decode needs it.
+    `num_reserved` is the number of blocks by which the admitted sequences may still grow. Shared blocks are full and are never written
+    again, so that no copy on write is needed.
+
+    With a host tier, evicted contents are offered to it, and a prefix can continue there. `pending_transfers` collects the transfers for
+    the next step plan; each is passed to `end_transfers` when the plan is committed or has failed. A loaded block enters the prefix index
+    with the commit of the sequence's step, like a computed one. Until then the transfer holds a reference to it.
     """
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, *, prefix_reuse: bool) -> None:
+    def __init__(self, num_blocks: int, tokens_per_block: int, *, prefix_reuse: bool, host_tier: HostTier | None = None) -> None:
         self.tokens_per_block = tokens_per_block
         self.index = PrefixIndex(num_blocks) if prefix_reuse else None
-        self.pool = BlockPool(num_blocks, self.index.forget if self.index is not None else None)
+        self.host_tier = host_tier if prefix_reuse else None
+        self.pool = BlockPool(num_blocks, self._evict if self.index is not None else None)
         self.num_reserved = 0
-        self._fronts: dict[Key, Sequence] = {}
-        self._poisoned_in_use: set[int] = set()  # in use
-        self._poisoned_free: list[int] = []  # were distrusted, and nobody refers to them any more
+        self.pending_transfers: list[BlockTransfer] = []
+        self._announced: dict[Key, Sequence] = {}
+        self._poisoned_in_use: set[int] = set()
+        self._poisoned_free: list[int] = []  # without references since the last call of pop_poisoned
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.tokens_per_block)
 
     def match(self, seq: Sequence) -> Match:
-        """What `seq` could share now. At least one of its tokens is left to compute, for there must be logits to sample from.
+        """Find the cached blocks that `seq` can reuse. At least one token remains to be computed, because its logits are needed.
 
-        Sequences that want log-probabilities of their prompt share nothing: each of its positions must be computed.
+        Sequences that request log-probabilities of their prompt reuse nothing: each of their positions must be computed.
         """
-        match = Match(seq.request.cache_salt)
+        match = Match(seq.prefix_root)
         if self.index is not None and seq.params.prompt_logprobs is None:
             self._walk(seq, match, self.index)
         refs = self.pool.refs
@@ -62,34 +77,51 @@ class KVCacheManager:
             key = (match.prefix, pack(seq.tokens[start : start + size]))
             entry = index.find(key)
             if entry is None:
-                match.leader = self._fronts.get(key)
+                match.producer = self._announced.get(key)
+                if match.producer is None and self.host_tier is not None:
+                    match.host_blocks = self._walk_host(seq, match.prefix, start, self.host_tier)
                 return
             match.prefix = entry
             match.blocks.append(entry.block)
 
-    def num_common_blocks(self, seq: Sequence, leader: Sequence) -> int:
-        """How many of the blocks that `leader` computes `seq` can share, from the first token on."""
+    def _walk_host(self, seq: Sequence, prefix: PrefixNode | PrefixRoot, start: int, tier: HostTier) -> list[int]:
+        """The blocks of the host tier that hold the tokens of `seq` from `start` on."""
+        size, blocks = self.tokens_per_block, []
+        parent: PrefixNode | PrefixRoot | bytes = prefix
+        for first in range(start, (len(seq.tokens) - 1) // size * size, size):
+            parent = child_digest(parent, pack(seq.tokens[first : first + size]))
+            if (block := tier.find(parent)) < 0:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_common_blocks(self, seq: Sequence, producer: Sequence) -> int:
+        """The number of blocks from the first token on that `producer` computes and `seq` can share."""
         size = self.tokens_per_block
-        limit = min(len(seq.tokens) - 1, leader.num_prefill) // size
+        limit = min(len(seq.tokens) - 1, producer.num_prefill) // size
         chunks = (slice(i * size, (i + 1) * size) for i in range(limit))
-        return next((i for i, chunk in enumerate(chunks) if seq.tokens[chunk] != leader.tokens[chunk]), limit)
+        return next((i for i, chunk in enumerate(chunks) if seq.tokens[chunk] != producer.tokens[chunk]), limit)
 
     def admit(self, seq: Sequence, match: Match) -> None:
-        """Give `seq` the matched blocks and new ones for the rest of its tokens; the caller saw to it that they are free."""
+        """Give `seq` the matched blocks, and new ones for the rest of its tokens. The caller has checked that enough blocks are free."""
         pool = self.pool
         for block in match.blocks:
-            pool.share(block)
+            pool.acquire(block)
+        if match.host_blocks:
+            self._begin_loads(match.host_blocks)
         seq.blocks = match.blocks + [pool.allocate() for _ in range(match.num_blocks_now)]
         seq.num_hashed = len(match.blocks)
-        seq.num_computed = seq.num_hashed * self.tokens_per_block
+        if match.host_blocks:
+            self._plan_loads(match.host_blocks, seq.blocks[seq.num_hashed : match.num_reused])
+        seq.num_computed = match.num_reused * self.tokens_per_block
         seq.num_prefill = len(seq.tokens)
         seq.prefix = match.prefix
         self.num_reserved += match.num_blocks_later
         if self.index is not None:
-            self._advance_front(seq)
+            self._announce_next_block(seq)
 
     def grow(self, seq: Sequence) -> bool:
-        """One block more; False when none is free."""
+        """Allocate one more block; False if none is free."""
         block = self.pool.allocate()
         if block < 0:
             return False
@@ -98,7 +130,7 @@ class KVCacheManager:
         return True
 
     def trim(self, seq: Sequence, num_tokens: int) -> bool:
-        """Release the blocks after those of the first `num_tokens` tokens; False when there are none."""
+        """Release the blocks after those of the first `num_tokens` tokens; False if there are none."""
         num_blocks = self.num_blocks_for(num_tokens)
         surplus = seq.blocks[num_blocks:]
         for block in reversed(surplus):
@@ -108,7 +140,7 @@ class KVCacheManager:
         return bool(surplus)
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
-        """Index the blocks among the first `num_tokens` tokens, which are computed, committed and known."""
+        """Index the full blocks among the first `num_tokens` tokens, whose ids are known and whose steps are committed."""
         if self.index is None:
             return
         size = self.tokens_per_block
@@ -118,49 +150,96 @@ class KVCacheManager:
             block = seq.blocks[seq.num_hashed + i]
             seq.prefix = self.index.add((seq.prefix, chunks[i * size * 4 : (i + 1) * size * 4]), block)
             if seq.prefix.block == block:
-                self.pool.keep(block)
+                self.pool.mark_reusable(block)
         seq.num_hashed = last
-        if seq.front is not None:  # it is in its prefill, and hasn't retired
-            self._advance_front(seq)
+        if seq.announced_key is not None:  # it is in its prefill and has not retired
+            self._announce_next_block(seq)
 
     def retire(self, seq: Sequence) -> None:
-        """`seq` won't grow any more: it ended, or is preempted."""
+        """`seq` ended or is preempted: it grows no more."""
         self.num_reserved -= self.num_blocks_for(seq.max_computed) - len(seq.blocks)
-        self._drop_front(seq)
+        self._withdraw_announcement(seq)
 
     def release(self, seq: Sequence) -> None:
-        """Take all blocks from `seq`. Its last ones become the oldest, so a prefix is evicted from its end."""
+        """Release all blocks of `seq`, the last ones first, so that a prefix is evicted from its end."""
         release = self.pool.release
         for block in reversed(seq.blocks):
             release(block)
         if self._poisoned_in_use:
-            freed = {block for block in seq.blocks if not self.pool.refs[block]} & self._poisoned_in_use
-            self._poisoned_in_use -= freed
-            self._poisoned_free += freed
+            self._collect_poisoned(seq.blocks)
         seq.blocks = []
 
     def poison(self, blocks: list[int]) -> None:
-        """These blocks in use may hold what is not numbers: no later sequence shares them, and they are to be zeroed."""
+        """Blocks in use that may contain NaN: no other sequence shares them from now on, and `pop_poisoned` returns them once free."""
         for block in blocks:
             if self.index is not None:
                 self.index.forget(block)
-            self.pool.discard(block)
+            self.pool.unmark_reusable(block)
             self._poisoned_in_use.add(block)
 
-    def take_poisoned(self) -> list[int]:
-        """Distrusted blocks that those who referred to them have given up, each once. Zero them before the next step is launched."""
+    def pop_poisoned(self) -> list[int]:
+        """Poisoned blocks that have become free since the last call. They must be zeroed before the next step is launched."""
         freed, self._poisoned_free = self._poisoned_free, []
         return freed
 
-    def _advance_front(self, seq: Sequence) -> None:
-        """Announce the block that `seq` will add to the index next, so that others wait for it instead of computing it too."""
-        self._drop_front(seq)
+    def _collect_poisoned(self, released: Seq[int]) -> None:
+        freed = {block for block in released if not self.pool.refs[block]} & self._poisoned_in_use
+        self._poisoned_in_use -= freed
+        self._poisoned_free += freed
+
+    # Announcements of blocks that are being computed.
+
+    def _announce_next_block(self, seq: Sequence) -> None:
+        """Announce the block that `seq` adds to the index next, so that other sequences wait for it instead of computing it too."""
+        self._withdraw_announcement(seq)
         start = seq.num_hashed * self.tokens_per_block
         if start + self.tokens_per_block <= seq.num_prefill:
-            seq.front = (seq.prefix, pack(seq.tokens[start : start + self.tokens_per_block]))
-            self._fronts.setdefault(seq.front, seq)
+            seq.announced_key = (seq.prefix, pack(seq.tokens[start : start + self.tokens_per_block]))
+            self._announced.setdefault(seq.announced_key, seq)
 
-    def _drop_front(self, seq: Sequence) -> None:
-        if seq.front is not None and self._fronts.get(seq.front) is seq:
-            del self._fronts[seq.front]
-        seq.front = None
+    def _withdraw_announcement(self, seq: Sequence) -> None:
+        if seq.announced_key is not None and self._announced.get(seq.announced_key) is seq:
+            del self._announced[seq.announced_key]
+        seq.announced_key = None
+
+    # Transfers between tiers.
+
+    def pop_transfers(self) -> Seq[BlockTransfer]:
+        """The transfers for the next step plan, in the order in which they must be performed."""
+        if not self.pending_transfers:
+            return NO_TRANSFERS
+        transfers, self.pending_transfers = self.pending_transfers, []
+        return transfers
+
+    def end_transfers(self, transfers: Seq[BlockTransfer], *, succeeded: bool) -> None:
+        """The step plan with these transfers was committed, or failed."""
+        tier = self.host_tier
+        assert tier is not None
+        for transfer in transfers:
+            if transfer.target is Tier.HOST:
+                tier.end_store(transfer.target_block, succeeded=succeeded)
+            else:
+                tier.end_load(transfer.source_block)
+                self.pool.release(transfer.target_block)
+                if self._poisoned_in_use:
+                    self._collect_poisoned([transfer.target_block])
+
+    def _begin_loads(self, host_blocks: Seq[int]) -> None:
+        """Before blocks are allocated: an eviction from the device may make the host tier evict."""
+        assert self.host_tier is not None
+        for block in host_blocks:
+            self.host_tier.begin_load(block)
+
+    def _plan_loads(self, host_blocks: Seq[int], targets: Seq[int]) -> None:
+        for source, target in zip(host_blocks, targets, strict=True):
+            self.pool.acquire(target)  # released by end_transfers
+            self.pending_transfers.append(BlockTransfer(Tier.HOST, source, Tier.DEVICE, target))
+
+    def _evict(self, block: int) -> None:
+        """Forget the contents of an unreferenced block, and offer them to the host tier."""
+        assert self.index is not None
+        if self.host_tier is not None and (node := self.index.node_of(block)) is not None:
+            target = self.host_tier.begin_store(node.digest)
+            if target >= 0:
+                self.pending_transfers.append(BlockTransfer(Tier.DEVICE, block, Tier.HOST, target))
+        self.index.forget(block)

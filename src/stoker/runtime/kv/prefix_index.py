@@ -1,36 +1,60 @@
-"""Which block holds the keys and values of which tokens, as a tree of full blocks."""
+"""The prefix index: token prefix → block of the device, as a tree of full blocks."""
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence as Seq
 
+from stoker.runtime.request import PrefixRoot
+
 
 class PrefixNode:
-    """One full block: its token ids after those of `parent`, which is another PrefixNode or, for a first block, the cache salt."""
+    """One full block. Its token ids follow those of `parent`, which is another PrefixNode or, for a first block, a root."""
 
-    __slots__ = ("block", "chunk", "parent")
+    __slots__ = ("_digest", "block", "chunk", "parent")
 
-    def __init__(self, parent: PrefixNode | str, chunk: bytes, block: int) -> None:
+    def __init__(self, parent: PrefixNode | PrefixRoot, chunk: bytes, block: int) -> None:
         self.parent = parent
         self.chunk = chunk
         self.block = block
+        self._digest = b""
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the root and of all tokens up to the end of the block. It identifies the contents in other tiers."""
+        node: PrefixNode | PrefixRoot = self
+        path: list[PrefixNode] = []
+        while isinstance(node, PrefixNode) and not node._digest:
+            path.append(node)
+            node = node.parent
+        for child in reversed(path):
+            child._digest = child_digest(child.parent, child.chunk)
+        return self._digest
 
 
-Key = tuple[PrefixNode | str, bytes]
+Key = tuple[PrefixNode | PrefixRoot, bytes]
+
+
+def child_digest(parent: PrefixNode | PrefixRoot | bytes, chunk: bytes) -> bytes:
+    """The digest of a block with the packed token ids `chunk` after `parent`, which is a node, a root or the digest of a node."""
+    if isinstance(parent, PrefixNode):
+        parent = parent.digest
+    prefix = parent if isinstance(parent, bytes) else hashlib.sha256(repr(parent).encode()).digest()
+    return hashlib.sha256(prefix + chunk).digest()
 
 
 def pack(token_ids: Seq[int]) -> bytes:
-    """Token ids as bytes, four each: a twelfth of the memory of the integers, and quick to hash."""
+    """Token ids as bytes, four per id: they take a twelfth of the memory of Python integers and are hashed faster."""
     return array("i", token_ids).tobytes()
 
 
 class PrefixIndex:
     """(parent, token ids) → block, for full blocks only.
 
-    The parent stands for everything before it by identity, and token ids are compared as a whole, so two different prefixes
-    are never taken for one another, whatever their hashes. An entry whose parent was evicted can't be found any more; its
-    block is evicted in its turn.
+    The parent is compared by identity and stands for all tokens before the block. Token ids are compared in full, so that different
+    prefixes are never confused, even if their hashes are equal. An entry whose parent was evicted cannot be found any more; its block is
+    evicted when it is the least recently released one.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -44,14 +68,18 @@ class PrefixIndex:
         return self._entries.get(key)
 
     def add(self, key: Key, block: int) -> PrefixNode:
-        """The entry for `key`: a new one that names `block`, or the one there is, which names another block of equal contents."""
+        """Return the entry of `key`. A new entry refers to `block`; an existing one refers to another block with the same contents."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._by_block[block] = PrefixNode(*key, block)
         return entry
 
+    def node_of(self, block: int) -> PrefixNode | None:
+        """The entry that refers to `block`."""
+        return self._by_block[block]
+
     def forget(self, block: int) -> None:
-        """The block is about to hold something else."""
+        """Remove the entry that refers to `block`, whose contents are about to change."""
         entry = self._by_block[block]
         if entry is not None:
             self._by_block[block] = None

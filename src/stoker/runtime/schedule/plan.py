@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from stoker.runtime.kv.tiers import NO_TRANSFERS, BlockTransfer
 from stoker.runtime.request import Sequence
 
 NO_DRAFTS: Seq[int] = ()
@@ -21,11 +22,15 @@ class StepPlan:
     samples[i]: whether the row yields tokens, that is, whether its last token is the newest of the sequence.
     drafts[i]: ids of the draft tokens that follow the newest token; -1 for an id that only the device knows. A row with k drafts
         computes k + 1 tokens and yields 1 to k + 1 tokens: the accepted drafts, and the token sampled after them.
+    adapters: the adapter index of each row, NO_ADAPTER for none; None if no row has an adapter.
+    transfers: copies between tiers of the KV cache, which are performed in order before the step is computed.
     num_decodes: the number of rows that have one new token after a completed prefill.
     num_tokens, num_prefill_tokens: the tokens of all rows, and those of prefill rows.
     """
 
-    __slots__ = ("drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "samples", "sequences", "starts")
+    __slots__ = (
+        "adapters", "drafts", "num_decodes", "num_new", "num_prefill_tokens", "num_tokens", "samples", "sequences", "starts", "transfers",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
@@ -33,6 +38,8 @@ class StepPlan:
         self.num_new: list[int] = []
         self.samples: list[bool] = []
         self.drafts: list[Seq[int]] = []
+        self.adapters: list[int] | None = None
+        self.transfers: Seq[BlockTransfer] = NO_TRANSFERS
         self.num_decodes = 0
         self.num_tokens = 0
         self.num_prefill_tokens = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from stoker.runtime.request import Sequence, Status
+from stoker.runtime.request import NO_ADAPTER, Sequence, Status
 from stoker.runtime.schedule.plan import NO_DRAFTS, StepPlan
 from stoker.runtime.schedule.policies.policy import Demand
 from stoker.runtime.schedule.proposers.proposer import Proposer
@@ -18,34 +18,36 @@ class Planner:
     def __init__(self, running_set: RunningSet, proposer: Proposer, *, max_rows: int, max_num_tokens: int, chunked_prefill: bool) -> None:
         self._running_set = running_set
         self._proposer = proposer
-        self._most_rows = self._max_rows = max_rows
+        self._row_limit = self._max_rows = max_rows
         self._max_num_tokens = max_num_tokens
         self._chunked_prefill = chunked_prefill
 
     def limit_rows(self, count: int) -> None:
-        """At most `count` rows a plan from now on, within max_rows."""
-        self._max_rows = max(min(count, self._most_rows), 1)
+        """Plan at most `count` rows per step from now on, within max_rows."""
+        self._max_rows = max(min(count, self._row_limit), 1)
 
     def fill(self, plan: StepPlan, now: float, *, paused: bool) -> None:
-        """Plan one step, and advance the counters of its sequences. `paused`: admit only those that ran before."""
+        """Plan one step, and advance the counters of its sequences. `paused`: admit only sequences that were preempted."""
         num_holding = self._running_set.num_holding
         prefills, starved = self._decodes(plan)
-        if self._prefills(plan, prefills) and not starved and not self._running_set.stuck:
+        if self._prefills(plan, prefills) and not starved and not self._running_set.admission_blocked:
             self._admissions(plan, num_holding, now, paused)
         if starved and not plan.sequences and not self._running_set.num_leaving:
-            # Every sequence of this turn was preempted. Fewer run now, so the recursion ends.
+            # Every selected sequence was preempted. The running set is smaller now, so the recursion ends.
             self.fill(plan, now, paused=paused)
         elif self._proposer.max_drafts and plan.num_decodes and not starved:
             self._add_drafts(plan)
+        if self._running_set.num_with_adapter:
+            self._add_adapters(plan)
 
     def _decodes(self, plan: StepPlan) -> tuple[list[Sequence], bool]:
-        """Plan the rows that need one token. Returns those whose prefill isn't done, and whether a row had to wait for a block."""
+        """Plan the decodes. Returns the sequences whose prefill is not complete, and whether a decode must wait for a block."""
         sequences, starts = plan.sequences, plan.starts
         prefills: list[Sequence] = []
         starved = False
         size = self._running_set.kv_cache.tokens_per_block
         running = Status.RUNNING
-        for seq in self._turn():
+        for seq in self._select():
             start = seq.num_computed
             if start < seq.num_prefill:
                 prefills.append(seq)
@@ -66,29 +68,29 @@ class Planner:
         plan.drafts = [NO_DRAFTS] * len(sequences)
         return prefills, starved
 
-    def _turn(self) -> Iterable[Sequence]:
-        """The sequences that may compute in this step, at most a step's rows. When more could, those chosen go to the end of the line.
+    def _select(self) -> Iterable[Sequence]:
+        """The running sequences that may compute in this step, at most max_rows. If there are more, the selected ones become the last.
 
-        A prompt that can't be cut keeps its place in the line until it is so far ahead that the step has room for it.
+        A prompt that cannot be chunked keeps its position until the step has room for it after the sequences before it.
         """
         running = self._running_set.running
         if len(running) <= self._max_rows:
             return list(running.values())
-        turn, room = [], self._max_num_tokens
+        selected, room = [], self._max_num_tokens
         for seq in running.values():
-            if seq.num_computed != seq.max_computed and not (seq.num_pending and seq.waits_for_ids) and self._fewest(seq) <= room:
-                turn.append(seq)
-                room -= self._fewest(seq)
-                if len(turn) == self._max_rows:
+            if seq.num_computed != seq.max_computed and not (seq.num_pending and seq.waits_for_ids) and self._min_tokens(seq) <= room:
+                selected.append(seq)
+                room -= self._min_tokens(seq)
+                if len(selected) == self._max_rows:
                     break
-        for seq in turn:
+        for seq in selected:
             running[seq.seq_id] = running.pop(seq.seq_id)
-        return turn
+        return selected
 
     def _prefills(self, plan: StepPlan, prefills: list[Sequence]) -> bool:
-        """Go on with prefills; False when one of them gets nothing, so that no later one overtakes it."""
+        """Continue prefills. Returns False if one of them gets no tokens, so that no waiting sequence overtakes it."""
         for seq in prefills:
-            if seq.status is Status.RUNNING:  # a decode may have taken its blocks
+            if seq.status is Status.RUNNING:  # a decode may have preempted it
                 num_new = self._num_new(seq, seq.num_computed, self._max_num_tokens - plan.num_tokens)
                 if not num_new:
                     return False
@@ -96,24 +98,27 @@ class Planner:
         return True
 
     def _admissions(self, plan: StepPlan, num_holding: int, now: float, paused: bool) -> None:
-        """Admit in order until one doesn't fit. One whose next block is being computed by another waits for it, out of the way."""
-        roster, policy, queue, kv_cache = self._running_set, self._running_set.policy, self._running_set.queue, self._running_set.kv_cache
-        while roster.has_free_row and (seq := queue.peek(preempted_only=paused)) is not None:
+        """Admit in order until a sequence does not fit. A sequence whose next block is being computed is parked until it is indexed."""
+        running_set = self._running_set
+        policy, queue, kv_cache = running_set.policy, running_set.queue, running_set.kv_cache
+        while running_set.has_free_row and (seq := queue.peek(preempted_only=paused)) is not None:
             match = kv_cache.match(seq)
-            if match.leader is not None and not policy.whole_batches:
-                queue.park(seq, match.leader, kv_cache.num_common_blocks(seq, match.leader))
+            if match.producer is not None and not policy.whole_batches:
+                queue.park(seq, match.producer, kv_cache.num_common_blocks(seq, match.producer))
                 continue
             all_rows_taken = len(plan) == self._max_rows
             budget = 0 if all_rows_taken else self._max_num_tokens - plan.num_tokens
-            num_new = self._num_new(seq, len(match.blocks) * kv_cache.tokens_per_block, budget)
-            # With all rows taken a sequence may still get blocks, to take turns with the others.
+            num_new = self._num_new(seq, match.num_reused * kv_cache.tokens_per_block, budget)
+            # If all rows are taken, a sequence may still get blocks and alternate with the others in later steps.
             if not num_new and not all_rows_taken and not policy.whole_batches:
                 return
             demand = Demand(match.num_blocks_now, match.num_blocks_later, match.num_free, kv_cache.num_reserved, num_holding)
             if not policy.admits(demand):
-                roster.stuck = True
+                running_set.admission_blocked = True
                 return
-            roster.admit(seq, match, now)
+            if not num_new:
+                match.host_blocks = ()  # a failed step ends its rows only, so what it loads must belong to one of them
+            running_set.admit(seq, match, now)
             if num_new:
                 _add_prefill(plan, seq, num_new)
 
@@ -148,14 +153,20 @@ class Planner:
         plan.num_tokens += len(drafts)
         return drafts
 
-    def _fewest(self, seq: Sequence) -> int:
-        """The tokens of which a step computes at least as many, when it computes any of `seq`."""
+    def _add_adapters(self, plan: StepPlan) -> None:
+        adapters = [seq.adapter for seq in plan.sequences]
+        if any(adapter != NO_ADAPTER for adapter in adapters):
+            plan.adapters = adapters
+
+    def _min_tokens(self, seq: Sequence) -> int:
+        """The smallest number of tokens that a step which contains `seq` computes for it."""
         return 1 if self._chunked_prefill else max(seq.num_prompt - seq.num_computed, 1)
 
     def _num_new(self, seq: Sequence, start: int, budget: int) -> int:
-        """Of the tokens from `start` on, how many to compute in this step.
+        """The number of tokens from `start` on to compute in this step.
 
-        Without chunked prefill the prompt is never cut. What was generated before a preemption may be: together they can exceed any step.
+        Without chunked prefill the prompt is computed in one step. Tokens that were generated before a preemption may follow in other
+        steps, because prompt and generated tokens together can exceed max_num_tokens.
         """
         num_left = len(seq.tokens) - start
         if num_left <= budget:
@@ -164,7 +175,7 @@ class Planner:
 
 
 def _add_prefill(plan: StepPlan, seq: Sequence, num_new: int) -> None:
-    """A row of the prefill; its last chunk samples the token that follows."""
+    """Add a row with a chunk of a prefill. The last chunk samples the token that follows."""
     samples = seq.num_computed + num_new == seq.num_prefill
     plan.sequences.append(seq)
     plan.starts.append(seq.num_computed)

@@ -1,4 +1,4 @@
-"""Sequences that hold no blocks: new ones, preempted ones, and those that wait for another's prefix."""
+"""The waiting queue: sequences without blocks, which are new, preempted, or parked until another sequence has computed their prefix."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from stoker.runtime.request import Sequence, Status
 
 
 class WaitingQueue:
-    """Ordered by `key`, which is unique for each sequence. Push, pop and park cost O(log n); those that ended meanwhile are skipped."""
+    """Sequences in the order of `key`, which is unique. Push, pop and park cost O(log n). Sequences that ended while waiting are skipped."""
 
-    def __init__(self, key: Callable[[Sequence], tuple]) -> None:
+    def __init__(self, key: Callable[[Sequence], tuple[Any, ...]]) -> None:
         self._key = key
         self._new: list[tuple[Any, Sequence]] = []
         self._preempted: list[tuple[Any, Sequence]] = []
-        self._parked: dict[int, list[tuple[int, Sequence]]] = {}  # by the seq_id waited for: how many of its blocks, and who waits
+        self._parked: dict[int, list[tuple[int, Sequence]]] = {}  # seq_id of the producer → (number of its blocks, sequence)
         self.num_new = 0
         self.num_preempted = 0
         self._num_ended = 0
@@ -31,7 +31,7 @@ class WaitingQueue:
         self._insert(seq)
 
     def peek(self, *, preempted_only: bool = False) -> Sequence | None:
-        """The first that isn't parked, or None."""
+        """The first sequence that is not parked, or None."""
         heap = self._first(preempted_only)
         return heap[0][1] if heap else None
 
@@ -45,28 +45,28 @@ class WaitingQueue:
             self._pop_times.append(now)
 
     def retry_after_s(self, now: float) -> float:
-        """Seconds in which a place is likely: the mean time between recent pops, in [1, 60]."""
+        """Mean time between recent pops in seconds, within [1, 60]: the time after which a new request probably finds room."""
         times = self._pop_times
         return min(60.0, max(1.0, (now - times[0]) / len(times))) if times else 1.0
 
-    def park(self, seq: Sequence, leader: Sequence, num_blocks: int) -> None:
-        """Set `seq`, which `peek` returned, aside until `wake` says that `leader` has indexed so many blocks, or won't."""
+    def park(self, seq: Sequence, producer: Sequence, num_blocks: int) -> None:
+        """Skip `seq`, which `peek` returned, until `wake` reports that `producer` has indexed `num_blocks` blocks or has left."""
         heappop(self._heap(seq))
-        self._parked.setdefault(leader.seq_id, []).append((num_blocks, seq))
+        self._parked.setdefault(producer.seq_id, []).append((num_blocks, seq))
 
-    def wake(self, leader: Sequence, num_blocks: float) -> bool:
-        """Put back what waited for the first `num_blocks` blocks of `leader`; True when there was any."""
-        parked = self._parked.pop(leader.seq_id, [])
-        still = [entry for entry in parked if entry[0] > num_blocks]
-        if still:
-            self._parked[leader.seq_id] = still
-        for wanted, seq in parked:
-            if wanted <= num_blocks:
+    def wake(self, producer: Sequence, num_blocks: float) -> bool:
+        """Reinsert the sequences that are parked for at most `num_blocks` blocks of `producer`; True if there are any."""
+        parked = self._parked.pop(producer.seq_id, [])
+        still_parked = [entry for entry in parked if entry[0] > num_blocks]
+        if still_parked:
+            self._parked[producer.seq_id] = still_parked
+        for required, seq in parked:
+            if required <= num_blocks:
                 self._insert(seq)
-        return len(still) < len(parked)
+        return len(still_parked) < len(parked)
 
     def forget(self, seq: Sequence) -> None:
-        """`seq` ended while it waited. Its entry goes when it comes first, or when half of all entries are such."""
+        """`seq` ended while it waited. Its entry is removed when it is the first one, or when half of all entries are obsolete."""
         self._count(seq, -1)
         self._num_ended += 1
         if self._num_ended > len(self) + 64:
@@ -89,7 +89,7 @@ class WaitingQueue:
             self.num_new += change
 
     def _first(self, preempted_only: bool) -> list[tuple[Any, Sequence]]:
-        """The heap whose head comes first, heads that ended removed."""
+        """The heap with the smaller head, after heads that ended were removed."""
         for heap in (self._new, self._preempted):
             while heap and heap[0][1].status is not Status.WAITING:
                 heappop(heap)

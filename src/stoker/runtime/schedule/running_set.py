@@ -1,4 +1,4 @@
-"""Who holds blocks and a row: how sequences get them, and how they give them up."""
+"""The running set: the sequences that hold blocks and a row of the device buffers."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import math
 from heapq import heappop, heappush
 
 from stoker.runtime.kv.manager import KVCacheManager, Match
-from stoker.runtime.request import Sequence, Status
+from stoker.runtime.request import NO_ADAPTER, Sequence, Status
 from stoker.runtime.schedule.policies.policy import Policy
 from stoker.runtime.schedule.queue import WaitingQueue
 
 
 class RunningSet:
-    """Moves sequences between waiting, running, leaving and gone.
+    """Moves sequences between the states waiting, running, leaving and released.
 
-    Leaving are those that ended or were preempted while a planned step still contains them. They keep their blocks and
-    row until it is committed, so no step ever writes to what another sequence owns.
+    A sequence is leaving if it ended or was preempted while a planned step contains it. It keeps its blocks and its row until the step is
+    committed, so that no step writes to a block or a row that belongs to another sequence.
     """
 
     def __init__(self, kv_cache: KVCacheManager, policy: Policy, num_rows: int) -> None:
         self.kv_cache = kv_cache
         self.policy = policy
         self.queue = WaitingQueue(policy.order)
-        self.running: dict[int, Sequence] = {}  # by seq_id, in the order of their turns
+        self.running: dict[int, Sequence] = {}  # by seq_id; the first ones are selected for the next step
         self.num_leaving = 0
+        self.num_with_adapter = 0  # sequences with a row and an adapter
         self.num_preemptions = 0
         self.num_reused_tokens = 0
-        self.stuck = False  # the next one can't be admitted until something changes here
+        self.admission_blocked = False  # the first waiting sequence did not fit, and nothing was released since then
         self._free_rows = list(range(num_rows))  # a heap
 
     @property
@@ -40,7 +41,7 @@ class RunningSet:
     def enqueue(self, seq: Sequence) -> None:
         seq.status = Status.WAITING
         self.queue.push(seq)
-        self.stuck = False
+        self.admission_blocked = False
 
     def admit(self, seq: Sequence, match: Match, now: float) -> None:
         self.queue.pop(seq, now)
@@ -48,21 +49,23 @@ class RunningSet:
         seq.status = Status.RUNNING
         seq.row = heappop(self._free_rows)
         self.running[seq.seq_id] = seq
+        if seq.adapter != NO_ADAPTER:
+            self.num_with_adapter += 1
         if not seq.num_preemptions:
             seq.num_cached = seq.num_computed
             self.num_reused_tokens += seq.num_cached
 
     def end(self, seq: Sequence) -> None:
-        """`seq` ended, wherever it was."""
+        """`seq` ended while it was waiting or running."""
         status, seq.status = seq.status, Status.FINISHED
         if status is Status.WAITING:
             self.queue.forget(seq)
-            self.stuck = False
+            self.admission_blocked = False
         elif status is Status.RUNNING:
             self._leave(seq)
 
     def grow(self, seq: Sequence) -> bool:
-        """A further block for a decode; False when it must wait for one, or was itself given up."""
+        """Allocate one more block for a decode, preempting others if necessary. False: it must wait, or it was itself preempted."""
         while not self.kv_cache.grow(seq):
             victim = None if self.num_leaving else self.policy.victim(self.running.values())
             if victim is None:
@@ -72,28 +75,30 @@ class RunningSet:
                 return False
         return True
 
-    def settle(self, seq: Sequence) -> None:
-        """Release what a sequence that doesn't run any more holds, unless a planned step contains it."""
+    def release_unplanned(self, seq: Sequence) -> None:
+        """Release the blocks and the row of a leaving sequence, unless a planned step contains it."""
         if seq.num_in_flight or seq.row < 0:
             return
         self.kv_cache.release(seq)
         heappush(self._free_rows, seq.row)
         seq.row = -1
+        if seq.adapter != NO_ADAPTER:
+            self.num_with_adapter -= 1
         self.num_leaving -= 1
-        self.stuck = False
+        self.admission_blocked = False
         if seq.status is Status.LEAVING:
             seq.num_preemptions += 1
             self.enqueue(seq)
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
-        """Its first `num_tokens` tokens are computed and committed: index their blocks, and let those that waited for them look again."""
+        """Index the blocks of the first `num_tokens` tokens, which are computed and committed, and wake the sequences that wait for them."""
         self.kv_cache.register(seq, num_tokens)
         self._wake(seq, seq.num_hashed)
 
     def trim(self, seq: Sequence) -> None:
-        """Release the blocks after those of its known tokens, which rejected drafts took, unless a planned step contains it."""
+        """Release the blocks that rejected drafts occupied after the known tokens, unless a planned step contains the sequence."""
         if not seq.num_in_flight and self.kv_cache.trim(seq, len(seq.tokens)):
-            self.stuck = False
+            self.admission_blocked = False
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
@@ -105,8 +110,8 @@ class RunningSet:
         self.kv_cache.retire(seq)
         self._wake(seq, math.inf)
         self.num_leaving += 1
-        self.settle(seq)
+        self.release_unplanned(seq)
 
-    def _wake(self, leader: Sequence, num_blocks: float) -> None:
-        if self.queue.wake(leader, num_blocks):
-            self.stuck = False
+    def _wake(self, producer: Sequence, num_blocks: float) -> None:
+        if self.queue.wake(producer, num_blocks):
+            self.admission_blocked = False

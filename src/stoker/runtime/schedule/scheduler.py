@@ -1,4 +1,4 @@
-"""The scheduler: a function over the counters of sequences. Plain data in, a StepPlan out."""
+"""The scheduler: plans steps from the counters of sequences, and commits their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence as Seq
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason
 from stoker.runtime.kv.manager import KVCacheManager
-from stoker.runtime.request import Sequence, Status, TokenRequest
+from stoker.runtime.kv.tiers import HostTier
+from stoker.runtime.request import NO_ADAPTER, Sequence, Status, TokenRequest
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
 from stoker.runtime.schedule.planner import Planner
 from stoker.runtime.schedule.policies import POLICIES
@@ -20,15 +21,15 @@ from stoker.runtime.schedule.running_set import RunningSet
 class Scheduler:
     """Decides which sequences compute how many tokens in each step.
 
-    One rule covers prefill, chunked prefill, prefix reuse, decode and recompute after preemption: computed tokens catch up with
-    the tokens a sequence has. plan() may be called again before the plans it returned are committed; then rows go on from tokens
-    whose ids the host doesn't know yet. Plans are committed in order. The blocks and the row of a sequence are given to others
-    only when no planned step contains it.
+    One rule covers prefill, chunked prefill, prefix reuse, decode and recompute after preemption: a step computes tokens that a sequence
+    has and that are not computed. plan() may be called again before earlier plans are committed; rows then continue from tokens whose ids
+    the host does not know yet. Plans are committed in order. The blocks and the row of a sequence are reused only when no planned step
+    contains it.
 
-    Each step: decodes, then unfinished prefills, then admissions in the policy's order. `max_batch_size` limits a step's rows,
-    `max_num_tokens` its tokens, and `max_num_sequences` the sequences that hold blocks; when more hold blocks than fit
-    in a step they take turns. With `num_stages` the sequences are spread over as many steps in flight. Without `chunked_prefill` a
-    prompt is computed in a single step.
+    A step consists of decodes, then unfinished prefills, then admissions in the order of the policy. `max_batch_size` limits the rows of a
+    step, `max_num_tokens` its tokens, and `max_num_sequences` the sequences that hold blocks. If more sequences hold blocks than fit into
+    a step, they alternate. With `num_stages` pipeline stages the sequences are spread over that number of steps in flight. Without
+    `chunked_prefill` a prompt is computed in a single step. `num_adapters` is the number of low-rank adapters that the model has.
     """
 
     def __init__(
@@ -45,11 +46,14 @@ class Scheduler:
         prefix_reuse: bool = True,
         num_stages: int = 1,
         proposer: str = "none",
+        num_adapters: int = 0,
+        host_tier: HostTier | None = None,
     ) -> None:
-        self.kv_cache = KVCacheManager(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse)
+        self.kv_cache = KVCacheManager(num_blocks, tokens_per_block, prefix_reuse=prefix_reuse, host_tier=host_tier)
         self.max_num_tokens = max_num_tokens
         self.max_seq_len = max_seq_len
         self.chunked_prefill = chunked_prefill
+        self.num_adapters = num_adapters
         self._running_set = RunningSet(self.kv_cache, POLICIES.get(policy)(), max_num_sequences or max_batch_size)
         max_rows = min(max_batch_size, max_num_tokens)
         self._proposer = PROPOSERS.get(proposer)()
@@ -58,20 +62,20 @@ class Scheduler:
         )
         self._num_stages = num_stages
         self._in_flight: deque[StepPlan] = deque()
-        self._requests: dict[str, list[Sequence]] = {}  # those that haven't ended
+        self._requests: dict[str, list[Sequence]] = {}  # sequences that have not ended, by request
         self._next_deadline = math.inf
         self._paused = False
 
-    # What the executor asks.
+    # State.
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that never held blocks; max_queue_size bounds them."""
+        """Sequences that have never held blocks. max_queue_size limits them."""
         return self._running_set.queue.num_new
 
     @property
     def num_preempted(self) -> int:
-        """Preempted sequences that wait again."""
+        """Preempted sequences that wait to be admitted again."""
         return self._running_set.queue.num_preempted
 
     @property
@@ -81,45 +85,48 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """All-time count."""
+        """Preemptions since the start."""
         return self._running_set.num_preemptions
 
     @property
     def num_reused_tokens(self) -> int:
-        """Prompt tokens served from the prefix index, all time."""
+        """Prompt tokens reused from the cache since the start."""
         return self._running_set.num_reused_tokens
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that aren't committed."""
+        """Plans that are not committed."""
         return len(self._in_flight)
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to plan or commit. New sequences don't count while admission is paused."""
+        """Whether there is anything to plan or to commit. New sequences do not count while admission is paused."""
         return bool(self.num_running or self.num_preempted or (self.num_waiting and not self._paused))
 
     @property
     def next_deadline(self) -> float:
-        """No sequence's deadline is before this time; infinity when none has one."""
+        """A time before which no deadline passes; infinity if no sequence has a deadline."""
         return self._next_deadline
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def request_ids(self) -> list[str]:
-        """The requests of which a sequence hasn't ended."""
+        """Requests with a sequence that has not ended."""
         return list(self._requests)
 
     def retry_after_s(self, now: float) -> float:
-        """Seconds in which a place in the queue is likely: the mean time between recent admissions, between 1 and 60."""
+        """Seconds after which the queue probably has room: the mean time between recent admissions, from 1 to 60."""
         return self._running_set.queue.retry_after_s(now)
 
     def check(self, request: TokenRequest) -> None:
-        """Raise RequestError for a request that could never run, however long it waited."""
+        """Raise RequestError for a request that can never run."""
         num_prompt, max_tokens = len(request.prompt_ids), request.params.max_tokens
         if not 1 <= num_prompt < self.max_seq_len:
             raise RequestError("prompt_ids", request.prompt_ids, f"a prompt has 1 to {self.max_seq_len - 1} tokens, this one {num_prompt}")
+        if not NO_ADAPTER <= request.adapter < self.num_adapters:
+            limit = f"its indices are 0 to {self.num_adapters - 1}" if self.num_adapters else "it has none"
+            raise RequestError("adapter", request.adapter, f"the engine has no such adapter; {limit}", cure="Use -1 for no adapter.")
         if not self.chunked_prefill and num_prompt > self.max_num_tokens:
             limit = f"without chunked prefill a prompt has at most max_num_tokens={self.max_num_tokens} tokens, this one {num_prompt}"
             raise RequestError(
@@ -128,13 +135,13 @@ class Scheduler:
         num_tokens = min(num_prompt + max_tokens, self.max_seq_len) - 1
         capacity = self.kv_cache.pool.num_blocks * self.kv_cache.tokens_per_block
         if self.kv_cache.num_blocks_for(num_tokens) > self.kv_cache.pool.num_blocks:
-            limit = f"with a prompt of {num_prompt} tokens it needs {num_tokens} places of the KV cache, which has {capacity}"
-            raise RequestError("max_tokens", max_tokens, limit, cure="Ask for fewer tokens, or serve with a larger KV cache.")
+            limit = f"with a prompt of {num_prompt} tokens it needs {num_tokens} token positions of the KV cache, which has {capacity}"
+            raise RequestError("max_tokens", max_tokens, limit, cure="Request fewer tokens, or serve with a larger KV cache.")
 
-    # Sequences come and go.
+    # Sequences.
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence whose request passed `check`. The sequences of one request are added in the order of their index."""
+        """Queue a sequence whose request passed `check`. The sequences of a request are added in the order of their index."""
         seq.max_tokens = min(seq.max_tokens, self.max_seq_len - seq.num_prompt)
         seq.max_computed = seq.num_prompt + seq.max_tokens - 1
         seq.waits_for_ids = seq.waits_for_ids or self._proposer.reads_token_ids
@@ -144,14 +151,14 @@ class Scheduler:
         self._running_set.enqueue(seq)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[Sequence]:
-        """End a request's sequences, or the one at `index`. Returns those that hadn't ended; none when the id is unknown."""
+        """End the sequences of a request, or the one with `index`. Returns those that had not ended; empty if the id is unknown."""
         ended = [seq for seq in self._requests.get(request_id, ()) if index is None or seq.index == index]
         for seq in ended:
             self.end(seq, FinishReason.CANCELLED)
         return ended
 
     def expire(self, now: float) -> list[Sequence]:
-        """End the sequences whose deadline has passed, and return them. Call it before plan()."""
+        """End the sequences whose deadline has passed, and return them. Called before plan()."""
         if now < self._next_deadline:
             return []
         timed = [(seq.deadline, seq) for group in self._requests.values() for seq in group if seq.deadline is not None]
@@ -162,7 +169,7 @@ class Scheduler:
         return ended
 
     def end(self, seq: Sequence, reason: FinishReason, stop_id: int | None = None) -> None:
-        """End one sequence, wherever it is, unless it ended before; what planned steps still sample for it is dropped."""
+        """End a waiting or running sequence, unless it has ended. Tokens that planned steps sample for it are dropped."""
         if seq.status is Status.FINISHED:
             return
         group = self._requests[seq.request_id]
@@ -173,20 +180,21 @@ class Scheduler:
         self._running_set.end(seq)
 
     def pause(self, paused: bool) -> None:
-        """Stop or resume admitting new sequences. Running ones go on, preempted ones included."""
+        """Stop or resume admitting new sequences. Running and preempted sequences continue."""
         self._paused = paused
-        self._running_set.stuck = False
+        self._running_set.admission_blocked = False
 
-    # A step.
+    # Steps.
 
     def plan(self, now: float) -> StepPlan:
-        """The next step; empty when nothing can be computed before a commit or an arrival. `now` is a monotonic clock's time."""
+        """Plan the next step. The plan is empty if nothing can be computed before a commit or an arrival. `now`: monotonic time."""
         plan = StepPlan()
-        if self._num_stages > 1:  # every stage gets its share of the sequences
+        if self._num_stages > 1:  # spread the sequences over the stages
             present = self.num_running + self.num_preempted + self.num_waiting
             self._planner.limit_rows(-(-present // self._num_stages))
         self._planner.fill(plan, now, paused=self._paused)
         if plan.sequences:
+            plan.transfers = self.kv_cache.pop_transfers()
             self._in_flight.append(plan)
         return plan
 
@@ -198,7 +206,9 @@ class Scheduler:
         """
         if len(token_ids) != len(plan):
             raise ValueError(f"token ids of {len(token_ids)} rows for a step of {len(plan)} rows")
-        self._take(plan)
+        self._pop_in_flight(plan)
+        if plan.transfers:
+            self.kv_cache.end_transfers(plan.transfers, succeeded=True)
         outcome = StepOutcome()
         gained, gained_ids = outcome.sequences, outcome.token_ids
         size = self.kv_cache.tokens_per_block
@@ -213,7 +223,7 @@ class Scheduler:
                 if samples:
                     tokens = seq.tokens
                     tokens += ids
-                    num_valid = len(tokens) - 1  # tokens whose keys and values no later step writes again
+                    num_valid = len(tokens) - 1  # tokens whose keys and values no later step overwrites
                     if drafts or not ids or ids[0] in seq.end_ids or num_valid >= seq.max_computed:
                         seq.num_computed -= 1 + len(drafts) - len(ids)
                         ids, reason = _cut_at_end(seq, ids)
@@ -229,14 +239,16 @@ class Scheduler:
                     self.end(seq, reason, ids[-1] if reason is FinishReason.STOP else None)
                     outcome.finished.append(seq)
             if seq.status is not running:
-                self._running_set.settle(seq)
+                self._running_set.release_unplanned(seq)
             elif drafts:
                 self._running_set.trim(seq)
         return outcome
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """The step raised: end its sequences with ERROR and return those that hadn't ended. Nothing it wrote is reused."""
-        self._take(plan)
+        """The step raised: end its sequences with ERROR, and return those that had not ended. No block that it wrote is reused."""
+        self._pop_in_flight(plan)
+        if plan.transfers:
+            self.kv_cache.end_transfers(plan.transfers, succeeded=False)
         for seq in plan.sequences:
             self.kv_cache.poison(seq.blocks[seq.num_hashed :])
         failed = [seq for seq in plan.sequences if seq.status is not Status.FINISHED]
@@ -245,17 +257,17 @@ class Scheduler:
             seq.num_pending -= samples * (1 + len(drafts))
             if seq.status is not Status.FINISHED:
                 self.end(seq, FinishReason.ERROR)
-            self._running_set.settle(seq)
+            self._running_set.release_unplanned(seq)
         return failed
 
-    def _take(self, plan: StepPlan) -> None:
+    def _pop_in_flight(self, plan: StepPlan) -> None:
         if not self._in_flight or self._in_flight[0] is not plan:
-            raise ValueError("plans are committed in the order in which they were made, each once")
+            raise ValueError("plans must be committed once each, in the order in which plan() returned them")
         self._in_flight.popleft()
 
 
 def _cut_at_end(seq: Sequence, ids: list[int]) -> tuple[list[int], FinishReason | None]:
-    """Remove what follows the first of the newest tokens `ids` that ends the sequence. Returns the ids that stay, and why it ends."""
+    """Remove the tokens after the first of the newest tokens `ids` that ends the sequence. Returns the remaining ids and the reason."""
     num_before = len(seq.tokens) - len(ids)
     for num_tokens, token in enumerate(ids, num_before + 1):
         if token in seq.end_ids and num_tokens - seq.num_prompt > seq.min_tokens:

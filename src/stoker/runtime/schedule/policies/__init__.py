@@ -1,14 +1,17 @@
-"""The scheduling policies, by name."""
+"""The scheduling policies by name.
+
+`base.config.POLICIES` is the table of names. Each is a module of this package, whose `POLICY` is the class. Adding a policy takes one file
+here and one row there.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+
+from stoker.base import config
 from stoker.base.registry import Registry
-from stoker.runtime.schedule.policies.guaranteed_no_evict import GuaranteedNoEvict
-from stoker.runtime.schedule.policies.max_utilization import MaxUtilization
 from stoker.runtime.schedule.policies.policy import Policy
-from stoker.runtime.schedule.policies.static import Static
 
 POLICIES: Registry[type[Policy]] = Registry("policy")
-POLICIES.add("guaranteed_no_evict", GuaranteedNoEvict)
-POLICIES.add("max_utilization", MaxUtilization)
-POLICIES.add("static", Static)
+for name in config.POLICIES:
+    POLICIES.add(name, import_module(f"{__name__}.{name}").POLICY)

@@ -1,4 +1,4 @@
-"""guaranteed_no_evict: what was admitted is never preempted."""
+"""guaranteed_no_evict: admitted sequences are never preempted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from stoker.runtime.schedule.policies.policy import Demand, Policy
 
 
 class GuaranteedNoEvict(Policy):
-    """Admit only if every admitted sequence can run to its max_tokens. Steady latency; memory idles when answers end early."""
+    """Admits a sequence only if all admitted ones can reach max_tokens. Steady latency; memory is unused when answers end early."""
 
     def admits(self, demand: Demand) -> bool:
         return demand.fits_to_the_end
+
+
+POLICY = GuaranteedNoEvict

@@ -1,4 +1,4 @@
-"""max_utilization: fill the memory, and preempt when it runs out."""
+"""max_utilization: fill the KV cache, and preempt when no block is free."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from stoker.runtime.schedule.policies.policy import Demand, Policy
 
 
 class MaxUtilization(Policy):
-    """Admit while a sequence's tokens and the block of its next decode fit. Most tokens a second; some are computed twice.
+    """Admits a sequence if its tokens and the block of its next decode fit. Highest throughput; some tokens are computed twice.
 
-    The victim is the last in the order of admission, so the first one always runs, and with it everyone in the end.
+    The sequence that is last in the order of admission is preempted. The first one therefore always runs to its end, and so do all
+    others in turn.
     """
 
     def admits(self, demand: Demand) -> bool:
@@ -19,3 +20,6 @@ class MaxUtilization(Policy):
 
     def victim(self, running: Iterable[Sequence]) -> Sequence | None:
         return max(running, key=self.order, default=None)
+
+
+POLICY = MaxUtilization

@@ -1,4 +1,4 @@
-"""What a scheduling policy decides."""
+"""The interface of scheduling policies."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from stoker.runtime.request import Sequence
 
 
 class Demand:
-    """What admitting a sequence would take, and what there is. Blocks that it shares are counted in no number."""
+    """The blocks that admitting a sequence requires, and those available. Blocks that it shares are not counted."""
 
     __slots__ = ("num_blocks_later", "num_blocks_now", "num_free", "num_holding", "num_reserved")
 
     def __init__(self, num_blocks_now: int, num_blocks_later: int, num_free: int, num_reserved: int, num_holding: int) -> None:
-        self.num_blocks_now = num_blocks_now  # for the tokens it has
+        self.num_blocks_now = num_blocks_now  # for its known tokens
         self.num_blocks_later = num_blocks_later  # after those, until it has max_tokens
-        self.num_free = num_free  # free blocks
+        self.num_free = num_free
         self.num_reserved = num_reserved  # blocks by which the admitted sequences may still grow
         self.num_holding = num_holding  # sequences that held blocks when the planning of this step began
 
     @property
     def fits_to_the_end(self) -> bool:
-        """Every admitted sequence, this one included, can run to its max_tokens without taking a block from another."""
+        """Whether all admitted sequences, including this one, can reach max_tokens without a preemption."""
         return self.num_blocks_now + self.num_blocks_later + self.num_reserved <= self.num_free
 
 
 class Policy(ABC):
-    """Who is next, who may be admitted, who is given up."""
+    """Decides which sequence is admitted next, whether it is admitted now, and which one is preempted."""
 
-    whole_batches = False  # admit a batch at once: beyond the step's tokens, and without waiting for prefixes others compute
+    whole_batches = False  # admit beyond the token limit of the step, and without waiting for prefixes that other sequences compute
 
-    def order(self, seq: Sequence) -> tuple:
-        """Sequences are admitted from the smallest on: by priority, then arrival."""
+    def order(self, seq: Sequence) -> tuple[float, ...]:
+        """The sort key of admission: by priority, then arrival. It is unique per sequence and does not change."""
         return seq.priority, seq.arrival, seq.seq_id
 
     @abstractmethod
     def admits(self, demand: Demand) -> bool:
-        """Whether the next sequence gets blocks now. When not, those behind it wait too, so a large one isn't passed for ever."""
+        """Whether the next sequence gets blocks now. If not, all others wait too, so that a large sequence does not starve."""
 
     def victim(self, running: Iterable[Sequence]) -> Sequence | None:
-        """Who gives its blocks up when a running sequence needs one and none is free; None: nobody."""
+        """The sequence to preempt when a running one needs a block and none is free. None: the running one waits."""
         return None

@@ -1,4 +1,4 @@
-"""static: TensorRT-LLM's V1 batching."""
+"""static: the V1 batching of TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from stoker.runtime.schedule.policies.policy import Demand, Policy
 
 
 class Static(Policy):
-    """Admit a batch when nothing runs, and run it to its end; later arrivals wait for the next batch."""
+    """Admits a batch when nothing runs, and runs it to its end. Later arrivals wait for the next batch."""
 
     whole_batches = True
 
     def admits(self, demand: Demand) -> bool:
         return demand.num_holding == 0 and demand.fits_to_the_end
+
+
+POLICY = Static
