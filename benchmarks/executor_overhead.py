@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/executor_overhead.py [--followers 7]
 
-With followers, as a leader of so many other ranks: each step goes into the ring too, and a follower's side of it, from the ring to the
-tensors of its step, is timed by itself.
+With followers, each step is also published to that number of followers, and the work of a follower, from the record to the tensors of
+its step, is timed separately.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.runtime.worker.inputs import InputBuilder, Packed
+from stoker.runtime.worker.inputs import InputBuilder, PackedStep
 from stoker.runtime.worker.model_runner import StepHandle
-from stoker.runtime.worker_group.shared_memory import Ring, decode, encode_step, step_size
+from stoker.runtime.worker_group.channels.shared_memory import SharedMemoryChannel, SharedMemoryReader
+from stoker.runtime.worker_group.records import decode_record, encode_step, max_step_size
 
 
 class StubRunner:
-    """Builds the inputs as for a model, tells followers, and answers token 7."""
+    """Builds the inputs of each step, publishes it, and returns token 7."""
 
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, max_tokens: int, followers: int) -> None:
         self.inputs, self.theirs = (InputBuilder(num_rows, max_blocks, block_size, torch.device("cpu")) for _ in range(2))
-        self.ring = Ring.create(followers, step_size(max_tokens, num_rows, max_blocks)) if followers else None
+        self.channel = SharedMemoryChannel(followers, max_step_size(max_tokens, num_rows, max_blocks)) if followers else None
+        self.readers = [SharedMemoryReader(self.channel.address, i) for i in range(followers)] if self.channel is not None else []
         self.publish_s = self.follow_s = self.others_s = 0.0  # of the last step: the leader's, a follower's, all followers'
 
     def prepare(self, request: TokenRequest) -> None: ...
@@ -43,23 +45,23 @@ class StubRunner:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         packed = self.inputs.pack(plan)
-        if self.ring is not None:
-            self.tell(self.ring, packed)
+        if self.channel is not None:
+            self.publish(self.channel, packed)
         self.inputs.unpack(packed)
         return StepHandle(packed.sampled, torch.full((len(packed.sampled),), 7, dtype=torch.int32))
 
-    def tell(self, ring: Ring, packed: Packed) -> None:
-        """Publish, and follow as one reader does; the others only turn the page."""
+    def publish(self, channel: SharedMemoryChannel, packed: PackedStep) -> None:
+        """Publish the step, and do the work of one follower. The other readers only release the record."""
         started = time.thread_time()
-        ring.publish(encode_step(packed, True), packed.host.numpy(), lambda: None)
+        channel.publish(encode_step(packed, True), packed.host.numpy(), lambda: None)
         published = time.thread_time()
-        record = decode(ring.take(0, 0.0), self.theirs.buffer)
+        record = decode_record(self.readers[0].receive(0.0), self.theirs.buffer)
         assert record.packed is not None
         self.theirs.unpack(record.packed)
-        ring.release(0)
+        self.readers[0].release()
         self.publish_s, self.follow_s = published - started, time.thread_time() - published
-        for reader in range(1, ring.num_readers):
-            ring.release(reader)
+        for reader in self.readers[1:]:
+            reader.release()
         self.others_s = time.thread_time() - published
 
 
@@ -75,7 +77,7 @@ def measure(rows: int, followers: int = 0, steps: int = 300, input_len: int = 20
     mailbox.submit(random_requests(rows, input_len, steps + 20, 1000))
     for _ in range(10):
         executor.turn(0.0)
-        mailbox.take()
+        mailbox.pop_outputs()
     times, told, followed = [], [], []
     for _ in range(steps):
         started = time.thread_time()  # this thread's own time: other processes don't count
@@ -83,7 +85,7 @@ def measure(rows: int, followers: int = 0, steps: int = 300, input_len: int = 20
         times.append(time.thread_time() - started - runner.others_s)
         told.append(runner.publish_s)
         followed.append(runner.follow_s)
-        mailbox.take()
+        mailbox.pop_outputs()
     times.sort()
     row = {"rows": rows, "median_ms": statistics.median(times) * 1e3, "p95_ms": times[int(0.95 * steps)] * 1e3}
     if followers:

@@ -73,7 +73,7 @@ def gap(executor: Executor, batch: int, context: int, num_steps: int = 32) -> di
     found = break_down(executor, num_steps)
     while executor.is_busy:
         executor.turn(0.0)
-    mailbox.take()
+    mailbox.pop_outputs()
     return {"batch": batch, "context": context, **msgspec.to_builtins(found)}
 
 

@@ -61,7 +61,7 @@ def answers(executor: Executor, asked: list[dict[str, Any]], begin: int) -> list
     executor.turn(0.0)
     while executor.is_busy:
         executor.turn(0.0)
-    for output in mailbox.take():
+    for output in mailbox.pop_outputs():
         found[output.request_id].append(output)
     assert all(outputs[-1].error is None for outputs in found.values())
     return [[token for output in outputs for token in output.token_ids] for outputs in found.values()]

@@ -49,7 +49,7 @@ for params in (SamplingParams(max_tokens=6, ignore_eos=True), SamplingParams(max
         executor.turn(0.0)
         while executor.is_busy:
             executor.turn(0.0)
-        outputs = mailbox.take()
+        outputs = mailbox.pop_outputs()
         assert all(output.error is None for output in outputs)
         assert sum(len(output.token_ids) for output in outputs) == 6 * count
 print(json.dumps({"ready": ready, "end": [counts.cached, counts.compiled]}))

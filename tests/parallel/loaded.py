@@ -27,7 +27,7 @@ def generate(executor: Executor, prompts: list[list[int]], num_new: int, **param
     unfinished = set(names)
     while unfinished:
         executor.turn(0.0)
-        for output in mailbox.take():
+        for output in mailbox.pop_outputs():
             assert output.error is None, output.error
             made[output.request_id] += output.token_ids
             if output.finish_reason is not None:

@@ -29,8 +29,8 @@ from stoker.engine.reader import Engine
 from stoker.runtime.executor import Executor
 from stoker.runtime.request import TokenRequest
 from stoker.runtime.worker.rank import Capacity
-from stoker.runtime.worker_group.leader import Follower, Ranks
-from stoker.runtime.worker_group.shared_memory import NUM_SLOTS
+from stoker.runtime.worker_group.channels.shared_memory import NUM_SLOTS
+from stoker.runtime.worker_group.leader import Follower, WorkerGroup
 
 TWO = Mapping(tensor_parallel=2)
 
@@ -49,8 +49,8 @@ def make(source: Path, out: Path, tokenizer: Path, **more: object) -> None:
     build(source, out, BuildConfig(**asked), verify="none")  # type: ignore[arg-type]
 
 
-def ranks_of(executor: Executor) -> Ranks:
-    assert isinstance(executor._ranks, Ranks)
+def ranks_of(executor: Executor) -> WorkerGroup:
+    assert isinstance(executor._ranks, WorkerGroup)
     return executor._ranks
 
 
@@ -143,17 +143,17 @@ def folder_named_in(error: BaseException) -> Path:
 
 @pytest.mark.parametrize("moment", ["before the ranks meet", "before the leader comes", "once all have loaded"])
 def test_a_rank_that_dies_during_the_start_is_named(engine: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait, states = Ranks.wait, list[str]()
+    wait, states = WorkerGroup.wait, list[str]()
 
-    def kill_after(ranks: Ranks) -> None:
+    def kill_after(ranks: WorkerGroup) -> None:
         wait(ranks)
         states.append("before" if not states else "once all have loaded")
         if moment.startswith(states[-1]):
             ranks._followers[0].process.kill()
-        while moment == "before the leader comes" and ranks._meeting is not None:  # the meeting's host has gone
+        while moment == "before the leader comes" and ranks._rendezvous is not None:  # the meeting's host has gone
             time.sleep(0.01)
 
-    monkeypatch.setattr(Ranks, "wait", kill_after)
+    monkeypatch.setattr(WorkerGroup, "wait", kill_after)
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 1 on cpu was killed by SIGKILL; its log is") as caught:
         load(engine)
@@ -192,7 +192,7 @@ def test_processes_that_started_end_when_another_cannot(tmp_path: Path, monkeypa
     monkeypatch.setattr(Follower, "__init__", first_only)
     model = SimpleNamespace(config=SimpleNamespace(mapping=Mapping(tensor_parallel=3), limits=Limits()), path=tmp_path)
     with pytest.raises(OSError, match="no more processes"):
-        Ranks(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 3)  # type: ignore[arg-type]
+        WorkerGroup(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 3)  # type: ignore[arg-type]
     assert started[0].process.returncode == -signal.SIGKILL
 
 
@@ -202,9 +202,9 @@ def test_closing_does_not_wait_for_a_rank_that_reads_nothing(tmp_path: Path, mon
     sleeper.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeper))
     model = SimpleNamespace(config=SimpleNamespace(mapping=TWO, limits=Limits()), path=tmp_path)
-    ranks = Ranks(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 2)  # type: ignore[arg-type]
+    ranks = WorkerGroup(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 2)  # type: ignore[arg-type]
     for block in range(NUM_SLOTS):
-        ranks.forget([block])
+        ranks.publish_zero_blocks([block])
     closing = threading.Thread(target=ranks.close, daemon=True)
     closing.start()
     closing.join(10)
@@ -287,7 +287,7 @@ def test_worlds_that_do_not_match_are_refused_before_anything_loads(
     engine: Path, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[object] = []
-    monkeypatch.setattr("stoker.runtime.load.Ranks", lambda *given: started.append(given))
+    monkeypatch.setattr("stoker.runtime.load.WorkerGroup", lambda *given: started.append(given))
     monkeypatch.setattr("stoker.runtime.load._load", lambda *given: started.append(given))
     with pytest.raises(ConfigError, match=message):
         load(engine, **settings)

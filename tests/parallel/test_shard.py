@@ -1,12 +1,10 @@
-"""How weights and steps are shared, as arithmetic."""
+"""Sharding of weights, layers and messages, as arithmetic."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,25 +19,24 @@ from stoker.distributed.inbox import Inboxes
 from stoker.distributed.pipeline import stage_layers
 from stoker.layers.shard import Sharding, kv_copies, kv_heads, local_spec, query_heads
 from stoker.quant.format import Layout
-from stoker.runtime.worker.inputs import Packed, Shape
+from stoker.runtime.worker.inputs import PackedStep, Shape
 from stoker.runtime.worker.rank import Capacity
-from stoker.runtime.worker_group.leader import Ranks
-from stoker.runtime.worker_group.shared_memory import END, FORGET, STEP, Ring, decode, encode_step, step_size
+from stoker.runtime.worker_group.leader import WorkerGroup
 
 SIZES = st.integers(1, 9)
 
 
 @given(kv=st.integers(1, 12), group=st.integers(1, 9), size=SIZES)
-def test_every_query_head_is_on_one_rank_beside_its_kv_head(kv: int, group: int, size: int) -> None:
+def test_every_query_head_is_on_one_rank_with_its_kv_head(kv: int, group: int, size: int) -> None:
     seen: list[int] = []
     for rank in range(size):
         queries, keys = query_heads(kv * group, kv, size, rank), kv_heads(kv, size, rank)
         assert len(queries) % len(keys) == 0
-        share = len(queries) // len(keys)
+        group_size = len(queries) // len(keys)
         for i, head in enumerate(queries):
             if head is not None:
                 seen.append(head)
-                assert keys[i // share] == head // group
+                assert keys[i // group_size] == head // group
     assert sorted(seen) == list(range(kv * group))
     held = [head for rank in range(size) for head in kv_heads(kv, size, rank) if head is not None]
     assert sorted(held) == sorted(list(range(kv)) * kv_copies(kv, size))
@@ -53,8 +50,8 @@ def test_heads_of_smollm2_on_two_and_four_ranks() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 40), columns=st.integers(1, 70), size=SIZES, unit=st.sampled_from([1, 2, 4, 8]))
-def test_the_sum_over_ranks_of_their_columns_is_the_whole(rows: int, columns: int, size: int, unit: int) -> None:
-    """Also when groups are ragged, and some ranks get nothing but zeros."""
+def test_row_split_products_sum_to_the_product(rows: int, columns: int, size: int, unit: int) -> None:
+    """Also with incomplete groups, and if some ranks get only zeros."""
     spec = LinearSpec(name="down", in_features=columns, parts=(rows,), split="row")
     sharding = Sharding(size=size, grain=unit)
     weight, x = torch.randn(rows, columns, dtype=torch.float64), torch.randn(columns, dtype=torch.float64)
@@ -72,7 +69,7 @@ def test_the_sum_over_ranks_of_their_columns_is_the_whole(rows: int, columns: in
 
 
 @given(layers=st.integers(1, 100), stages=st.integers(1, 16))
-def test_stages_have_neighbouring_layers_as_many_each(layers: int, stages: int) -> None:
+def test_stages_have_consecutive_layers_of_equal_numbers(layers: int, stages: int) -> None:
     split = [stage_layers(layers, stages, i) for i in range(stages)]
     assert [layer for part in split for layer in part] == list(range(layers))
     assert max(map(len, split)) - min(map(len, split)) <= 1 and len(split[-1]) <= len(split[0])
@@ -82,7 +79,7 @@ def test_stages_have_neighbouring_layers_as_many_each(layers: int, stages: int) 
     ("kib", "ranks", "is_two_shot"),
     [(16, 4, False), (256, 4, True), (4096, 2, False), (32, 8, False), (256, 8, True), (4097, 4, None), (0, 2, None)],
 )
-def test_messages_go_the_way_their_size_allows(kib: int, ranks: int, is_two_shot: bool | None) -> None:
+def test_the_algorithm_of_an_all_reduce_depends_on_the_message_size(kib: int, ranks: int, is_two_shot: bool | None) -> None:
     group = Group()
     assert group.inbox(kib << 10) is None
     group.inboxes = Inboxes([0] * ranks, 0, torch.device("cpu"))
@@ -90,52 +87,16 @@ def test_messages_go_the_way_their_size_allows(kib: int, ranks: int, is_two_shot
     assert (inbox and inbox.is_two_shot) is is_two_shot
 
 
-def test_what_goes_into_the_ring_comes_out_for_every_reader() -> None:
-    """More steps than slots, two readers of different speed, nothing lost, nothing torn."""
-    shape = Shape(tokens=6, rows=2, is_decode=False)
-    packed = Packed(torch.empty(0), shape, 3, 2, 2, 0, 5, 40, False, [], is_prefix_lm=True)
-    size = packed.num_places
-    assert size <= step_size(6, 2, 3)
-    ring = Ring.create(2, step_size(6, 2, 3))
-    found: list[list[object]] = [[], []]
-
-    def read(reader: int) -> None:
-        while True:
-            record = decode(ring.take(reader, 0.0), lambda n: torch.empty(n, dtype=torch.int32))
-            if record.kind == STEP:
-                assert record.packed is not None and record.packed.sizes == packed.sizes and record.all_greedy
-                values = set(record.packed.host.tolist())
-                assert len(values) == 1
-                found[reader].append(values.pop())
-            elif record.kind == FORGET:
-                found[reader].append(record.blocks)
-            ring.release(reader)
-            if record.kind == END:
-                return
-
-    readers = [threading.Thread(target=read, args=(i,)) for i in range(2)]
-    for reader in readers:
-        reader.start()
-    for number in range(50):
-        ring.publish(encode_step(packed, True), np.full(size, number, dtype=np.int32), lambda: None)
-    ring.publish((FORGET, 2), np.array([4, 9], dtype=np.int32), lambda: None)
-    ring.publish((END,), np.empty(0, dtype=np.int32), lambda: None)
-    for reader in readers:
-        reader.join(10)
-    assert found[0] == found[1] == [*range(50), [4, 9]]
-    ring.close()
-
-
 @pytest.mark.parametrize("num_sequences", [1, 8, 4096])
-def test_a_slot_holds_every_padded_step(num_sequences: int, tmp_path: Path) -> None:
-    """Captured steps have more rows than sequences may run, and each has a block table of the longest row's width."""
+def test_a_record_holds_every_padded_step(num_sequences: int, tmp_path: Path) -> None:
+    """Captured steps may have more rows than sequences, and every row has a block table of the largest width."""
     capacity = Capacity(max_batch_size=256, max_num_sequences=num_sequences, max_num_tokens=2048, max_seq_len=1 << 17)
     engine = SimpleNamespace(config=SimpleNamespace(mapping=Mapping(), limits=Limits(tokens_per_block=64)), path=tmp_path)
-    ranks = Ranks(engine, RuntimeConfig(), capacity, [torch.device("cpu")])  # type: ignore[arg-type]  # nobody follows
+    ranks = WorkerGroup(engine, RuntimeConfig(), capacity, [torch.device("cpu")])  # type: ignore[arg-type]  # without followers
     try:
         for rows, tokens in ((8, 2048), (64, 2048), (256, 2048), (256, 256)):
-            packed = Packed(torch.empty(0), Shape(tokens, rows, tokens == rows), 2048, rows, rows, 0, tokens, 1 << 17, True, [])
-            assert packed.num_places <= ranks._ring.slot_size
+            packed = PackedStep(torch.empty(0), Shape(tokens, rows, tokens == rows), 2048, rows, rows, 0, tokens, 1 << 17, True, [])
+            assert packed.buffer_size <= ranks._channel.address.record_size
     finally:
         ranks._closing.set()
         ranks._watcher.join()

@@ -71,7 +71,7 @@ class Driven:
 
     def turn(self) -> None:
         self.executor.turn(0.0)
-        for output in self.mailbox.take():
+        for output in self.mailbox.pop_outputs():
             answer = self.answers[output.request_id, output.index]
             assert answer.reason is None, "an output after the last"
             answer.tokens += output.token_ids

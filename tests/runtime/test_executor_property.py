@@ -209,7 +209,7 @@ class Life:
         self.device.finish_preparing()
         self.executor.turn(0.0)
         self.clock.now += 1.0
-        for output in self.mailbox.take():
+        for output in self.mailbox.pop_outputs():
             key = output.request_id, output.index
             assert key not in self.ends, "an output after the last"
             self.tokens[key] += output.token_ids

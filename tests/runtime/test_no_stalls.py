@@ -105,7 +105,7 @@ class Watched:
         for _ in range(2000):
             with self.watch:  # what a sequence's begin and end do counts too
                 self.executor.turn(0.0)
-            for output in self.mailbox.take():
+            for output in self.mailbox.pop_outputs():
                 outputs[output.request_id].append(output)
             if all(found and found[-1].finish_reason for found in outputs.values()):
                 return outputs

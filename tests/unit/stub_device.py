@@ -89,7 +89,7 @@ class DeviceDrafts(Proposer):
 
 
 class StubHostTier(HostTier):
-    """At most `num_blocks` blocks. The least recently used contents are evicted; `p_decline` is the probability that contents are declined."""
+    """At most `num_blocks` blocks. Evicts the least recently used contents. `p_decline`: probability of declining contents."""
 
     def __init__(self, num_blocks: int, p_decline: float) -> None:
         self.digests: list[bytes | None] = [None] * num_blocks

@@ -326,7 +326,9 @@ def host_tier_scheduler(**changes: int) -> tuple[Scheduler, StubHostTier]:
 
 
 def add_prompt(scheduler: Scheduler, prompt: list[int], max_tokens: int = 1) -> Sequence:
-    seq = Sequence(len(prompt), TokenRequest(request_id=str(prompt), prompt_ids=prompt, params=SamplingParams(max_tokens=max_tokens)), 0, 0.0)
+    seq = Sequence(
+        len(prompt), TokenRequest(request_id=str(prompt), prompt_ids=prompt, params=SamplingParams(max_tokens=max_tokens)), 0, 0.0
+    )
     scheduler.add(seq)
     return seq
 
@@ -354,3 +356,18 @@ def test_a_sequence_without_a_row_in_the_step_loads_nothing() -> None:
     plan = scheduler.plan(0.0)
     assert seq.status is Status.RUNNING and seq not in plan.sequences and seq.num_computed == 0
     assert Tier.HOST not in {transfer.source for transfer in plan.transfers}
+
+
+def test_blocks_of_rejected_drafts_are_released_after_a_later_step_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that rejects drafts is committed while the sequence is in another step, which has no drafts."""
+    scheduler = Scheduler(num_blocks=8, tokens_per_block=2, max_batch_size=1, max_num_tokens=8, max_seq_len=14, proposer="device_drafts")
+    seq = add_prompt(scheduler, [1], max_tokens=12)
+    scheduler.commit(scheduler.plan(0.0), [[5]])
+    monkeypatch.setattr(DeviceDrafts, "propose", lambda self, seq, limit: [-1] * limit)
+    with_drafts = scheduler.plan(0.0)
+    monkeypatch.setattr(DeviceDrafts, "propose", lambda self, seq, limit: [])
+    without_drafts = scheduler.plan(0.0)
+    assert len(with_drafts.drafts[0]) == 7 and not without_drafts.drafts[0]
+    scheduler.commit(with_drafts, [[5]])
+    scheduler.commit(without_drafts, [[5]])
+    assert (len(seq.tokens), len(seq.blocks)) == (4, 2)

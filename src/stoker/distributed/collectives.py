@@ -1,4 +1,4 @@
-"""Groups over torch.distributed: gloo between CPU processes, NCCL between GPUs."""
+"""Groups of torch.distributed: gloo between CPU processes, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from stoker.distributed.group import Group
 
-LOOK = timedelta(seconds=0.5)  # how often one who waits on a CPU asks whether the others live
+CHECK_INTERVAL = timedelta(seconds=0.5)  # between calls of `check` while a CPU waits
 
 
 class ProcessGroup(Group):
-    """Collectives of a torch process group. On a GPU they are queued on the current stream, and may be captured in a graph.
+    """Collectives of a torch process group. On a GPU they are queued on the current stream and may be captured in a CUDA graph.
 
-    On a CPU they end in this call. `check` raises when a rank has failed; it is asked meanwhile, since gloo does not always tell: where a
-    rank asks for data and dies before it is sent, gloo's thread drops the send and who waits for it waits for the group's timeout (6 % of
-    300 ranks that were killed amid all-reduces).
+    On a CPU they block. `check` is called while they wait and raises if a rank has failed, because gloo does not always report it: if a
+    rank requests data and ends before the data is sent, gloo's thread drops the send, and the receiver waits for the timeout of the group
+    (this happened for 6 % of 300 ranks that were killed during all-reduces).
     """
 
     def __init__(self, inner: dist.ProcessGroup, device: torch.device, check: Callable[[], None] = lambda: None) -> None:
@@ -60,8 +60,8 @@ class ProcessGroup(Group):
             work.wait()
             return
         while True:
-            with contextlib.suppress(RuntimeError):  # not ended in time, or ended with an error: told apart below
-                work.wait(LOOK)
+            with contextlib.suppress(RuntimeError):  # not complete in time, or failed: distinguished below
+                work.wait(CHECK_INTERVAL)
                 return
             if work.is_completed():
                 work.wait()
@@ -69,7 +69,7 @@ class ProcessGroup(Group):
             try:
                 self._check()
             except Exception:
-                # gloo's thread goes on waiting, and the end of the group would wait for the thread: the group stays with the process.
+                # gloo's thread keeps waiting, and destroying the group would wait for the thread: keep the group as long as the process.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.inner))
                 raise
 

@@ -1,4 +1,4 @@
-"""A group of ranks that hold one model together. A rank knows its world, not how it was started."""
+"""The interface of a group of ranks, each of which holds a shard of one model."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ class Group:
     rank = 0
     size = 1
     device = torch.device("cpu")
-    inboxes: Inboxes | None = None  # where ranks write into each other's memory; None: they cannot
+    inboxes: Inboxes | None = None  # memory that the peers can write to; None: they cannot
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks, on every rank, bit for bit the same. May overwrite x."""
+        """The sum of x over the ranks, with the same bits on every rank. May overwrite x."""
         return x
 
     def inbox(self, num_bytes: int) -> Inbox | None:
-        """Through which a kernel sums a message of `num_bytes` by itself; None: `all_reduce` does."""
-        return None if self.inboxes is None else self.inboxes.suited(num_bytes)
+        """The inbox through which a kernel sums messages of `num_bytes`. None: use `all_reduce`."""
+        return None if self.inboxes is None else self.inboxes.select(num_bytes)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' x joined along the last axis, on every rank."""
+        """The x of all ranks, concatenated along the last axis, on every rank."""
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x, on every rank. May overwrite x."""
+        """The x of rank 0, on every rank. May overwrite x."""
         return x
 
     def smallest(self, value: int) -> int:
-        """The smallest of the ranks' values, on every rank. Waits for all of them."""
+        """The minimum of the values of all ranks, on every rank. Waits for all ranks."""
         return value
 
 

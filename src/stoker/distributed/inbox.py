@@ -1,11 +1,13 @@
-"""Memory on each rank that its peers write messages into, so that a message is its own signal.
+"""Inboxes: memory of each rank that its peers write to, for all-reduces in which the arrival of data is its own signal.
 
-The scheme is that of TensorRT-LLM's "Lamport" all-reduce, NCCL's LL protocol without flags: an inbox holds a bit pattern that no message
-contains (negative zero, sent as zero), and a reader looks until the pattern is gone. There is no barrier; one trip over NVLink is all.
+The protocol is that of TensorRT-LLM's "Lamport" all-reduce, or NCCL's LL protocol without flags: an inbox is filled with a bit pattern that
+no message contains (negative zero, which is sent as zero), and the receiver polls until the pattern is gone. There is no barrier; the
+latency is that of one write over NVLink.
 
-A unit of a message has three places that it takes in turn. A kernel of turn n reads place n and empties place n - 1. A peer writes there
-again in turn n + 2, which it reaches only after it read what this rank sent in turn n + 1, after the kernel of turn n had ended. Turns are
-counted on the device, one counter a unit, so a captured graph may be replayed any number of times, and messages of different sizes mix.
+Each unit of a message has three buffers, used in rotation. The kernel of turn n reads buffer n and refills buffer n - 1 with the pattern. A
+peer writes to that buffer again in turn n + 2. It reaches turn n + 2 only after it has received what this rank sent in turn n + 1, that is,
+after the kernel of turn n has ended. Turns are counted on the device, with one counter per unit, so that a captured graph can be replayed
+any number of times, and messages of different sizes can be mixed.
 """
 
 from __future__ import annotations
@@ -16,22 +18,23 @@ import torch
 from torch import Tensor
 
 TURNS = 3
-# Negative zero as a 16-bit float, twice. As a float32 it is a number too small to matter.
+# Two 16-bit negative zeros. As a float32, it is too small to change a sum.
 EMPTY = -0x7FFF8000
 UNIT_BYTES = 2048
-# Of a message. More programs than run at once, but every GPU begins them in the same order: none waits for one that cannot begin.
+# Of a message. It has more CTAs than can run at the same time, but every GPU starts them in the same order, so that no CTA waits for one
+# that cannot start.
 MAX_BYTES = 4 << 20
-# One-shot up to so many bytes, then two-shot: one-shot sends everything to everyone, which two ranks do either way. Measured on 2 and 4
-# H200s (benchmarks/results/h200x4_allreduce.json): of 128 and 256 KiB on four, 3.8 and 7.2 µs in one shot, 4.2 and 6.1 in two. Eight ranks
-# were not measured.
+# Largest message of the one-shot algorithm by number of ranks; larger ones use the two-shot algorithm. One-shot sends the whole message to
+# every rank, which is the same for two ranks. Measured on 2 and 4 H200 (benchmarks/results/h200x4_allreduce.json): for 128 and 256 KiB on 4
+# ranks, one-shot takes 3.8 and 7.2 µs, two-shot 4.2 and 6.1 µs. Eight ranks were not measured.
 ONE_SHOT_BYTES = {2: MAX_BYTES, 4: 128 << 10, 8: 64 << 10}
 
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """Places for messages of up to `num_units` units, [TURNS, num_units, num_slots, UNIT_BYTES] on each rank."""
+    """Buffers for messages of up to `num_units` units: [TURNS, num_units, num_slots, UNIT_BYTES] bytes on each rank."""
 
-    addresses: tuple[int, ...]  # where each rank's places begin, as this rank's device sees them
+    addresses: tuple[int, ...]  # of the buffers of each rank, in the address space of this rank's device
     turns: Tensor  # int32 [num_units]
     rank: int
     num_ranks: int
@@ -40,7 +43,7 @@ class Inbox:
 
     @property
     def num_slots(self) -> int:
-        """One for each rank's part, and in a two-shot exchange one for the sum."""
+        """One for the data of each rank, and one for the sum in the two-shot algorithm."""
         return self.num_ranks + self.is_two_shot
 
     @property
@@ -49,27 +52,27 @@ class Inbox:
 
 
 class Inboxes:
-    """One inbox for each way of summing, one after the other in memory of `memory_bytes` on each rank."""
+    """The inboxes of both algorithms, one after the other in `memory_bytes` bytes on each rank."""
 
     def __init__(self, bases: list[int], rank: int, device: torch.device, max_bytes: int = MAX_BYTES) -> None:
-        """`bases`: the address of each rank's memory, which holds EMPTY everywhere before any rank uses it."""
+        """`bases`: the address of the memory of each rank, which must be filled with EMPTY before any rank uses it."""
         self.rank, self.num_ranks, self.max_bytes = rank, len(bases), max_bytes
         self.one_shot_bytes = ONE_SHOT_BYTES[self.num_ranks]
-        made, used = [], 0
+        inboxes, offset = [], 0
         for is_two_shot in (False, True):
             num_units = max_bytes // UNIT_BYTES
             turns = torch.zeros(num_units, dtype=torch.int32, device=device)
-            made.append(Inbox(tuple(base + used for base in bases), turns, rank, self.num_ranks, num_units, is_two_shot))
-            used += made[-1].num_bytes
-        self.one_shot, self.two_shot = made
+            inboxes.append(Inbox(tuple(base + offset for base in bases), turns, rank, self.num_ranks, num_units, is_two_shot))
+            offset += inboxes[-1].num_bytes
+        self.one_shot, self.two_shot = inboxes
 
-    def suited(self, num_bytes: int) -> Inbox | None:
-        """For a message of `num_bytes`, the inbox that serves it sooner; None: it is too big."""
+    def select(self, num_bytes: int) -> Inbox | None:
+        """The inbox of the faster algorithm for a message of `num_bytes`; None if the message is empty or too large."""
         if not 0 < num_bytes <= self.max_bytes:
             return None
         return self.one_shot if num_bytes <= self.one_shot_bytes else self.two_shot
 
 
 def memory_bytes(num_ranks: int, max_bytes: int = MAX_BYTES) -> int:
-    """What a rank's inboxes take: 60 MiB on two ranks, 108 on four, 204 on eight."""
+    """Bytes of the inboxes of one rank: 60 MiB for two ranks, 108 MiB for four, 204 MiB for eight."""
     return TURNS * max_bytes * (2 * num_ranks + 1)

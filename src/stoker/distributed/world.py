@@ -1,9 +1,9 @@
-"""All ranks of one engine, and the groups among them."""
+"""The world: all ranks of one engine, their hosts, and the groups among them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,20 +19,22 @@ from stoker.distributed.pipeline import ALONE, LinkedStage, Stage
 
 log = get_logger(__name__)
 
-# A collective waits so long for a rank. Ranks that die or hang are noticed in seconds, by those who watch them.
+# Timeout of a collective. Ranks that end or hang are detected within seconds by the leader's watch thread.
 TIMEOUT = timedelta(minutes=30)
+LOCAL_HOST = "localhost"
 
 
 @dataclass(slots=True)
 class World:
-    """A rank's place: rank = stage × tensor_parallel + its rank within the stage."""
+    """The position of a rank: rank = stage × tensor_parallel + its rank within the stage."""
 
     rank: int = 0
     size: int = 1
-    tensor: Group = SINGLE  # the ranks that share this stage's layers
+    tensor: Group = SINGLE  # the ranks that hold shards of the layers of this stage
     stage: Stage = ALONE
     everyone: Group = SINGLE
     leader: int = 0  # the rank that plans and samples
+    hosts: tuple[str, ...] = (LOCAL_HOST,)  # of each rank; equal names or addresses are the same host
     _inner: list[dist.ProcessGroup] = field(default_factory=list)
     _is_global: bool = False
 
@@ -40,8 +42,12 @@ class World:
     def is_leader(self) -> bool:
         return self.rank == self.leader
 
+    @property
+    def spans_hosts(self) -> bool:
+        return spans_hosts(self.hosts)
+
     def close(self) -> None:
-        """Leave. Collectives that still wait for others end with an error."""
+        """Leave the groups. Collectives that still wait for other ranks end with an error."""
         for group in self._inner:
             with contextlib.suppress(RuntimeError):
                 group.abort()
@@ -52,8 +58,12 @@ class World:
 ALONE_WORLD = World()
 
 
+def spans_hosts(hosts: Iterable[str]) -> bool:
+    return len(set(hosts)) > 1
+
+
 def leader(mapping: Mapping) -> int:
-    """The rank that plans and samples: the first of the last stage, where the logits are."""
+    """The rank that plans and samples: the first rank of the last stage, which computes the logits."""
     return (mapping.pipeline_parallel - 1) * mapping.tensor_parallel
 
 
@@ -63,60 +73,68 @@ def join(
     mapping: Mapping,
     device: torch.device,
     *,
+    hosts: tuple[str, ...] = (),
     custom_all_reduce: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> World:
-    """Meet the other ranks through `store`, and make the groups. Every rank of `mapping` must call it.
+    """Rendezvous with the other ranks through `store`, and create the groups. Every rank of `mapping` must call it.
 
-    Without `custom_all_reduce`, GPUs sum through NCCL alone. `check` raises when a rank has failed: asked while a CPU waits for others.
+    `hosts`: the host of each rank, by default one host for all. Without `custom_all_reduce`, all-reduces between GPUs use only NCCL.
+    `check` is called while a CPU waits for other ranks, and raises if a rank has failed.
     """
     if mapping.world_size == 1:
         return ALONE_WORLD
     tp, size = mapping.tensor_parallel, mapping.world_size
-    make = _Gloo(store, rank) if device.type == "cpu" else _Nccl(store, rank, size, device)
-    everyone = make("everyone", range(size))
+    hosts = hosts or (LOCAL_HOST,) * size
+    address = hosts[rank] if spans_hosts(hosts) else "127.0.0.1"
+    create = _Gloo(store, rank, address) if device.type == "cpu" else _Nccl(store, rank, size, device)
+    everyone = create("everyone", range(size))
     index = rank // tp
     tensor: Group = SINGLE
     inner = [everyone]
     for stage in range(mapping.pipeline_parallel):
         ranks = range(stage * tp, (stage + 1) * tp)
-        made = make(f"stage{stage}", ranks) if tp > 1 else None
-        if made is not None and rank in ranks:
-            inner.append(made)
-            tensor = _group(made, device, custom_all_reduce, check)
+        members = create(f"stage{stage}", ranks) if tp > 1 else None
+        if members is not None and rank in ranks:
+            inner.append(members)
+            has_peer_memory = custom_all_reduce and not spans_hosts(hosts[member] for member in ranks)
+            tensor = _group(members, device, has_peer_memory, check)
     linked = LinkedStage(everyone, index, mapping.pipeline_parallel, tp) if mapping.pipeline_parallel > 1 else ALONE
-    return World(rank, size, tensor, linked, ProcessGroup(everyone, device, check), leader(mapping), inner, device.type != "cpu")
+    return World(rank, size, tensor, linked, ProcessGroup(everyone, device, check), leader(mapping), hosts, inner, device.type != "cpu")
 
 
-def _group(inner: dist.ProcessGroup, device: torch.device, custom_all_reduce: bool, check: Callable[[], None]) -> Group:
-    if device.type == "cpu" or not custom_all_reduce:
+def _group(inner: dist.ProcessGroup, device: torch.device, has_peer_memory: bool, check: Callable[[], None]) -> Group:
+    if device.type == "cpu" or not has_peer_memory:
         return ProcessGroup(inner, device, check)
     from stoker.distributed.symmetric import SymmetricGroup
 
     try:
         return SymmetricGroup(inner, device)
     except RuntimeError as error:
-        log.warning("peers' memory is not used, and all-reduces go through NCCL: %s", error)
+        log.warning("all-reduces use NCCL, because GPUs cannot access the memory of their peers: %s", error)
         return ProcessGroup(inner, device, check)
 
 
 class _Gloo:
-    """Makes groups of CPU processes on this host's loopback, without torch's global state: a process may be in several worlds."""
+    """Creates groups of CPU processes without torch's global state, so that a process may be in several worlds.
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+    `address`: of the network interface to use, which is the loopback if all ranks are on one host.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, address: str) -> None:
+        self._store, self._rank, self._address = store, rank, address
 
     def __call__(self, name: str, ranks: range) -> Any:
         if self._rank not in ranks:
             return None
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
         options._timeout = TIMEOUT
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self._rank - ranks.start, len(ranks), options)
 
 
 class _Nccl:
-    """Makes groups of GPUs through torch's global state, which symmetric memory needs: one world a process."""
+    """Creates groups of GPUs through torch's global state, which symmetric memory requires: a process is in one world."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)

@@ -1,4 +1,4 @@
-"""Timing an executor on fixed lengths: N requests at once, every token made, nothing detokenized."""
+"""Measures an executor with requests of fixed lengths that are submitted at once, without detokenization."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stoker.runtime.request import TokenRequest
 
 @dataclass(slots=True)
 class BatchRun:
-    """One batch's times, in seconds."""
+    """The times of one batch in seconds."""
 
     num_requests: int
     input_len: int
     output_len: int
     total_s: float = 0.0
     first_token_s: list[float] = field(default_factory=list)
-    turns_s: list[float] = field(default_factory=list)  # each turn of the loop: with overlap, from one step's end to the next's
+    turns_s: list[float] = field(default_factory=list)  # per iteration of the step loop; with overlap, between the ends of two steps
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -30,7 +30,7 @@ class BatchRun:
 
 
 def random_requests(count: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0) -> list[TokenRequest]:
-    """Greedy requests over random ids that run to their full length."""
+    """Greedy requests with random prompts that generate `output_len` tokens each."""
     generator = random.Random(seed)
     params = SamplingParams(max_tokens=output_len, ignore_eos=True)
     return [
@@ -40,7 +40,7 @@ def random_requests(count: int, input_len: int, output_len: int, vocab_size: int
 
 
 def run_batch(executor: Executor, requests: list[TokenRequest], output_len: int) -> BatchRun:
-    """Run all requests, submitted at once, on this thread. Raises StokerError when one fails."""
+    """Submit all requests and run them to their end on this thread. Raises StokerError if one fails."""
     mailbox = executor.mailbox
     assert isinstance(mailbox, SynchronousMailbox)
     result = BatchRun(len(requests), len(requests[0].prompt_ids), output_len)
@@ -53,7 +53,7 @@ def run_batch(executor: Executor, requests: list[TokenRequest], output_len: int)
         now = time.perf_counter()
         result.turns_s.append(now - last)
         last = now
-        for output in mailbox.take():
+        for output in mailbox.pop_outputs():
             if output.request_id not in seen:
                 seen.add(output.request_id)
                 result.first_token_s.append(now - started)

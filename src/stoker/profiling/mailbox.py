@@ -1,4 +1,4 @@
-"""Token ids in bulk on the calling thread: submit requests, turn the executor, collect. What the benchmarks use."""
+"""A mailbox for one thread, which submits requests, runs the step loop and collects outputs: for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
 
 class SynchronousMailbox(Mailbox):
-    """Both ends in one object, for one thread."""
+    """Both ends of the connection in one object."""
 
     def __init__(self, info: ExecutorInfo) -> None:
         self.info = info
@@ -17,15 +17,15 @@ class SynchronousMailbox(Mailbox):
         self.outputs: list[SequenceOutput] = []
 
     def poll(self, timeout_s: float) -> list[Message]:
-        arrived = list(self.messages)
+        messages = list(self.messages)
         self.messages.clear()
-        return arrived
+        return messages
 
     def send(self, outputs: list[SequenceOutput]) -> None:
         self.outputs += outputs
 
     def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
-        raise TypeError("ask the executor itself")
+        raise TypeError("call Executor.snapshot instead")
 
     def close(self, reason: str = "the executor stopped") -> None:
         return
@@ -33,7 +33,7 @@ class SynchronousMailbox(Mailbox):
     def submit(self, requests: list[TokenRequest]) -> None:
         self.messages += [Submit(request) for request in requests]
 
-    def take(self) -> list[SequenceOutput]:
+    def pop_outputs(self) -> list[SequenceOutput]:
         """Outputs since the last call."""
-        taken, self.outputs = self.outputs, []
-        return taken
+        outputs, self.outputs = self.outputs, []
+        return outputs

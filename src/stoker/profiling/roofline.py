@@ -1,4 +1,4 @@
-"""What the products of a step must read and compute: the roofline that kernels are measured against."""
+"""The theoretical floor of the products and of attention in a step: bytes to read and operations to compute."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ _TOKENS, _ROWS = 5, 2  # of the observed step: the number of rows of a product t
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes over the memory bus and operations, at least."""
+    """The minimum of bytes that are read and written, and of operations."""
 
     bytes: float = 0.0
     flops: float = 0.0
-    operand: int = 2  # bytes of what is multiplied
+    operand: int = 2  # bytes of an element of the multiplied operands
 
     def seconds(self, limit: Ceiling) -> float:
-        """The shortest time: memory and arithmetic overlap."""
+        """The theoretical floor. Memory accesses and arithmetic overlap."""
         return max(self.bytes / limit.bytes_per_s, self.flops / limit.flops_per_s.get(self.operand, limit.flops_per_s[2]))
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What of a step decides its work."""
+    """The sizes that determine the work of a step."""
 
     tokens: int
-    rows: int  # with logits
-    keys: int  # that rows attend to, summed
-    pairs: int  # of a query and a key that it sees, summed
+    rows: int  # rows with logits
+    keys: int  # sum over rows of the keys that they attend to
+    pairs: int  # sum over tokens of the keys that they attend to
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One linear of a step, or one projection of all experts."""
+    """One linear, or one projection of all experts."""
 
     label: str
     weight_bytes: int  # of all experts
     params: int  # of one expert
-    row_bytes: int  # in and out
-    of_rows: bool  # those with logits, else all tokens
+    row_bytes: int  # input and output of one row
+    of_rows: bool  # over the rows with logits; otherwise over all tokens
     operand: int
     num_experts: int = 1
     top_k: int = 1
 
     def work(self, step: StepSize) -> Work:
         rows = (step.rows if self.of_rows else step.tokens) * self.top_k
-        read = 1.0 if self.num_experts == 1 else 1.0 - (1.0 - 1.0 / self.num_experts) ** rows  # of the experts, when spread evenly
+        read = 1.0 if self.num_experts == 1 else 1.0 - (1.0 - 1.0 / self.num_experts) ** rows
         return Work(self.weight_bytes * read + rows * self.row_bytes, 2.0 * rows * self.params, self.operand)
 
 
@@ -76,7 +76,7 @@ def products_of(runner: ModelRunner) -> list[Product]:
 
 
 def attention_work(model: ModelConfig, layers: range, tensor_parallel: int, itemsize: int, step: StepSize) -> Work:
-    """Reading each row's keys and values once in every layer, and two products for each pair. Windows are not taken off."""
+    """Reading the keys and values of each row once per layer, and two products per pair. Attention windows are ignored."""
     size = sum(kv_width(model, layer, tensor_parallel) for layer in layers) * itemsize
     return Work(step.keys * size, sum(_pair_flops(model, layer) for layer in layers) / tensor_parallel * step.pairs)
 

@@ -19,7 +19,7 @@ from stoker.profiling.tile_tuning import LinearCase, candidates, time_linear
 MIN_CTAS, MAX_CTAS = 100, 1200  # fewer leave SMs idle; more read the activations too often
 MAX_SHARED_BYTES = 200_000
 
-# (op, dtype) → (op's form of the weight, form of the quantized activations)
+# (op, dtype) → form of the quantized activations or of the weight
 ONE_BYTE_FORMS = {
     ("quantized_linear", "fp8"): "fp8",
     ("quantized_linear", "int8"): "digits",

@@ -1,4 +1,4 @@
-"""Requests on their way to the scheduler: checked, made sequences, and kept aside while something is prepared for them."""
+"""Admission of requests: checks them, creates their sequences, and holds these until their grammar is compiled."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from stoker.base.types import FinishReason
 from stoker.runtime.request import Sequence, Status, TokenRequest
 from stoker.runtime.schedule.scheduler import Scheduler
 
-PREPARE_TIMEOUT_S = 30.0  # a grammar that compiles for longer is refused
+PREPARE_TIMEOUT_S = 30.0  # for the compilation of a grammar
 
 
-class Beginner(Protocol):
-    """The part of a runner that is asked when a sequence begins."""
+class SequenceHooks(Protocol):
+    """The methods of a runner that are called when requests arrive and sequences begin and end."""
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
-        """What must be made before the request's sequences begin, outside the step loop; its result becomes their `grammar`."""
+        """Start to prepare the request outside the step loop. The result of the future becomes `Sequence.grammar`; None: nothing to do."""
 
     def add(self, seq: Sequence) -> None:
-        """A sequence begins; raises RequestError for what the model cannot do."""
+        """A sequence begins. Raises RequestError for a feature that the model does not support."""
 
-    def remove(self, seq: Sequence) -> None: ...
+    def remove(self, seq: Sequence) -> None:
+        """A sequence ended, or `add` raised."""
 
 
 class Admission:
-    """The door. What waits here counts as waiting: for the queue's bound, for cancellation and for deadlines."""
+    """Sequences that are prepared count as waiting: for max_queue_size, cancellation and deadlines."""
 
-    def __init__(self, runner: Beginner, scheduler: Scheduler, max_queue_size: int, *, waits_for_ids: bool = False) -> None:
+    def __init__(self, runner: SequenceHooks, scheduler: Scheduler, max_queue_size: int, *, waits_for_ids: bool = False) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.max_queue_size = max_queue_size
-        self.waits_for_ids = waits_for_ids  # every sequence does
+        self.waits_for_ids = waits_for_ids  # set Sequence.waits_for_ids of every sequence
         self._seq_ids = itertools.count()
-        self._preparing: dict[str, tuple[Future[Any], float, list[Sequence]]] = {}  # by request: since when, and for whom
+        self._preparing: dict[str, tuple[Future[Any], float, list[Sequence]]] = {}  # by request: result, start time, sequences
 
     @property
     def num_preparing(self) -> int:
@@ -50,7 +51,7 @@ class Admission:
         return [*self._preparing, *self.scheduler.request_ids()]
 
     def admit(self, request: TokenRequest) -> None:
-        """Queue the request's sequences, now or when what they need is ready. Raises StokerError; then nothing is kept of it."""
+        """Queue the sequences of the request, now or when they are prepared. If it raises StokerError, the request leaves no state."""
         if request.request_id in self.scheduler or request.request_id in self._preparing:
             raise RequestError("request_id", request.request_id, "a request with this id is in flight", cure="Use a unique id.")
         waiting, now = self.num_waiting, time.monotonic()
@@ -65,7 +66,7 @@ class Admission:
             self._preparing[request.request_id] = (future, now, sequences)
 
     def advance(self) -> list[tuple[Sequence, Exception]]:
-        """Queue the sequences whose preparation is done. Returns those for which it failed, and why."""
+        """Queue the sequences whose preparation is complete. Returns those whose preparation failed, with the error."""
         failed: list[tuple[Sequence, Exception]] = []
         for request_id, (future, since, sequences) in list(self._preparing.items()):
             if not future.done() and time.monotonic() - since <= PREPARE_TIMEOUT_S:
@@ -74,11 +75,11 @@ class Admission:
             try:
                 self._begin_prepared(sequences, future)
             except Exception as error:
-                failed += [(_ended(seq, FinishReason.ERROR), error) for seq in sequences]
+                failed += [(_end(seq, FinishReason.ERROR), error) for seq in sequences]
         return failed
 
     def cancel(self, request_id: str, index: int | None = None) -> list[Sequence]:
-        """End sequences wherever they are; returns those that had not ended."""
+        """End the sequences of a request, or the one with `index`. Returns those that had not ended."""
         return self._drop(request_id, index) + self.scheduler.cancel(request_id, index)
 
     def expire(self, now: float) -> list[Sequence]:
@@ -92,20 +93,20 @@ class Admission:
     def _begin_prepared(self, sequences: list[Sequence], future: Future[Any]) -> None:
         if not future.done():
             future.cancel()
-            limit = f"its grammar is not compiled after {PREPARE_TIMEOUT_S:.0f} s"
+            limit = f"its grammar was not compiled within {PREPARE_TIMEOUT_S:.0f} s"
             raise RequestError("guide.text", sequences[0].params.guide, limit, cure="Simplify it.")
         for seq in sequences:
             seq.grammar = future.result()
         self._begin(sequences)
 
     def _begin(self, sequences: list[Sequence]) -> None:
-        begun: list[Sequence] = []
+        added: list[Sequence] = []
         try:
             for seq in sequences:
-                begun.append(seq)
+                added.append(seq)
                 self.runner.add(seq)
         except BaseException:
-            for seq in begun:
+            for seq in added:
                 self.runner.remove(seq)
             raise
         for seq in sequences:
@@ -118,13 +119,13 @@ class Admission:
         future, _, sequences = self._preparing[request_id]
         dropped = [seq for seq in sequences if index is None or seq.index == index]
         for seq in dropped:
-            sequences.remove(_ended(seq, reason))
+            sequences.remove(_end(seq, reason))
         if not sequences:
             future.cancel()
             del self._preparing[request_id]
         return dropped
 
 
-def _ended(seq: Sequence, reason: FinishReason) -> Sequence:
+def _end(seq: Sequence, reason: FinishReason) -> Sequence:
     seq.status, seq.finish_reason = Status.FINISHED, reason
     return seq

@@ -1,4 +1,4 @@
-"""The kernels of an engine, compiled in its build: the first start finds them, wherever it is."""
+"""Compiles the kernels of an engine during its build, so that no start needs to compile them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Progress = Callable[[str, int, int], None]
 
 
 def compile_kernels(path: Path, progress: Progress) -> None:
-    """Compile what the engine at `path` launches on its target, in parallel, and write it to the engine's kernels.zip.
+    """Compile the kernels that the engine at `path` launches on its target, in parallel, and write them to its kernels.zip.
 
-    Needs Triton, and no GPU. Without a known compute capability, or for a CPU, there is nothing to do. An engine whose kernels can't
-    be listed or compiled is as good without them: that is logged, and its first start compiles.
+    Requires Triton, but no GPU. Does nothing for a CPU or an unknown compute capability. If the kernels cannot be listed or compiled, a
+    warning is logged, and the first start compiles them.
     """
     engine = Engine.open(path)
     capability = target_capability(engine)
@@ -34,7 +34,7 @@ def compile_kernels(path: Path, progress: Progress) -> None:
     try:
         _compile(path, capability, progress)
     except RuntimeError as problem:
-        log.warning("no kernels are compiled ahead, so the first start takes longer: %s", problem)
+        log.warning("kernels were not compiled ahead of time, so the first start takes longer: %s", problem)
 
 
 def _compile(path: Path, capability: int, progress: Progress) -> None:
@@ -50,7 +50,7 @@ def _compile(path: Path, capability: int, progress: Progress) -> None:
 
 
 def target_capability(engine: Engine) -> int | None:
-    """90 for sm_90; None for a CPU, or where the engine is for any GPU and none is here."""
+    """90 for sm_90. None for a CPU, or if the engine is for any GPU and this machine has none."""
     target = engine.config.target
     if target.device != "cuda":
         return None
@@ -69,7 +69,7 @@ def launches(path: Path, capability: int) -> list:
 
     They are listed in a separate process, because Triton's compilation target is process-wide.
 
-    Raises RuntimeError with the end of what that process says.
+    Raises RuntimeError with the last line that the process printed.
     """
     from stoker.kernels.triton.aot.compiler import CompileJob
 
@@ -77,6 +77,6 @@ def launches(path: Path, capability: int) -> list:
     command = [sys.executable, "-m", "stoker.runtime.worker.aot_trace", str(path), str(capability)]
     found = subprocess.run(command, env=variables, capture_output=True)
     if found.returncode:
-        what = found.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise RuntimeError(f"the launches of {path} can't be listed: {''.join(what)}")
+        reason = "".join(found.stderr.decode(errors="replace").strip().splitlines()[-1:])
+        raise RuntimeError(f"the kernel launches of {path} cannot be listed: {reason}")
     return msgspec.json.decode(found.stdout, type=list[CompileJob])

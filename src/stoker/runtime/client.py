@@ -1,7 +1,7 @@
-"""The one way to reach an executor, in this process or another, and the executor's end of it.
+"""The interface between frontends and an executor, in the same process or in different ones.
 
-A frontend holds an `ExecutorClient`: submit token ids, receive outputs, cancel. The executor's loop holds a `Mailbox`: take what
-arrived, send what a step made. Neither can tell which transport joins them.
+A frontend uses an `ExecutorClient` to submit token ids, receive outputs and cancel. The step loop of the executor uses a `Mailbox` to
+receive messages and send outputs. Both are the same for every transport.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
 
 class ExecutorInfo(msgspec.Struct, kw_only=True):
-    """What a frontend must know of an executor to check requests."""
+    """The properties of an executor that a frontend needs to check requests."""
 
     limits: Limits
-    max_seq_len: int  # tokens of one sequence: the engine's limit, the model's positions and the KV cache, the smallest
+    max_seq_len: int  # tokens of one sequence: the minimum of the engine's limit, the model's positions and the KV cache
     vocab_size: int
     device: str
     kv_cache_tokens: int
     model: str  # architecture name
-    step_timeout_s: float = 120.0  # a loop that is silent for so long hangs
+    step_timeout_s: float = 120.0  # a loop that does not answer for this time counts as hung
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
@@ -34,27 +34,27 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):
-    """The client gave up on a request, or on one of its sequences. Unknown ids are to be ignored."""
+    """End a request or one of its sequences. Unknown ids are ignored."""
 
     request_id: str
     index: int | None = None  # None: every sequence
 
 
 class Pause(msgspec.Struct, tag=True, array_like=True):
-    """Stop (or resume) admitting waiting requests."""
+    """Stop or resume admitting waiting requests."""
 
     paused: bool
 
 
 class StatsQuery(msgspec.Struct, tag=True, array_like=True):
-    """Answer with `Mailbox.reply_stats`."""
+    """A request for ExecutorStats, which is answered with `Mailbox.reply_stats`."""
 
     client: str
-    number: int  # the client's count of its queries
+    number: int  # identifies the query of the client
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
-    """End the loop: after the requests it has when draining, else at once."""
+    """End the loop: with `drain` after all present requests, else immediately."""
 
     drain: bool = True
 
@@ -63,39 +63,40 @@ Message = Submit | Cancel | Pause | StatsQuery | Shutdown
 
 
 class Mailbox(ABC):
-    """The executor's end: used from one plain synchronous loop, never from two threads.
+    """The executor's end, for a synchronous loop in one thread.
 
-    Request ids seen here carry the client's name, so that ids of two frontends never collide; outputs go back with the same ids.
-    A client that closes or disappears is turned into a Cancel for each of its requests.
+    Request ids begin with the name of the client, so that ids of different frontends never collide; outputs have the same ids. When a
+    client closes or disappears, `poll` returns a Cancel for each of its requests.
     """
 
     @abstractmethod
     def poll(self, timeout_s: float) -> list[Message]:
-        """What arrived, in order; waits up to `timeout_s` for the first message. 0 never waits."""
+        """Messages in order of arrival. Waits at most `timeout_s` seconds for the first one; 0 does not wait."""
 
     @abstractmethod
     def send(self, outputs: list[SequenceOutput]) -> None:
-        """A step's outputs, delivered in one message to each client concerned. Outputs of clients that left are dropped."""
+        """Send the outputs of a step, in one message per client. Outputs for clients that have left are dropped."""
 
     @abstractmethod
-    def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None: ...
+    def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
+        """Answer a query."""
 
     @abstractmethod
     def close(self, reason: str = "the executor stopped") -> None:
-        """Tell every client; their pending requests end with UnavailableError. Idempotent."""
+        """Close the connections. Pending requests of all clients end with UnavailableError. May be called repeatedly."""
 
 
 class ExecutorClient(ABC):
-    """Submit, stream, cancel. Safe for many concurrent requests of one event loop."""
+    """A frontend's end: submits requests, streams outputs, cancels. For concurrent requests of one event loop."""
 
     info: ExecutorInfo
 
     @abstractmethod
     def generate(self, request: TokenRequest) -> AsyncGenerator[list[SequenceOutput], None]:
-        """Outputs of the request's sequences, a list a wake-up, until each has a finish_reason.
+        """Yield the outputs of the request's sequences, one list per wake-up, until each has a finish_reason.
 
-        Leaving the iterator early (break, cancellation, close) cancels the request within one step. Errors of the
-        request come as outputs with finish_reason ERROR; UnavailableError is raised when the executor is gone.
+        Closing the iterator early (break, cancellation, close) cancels the request within one step. Errors of the request are outputs
+        with finish_reason ERROR. Raises UnavailableError if the executor has ended or hangs.
         """
 
     @abstractmethod
@@ -103,16 +104,18 @@ class ExecutorClient(ABC):
         """End a request, or its sequence `index`, with finish_reason CANCELLED. An unknown id is ignored."""
 
     @abstractmethod
-    async def stats(self) -> ExecutorStats: ...
+    async def stats(self) -> ExecutorStats:
+        """Current statistics. Raises UnavailableError."""
 
     @abstractmethod
     def pause(self, paused: bool) -> None:
-        """Stop (or resume) admitting waiting requests; running ones go on."""
+        """Stop or resume admitting waiting requests. Running requests continue."""
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """False once the executor died or its step loop hangs."""
+        """False if the executor has ended or its step loop hangs."""
 
     @abstractmethod
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Cancel all requests and disconnect."""

@@ -1,4 +1,4 @@
-"""The executor: owns one engine's step loop. Receive → plan → run → commit → emit."""
+"""The executor: the step loop of one engine. Receive messages → plan → launch → commit → send outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import RankError, StokerError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.base.types import FinishReason
-from stoker.runtime.admission import Admission, Beginner
+from stoker.runtime.admission import Admission, SequenceHooks
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Message, Pause, Shutdown, StatsQuery, Submit
 from stoker.runtime.request import ErrorInfo, ExecutorStats, Sequence, SequenceOutput, TokenRequest
 from stoker.runtime.schedule.plan import StepOutcome, StepPlan
@@ -23,43 +23,44 @@ from stoker.runtime.worker.model_runner import StepResult
 
 log = get_logger(__name__)
 
-_NO_TOKEN = ErrorInfo("bad_logits", "no token can be chosen: the logits are not numbers, or every token is banned.")
-_IDLE_POLL_S = 0.5  # an idle loop wakes so often, to beat its heart and look at deadlines
-_PREPARING_POLL_S = 0.002  # one whose requests wait for their grammars looks so often whether one is ready
+_NO_TOKEN = ErrorInfo("bad_logits", "no token can be sampled: the logits are not finite, or every token is banned.")
+_IDLE_POLL_S = 0.5  # an idle loop wakes at this interval for heartbeats and deadlines
+_PREPARING_POLL_S = 0.002  # interval at which an idle loop checks for compiled grammars
 
 
-class Runner(Beginner, Protocol):
-    """What the executor asks of the device side; a stub of it measures the executor alone."""
+class Runner(SequenceHooks, Protocol):
+    """The interface of the device side. Tests and benchmarks of the executor use a stub of it."""
 
     def launch(self, plan: StepPlan) -> Handle: ...
     def zero_blocks(self, blocks: list[int]) -> None: ...
 
 
 class Handle(Protocol):
-    """A step on its way."""
+    """A launched step. `wait` blocks until its results are on the host."""
 
     def wait(self) -> StepResult: ...
 
 
-class Ranks(Protocol):
-    """The processes that hold the rest of the model: `check` and, after an error, `blame` raise RankError when one failed."""
+class FollowerRanks(Protocol):
+    """The follower processes. `check` and, after an error of a step, `check_after_error` raise RankError if one of them has failed."""
 
     num_stages: int
 
     def check(self) -> None: ...
-    def blame(self) -> None: ...
+    def check_after_error(self) -> None: ...
     def close(self) -> None: ...
 
 
 class Executor:
-    """One engine's loop, in one thread. With overlap, a step is planned and launched while the one before it runs.
+    """The step loop of one engine, in one thread. With overlap, a step is planned and launched while the previous one runs.
 
     With pipeline stages, as many steps as there are stages are in flight.
     """
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, mailbox: Mailbox, info: ExecutorInfo, config: RuntimeConfig, ranks: Ranks | None = None
-    ) -> None:
+        self, runner: Runner, scheduler: Scheduler, mailbox: Mailbox, info: ExecutorInfo, config: RuntimeConfig,
+        ranks: FollowerRanks | None = None,
+    ) -> None:  # fmt: skip
         self.runner = runner
         self.scheduler = scheduler
         self.mailbox = mailbox
@@ -74,17 +75,17 @@ class Executor:
         self._num_stages = ranks.num_stages if ranks is not None else 1
         overlapped = 2 if config.overlap and info.device != "cpu" else 1
         self._depth = self._num_stages if self._num_stages > 1 else overlapped
-        # A sequence is in one stage at a time: the first needs the token that the last one chose.
+        # A sequence is in one stage at a time, because the first stage needs the token that the last one samples.
         self.admission = Admission(runner, scheduler, config.max_queue_size, waits_for_ids=self._num_stages > 1)
         self.watchdog = Watchdog(info.step_timeout_s)
         self.step_times = StepTimes()
         self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()
         self._outputs: list[SequenceOutput] = []
-        self._announced: set[int] = set()  # seq_ids whose first output (with cached_tokens) went out
+        self._announced: set[int] = set()  # seq_ids whose first output, which has cached_tokens, was queued
         self._shutdown: Shutdown | None = None
 
     def run(self) -> None:
-        """Loop until shut down. An error of the loop itself is logged, told to every client, and raised."""
+        """Loop until shut down. An error of the loop itself is logged, sent to every client, and raised."""
         reason = "the executor stopped"
         self.watchdog.start()
         try:
@@ -100,17 +101,17 @@ class Executor:
             self.close()
 
     def close(self) -> None:
-        """End the other ranks' processes."""
+        """End the processes of the follower ranks."""
         if self._ranks is not None:
             self._ranks.close()
 
     @property
     def is_busy(self) -> bool:
-        """Whether some sequence waits, runs or is on its way."""
+        """Whether a sequence is waiting, running or being prepared."""
         return bool(self._in_flight) or self.scheduler.has_work or bool(self.admission.num_preparing)
 
     def turn(self, timeout_s: float) -> None:
-        """One iteration: messages, then at most one launch and one commit."""
+        """One iteration: receive messages, launch at most one step, and commit at most one."""
         if self._ranks is not None:
             self._ranks.check()
         busy = bool(self._in_flight) or self.scheduler.has_work
@@ -172,7 +173,7 @@ class Executor:
     def _launch(self, now: float) -> None:
         self._launched = False
         plan = self.scheduler.plan(now)
-        self._clean()
+        self._zero_poisoned_blocks()
         if not plan.sequences:
             return
         started = time.monotonic()
@@ -180,8 +181,8 @@ class Executor:
             with self.watchdog.step(lambda: self._describe(plan)):
                 handle = self.runner.launch(plan)
         except Exception as error:
-            self._blame(error)
-            while self._in_flight:  # plans end in order
+            self._raise_rank_error(error)
+            while self._in_flight:  # plans are committed in order
                 self._commit()
             self._fail(plan, error)
             return
@@ -204,7 +205,7 @@ class Executor:
             self._forget(seq)
 
     def _tokens(self, plan: StepPlan, result: StepResult) -> list[list[int]]:
-        """The ids that each row of the plan yielded. Ends the sequences of rows whose logits are not finite."""
+        """The ids that each row of the plan yielded. Ends the sequences for which no token can be sampled."""
         sampled = iter(result.token_ids)
         token_ids = result.token_ids if all(plan.samples) else [next(sampled) if samples else [] for samples in plan.samples]
         for seq, ids in zip(plan.sequences, token_ids, strict=True):
@@ -215,7 +216,7 @@ class Executor:
         return token_ids
 
     def _emit(self, outcome: StepOutcome, result: StepResult) -> None:
-        """Queue one output for each sequence that gained tokens."""
+        """Queue one output for each sequence with new tokens."""
         outputs, announced = self._outputs, self._announced
         scores = dict(zip((seq.seq_id for seq in result.sequences), result.logprobs, strict=True)) if result.logprobs else {}
         for seq, ids in zip(outcome.sequences, outcome.token_ids, strict=True):
@@ -229,31 +230,31 @@ class Executor:
             outputs.append(output)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
-        """The oldest step raised: its sequences end with an error; the others go on. Without a rank nothing does."""
-        self._blame(error)
+        """The oldest step raised: its sequences end with an error, and the others continue. Raises RankError if a rank failed."""
+        self._raise_rank_error(error)
         log.error("a step of %d rows failed: %r", len(plan), error, exc_info=error)
         for seq in self.scheduler.fail(plan):
             self._finish(seq, ErrorInfo("step_failed", f"the step failed: {error}"))
 
-    def _blame(self, error: Exception) -> None:
-        """Raise RankError when a rank is behind the error of a step: another one, or else this."""
+    def _raise_rank_error(self, error: Exception) -> None:
+        """Raise RankError if the failure of a rank, a follower or this one, is the cause of the error of a step."""
         if self._ranks is not None:
-            self._ranks.blame()
+            self._ranks.check_after_error()
         if isinstance(error, RankError):
             raise error
 
-    def _clean(self) -> None:
-        """Zero what nobody reads any more and may not be numbers: masked places are still multiplied by zero.
+    def _zero_poisoned_blocks(self) -> None:
+        """Zero released blocks that may contain NaN, because attention multiplies masked values by zero.
 
-        After a plan, for what a sequence gave up at any time until then may be another's in it.
+        Called after plan(), which may have given blocks that were released before to other sequences.
         """
         if blocks := self.scheduler.kv_cache.pop_poisoned():
             self.runner.zero_blocks(blocks)
 
-    # Ends.
+    # Ended sequences.
 
     def _finish(self, seq: Sequence, error: ErrorInfo | None = None) -> None:
-        """Emit the last output of a sequence that ended without gaining a token."""
+        """Queue the last output of a sequence that ended without a new token."""
         self._outputs.append(SequenceOutput(seq.request_id, seq.index, [], seq.finish_reason, error=error))
         self._forget(seq)
 
@@ -268,7 +269,7 @@ class Executor:
             case _:
                 self.stats.num_finished += 1
 
-    # Numbers.
+    # Statistics.
 
     def _count(self, plan: StepPlan) -> None:
         stats = self.stats
@@ -281,7 +282,7 @@ class Executor:
         stats.num_prefill_tokens += plan.num_prefill_tokens
 
     def snapshot(self) -> ExecutorStats:
-        """The counters as they are now; a copy, for the loop goes on counting."""
+        """A copy of the current counters."""
         scheduler, stats = self.scheduler, self.stats
         stats.num_waiting = self.admission.num_waiting
         stats.num_running = scheduler.num_running
@@ -294,7 +295,7 @@ class Executor:
         return msgspec.structs.replace(stats)
 
     def _describe(self, plan: StepPlan) -> str:
-        """A step and what is around it, for the log."""
+        """A step and the state of the scheduler, for the log."""
         lines = [
             f"  row {seq.row}: request {seq.request_id}, sequence {seq.index}, tokens {start} to {start + count}"
             for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True)
@@ -308,8 +309,8 @@ class Executor:
 
 
 def _info(error: Exception) -> ErrorInfo:
-    """What the client is told of an error of its request alone."""
+    """The error for the client whose request caused it."""
     if isinstance(error, StokerError):
         return ErrorInfo(error.code, str(error), error.status, getattr(error, "retry_after_s", None))
-    log.error("a request could not begin: %r", error, exc_info=error)
-    return ErrorInfo("internal_error", f"the request could not begin: {error}")
+    log.error("a request could not be started: %r", error, exc_info=error)
+    return ErrorInfo("internal_error", f"the request could not be started: {error}")

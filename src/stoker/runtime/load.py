@@ -1,4 +1,4 @@
-"""From an engine directory to an executor: open, load, size the cache, connect."""
+"""Loads an engine directory and creates its executor."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from stoker.runtime.client import ExecutorInfo, Mailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.schedule.scheduler import Scheduler
 from stoker.runtime.worker.rank import Capacity, load_rank, use_device
-from stoker.runtime.worker_group.leader import Ranks, rank_devices
+from stoker.runtime.worker_group.leader import WorkerGroup, rank_devices
 
 log = get_logger(__name__)
 
-STEP_TIMEOUT_S = {"cuda": 30.0, "cpu": 120.0}  # a CPU computes a prompt of 8192 tokens in about 35 s
+STEP_TIMEOUT_S = {"cuda": 30.0, "cpu": 120.0}  # a prompt of 8192 tokens takes about 35 s on a CPU
 
 
 def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callable[[ExecutorInfo], Mailbox]) -> Executor:
     """Load the engine at `path` and return its executor, ready to run.
 
-    An engine for several ranks gets a process for each but the one that leads, which is this one. `make_mailbox` is called once the
+    For an engine of several ranks, this process is the leader and starts a process for each other rank. `make_mailbox` is called when the
     limits are known. Raises EngineError, ConfigError or RankError.
     """
     started = time.monotonic()
@@ -35,38 +35,38 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
     devices = rank_devices(engine, config)
     _check(engine, config)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
-    ranks = Ranks(engine, config, capacity, devices) if len(devices) > 1 else None
+    ranks = WorkerGroup(engine, config, capacity, devices) if len(devices) > 1 else None
     try:
         executor = _load(engine, config, devices[leader(engine.config.mapping)], ranks, make_mailbox)
     except BaseException as error:
         if ranks is not None:
-            _end(ranks, error)
+            _close_after_error(ranks, error)
         raise
     log.info("%s is ready on %s after %.1f s", Path(path).name, ", ".join(dict.fromkeys(map(str, devices))), time.monotonic() - started)
     return executor
 
 
-def _end(ranks: Ranks, error: BaseException) -> None:
-    """The start failed. Raises RankError when a rank's failure is behind an error that does not say so itself."""
+def _close_after_error(ranks: WorkerGroup, error: BaseException) -> None:
+    """The start failed. Raises RankError if the failure of a rank caused an error of another type."""
     try:
         if isinstance(error, Exception) and not isinstance(error, StokerError):
-            ranks.blame()
+            ranks.check_after_error()
     finally:
         ranks.close()
 
 
 def _check(engine: Engine, config: RuntimeConfig) -> None:
-    """Refuse settings that the engine contradicts."""
+    """Raise ConfigError or EngineError for settings or files that do not match the engine."""
     built = str(engine.kv_dtype).removeprefix("torch.")
     if config.kv_cache_dtype not in (None, "auto", built):
-        asked = config.kv_cache_dtype
-        raise ConfigError(f"kv_cache_dtype={asked} is refused: the engine stores {built}.", cure=f"Build it with --kv-cache-dtype {asked}.")
+        dtype = config.kv_cache_dtype
+        raise ConfigError(f"kv_cache_dtype={dtype} is refused: the engine stores {built}.", cure=f"Build it with --kv-cache-dtype {dtype}.")
     for rank in range(engine.world_size):
         engine.check_rank(rank)
 
 
 def _load(
-    engine: Engine, config: RuntimeConfig, device: torch.device, ranks: Ranks | None, make_mailbox: Callable[[ExecutorInfo], Mailbox]
+    engine: Engine, config: RuntimeConfig, device: torch.device, ranks: WorkerGroup | None, make_mailbox: Callable[[ExecutorInfo], Mailbox]
 ) -> Executor:
     model_config, limits = engine.config.model, engine.config.limits
     use_device(device, config, engine.world_size)
@@ -77,9 +77,9 @@ def _load(
     capacity, size = loaded.capacity, limits.tokens_per_block
     num_blocks = world.everyone.smallest(loaded.num_blocks())
     max_seq_len = min(capacity.max_seq_len, num_blocks * size)
-    whole = model_config.requires_whole_prompt
-    if whole:
-        log.info("prompts of this model are computed whole: without chunked prefill, prefix reuse and captured steps")
+    requires_whole_prompt = model_config.requires_whole_prompt
+    if requires_whole_prompt:
+        log.info("this model computes a prompt in one step: chunked prefill, prefix reuse and CUDA graphs are disabled")
     scheduler = Scheduler(
         num_blocks=num_blocks,
         tokens_per_block=size,
@@ -88,15 +88,15 @@ def _load(
         max_seq_len=max_seq_len,
         max_num_sequences=capacity.max_num_sequences,
         policy=config.policy,
-        chunked_prefill=config.chunked_prefill and not whole,
-        prefix_reuse=config.prefix_reuse and not whole,
+        chunked_prefill=config.chunked_prefill and not requires_whole_prompt,
+        prefix_reuse=config.prefix_reuse and not requires_whole_prompt,
         num_stages=world.stage.num_stages,
     )
     runner = loaded.runner(num_blocks, ranks)
     budget = loaded.budget(num_blocks, runner.warm_up())
     log.info("%s", budget.table())
     _log_kernels(device)
-    world.everyone.smallest(0)  # all are ready
+    world.everyone.smallest(0)  # wait until all ranks are ready
     info = ExecutorInfo(
         limits=limits,
         max_seq_len=max_seq_len,

@@ -11,7 +11,6 @@ import msgspec
 from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
 from stoker.core.prefix_lm import BidirectionalPrefix
 
-
 NO_ADAPTER = -1
 
 

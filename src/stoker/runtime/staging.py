@@ -1,4 +1,4 @@
-"""Numbers on their way between the host and a device, with nobody waiting for them."""
+"""Asynchronous copies between the host and a device."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LEAST = 1 << 16  # bytes: buffers grow seldom, for pinning memory stops the device
-ALIGN = 16  # bytes: kernels are compiled for aligned arguments
+_MIN_BYTES = 1 << 16  # buffers should rarely grow, because pinning memory synchronizes the device
+ALIGN = 16  # bytes; kernels are compiled for aligned arguments
 
 
 class StagingBuffers:
-    """Buffers that steps are copied to the device from: pinned for a GPU, and used again when the step that one was for has ended.
+    """Host buffers from which steps copy to the device, used in rotation. They are pinned if the device is a GPU.
 
-    A step takes one at most.
+    A step uses at most one buffer, and a buffer is reused after the step that used it has ended.
     """
 
     def __init__(self, device: torch.device, num_in_flight: int = 2) -> None:
         self.device = device
-        self._ring = [torch.empty(0, dtype=torch.uint8)] * (num_in_flight + 2)
-        self._turn = 0
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * (num_in_flight + 2)
+        self._current = 0
 
-    def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], of no particular value."""
+    def next_buffer(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], not initialized."""
         if self.device.type != "cuda":
             return torch.empty(num_bytes, dtype=torch.uint8)
-        self._turn = (self._turn + 1) % len(self._ring)
-        if self._ring[self._turn].numel() < num_bytes:
-            self._ring[self._turn] = torch.empty(2 * max(num_bytes, _LEAST), dtype=torch.uint8, pin_memory=True)
-        return self._ring[self._turn][:num_bytes]
+        self._current = (self._current + 1) % len(self._buffers)
+        if self._buffers[self._current].numel() < num_bytes:
+            self._buffers[self._current] = torch.empty(2 * max(num_bytes, _MIN_BYTES), dtype=torch.uint8, pin_memory=True)
+        return self._buffers[self._current][:num_bytes]
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """The arrays on the device, in one copy."""
+        """Copy the arrays to the device, with one copy."""
         starts = [0, *itertools.accumulate(padded(array.nbytes) for array in arrays)]
-        host = self.take(starts[-1])
+        host = self.next_buffer(starts[-1])
         for array, start in zip(arrays, starts, strict=False):
             host.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         device = host.to(self.device, non_blocking=True) if arrays else host
@@ -47,12 +47,12 @@ class StagingBuffers:
 
 
 def padded(num_bytes: int) -> int:
-    """The bytes that a part of a buffer takes, so that the next one is aligned."""
+    """`num_bytes` rounded up so that the next part of a buffer is aligned."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-def fetch(tensor: Tensor) -> Tensor:
-    """`tensor` on its way to the host: not to be read before an event that is recorded after this."""
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Start to copy `tensor` to the host. The result may be read after an event that is recorded after this call."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""How long the last steps took."""
+"""Durations of recent steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-KEPT = 8192
+MAX_RECENT = 8192
 
 
 class StepTime(NamedTuple):
-    """One step: from its launch, or the end of the one before it, until its tokens were on the host."""
+    """One step. Its duration starts at its launch or at the end of the previous step, and ends when its tokens are on the host."""
 
     duration_s: float
     rows: int
@@ -22,15 +22,15 @@ class StepTime(NamedTuple):
 
 
 class StepTimes:
-    """The newest KEPT steps, and the sum of all."""
+    """The newest MAX_RECENT steps, and the total duration of all steps."""
 
     def __init__(self) -> None:
-        self.recent: deque[StepTime] = deque(maxlen=KEPT)
+        self.recent: deque[StepTime] = deque(maxlen=MAX_RECENT)
         self.total_s = 0.0
         self._end = 0.0
 
     def record(self, launched_s: float, rows: int, tokens: int) -> float:
-        """A step that was launched at `launched_s` by the monotonic clock ends now. Returns its duration."""
+        """Record a step that was launched at the monotonic time `launched_s` and ends now. Returns its duration in seconds."""
         now = time.monotonic()
         duration = now - max(launched_s, self._end)
         self._end = now

@@ -1,4 +1,4 @@
-"""A step that hangs is told of once, with all that helps to say why."""
+"""Logs a hung step once, with the scheduler state and the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = get_logger(__name__)
 
 
 class Watchdog:
-    """A thread that looks at what the step loop is doing. Readiness is not its matter: clients see that the loop went silent."""
+    """A thread that observes the step loop. It does not affect readiness: clients detect that the loop does not answer."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.num_hangs = 0
-        self._step: tuple[float, Callable[[], str]] | None = None  # since when, and what describes it
+        self._step: tuple[float, Callable[[], str]] | None = None  # start time, description
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -35,7 +35,7 @@ class Watchdog:
 
     @contextmanager
     def step(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Around what may hang. `describe` is called from another thread while it does."""
+        """Surrounds an operation that may hang. `describe` is called from another thread while it hangs."""
         self._step = (time.monotonic(), describe)
         try:
             yield
@@ -43,13 +43,13 @@ class Watchdog:
             self._step = None
 
     def _watch(self) -> None:
-        told: object = None
+        reported: object = None
         while not self._stop.wait(min(self.timeout_s / 4, 1.0)):
             step = self._step
-            if step is not None and step is not told and time.monotonic() - step[0] > self.timeout_s:
-                told = step
+            if step is not None and step is not reported and time.monotonic() - step[0] > self.timeout_s:
+                reported = step
                 self.num_hangs += 1
-                log.error("a step has not ended after %.1f s.\n%s\n%s", self.timeout_s, _said(step[1]), stacks())
+                log.error("a step has not ended after %.1f s.\n%s\n%s", self.timeout_s, _description(step[1]), stacks())
 
 
 def stacks() -> str:
@@ -60,8 +60,8 @@ def stacks() -> str:
         return file.read().decode(errors="replace")
 
 
-def _said(describe: Callable[[], str]) -> str:
+def _description(describe: Callable[[], str]) -> str:
     try:
         return describe()
-    except Exception as error:  # it reads what the hanging loop was changing
-        return f"its state cannot be read: {error!r}"
+    except Exception as error:  # it reads state that the hung loop was changing
+        return f"the state cannot be read: {error!r}"

@@ -60,7 +60,7 @@ class ExecutorBenchmark:
         self.executor.turn(0.0)
         while self.executor.is_busy:
             self.executor.turn(0.0)
-        self._mailbox.take()
+        self._mailbox.pop_outputs()
 
     @property
     def kernel_counts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Token sequences that are never completed."""
+"""Bad words: token sequences that are never completed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from stoker.runtime.sampling.feature import Ban
 
 
 class BadWords(Ban):
-    """Bans the last token of each listed sequence whenever the ones before it were just generated.
+    """Bans the last token of each listed sequence when the newest tokens are those before it.
 
-    It reads tokens on the host: the scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
+    Reads tokens on the host. The scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
     """
 
     def wants(self, params: SamplingParams) -> bool:

@@ -1,4 +1,4 @@
-"""The seam of sampling features: small objects the sampler iterates over, each with its own state a sequence."""
+"""The interface of sampling features, over which the sampler iterates. Each has its own state per sequence."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence
 
-Pairs = list[tuple[int, Sequence]]  # (row of the logits, sequence) of those that asked for a feature
+Pairs = list[tuple[int, Sequence]]  # (row of the logits, sequence) of the sequences that use a feature
 
 
 class Feature(ABC):
-    """Changes the logits of the sequences that asked for it, before a token is chosen.
+    """Changes the logits of the sequences that use it, before a token is sampled.
 
-    The host's half of a step is `gather`; what it returns goes over in one copy with what the other features need. The device's half,
-    `apply` and `observe`, only launches: it copies nothing from the host and waits for nothing (a Python number stored through an index
-    would do both). State is kept by seq_id, so that preemption and a change of row need no care.
+    `gather` runs on the host; the arrays of all features are copied to the device with one copy. `apply` and `observe` only launch kernels:
+    they must not copy from the host or wait for the device (assigning a Python number through an index does both). State is stored by
+    seq_id, so that preemption and a change of row do not affect it.
     """
 
     @abstractmethod
     def wants(self, params: SamplingParams) -> bool:
-        """Whether a sequence with these parameters needs this feature."""
+        """Whether a sequence with these parameters uses this feature."""
 
     def add(self, seq: Sequence) -> None:
         """A sequence begins."""
@@ -36,26 +36,26 @@ class Feature(ABC):
 
     @abstractmethod
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
-        """What the step needs on the device."""
+        """The arrays that `apply` and `observe` need on the device."""
 
     @abstractmethod
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
-        """Change contiguous logits [L, V] float32 in place; `inputs` are what `gather` returned."""
+        """Change contiguous logits [L, V] float32 in place. `inputs` are the arrays of `gather`, on the device."""
 
     def observe(self, token_ids: Tensor, *inputs: Tensor) -> None:
-        """The step's tokens [L], on the device, before the host knows them."""
+        """Called with the sampled tokens [L], which are on the device."""
         return
 
 
 class Ban(Feature):
-    """A feature that takes tokens out of the choice."""
+    """A feature that bans tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     @abstractmethod
     def banned(self, seq: Sequence) -> Iterable[int]:
-        """What `seq` cannot choose now. Ids beyond the vocabulary can never be chosen anyway."""
+        """The banned ids of the next token. Ids outside the vocabulary are ignored."""
 
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
         size = self.vocab_size

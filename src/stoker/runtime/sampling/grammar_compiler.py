@@ -1,4 +1,4 @@
-"""Guides become grammars: compiled by xgrammar for an engine's vocabulary, in threads outside the step loop."""
+"""Compiles guides to grammars with xgrammar, in threads outside the step loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stoker.runtime.request import TokenRequest
 from stoker.runtime.sampling.json_schema import check_depth, check_schema
 
 THREADS = 2
-WHITESPACE = 1  # between the parts of JSON, at most: models that may indent without end do
+MAX_WHITESPACE = 1  # characters between JSON tokens; without a limit, models may generate whitespace forever
 CACHE_BYTES = 256 << 20  # of compiled grammars
 
-# What a decoder of tokenizer.json does with an entry, and how xgrammar calls that.
+# Type of a decoder in tokenizer.json → xgrammar's name of the vocabulary type.
 KIND_OF_DECODER = {"ByteLevel": "BYTE_LEVEL", "ByteFallback": "BYTE_FALLBACK", "Metaspace": "BYTE_FALLBACK", "Fuse": "RAW"}
 
 
@@ -32,7 +32,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def prepare(self, request: TokenRequest) -> Future[Any]:
-        """The compiled grammar of the request's guide, soon. Raises DependencyError, or RequestError when no id could end the answer."""
+        """Start to compile the guide of the request. Raises DependencyError, or RequestError if no id can end the answer."""
         guide = request.params.guide
         assert guide is not None
         try:
@@ -46,29 +46,29 @@ class Grammars:
         return self._threads.submit(self._compile, guide)
 
     def _compile(self, guide: Guide) -> Any:
-        """Raises RequestError for a grammar that is none."""
+        """Raises RequestError for an invalid guide."""
         try:
             with self._lock:
                 if self._compiler is None:
                     self._compiler = make_compiler(self._engine, self.vocab_size)
             return _compile(self._compiler, guide)
-        except (RuntimeError, ValueError, TypeError) as error:  # what the package raises for every mistake
+        except (RuntimeError, ValueError, TypeError) as error:  # xgrammar raises these for invalid guides
             raise RequestError("guide.text", guide.text, f"{guide.kind} is not accepted: {_first_line(error)}") from None
 
 
 def end_ids(request: TokenRequest) -> list[int]:
-    """The ids that end a guided answer: the model's own, else the request's."""
+    """The ids that end a guided answer: the end ids of the model, or else the stop ids of the request."""
     return list(request.end_ids or request.params.stop_token_ids)
 
 
 def make_compiler(engine: Path, vocab_size: int) -> Any:
-    """A compiler for the engine's tokenizer.json. Raises ConfigError when its texts are not the joined texts of its tokens."""
+    """A compiler for the engine's tokenizer.json. Raises ConfigError if the text of tokens is not the concatenation of their texts."""
     import tokenizers
     import xgrammar
 
     core = tokenizers.Tokenizer.from_file(str(engine / "tokenizer.json"))
     special = {token for token, added in core.get_added_tokens_decoder().items() if added.special}
-    texts = [""] * vocab_size  # an empty entry is never part of an answer
+    texts = [""] * vocab_size  # tokens with empty text are never allowed
     for text, token in core.get_vocab(with_added_tokens=True).items():
         if token < vocab_size and token not in special:
             texts[token] = text
@@ -84,16 +84,16 @@ def _kind_of(decoder: dict[str, Any] | None) -> str:
         if name in names:
             return kind
     found = ", ".join(names) or "no decoder"
-    raise ConfigError(f"answers of this engine cannot be guided: its tokenizer ({found}) does not simply join its tokens.")
+    raise ConfigError(f"answers of this engine cannot be guided: its tokenizer ({found}) does not concatenate the texts of tokens.")
 
 
 def _compile(compiler: Any, guide: Guide) -> Any:
     match guide.kind:
         case "json":
-            return compiler.compile_json_schema("true", max_whitespace_cnt=WHITESPACE)
+            return compiler.compile_json_schema("true", max_whitespace_cnt=MAX_WHITESPACE)
         case "json_schema":
             check_schema(guide.text)
-            return compiler.compile_json_schema(guide.text, max_whitespace_cnt=WHITESPACE)
+            return compiler.compile_json_schema(guide.text, max_whitespace_cnt=MAX_WHITESPACE)
         case "regex":
             return compiler.compile_regex(guide.text)
         case "grammar":
@@ -118,6 +118,6 @@ def _literal(text: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """The package's message without its time and source file."""
+    """The message of xgrammar without time and source file."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     return line.partition("] ")[2].partition(": ")[2].rstrip(".") if line.startswith("[") and "] /" in line else line.rstrip(".")

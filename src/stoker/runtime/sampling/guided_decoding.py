@@ -1,4 +1,4 @@
-"""Answers that must match a grammar: what it does not allow next is never drawn."""
+"""Guided decoding: bans the tokens that the grammar of a sequence does not allow next."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stoker.runtime.request import ErrorInfo, Sequence
 from stoker.runtime.sampling.feature import Feature, Pairs
 from stoker.runtime.sampling.grammar_compiler import end_ids
 
-# For one token, CPU seconds of the step loop: every other request waits meanwhile. Plain schemas take under a millisecond; what
-# ((a{1,50}){1,50}){1,50} takes grows with each token, to 1.1 s at the seventieth.
-MOST_S = 0.5
+# CPU seconds per token and sequence, during which all other requests wait. Common schemas take less than a millisecond. The time for
+# ((a{1,50}){1,50}){1,50} grows with each token, to 1.1 s for the 70th.
+MAX_MATCH_S = 0.5
 
 
 class _Match:
-    """How far a sequence's grammar has read its answer."""
+    """The matcher of a sequence, and the number of tokens that it has read."""
 
     __slots__ = ("ends", "matcher", "num_read")
 
@@ -31,8 +31,8 @@ class _Match:
 
 
 class Guides(Feature):
-    """A matcher a sequence, kept through preemptions. It catches up with the tokens that the host knows, which are all: the scheduler
-    plans no step of such a sequence while an id is pending (Sequence.waits_for_ids)."""
+    """One matcher per sequence, which remains through preemptions. It reads tokens on the host: the scheduler plans no step of such a
+    sequence while an id is pending (Sequence.waits_for_ids)."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -52,22 +52,22 @@ class Guides(Feature):
         self._matches.pop(seq_id, None)
 
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
-        """Rows [n], and for each a mask of its vocabulary, int32 [n, V / 32]."""
+        """Rows [n], and masks of the vocabulary, int32 [n, ceil(V / 32)]."""
         import xgrammar
 
         masks = xgrammar.allocate_token_bitmask(len(sequences), self.vocab_size)
         for i, (_, seq) in enumerate(sequences):
-            match, began = self._matches[seq.seq_id], time.thread_time()
+            match, started = self._matches[seq.seq_id], time.thread_time()
             if not _catch_up(match, seq):
-                masks[i] = 0  # nothing may follow: the row is seen to be broken
+                masks[i] = 0  # no token is allowed, so that the row yields an error
                 continue
             match.matcher.fill_next_token_bitmask(masks, i)
-            if (took := time.thread_time() - began) > MOST_S:
+            if (took := time.thread_time() - started) > MAX_MATCH_S:
                 masks[i] = 0
                 seq.fault = ErrorInfo("guide_too_slow", _too_slow(seq, took), 400)
                 continue
             if match.matcher.is_completed() and _allows_only(masks[i], match.ends):
-                seq.min_tokens = 0  # the grammar has ended; no more tokens can come
+                seq.min_tokens = 0  # only an end id is allowed, even before the minimum length
         return [np.array([row for row, _ in sequences]), masks.numpy()]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
@@ -78,10 +78,8 @@ class Guides(Feature):
 
 
 def _too_slow(seq: Sequence, took_s: float) -> str:
-    kind, place = seq.params.guide.kind if seq.params.guide is not None else "", len(seq.tokens) - seq.num_prompt
-    return (
-        f"guide: the {kind} took {took_s:.2f} s for token {place}, and may take {MOST_S:g} s. Simplify it: fewer repetitions within others."
-    )
+    kind, index = seq.params.guide.kind if seq.params.guide is not None else "", len(seq.tokens) - seq.num_prompt
+    return f"guide: the {kind} took {took_s:.2f} s for token {index}, and may take {MAX_MATCH_S:g} s. Use fewer nested repetitions."
 
 
 def _catch_up(match: _Match, seq: Sequence) -> bool:

@@ -1,6 +1,6 @@
-"""JSON schemas, before they become grammars: what a grammar would not enforce is refused by name instead of being ignored.
+"""Checks JSON schemas: keywords that the compiled grammar would not enforce are rejected by name.
 
-Found by trying each keyword of draft 2020-12 against xgrammar 0.2. Keywords that only annotate are let through.
+The lists result from a test of each keyword of draft 2020-12 with xgrammar 0.2. Keywords that are only annotations are accepted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-MAX_DEPTH = 64  # compiling takes time that grows with the square of the depth, 0.03 s here
+MAX_DEPTH = 64  # the compilation time grows with the square of the depth; 0.03 s for this depth
 
 NOT_ENFORCED = (
     "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies", "not", "if", "then", "else",
@@ -20,13 +20,13 @@ OF_STRINGS = ("minLength", "maxLength", "pattern")
 OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "required", "propertyNames", "minProperties", "maxProperties")
 OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
-WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # each says all there is to say: neighbours would be ignored
-CONSTRAINTS = frozenset(("type", *OF_STRINGS, *OF_NUMBERS, *OF_OBJECTS, *OF_ARRAYS, *WHOLE))
+EXCLUSIVE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # constraints beside one of these would be ignored
+CONSTRAINTS = frozenset(("type", *OF_STRINGS, *OF_NUMBERS, *OF_OBJECTS, *OF_ARRAYS, *EXCLUSIVE))
 TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
 
 def check_schema(text: str) -> None:
-    """Raises ValueError that names the place and the keyword."""
+    """Raise ValueError with the path and the keyword of a constraint that is not enforced."""
     schema = json.loads(text)
     check_depth(schema)
     if isinstance(schema, dict):
@@ -34,7 +34,7 @@ def check_schema(text: str) -> None:
 
 
 def check_depth(value: Any) -> None:
-    """Raises ValueError when objects and lists are nested too deep to compile in time."""
+    """Raise ValueError if objects and lists are nested deeper than MAX_DEPTH."""
     level, depth = [value], 0
     while level := [child for node in level for child in _children(node)]:
         depth += 1
@@ -54,13 +54,13 @@ def _check(schema: dict[str, Any], path: str, root: dict[str, Any]) -> None:
     if schema.get("uniqueItems"):
         raise ValueError(f"{path}/uniqueItems: unique items are not enforced")
     _check_ref(schema, path)
-    _check_whole(schema, path)
+    _check_exclusive_keys(schema, path)
     _check_typed(schema, path)
     missing = set(schema.get("required") or ()) - set(schema.get("properties") or ())
     if missing:
         raise ValueError(f"{path}/required: {sorted(missing)[0]!r} is not among the properties")
     if isinstance(schema.get("oneOf"), list):
-        _check_exclusive(schema["oneOf"], path, root)
+        _check_one_of(schema["oneOf"], path, root)
     for inner_path, inner in _subschemas(schema, path):
         _check(inner, inner_path, root)
 
@@ -68,15 +68,15 @@ def _check(schema: dict[str, Any], path: str, root: dict[str, Any]) -> None:
 def _check_ref(schema: dict[str, Any], path: str) -> None:
     ref = schema.get("$ref", "#")
     if not (isinstance(ref, str) and (ref == "#" or ref.startswith("#/"))):
-        raise ValueError(f"{path}/$ref: {ref!r} is not a place in this schema (#/…)")
+        raise ValueError(f"{path}/$ref: {ref!r} is not a path in this schema (#/…)")
 
 
-def _check_whole(schema: dict[str, Any], path: str) -> None:
-    for key in WHOLE:
+def _check_exclusive_keys(schema: dict[str, Any], path: str) -> None:
+    for key in EXCLUSIVE:
         if key not in schema:
             continue
         beside = (CONSTRAINTS & schema.keys()) - {key}
-        if beside == {"type"} and _says_the_same(schema, key):
+        if beside == {"type"} and _is_implied(schema, key):
             continue
         if beside:
             raise ValueError(f"{path}/{sorted(beside)[0]}: it is not enforced beside {key}")
@@ -84,8 +84,8 @@ def _check_whole(schema: dict[str, Any], path: str) -> None:
         raise ValueError(f"{path}/allOf: more than one schema is not enforced")
 
 
-def _says_the_same(schema: dict[str, Any], key: str) -> bool:
-    """Whether `type` beside `key` adds nothing."""
+def _is_implied(schema: dict[str, Any], key: str) -> bool:
+    """Whether `type` beside `key` is no further constraint."""
     kinds = _types(schema)
     if key in ("const", "enum"):
         return all(_is_of(value, kinds) for value in (schema["enum"] if key == "enum" else [schema["const"]]))
@@ -103,8 +103,8 @@ def _check_typed(schema: dict[str, Any], path: str) -> None:
             raise ValueError(f"{path}/{key}: lengths are not enforced beside it")
 
 
-def _check_exclusive(branches: list[Any], path: str, root: dict[str, Any]) -> None:
-    """A grammar takes oneOf for anyOf: no answer may match two branches."""
+def _check_one_of(branches: list[Any], path: str, root: dict[str, Any]) -> None:
+    """Grammars treat oneOf as anyOf, so no answer may match two branches."""
     resolved = [_resolve(branch, root) for branch in branches]
     for (i, one), (j, other) in combinations(enumerate(resolved), 2):
         if not _disjoint(one, other):
@@ -135,7 +135,7 @@ def _resolve(schema: Any, root: dict[str, Any]) -> Any:
 
 
 def _values(schema: dict[str, Any]) -> set[str] | None:
-    """The JSON of the values that const or enum allow."""
+    """The values that const or enum allow, as JSON."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
 
@@ -146,7 +146,7 @@ def _types(schema: dict[str, Any]) -> set[str]:
 
 
 def _widened(schema: dict[str, Any]) -> set[str]:
-    """Types a value may have; an integer is a number."""
+    """The types that a value may have. An integer is a number."""
     kinds = _types(schema) or {*TYPES, "number"}
     return {"number" if kind == "integer" else kind for kind in kinds}
 

@@ -9,10 +9,12 @@ from stoker.base.types import SamplingParams
 from stoker.runtime.request import Sequence
 from stoker.runtime.sampling.feature import Feature, Pairs
 
-_MOST = 1e30  # within float32, sums included: an infinite logit would leave no probability to the others
+_MAX_BIAS = 1e30  # sums stay within float32: an infinite logit would leave no probability for other tokens
 
 
 class LogitBias(Feature):
+    """Adds a bias to the logits of listed tokens."""
+
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -22,7 +24,7 @@ class LogitBias(Feature):
 
     def add(self, seq: Sequence) -> None:
         biases = seq.params.logit_bias
-        values = np.fromiter(biases.values(), np.float64, len(biases)).clip(-_MOST, _MOST)
+        values = np.fromiter(biases.values(), np.float64, len(biases)).clip(-_MAX_BIAS, _MAX_BIAS)
         self._biases[seq.seq_id] = (np.fromiter(biases, np.int64, len(biases)), values.astype(np.float32))
 
     def remove(self, seq_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities: computed on the device, read with a step's other results."""
+"""Log-probabilities, computed on the device and copied to the host with the other results of a step."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from torch import Tensor
 
 from stoker.base.types import TokenLogprobs
 from stoker.kernels import ops
-from stoker.runtime.staging import fetch
+from stoker.runtime.staging import copy_to_host
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of some rows: chosen [n], best [n, k] with ids [n, k]."""
+    """Log-probabilities of n rows: of the sampled tokens, and of the k most probable tokens with their ids."""
 
-    chosen: Tensor
-    best: Tensor
-    ids: Tensor
+    chosen: Tensor  # float32 [n]
+    best: Tensor  # float32 [n, k]
+    ids: Tensor  # int32 [n, k]
 
-    def fetch(self) -> Logprobs:
-        """The same on their way to the host."""
-        return Logprobs(fetch(self.chosen), fetch(self.best), fetch(self.ids))
+    def to_host(self) -> Logprobs:
+        """Start to copy to the host."""
+        return Logprobs(copy_to_host(self.chosen), copy_to_host(self.best), copy_to_host(self.ids))
 
-    def read(self, token_ids: Sequence[int], num_tops: Sequence[int | None]) -> list[TokenLogprobs | None]:
-        """As the host tells them, once they are there: each row's token, and as many of the best as it wanted; None wants nothing."""
+    def to_list(self, token_ids: Sequence[int], num_tops: Sequence[int | None]) -> list[TokenLogprobs | None]:
+        """For each row its token and the `num_tops` most probable ones; None if num_tops is None. Call it when the copy is complete."""
         rows = zip(token_ids, num_tops, self.chosen.tolist(), self.ids.tolist(), self.best.tolist(), strict=True)
         return [
-            None if wanted is None else TokenLogprobs(token, chosen, list(zip(ids[:wanted], best[:wanted], strict=True)))
-            for token, wanted, chosen, ids, best in rows
+            None if num_top is None else TokenLogprobs(token, chosen, list(zip(ids[:num_top], best[:num_top], strict=True)))
+            for token, num_top, chosen, ids, best in rows
         ]
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    """Log-probabilities of `token_ids` [L] and of the best `num_top` under logits [L, V]."""
+    """Log-probabilities of `token_ids` [L] and of the `num_top` most probable tokens, for logits [L, V]."""
     return Logprobs(*ops.logprobs(logits, token_ids.clamp(min=0), min(num_top, logits.shape[1])))

@@ -1,4 +1,4 @@
-"""A minimum length: until it is reached, no id that would end the sequence can be chosen."""
+"""Minimum length: bans end ids and stop ids until a sequence has min_tokens generated tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from stoker.runtime.sampling.feature import Ban
 
 
 class MinTokens(Ban):
+    """Bans the ids that would end the sequence too early."""
+
     def wants(self, params: SamplingParams) -> bool:
         return params.min_tokens > 0
 
     def banned(self, seq: Sequence) -> Iterable[int]:
-        # The token being chosen is already counted as pending.
+        # num_generated includes the token that is sampled now, as a pending one.
         return seq.end_ids if seq.num_generated - 1 < seq.min_tokens else ()

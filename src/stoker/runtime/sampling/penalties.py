@@ -12,9 +12,9 @@ from stoker.runtime.sampling.feature import Feature, Pairs
 
 
 class Penalties(Feature):
-    """Counts of generated tokens and a mask of prompt tokens, [slots, vocab].
+    """Counts of generated tokens and a mask of prompt tokens, [slots, vocab], on the device.
 
-    A sequence gets its slot with the first step that samples for it, when it has generated nothing; more are made as they are needed.
+    A sequence gets a slot at the first step that samples for it. The number of slots is doubled when all are in use.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -33,23 +33,23 @@ class Penalties(Feature):
             self._free.append(slot)
 
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
-        """Rows [n] and slots [n]; the three penalties float32 [3, n]; the slots that begin, and places of their prompts' tokens."""
-        begun = {self._begin(seq): seq for _, seq in sequences if seq.seq_id not in self._slots}
-        prompts = [slot * self.vocab_size + np.array(seq.tokens[: seq.num_prompt], dtype=np.int64) for slot, seq in begun.items()]
+        """Rows [n]; slots [n]; the three penalties, float32 [3, n]; the slots of new sequences; flat indices of their prompt tokens."""
+        new = {self._assign_slot(seq): seq for _, seq in sequences if seq.seq_id not in self._slots}
+        prompts = [slot * self.vocab_size + np.array(seq.tokens[: seq.num_prompt], dtype=np.int64) for slot, seq in new.items()]
         params = [seq.params for _, seq in sequences]
         return [
             np.array([row for row, _ in sequences]),
             np.array([self._slots[seq.seq_id] for _, seq in sequences]),
             np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params], dtype=np.float32).T,
-            np.array(list(begun), dtype=np.int64),
+            np.array(list(new), dtype=np.int64),
             np.concatenate([np.empty(0, dtype=np.int64), *prompts]),
         ]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
-        rows, slots, penalties, begun, prompts = inputs
-        if len(begun):
-            self._counts.index_fill_(0, begun, 0)
-            self._in_prompt.index_fill_(0, begun, False).view(-1).index_fill_(0, prompts, True)
+        rows, slots, penalties, new, prompts = inputs
+        if len(new):
+            self._counts.index_fill_(0, new, 0)
+            self._in_prompt.index_fill_(0, new, False).view(-1).index_fill_(0, prompts, True)
         repetition, presence, frequency = penalties.unsqueeze(2)
         counts = self._counts.index_select(0, slots)
         generated = counts > 0
@@ -63,7 +63,7 @@ class Penalties(Feature):
         chosen = token_ids.index_select(0, rows).long().clamp(min=0)
         self._counts.view(-1).index_add_(0, slots * self.vocab_size + chosen, torch.ones_like(chosen, dtype=torch.int32))
 
-    def _begin(self, seq: Sequence) -> int:
+    def _assign_slot(self, seq: Sequence) -> int:
         if not self._free:
             old = self._counts.shape[0]
             grown = max(4, 2 * old)

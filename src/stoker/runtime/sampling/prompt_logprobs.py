@@ -15,29 +15,29 @@ PromptLogprobs = dict[int, list[TokenLogprobs | None]]  # by seq_id
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens of a prompt that a step scores."""
+class PromptChunk:
+    """Tokens of a prompt whose log-probabilities a step computes."""
 
     seq: Sequence
-    start: int  # of the first one's predecessor, in the sequence
-    at: int  # and among the step's tokens
-    targets: np.ndarray  # int32: the tokens
+    start: int  # position of the token before the first one, in the sequence
+    at: int  # index of that token among the tokens of the step
+    targets: np.ndarray  # int32, the tokens
 
 
-def pieces(plan: StepPlan) -> list[Piece]:
-    """Of the sequences that asked, in the plan's order. A prompt's last token has no successor in it."""
-    found: list[Piece] = []
+def prompt_chunks(plan: StepPlan) -> list[PromptChunk]:
+    """The chunks of sequences that request prompt_logprobs, in the order of the plan. No prompt token follows the last one."""
+    chunks: list[PromptChunk] = []
     at = 0
     for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True):
         if seq.params.prompt_logprobs is not None and start < seq.num_prompt - 1:
             end = min(start + count, seq.num_prompt - 1)
-            found.append(Piece(seq, start, at, np.array(seq.tokens[start + 1 : end + 1], dtype=np.int32)))
+            chunks.append(PromptChunk(seq, start, at, np.array(seq.tokens[start + 1 : end + 1], dtype=np.int32)))
         at += count
-    return found
+    return chunks
 
 
 class PromptScores:
-    """What each sequence that asked has so far; its first entry is None, since nothing comes before the first token."""
+    """The log-probabilities of each prompt so far. The first entry is None, because no token precedes the first one."""
 
     def __init__(self) -> None:
         self._partial: PromptLogprobs = {}
@@ -48,20 +48,20 @@ class PromptScores:
             self._partial[seq.seq_id] = [None]
 
     def remove(self, seq_id: int) -> None:
-        """It ended; steps that are still on their way add nothing to it."""
+        """A sequence ended. Results of steps in flight are dropped."""
         self._partial.pop(seq_id, None)
 
-    def collect(self, scored: list[tuple[Piece, Logprobs]], sampled: list[Sequence]) -> PromptLogprobs:
-        """Take what a step scored, on the host now. Returns the lists of `sampled` that are complete, each once.
+    def collect(self, scored: list[tuple[PromptChunk, Logprobs]], sampled: list[Sequence]) -> PromptLogprobs:
+        """Add the results of a step, which are on the host. Returns the complete lists of the sequences in `sampled`, each once.
 
-        A list may be complete a step before its sequence samples, when a chunk ends right before the prompt's last token.
+        A list may be complete one step before its sequence samples, if a chunk ends before the last prompt token.
         """
-        for piece, scores in scored:
-            seq = piece.seq
+        for chunk, scores in scored:
+            seq = chunk.seq
             if (entries := self._partial.get(seq.seq_id)) is None:
                 continue
-            scored_now = scores.read(piece.targets.tolist(), [seq.params.prompt_logprobs] * len(piece.targets))
-            # After a preemption they are computed again, perhaps in other chunks: the first ones stay.
-            entries += scored_now[len(entries) - piece.start - 1 :]
+            new = scores.to_list(chunk.targets.tolist(), [seq.params.prompt_logprobs] * len(chunk.targets))
+            # After a preemption they are computed again, possibly in other chunks. The first results remain.
+            entries += new[len(entries) - chunk.start - 1 :]
         ready = [seq for seq in sampled if len(self._partial.get(seq.seq_id, ())) == seq.num_prompt] if self._partial else []
         return {seq.seq_id: self._partial.pop(seq.seq_id) for seq in ready}

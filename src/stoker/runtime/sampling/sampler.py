@@ -1,4 +1,4 @@
-"""Logits become tokens: features first, then one draw for all rows, then log-probabilities for those who asked."""
+"""Samples tokens from logits: features change logits, one kernel samples for all rows, then log-probabilities are computed."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from stoker.runtime.sampling.logit_bias import LogitBias
 from stoker.runtime.sampling.logprobs import Logprobs, score
 from stoker.runtime.sampling.min_tokens import MinTokens
 from stoker.runtime.sampling.penalties import Penalties
-from stoker.runtime.sampling.prompt_logprobs import Piece
+from stoker.runtime.sampling.prompt_logprobs import PromptChunk
 from stoker.runtime.staging import StagingBuffers, padded
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step chose, on the device."""
+    """The results of a step, on the device."""
 
-    token_ids: Tensor  # int32 [L]; -1 where the logits are not numbers
-    logprobs: Logprobs | None  # of the unchanged logits; None when nobody asked
-    prompt: list[tuple[Piece, Logprobs]]
+    token_ids: Tensor  # int32 [L]; -1 if no token can be sampled
+    logprobs: Logprobs | None  # of the unchanged logits; None if no row requests them
+    prompt: list[tuple[PromptChunk, Logprobs]]
 
 
 class DrawTable:
-    """The draw parameters of every row of the device buffers, kept on the host and on the device.
+    """The sampling parameters of every row of the device buffers, on the host and on the device.
 
-    They go over in one copy, behind the steps in flight, and nothing waits for it.
+    Changes are copied asynchronously, with one copy that is queued after the steps in flight.
     """
 
     def __init__(self, num_rows: int, device: torch.device, num_in_flight: int = 2) -> None:
         self._owners = [-1] * num_rows
         self._random_rows: set[int] = set()
-        places = num_rows + 1  # padding reads the last one, which stays greedy
-        size = sum(padded(places * np.dtype(dtype).itemsize) for dtype in self.TYPES.values())
+        length = num_rows + 1  # padding reads the last element, which is always greedy
+        size = sum(padded(length * np.dtype(dtype).itemsize) for dtype in self.TYPES.values())
         self._host = np.zeros(size, dtype=np.uint8)
         self._flat = torch.zeros(size, dtype=torch.uint8, device=device)
         self._device: dict[str, Tensor] = {}
         self._arrays: dict[str, np.ndarray] = {}
         at = 0
         for name, dtype in self.TYPES.items():
-            end = at + places * np.dtype(dtype).itemsize
+            end = at + length * np.dtype(dtype).itemsize
             self._arrays[name] = self._host[at:end].view(dtype)
             self._device[name] = self._flat[at:end].view(torch.from_numpy(self._arrays[name]).dtype)
             at += padded(end - at)
@@ -65,7 +65,7 @@ class DrawTable:
     TYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seeds": np.int64}
 
     def update(self, sequences: list[Sequence]) -> None:
-        """Write the parameters of rows that changed hands."""
+        """Write the parameters of rows that belong to another sequence than before."""
         stale = False
         for seq in sequences:
             if self._owners[seq.row] != seq.seq_id:
@@ -75,8 +75,8 @@ class DrawTable:
             self._copy()
 
     def _copy(self) -> None:
-        """In place: captured graphs read these tensors."""
-        host = self._buffers.take(len(self._host))
+        """Copy in place, because captured graphs read these tensors."""
+        host = self._buffers.next_buffer(len(self._host))
         host.numpy()[:] = self._host
         self._flat.copy_(host, non_blocking=True)
 
@@ -98,20 +98,20 @@ class DrawTable:
         return not self._random_rows or all(seq.params.greedy for seq in sequences)
 
     def gather(self, rows: Tensor, counters: Tensor, all_greedy: bool) -> DrawParams:
-        """The parameters of the rows that sample now."""
+        """The parameters of the rows that sample in this step."""
         picked = dict(self._device) if all_greedy else {name: tensor.index_select(0, rows) for name, tensor in self._device.items()}
         return DrawParams(**picked, counters=counters, all_greedy=all_greedy)
 
 
 class Sampler:
-    """Chooses the tokens of one step after another."""
+    """Samples the tokens of steps."""
 
     def __init__(
         self, num_rows: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None, num_in_flight: int = 2
     ) -> None:
         self.table = DrawTable(num_rows, device, num_in_flight)
         self.grammars = grammars
-        # Guides come before MinTokens: a grammar that can only end lifts the minimum.
+        # Guides come before MinTokens, because a grammar that allows only an end id removes the minimum.
         self.features: list[Feature] = [
             Guides(vocab_size), LogitBias(vocab_size), Penalties(vocab_size, device), MinTokens(vocab_size), BadWords(vocab_size)
         ]  # fmt: skip
@@ -119,50 +119,50 @@ class Sampler:
         self._users: dict[int, list[Feature]] = {}  # seq_id → its features
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
-        """The compilation of a guide; it must be done before the request's sequences are added."""
+        """Start to compile the guide of the request, which must be complete before its sequences are added."""
         if request.params.guide is None:
             return None
         if self.grammars is None:
-            raise RequestError("guide.kind", request.params.guide.kind, "this executor has no vocabulary to guide")
+            raise RequestError("guide.kind", request.params.guide.kind, "this executor has no tokenizer")
         return self.grammars.prepare(request)
 
     def add(self, seq: Sequence) -> None:
-        """A sequence begins."""
-        wanted = [feature for feature in self.features if feature.wants(seq.params)]
-        if wanted:
-            self._users[seq.seq_id] = wanted
-            for feature in wanted:
+        """Add a sequence before its first step."""
+        used = [feature for feature in self.features if feature.wants(seq.params)]
+        if used:
+            self._users[seq.seq_id] = used
+            for feature in used:
                 feature.add(seq)
 
     def remove(self, seq_id: int) -> None:
-        """A sequence ended."""
+        """Remove a sequence that ended."""
         for feature in self._users.pop(seq_id, ()):
             feature.remove(seq_id)
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
-        """Whether nothing but the draw parameters is asked for, so that a captured step serves."""
+        """Whether the sequences use neither features nor log-probabilities, so that a captured step can be used."""
         return not any(s.seq_id in self._users or s.params.logprobs is not None or s.params.prompt_logprobs is not None for s in sequences)
 
-    def sample(self, logits: Tensor, rows: Tensor, counters: Tensor, sequences: list[Sequence], prompt: list[Piece]) -> Sampled:
-        """Choose a token for each of `sequences`, whose logits come first in [L + P, V]; score the tokens of `prompt` by the others.
+    def sample(self, logits: Tensor, rows: Tensor, counters: Tensor, sequences: list[Sequence], prompt: list[PromptChunk]) -> Sampled:
+        """Sample a token for each of `sequences`, from the first L rows of logits [L + P, V].
 
-        What they need goes over in one copy.
+        The P other rows give the log-probabilities of the tokens of `prompt`. All inputs are copied to the device with one copy.
         """
         plain, others = logits.tensor_split([len(sequences)])
         users = self._step_users(sequences)
         gathered = [feature.gather(pairs) for feature, pairs in users.items()]
-        sent = iter(self._buffers.send([*chain.from_iterable(gathered), *(piece.targets for piece in prompt)]))
+        sent = iter(self._buffers.send([*chain.from_iterable(gathered), *(chunk.targets for chunk in prompt)]))
         inputs = {feature: list(islice(sent, len(arrays))) for feature, arrays in zip(users, gathered, strict=True)}
-        token_ids = self._choose(plain, self.table.gather(rows, counters, self.table.all_greedy(sequences)), inputs)
-        wanted = [seq.params.logprobs for seq in sequences if seq.params.logprobs is not None]
-        parts = others.split([len(piece.targets) for piece in prompt])
+        token_ids = self._sample(plain, self.table.gather(rows, counters, self.table.all_greedy(sequences)), inputs)
+        num_tops = [seq.params.logprobs for seq in sequences if seq.params.logprobs is not None]
+        parts = others.split([len(chunk.targets) for chunk in prompt])
         scored = [
-            (piece, score(part, targets, piece.seq.params.prompt_logprobs or 0))
-            for piece, part, targets in zip(prompt, parts, sent, strict=True)
+            (chunk, score(part, targets, chunk.seq.params.prompt_logprobs or 0))
+            for chunk, part, targets in zip(prompt, parts, sent, strict=True)
         ]
-        return Sampled(token_ids, score(plain, token_ids, max(wanted)) if wanted else None, scored)
+        return Sampled(token_ids, score(plain, token_ids, max(num_tops)) if num_tops else None, scored)
 
-    def _choose(self, logits: Tensor, draw: DrawParams, inputs: dict[Feature, list[Tensor]]) -> Tensor:
+    def _sample(self, logits: Tensor, draw: DrawParams, inputs: dict[Feature, list[Tensor]]) -> Tensor:
         if inputs:
             logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for feature, tensors in inputs.items():

@@ -11,7 +11,7 @@ from stoker.runtime.request import Sequence, Status
 
 
 class WaitingQueue:
-    """Sequences in the order of `key`, which is unique. Push, pop and park cost O(log n). Sequences that ended while waiting are skipped."""
+    """Sequences in the order of `key`, which is unique. Push, pop and park cost O(log n). Sequences that ended are skipped."""
 
     def __init__(self, key: Callable[[Sequence], tuple[Any, ...]]) -> None:
         self._key = key

@@ -91,7 +91,7 @@ class RunningSet:
             self.enqueue(seq)
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
-        """Index the blocks of the first `num_tokens` tokens, which are computed and committed, and wake the sequences that wait for them."""
+        """Index the blocks of the first `num_tokens` tokens, which are committed, and wake the sequences that wait for them."""
         self.kv_cache.register(seq, num_tokens)
         self._wake(seq, seq.num_hashed)
 

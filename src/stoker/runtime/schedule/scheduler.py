@@ -212,7 +212,7 @@ class Scheduler:
         outcome = StepOutcome()
         gained, gained_ids = outcome.sequences, outcome.token_ids
         size = self.kv_cache.tokens_per_block
-        running, finished = Status.RUNNING, Status.FINISHED
+        running, finished, proposes = Status.RUNNING, Status.FINISHED, self._proposer.max_drafts > 0
         rows = zip(plan.sequences, plan.starts, plan.num_new, plan.samples, plan.drafts, token_ids, strict=True)
         for seq, start, num_new, samples, drafts, ids in rows:
             seq.num_in_flight -= 1
@@ -240,7 +240,7 @@ class Scheduler:
                     outcome.finished.append(seq)
             if seq.status is not running:
                 self._running_set.release_unplanned(seq)
-            elif drafts:
+            elif proposes:  # this row may have no drafts, and an earlier one rejected drafts
                 self._running_set.trim(seq)
         return outcome
 

@@ -1,4 +1,4 @@
-"""An executor in another thread of this process: the same two ends as the transport between processes."""
+"""The transport to an executor in another thread of the same process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from stoker.runtime.transport.streams import NAME_CHARS, StreamingClient, new_na
 
 
 class InProcessMailbox(Mailbox):
-    """Takes messages from a thread-safe queue; gives outputs to each client's event loop, one call a step."""
+    """Receives messages through a thread-safe queue. Outputs are posted to the event loop of each client, with one call per step."""
 
     def __init__(self, info: ExecutorInfo) -> None:
         self.info = info
         self.last_poll_s = time.monotonic()
         self.closed_reason: str | None = None
-        self._arrived: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._clients: dict[str, InProcessClient] = {}
 
     def poll(self, timeout_s: float) -> list[Message]:
@@ -30,41 +30,42 @@ class InProcessMailbox(Mailbox):
         messages: list[Message] = []
         with contextlib.suppress(queue.Empty):
             if timeout_s > 0:
-                messages.append(self._arrived.get(timeout=timeout_s))
+                messages.append(self._queue.get(timeout=timeout_s))
             while True:
-                messages.append(self._arrived.get_nowait())
+                messages.append(self._queue.get_nowait())
         self.last_poll_s = time.monotonic()
         return messages
 
     def send(self, outputs: list[SequenceOutput]) -> None:
         for name, batch in split_by_client(outputs).items():
             if (client := self._clients.get(name)) is not None:
-                # Copies: the client gives its own ids back to its outputs, and the executor keeps its objects.
-                client.post(client._deliver, [msgspec.structs.replace(output) for output in batch])
+                # Copies, because the client changes the request ids of its outputs.
+                client.call_soon(client._deliver, [msgspec.structs.replace(output) for output in batch])
 
     def reply_stats(self, query: StatsQuery, stats: ExecutorStats) -> None:
         if (client := self._clients.get(query.client)) is not None:
-            client.post(client._answer, query.number, stats)
+            client.call_soon(client._answer, query.number, stats)
 
     def close(self, reason: str = "the executor stopped") -> None:
         self.closed_reason = self.closed_reason or reason
         for client in list(self._clients.values()):
-            client.post(client._fail, reason)
+            client.call_soon(client._fail, reason)
 
     def put(self, message: Message) -> None:
-        self._arrived.put(message)
+        """Add a message. May be called from any thread."""
+        self._queue.put(message)
 
-    def join(self, client: InProcessClient) -> None:
+    def connect(self, client: InProcessClient) -> None:
         self._clients[client.name] = client
 
-    def leave(self, client: InProcessClient) -> None:
+    def disconnect(self, client: InProcessClient) -> None:
         self._clients.pop(client.name, None)
 
 
 class InProcessClient(StreamingClient):
-    """Bound to the event loop that runs when it is made.
+    """A client of the event loop in which it is created.
 
-    `alive` turns false when the executor's loop has not polled for `timeout_s`; None: the executor's step_timeout_s.
+    `alive` is False if the step loop has not polled for `timeout_s` seconds, by default the step_timeout_s of the executor.
     """
 
     def __init__(self, mailbox: InProcessMailbox, *, timeout_s: float | None = None) -> None:
@@ -72,12 +73,12 @@ class InProcessClient(StreamingClient):
         self._loop = asyncio.get_running_loop()
         self._mailbox = mailbox
         self._timeout_s = mailbox.info.step_timeout_s if timeout_s is None else timeout_s
-        mailbox.join(self)
+        mailbox.connect(self)
         if mailbox.closed_reason is not None:
             self._fail(mailbox.closed_reason)
 
-    def post(self, call: Callable, *args: object) -> None:
-        """Run `call` in the client's event loop, from any thread. A loop that is closed has nobody left to tell."""
+    def call_soon(self, call: Callable[..., None], *args: object) -> None:
+        """Schedule `call` in the event loop of the client, from any thread. Without effect if the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *args)
 
@@ -91,12 +92,12 @@ class InProcessClient(StreamingClient):
     async def close(self) -> None:
         for wire_id in self._streams:
             self._transmit(Cancel(wire_id))
-        self._mailbox.leave(self)
+        self._mailbox.disconnect(self)
         self._fail("this client was closed")
 
 
 def split_by_client(outputs: list[SequenceOutput]) -> dict[str, list[SequenceOutput]]:
-    """Outputs by the client's name, which every request id on the wire begins with."""
+    """Group outputs by the name of the client, with which every request id begins on the wire."""
     batches: dict[str, list[SequenceOutput]] = {}
     for output in outputs:
         name = output.request_id[:NAME_CHARS]

@@ -1,4 +1,4 @@
-"""The half of a client that every transport shares: open requests, what arrived for each, and how they end."""
+"""The part of a client that is the same for every transport: open requests, their outputs, and their end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.base.errors import RequestError, UnavailableError
 from stoker.runtime.client import Cancel, ExecutorClient, ExecutorInfo, Message, Pause, Shutdown, StatsQuery, Submit
 from stoker.runtime.request import ExecutorStats, SequenceOutput, TokenRequest
 
-NAME_CHARS = 12  # a client's name; every request id on the wire begins with it
+NAME_CHARS = 12  # length of the name of a client, with which every request id begins on the wire
 STATS_TIMEOUT_S = 30.0
 
 
@@ -22,7 +22,7 @@ def new_name() -> str:
 
 
 class OutputStream:
-    """Outputs of one request that nobody has taken yet."""
+    """Outputs of one request that its consumer has not received yet."""
 
     def __init__(self, request: TokenRequest, wire_id: str) -> None:
         self.request_id = request.request_id
@@ -34,7 +34,7 @@ class OutputStream:
 
     @property
     def finished(self) -> bool:
-        """Every sequence ended and its last output was taken."""
+        """Whether every sequence has ended and its last output was received."""
         return self.unfinished <= 0 and not self._outputs
 
     def put(self, output: SequenceOutput) -> None:
@@ -46,8 +46,8 @@ class OutputStream:
         self._error = error
         self._notify()
 
-    async def take(self) -> list[SequenceOutput]:
-        """Everything that arrived since the last call; waits for the first. Raises what `fail` was given."""
+    async def get(self) -> list[SequenceOutput]:
+        """Outputs since the last call. Waits for the first one. Raises the error that was passed to `fail`."""
         if not self._outputs and self._error is None:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
@@ -62,7 +62,7 @@ class OutputStream:
 
 
 class StreamingClient(ExecutorClient):
-    """An ExecutorClient over anything that carries messages there and calls `_deliver`, `_answer` and `_fail` back in the event loop."""
+    """An ExecutorClient without a transport. A subclass sends messages, and calls `_deliver`, `_answer` and `_fail` in the event loop."""
 
     def __init__(self, info: ExecutorInfo, name: str) -> None:
         self.info = info
@@ -76,15 +76,15 @@ class StreamingClient(ExecutorClient):
 
     @abstractmethod
     def _transmit(self, message: Message) -> None:
-        """Send soon, without waiting. May call `_fail`."""
+        """Queue a message without waiting. May call `_fail`."""
 
     async def generate(self, request: TokenRequest) -> AsyncGenerator[list[SequenceOutput], None]:
         stream = self._open(request)
         try:
             while not stream.finished:
-                yield await stream.take()
+                yield await stream.get()
         finally:
-            self._leave(stream)
+            self._close_stream(stream)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         if (wire_id := self._wire_ids.get(request_id)) is not None:
@@ -109,14 +109,14 @@ class StreamingClient(ExecutorClient):
         self._transmit(Pause(paused))
 
     def shutdown(self, drain: bool = True) -> None:
-        """Ask the executor's loop to end, after its present requests when draining."""
+        """End the step loop of the executor: with `drain` after all present requests, else immediately."""
         self._transmit(Shutdown(drain))
 
     def _open(self, request: TokenRequest) -> OutputStream:
         self._require_executor()
         if request.request_id in self._wire_ids:
             raise RequestError("request_id", request.request_id, "a request with this id is in flight", cure="Use a new id.")
-        # The count keeps late outputs of a cancelled request from a new one with the same id.
+        # The number separates late outputs of a cancelled request from those of a new request with the same id.
         self._num_requests += 1
         wire_id = f"{self.name}:{self._num_requests}:{request.request_id}"
         self._wire_ids[request.request_id] = wire_id
@@ -124,7 +124,7 @@ class StreamingClient(ExecutorClient):
         self._transmit(Submit(msgspec.structs.replace(request, request_id=wire_id)))
         return stream
 
-    def _leave(self, stream: OutputStream) -> None:
+    def _close_stream(self, stream: OutputStream) -> None:
         del self._streams[stream.wire_id], self._wire_ids[stream.request_id]
         if stream.unfinished > 0 and self._failure is None:
             self._transmit(Cancel(stream.wire_id))
@@ -140,7 +140,7 @@ class StreamingClient(ExecutorClient):
             answer.set_result(stats)
 
     def _fail(self, reason: str) -> None:
-        """The executor is gone: end whatever waits for it."""
+        """The executor has ended or hangs: end all requests and queries with an error."""
         if self._failure is not None:
             return
         self._failure = UnavailableError(f"The executor is gone: {reason}.", cure="See its log; restart it.")

@@ -1,4 +1,4 @@
-"""A frontend's end of the connection to an executor in another process."""
+"""The ZeroMQ transport, client side: the connection of a frontend to an executor in another process."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from stoker.runtime.transport.zmq_mailbox import (
     configure,
 )
 
-CONNECT_SILENCE_S = 120.0  # until the executor has told its step_timeout_s
+CONNECT_TIMEOUT_S = 120.0  # timeout of the executor until its step_timeout_s is known
 
 
 class ZmqExecutorClient(StreamingClient):
-    """Made by `connect`, in the event loop that will use it. Messages of one loop iteration leave as one."""
+    """Created by `connect`, in the event loop that uses it. Messages of one iteration of the loop are sent together."""
 
     def __init__(self, address: str, *, timeout_s: float | None = None, heartbeat_s: float = HEARTBEAT_S) -> None:
         check_address(address)
         name = new_name()
         self._loop = asyncio.get_running_loop()
-        self._told_timeout = timeout_s is not None
-        self._timeout_s = CONNECT_SILENCE_S if timeout_s is None else timeout_s
+        self._has_explicit_timeout = timeout_s is not None
+        self._timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
         self._heartbeat_s = heartbeat_s
-        self._heard_s = time.monotonic()
+        self._last_receive_s = time.monotonic()
         self._outbox: list[ToExecutor] = []
         self._welcome: asyncio.Future[ExecutorInfo] = self._loop.create_future()
         self._encode = msgspec.msgpack.Encoder().encode
@@ -55,16 +55,16 @@ class ZmqExecutorClient(StreamingClient):
         self._loop.add_reader(self._socket.FD, self._receive)
         self._loop.add_reader(self._monitor.FD, self._watch)
         self._timer = self._loop.call_later(heartbeat_s, self._beat)
-        super().__init__(None, name)  # type: ignore[arg-type]  # connect() waits for the info before anyone sees the client
-        self._watch()  # a pipe signals its first event only to a reader that once found it empty
+        super().__init__(None, name)  # type: ignore[arg-type]  # set in connect(), before it returns the client
+        self._watch()  # an inproc socket signals its first event only after it was found empty once
 
     @classmethod
     async def connect(
         cls, address: str, *, connect_timeout_s: float = 30.0, timeout_s: float | None = None, heartbeat_s: float = HEARTBEAT_S
     ) -> ZmqExecutorClient:
-        """Wait until the executor at `address` answers. Raises UnavailableError after `connect_timeout_s`.
+        """Connect to the executor at `address`. Raises UnavailableError if it does not answer within `connect_timeout_s` seconds.
 
-        An executor that is silent for `timeout_s` (None: its step_timeout_s) counts as dead.
+        An executor that does not answer for `timeout_s` seconds (None: its step_timeout_s) counts as unavailable.
         """
         client = cls(address, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
         client._post(Hello())
@@ -79,7 +79,7 @@ class ZmqExecutorClient(StreamingClient):
 
     @property
     def alive(self) -> bool:
-        return self._failure is None and time.monotonic() - self._heard_s < self._timeout_s
+        return self._failure is None and time.monotonic() - self._last_receive_s < self._timeout_s
 
     async def close(self) -> None:
         if self._socket.closed:
@@ -111,7 +111,7 @@ class ZmqExecutorClient(StreamingClient):
             self._socket.send(self._encode(outbox), zmq.NOBLOCK)
         except zmq.Again:
             self._fail("it stopped reading")
-        self._receive()  # the socket's descriptor signals edges: a send may have swallowed one
+        self._receive()  # the descriptor of a ZeroMQ socket is edge-triggered, and a send may have consumed an event
 
     def _receive(self) -> None:
         try:
@@ -120,17 +120,17 @@ class ZmqExecutorClient(StreamingClient):
         except zmq.Again:
             return
         except msgspec.MsgspecError as error:
-            self._fail(f"it sent what cannot be read: {error}")
+            self._fail(f"it sent an invalid message: {error}")
 
     def _accept(self, message: ToClient) -> None:
-        self._heard_s = time.monotonic()
+        self._last_receive_s = time.monotonic()
         match message:
             case Outputs(outputs):
                 self._deliver(outputs)
             case StatsReply(number, stats):
                 self._answer(number, stats)
             case Welcome(info):
-                if not self._told_timeout:
+                if not self._has_explicit_timeout:
                     self._timeout_s = max(info.step_timeout_s, 3 * self._heartbeat_s)
                 if not self._welcome.done():
                     self._welcome.set_result(info)
@@ -140,14 +140,14 @@ class ZmqExecutorClient(StreamingClient):
                 pass
 
     def _watch(self) -> None:
-        """A disconnect of the one peer means that its process ended, or froze for longer than the heartbeats allow."""
+        """The peer disconnected: its process ended, or did not answer ZeroMQ's heartbeats."""
         while int(self._monitor.EVENTS) & zmq.POLLIN:
             recv_monitor_message(self._monitor)
-            self._receive()  # what it said before
+            self._receive()  # messages that it sent before
             self._fail("its process ended")
 
     def _beat(self) -> None:
-        if self._failure is None and time.monotonic() - self._heard_s > self._timeout_s:
-            self._fail(f"it was silent for {self._timeout_s:g} s")
+        if self._failure is None and time.monotonic() - self._last_receive_s > self._timeout_s:
+            self._fail(f"it did not answer for {self._timeout_s:g} s")
         self._post(Ping())
         self._timer = self._loop.call_later(self._heartbeat_s, self._beat)

@@ -1,7 +1,7 @@
-"""Executor and frontends in different processes: ZeroMQ between them, msgpack on the wire, several frontends to one executor.
+"""The ZeroMQ transport, executor side: several frontend processes are connected to one executor; messages are msgpack.
 
-The executor binds a ROUTER socket, each frontend connects a DEALER whose routing id is the client's name. A process that dies is
-noticed by its closed socket, a frozen one by ZeroMQ's own heartbeats, a loop that hangs by the pings it leaves unanswered.
+The executor binds a ROUTER socket. Each frontend connects a DEALER socket, whose routing id is the name of the client. A process that ends
+is detected by its closed connection, a stopped process by ZeroMQ's heartbeats, and a hung loop by unanswered pings.
 """
 
 from __future__ import annotations
@@ -22,43 +22,49 @@ from stoker.runtime.transport.streams import NAME_CHARS
 log = get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 28
-MAX_MESSAGES_A_POLL = 256  # so that a flood of submissions cannot keep the loop from its next step
-MAX_QUEUED_STEPS = 10_000  # messages that wait for a frontend that does not read; then it counts as gone
+MAX_MESSAGES_PER_POLL = 256  # limits the delay of the next step when many requests arrive
+MAX_QUEUED_STEPS = 10_000  # messages for a frontend that does not read; with more, its requests are cancelled
 HEARTBEAT_S = 1.0
-CLIENT_TIMEOUT_S = 15.0  # a frontend that is silent for so long is gone
+CLIENT_TIMEOUT_S = 15.0  # requests of a frontend that sends nothing for this time are cancelled
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
-    """A client's first message; answered with Welcome."""
+    """The first message of a client, which is answered with Welcome."""
 
 
 class Ping(msgspec.Struct, tag=True, array_like=True):
-    """A client is there; answered with Pong by the executor's loop."""
+    """A heartbeat of a client, which the step loop answers with Pong."""
 
 
 class Bye(msgspec.Struct, tag=True, array_like=True):
-    """A client leaves."""
+    """The client disconnects."""
 
 
 class Welcome(msgspec.Struct, tag=True, array_like=True):
+    """The answer to Hello."""
+
     info: ExecutorInfo
 
 
 class Pong(msgspec.Struct, tag=True, array_like=True):
-    pass
+    """The answer to Ping."""
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True):
+    """Outputs of one step for one client."""
+
     outputs: list[SequenceOutput]
 
 
 class StatsReply(msgspec.Struct, tag=True, array_like=True):
+    """The answer to StatsQuery."""
+
     number: int
     stats: ExecutorStats
 
 
 class Closed(msgspec.Struct, tag=True, array_like=True):
-    """The executor's end is closed, or closed to this client."""
+    """The executor has closed the connection."""
 
     reason: str
 
@@ -68,17 +74,17 @@ ToClient = Outputs | Pong | StatsReply | Welcome | Closed
 
 
 class _Peer:
-    """A connected frontend: when it was heard last, and its sequences that have not ended, by request."""
+    """A connected frontend."""
 
-    __slots__ = ("heard_s", "open")
+    __slots__ = ("last_receive_s", "open")
 
-    def __init__(self, heard_s: float) -> None:
-        self.heard_s = heard_s
-        self.open: dict[str, int] = {}
+    def __init__(self, last_receive_s: float) -> None:
+        self.last_receive_s = last_receive_s
+        self.open: dict[str, int] = {}  # request id → number of sequences that have not ended
 
 
 class ZmqMailbox(Mailbox):
-    """Binds `address`: ipc://PATH, or tcp://127.0.0.1:PORT with * for a free port. `address` then holds the real one."""
+    """Binds to `address`: ipc://PATH, or tcp://127.0.0.1:PORT with * for a free port. The attribute `address` has the actual port."""
 
     def __init__(self, address: str, info: ExecutorInfo, *, client_timeout_s: float = CLIENT_TIMEOUT_S) -> None:
         check_address(address)
@@ -91,13 +97,13 @@ class ZmqMailbox(Mailbox):
         self._decode = msgspec.msgpack.Decoder(list[ToExecutor]).decode
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a frontend that died raises instead of vanishing
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # raise if the frontend of a message is not connected
         configure(self._socket, client_timeout_s)
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def poll(self, timeout_s: float) -> list[Message]:
-        # EVENTS costs a third of a zmq.Poller round, and a busy loop asks once a step.
+        # Reading EVENTS takes a third of the time of a zmq.Poller, and a busy loop does it once per step.
         if int(self._socket.EVENTS) & zmq.POLLIN or (timeout_s > 0 and not self._messages and self._wait(timeout_s)):
             self._receive()
         self._check_clients()
@@ -124,7 +130,7 @@ class ZmqMailbox(Mailbox):
         self._context.destroy(linger=500)
 
     def _wait(self, timeout_s: float) -> int:
-        # In slices, so that a frontend's disappearance is noticed by an idle loop too.
+        # In intervals, so that an idle loop also detects frontends that do not answer.
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and not self._messages:
             if self._socket.poll(math.ceil(min(left, HEARTBEAT_S) * 1000)):
@@ -134,7 +140,7 @@ class ZmqMailbox(Mailbox):
 
     def _receive(self) -> None:
         now = time.monotonic()
-        for _ in range(MAX_MESSAGES_A_POLL):
+        for _ in range(MAX_MESSAGES_PER_POLL):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -144,14 +150,14 @@ class ZmqMailbox(Mailbox):
                 log.warning("ignored a message with %d frames from %r", len(frames), name)
                 continue
             peer = self._peers.setdefault(name, _Peer(now))
-            peer.heard_s = now
+            peer.last_receive_s = now
             try:
                 for message in self._decode(frames[1]):
                     self._accept(name, peer, message)
             except (msgspec.MsgspecError, StokerError, ValueError) as error:
-                log.warning("client %s sent what cannot be read: %s", name, error)
+                log.warning("client %s sent an invalid message: %s", name, error)
                 self._send(name, Closed(f"it refused a message: {error}"))
-                self._lose(name)
+                self._drop_client(name)
 
     def _accept(self, name: str, peer: _Peer, message: ToExecutor) -> None:
         match message:
@@ -160,7 +166,7 @@ class ZmqMailbox(Mailbox):
             case Hello():
                 self._send(name, Welcome(self.info))
             case Bye():
-                self._lose(name)
+                self._drop_client(name)
             case Submit(request):
                 _check_owner(name, request.request_id)
                 peer.open[request.request_id] = request.params.n
@@ -179,10 +185,10 @@ class ZmqMailbox(Mailbox):
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._lose(name)
+            self._drop_client(name)
 
-    def _lose(self, name: str) -> None:
-        """Cancel what a frontend that is gone left behind."""
+    def _drop_client(self, name: str) -> None:
+        """Cancel all requests of a frontend and forget it."""
         if (peer := self._peers.pop(name, None)) is not None:
             self._messages.extend(Cancel(request_id) for request_id in peer.open)
 
@@ -191,16 +197,16 @@ class ZmqMailbox(Mailbox):
         if now < self._next_check_s:
             return
         self._next_check_s = now + min(HEARTBEAT_S, self._client_timeout_s / 4)
-        for name, peer in [entry for entry in self._peers.items() if now - entry[1].heard_s > self._client_timeout_s]:
-            log.warning("frontend %s was silent for %.1f s; its requests are cancelled", name, self._client_timeout_s)
-            peer.heard_s = now
+        for name, peer in [entry for entry in self._peers.items() if now - entry[1].last_receive_s > self._client_timeout_s]:
+            log.warning("frontend %s sent nothing for %.1f s; its requests are cancelled", name, self._client_timeout_s)
+            peer.last_receive_s = now
             self._messages.extend(Cancel(request_id) for request_id in peer.open)
-            # It stays, for if it only stood still it must hear how they ended; one whose connection is gone is lost by this.
+            # A frontend that was only blocked remains connected and receives the last outputs. If the connection is closed, this drops it.
             self._send(name, Pong())
 
 
-def configure(socket: zmq.Socket, timeout_s: float) -> None:
-    """Bounds and heartbeats that both ends share."""
+def configure(socket: zmq.Socket[bytes], timeout_s: float) -> None:
+    """Set the limits and heartbeats that are the same for both ends."""
     socket.set(zmq.LINGER, 500)
     socket.set(zmq.SNDHWM, MAX_QUEUED_STEPS)
     socket.set(zmq.RCVHWM, MAX_QUEUED_STEPS)
@@ -210,7 +216,7 @@ def configure(socket: zmq.Socket, timeout_s: float) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError unless `address` is reachable from this machine alone."""
+    """Raise ConfigError unless `address` is reachable only from this machine."""
     if not address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://[::1]:")):
         raise ConfigError(f"the executor address {address!r} is refused.", cure="Use ipc://PATH or tcp://127.0.0.1:PORT.")
     if address.startswith("ipc://") and len(address.encode()) - len("ipc://") > 107:
@@ -219,7 +225,7 @@ def check_address(address: str) -> None:
 
 def _check_owner(name: str, request_id: str) -> None:
     if not request_id.startswith(f"{name}:"):
-        raise ValueError(f"request id {request_id!r} does not begin with its client's name")
+        raise ValueError(f"request id {request_id!r} does not begin with the name of its client")
 
 
 def _count_down(open_requests: dict[str, int], request_id: str) -> None:

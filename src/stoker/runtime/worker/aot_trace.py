@@ -1,7 +1,7 @@
-"""What an engine launches, without a device: its steps on meta tensors, with the code that runs them.
+"""The ahead-of-time trace: runs the steps of an engine on meta tensors to list the kernels that they launch, without a device.
 
-The shapes are those that are captured, and a choice of the others: sizes differ in whether they are 1 or a multiple of 16, in the tile
-that they fill and in the number of splits, which is what kernels are compiled for.
+It runs all captured shapes and a selection of others. Kernels are compiled per tile and number of splits, and for sizes that are 1 or
+a multiple of 16, so the selection covers these cases.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from stoker.runtime.worker.rank import Capacity, captures_steps
 META = torch.device("meta")
 EAGER_ROWS = (1, 3, 16, 20, 32, 40, 64, 100)
 EAGER_TOKENS = (5, 16, 40, 64, 100, 200, 500, 1000, 1500)
-SHORTEST = 32  # keys of the longest row
+MIN_KEYS = 32  # smallest length of the longest row that is traced
 
 
-class ShapesOnly(TensorSource):
-    """Tensors without memory."""
+class MetaTensors(TensorSource):
+    """Tensors on the meta device."""
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
 
 
-class Absent(Group):
-    """A group whose other ranks are not there: collectives give the shape of their result."""
+class MetaGroup(Group):
+    """A group without other ranks: collectives return a tensor of the right shape."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -61,7 +61,9 @@ class Absent(Group):
         return torch.cat([x] * self.size, dim=-1)
 
 
-class AbsentStage(Stage):
+class MetaStage(Stage):
+    """A stage without neighbours: received tensors have the right shape."""
+
     def __init__(self, index: int, num_stages: int) -> None:
         self.index, self.num_stages = index, num_stages
 
@@ -75,12 +77,12 @@ class AbsentStage(Stage):
 def kernels_of(engine: Engine, capability: int, config: RuntimeConfig = RuntimeConfig()) -> dict[str, CompileJob]:
     """The kernels that `engine` launches on a device of `capability` (90: sm_90), by their folder in Triton's cache.
 
-    Not for a process that launches kernels meanwhile, nor one that interprets them.
+    The process must not launch or interpret kernels in other threads.
     """
     ops.use_launchers()
     mapping = engine.config.mapping
     with torch.inference_mode(), collecting(capability) as jobs:
-        # A stage's first rank has the biases of summed linears, and those after it are alike: of experts, too, each has as many.
+        # The first rank of a stage has the biases of row-split linears. All other ranks launch the same kernels.
         for stage, index in itertools.product(range(mapping.pipeline_parallel), range(min(mapping.tensor_parallel, 2))):
             _trace(_runner(engine, config, stage * mapping.tensor_parallel + index))
     return jobs
@@ -90,28 +92,28 @@ def _runner(engine: Engine, config: RuntimeConfig, rank: int) -> ModelRunner:
     settings = engine.config
     mapping, limits = settings.mapping, settings.limits
     capacity = Capacity.of(limits, settings.model.max_positions, config)
-    stage = AbsentStage(rank // mapping.tensor_parallel, mapping.pipeline_parallel)
-    group = Absent(rank % mapping.tensor_parallel, mapping.tensor_parallel)
+    stage = MetaStage(rank // mapping.tensor_parallel, mapping.pipeline_parallel)
+    group = MetaGroup(rank % mapping.tensor_parallel, mapping.tensor_parallel)
     model = Decoder(
-        settings.model, Loader(ShapesOnly(), settings.recipe, engine.dtype, META, group, settings.sharding), capacity.max_seq_len, stage
+        settings.model, Loader(MetaTensors(), settings.recipe, engine.dtype, META, group, settings.sharding), capacity.max_seq_len, stage
     )
     size = limits.tokens_per_block
     layers = stage.layers(settings.model.num_layers)
     caches = make_caches(settings.model, 1 << 10, size, engine.kv_dtype, META, layers, mapping.tensor_parallel)
     model.complete_caches(caches)
-    first = _different(engine, layers, model.fused_layers)
+    first = _distinct_layers(engine, layers, model.fused_layers)
     model.keep_layers(first)
     return ModelRunner(
         model, [caches[i] for i in first], num_rows=capacity.max_num_sequences,
         max_batch_size=capacity.max_batch_size, max_num_tokens=capacity.max_num_tokens,
         max_seq_len=capacity.max_seq_len, block_size=size, device=META,
         use_graphs=captures_steps(config, settings.model),
-        world=World(rank, mapping.world_size, group, stage, Absent(rank, mapping.world_size), leader(mapping)),
+        world=World(rank, mapping.world_size, group, stage, MetaGroup(rank, mapping.world_size), leader(mapping)),
     )  # fmt: skip
 
 
-def _different(engine: Engine, layers: Sequence[int], fused_layers: FusedLayers | None) -> list[int]:
-    """Indices of a stage's layers that launch other kernels than the layers before them.
+def _distinct_layers(engine: Engine, layers: Sequence[int], fused_layers: FusedLayers | None) -> list[int]:
+    """Indices of the layers of a stage that launch different kernels than the layers before them.
 
     A fused layer computes the queries, keys and values of the next layer, so no layer can be left out where their widths differ.
     """
@@ -124,14 +126,14 @@ def _different(engine: Engine, layers: Sequence[int], fused_layers: FusedLayers 
 
 
 def _kind(engine: Engine, layer: int) -> tuple[Any, ...]:
-    """What decides a layer's launches: layers of a kind are rehearsed once."""
+    """The properties that determine the launches of a layer. One layer of each kind is traced."""
     model, recipe = engine.config.model, engine.config.recipe
     formats = [recipe.format_for(spec) for spec in layer_specs(model, layer).values() if isinstance(spec, LinearSpec)]
     return model.layers[layer], formats
 
 
 def _trace(runner: ModelRunner) -> None:
-    """All that a rank launches, from the check of its inboxes on."""
+    """Everything that a rank launches, including the check of its inboxes."""
     if (inboxes := runner.world.tensor.inboxes) is not None:
         check_sums(inboxes, META, 0)
     if runner.graphs is not None:
@@ -149,13 +151,13 @@ def _captured(graphs: Graphs) -> Iterator[Shape]:
 
 
 def _eager(runner: ModelRunner) -> Iterator[tuple[Shape, Bounds]]:
-    """Decodes that ask for more than a captured step does, prompts of such requests, and prompts longer than captured ones."""
-    most_rows, most_tokens, longest = runner.max_batch_size, runner.max_num_tokens, runner.max_seq_len
-    lengths = sorted({min(1 << i, longest) for i in range(SHORTEST.bit_length() - 1, longest.bit_length() + 1)})
-    for rows, length in itertools.product(sorted({min(r, most_rows) for r in (*EAGER_ROWS, most_rows)}), lengths):
+    """Decodes with sampling features, their prompts, and prompts that are longer than captured ones."""
+    max_rows, max_tokens, longest = runner.max_batch_size, runner.max_num_tokens, runner.max_seq_len
+    lengths = sorted({min(1 << i, longest) for i in range(MIN_KEYS.bit_length() - 1, longest.bit_length() + 1)})
+    for rows, length in itertools.product(sorted({min(r, max_rows) for r in (*EAGER_ROWS, max_rows)}), lengths):
         yield Shape(rows, rows, is_decode=True), Bounds(rows, 1, length)
-    sizes = sorted({min(t, most_tokens) for t in (*EAGER_TOKENS, most_tokens - 1, most_tokens)})
-    for tokens, rows, length in itertools.product(sizes, sorted({1, min(3, most_rows), min(16, most_rows)}), lengths):
+    sizes = sorted({min(t, max_tokens) for t in (*EAGER_TOKENS, max_tokens - 1, max_tokens)})
+    for tokens, rows, length in itertools.product(sizes, sorted({1, min(3, max_rows), min(16, max_rows)}), lengths):
         if rows < tokens and length >= min(tokens // rows, longest):
             decodes = rows // 2
             yield Shape(tokens, rows, is_decode=False), Bounds(decodes, tokens - rows + 1, length)

@@ -1,4 +1,4 @@
-"""Steps without requests: what is captured, measured and compiled ahead before there are any."""
+"""Dummy steps: steps of padding for capturing graphs, measuring memory and tracing kernels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch
-from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape, StepInputs, cut, num_places
+from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape, StepInputs, buffer_size, split_buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a launch is shaped by, besides the step's shape."""
+    """Values that select kernels and tiles, besides the shape of the step."""
 
     num_decodes: int
     max_query_len: int
@@ -21,18 +21,18 @@ class Bounds:
 
     @staticmethod
     def of_graph(shape: Shape, max_seq_len: int) -> Bounds:
-        """Those of a captured step, which must serve every step that is padded to its shape."""
+        """Those of a captured step, which must be valid for every step that is padded to its shape."""
         return Bounds(shape.rows, 1, max_seq_len) if shape.is_decode else Bounds(0, shape.tokens, max_seq_len)
 
 
 def static_buffer_size(max_tokens: int, max_rows: int, width: int) -> int:
-    """int32 of a buffer that holds the parts of any padded step."""
-    return num_places((*_sizes(Shape(max_tokens, max_rows, False)), max_rows * width))
+    """int32 of a buffer for the inputs of any padded step, including the block tables."""
+    return buffer_size((*_sizes(Shape(max_tokens, max_rows, False)), max_rows * width))
 
 
 def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds, padding_row: int) -> StepInputs:
-    """A step of padding only, laid out in `static` int32 as InputBuilder fills it: no token is stored, no key read."""
-    parts = cut(static, _sizes(shape))
+    """A step of padding in the buffer `static`, int32, with the layout of InputBuilder. It stores no token and reads no key."""
+    parts = split_buffer(static, _sizes(shape))
     for part, value in zip(parts, (0, 0, -1, 0, 0, 0, padding_row, 0), strict=True):
         part.fill_(value)
     batch = ForwardBatch(
@@ -53,8 +53,8 @@ def fill_dummy_step(static: Tensor, tables: Tensor, shape: Shape, bounds: Bounds
 def allocate_dummy_step(
     shape: Shape, bounds: Bounds, width: int, padding_row: int, device: torch.device, *, is_prefix_lm: bool = False
 ) -> StepInputs:
-    """A blank step in memory of its own, with block tables of `width` zeros. Its decodes have a token each, which sees no key."""
-    static = torch.zeros(num_places(_sizes(shape)), dtype=torch.int32, device=device)
+    """A dummy step in newly allocated memory, with block tables of `width` zeros. Its decodes have one token each and read no key."""
+    static = torch.zeros(buffer_size(_sizes(shape)), dtype=torch.int32, device=device)
     tables = torch.zeros(shape.rows, width, dtype=torch.int32, device=device)
     step = fill_dummy_step(static, tables, shape, bounds, padding_row)
     starts = step.batch.query_starts
@@ -65,15 +65,15 @@ def allocate_dummy_step(
     return step
 
 
-def pack_dummy_step(inputs: InputBuilder, shape: Shape, *, is_prefix_lm: bool = False) -> Packed:
-    """A blank step of one block's prompts, as the ranks are told of it."""
-    packed = Packed(
+def pack_dummy_step(inputs: InputBuilder, shape: Shape, *, is_prefix_lm: bool = False) -> PackedStep:
+    """A dummy step of prompts within one block, in the form in which it is published to followers."""
+    packed = PackedStep(
         torch.empty(0), shape, width=1, num_logits=shape.rows, num_sampled=shape.rows, num_decodes=0, max_query_len=shape.tokens,
         max_seq_len=inputs.block_size, is_padded=False, sampled=[], is_prefix_lm=is_prefix_lm,
     )  # fmt: skip
-    packed.host = inputs.buffer(packed.num_places)
+    packed.host = inputs.buffer(packed.buffer_size)
     packed.host.zero_()
-    _, _, slots, _, _, _, rows, *_ = cut(packed.host, packed.sizes)
+    _, _, slots, _, _, _, rows, *_ = split_buffer(packed.host, packed.sizes)
     slots.fill_(-1)
     rows.fill_(inputs.num_rows)
     return packed

@@ -1,4 +1,4 @@
-"""A plan becomes a ForwardBatch: one int32 buffer filled on the host, one copy to the device, views into it."""
+"""Builds the ForwardBatch of a step plan: one int32 buffer is filled on the host, copied to the device, and split into views."""
 
 from __future__ import annotations
 
@@ -9,65 +9,69 @@ import torch
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch
-from stoker.runtime.request import Sequence
-from stoker.runtime.sampling.prompt_logprobs import pieces
+from stoker.runtime.request import NO_ADAPTER, Sequence
+from stoker.runtime.sampling.prompt_logprobs import prompt_chunks
 from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.staging import StagingBuffers
 from stoker.runtime.worker.prefix_lm import fill_prefix_lm_positions
 
 _NOTHING = torch.empty(0, dtype=torch.int32)
-_ALIGN = 4  # int32 of 16 bytes: every part of the buffer begins on such a boundary, or Triton would compile a kernel for each mixture
+_ALIGN = 4  # int32: each part of the buffer starts at a multiple of 16 bytes, so that Triton does not compile kernels for other alignments
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The padded size of a step: real tokens and rows come first, the rest does nothing."""
+    """The padded size of a step. Padding follows the real tokens and rows, and has no effect."""
 
     tokens: int
     rows: int
-    is_decode: bool  # every row has exactly one query
+    is_decode: bool  # every row has exactly one token
 
 
 @dataclass(slots=True)
-class Packed:
-    """A step's numbers in one int32 buffer on the host, and how it is cut: all that a rank needs to run the step."""
+class PackedStep:
+    """The inputs of a step in one int32 buffer on the host, and the sizes of its parts. A follower needs nothing else to run the step."""
 
     host: Tensor
     shape: Shape
-    width: int  # blocks of a row's table
+    width: int  # entries of a block table
     num_logits: int
-    num_sampled: int  # padding included
+    num_sampled: int  # including padding
     num_decodes: int
     max_query_len: int
     max_seq_len: int
     is_padded: bool  # to the shape of a captured graph
-    sampled: list[Sequence]  # rows that get a token, in the order of the logits; only the leader knows them
-    num_extra: int = 0  # logits of prompt tokens that follow the sampled ones
-    is_prefix_lm: bool = False  # rows have a prefix that sees itself in both directions, tokens a second position
+    sampled: list[Sequence]  # of the rows that sample, in the order of the logits; empty on followers
+    num_extra: int = 0  # logits of prompt tokens, which follow those of the sampled rows
+    is_prefix_lm: bool = False  # rows have a prefix length, and tokens a second position
+    has_adapters: bool = False  # tokens have an adapter index
 
     @property
     def sizes(self) -> tuple[int, ...]:
         tokens, rows = self.shape.tokens, self.shape.rows
-        sizes = (tokens, tokens, tokens, rows + 1, rows, self.num_logits, self.num_sampled, self.num_sampled, rows * self.width)
-        return (*sizes, tokens, rows) if self.is_prefix_lm else sizes
+        sizes: tuple[int, ...] = (tokens, tokens, tokens, rows + 1, rows)
+        sizes = (*sizes, self.num_logits, self.num_sampled, self.num_sampled, rows * self.width)
+        if self.is_prefix_lm:
+            sizes = (*sizes, tokens, rows)
+        return (*sizes, tokens) if self.has_adapters else sizes
 
     @property
-    def num_places(self) -> int:
-        """int32 of the buffer, the gaps between its parts included."""
-        return num_places(self.sizes)
+    def buffer_size(self) -> int:
+        """int32 of the buffer, including the gaps between its parts."""
+        return buffer_size(self.sizes)
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """A step's tensors on the device."""
+    """The tensors of a step on the device."""
 
     batch: ForwardBatch
-    rows: Tensor  # int32: sampled rows' indices in the device buffers; padding has the index past the last
-    counters: Tensor  # int32: positions of the tokens to draw
+    rows: Tensor  # int32 [num_sampled], indices of the sampled rows in the device buffers; padding has the index after the last row
+    counters: Tensor  # int32 [num_sampled], positions of the tokens to sample
 
 
 class HostBlockTables:
-    """The block tables of all rows on the host; kept in step with sequences as they grow."""
+    """The block tables of all rows on the host, updated when sequences grow."""
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.table = np.zeros((num_rows + 1, max_blocks), dtype=np.int32)
@@ -75,7 +79,7 @@ class HostBlockTables:
         self._owners = [(-1, 0)] * num_rows
 
     def update(self, seq: Sequence) -> None:
-        """Copy the blocks that `seq` gained since the last step. A preempted sequence comes back with other blocks."""
+        """Copy the blocks that `seq` was given since the last call. After a preemption it has different blocks."""
         row, blocks = seq.row, seq.blocks
         owner = (seq.seq_id, seq.num_preemptions)
         known = self._lengths[row]
@@ -97,8 +101,8 @@ class InputBuilder:
         self.device = device
         self._buffers = StagingBuffers(device, num_in_flight)
 
-    def pack(self, plan: StepPlan, shape: Shape | None = None) -> Packed:
-        """The numbers of `plan`; padded to `shape` for a captured graph."""
+    def pack(self, plan: StepPlan, shape: Shape | None = None) -> PackedStep:
+        """The inputs of `plan`, padded to `shape` for a captured graph."""
         sequences = plan.sequences
         num_rows, num_tokens = len(sequences), plan.num_tokens
         is_padded = shape is not None
@@ -111,12 +115,12 @@ class InputBuilder:
         counts = np.array(plan.num_new, dtype=np.int32)
         seq_lens = starts + counts
         sampled = list(range(num_rows)) if all(plan.samples) else [i for i in range(num_rows) if plan.samples[i]]
-        extra = [at for piece in pieces(plan) for at in range(piece.at, piece.at + len(piece.targets))]
-        packed = Packed(
+        extra = [at for chunk in prompt_chunks(plan) for at in range(chunk.at, chunk.at + len(chunk.targets))]
+        packed = PackedStep(
             host=_NOTHING,
             shape=shape,
             width=-(-int(seq_lens.max()) // self.block_size),
-            # A graph gives every row logits, so that their number depends on the shape alone.
+            # A captured graph computes logits of every row, so that their number depends only on the shape.
             num_logits=shape.rows if is_padded else len(sampled) + len(extra),
             num_sampled=shape.rows if is_padded else len(sampled),
             num_decodes=shape.rows if shape.is_decode else 0 if is_padded else plan.num_decodes,
@@ -126,9 +130,10 @@ class InputBuilder:
             sampled=[sequences[i] for i in sampled],
             num_extra=len(extra),
             is_prefix_lm=sequences[0].bidirectional_prefix is not None,
+            has_adapters=plan.adapters is not None,
         )
-        packed.host = self.buffer(packed.num_places)
-        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables, *prefix_lm = cut(
+        packed.host = self.buffer(packed.buffer_size)
+        ids, positions, slots, query_starts, lens, logits_idx, sampled_rows, counters, flat_tables, *optional = split_buffer(
             packed.host.numpy(), packed.sizes
         )
 
@@ -141,20 +146,24 @@ class InputBuilder:
         np.take(self.tables.table[:, : packed.width], rows, axis=0, out=block_tables[:num_rows])
         block_tables[num_rows:] = 0
         _fill_tokens(plan, ids)
-        self._fill_places(plan, starts, counts, query_starts, block_tables, positions, slots)
-        if prefix_lm:
+        self._fill_positions(plan, starts, counts, query_starts, block_tables, positions, slots)
+        if plan.adapters is not None:
+            adapter_ids = optional.pop()
+            adapter_ids[:num_tokens] = np.repeat(np.array(plan.adapters, dtype=np.int32), counts)
+            adapter_ids[num_tokens:] = NO_ADAPTER
+        if optional:
             prefixes = [seq.bidirectional_prefix for seq in sequences if seq.bidirectional_prefix is not None]
-            fill_prefix_lm_positions(prefixes, counts, positions, *prefix_lm)
+            fill_prefix_lm_positions(prefixes, counts, positions, *optional)
         for padded in (ids, positions):
             padded[num_tokens:] = 0
         slots[num_tokens:] = -1
         self._fill_sampled(sampled, extra, rows, query_starts, seq_lens, logits_idx, sampled_rows, counters)
         return packed
 
-    def unpack(self, packed: Packed, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
-        """The tensors of a step, on their way to the device; for a captured graph, into its buffers.
+    def unpack(self, packed: PackedStep, static: Tensor | None = None, tables: Tensor | None = None) -> StepInputs:
+        """Start the copy to the device, and return the tensors. For a captured graph, they are its buffers.
 
-        `static` int32 holds everything but the block tables at offsets that depend on the shape alone; `tables` is [rows, max_blocks].
+        `static` int32 holds everything except the block tables, at offsets that depend only on the shape; `tables` is [rows, max_blocks].
         """
         views = self._views(packed, static, tables)
         batch = ForwardBatch(
@@ -170,26 +179,27 @@ class InputBuilder:
             logits_idx=views[5],
             block_positions=views[9] if packed.is_prefix_lm else None,
             prefix_lens=views[10] if packed.is_prefix_lm else None,
+            adapter_ids=views[-1] if packed.has_adapters else None,
         )
         return StepInputs(batch, views[6], views[7])
 
     def buffer(self, size: int) -> Tensor:
-        """int32 [size] on the host, for one step."""
-        return self._buffers.take(size * _NOTHING.itemsize).view(torch.int32)
+        """int32 [size] on the host, valid for one step."""
+        return self._buffers.next_buffer(size * _NOTHING.itemsize).view(torch.int32)
 
-    def _fill_places(
+    def _fill_positions(
         self, plan: StepPlan, starts: np.ndarray, counts: np.ndarray, query_starts: np.ndarray, tables: np.ndarray,
         positions: np.ndarray, slots: np.ndarray,
     ) -> None:  # fmt: skip
-        """Positions of the step's tokens, and where their keys and values go."""
+        """Fill the positions of the tokens, and the slots of their keys and values."""
         num_rows, num_tokens, size = len(starts), plan.num_tokens, self.block_size
         owner = np.arange(num_rows) if num_rows == num_tokens else np.repeat(np.arange(num_rows), counts)
         if num_rows == num_tokens:
             positions[:num_tokens] = starts
         else:
             positions[:num_tokens] = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_starts[:num_rows] - starts, counts)
-        places = positions[:num_tokens]
-        slots[:num_tokens] = tables[owner, places // size] * size + places % size
+        filled = positions[:num_tokens]
+        slots[:num_tokens] = tables[owner, filled // size] * size + filled % size
 
     def _fill_sampled(
         self, sampled: list[int], extra: list[int], rows: np.ndarray, query_starts: np.ndarray, seq_lens: np.ndarray,
@@ -205,13 +215,13 @@ class InputBuilder:
         counters[:count] = seq_lens[picked]
         counters[count:] = 0
 
-    def _views(self, packed: Packed, static: Tensor | None, tables: Tensor | None) -> list[Tensor]:
+    def _views(self, packed: PackedStep, static: Tensor | None, tables: Tensor | None) -> list[Tensor]:
         host, sizes = packed.host, packed.sizes
         if static is None or tables is None:
-            return cut(host.to(self.device, non_blocking=True), sizes)
+            return split_buffer(host.to(self.device, non_blocking=True), sizes)
         buffer = static[: host.numel()]
         buffer.copy_(host, non_blocking=True)
-        views = cut(buffer, sizes)
+        views = split_buffer(buffer, sizes)
         rows = tables.shape[0]
         tables[:, : packed.width].copy_(views[8].view(rows, packed.width))
         views[8] = tables.view(-1)
@@ -219,7 +229,7 @@ class InputBuilder:
 
 
 def _fill_tokens(plan: StepPlan, token_ids: np.ndarray) -> None:
-    """Write the step's token ids; one that only the device knows becomes -1 - row."""
+    """Write the token ids of the step. An id that only the device knows is written as -1 - row."""
     at = 0
     for seq, start, count in zip(plan.sequences, plan.starts, plan.num_new, strict=True):
         tokens = seq.tokens
@@ -233,15 +243,15 @@ def _fill_tokens(plan: StepPlan, token_ids: np.ndarray) -> None:
         at += count
 
 
-def num_places(sizes: tuple[int, ...]) -> int:
-    """int32 of a buffer of so many parts, each on a boundary of 16 bytes."""
+def buffer_size(sizes: tuple[int, ...]) -> int:
+    """int32 of a buffer with parts of these sizes, each of which starts at a multiple of 16 bytes."""
     return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
 
 
-def cut(buffer: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list:
-    """Views of a buffer's parts."""
+def split_buffer(buffer: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list:
+    """Views of the parts of a buffer."""
     views, at = [], 0
     for size in sizes:
         views.append(buffer[at : at + size])
-        at += num_places((size,))
+        at += buffer_size((size,))
     return views

@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets, and the table that explains it."""
+"""The memory budget of a device: computes the size of the KV cache and logs what the memory is used for."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes on one device. `free` is what was free once the weights were loaded."""
+    """Bytes of one device. `free`: free memory after the weights were loaded."""
 
     device: str
     total: int
     weights: int
     free: int
-    activations: int | None  # the most that a step at the limits holds at once; None: not measured
+    activations: int | None  # peak of the largest step; None: not measured
     graphs: int
     kv: int
     num_blocks: int
@@ -37,7 +37,7 @@ class MemoryBudget:
         return self.free - (self.activations or 0) - self.graphs - self.kv
 
     def table(self) -> str:
-        """The budget as lines of text, for the log at start."""
+        """The budget as a table for the log."""
         tokens = self.num_blocks * self.tokens_per_block
         rows = (
             ("total", self.total, ""),
@@ -53,7 +53,7 @@ class MemoryBudget:
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype, layers: range | None = None, tensor_parallel: int = 1) -> int:
-    """Bytes of one block over the layers of a rank."""
+    """Bytes of one block in all layers of a rank."""
     layers = range(model.num_layers) if layers is None else layers
     return sum(kv_width(model, layer, tensor_parallel) for layer in layers) * block_size * dtype.itemsize
 
@@ -62,43 +62,43 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of the device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # What the allocator holds but doesn't use can be had too.
+        # Memory that the allocator has cached is available too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return tuple(int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))  # type: ignore[return-value]
 
 
 def num_kv_blocks(free: int, bytes_per_block: int, limits: Limits, config: RuntimeConfig, device: str) -> int:
-    """Blocks that fit `config`'s token count and fraction of `free`, the smaller; never more than all sequences can use."""
+    """Blocks for the token count and the fraction of `free` in `config`, whichever is smaller, and at most what all sequences can use."""
     size = limits.tokens_per_block
     fraction = config.kv_cache_fraction if config.kv_cache_fraction is not None else _DEFAULT_FRACTION[device]
-    most = int(free * fraction) // bytes_per_block
+    fitting = int(free * fraction) // bytes_per_block
     if config.kv_cache_tokens is not None:
-        asked = -(-config.kv_cache_tokens // size)
-        if config.kv_cache_fraction is None and asked * bytes_per_block > free:
-            need, have = asked * bytes_per_block / 2**30, free / 2**30
+        requested = -(-config.kv_cache_tokens // size)
+        if config.kv_cache_fraction is None and requested * bytes_per_block > free:
+            need, have = requested * bytes_per_block / 2**30, free / 2**30
             raise ConfigError(
                 f"kv_cache_tokens={config.kv_cache_tokens} needs {need:.2f} GiB and {have:.2f} GiB are free.",
                 cure=f"Use at most {free // bytes_per_block * size}.",
             )
-        return asked if config.kv_cache_fraction is None else min(asked, most)
+        return requested if config.kv_cache_fraction is None else min(requested, fitting)
     sequences = config.max_num_sequences or config.max_batch_size or limits.max_batch_size
     useful = sequences * -(-limits.max_seq_len // size)
     if config.prefix_reuse:
-        useful *= 2  # room to keep as many finished sequences
-    if most < 1:
+        useful *= 2  # to cache the blocks of as many finished sequences
+    if fitting < 1:
         raise ConfigError(
             f"{fraction:g} of {free / 2**30:.2f} GiB holds no KV block of {bytes_per_block / 2**20:.1f} MiB.",
             cure="Raise kv_cache_fraction, or use a smaller engine.",
         )
-    return min(most, useful)
+    return min(fitting, useful)
 
 
 def make_caches(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
     layers: range | None = None, tensor_parallel: int = 1,
 ) -> list[KVCache]:  # fmt: skip
-    """One zeroed cache a layer of a rank: what was never written must be finite, since masked places are still multiplied by zero."""
+    """One zeroed cache per layer of a rank. Unwritten slots must be finite, because attention multiplies masked values by zero."""
     caches = []
     for layer in range(model.num_layers) if layers is None else layers:
         heads, key, value = local_kv_shapes(model, layer, tensor_parallel)
@@ -109,8 +109,8 @@ def make_caches(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the CPU the system's own zero pages, which take memory only once they are written: torch.zeros writes them all
-    (70 s for 12 GB on a small machine)."""
+    """Zeros. On the CPU, zero pages of the operating system, which use memory only when they are written. torch.zeros writes all pages,
+    which takes 70 s for 12 GB on a small machine."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

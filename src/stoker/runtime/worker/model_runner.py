@@ -1,4 +1,4 @@
-"""Runs steps on one device: inputs → model → sampler, without waiting for the result."""
+"""Runs steps on one device: inputs → model → sampler. A launch does not wait for the result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from stoker.layers.decoder import Decoder
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.sampling.logprobs import Logprobs, score
-from stoker.runtime.sampling.prompt_logprobs import PromptLogprobs, PromptScores, pieces
+from stoker.runtime.sampling.prompt_logprobs import PromptLogprobs, PromptScores, prompt_chunks
 from stoker.runtime.sampling.sampler import Sampler
 from stoker.runtime.schedule.plan import StepPlan
-from stoker.runtime.staging import fetch
+from stoker.runtime.staging import copy_to_host
 from stoker.runtime.worker.cuda_graphs import Graphs
 from stoker.runtime.worker.dummy_step import Bounds, allocate_dummy_step, pack_dummy_step
-from stoker.runtime.worker.inputs import InputBuilder, Packed, Shape
+from stoker.runtime.worker.inputs import InputBuilder, PackedStep, Shape
 
 
 @dataclass(slots=True)
@@ -50,10 +50,10 @@ class StepHandle:
     def __init__(
         self, sequences: list[Sequence], token_ids: Tensor, scores: Logprobs | None = None, prompt: Callable[[], PromptLogprobs] = dict
     ) -> None:
-        """`prompt` is called when the step has ended."""
+        """`prompt` returns the log-probabilities of prompts. It is called when the step has ended."""
         self._sequences = sequences
-        self._token_ids = fetch(token_ids)
-        self._scores = scores.fetch() if scores is not None else None
+        self._token_ids = copy_to_host(token_ids)
+        self._scores = scores.to_host() if scores is not None else None
         self._prompt = prompt
         self._event: torch.cuda.Event | None = None
         if token_ids.is_cuda:
@@ -65,13 +65,13 @@ class StepHandle:
             self._event.synchronize()
         logprobs: list[list[TokenLogprobs] | None] = []
         if self._scores is not None:
-            scores = self._scores.read(self._token_ids.tolist(), [seq.params.logprobs for seq in self._sequences])
+            scores = self._scores.to_list(self._token_ids.tolist(), [seq.params.logprobs for seq in self._sequences])
             logprobs = [None if score is None else [score] for score in scores]
         return StepResult(self._sequences, self._token_ids.unsqueeze(1).tolist(), logprobs, self._prompt())
 
 
 class LazyHandle:
-    """A step that runs when it is waited for."""
+    """A step that runs when `wait` is called."""
 
     __slots__ = ("_start",)
 
@@ -83,35 +83,38 @@ class LazyHandle:
         return self._start().wait()
 
 
-class Tell(Protocol):
-    """How the leader's decisions reach the other ranks."""
+class StepPublisher(Protocol):
+    """Sends steps, and blocks to zero, to the followers."""
 
-    def step(self, packed: Packed, all_greedy: bool) -> None: ...
-    def forget(self, blocks: list[int]) -> None: ...
+    def publish_step(self, packed: PackedStep, all_greedy: bool) -> None: ...
+    def publish_zero_blocks(self, blocks: list[int]) -> None: ...
 
 
 class ModelRunner:
-    """One device's model, cache and buffers. On several ranks one leads: it alone knows sequences and samples, and tells the others."""
+    """The model, cache and buffers of one device. With several ranks, the leader has the sequences and samples; the others follow it.
+
+    It performs no block transfers: an executor has no host tier.
+    """
 
     def __init__(
         self, model: Decoder, caches: list[KVCache], *,
         num_rows: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int, block_size: int, device: torch.device, use_graphs: bool,
-        world: World = ALONE_WORLD, tell: Tell | None = None, grammars: Grammars | None = None,
+        world: World = ALONE_WORLD, publisher: StepPublisher | None = None, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.caches = caches
         self.device = device
         self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
-        self.world, self.tell = world, tell
+        self.world, self.publisher = world, publisher
         num_stages = world.stage.num_stages
         self.inputs = InputBuilder(num_rows, -(-max_seq_len // block_size), block_size, device, max(num_stages, 2))
         self.sampler = Sampler(num_rows, model.config.vocab_size, device, grammars, max(num_stages, 2))
         self.prompt_scores = PromptScores()
-        # Each row's newest token; padding writes the last place.
+        # The newest token of each row. Padding writes to the last element.
         self.last_ids = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-        # Steps are planned before their tokens are known only on a GPU without stages: there each rank needs the leader's choice.
-        self._shares_ids = device.type != "cpu" and num_stages == 1 and world.size > 1
-        # On a CPU a stage computes when its result is asked for, so that the steps after it are on their way through the others.
+        # Steps are planned before the ids of earlier ones are known only on a GPU without stages. Then each rank needs the sampled ids.
+        self._broadcasts_ids = device.type != "cpu" and num_stages == 1 and world.size > 1
+        # On a CPU, the last stage computes in `wait`, so that later steps are published to the other stages before.
         self._is_lazy = device.type == "cpu" and num_stages > 1
         self.graphs: Graphs | None = None
         if use_graphs and device.type != "cpu":
@@ -120,100 +123,103 @@ class ModelRunner:
             )
 
     def prepare(self, request: TokenRequest) -> Future[Any] | None:
-        """The compilation of the request's guide, in another thread. Raises DependencyError."""
+        """Start to compile the guide of the request in another thread. Raises DependencyError."""
         return self.sampler.prepare(request)
 
     def add(self, seq: Sequence) -> None:
-        """A sequence begins; called once, before its first step. Raises RequestError for what the model cannot do."""
+        """Add a sequence, once, before its first step. Raises RequestError for a feature that the model does not support."""
         if (prefix := self.model.config.prefix) is not None:
             seq.bidirectional_prefix = find_bidirectional_prefix(prefix, seq.request.prompt_ids)
             if seq.params.prompt_logprobs is not None:
-                limit = "this model's prompt tokens see those that follow them, so they have no probabilities"
+                limit = "prompt tokens of this model attend to later tokens, so they have no log-probabilities"
                 raise RequestError("prompt_logprobs", seq.params.prompt_logprobs, limit)
         self.prompt_scores.add(seq)
         self.sampler.add(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """A sequence ended."""
+        """Remove a sequence that ended. Unknown sequences are ignored."""
         self.sampler.remove(seq.seq_id)
         self.prompt_scores.remove(seq.seq_id)
 
     @torch.inference_mode()
     def warm_up(self) -> int:
-        """Capture the usual steps, so that no request waits for it. Returns the bytes that the graphs take."""
+        """Capture the common steps, so that no request waits for it. Returns the bytes of the graphs."""
         return 0 if self.graphs is None else self.graphs.warm_up()
 
     @torch.inference_mode()
     def graph_footprint(self) -> int:
-        """Bytes that `warm_up` is going to take."""
+        """Bytes that `warm_up` will allocate."""
         return 0 if self.graphs is None else self.graphs.footprint()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle | LazyHandle:
-        """Start a step. Its rows' tokens go to `last_ids`, so that the next step can start before this one is read."""
+        """Start a step. It stores the sampled ids in `last_ids`, so that the next step can start before they are copied to the host."""
+        assert not plan.transfers
         table = self.sampler.table
         table.update(plan.sequences)
-        is_plain = self.graphs is not None and self.sampler.is_plain(plan.sequences)
+        is_plain = self.graphs is not None and plan.adapters is None and self.sampler.is_plain(plan.sequences)
         packed = self.inputs.pack(plan, self.graphs.shape_for(plan) if self.graphs is not None and is_plain else None)
         all_greedy = table.all_greedy(plan.sequences)
-        if self.tell is not None:
-            self.tell.step(packed, all_greedy)
+        if self.publisher is not None:
+            self.publisher.publish_step(packed, all_greedy)
         return LazyHandle(lambda: self._start(plan, packed, all_greedy)) if self._is_lazy else self._start(plan, packed, all_greedy)
 
-    def _start(self, plan: StepPlan, packed: Packed, all_greedy: bool) -> StepHandle:
+    def _start(self, plan: StepPlan, packed: PackedStep, all_greedy: bool) -> StepHandle:
         if packed.is_padded:
             assert self.graphs is not None
-            with self._together(self.world.size > 1):
+            with self._fatal_error(self.world.size > 1):
                 token_ids = self.graphs.run(packed, all_greedy)
             return StepHandle(packed.sampled, token_ids[: len(packed.sampled)])
-        with self._together(self.world.size > 1):
+        with self._fatal_error(self.world.size > 1):
             inputs = self.inputs.unpack(packed)
             logits = self._logits(inputs.batch)
-        prompt = pieces(plan) if packed.num_extra else []
-        with self._together(self._shares_ids):
+        prompt = prompt_chunks(plan) if packed.num_extra else []
+        with self._fatal_error(self._broadcasts_ids):
             sampled = self.sampler.sample(logits, inputs.rows, inputs.counters, packed.sampled, prompt)
-            self._remember(inputs.rows, sampled.token_ids)
-        scored = [(piece, scores.fetch()) for piece, scores in sampled.prompt]
+            self._store_last_ids(inputs.rows, sampled.token_ids)
+        scored = [(chunk, scores.to_host()) for chunk, scores in sampled.prompt]
         return StepHandle(packed.sampled, sampled.token_ids, sampled.logprobs, lambda: self.prompt_scores.collect(scored, packed.sampled))
 
     @contextlib.contextmanager
-    def _together(self, others_wait: bool) -> Iterator[None]:
-        """Around what ends when all ranks have done their part. A leader that fails alone can't go on: the others would take its next
-        step for the rest of this one, and answers would be wrong."""
+    def _fatal_error(self, is_fatal: bool) -> Iterator[None]:
+        """Convert errors to RankError if `is_fatal`: when other ranks wait in a collective of the step. They would take the collectives of
+        the next step for those of this one, and results would be wrong."""
         try:
             yield
         except Exception as error:
-            if not others_wait:
+            if not is_fatal:
                 raise
-            raise RankError(f"rank {self.world.rank} on {self.device} failed within a step ({error!r}), and the others wait.") from error
+            raise RankError(
+                f"rank {self.world.rank} on {self.device} failed within a step ({error!r}), and the other ranks wait for it."
+            ) from error
 
     @torch.inference_mode()
-    def follow(self, packed: Packed, all_greedy: bool) -> None:
-        """Run a step that the leader planned."""
+    def follow(self, packed: PackedStep, all_greedy: bool) -> None:
+        """Run a step that the leader published."""
         if packed.is_padded:
             assert self.graphs is not None
             self.graphs.run(packed, all_greedy)
             return
         inputs = self.inputs.unpack(packed)
         self._logits(inputs.batch)
-        self._remember(inputs.rows, torch.zeros_like(inputs.rows))
+        self._store_last_ids(inputs.rows, torch.zeros_like(inputs.rows))
 
     @torch.inference_mode()
     def run_dummy_step(self, shape: Shape) -> None:
-        """A step of padding without a graph or a sampler, between others: the leader tells the other ranks of it, too.
+        """Run a dummy step without a graph and without sampling, also on the followers.
 
-        On a CPU with stages, where a step begins when it is waited for, none may be on its way.
+        On a CPU with stages, where steps run in `wait`, no step may be in flight.
         """
         packed = pack_dummy_step(self.inputs, shape, is_prefix_lm=self.model.config.prefix is not None)
-        if self.tell is not None:
-            self.tell.step(packed, True)
+        if self.publisher is not None:
+            self.publisher.publish_step(packed, True)
         self.follow(packed, True)
 
     @torch.inference_mode()
     def run_dummy_step_with_sampling(self, shape: Shape, bounds: Bounds) -> None:
-        """A step of padding without a graph, with all that its rows may ask of the sampler: for what it launches and allocates.
+        """Run a dummy step without a graph and with all variants of sampling, to measure memory or to trace kernels.
 
-        Every rank runs it at the same time: it is not for a leader whose ranks already follow.
+        Every rank calls it at the same time, before followers wait for published steps.
         """
         width = -(-self.max_seq_len // self.inputs.block_size)
         step = allocate_dummy_step(
@@ -221,31 +227,31 @@ class ModelRunner:
         )
         logits = self._logits(step.batch)
         if not self.world.is_leader:
-            self._remember(step.rows, torch.zeros_like(step.rows))
+            self._store_last_ids(step.rows, torch.zeros_like(step.rows))
             return
-        for seen, all_greedy in itertools.product((logits, logits.float()), (True, False)):
-            token_ids = ops.sample(seen, self.sampler.table.gather(step.rows, step.counters, all_greedy))
+        for variant, all_greedy in itertools.product((logits, logits.float()), (True, False)):
+            token_ids = ops.sample(variant, self.sampler.table.gather(step.rows, step.counters, all_greedy))
         score(logits, token_ids, 1)
-        self._remember(step.rows, token_ids)
+        self._store_last_ids(step.rows, token_ids)
 
     def zero_blocks(self, blocks: list[int]) -> None:
-        """Zero blocks that may hold values that are not numbers, before others reuse them."""
-        if self.tell is not None:
-            self.tell.forget(blocks)
+        """Zero blocks that may contain NaN, before other sequences use them."""
+        if self.publisher is not None:
+            self.publisher.publish_zero_blocks(blocks)
         index = torch.tensor(blocks, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         for cache in self.caches:
             for pages in (cache.keys, cache.values):
                 if pages is not None:
-                    pages.view(torch.uint8).index_fill_(0, index, 0)  # index_fill_ knows no float8
+                    pages.view(torch.uint8).index_fill_(0, index, 0)  # index_fill_ does not support float8
 
     def _forward(self, batch: ForwardBatch, rows: Tensor, counters: Tensor, all_greedy: bool) -> Tensor:
-        """A plain step, as a graph captures it."""
+        """Model and sampling without features: the step that a graph captures."""
         logits = self._logits(batch)
         if self.world.is_leader:
             token_ids = ops.sample(logits, self.sampler.table.gather(rows, counters, all_greedy))
         else:
             token_ids = torch.zeros_like(rows)
-        self._remember(rows, token_ids)
+        self._store_last_ids(rows, token_ids)
         return token_ids
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
@@ -253,8 +259,8 @@ class ModelRunner:
             batch = dataclasses.replace(batch, token_ids=ops.resolve(batch.token_ids, self.last_ids))
         return self.model(batch, self.caches)
 
-    def _remember(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Keep the leader's choice for the next step."""
-        if self._shares_ids:
+    def _store_last_ids(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Store the sampled ids for the next step, on every rank that needs them."""
+        if self._broadcasts_ids:
             token_ids = self.world.tensor.broadcast(token_ids)
         ops.remember(self.last_ids, rows, token_ids)

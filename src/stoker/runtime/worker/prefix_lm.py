@@ -1,4 +1,4 @@
-"""Where the tokens of prefix language models sit: `layers.prefix.BidirectionalPrefix` for all tokens of a step at once."""
+"""Positions of the tokens of prefix LMs: `core.prefix_lm.BidirectionalPrefix` for all tokens of a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from stoker.core.prefix_lm import BidirectionalPrefix
 def fill_prefix_lm_positions(
     prefixes: list[BidirectionalPrefix], counts: np.ndarray, positions: np.ndarray, block_positions: np.ndarray, prefix_lens: np.ndarray
 ) -> None:
-    """Fill block_positions [T] and prefix_lens [R], and move positions [T], which hold the tokens' indices in their sequences.
+    """Fill block_positions [T] and prefix_lens [R]. Change positions [T] from indices in the sequence to rotary positions.
 
-    prefixes: one a row; counts [R]: each row's tokens.
+    prefixes: one per row. counts [R]: the number of tokens of each row.
     """
     lengths, masks = np.array(prefixes, dtype=np.int32).T
     prefix_lens[:] = lengths

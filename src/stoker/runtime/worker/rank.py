@@ -1,4 +1,4 @@
-"""One rank's side of an engine: its weights on its device, its part of the cache, ready to run steps."""
+"""Loads one rank of an engine: the weights on its device and its shard of the cache."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stoker.runtime.sampling.grammar_compiler import Grammars
 from stoker.runtime.worker.dummy_step import Bounds
 from stoker.runtime.worker.inputs import Shape
 from stoker.runtime.worker.memory import MemoryBudget, block_bytes, free_memory, make_caches, num_kv_blocks
-from stoker.runtime.worker.model_runner import ModelRunner, Tell
+from stoker.runtime.worker.model_runner import ModelRunner, StepPublisher
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The limits a run keeps to: the engine's, lowered by the runtime settings."""
+    """The limits of a run: those of the engine, lowered by the runtime settings."""
 
     max_batch_size: int
     max_num_sequences: int
@@ -37,10 +37,10 @@ class Capacity:
     def of(limits: Limits, max_positions: int, config: RuntimeConfig) -> Capacity:
         """Raises ConfigError for a runtime setting above the engine's limit."""
         for name in ("max_batch_size", "max_num_tokens"):
-            asked, built = getattr(config, name), getattr(limits, name)
-            if asked is not None and asked > built:
-                cure = f"Build the engine with --{name.replace('_', '-')} {asked}."
-                raise ConfigError(f"{name}={asked} is above the engine's {built}.", cure=cure)
+            requested, built = getattr(config, name), getattr(limits, name)
+            if requested is not None and requested > built:
+                cure = f"Build the engine with --{name.replace('_', '-')} {requested}."
+                raise ConfigError(f"{name}={requested} is above the engine's {built}.", cure=cure)
         batch = config.max_batch_size or limits.max_batch_size
         return Capacity(
             max_batch_size=batch,
@@ -52,7 +52,7 @@ class Capacity:
 
 @dataclass(slots=True)
 class LoadedRank:
-    """A rank whose weights are there. `weights` in bytes."""
+    """A rank whose weights are loaded. `weights`, `free` and `activations` are in bytes."""
 
     engine: Engine
     config: RuntimeConfig
@@ -61,13 +61,13 @@ class LoadedRank:
     world: World
     model: Decoder
     weights: int
-    free: int = 0  # bytes, once the weights and the libraries were there; known after `num_blocks`
+    free: int = 0  # free memory after the weights and libraries were loaded; set by `num_blocks`
     activations: int | None = None
 
     def num_blocks(self) -> int:
-        """KV blocks for which this rank has room, beside the largest step and the graphs.
+        """The number of KV blocks that fit beside the activations of the largest step and the graphs.
 
-        On several ranks all must ask: a step is theirs together.
+        Every rank must call it, because it runs steps.
         """
         graphs = 0
         if self.device.type == "cuda":
@@ -79,12 +79,12 @@ class LoadedRank:
         return num_kv_blocks(room, self._block_bytes(), self.engine.config.limits, self.config, self.device.type)
 
     def _free(self) -> int:
-        """Bytes for its cache: ranks on a CPU share the machine's memory."""
+        """Bytes that are available to this rank. Ranks on a CPU divide the memory of the machine."""
         free = free_memory(self.device)[0]
         return free // self.world.size if self.device.type == "cpu" else free
 
     def _largest_step(self) -> int:
-        """Bytes that steps at the limits hold at once, weights and cache aside. They also load the kernels and libraries' workspaces."""
+        """Peak bytes of steps at the limits, without weights and cache. They also load kernels and allocate workspaces of libraries."""
         runner = self._runner(1, self.capacity.max_seq_len, use_graphs=False)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -100,23 +100,29 @@ class LoadedRank:
         return block_bytes(config.model, config.limits.tokens_per_block, self.engine.kv_dtype, layers, config.mapping.tensor_parallel)
 
     def budget(self, num_blocks: int, graphs: int) -> MemoryBudget:
-        """What the memory is used for; `graphs` in bytes."""
+        """The memory budget; `graphs` in bytes."""
         size, total = self.engine.config.limits.tokens_per_block, free_memory(self.device)[1]
         kv = num_blocks * self._block_bytes()
         return MemoryBudget(str(self.device), total, self.weights, self.free, self.activations, graphs, kv, num_blocks, size)
 
-    def runner(self, num_blocks: int, tell: Tell | None = None) -> ModelRunner:
-        """Allocate the cache, and make the runner."""
+    def runner(self, num_blocks: int, publisher: StepPublisher | None = None) -> ModelRunner:
+        """Allocate the cache and create the runner."""
         max_seq_len = min(self.capacity.max_seq_len, num_blocks * self.engine.config.limits.tokens_per_block)
         grammars = Grammars(self.engine.path, self.engine.config.model.vocab_size) if self.world.is_leader else None
-        return self._runner(num_blocks, max_seq_len, use_graphs=self._use_graphs, tell=tell, grammars=grammars)
+        return self._runner(num_blocks, max_seq_len, use_graphs=self._use_graphs, publisher=publisher, grammars=grammars)
 
     @property
     def _use_graphs(self) -> bool:
         return captures_steps(self.config, self.engine.config.model)
 
     def _runner(
-        self, num_blocks: int, max_seq_len: int, *, use_graphs: bool, tell: Tell | None = None, grammars: Grammars | None = None
+        self,
+        num_blocks: int,
+        max_seq_len: int,
+        *,
+        use_graphs: bool,
+        publisher: StepPublisher | None = None,
+        grammars: Grammars | None = None,
     ) -> ModelRunner:
         config, capacity = self.engine.config, self.capacity
         size, tensor = config.limits.tokens_per_block, config.mapping.tensor_parallel
@@ -134,18 +140,18 @@ class LoadedRank:
             device=self.device,
             use_graphs=use_graphs,
             world=self.world,
-            tell=tell,
+            publisher=publisher,
             grammars=grammars,
         )
 
 
 def captures_steps(config: RuntimeConfig, model: ModelConfig) -> bool:
-    """Whether a model's steps are captured. A captured one has no second positions; models that need them are small and old."""
+    """Whether steps are captured as CUDA graphs. Not for prefix LMs: a captured step has no second positions."""
     return config.cuda_graphs and not model.requires_whole_prompt
 
 
 def largest_steps(capacity: Capacity) -> list[tuple[Shape, Bounds]]:
-    """A full step of one prompt beside decodes, one of many prompts, and one of decodes alone."""
+    """Steps at the limits: only decodes, decodes with one prompt, and only prompts."""
     rows, tokens, longest = capacity.max_batch_size, max(capacity.max_num_tokens, capacity.max_batch_size), capacity.max_seq_len
     steps = [(Shape(rows, rows, is_decode=True), Bounds(rows, 1, longest))]
     if tokens > rows:
@@ -155,7 +161,7 @@ def largest_steps(capacity: Capacity) -> list[tuple[Shape, Bounds]]:
 
 
 def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world: World) -> LoadedRank:
-    """Load this rank's weights. Raises EngineError or ConfigError."""
+    """Load the weights of this rank. Raises EngineError or ConfigError."""
     use_device(device, config, world.size)
     if device.type == "cuda":
         _use_kernels(engine)
@@ -178,24 +184,24 @@ def load_rank(engine: Engine, config: RuntimeConfig, device: torch.device, world
 
 
 def _windowed(model: ModelConfig, config: RuntimeConfig, capacity: Capacity) -> ModelConfig:
-    """The model under `attention_window`; a window that holds every sequence changes nothing."""
+    """The model with `attention_window`, unless the window is longer than every sequence."""
     window = config.attention_window
     return model if window is None or window >= capacity.max_seq_len else model.windowed(window)
 
 
 def _use_kernels(engine: Engine) -> None:
-    """Use the engine's measured tiles, its compiled kernels, and those of earlier starts."""
+    """Use the tuning file and the compiled kernels of the engine, and the kernels that earlier starts compiled."""
     from stoker.kernels.triton.aot import kernel_cache as cache
     from stoker.kernels.tuning.devices import use_engine_tuning
 
     use_engine_tuning(engine.path, torch.cuda.get_device_name())
     folder, file = cache.use_kernel_cache(), engine.path / cache.ARCHIVE
     if cache.ARCHIVE in engine.config.files:
-        log.info("%d kernels of the engine are new here", cache.install_archive(file, folder))
+        log.info("installed %d compiled kernels of the engine", cache.install_archive(file, folder))
 
 
 def use_device(device: torch.device, config: RuntimeConfig, num_ranks: int) -> None:
-    """Make `device` this process's own; ranks on a CPU share its cores."""
+    """Make `device` the default device of this process. Ranks on a CPU divide its cores."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -1,36 +1,43 @@
-"""A rank's process that follows the leader: it loads its part, then runs each step that the ring brings."""
+"""The process of a follower rank: loads its shard of the model, then runs each step that the leader publishes."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import StokerError
 from stoker.base.logging import configure, get_logger
+from stoker.runtime.worker_group.channels import CHANNELS
+from stoker.runtime.worker_group.channels.channel import ChannelAddress, PlanReader
+
+if TYPE_CHECKING:
+    from stoker.runtime.worker.model_runner import ModelRunner
 
 log = get_logger(__name__)
 
-BEAT_S = 0.5
-JOINING, LOADED = b"j", b"l"  # told to the leader, one byte each
+HEARTBEAT_S = 0.5
+# States that are reported to the leader, one byte each.
+JOINING, LOADED = b"j", b"l"
+# How long a follower spins for the next record before it sleeps. On a GPU the host must be ahead of steps of a few milliseconds.
+SPIN_S = {"cuda": 2e-3, "cpu": 0.0}
 
 
 class FollowTask(msgspec.Struct):
-    """What a follower is told when it starts."""
+    """The arguments of a follower, which it reads from standard input."""
 
     engine: str
     rank: int
-    reader: int
+    reader: int  # index of its end of the plan channel
     device: str
     config: RuntimeConfig
-    port: int  # of the store where the ranks meet, on the loopback
-    ring_fd: int
-    num_readers: int
-    slot_size: int
+    hosts: tuple[str, ...]  # of all ranks
+    port: int  # of the rendezvous store on the leader's host
+    channel: ChannelAddress
     status_fd: int
 
 
@@ -47,60 +54,60 @@ def main() -> int:
 
 
 def follow(task: FollowTask) -> None:
-    """Load, tell, and follow until the end."""
+    """Load this rank, report the states to the leader, and run steps until the end."""
     import torch
     import torch.distributed as dist
 
     from stoker.distributed.world import join
     from stoker.engine.reader import Engine
     from stoker.runtime.worker.rank import load_rank, use_device
-    from stoker.runtime.worker_group.shared_memory import Ring
 
-    ring = Ring(task.ring_fd, task.num_readers, task.slot_size)
-    threading.Thread(target=_beat, args=(ring, task.reader), name="beat", daemon=True).start()
+    channel = CHANNELS.get(task.channel.kind).open(task.channel, task.reader)
+    threading.Thread(target=_beat, args=(channel,), name="heartbeat", daemon=True).start()
     engine, device = Engine.open(task.engine), torch.device(task.device)
     use_device(device, task.config, engine.world_size)
     os.write(task.status_fd, JOINING)
-    world = join(dist.TCPStore("127.0.0.1", task.port, is_master=False), task.rank, engine.config.mapping, device,
-                 custom_all_reduce=task.config.custom_all_reduce)  # fmt: skip
+    store = dist.TCPStore("127.0.0.1", task.port, is_master=False)
+    world = join(store, task.rank, engine.config.mapping, device, hosts=task.hosts, custom_all_reduce=task.config.custom_all_reduce)
     loaded = load_rank(engine, task.config, device, world)
     os.write(task.status_fd, LOADED)
     runner = loaded.runner(world.everyone.smallest(loaded.num_blocks()))
     runner.warm_up()
     world.everyone.smallest(0)
-    _run(ring, task.reader, runner, device.type)
+    _run_steps(channel, runner, SPIN_S[device.type])
 
 
-def _run(ring: Any, reader: int, runner: Any, device: str) -> None:
-    from stoker.runtime.worker_group.shared_memory import END, FORGET, SPIN_S, decode
+def _run_steps(channel: PlanReader, runner: ModelRunner, spin_s: float) -> None:
+    from stoker.runtime.worker_group.records import END, ZERO_BLOCKS, decode_record
 
     while True:
-        record = decode(ring.take(reader, SPIN_S[device]), runner.inputs.buffer)
+        record = decode_record(channel.receive(spin_s), runner.inputs.buffer)
         if record.kind == END:
             return
-        if record.kind == FORGET:
+        if record.kind == ZERO_BLOCKS:
             runner.zero_blocks(record.blocks)
         else:
+            assert record.packed is not None
             runner.follow(record.packed, record.all_greedy)
-        ring.release(reader)
+        channel.release()
 
 
-def _beat(ring: Any, reader: int) -> None:
+def _beat(channel: PlanReader) -> None:
     while True:
-        ring.beat(reader)
-        threading.Event().wait(BEAT_S)
+        channel.beat()
+        threading.Event().wait(HEARTBEAT_S)
 
 
 def _read_task() -> bytes:
     size = int.from_bytes(os.read(0, 8), "little")
     data = b""
-    while len(data) < size and (piece := os.read(0, size - len(data))):
-        data += piece
+    while len(data) < size and (chunk := os.read(0, size - len(data))):
+        data += chunk
     return data
 
 
 def _end_with_leader() -> None:
-    """The leader holds the other end of standard input: when that closes, it is gone, and nothing here is worth finishing."""
+    """End this process when standard input is closed: the leader holds the other end, and has ended."""
 
     def watch() -> None:
         while os.read(0, 1):

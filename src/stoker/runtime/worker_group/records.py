@@ -1,0 +1,55 @@
+"""Records that the leader publishes to its followers: a step, blocks to zero, or the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from stoker.runtime.worker.inputs import PackedStep, Shape, buffer_size
+from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, Numbers
+
+STEP, ZERO_BLOCKS, END = 1, 2, 3
+
+
+class Record(NamedTuple):
+    """`packed` and `all_greedy` are those of a STEP, `blocks` those of ZERO_BLOCKS."""
+
+    kind: int
+    packed: PackedStep | None
+    all_greedy: bool
+    blocks: list[int]
+
+
+def max_step_size(max_num_tokens: int, max_rows: int, max_blocks: int) -> int:
+    """The largest number of int32 of a step: five per token, six per row, and the block tables."""
+    return buffer_size((*[max_num_tokens] * 5, max_rows + 1, *[max_rows] * 5, max_rows * max_blocks))
+
+
+def encode_step(packed: PackedStep, all_greedy: bool) -> tuple[int, ...]:
+    """The header of a step. Its numbers are `packed.host`."""
+    shape = packed.shape
+    return (
+        STEP, shape.tokens, shape.rows, shape.is_decode, packed.width, packed.num_logits, packed.num_sampled, packed.num_decodes,
+        packed.max_query_len, packed.max_seq_len, packed.is_padded, all_greedy, packed.is_prefix_lm, packed.has_adapters,
+    )  # fmt: skip
+
+
+def decode_record(record: Numbers, buffer: Callable[[int], torch.Tensor]) -> Record:
+    """Copy a record. The numbers of a step are copied to `buffer(size)`, int32 [size]."""
+    kind, *fields = (int(value) for value in record[:14])
+    if kind == ZERO_BLOCKS:
+        return Record(kind, None, False, record[HEADER_SIZE : HEADER_SIZE + fields[0]].tolist())
+    if kind != STEP:
+        return Record(kind, None, False, [])
+    *sizes, is_padded, all_greedy, is_prefix_lm, has_adapters = fields
+    tokens, rows, is_decode, width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len = sizes
+    packed = PackedStep(
+        torch.empty(0), Shape(tokens, rows, bool(is_decode)), width, num_logits, num_sampled, num_decodes, max_query_len, max_seq_len,
+        bool(is_padded), [], is_prefix_lm=bool(is_prefix_lm), has_adapters=bool(has_adapters),
+    )  # fmt: skip
+    size = packed.buffer_size
+    packed.host = buffer(size)
+    packed.host.numpy()[:] = record[HEADER_SIZE : HEADER_SIZE + size]
+    return Record(kind, packed, bool(all_greedy), [])

@@ -1,0 +1,174 @@
+"""Plan channels: every follower receives all records in order, through each channel of the table and through a stub that spans hosts."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stoker.base.config import Mapping
+from stoker.base.errors import ConfigError, RankError
+from stoker.distributed.world import World
+from stoker.runtime.worker.inputs import PackedStep, Shape
+from stoker.runtime.worker_group.channels import CHANNELS, select_channel
+from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, ChannelAddress, ChannelKind, Numbers, PlanChannel, PlanReader
+from stoker.runtime.worker_group.channels.shared_memory import NUM_SLOTS
+from stoker.runtime.worker_group.records import END, STEP, ZERO_BLOCKS, decode_record, encode_step, max_step_size
+
+LIMIT = max_step_size(max_num_tokens=6, max_rows=3, max_blocks=4)
+
+
+class StubChannel(PlanChannel):
+    """Copies records to a queue per follower, as a channel between hosts would."""
+
+    latest: StubChannel
+
+    def __init__(self, num_readers: int, record_size: int) -> None:
+        self.address = ChannelAddress("stub", num_readers, record_size)
+        self.queues: list[queue.Queue[Numbers]] = [queue.Queue(NUM_SLOTS) for _ in range(num_readers)]
+        self.published, self.released, self.heartbeats = 0, [0] * num_readers, [0] * num_readers
+        StubChannel.latest = self
+
+    def publish(self, header: tuple[int, ...], numbers: Numbers, check: Callable[[], None]) -> None:
+        while self.published - min(self.released) >= NUM_SLOTS:
+            check()
+            time.sleep(1e-4)
+        record = np.zeros(HEADER_SIZE + len(numbers), dtype=np.int32)
+        record[: len(header)], record[HEADER_SIZE:] = header, numbers
+        self.published += 1
+        for each in self.queues:
+            each.put(record)
+
+    def heartbeats_ns(self) -> list[int]:
+        return list(self.heartbeats)
+
+    def positions(self) -> list[int]:
+        return list(self.released)
+
+    def lags(self) -> list[int]:
+        return [self.published - released for released in self.released]
+
+    def close(self) -> None:
+        return
+
+
+class StubReader(PlanReader):
+    def __init__(self, address: ChannelAddress, reader: int) -> None:
+        self.channel, self.reader = StubChannel.latest, reader
+
+    def receive(self, spin_s: float) -> Numbers:
+        return self.channel.queues[self.reader].get()
+
+    def release(self) -> None:
+        self.channel.released[self.reader] += 1
+
+    def beat(self) -> None:
+        self.channel.heartbeats[self.reader] = time.monotonic_ns()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def stub_channel() -> Iterator[None]:
+    """Add a row to the table of channels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CHANNELS._rows, "stub", ChannelKind(StubChannel, StubReader, spans_hosts=True))
+        yield
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[PackedStep, bool]:
+    tokens, rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    flags = draw(st.tuples(*[st.booleans()] * 5))
+    packed = PackedStep(
+        torch.empty(0), Shape(tokens, rows, flags[0]), width, rows, rows, 0, tokens, 40, flags[1], [],
+        is_prefix_lm=flags[2], has_adapters=flags[3],
+    )  # fmt: skip
+    packed.host = torch.full((packed.buffer_size,), draw(st.integers(0, 1 << 30)), dtype=torch.int32)
+    return packed, flags[4]
+
+
+RECORDS = st.lists(steps() | st.lists(st.integers(0, 1000), min_size=1, max_size=9), max_size=30)
+
+
+def receive_all(reader: PlanReader, pauses: Iterator[float], received: list[object]) -> None:
+    """Decode records until the end. Steps are converted to tuples."""
+    while True:
+        record = decode_record(reader.receive(0.0), lambda size: torch.empty(size, dtype=torch.int32))
+        if record.kind == STEP:
+            assert record.packed is not None
+            received.append(comparable(record.packed, record.all_greedy))
+        elif record.kind == ZERO_BLOCKS:
+            received.append(record.blocks)
+        time.sleep(next(pauses))
+        reader.release()
+        if record.kind == END:
+            return
+
+
+def comparable(packed: PackedStep, all_greedy: bool) -> tuple[object, ...]:
+    return (*encode_step(packed, all_greedy), packed.sizes, packed.host.tolist())
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "stub"])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(records=RECORDS, num_readers=st.integers(1, 3), seed=st.integers(0, 1 << 16))
+def test_every_follower_receives_all_records_in_order(kind: str, records: list[object], num_readers: int, seed: int) -> None:
+    channel = CHANNELS.get(kind).create(num_readers, LIMIT)
+    received: list[list[object]] = [[] for _ in range(num_readers)]
+    threads = []
+    for index in range(num_readers):
+        pauses = map(float, np.random.default_rng(seed + index).choice([0.0, 0.0, 2e-4], len(records) + 1))
+        reader = CHANNELS.get(kind).open(channel.address, index)
+        threads.append(threading.Thread(target=receive_all, args=(reader, pauses, received[index]), daemon=True))
+        threads[-1].start()
+    for record in records:
+        if isinstance(record, list):
+            channel.publish((ZERO_BLOCKS, len(record)), np.array(record, dtype=np.int32), lambda: None)
+        else:
+            channel.publish(encode_step(*record), record[0].host.numpy(), lambda: None)
+    channel.publish((END,), np.empty(0, dtype=np.int32), lambda: None)
+    for thread in threads:
+        thread.join(10)
+    assert received == [[record if isinstance(record, list) else comparable(*record) for record in records]] * num_readers
+    assert channel.positions() == [len(records) + 1] * num_readers and channel.lags() == [0] * num_readers
+    channel.close()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "stub"])
+def test_failures_of_followers_are_detected(kind: str) -> None:
+    channel = CHANNELS.get(kind).create(2, LIMIT)
+    readers = [CHANNELS.get(kind).open(channel.address, index) for index in range(2)]
+    started = time.monotonic_ns()
+    readers[0].beat()
+    assert channel.heartbeats_ns()[0] >= started and channel.heartbeats_ns()[1] == 0
+
+    def failed() -> None:
+        raise RankError("rank 1 has ended.")
+
+    for _ in range(NUM_SLOTS):
+        channel.publish((ZERO_BLOCKS, 1), np.zeros(1, dtype=np.int32), failed)
+    readers[0].receive(0.0)
+    readers[0].release()
+    assert channel.positions() == [1, 0] and channel.lags() == [NUM_SLOTS - 1, NUM_SLOTS]
+    with pytest.raises(RankError, match="rank 1 has ended"):
+        channel.publish((END,), np.empty(0, dtype=np.int32), failed)
+    channel.close()
+
+
+def test_the_hosts_of_the_ranks_select_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select_channel(("a", "a")) == "shared_memory" and select_channel(("a", "b", "a")) == "stub"
+    monkeypatch.delitem(CHANNELS._rows, "stub")
+    with pytest.raises(ConfigError, match=r"the ranks of an engine are on 2 hosts \(a, b\)"):
+        select_channel(("b", "a"))
+
+
+def test_a_world_has_the_host_of_each_rank() -> None:
+    assert not World().spans_hosts
+    size = Mapping(tensor_parallel=2).world_size
+    assert World(rank=1, size=size, hosts=("10.0.0.1", "10.0.0.2")).spans_hosts
