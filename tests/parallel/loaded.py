@@ -1,4 +1,4 @@
-"""An executor driven on this thread, over however many ranks its engine has."""
+"""An executor whose step loop the test runs on its own thread, for engines of any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def load(engine: Path, **settings: object) -> Executor:
 
 
 def generate(executor: Executor, prompts: list[list[int]], num_new: int, **params: object) -> list[list[int]]:
-    """New tokens of each prompt, all submitted at once."""
+    """The generated tokens of each prompt. All are submitted at once."""
     mailbox = executor.mailbox
     assert isinstance(mailbox, SynchronousMailbox)
     settings = SamplingParams(max_tokens=num_new, ignore_eos=True, **params)  # type: ignore[arg-type]
     names = [f"{executor.stats.num_steps}-{i}" for i in range(len(prompts))]
     mailbox.submit([TokenRequest(request_id=name, prompt_ids=prompt, params=settings) for name, prompt in zip(names, prompts, strict=True)])
-    made: dict[str, list[int]] = {name: [] for name in names}
+    tokens: dict[str, list[int]] = {name: [] for name in names}
     unfinished = set(names)
     while unfinished:
         executor.turn(0.0)
         for output in mailbox.pop_outputs():
             assert output.error is None, output.error
-            made[output.request_id] += output.token_ids
+            tokens[output.request_id] += output.token_ids
             if output.finish_reason is not None:
                 unfinished.discard(output.request_id)
-    return [made[name] for name in names]
+    return [tokens[name] for name in names]

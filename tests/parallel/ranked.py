@@ -1,4 +1,4 @@
-"""Rank processes that run jobs together: every rank drives the same steps by hand, as tests/parity does with one rank."""
+"""Rank processes that run jobs together: every rank runs the same steps, as tests/parity does with one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class RankHarness(Harness):
-    """A rank's part of an engine. Each rank makes the same decisions from the same logits."""
+    """The shard of a rank. Each rank makes the same decisions from the same logits."""
 
     def __init__(self, engine: Path, num_positions: int, world: World) -> None:
         self.world = world
@@ -35,13 +35,13 @@ class RankHarness(Harness):
         world, mapping = self.world, engine.config.mapping
         engine.check_world(world.size)
         self.model = Decoder(self.config, engine.loader(world.rank, CPU, world.tensor), num_positions, world.stage)
-        mine = world.stage.layers(self.config.num_layers)
-        self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, CPU, mine, mapping.tensor_parallel)
+        layers = world.stage.layers(self.config.num_layers)
+        self.caches = make_caches(self.config, num_blocks, BLOCK, engine.kv_dtype, CPU, layers, mapping.tensor_parallel)
         self.model.complete_caches(self.caches)
         self.leader = leader(mapping)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """The last stage's logits, on every rank."""
+        """The logits of the last stage, on every rank."""
         logits = super().forward(batch).contiguous()
         if self.world.stage.num_stages == 1:
             return logits
@@ -55,7 +55,7 @@ class RankHarness(Harness):
 
 @dataclass
 class Job:
-    """Greedy tokens after `prompt` among `strangers`, chunked, preempted and with reused blocks; of one rank also whole prefills."""
+    """Greedy tokens after `prompt` in a batch with others, chunked, preempted and with reused blocks; with one rank, also full prefills."""
 
     name: str
     engine: str
@@ -108,8 +108,8 @@ def rank_main(process: int, port: int, folder: str, jobs: list[Job]) -> None:
 
 
 def run_jobs(jobs: list[Job], size: int, folder: Path, timeout_s: float = 100.0) -> dict[str, Any]:
-    """The leaders' results by job."""
-    context = multiprocessing.get_context("forkserver")  # the ranks share one import of torch and of what is installed
+    """The results of the leaders by job."""
+    context = multiprocessing.get_context("forkserver")  # the ranks fork from a process that has imported torch
     context.set_forkserver_preload(["torch.distributed", "stoker.engine.reader", "stoker.layers.decoder", "stoker.runtime.worker.memory"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [context.Process(target=rank_main, args=(i, store.port, str(folder), jobs), daemon=True) for i in range(size)]

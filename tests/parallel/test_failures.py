@@ -1,4 +1,4 @@
-"""What is wrong is refused before anything loads; a rank that dies or hangs ends all within ten seconds, with its log named."""
+"""Errors are found before loading. A rank that ends or hangs ends all ranks within ten seconds, with an error that names its log."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 
 def make(source: Path, out: Path, tokenizer: Path, **more: object) -> None:
     limits = Limits(max_input_len=POSITIONS // 2, max_output_len=POSITIONS // 2, max_num_tokens=64, max_batch_size=8, tokens_per_block=16)
-    asked = {"tokenizer": str(tokenizer), "device": "cpu", "dtype": "float32", "limits": limits, "mapping": TWO} | more
-    build(source, out, BuildConfig(**asked), verify="none")  # type: ignore[arg-type]
+    settings = {"tokenizer": str(tokenizer), "device": "cpu", "dtype": "float32", "limits": limits, "mapping": TWO} | more
+    build(source, out, BuildConfig(**settings), verify="none")  # type: ignore[arg-type]
 
 
 def ranks_of(executor: Executor) -> WorkerGroup:
@@ -54,34 +54,34 @@ def ranks_of(executor: Executor) -> WorkerGroup:
     return executor._ranks
 
 
-def until_it_ends(executor: Executor) -> float:
-    """Seconds until the executor raises for a rank, with one request in flight."""
+def wait_for_rank_error(executor: Executor) -> float:
+    """Seconds until the executor raises RankError, with one request in flight."""
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     executor.mailbox.submit([TokenRequest(request_id="last", prompt_ids=[5, 6, 7], params=params)])  # type: ignore[attr-defined]
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         while time.monotonic() - started < 15:
             executor.turn(0.0)
-    took = time.monotonic() - started
+    duration = time.monotonic() - started
     message = str(caught.value)
     log = Path(message.split("its log is ")[1].split(". ")[0])
     assert "rank 1 on cpu" in message and log.name == "rank1.log" and log.is_file()
     shutil.rmtree(log.parent)
-    return took
+    return duration
 
 
-def test_a_rank_that_is_killed_ends_all(engine: Path) -> None:
+def test_a_killed_rank_ends_all_ranks(engine: Path) -> None:
     executor = load(engine)
     process = ranks_of(executor)._followers[0].process
     assert generate(executor, [[5, 6, 7]], 3)
     threading.Timer(0.05, process.kill).start()
-    assert until_it_ends(executor) < 5
+    assert wait_for_rank_error(executor) < 5
     executor.close()
     assert process.returncode == -signal.SIGKILL
 
 
-def test_waiting_for_a_rank_ends_though_gloo_goes_on_and_so_does_the_process() -> None:
-    """What is left of a send that gloo dropped: a collective that nothing ends but its timeout. Here the other rank takes no part."""
+def test_a_collective_ends_after_a_failure_although_gloo_keeps_waiting() -> None:
+    """After gloo has dropped a send, only the timeout ends a collective. Here the other rank does not take part."""
     code = """
 import threading, time, torch
 from torch.distributed import TCPStore
@@ -91,11 +91,11 @@ from stoker.distributed.world import join
 
 CPU, TWO = torch.device("cpu"), Mapping(tensor_parallel=2)
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-guest = TCPStore("127.0.0.1", store.port, is_master=False)
+client = TCPStore("127.0.0.1", store.port, is_master=False)
 others = []
-joining = threading.Thread(target=lambda: others.append(join(guest, 1, TWO, CPU)))
+joining = threading.Thread(target=lambda: others.append(join(client, 1, TWO, CPU)))
 joining.start()
-answers = iter([None, RankError("rank 1 has gone")])
+answers = iter([None, RankError("rank 1 has ended")])
 
 def check():
     if (answer := next(answers)) is not None:
@@ -104,7 +104,7 @@ def check():
 world = join(store, 0, TWO, CPU, check=check)
 joining.join()
 for collective in ("all_reduce", "all_gather", "broadcast"):
-    answers = iter([None, RankError("rank 1 has gone")])
+    answers = iter([None, RankError("rank 1 has ended")])
     try:
         getattr(world.tensor, collective)(torch.ones(4))
     except RankError as error:
@@ -112,24 +112,24 @@ for collective in ("all_reduce", "all_gather", "broadcast"):
 world.close()
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    wanted = [f"{collective} ended: rank 1 has gone" for collective in ("all_reduce", "all_gather", "broadcast")]
-    assert (ran.returncode, ran.stdout.splitlines()) == (0, wanted), ran.stderr
+    expected = [f"{collective} ended: rank 1 has ended" for collective in ("all_reduce", "all_gather", "broadcast")]
+    assert (ran.returncode, ran.stdout.splitlines()) == (0, expected), ran.stderr
 
 
-def test_a_rank_that_hangs_ends_all(engine: Path) -> None:
+def test_a_hung_rank_ends_all_ranks(engine: Path) -> None:
     executor = load(engine)
     process = ranks_of(executor)._followers[0].process
     generate(executor, [[5, 6, 7]], 3)
     os.kill(process.pid, signal.SIGSTOP)
-    assert until_it_ends(executor) < 10
+    assert wait_for_rank_error(executor) < 10
     executor.close()
     assert process.poll() is not None
 
 
 def test_a_rank_that_cannot_load_is_named(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file goes after the leader saw it."""
+    """Its file is removed after the leader has checked it."""
     copy = shutil.copytree(engine, tmp_path / "engine")
-    monkeypatch.setattr("stoker.runtime.load._check", lambda *given: (copy / "rank1.safetensors").unlink())
+    monkeypatch.setattr("stoker.runtime.load._check", lambda *_: (copy / "rank1.safetensors").unlink())
     with pytest.raises(
         RankError, match=r"rank 1 on cpu ended with status 1; its log is (.*)rank1.log.*rank1.safetensors is missing"
     ) as caught:
@@ -141,16 +141,16 @@ def folder_named_in(error: BaseException) -> Path:
     return Path(str(error).split("its log is ")[1].split(". ")[0]).parent
 
 
-@pytest.mark.parametrize("moment", ["before the ranks meet", "before the leader comes", "once all have loaded"])
+@pytest.mark.parametrize("moment", ["before the rendezvous", "before the leader joins", "after loading"])
 def test_a_rank_that_dies_during_the_start_is_named(engine: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wait, states = WorkerGroup.wait, list[str]()
 
     def kill_after(ranks: WorkerGroup) -> None:
         wait(ranks)
-        states.append("before" if not states else "once all have loaded")
+        states.append("before" if not states else "after loading")
         if moment.startswith(states[-1]):
             ranks._followers[0].process.kill()
-        while moment == "before the leader comes" and ranks._rendezvous is not None:  # the meeting's host has gone
+        while moment == "before the leader joins" and ranks._rendezvous is not None:  # the watch thread closes the rendezvous
             time.sleep(0.01)
 
     monkeypatch.setattr(WorkerGroup, "wait", kill_after)
@@ -161,21 +161,21 @@ def test_a_rank_that_dies_during_the_start_is_named(engine: Path, moment: str, m
     shutil.rmtree(folder_named_in(caught.value))
 
 
-def test_a_process_that_ends_at_once_is_named_and_leaves_no_descriptor(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_immediately_is_named_and_leaves_no_descriptor(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    monkeypatch.setattr("stoker.runtime.worker_group.leader.log.critical", lambda *_: None)  # a captured record would keep the error
+    monkeypatch.setattr("stoker.runtime.worker_group.leader.log.critical", lambda *_: None)  # a captured record would reference the error
     counts = []
     for _ in range(3):
         with pytest.raises(RankError, match="rank 1 on cpu ended with status 1") as caught:
             load(engine)
         shutil.rmtree(folder_named_in(caught.value))
-        caught = None  # type: ignore[assignment]  # the error's traceback holds the ring's memory
+        caught = None  # type: ignore[assignment]  # the traceback of the error references the shared memory
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[0] == counts[2]
 
 
-def test_processes_that_started_end_when_another_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_processes_end_if_another_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = tmp_path / "sleeper"
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o755)
@@ -183,10 +183,10 @@ def test_processes_that_started_end_when_another_cannot(tmp_path: Path, monkeypa
     started: list[Follower] = []
     init = Follower.__init__
 
-    def first_only(self: Follower, *given: Any) -> None:
+    def first_only(self: Follower, *args: Any) -> None:
         if started:
             raise OSError("no more processes")
-        init(self, *given)
+        init(self, *args)
         started.append(self)
 
     monkeypatch.setattr(Follower, "__init__", first_only)
@@ -196,7 +196,7 @@ def test_processes_that_started_end_when_another_cannot(tmp_path: Path, monkeypa
     assert started[0].process.returncode == -signal.SIGKILL
 
 
-def test_closing_does_not_wait_for_a_rank_that_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_rank_that_reads_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = tmp_path / "sleeper"
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o755)
@@ -211,18 +211,18 @@ def test_closing_does_not_wait_for_a_rank_that_reads_nothing(tmp_path: Path, mon
     assert not closing.is_alive() and ranks._followers[0].process.returncode == -signal.SIGKILL
 
 
-def test_a_leader_that_fails_within_a_step_ends_all(engine: Path) -> None:
-    """The other rank waits for it in the middle of a layer: it would take the next step for the rest of this one."""
+def test_a_leader_that_fails_within_a_step_ends_all_ranks(engine: Path) -> None:
+    """The other rank waits within a layer, and would take the collectives of the next step for those of this one."""
     executor = load(engine)
     generate(executor, [[5, 6, 7]], 3)
     layer: Any = executor.runner.model.layers[-1]  # type: ignore[attr-defined]
 
-    def no_memory(*given: Any) -> None:
-        raise MemoryError("no room")
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("out of memory")
 
     layer.mlp = no_memory
     try:
-        with pytest.raises(RankError, match=r"rank 0 on cpu failed within a step \(MemoryError\('no room'\)\)"):
+        with pytest.raises(RankError, match=r"rank 0 on cpu failed within a step \(MemoryError\('out of memory'\)\)"):
             generate(executor, [[5, 6, 7]], 3)
     finally:
         executor.close()
@@ -243,30 +243,30 @@ os.kill(os.getpid(), signal.SIGKILL)
     pid = int(ran.stdout)
     deadline = time.monotonic() + 5
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]:
-        assert time.monotonic() < deadline, "the follower goes on without its leader"
+        assert time.monotonic() < deadline, "the follower continues without its leader"
         time.sleep(0.02)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_rank_file_is_refused(engine: Path, tmp_path: Path) -> None:
+def test_a_missing_rank_file_is_rejected(engine: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(engine, tmp_path / "engine")
     (copy / "rank1.safetensors").unlink()
     with pytest.raises(EngineError, match=r"rank1.safetensors is missing"):
         load(copy)
 
 
-def test_rank_files_that_changed_places_are_refused(engine: Path, tmp_path: Path) -> None:
+def test_swapped_rank_files_are_rejected(engine: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(engine, tmp_path / "engine")
     one, other = copy / "rank0.safetensors", copy / "rank1.safetensors"
     if one.stat().st_size == other.stat().st_size:
-        one.rename(copy / "kept")
+        one.rename(copy / "swapped")
         other.rename(one)
-        (copy / "kept").rename(other)
+        (copy / "swapped").rename(other)
     with pytest.raises(EngineError, match="is from another build or rank: its header says rank 1 of 2"):
         load(copy)
 
 
-def test_a_rank_file_of_another_build_is_refused(engine: Path, tmp_path: Path, tokenizer: Path) -> None:
+def test_a_rank_file_of_another_build_is_rejected(engine: Path, tmp_path: Path, tokenizer: Path) -> None:
     hf_model("Llama", seed=1, **GROUPED).save_pretrained(tmp_path / "hf")
     make(tmp_path / "hf", tmp_path / "other", tokenizer)
     copy = shutil.copytree(engine, tmp_path / "engine")
@@ -279,16 +279,16 @@ def test_a_rank_file_of_another_build_is_refused(engine: Path, tmp_path: Path, t
     ("settings", "message"),
     [
         ({"devices": (0, 1)}, r"devices=\[0, 1\] name GPUs, and .* runs on the CPU"),
-        ({"device": "cuda"}, r"built for 2 ranks \(tensor 2 × pipeline 1\); devices=\[0, 1\], and 0 are here"),
+        ({"device": "cuda"}, r"built for 2 ranks \(tensor 2 × pipeline 1\); devices=\[0, 1\], and this machine has 0"),
         ({"device": "cuda", "devices": (0,)}, r"built for 2 ranks .*, and devices=\[0\] names 1"),
     ],
 )
-def test_worlds_that_do_not_match_are_refused_before_anything_loads(
+def test_devices_that_do_not_match_the_ranks_are_rejected_before_anything_loads(
     engine: Path, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[object] = []
-    monkeypatch.setattr("stoker.runtime.load.WorkerGroup", lambda *given: started.append(given))
-    monkeypatch.setattr("stoker.runtime.load._load", lambda *given: started.append(given))
+    monkeypatch.setattr("stoker.runtime.load.WorkerGroup", lambda *args: started.append(args))
+    monkeypatch.setattr("stoker.runtime.load._load", lambda *args: started.append(args))
     with pytest.raises(ConfigError, match=message):
         load(engine, **settings)
     assert not started

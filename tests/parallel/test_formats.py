@@ -1,4 +1,4 @@
-"""Every weight format on several ranks: the stored numbers are one rank's, cut; so are the answers."""
+"""Every weight format on several ranks: stored values are slices of those of one rank, and answers are the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
 from stoker.quant.names import RECIPES
 
-# Heads of 16 in groups of three: ranks are cut at every 16 or 32 columns.
+# Heads of 16 features in groups of three: shards end at multiples of 16 or 32 columns.
 DENSE = GROUPED | {"hidden_size": 96, "head_dim": 16, "intermediate_size": 160}
 EXPERTS = MOE | {"hidden_size": 96, "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 6, "norm_topk_prob": True}
 WORLDS = (
@@ -29,15 +29,15 @@ WORLDS = (
 GROUPS = {"WEIGHTS_ONLY_INT4": 16, "WEIGHTS_KV_INT4": 16, "AWQ": 16, "GPTQ": 16}
 CHOSEN = {**{name: ("Llama", DENSE, name) for name in RECIPES if name != "NO_QUANT"}}
 CHOSEN |= {f"experts {name}": ("Qwen3Moe", EXPERTS, name) for name in ("WEIGHTS_ONLY_INT4", "FP8")}
-# Formats that round activations by a token's largest magnitude: a rank knows its own part of the token, so its steps are finer than one
-# rank's. How far logits may then be apart, root mean square in standard deviations; int8 weights round activations to 16 bits on a CPU. A
-# block of FP8_BLOCK is on one rank, but what a sum in another order rounds to may be the next code.
+# Tolerances of logits, root mean square in standard deviations, for formats that round activations by the largest magnitude of a token. A
+# rank has only its slice of the token, so its quantization steps are smaller than those of one rank. On a CPU, int8 weights round
+# activations to 16 bits. A block of FP8_BLOCK is on one rank, but a sum in another order may round to the next quantized value.
 ROUNDED = {"WEIGHTS_ONLY_INT8": 1e-3, "WEIGHTS_KV_INT8": 1e-2, "SMOOTH_QUANT": 0.08, "FP8": 0.15, "FP8_KV": 0.15, "experts FP8": 0.2,
            "FP8_BLOCK": 0.02}  # fmt: skip
-EXACT = 3e-5  # sums are in another order
-# The same with other tokens beside it: what is rounded while it runs, activations or keys, may become the next code by a sum's order.
-# On a CPU the number of rows decides, too, whether int8 weights meet float32 or 16 bits of an activation.
-CROWDED = {name: min(bound, 0.02) for name, bound in ROUNDED.items()} | {"WEIGHTS_KV_INT4": 0.02}
+EXACT = 3e-5  # because of the order of sums
+# Tolerances in a batch with other tokens: with another order of sums, rounded activations or keys may become the next quantized value. On a
+# CPU, the number of rows also determines whether int8 weights are multiplied by float32 or 16-bit activations.
+BATCHED = {name: min(bound, 0.02) for name, bound in ROUNDED.items()} | {"WEIGHTS_KV_INT4": 0.02}
 
 
 def settings(name: str, recipe: str, mapping: Mapping) -> dict[str, Any]:
@@ -67,40 +67,40 @@ def results(tmp_path_factory: pytest.TempPathFactory, letters: Path) -> Iterator
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_ranks_say_what_one_says(results: dict[str, Any], name: str) -> None:
-    wanted = {world: result for world, result in results.items() if world.startswith(f"{name}/")}
-    errors = [result["error"] for result in wanted.values() if "error" in result]
+def test_ranks_give_the_tokens_and_logits_of_one_rank(results: dict[str, Any], name: str) -> None:
+    found = {world: result for world, result in results.items() if world.startswith(f"{name}/")}
+    errors = [result["error"] for result in found.values() if "error" in result]
     assert not errors, errors[0]
-    assert len(wanted) == len(WORLDS)
-    one = wanted.pop(f"{name}/one")
-    for world, result in wanted.items():
+    assert len(found) == len(WORLDS)
+    one = found.pop(f"{name}/one")
+    for world, result in found.items():
         agree(one, result, ROUNDED.get(name, EXACT), world)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_crowd_chunks_and_reused_blocks_change_nothing(results: dict[str, Any], name: str) -> None:
+def test_batches_chunks_and_reused_blocks_do_not_change_logits(results: dict[str, Any], name: str) -> None:
     one = results[f"{name}/one"]
-    for made, whole in (("logits", "alone"), ("again logits", "again alone")):
-        assert one[made].shape == one[whole].shape
-        error = float((one[made] - one[whole]).square().mean().sqrt() / one[whole].std())
-        assert error < CROWDED.get(name, EXACT), (made, error)
+    for name_of_batched, whole in (("logits", "alone"), ("again logits", "again alone")):
+        assert one[name_of_batched].shape == one[whole].shape
+        error = float((one[name_of_batched] - one[whole]).square().mean().sqrt() / one[whole].std())
+        assert error < BATCHED.get(name, EXACT), (name_of_batched, error)
 
 
 def agree(one: dict[str, Any], other: dict[str, Any], tolerance: float, world: str) -> None:
-    """Equal tokens and close logits; where logits may differ visibly, tokens may part at a choice that is closer than that."""
+    """Equal tokens and close logits. With large tolerances, tokens may differ after a choice between close logits."""
     pairs = zip(one["tokens"], other["tokens"], strict=True)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(one["tokens"]))
-    wanted, found = (result["logits"][:same] for result in (one, other))
-    error = float((wanted - found).square().mean().sqrt() / wanted.std())
+    expected, actual = (result["logits"][:same] for result in (one, other))
+    error = float((expected - actual).square().mean().sqrt() / expected.std())
     assert error < tolerance, world
     if same < len(one["tokens"]):
-        best = one["logits"][same - 1].topk(2).values / wanted.std()
+        best = one["logits"][same - 1].topk(2).values / expected.std()
         assert tolerance > 0.05 and float(best[0] - best[1]) < 4 * tolerance, world
 
 
 @pytest.mark.parametrize("recipe", ["WEIGHTS_ONLY_INT4", "AWQ", "FP8_BLOCK"])
-def test_groups_end_where_heads_are_cut(recipe: str, tmp_path: Path, letters: Path) -> None:
-    """SmolLM2's heads: 9 of 64 in groups of three do not fill groups of 128 on two ranks."""
+def test_group_sizes_are_reduced_to_divide_the_shards(recipe: str, tmp_path: Path, letters: Path) -> None:
+    """The heads of SmolLM2 (9 × 64 features, in groups of three) do not fill groups of 128 columns on two ranks."""
     sizes = DENSE | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "num_hidden_layers": 1, "hidden_size": 144}
     hf_model("Llama", **sizes).save_pretrained(tmp_path / "hf")
     settings = {"FP8_BLOCK": {"rows": 32, "columns": 128}}.get(recipe, {"group_size": 128})

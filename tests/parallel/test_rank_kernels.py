@@ -1,4 +1,4 @@
-"""Kernels compiled ahead for an engine of several ranks: every rank finds what it launches, the check of its inboxes included."""
+"""Kernels that are compiled ahead of time for an engine of several ranks: every rank finds those that it launches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 
-# Biases of summed linears are on one rank: the others launch kernels without.
+# Biases of row-split linears are on one rank. The others launch kernels without bias.
 MODEL = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new", "bos_token_id": 0, "eos_token_id": 1,
     "layer_norm_epsilon": 1e-5, "n_ctx": 64, "n_embd": 256, "n_head": 4, "n_layer": 1, "n_positions": 64, "vocab_size": 128,
 }  # fmt: skip
 
-# The launches of two ranks by themselves, and those that the build lists, by their folders in Triton's cache.
+# The launches of two ranks, and those that the build lists, by their folders in Triton's cache.
 LISTS = """
 import json, sys
 import torch

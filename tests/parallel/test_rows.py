@@ -1,4 +1,4 @@
-"""Every row of the table on several ranks equals one rank, token for token: in chunks, among strangers, preempted, with reused blocks."""
+"""Every architecture on several ranks gives the tokens of one rank: in chunks, in batches, preempted, with reused blocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from stoker.core.model_config import MoEConfig
 from stoker.engine.reader import Engine
 
 NUM_NEW = 4
-TOLERANCE = 2e-4  # of a logit: sums over ranks are in another order
+TOLERANCE = 2e-4  # of a logit, because sums over ranks have another order
 ONE = Mapping()
-# (name, mapping, the process that is its rank 0). Two ranks of two stages are cut as two ranks and as two stages are, which test_run.py
-# runs alone.
+# (name, mapping, process of rank 0). Two stages of two ranks cover the sharding of two ranks and of two stages; test_run.py runs each of
+# them.
 WORLDS = (
     ("one", ONE, 0),
     ("tp4", Mapping(tensor_parallel=4), 0),
@@ -38,15 +38,15 @@ def first_of_each_row() -> dict[str, tuple[str, str]]:
     return found
 
 
-# What is special about a checkpoint's sharding: heads that are normed apart, one kv head, tied or narrow embeddings.
-MORE = (
+# Special cases of sharding: norms per head, one KV head, tied or narrow embeddings.
+SPECIAL = (
     ("LlamaForCausalLM", "tied, biased, no architectures"),
     ("CohereForCausalLM", "q/k norms"),
     ("OPTForCausalLM", "350m"),
     ("FalconForCausalLM", "40b, 180b"),
     ("BloomForCausalLM", "as first published, six heads"),
 )
-CHOSEN = {f"{row}-{what}": (row, what) for row, what in (*first_of_each_row().values(), *MORE)}
+CHOSEN = {f"{row}-{variant}": (row, variant) for row, variant in (*first_of_each_row().values(), *SPECIAL)}
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +75,18 @@ def jobs_of(name: str, reference: Reference, folder: Path, tokenizer: Path) -> l
 
 def prompts(reference: Reference, engine: Engine) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    made = [torch.randint(3, min(reference.vocab, 90), (n,), generator=generator).tolist() for n in (21, 5, 38)]
+    random = [torch.randint(3, min(reference.vocab, 90), (n,), generator=generator).tolist() for n in (21, 5, 38)]
     prefix = engine.config.model.prefix
-    return made if prefix is None else [[*ids[:-2], prefix.mask_ids[0], prefix.start_id] for ids in made]
+    return random if prefix is None else [[*ids[:-2], prefix.mask_ids[0], prefix.start_id] for ids in random]
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_ranks_say_what_one_says(results: dict[str, Any], name: str) -> None:
-    wanted = {world: result for world, result in results.items() if world.startswith(f"{name}/")}
-    errors = [result["error"] for result in wanted.values() if "error" in result]
+def test_ranks_give_the_tokens_of_one_rank(results: dict[str, Any], name: str) -> None:
+    found = {world: result for world, result in results.items() if world.startswith(f"{name}/")}
+    errors = [result["error"] for result in found.values() if "error" in result]
     assert not errors, errors[0]
-    assert len(wanted) >= len(WORLDS)
-    one = wanted.pop(f"{name}/one")
-    for world, result in wanted.items():
+    assert len(found) >= len(WORLDS)
+    one = found.pop(f"{name}/one")
+    for world, result in found.items():
         assert result["tokens"] == one["tokens"] and result["again"] == one["again"], world
         assert (result["logits"] - one["logits"]).abs().max() < TOLERANCE, world

@@ -1,4 +1,4 @@
-"""Whole executors over processes that Stoker starts: the same tokens as one rank, and an end for all when one of them ends."""
+"""Executors of several ranks in processes that Stoker starts generate the tokens of one rank."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MAPPINGS = {
     "pp2": Mapping(pipeline_parallel=2),
     "tp2pp2": Mapping(tensor_parallel=2, pipeline_parallel=2),
 }
-# SmolLM2's: 9 and 3 heads do not divide by 2 or 4, and the embedding is the head.
+# Sizes as in SmolLM2: 9 and 3 heads are not divisible by 2 or 4, and the head is the embedding.
 MODEL = GROUPED | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8, "tie_word_embeddings": True}
-# Few blocks and short steps: prompts are cut, sequences give up their blocks, and beginnings are shared.
+# Short steps and a small cache, so that prompts are chunked, sequences are preempted, and prefixes are shared.
 TIGHT = {"kv_cache_tokens": 256, "max_num_tokens": 32, "policy": "max_utilization"}
 
 
@@ -54,9 +54,9 @@ def expected(engines: Path) -> list[list[int]]:
     return generate(load(engines / "one"), prompts(), 24)
 
 
-def watched(executor: Executor) -> list[int]:
-    """Receives, at each launch, how many steps are then in flight. A sequence that samples is in one of them."""
-    seen: list[int] = []
+def record_steps_in_flight(executor: Executor) -> list[int]:
+    """Returns a list that receives the number of steps in flight at each launch. Checks that no sequence samples in two of them."""
+    counts: list[int] = []
     launch = executor.runner.launch
 
     def counted(plan: StepPlan) -> object:
@@ -64,31 +64,31 @@ def watched(executor: Executor) -> list[int]:
             seq.seq_id for other, _, _ in executor._in_flight for seq, ends in zip(other.sequences, other.samples, strict=True) if ends
         ]
         assert not set(sampling) & {seq.seq_id for seq in plan.sequences}
-        seen.append(len(executor._in_flight) + 1)
+        counts.append(len(executor._in_flight) + 1)
         return launch(plan)
 
     executor.runner.launch = counted  # type: ignore[assignment, method-assign]
-    return seen
+    return counts
 
 
-def assert_products_are_heard(executor: Executor) -> None:
-    """What a breakdown does first: on the leader alone the step would wait for the other ranks for ever."""
+def check_products(executor: Executor) -> None:
+    """A breakdown runs a dummy step first, in which all ranks must take part."""
     assert isinstance(executor.runner, ModelRunner)
     layers = len(executor.runner.world.stage.layers(MODEL["num_hidden_layers"]))
     assert [product.of_rows for product in products_of(executor.runner)] == [False] * 4 * layers + [True]
 
 
 @pytest.mark.parametrize("name", list(MAPPINGS)[1:])
-def test_the_same_tokens_as_one_rank(engines: Path, expected: list[list[int]], name: str) -> None:
+def test_ranks_generate_the_tokens_of_one_rank(engines: Path, expected: list[list[int]], name: str) -> None:
     executor = load(engines / name, **TIGHT)
-    in_flight = watched(executor)
+    in_flight = record_steps_in_flight(executor)
     try:
         assert generate(executor, prompts(), 24) == expected
         stats = executor.snapshot()
         assert stats.num_preemptions > 0 and stats.num_reused_tokens > 0
         stages = MAPPINGS[name].pipeline_parallel
         assert max(in_flight) == stages and in_flight.count(stages) > len(in_flight) // 2
-        assert_products_are_heard(executor)
+        check_products(executor)
         sampled = generate(executor, prompts()[:3], 5, temperature=1.0, seed=5, repetition_penalty=1.2)
         assert [len(tokens) for tokens in sampled] == [5, 5, 5]
     finally:

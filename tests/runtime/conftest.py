@@ -16,7 +16,7 @@ from drive import Driven
 
 @pytest.fixture(scope="session")
 def model() -> Any:
-    """transformers' own model with the tiny engine's weights."""
+    """The model of transformers with the weights of the tiny engine."""
     import tiny
 
     return tiny.model()
@@ -30,13 +30,13 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture
 def drive(tiny_engine: Path) -> Iterator[Callable[..., Driven]]:
-    """Makes executors of the tiny engine; none may leave anything behind."""
-    made: list[Driven] = []
+    """Creates executors of the tiny engine, and checks at the end that they hold no sequences or blocks."""
+    created: list[Driven] = []
 
-    def make(**settings: Any) -> Driven:
-        made.append(Driven(tiny_engine, **{"kv_cache_tokens": 2048} | settings))
-        return made[-1]
+    def create(**settings: Any) -> Driven:
+        created.append(Driven(tiny_engine, **{"kv_cache_tokens": 2048} | settings))
+        return created[-1]
 
-    yield make
-    for driven in made:
-        driven.check_nothing_left()
+    yield create
+    for driven in created:
+        driven.check_idle()

@@ -1,4 +1,4 @@
-"""An executor turned by hand, on one thread, and a plain decoder to compare it with."""
+"""An executor whose step loop the test runs on its own thread, and a simple decoder for comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ids = itertools.count()
 
 @dataclass
 class Answer:
-    """All that one sequence gave."""
+    """The outputs of one sequence."""
 
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
@@ -60,13 +60,13 @@ class Driven:
     def stats(self) -> Any:
         return self.executor.snapshot()
 
-    def tell(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         self.mailbox.messages += messages
 
     def submit(self, *requests: TokenRequest) -> None:
-        for asked in requests:
-            for index in range(asked.params.n):
-                self.answers[asked.request_id, index] = Answer()
+        for each in requests:
+            for index in range(each.params.n):
+                self.answers[each.request_id, index] = Answer()
         self.mailbox.submit(list(requests))
 
     def turn(self) -> None:
@@ -82,20 +82,20 @@ class Driven:
             answer.num_outputs += 1
 
     def finish(self, limit: int = 20_000, until: Callable[[], bool] | None = None) -> None:
-        """Turn until every sequence has ended, or `until` says so."""
+        """Run iterations until every sequence has ended, or `until` returns True."""
         for _ in range(limit):
             if until() if until is not None else all(answer.reason is not None for answer in self.answers.values()):
                 return
             self.turn()
-        raise AssertionError("it does not end")
+        raise AssertionError("the requests do not end")
 
     def run(self, *requests: TokenRequest) -> list[Answer]:
-        """The answers of these requests, all sequences in order."""
+        """The answers of all sequences of the requests, in order."""
         self.submit(*requests)
         self.finish()
-        return [self.answers[asked.request_id, index] for asked in requests for index in range(asked.params.n)]
+        return [self.answers[each.request_id, index] for each in requests for index in range(each.params.n)]
 
-    def check_nothing_left(self) -> None:
+    def check_idle(self) -> None:
         stats = self.stats
         assert stats.num_running == stats.num_waiting == stats.num_paused == 0
         assert stats.num_free_blocks == stats.num_blocks, "blocks leaked"
@@ -103,13 +103,13 @@ class Driven:
 
 
 def logits_of(model: Any, tokens: list[int]) -> Tensor:
-    """float64 logits [T, V] of a plain forward by transformers."""
+    """float64 logits [T, V] of a forward pass of transformers."""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0].double()
 
 
 def plain_decode(model: Any, prompt: list[int], count: int, change: Callable[[Tensor, list[int]], Tensor]) -> list[int]:
-    """Greedy tokens one by one, the whole text computed each time; `change(logits, generated)` before each choice."""
+    """Greedy tokens with a full forward pass for each. `change(logits, generated)` is applied before each choice."""
     generated: list[int] = []
     for _ in range(count):
         row = logits_of(model, [*prompt, *generated])[-1]

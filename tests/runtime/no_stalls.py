@@ -1,4 +1,4 @@
-"""A watch over tensors of the meta device that stands for a GPU: it refuses whatever would stop the host there."""
+"""Detects operations that would make the host wait for a GPU, which the meta device represents."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ READS = (
 )
 
 
-class Stall(AssertionError):
+class StallError(AssertionError):
     """An operation for which the host would wait."""
 
 
 class NoStalls(TorchDispatchMode):
-    """While it is entered: no number comes back, and what goes over is a copy that does not block; `num_copies` counts those."""
+    """Within the context, values must not be read from the device, and copies to it must not block. `num_copies` counts the copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,38 +49,38 @@ class NoStalls(TorchDispatchMode):
         name = func._schema.name
         sources = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if "meta" in sources and name in READS:
-            raise Stall(f"{name} reads from the device")
+            raise StallError(f"{name} reads from the device")
         result = func(*args, **kwargs)
         devices = sources | {leaf.device.type for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         if name == "aten::lift_fresh" and "meta" in devices:
-            raise Stall("a tensor of Python numbers goes over by itself")
+            raise StallError("a tensor of Python numbers is copied to the device")
         if {"cpu", "meta"} <= devices:
-            self._cross(name, func, args, kwargs)
+            self._check_copy(name, func, args, kwargs)
         return result
 
-    def _cross(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
+    def _check_copy(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
         if name not in COPIES:
-            raise Stall(f"{name} takes tensors of the host and of the device")
+            raise StallError(f"{name} has operands on the host and on the device")
         names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        source = given.get("src", given["self"])
-        if source.device.type != "cpu" or not given.get("non_blocking", False):
-            raise Stall(f"{name} blocks")
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        source = arguments.get("src", arguments["self"])
+        if source.device.type != "cpu" or not arguments.get("non_blocking", False):
+            raise StallError(f"{name} blocks")
         self.num_copies += 1
 
 
 class _Indexing(TorchFunctionMode):
-    """Python numbers that would be copied to a GPU by themselves, and of which the meta device shows nothing."""
+    """Detects implicit copies of Python numbers, which the meta device does not perform."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         target = args[0].device if args and isinstance(args[0], Tensor) else None
         if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor) and torch.device(kwargs.get("device") or target or "cpu") == META:
-            raise Stall("a tensor of Python numbers goes over by itself")
+            raise StallError("a tensor of Python numbers is copied to the device")
         if func in (Tensor.__getitem__, Tensor.__setitem__) and target == META:
             parts = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(part, list) for part in parts):
-                raise Stall("an index is a list")
+                raise StallError("an index is a list")
             if func is Tensor.__setitem__ and any(isinstance(part, Tensor) for part in parts) and not isinstance(args[2], Tensor):
-                raise Stall("a number is stored through an index")
+                raise StallError("a Python number is assigned through an index")
         return func(*args, **kwargs)

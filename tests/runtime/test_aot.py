@@ -1,4 +1,4 @@
-"""Kernels compiled in the build for a GPU that is not here, and found again by the launches that need them."""
+"""Kernels that a build compiles without the GPU, and that launches find in the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stoker.kernels.triton.aot import kernel_cache as cache
 from stoker.kernels.triton.aot.compiler import CompileJob, compile_jobs
 from stoker.kernels.triton.aot.host_launchers import LaunchSignature
 from stoker.kernels.triton.aot.specialization import Specialization
-from stoker.runtime import aot as ahead
+from stoker.runtime import aot
 from stoker.runtime.aot import compile_kernels, launches
 
 MODEL = {
@@ -43,7 +43,7 @@ DEEPSEEK = {
 }  # fmt: skip
 LIMITS = Limits(max_batch_size=1, max_input_len=48, max_output_len=16, max_num_tokens=48)
 
-# Compiles every launch of an engine by Triton's own path, and tells what was found and what was not.
+# Compiles every launch of an engine with Triton, and prints the numbers of kernels that were in the cache and that were not.
 LAUNCH = """
 import sys
 from stoker.engine.reader import Engine
@@ -65,17 +65,19 @@ print(cache.counts.cached, cache.counts.compiled)
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("ahead")
     (folder / "config.json").write_text(json.dumps(MODEL))
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     config = BuildConfig(device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "built"))
-        made = build(folder, folder / "engine", config, verify="none", kernels=compile_kernels, progress=lambda *seen: told.append(seen))
-    stages = [seen for seen in told if seen[0] == "kernels"]
+        engine = build(
+            folder, folder / "engine", config, verify="none", kernels=compile_kernels, progress=lambda *each: reported.append(each)
+        )
+    stages = [each for each in reported if each[0] == "kernels"]
     assert stages[-1][1] == stages[-1][2] > 8
-    return made
+    return engine
 
 
-def test_launches_elsewhere_find_every_kernel_that_the_engine_brings(
+def test_launches_on_another_machine_find_every_kernel_of_the_engine(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterpreted: Callable[..., str]
 ) -> None:
     monkeypatch.setattr(cache.triton.knobs.cache, "dir", str(tmp_path))
@@ -86,11 +88,11 @@ def test_launches_elsewhere_find_every_kernel_that_the_engine_brings(
     libraries = {path.parent.name for path in tmp_path.glob("*/__triton_launcher*.so")}
     assert libraries == {path.parent.name for path in (engine.path.parent / "built").glob("*/__triton_launcher*.so")} != set()
     assert cache.install_archive(engine.path / cache.ARCHIVE, tmp_path) == 0
-    found, compiled = uninterpreted("-c", LAUNCH, engine.path, TRITON_CACHE_DIR=str(tmp_path)).split()
-    assert (int(found), int(compiled)) == (fresh, 0)
+    cached, compiled = uninterpreted("-c", LAUNCH, engine.path, TRITON_CACHE_DIR=str(tmp_path)).split()
+    assert (int(cached), int(compiled)) == (fresh, 0)
 
 
-def test_an_engine_brings_code_for_the_gpu_only(engine: Engine) -> None:
+def test_an_archive_contains_only_gpu_code(engine: Engine) -> None:
     with zipfile.ZipFile(engine.path / cache.ARCHIVE) as archive:
         kinds = {Path(name).suffix for name in archive.namelist()}
         assert json.loads(archive.read("index.json"))["capability"] == 90
@@ -111,10 +113,10 @@ def constants(job: CompileJob) -> dict[str, object]:
         (DEEPSEEK, "FP8_BLOCK", {"rows": 32, "columns": 32}, Mapping(), "block"),
     ],
 )
-def test_steps_of_quantized_experts_read_nothing_back(
+def test_steps_of_quantized_experts_do_not_wait_for_the_device(
     tmp_path: Path, model: dict[str, object], quantization: str, settings: dict[str, int], mapping: Mapping, form: str
 ) -> None:
-    """A meta tensor has no values: whatever the host would wait for, listing the launches stops at."""
+    """A meta tensor has no values, so the trace fails where the host would wait for one."""
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = BuildConfig(
         device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS, mapping=mapping,
@@ -128,9 +130,9 @@ def test_steps_of_quantized_experts_read_nothing_back(
     assert {kernel["SCATTER"] for kernel in grouped} == {True, False}
 
 
-def test_a_fused_layer_is_compiled_where_its_launch_looks(tmp_path: Path) -> None:
-    """It is written in Gluon, which Triton compiles from another kind of source. Layers that are alike launch two: what follows the last
-    has no queries, keys and values to make."""
+def test_a_fused_layer_kernel_is_compiled_into_the_cache_entry_of_its_launch(tmp_path: Path) -> None:
+    """It is written in Gluon, which Triton compiles from another kind of source. Equal layers launch two variants, because no QKV
+    projection follows the last layer."""
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 4}))
     config = BuildConfig(
         device="cuda", compute_capability="9.0", dtype="bfloat16", dummy_weights=True, limits=LIMITS, quantization="WEIGHTS_ONLY_INT8"
@@ -144,20 +146,20 @@ def test_a_fused_layer_is_compiled_where_its_launch_looks(tmp_path: Path) -> Non
 
 def archive(path: Path, **files: bytes) -> Path:
     index = json.dumps({"triton": cache.triton.__version__, "capability": 90, "kernels": 1, "launches": []}).encode()
-    with zipfile.ZipFile(path, "w") as made:
+    with zipfile.ZipFile(path, "w") as file:
         for name, data in {"index.json": index, **files}.items():
-            made.writestr(name, data)
+            file.writestr(name, data)
     return path
 
 
 @pytest.mark.parametrize("name", ["../x.json", "A" * 52 + "/../../x.json", "A" * 52 + "/x.so", "A" * 51 + "/x.json", "/etc/x.json"])
-def test_a_place_outside_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_path_outside_the_cache_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(EngineError, match="is not the path of a kernel"):
         cache.install_archive(archive(tmp_path / "kernels.zip", **{name: b"{}"}), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_damaged_file_is_refused_with_its_cure(tmp_path: Path) -> None:
+def test_a_damaged_file_is_rejected_with_a_cure(tmp_path: Path) -> None:
     file = archive(tmp_path / "kernels.zip", **{"A" * 52 + "/k.json": b"{}" * 200})
     data = bytearray(file.read_bytes())
     data[data.find(b"{}{}") + 7] ^= 1
@@ -167,50 +169,50 @@ def test_a_damaged_file_is_refused_with_its_cure(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*/__grp__*"))
 
 
-def test_any_damage_is_told_as_such(tmp_path: Path) -> None:
-    """A compressed file of which two bytes are others: told as damaged, or not noticed where nothing reads them."""
+def test_any_damage_is_reported_as_damage(tmp_path: Path) -> None:
+    """Two bytes of a compressed file are changed: it is reported as damaged, unless the bytes are never read."""
     file = tmp_path / "kernels.zip"
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
-        made.writestr("index.json", json.dumps({"triton": cache.triton.__version__, "capability": 90, "kernels": 1, "launches": []}))
-        made.writestr("A" * 52 + "/k.json", json.dumps(list(range(2000))))
-    whole, refused = file.read_bytes(), 0
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archived:
+        archived.writestr("index.json", json.dumps({"triton": cache.triton.__version__, "capability": 90, "kernels": 1, "launches": []}))
+        archived.writestr("A" * 52 + "/k.json", json.dumps(list(range(2000))))
+    original, rejected = file.read_bytes(), 0
     for seed in range(300):
-        pick, data = random.Random(seed), bytearray(whole)
+        pick, data = random.Random(seed), bytearray(original)
         for _ in range(2):
             data[pick.randrange(len(data))] = pick.randrange(256)
         file.write_bytes(data)
         try:
             cache.install_archive(file, tmp_path / f"cache{seed}")
         except EngineError as error:
-            refused += "is damaged" in str(error)
-    assert refused > 250
+            rejected += "is damaged" in str(error)
+    assert rejected > 250
 
 
 @pytest.mark.parametrize("kind", ["i32; } int evil() {", "", "tensordesc<evil"])
-def test_types_that_are_none_are_refused(kind: str, tmp_path: Path) -> None:
-    """Argument types become C code: one that Triton does not know never gets there."""
+def test_unknown_argument_types_are_rejected(kind: str, tmp_path: Path) -> None:
+    """Argument types become part of C code, so unknown ones must be rejected before."""
     launch = {"types": ["*bf16", kind], "descriptors": "null"}
     index = {"triton": cache.triton.__version__, "capability": 90, "kernels": 1, "launches": [launch]}
-    with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as made:
-        made.writestr("index.json", json.dumps(index))
-        made.writestr("A" * 52 + "/k.json", b"{}")
+    with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as archived:
+        archived.writestr("index.json", json.dumps(index))
+        archived.writestr("A" * 52 + "/k.json", b"{}")
     with pytest.raises(EngineError, match="is damaged"):
         cache.install_archive(tmp_path / "kernels.zip", tmp_path / "cache")
 
 
-def test_kernels_of_another_triton_are_left_alone(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as made:
-        made.writestr("index.json", json.dumps({"triton": "0.0.1", "capability": 90, "kernels": 1, "launches": []}))
-        made.writestr("A" * 52 + "/k.json", b"{}")
+def test_kernels_of_another_triton_version_are_not_installed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "kernels.zip", "w") as archived:
+        archived.writestr("index.json", json.dumps({"triton": "0.0.1", "capability": 90, "kernels": 1, "launches": []}))
+        archived.writestr("A" * 52 + "/k.json", b"{}")
     assert cache.install_archive(tmp_path / "kernels.zip", tmp_path / "cache") == 0
 
 
-def test_an_engine_for_a_cpu_brings_none(tmp_path: Path) -> None:
+def test_an_engine_for_a_cpu_has_no_kernels(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    made = build(
+    engine = build(
         tmp_path, tmp_path / "engine", BuildConfig(device="cpu", dummy_weights=True, limits=LIMITS), verify="none", kernels=compile_kernels
     )
-    assert cache.ARCHIVE not in made.config.files
+    assert cache.ARCHIVE not in engine.config.files
 
 
 def test_an_engine_whose_kernels_cannot_be_listed_is_built_without_them(
@@ -222,18 +224,18 @@ def test_an_engine_whose_kernels_cannot_be_listed_is_built_without_them(
     def fails(path: Path, capability: int) -> list:
         raise RuntimeError("a step reads from the device")
 
-    monkeypatch.setattr(ahead, "launches", fails)
-    made = build(tmp_path, tmp_path / "engine", config, verify="none", kernels=compile_kernels)
-    assert cache.ARCHIVE not in made.config.files and "a step reads from the device" in caplog.text
+    monkeypatch.setattr(aot, "launches", fails)
+    engine = build(tmp_path, tmp_path / "engine", config, verify="none", kernels=compile_kernels)
+    assert cache.ARCHIVE not in engine.config.files and "a step reads from the device" in caplog.text
 
 
-def test_a_capability_that_is_none_is_refused() -> None:
+def test_an_invalid_compute_capability_is_rejected() -> None:
     with pytest.raises(ConfigError, match="compute_capability='sm_90'"):
         BuildConfig(compute_capability="sm_90")
 
 
-def test_launches_of_several_ranks_are_told_apart(tmp_path: Path) -> None:
-    """The sum over ranks takes a tuple of addresses, and a tuple of types is a list in JSON."""
+def test_launch_signatures_with_tuples_survive_json(tmp_path: Path) -> None:
+    """The all-reduce kernel has a tuple of addresses, and a tuple of types becomes a list in JSON."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": 2, "num_key_value_heads": 2}))
     config = BuildConfig(dtype="bfloat16", dummy_weights=True, limits=LIMITS, device="cuda", compute_capability="9.0",
@@ -242,12 +244,12 @@ def test_launches_of_several_ranks_are_told_apart(tmp_path: Path) -> None:
     jobs = launches(tmp_path / "engine", 90)
     signatures = [Specialization.from_json(job.specialization).signature for job in jobs]
     assert any(not isinstance(kind, str) for signature in signatures for kind in signature.values())
-    made = {LaunchSignature.of(signature, {}) for signature in signatures}
-    assert set(msgspec.json.decode(msgspec.json.encode(list(made)), type=list[LaunchSignature])) == made
+    launchers = {LaunchSignature.of(signature, {}) for signature in signatures}
+    assert set(msgspec.json.decode(msgspec.json.encode(list(launchers)), type=list[LaunchSignature])) == launchers
 
 
 class Shape(NamedTuple):
-    """A group of constants, such as kernels take."""
+    """A group of kernel constants."""
 
     rows: int
     kind: str | None

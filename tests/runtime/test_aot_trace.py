@@ -1,4 +1,4 @@
-"""Every published model's launches can be listed at its full size: a build brings the kernels of all that it will launch."""
+"""The launches of every published model can be listed at its full size, so that a build can compile all its kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 PUBLISHED = sorted((Path(__file__).parents[1] / "parity" / "published").glob("*.json"))
 FORMATS = {"bfloat16": {}, "FP8_KV": {"quantization": "FP8_KV"}, "AWQ": {"quantization": "AWQ", "kv_cache_dtype": "int8"}}
 
-# Listing tells Triton of another device, so it has a process of its own. Prints the number of each kernel's variants, a model a line.
+# Tracing sets Triton's process-wide target, so it runs in its own process. Prints the number of variants per kernel, a line per model.
 LIST = """
 import json, sys
 from collections import Counter
@@ -22,24 +22,24 @@ from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
 from stoker.runtime.worker.aot_trace import kernels_of
 limits = Limits(max_batch_size=4, max_input_len=64, max_output_len=64, max_num_tokens=64)
-asked = {"device": "cuda", "compute_capability": "9.0", "dtype": "bfloat16", "dummy_weights": True, **json.loads(sys.argv[2])}
-config = BuildConfig(limits=limits, **asked)
+settings = {"device": "cuda", "compute_capability": "9.0", "dtype": "bfloat16", "dummy_weights": True, **json.loads(sys.argv[2])}
+config = BuildConfig(limits=limits, **settings)
 for file in map(Path, sys.argv[3:]):
     folder = Path(sys.argv[1], file.stem)
     folder.mkdir()
     (folder / "config.json").write_text(file.read_text())
-    made = build(folder, folder / "engine", config, verify="none")
-    print(json.dumps([file.stem, Counter(job.name for job in kernels_of(Engine.open(made.path), 90).values())]), flush=True)
+    engine = build(folder, folder / "engine", config, verify="none")
+    print(json.dumps([file.stem, Counter(job.name for job in kernels_of(Engine.open(engine.path), 90).values())]), flush=True)
 """
 
 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_published_models_launches_are_listed(form: str, part: int, tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
-    mine = PUBLISHED[part::4]
-    printed = uninterpreted("-c", LIST, tmp_path, json.dumps(FORMATS[form]), *mine)
+def test_the_launches_of_published_models_are_listed(form: str, part: int, tmp_path: Path, uninterpreted: Callable[..., str]) -> None:
+    models = PUBLISHED[part::4]
+    printed = uninterpreted("-c", LIST, tmp_path, json.dumps(FORMATS[form]), *models)
     listed = dict(json.loads(line) for line in printed.splitlines())
-    assert list(listed) == [file.stem for file in mine]
+    assert list(listed) == [file.stem for file in models]
     assert all(kernels["decode_attention_kernel"] + kernels["prefill_attention_kernel"] > 1 for kernels in listed.values())
     for name in {"Llama-2-7b-hf", "Mistral-7B-v0.1", "Qwen2.5-7B-Instruct"} & listed.keys():
-        assert listed[name]["fused_layer_small_batch_kernel"] >= 4, "of one token and of more, between layers and after the last"
+        assert listed[name]["fused_layer_small_batch_kernel"] >= 4, "for one token and for several, between layers and after the last layer"

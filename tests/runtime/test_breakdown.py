@@ -1,4 +1,4 @@
-"""What a breakdown makes of kernels that ran, and of the steps that ran them."""
+"""Breakdowns: the assignment of kernels to products, rooflines and step times."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_busy_time_is_the_union() -> None:
     assert busy_us([Event("a", 0, 10), Event("b", 5, 8), Event("c", 9, 12), Event("d", 20, 21)]) == 13
 
 
-def test_each_kernel_gets_its_product_and_its_share_of_the_roofline() -> None:
-    """Two steps of two products and one attention; the wide product takes twice its floor, the narrow one four times."""
+def test_each_kernel_is_assigned_its_product_and_roofline() -> None:
+    """Two steps of two products and attention. The larger product takes twice its floor, the smaller one four times."""
     products = [
         Product("linear 4 × 2", 1_000_000, 8, 0, False, 2),  # 1 µs at 1 TB/s
         Product("linear 8 × 2", 3_000_000, 16, 0, True, 2),
@@ -42,9 +42,9 @@ def test_each_kernel_gets_its_product_and_its_share_of_the_roofline() -> None:
     step = (("void small_linear<int>(float)", 4.0), ("attention_kernel", 5.0), ("nvjet_tst", 6.0), ("splitKreduce_gemm", 1.0))
     events, at = [], 0.0
     for _ in range(2):
-        for name, took in step:
-            events.append(Event(name, at, at + took))
-            at += took
+        for name, duration in step:
+            events.append(Event(name, at, at + duration))
+            at += duration
     shares = kernel_shares(events, [StepSize(1, 1, 10, 10)] * 2, products, Work(bytes=4_000_000), LIMIT)
     found = {share.name: share for share in shares}
     order = ["nvjet_tst: linear 8 × 2", "attention_kernel", "small_linear: linear 4 × 2", "splitKreduce_gemm"]
@@ -57,7 +57,7 @@ def test_each_kernel_gets_its_product_and_its_share_of_the_roofline() -> None:
     assert sum(share.share for share in shares) == pytest.approx(1)
 
 
-def test_kernels_that_match_no_product_are_told_without_a_roofline() -> None:
+def test_kernels_that_match_no_product_have_no_roofline() -> None:
     shares = kernel_shares([Event("gemv", 0, 2), Event("gemv", 2, 5)], [StepSize(1, 1, 1, 1)], [], Work(), LIMIT)
     assert [(share.name, share.count, share.roofline) for share in shares] == [("gemv", 2, None)]
 
@@ -67,9 +67,9 @@ def test_work_is_bound_by_memory_or_by_arithmetic() -> None:
     assert product.work(StepSize(1, 1, 0, 0)).seconds(LIMIT) == pytest.approx(2e-6)
     assert product.work(StepSize(10_000, 1, 0, 0)).seconds(LIMIT) == pytest.approx(2e-5)
     experts = Product("experts", 8_000_000, 1_000_000, 0, False, 2, num_experts=4, top_k=2)
-    one, many = experts.work(StepSize(1, 1, 0, 0)), experts.work(StepSize(1000, 1, 0, 0))
-    assert one.bytes == pytest.approx(8_000_000 * (1 - 0.75**2)) and many.bytes == pytest.approx(8_000_000)
-    assert one.flops == 4_000_000
+    one_token, all_experts = experts.work(StepSize(1, 1, 0, 0)), experts.work(StepSize(1000, 1, 0, 0))
+    assert one_token.bytes == pytest.approx(8_000_000 * (1 - 0.75**2)) and all_experts.bytes == pytest.approx(8_000_000)
+    assert one_token.flops == 4_000_000
 
 
 def test_only_measured_devices_have_a_ceiling() -> None:
@@ -84,8 +84,8 @@ def test_a_plan_has_a_size() -> None:
     assert size_of(plan) == StepSize(tokens=4, rows=2, keys=15, pairs=10 + 3 + 4 + 5)
 
 
-def test_the_products_of_a_step_are_the_models_linears(tiny_engine: Path) -> None:
-    """Against the weights as they are declared, in another place than where they are multiplied."""
+def test_the_products_of_a_step_are_the_linears_of_the_model(tiny_engine: Path) -> None:
+    """Compared with the declared weights."""
     engine = Engine.open(tiny_engine)
     loaded = load_rank(engine, RuntimeConfig(), torch.device("cpu"), ALONE_WORLD)
     with torch.inference_mode():
@@ -93,8 +93,8 @@ def test_the_products_of_a_step_are_the_models_linears(tiny_engine: Path) -> Non
     specs = [spec for spec in declare(engine.config.model).values() if isinstance(spec, LinearSpec)]
     layers = [spec for spec in specs if spec.name.startswith("layers.")]
     head = engine.config.model.vocab_size, engine.config.model.hidden_size
-    wanted = [f"linear {sum(spec.parts)} × {spec.in_features}" for spec in layers] + [f"linear {head[0]} × {head[1]}"]
-    assert [product.label for product in products] == wanted
+    expected = [f"linear {sum(spec.parts)} × {spec.in_features}" for spec in layers] + [f"linear {head[0]} × {head[1]}"]
+    assert [product.label for product in products] == expected
     assert [product.of_rows for product in products] == [False] * len(layers) + [True]
     assert products[0].weight_bytes == 4 * products[0].params  # float32
 
@@ -135,7 +135,7 @@ def test_steps_are_timed(tiny_engine: Path) -> None:
     assert not executor.is_busy
 
 
-def test_a_benchmark_ends_what_it_began(tiny_engine: Path) -> None:
+def test_a_benchmark_cancels_its_requests(tiny_engine: Path) -> None:
     bench = ExecutorBenchmark(tiny_engine, RuntimeConfig(kv_cache_tokens=1024))
     bench.submit(4, 20, 40)
     for _ in range(5):
@@ -147,7 +147,7 @@ def test_a_benchmark_ends_what_it_began(tiny_engine: Path) -> None:
     assert bench.run(2, 8, 4).num_requests == 2
 
 
-def test_prompts_take_as_many_steps_as_their_tokens_need(tiny_engine: Path) -> None:
+def test_the_number_of_prefill_steps_depends_on_the_tokens(tiny_engine: Path) -> None:
     executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), SynchronousMailbox)
     assert min_prefill_steps(executor, 1) == 1
     assert min_prefill_steps(executor, 128 - 8) == 1 and min_prefill_steps(executor, 128 - 7) == 2  # 128 tokens a step, 8 of them decodes

@@ -1,4 +1,4 @@
-"""What xgrammar is told of a tokenizer: its tokens spell what they detokenize to, and special ones nothing."""
+"""The vocabulary for xgrammar: the text of each token as it is detokenized, and no text for special tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compiler_of(kind: str, folder: Path) -> tuple[Any, Any, int]:
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_texts_own_tokens_match_its_grammar(kind: str, text: str, tmp_path: Path) -> None:
+def test_the_tokens_of_a_text_match_its_grammar(kind: str, text: str, tmp_path: Path) -> None:
     core, compiler, _ = compiler_of(kind, tmp_path)
     literal = "".join(f"\\U{ord(char):08x}" for char in text)
     matcher = xgrammar.GrammarMatcher(_compile(compiler, Guide("grammar", f'root ::= " "? "{literal}"')), override_stop_tokens=[2])
@@ -37,17 +37,17 @@ def test_a_texts_own_tokens_match_its_grammar(kind: str, text: str, tmp_path: Pa
     assert matcher.is_completed()
 
 
-def test_neither_special_tokens_nor_padding_are_ever_allowed(tmp_path: Path) -> None:
+def test_special_tokens_and_padding_are_never_allowed(tmp_path: Path) -> None:
     core, compiler, width = compiler_of("byte_level", tmp_path)
     matcher = xgrammar.GrammarMatcher(_compile(compiler, Guide("regex", "(.|\\n)*")), override_stop_tokens=[2])
     mask = xgrammar.allocate_token_bitmask(1, width)
     matcher.fill_next_token_bitmask(mask, 0)
     special = {token for token, added in core.get_added_tokens_decoder().items() if added.special} - {2}
-    refused = [token for token in range(width) if not int(mask[0, token // 32]) >> token % 32 & 1]
-    assert special and special <= set(refused)
-    assert set(range(core.get_vocab_size(with_added_tokens=True), width)) <= set(refused)
+    banned = [token for token in range(width) if not int(mask[0, token // 32]) >> token % 32 & 1]
+    assert special and special <= set(banned)
+    assert set(range(core.get_vocab_size(with_added_tokens=True), width)) <= set(banned)
 
 
-def test_a_tokenizer_that_joins_words_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_tokenizer_that_inserts_spaces_is_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="WordPiece"):
         compiler_of("wordpiece", tmp_path)

@@ -1,4 +1,4 @@
-"""Guided answers: whatever a random model would say, what it says matches the grammar."""
+"""Guided decoding: the answers of a random model match the grammar."""
 
 from __future__ import annotations
 
@@ -80,37 +80,37 @@ def check(answers: list[Answer], text_of: Callable[[Answer], str], valid: Callab
 def test_every_answer_is_valid(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str], name: str) -> None:
     guide, valid = GUIDES[name]
     driven = drive()
-    asked = [guided(prompt, guide, temperature=temperature, n=2, seed=7) for prompt in prompts[:3] for temperature in (0.0, 1.0, 5.0)]
-    answers = driven.run(*asked)
+    requests = [guided(prompt, guide, temperature=temperature, n=2, seed=7) for prompt in prompts[:3] for temperature in (0.0, 1.0, 5.0)]
+    answers = driven.run(*requests)
     check(answers, text_of, valid)
     assert len({text_of(answer) for answer in answers}) > 1
 
 
 def test_any_json(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:
-    """Random answers seldom end by themselves: those that do are JSON, the others its beginning."""
+    """Random answers rarely end; those that end are valid JSON."""
     answers = drive().run(*(guided(prompt, Guide("json"), temperature=2.0, n=8, seed=3, logit_bias={END: 12.0}) for prompt in prompts[:4]))
     ended = [answer for answer in answers if answer.reason is FinishReason.STOP]
     assert len(ended) > 8
     check(ended, text_of, valid_json)
 
 
-def test_alone_as_in_a_crowd_and_preempted(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:
+def test_batches_and_preemption_do_not_change_answers(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:
     alone = drive()
     kinds = list(GUIDES.values())
     expected = [alone.run(guided(prompt, guide, temperature=1.0, seed=5, n=2)) for prompt in prompts[:2] for guide, _ in kinds]
-    crowd = drive(policy="max_utilization", max_num_tokens=16, kv_cache_tokens=10 * 16)
+    batch = drive(policy="max_utilization", max_num_tokens=16, kv_cache_tokens=10 * 16)
     strangers = [request(prompt, temperature=1.0, max_tokens=40) for prompt in prompts]
-    asked = [guided(prompt, guide, temperature=1.0, seed=5, n=2) for prompt in prompts[:2] for guide, _ in kinds]
-    crowd.run(*asked, *strangers)
-    found = [[crowd.answers[one.request_id, index].tokens for index in range(2)] for one in asked]
+    requests = [guided(prompt, guide, temperature=1.0, seed=5, n=2) for prompt in prompts[:2] for guide, _ in kinds]
+    batch.run(*requests, *strangers)
+    found = [[batch.answers[one.request_id, index].tokens for index in range(2)] for one in requests]
     assert found == [[answer.tokens for answer in answers] for answers in expected]
-    assert crowd.stats.num_preemptions > 0
+    assert batch.stats.num_preemptions > 0
 
 
 def test_with_the_other_features(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:
     guide, valid = GUIDES["json_schema"]
     answers = drive().run(
-        guided(prompts[0], guide, min_tokens=60, temperature=1.0, seed=1),  # the grammar ends before: it has the last word
+        guided(prompts[0], guide, min_tokens=60, temperature=1.0, seed=1),  # the grammar ends earlier and takes precedence
         guided(prompts[0], guide, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={END: -100.0, 40: 100.0}),
         guided(prompts[0], guide, logprobs=2, prompt_logprobs=1),
         guided(prompts[0], guide, end_ids=(), stop_token_ids=(END,)),
@@ -119,12 +119,12 @@ def test_with_the_other_features(drive: Make, prompts: list[list[int]], text_of:
     assert len(answers[2].logprobs) == len(answers[2].tokens)
 
 
-def test_a_grammar_whose_only_tokens_are_banned_fails_alone(
+def test_a_grammar_whose_tokens_are_all_banned_ends_only_its_request(
     drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]
 ) -> None:
-    core = tuple((token,) for token in range(320) if token != END)
+    all_tokens = tuple((token,) for token in range(320) if token != END)
     guide, valid = GUIDES["regex"]
-    dead, good = drive().run(guided(prompts[0], guide, bad_words=core), guided(prompts[0], guide))
+    dead, good = drive().run(guided(prompts[0], guide, bad_words=all_tokens), guided(prompts[0], guide))
     assert dead.reason is FinishReason.ERROR and dead.error is not None and "banned" in dead.error.message
     check([good], text_of, valid)
 
@@ -141,7 +141,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_grammar_is_refused_by_field(drive: Make, prompts: list[list[int]], kind: str) -> None:
+def test_an_invalid_grammar_is_rejected_by_field(drive: Make, prompts: list[list[int]], kind: str) -> None:
     driven = drive()
     answers = driven.run(*(guided(prompts[0], Guide(kind, text)) for text in BAD[kind]), request(prompts[0], max_tokens=2))
     for answer in answers[:-1]:
@@ -151,12 +151,12 @@ def test_a_bad_grammar_is_refused_by_field(drive: Make, prompts: list[list[int]]
     assert answers[-1].reason is FinishReason.LENGTH
 
 
-def test_without_an_end_id_it_is_refused(drive: Make, prompts: list[list[int]]) -> None:
+def test_a_guide_without_an_end_id_is_rejected(drive: Make, prompts: list[list[int]]) -> None:
     (answer,) = drive().run(guided(prompts[0], GUIDES["regex"][0], end_ids=(), ignore_eos=True))
     assert answer.error is not None and "ignore_eos" in answer.error.message
 
 
-def test_without_the_package_it_is_refused(drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guide_without_xgrammar_is_rejected(drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     (answer,) = drive().run(guided(prompts[0], GUIDES["regex"][0]))
     assert answer.error is not None and answer.error.code == "missing_dependency" and "stoker[guided]" in answer.error.message
@@ -165,11 +165,11 @@ def test_without_the_package_it_is_refused(drive: Make, prompts: list[list[int]]
 SLOW = Guide("json_schema", '{"type": "array", "items": ' * 60 + "{}" + "}" * 60)
 
 
-def test_compiling_holds_nobody_up_and_ends_with_its_request(
+def test_compilation_delays_no_other_request_and_ends_with_its_own(
     drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driven = drive(max_queue_size=4)
-    driven.run(guided(prompts[0], GUIDES["regex"][0]))  # the vocabulary is read
+    driven.run(guided(prompts[0], GUIDES["regex"][0]))  # loads the vocabulary
     blocked = guided(prompts[0], SLOW, n=2)
     timed = guided(prompts[0], SLOW, timeout_s=0.0)
     again = guided(prompts[0], SLOW, request_id=blocked.request_id)
@@ -183,12 +183,12 @@ def test_compiling_holds_nobody_up_and_ends_with_its_request(
         driven.submit(other)
         driven.finish(until=lambda: driven.answers[other.request_id, 0].reason is not None)
         assert driven.answers[other.request_id, 0].reason is FinishReason.LENGTH
-        driven.tell(Cancel(blocked.request_id, 0))
+        driven.send(Cancel(blocked.request_id, 0))
         driven.turn()
         assert driven.answers[blocked.request_id, 0].reason is FinishReason.CANCELLED and driven.stats.num_waiting == 1
         with pytest.raises(Exception, match="in flight"):
             driven.executor.admission.admit(again)
-        driven.tell(Cancel(blocked.request_id))
+        driven.send(Cancel(blocked.request_id))
         driven.turn()
         assert driven.answers[blocked.request_id, 1].reason is FinishReason.CANCELLED and driven.stats.num_waiting == 0
         late = guided(prompts[0], SLOW)
@@ -201,13 +201,13 @@ def test_compiling_holds_nobody_up_and_ends_with_its_request(
         grammars._lock.release()
 
 
-def test_a_grammar_that_holds_the_loop_up_ends_alone(drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it takes for a token grows with each one: 1.1 s at the seventieth, for every request that runs beside it."""
-    monkeypatch.setattr("stoker.runtime.sampling.guided_decoding.MOST_S", 0.02)
+def test_a_slow_grammar_ends_only_its_request(drive: Make, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time per token grows with each token, to 1.1 s for the 70th, during which all other requests wait."""
+    monkeypatch.setattr("stoker.runtime.sampling.guided_decoding.MAX_MATCH_S", 0.02)
     slow = guided(prompts[0], Guide("regex", "((a{1,50}){1,50}){1,50}"), logit_bias={END: -50.0})
-    began = time.thread_time()
+    started = time.thread_time()
     ended, other = drive().run(slow, request(prompts[1], max_tokens=LONG))
-    assert time.thread_time() - began < 5
+    assert time.thread_time() - started < 5
     assert ended.reason is FinishReason.ERROR and ended.error is not None and 0 < len(ended.tokens) < LONG
     assert (ended.error.code, ended.error.status) == ("guide_too_slow", 400) and "the regex took 0." in ended.error.message
     assert len(other.tokens) == LONG
@@ -233,7 +233,7 @@ async def test_the_stream_is_the_whole_answer(tiny_engine: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "path"),
     [
         ({"type": "object", "required": ["a"]}, "#/required"),
         ({"properties": {"x": {"type": "string", "pattern": "a", "maxLength": 3}}}, "#/properties/x/pattern"),
@@ -249,8 +249,8 @@ async def test_the_stream_is_the_whole_answer(tiny_engine: Path) -> None:
         ({"dependentRequired": {"a": ["b"]}}, "#/dependentRequired"),
     ],
 )
-def test_what_a_grammar_cannot_enforce_is_named(schema: dict, place: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(place)):
+def test_keywords_that_a_grammar_cannot_enforce_are_named(schema: dict, path: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(path)):
         check_schema(json.dumps(schema))
 
 
@@ -266,5 +266,5 @@ def test_what_a_grammar_cannot_enforce_is_named(schema: dict, place: str) -> Non
         }},
     ],
 )  # fmt: skip
-def test_what_it_can_is_accepted(schema: Any) -> None:
+def test_schemas_that_a_grammar_enforces_are_accepted(schema: Any) -> None:
     check_schema(json.dumps(schema))

@@ -1,4 +1,4 @@
-"""The budget of a device's memory, and the steps that it is measured by."""
+"""The memory budget of a device, and the steps with which it is measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stoker.runtime.worker.rank import Capacity, largest_steps, load_rank
 GIB = 1 << 30
 
 
-def test_the_table_adds_up() -> None:
+def test_the_rows_of_the_table_sum_to_the_total() -> None:
     budget = MemoryBudget(
         "cuda:0", total=140 * GIB, weights=15 * GIB, free=120 * GIB, activations=2 * GIB, graphs=GIB, kv=100 * GIB, num_blocks=100,
         tokens_per_block=64,
@@ -32,7 +32,7 @@ def test_the_table_adds_up() -> None:
     assert sum(size for name, size in lines.items() if name != "total") == lines["total"]
 
 
-def test_a_device_that_is_not_measured_says_so() -> None:
+def test_the_table_states_that_activations_are_not_measured() -> None:
     budget = MemoryBudget("cpu", 8 * GIB, GIB, 6 * GIB, None, 0, 3 * GIB, 10, 16)
     assert "not measured" in budget.table() and budget.left_over == 3 * GIB
 
@@ -44,7 +44,7 @@ def test_the_largest_steps_are_at_the_limits() -> None:
 
 
 @torch.inference_mode()
-def test_steps_at_the_limits_run_and_leave_the_cache_as_it_is(tiny_engine: Path) -> None:
+def test_dummy_steps_at_the_limits_do_not_change_the_cache(tiny_engine: Path) -> None:
     engine = Engine.open(tiny_engine)
     loaded = load_rank(engine, RuntimeConfig(max_batch_size=4, max_num_tokens=64), torch.device("cpu"), ALONE_WORLD)
     runner = loaded.runner(8)
@@ -57,18 +57,18 @@ def test_steps_at_the_limits_run_and_leave_the_cache_as_it_is(tiny_engine: Path)
     assert all(bool((cache.keys == 3.0).all()) for cache in runner.caches)
 
 
-def test_room_for_the_cache_is_what_steps_leave() -> None:
-    """A fraction of what is left after the largest step, not of what is free before it."""
+def test_the_cache_gets_a_fraction_of_the_memory_after_the_largest_step() -> None:
+    """Not a fraction of the memory that is free before the step."""
     limits = Limits(max_batch_size=64, max_input_len=4096, max_output_len=4096)
     blocks = [num_kv_blocks(free, GIB // 64, limits, RuntimeConfig(), "cuda") for free in (10 * GIB, 8 * GIB)]
     assert blocks == [576, 460]
 
 
-def test_the_budget_is_told_at_start(tiny_engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_budget_is_logged_at_the_start(tiny_engine: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         executor = load_executor(tiny_engine, RuntimeConfig(kv_cache_tokens=256), SynchronousMailbox)
-    told = "\n".join(record.getMessage() for record in caplog.records)
+    logged = "\n".join(record.getMessage() for record in caplog.records)
     for name in ("weights", "activations", "graphs", "KV cache", "left over"):
-        assert name in told
+        assert name in logged
     result = run_batch(executor, random_requests(2, 4, 4, executor.info.vocab_size), 4)
     assert result.num_requests == 2

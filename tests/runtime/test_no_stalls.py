@@ -1,4 +1,4 @@
-"""No step waits for the device: everything that requests may ask for, on the meta device, where nothing could be waited for."""
+"""No step waits for the device: all request options on the meta device, which has no values to wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 import torch
 from drive import request
-from no_stalls import META, NoStalls, Stall
+from no_stalls import META, NoStalls, StallError
 from torch import Tensor
 
 from stoker.base.config import Limits, RuntimeConfig
@@ -20,7 +20,7 @@ from stoker.base.types import FinishReason, Guide
 from stoker.core.forward_batch import ForwardBatch
 from stoker.kernels import ops
 from stoker.profiling.mailbox import SynchronousMailbox
-from stoker.runtime import staging as transfer
+from stoker.runtime import staging
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.executor import Executor
 from stoker.runtime.sampling import logprobs
@@ -52,13 +52,13 @@ STALLS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", STALLS)
-def test_the_watch_sees_what_stalls(name: str) -> None:
-    with torch.inference_mode(), pytest.raises((Stall, NotImplementedError, RuntimeError)), NoStalls():
+def test_stalls_are_detected(name: str) -> None:
+    with torch.inference_mode(), pytest.raises((StallError, NotImplementedError, RuntimeError)), NoStalls():
         STALLS[name](torch.empty(4, 8, device=META))
 
 
 class StubModel:
-    """Logits without values."""
+    """Returns logits without values."""
 
     def __init__(self, vocab_size: int) -> None:
         self.config = SimpleNamespace(vocab_size=vocab_size, prefix=None)
@@ -68,14 +68,14 @@ class StubModel:
         return torch.empty(len(batch.logits_idx), self.config.vocab_size, dtype=torch.bfloat16, device=META)
 
 
-class Watched:
-    """An executor with overlap over a model on the meta device, whose every token is `token`. Each launch is watched."""
+class CheckedExecutor:
+    """An executor with overlap and a model on the meta device whose tokens are all `token`. Every launch is checked for stalls."""
 
     def __init__(self, engine: Path, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
         vocab = json.loads((engine / "config.json").read_text())["model"]["vocab_size"]
         monkeypatch.setattr(ops, "sample", lambda logits, params: torch.empty(len(logits), dtype=torch.int32, device=META))
-        for module in (logprobs, model_runner):  # results arrive as on a GPU: copies of the host's own
-            monkeypatch.setattr(module, "fetch", lambda tensor: torch.full(tensor.shape, token, dtype=tensor.dtype))
+        for module in (logprobs, model_runner):  # results are separate copies on the host, as on a GPU
+            monkeypatch.setattr(module, "copy_to_host", lambda tensor: torch.full(tensor.shape, token, dtype=tensor.dtype))
         self.runner = ModelRunner(
             StubModel(vocab), [], num_rows=8, max_batch_size=8, max_num_tokens=48, max_seq_len=192, block_size=16, device=META,
             use_graphs=False, grammars=Grammars(engine, vocab),
@@ -86,55 +86,53 @@ class Watched:
         self.mailbox = SynchronousMailbox(info)
         self.executor = Executor(self.runner, scheduler, self.mailbox, info, RuntimeConfig())
         self.copies: list[int] = []
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         launch = self.runner.launch
 
-        def watched(plan: StepPlan) -> Any:
-            before = watch.num_copies
+        def checked(plan: StepPlan) -> Any:
+            before = checker.num_copies
             handle = launch(plan)
-            self.copies.append(watch.num_copies - before)
-            self.most_in_flight = max(self.most_in_flight, len(self.executor._in_flight) + 1)
+            self.copies.append(checker.num_copies - before)
+            self.max_in_flight = max(self.max_in_flight, len(self.executor._in_flight) + 1)
             return handle
 
-        watch = self.watch = NoStalls()
-        monkeypatch.setattr(self.runner, "launch", watched)
+        checker = self.checker = NoStalls()
+        monkeypatch.setattr(self.runner, "launch", checked)
 
     def run(self, *requests: Any) -> dict[str, list[Any]]:
-        outputs: dict[str, list[Any]] = {asked.request_id: [] for asked in requests}
+        outputs: dict[str, list[Any]] = {each.request_id: [] for each in requests}
         self.mailbox.submit(list(requests))
         for _ in range(2000):
-            with self.watch:  # what a sequence's begin and end do counts too
+            with self.checker:  # including the begin and end of sequences
                 self.executor.turn(0.0)
             for output in self.mailbox.pop_outputs():
                 outputs[output.request_id].append(output)
             if all(found and found[-1].finish_reason for found in outputs.values()):
                 return outputs
-        raise AssertionError("it does not end")
+        raise AssertionError("the requests do not end")
 
 
-EVERYTHING: dict[str, Any] = {
+ALL_OPTIONS: dict[str, Any] = {
     "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 15, "repetition_penalty": 1.2, "presence_penalty": 0.3,
     "frequency_penalty": 0.2, "logit_bias": {20: 2.0, 21: -100.0}, "min_tokens": 4, "logprobs": 2, "prompt_logprobs": 3,
 }  # fmt: skip
-ASKED: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {}, {"temperature": 1.0, "seed": 3}, {"logit_bias": {5: 1.0}}, {"repetition_penalty": 1.3}, {"min_tokens": 8}, {"logprobs": 4},
-    {"bad_words": ((40,), (41, 42))}, {"prompt_logprobs": 0}, {"guide": Guide("regex", "a+")}, EVERYTHING,
-    EVERYTHING | {"bad_words": ((40, 41),), "guide": Guide("regex", "a+")},
+    {"bad_words": ((40,), (41, 42))}, {"prompt_logprobs": 0}, {"guide": Guide("regex", "a+")}, ALL_OPTIONS,
+    ALL_OPTIONS | {"bad_words": ((40, 41),), "guide": Guide("regex", "a+")},
 ]  # fmt: skip
 
 
-def test_no_step_stalls_and_each_sends_one_copy_for_its_inputs_and_one_for_its_features(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_step_stalls_and_each_has_one_copy_of_inputs_and_one_for_features(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tokenizers.Tokenizer.from_file(str(tiny_engine / "tokenizer.json")).token_to_id("a")
-    watched = Watched(tiny_engine, token, monkeypatch)
-    prompts = [[(7 * i + 3 * j) % 300 + 10 for j in range(5 + 9 * i)] for i in range(len(ASKED))]
-    asked = [
+    executor = CheckedExecutor(tiny_engine, token, monkeypatch)
+    prompts = [[(7 * i + 3 * j) % 300 + 10 for j in range(5 + 9 * i)] for i in range(len(OPTIONS))]
+    requests = [
         request(prompt, max_tokens=24, end_ids=(2,) if "guide" in params else (2, 10**6), **params)
-        for prompt, params in zip(prompts, ASKED, strict=True)
+        for prompt, params in zip(prompts, OPTIONS, strict=True)
     ]
-    outputs = watched.run(*asked)
-    for prompt, one in zip(prompts, asked, strict=True):
+    outputs = executor.run(*requests)
+    for prompt, one in zip(prompts, requests, strict=True):
         answer = outputs[one.request_id]
         assert answer[-1].finish_reason is FinishReason.LENGTH and sum(len(output.token_ids) for output in answer) == 24
         assert (sum(len(output.logprobs) for output in answer) == 24) is (one.params.logprobs is not None)
@@ -142,19 +140,19 @@ def test_no_step_stalls_and_each_sends_one_copy_for_its_inputs_and_one_for_its_f
             scores = answer[0].prompt_logprobs
             assert scores[0] is None and [entry.token_id for entry in scores[1:]] == prompt[1:]
             assert all(len(entry.top) == one.params.prompt_logprobs for entry in scores[1:])
-    assert watched.most_in_flight == 2 and watched.executor.snapshot().num_preemptions > 0
-    # The third is that of draw parameters, when rows that draw have changed hands.
-    assert set(watched.copies) <= {1, 2, 3} and watched.copies.count(3) <= 2 * len(ASKED) < len(watched.copies)
-    assert not watched.runner.prompt_scores._partial and not watched.runner.sampler._users
+    assert executor.max_in_flight == 2 and executor.executor.snapshot().num_preemptions > 0
+    # A third copy has the sampling parameters, when rows that sample belong to other sequences than before.
+    assert set(executor.copies) <= {1, 2, 3} and executor.copies.count(3) <= 2 * len(OPTIONS) < len(executor.copies)
+    assert not executor.runner.prompt_scores._partial and not executor.runner.sampler._users
 
 
-def test_a_plain_step_sends_one_copy(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(tiny_engine, 7, monkeypatch)
-    watched.run(*(request([5, 6, 7 + i], max_tokens=9) for i in range(4)))
-    assert set(watched.copies) == {1}
+def test_a_step_without_features_has_one_copy(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = CheckedExecutor(tiny_engine, 7, monkeypatch)
+    executor.run(*(request([5, 6, 7 + i], max_tokens=9) for i in range(4)))
+    assert set(executor.copies) == {1}
 
 
-def test_buffers_for_a_gpu_are_pinned_and_come_back_after_the_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_for_a_gpu_are_pinned_and_reused_after_the_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
 
     def empty(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
@@ -162,9 +160,9 @@ def test_buffers_for_a_gpu_are_pinned_and_come_back_after_the_steps_in_flight(mo
         return real(size, dtype=dtype)
 
     real = torch.empty
-    monkeypatch.setattr(transfer.torch, "empty", empty)
+    monkeypatch.setattr(staging.torch, "empty", empty)
     buffers = StagingBuffers(torch.device("cuda"), num_in_flight=2)
-    places = [buffers.take(size).data_ptr() for size in (100, 5000, 7, 100, 90, 5000, 8, 64)]
-    assert len(set(places[:4])) == 4 and places[4:] == places[:4] and len(pinned) == 4
-    more = max(pinned) + 1
-    assert len(buffers.take(more)) == more and len(pinned) == 5
+    addresses = [buffers.next_buffer(size).data_ptr() for size in (100, 5000, 7, 100, 90, 5000, 8, 64)]
+    assert len(set(addresses[:4])) == 4 and addresses[4:] == addresses[:4] and len(pinned) == 4
+    larger = max(pinned) + 1
+    assert len(buffers.next_buffer(larger)) == larger and len(pinned) == 5

@@ -1,4 +1,4 @@
-"""Every field of SamplingParams through the executor, against transformers' logits and the definitions written out."""
+"""Every field of SamplingParams through the executor, compared with the logits of transformers and a direct implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.base.types import FinishReason
 from stoker.runtime.request import Sequence
 from stoker.runtime.sampling.logprobs import Logprobs
-from stoker.runtime.sampling.prompt_logprobs import Piece, PromptLogprobs, PromptScores
+from stoker.runtime.sampling.prompt_logprobs import PromptChunk, PromptLogprobs, PromptScores
 
 Make = Callable[..., Driven]
 COUNT = 12
@@ -24,7 +24,7 @@ COUNT = 12
 def check_greedy(
     drive: Make, model: Any, prompts: list[list[int]], change: Callable[[Tensor, list[int], list[int]], Tensor], **params: Any
 ) -> None:
-    """The tokens that `change(logits, prompt, generated)` makes likeliest, for all prompts in one batch."""
+    """Tokens are those with the largest logits after `change(logits, prompt, generated)`, for all prompts in one batch."""
     answers = drive(max_num_tokens=32).run(*(request(prompt, max_tokens=COUNT, **params) for prompt in prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.tokens == plain_decode(model, prompt, COUNT, lambda row, ids, prompt=prompt: change(row, prompt, ids))
@@ -61,7 +61,7 @@ def test_logit_bias(drive: Make, model: Any, prompts: list[list[int]]) -> None:
     check_greedy(drive, model, prompts, change, logit_bias=bias)
 
 
-def test_a_bias_beyond_float32_is_only_very_large(drive: Make, prompts: list[list[int]]) -> None:
+def test_a_bias_beyond_float32_is_clipped(drive: Make, prompts: list[list[int]]) -> None:
     answers = drive().run(
         request(prompts[0], max_tokens=3, logit_bias={9: 1e300}),
         request(prompts[0], max_tokens=3, temperature=1.0, logit_bias={9: 1e300, 10: -1e300}),
@@ -82,7 +82,7 @@ def test_bad_words(drive: Make, model: Any, prompts: list[list[int]]) -> None:
     check_greedy(drive, model, prompts, change, bad_words=words)
 
 
-def test_ends_and_stop_ids(drive: Make, prompts: list[list[int]]) -> None:
+def test_end_ids_and_stop_ids(drive: Make, prompts: list[list[int]]) -> None:
     driven = drive()
     (usual,) = driven.run(request(prompts[1], max_tokens=COUNT))
     stop = usual.tokens[4]
@@ -114,29 +114,29 @@ def test_min_tokens(drive: Make, model: Any, prompts: list[list[int]]) -> None:
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": COUNT}
 
 
-def test_a_seed_means_the_same_tokens_alone_in_a_crowd_and_preempted(drive: Make, prompts: list[list[int]]) -> None:
+def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_preemption(drive: Make, prompts: list[list[int]]) -> None:
     alone = drive()
     expected = [alone.run(request(prompt, n=3, presence_penalty=0.3, **SAMPLED)) for prompt in prompts]
     tokens = [answer.tokens for answers in expected for answer in answers]
-    assert len({tuple(ids) for ids in tokens}) == len(tokens), "sequences of one request draw differently"
-    crowd = drive(policy="max_utilization", max_num_tokens=16, kv_cache_tokens=8 * 16)
+    assert len({tuple(ids) for ids in tokens}) == len(tokens), "sequences of a request have equal tokens"
+    batch = drive(policy="max_utilization", max_num_tokens=16, kv_cache_tokens=8 * 16)
     strangers = [request(prompt[::-1] * 2, temperature=1.0, max_tokens=20) for prompt in prompts]
-    asked = [request(prompt, n=3, presence_penalty=0.3, **SAMPLED) for prompt in prompts]
-    answers = crowd.run(*(item for pair in zip(strangers, asked, strict=True) for item in pair))
-    found = [crowd.answers[one.request_id, index].tokens for one in asked for index in range(3)]
-    assert found == tokens and crowd.stats.num_preemptions > 0 and len(answers) == 4 * len(prompts)
+    requests = [request(prompt, n=3, presence_penalty=0.3, **SAMPLED) for prompt in prompts]
+    answers = batch.run(*(item for pair in zip(strangers, requests, strict=True) for item in pair))
+    found = [batch.answers[one.request_id, index].tokens for one in requests for index in range(3)]
+    assert found == tokens and batch.stats.num_preemptions > 0 and len(answers) == 4 * len(prompts)
 
 
-def test_a_row_that_drew_is_greedy_for_the_next_sequence(drive: Make, prompts: list[list[int]]) -> None:
+def test_a_row_that_sampled_is_greedy_for_the_next_sequence(drive: Make, prompts: list[list[int]]) -> None:
     (expected,) = drive().run(request(prompts[0], max_tokens=COUNT))
     driven = drive(max_batch_size=2)
     beside, short = request(prompts[1], max_tokens=40, temperature=5.0, seed=1), request(prompts[2], max_tokens=4, temperature=5.0, seed=2)
     assert driven.run(beside, short, request(prompts[0], max_tokens=COUNT))[2].tokens == expected.tokens
 
 
-def test_other_seeds_and_none_draw_differently(drive: Make, prompts: list[list[int]]) -> None:
-    asked = [request(prompts[0], **SAMPLED | {"seed": seed}) for seed in (1, 2, -5, 2**64 - 1, None, None)]
-    assert len({tuple(answer.tokens) for answer in drive().run(*asked)}) == 6
+def test_other_seeds_and_no_seed_give_other_tokens(drive: Make, prompts: list[list[int]]) -> None:
+    requests = [request(prompts[0], **SAMPLED | {"seed": seed}) for seed in (1, 2, -5, 2**64 - 1, None, None)]
+    assert len({tuple(answer.tokens) for answer in drive().run(*requests)}) == 6
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -145,7 +145,7 @@ FILTERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def kept(row: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+def filtered_probs(row: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Float64 probabilities after temperature, top-k, top-p and min-p."""
     probs = torch.softmax(row / temperature, 0)
     order = probs.sort(descending=True)
@@ -161,29 +161,29 @@ def kept(row: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, mi
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_draws_follow_the_distribution(drive: Make, model: Any, prompts: list[list[int]], filters: dict[str, Any]) -> None:
-    """Pearson's test at 4 standard deviations (Wilson and Hilferty's approximation); seeds are fixed, so it never flickers."""
+    """Pearson's test at 4 standard deviations (with Wilson and Hilferty's approximation). Seeds are fixed, so the result is stable."""
     prompt = prompts[0]
-    probs = kept(logits_of(model, prompt)[-1], **filters)
+    probs = filtered_probs(logits_of(model, prompt)[-1], **filters)
     answers = drive(max_queue_size=4096).run(*(request(prompt, n=64, max_tokens=1, seed=seed, **filters) for seed in range(24)))
     counts = torch.bincount(torch.tensor([answer.tokens[0] for answer in answers]), minlength=len(probs)).double()
-    assert counts[probs == 0].sum() == 0, "a dropped token was drawn"
+    assert counts[probs == 0].sum() == 0, "a token outside the filter was sampled"
     expected = probs * len(answers)
-    often = expected >= 8
-    cells = torch.cat((counts[often], counts[~often].sum()[None])), torch.cat((expected[often], expected[~often].sum()[None]))
+    frequent = expected >= 8
+    cells = torch.cat((counts[frequent], counts[~frequent].sum()[None])), torch.cat((expected[frequent], expected[~frequent].sum()[None]))
     statistic = float(((cells[0] - cells[1]) ** 2 / cells[1].clamp(min=1e-9)).sum())
-    freedom = int(often.sum()) - (0 if cells[1][-1] > 0 else 1)
+    freedom = int(frequent.sum()) - (0 if cells[1][-1] > 0 else 1)
     assert freedom >= 3
     assert statistic < freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-def test_log_probabilities_are_those_of_a_plain_forward(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+def test_log_probabilities_equal_those_of_a_forward_pass(drive: Make, model: Any, prompts: list[list[int]]) -> None:
     driven = drive(max_num_tokens=16)
-    driven.run(request(prompts[1], max_tokens=1))  # its blocks are in the index: asking for the prompt's probabilities must not use them
-    asked = [
+    driven.run(request(prompts[1], max_tokens=1))  # its blocks are indexed, and requests for prompt_logprobs must not use them
+    requests = [
         request(prompt, max_tokens=5, logprobs=3, prompt_logprobs=k, temperature=1.0, seed=4, logit_bias={7: 5.0})
         for k, prompt in enumerate(prompts[:4])
     ]
-    for k, (one, answer) in enumerate(zip(asked, driven.run(*asked), strict=True)):
+    for k, (one, answer) in enumerate(zip(requests, driven.run(*requests), strict=True)):
         prompt = one.prompt_ids
         table = torch.log_softmax(logits_of(model, [*prompt, *answer.tokens]), -1)
         assert answer.prompt_logprobs is not None and answer.prompt_logprobs[0] is None and len(answer.prompt_logprobs) == len(prompt)
@@ -199,7 +199,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(drive: Make, model: Any,
             assert all(abs(value - expected) < 1e-4 for (_, value), expected in zip(entry.top, best.values.tolist(), strict=False))
 
 
-def test_prompt_scores_go_on_after_a_preemption_in_other_chunks() -> None:
+def test_prompt_scores_continue_after_a_preemption_in_other_chunks() -> None:
     seq = Sequence(0, request([5, 6, 7, 8, 9], max_tokens=1, prompt_logprobs=0), 0, 0.0)
     scores = PromptScores()
     scores.add(seq)
@@ -208,7 +208,7 @@ def test_prompt_scores_go_on_after_a_preemption_in_other_chunks() -> None:
         targets = np.array(seq.tokens[start + 1 : end + 1], dtype=np.int32)
         empty = torch.empty(len(targets), 0)
         return scores.collect(
-            [(Piece(seq, start, 0, targets), Logprobs(torch.full((len(targets),), value), empty, empty))], [seq] * samples
+            [(PromptChunk(seq, start, 0, targets), Logprobs(torch.full((len(targets),), value), empty, empty))], [seq] * samples
         )
 
     assert not collect(0, 2, -1.0)
@@ -223,16 +223,16 @@ def test_prompt_scores_go_on_after_a_preemption_in_other_chunks() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 32, 33])
-def test_prompt_scores_do_not_depend_on_where_chunks_end(drive: Make, prompts: list[list[int]], size: int) -> None:
-    """A chunk of 16 that ends right before the last token of 17 or 33 completes the scores a step before anything is sampled."""
-    asked = request((prompts[1] + prompts[4])[:size], max_tokens=2, prompt_logprobs=1)
-    whole, cut = drive().run(asked)[0].prompt_logprobs, drive(max_num_tokens=16).run(asked)[0].prompt_logprobs
+def test_prompt_scores_do_not_depend_on_the_chunks(drive: Make, prompts: list[list[int]], size: int) -> None:
+    """A chunk of 16 that ends before the last token of 17 or 33 completes the scores one step before a token is sampled."""
+    scored = request((prompts[1] + prompts[4])[:size], max_tokens=2, prompt_logprobs=1)
+    whole, cut = drive().run(scored)[0].prompt_logprobs, drive(max_num_tokens=16).run(scored)[0].prompt_logprobs
     assert whole is not None and cut is not None and len(whole) == len(cut) == size
     for one, other in zip(whole[1:], cut[1:], strict=True):
         assert one is not None and other is not None and one.token_id == other.token_id and abs(one.logprob - other.logprob) < 1e-4
 
 
-def test_features_leave_neighbours_alone(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+def test_features_do_not_affect_other_rows(drive: Make, model: Any, prompts: list[list[int]]) -> None:
     plain, *_ = drive().run(
         request(prompts[0], max_tokens=COUNT), request(prompts[0], max_tokens=COUNT, logit_bias={3: 99.0}),
         request(prompts[0], max_tokens=COUNT, repetition_penalty=3.0), request(prompts[0], max_tokens=COUNT, bad_words=((4,), (5,))),
@@ -241,10 +241,10 @@ def test_features_leave_neighbours_alone(drive: Make, model: Any, prompts: list[
     assert plain.tokens == plain_decode(model, prompts[0], COUNT, lambda row, _: row)
 
 
-def test_banning_everything_fails_that_request_alone(drive: Make, prompts: list[list[int]]) -> None:
-    everything = tuple((token,) for token in range(320))
+def test_banning_every_token_ends_only_that_request(drive: Make, prompts: list[list[int]]) -> None:
+    all_tokens = tuple((token,) for token in range(320))
     driven = drive()
-    banned, other = driven.run(request(prompts[0], max_tokens=4, bad_words=everything), request(prompts[1], max_tokens=4))
+    banned, other = driven.run(request(prompts[0], max_tokens=4, bad_words=all_tokens), request(prompts[1], max_tokens=4))
     assert banned.reason is FinishReason.ERROR and banned.error is not None and "banned" in banned.error.message
     assert other.reason is FinishReason.LENGTH
     assert driven.run(request(prompts[1], max_tokens=4))[0].tokens == other.tokens

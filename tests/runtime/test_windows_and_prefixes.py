@@ -1,4 +1,4 @@
-"""attention_window, and the prompts of prefix models."""
+"""attention_window, and the prompts of prefix LMs."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from stoker.runtime.worker.prefix_lm import fill_prefix_lm_positions
 Make = Callable[..., Driven]
 
 
-def test_a_window_hides_what_is_older(drive: Make, model: Any, prompts: list[list[int]]) -> None:
-    """Against transformers' Mistral with Llama's weights, whose sliding window is its own."""
+def test_a_window_hides_older_tokens(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+    """Compared with transformers' Mistral with the same weights, which has a sliding window."""
     import tiny
 
     sliding = tiny.model("mistral", sliding_window=7, attn_implementation="eager")
     sliding.load_state_dict(model.state_dict())
-    wanted = [plain_decode(sliding, prompt, 12, lambda row, _: row) for prompt in prompts]
+    expected = [plain_decode(sliding, prompt, 12, lambda row, _: row) for prompt in prompts]
     windowed, whole = drive(attention_window=7, max_num_tokens=16), drive(attention_window=10_000)
     answers = windowed.run(*(request(prompt, max_tokens=12) for prompt in prompts))
-    assert [answer.tokens for answer in answers] == wanted
+    assert [answer.tokens for answer in answers] == expected
     answers = whole.run(*(request(prompt, max_tokens=12) for prompt in prompts))
     assert [answer.tokens for answer in answers] == [plain_decode(model, prompt, 12, lambda row, _: row) for prompt in prompts]
-    assert wanted != [answer.tokens for answer in answers]
+    assert expected != [answer.tokens for answer in answers]
 
 
-def test_a_window_only_narrows(tiny_engine: Path) -> None:
+def test_a_window_only_becomes_smaller(tiny_engine: Path) -> None:
     config: ModelConfig = Engine.open(tiny_engine).config.model
     assert [layer.attention.window for layer in config.windowed(9).layers] == [9] * 3
     assert config.windowed(9).windowed(20) == config.windowed(9)
@@ -48,7 +48,7 @@ def test_a_window_only_narrows(tiny_engine: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8), st.integers(0, 20), st.integers(1, 7)), min_size=1, max_size=6))
-def test_a_steps_tokens_sit_where_each_prefix_says(rows: list[tuple[int, int, int, int]]) -> None:
+def test_the_positions_of_a_step_are_those_of_each_prefix(rows: list[tuple[int, int, int, int]]) -> None:
     prefixes = [BidirectionalPrefix(length, min(mask, length - 1)) for length, mask, _, _ in rows]
     indices = [range(start, start + count) for _, _, start, count in rows]
     positions = np.array([i for span in indices for i in span], dtype=np.int32)
@@ -73,7 +73,7 @@ def prefix_engine(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> 
     return build(folder / "hf", folder / "engine", config, verify="none").path
 
 
-def test_a_prompt_without_its_marks_is_refused_alone(prefix_engine: Path) -> None:
+def test_a_prompt_without_mask_or_start_token_is_rejected_without_effect_on_others(prefix_engine: Path) -> None:
     driven = Driven(prefix_engine, kv_cache_tokens=512)
     good = [5, 6, 98, 99]
     no_start, no_mask, too_long, scored, answer = driven.run(
@@ -83,14 +83,14 @@ def test_a_prompt_without_its_marks_is_refused_alone(prefix_engine: Path) -> Non
         request(good, max_tokens=4, prompt_logprobs=1),
         request(good, max_tokens=4),
     )
-    for refused, says in (
+    for rejected, message in (
         (no_start, "starts the answer"),
         (no_mask, "mask token"),
         (too_long, "max_num_tokens=40"),
         (scored, "prompt_logprobs"),
     ):
-        assert refused.reason is FinishReason.ERROR and refused.error is not None
-        assert refused.error.status == 400 and says in refused.error.message
+        assert rejected.reason is FinishReason.ERROR and rejected.error is not None
+        assert rejected.error.status == 400 and message in rejected.error.message
     assert answer.reason is FinishReason.LENGTH
     assert driven.run(request(good, max_tokens=4))[0].cached == 0
-    driven.check_nothing_left()
+    driven.check_idle()

@@ -1,4 +1,4 @@
-"""Value types and field tables: what is accepted, how it is converted, and what an error names."""
+"""Value types and field tables: accepted values, conversions, and the fields that errors name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_typed_values(type: ValueType, value: Any, result: Any) -> None:
         (BIASES, {"x": 1}, "its keys must be token ids"),
     ],
 )  # fmt: skip
-def test_typed_values_that_are_refused(type: ValueType, value: Any, limit: str) -> None:
+def test_typed_values_that_are_rejected(type: ValueType, value: Any, limit: str) -> None:
     with pytest.raises(InvalidValueError, match=limit):
         type.check(value)
 
@@ -92,7 +92,7 @@ def test_values_in_text(type: ValueType, text: str, result: Any) -> None:
         (Line(), ""), (POLICY, "other"), (exactly("V1"), "v1"), (DEVICES, "0,x"), (DEVICES, "0,1,2,3,4"), (DEVICES, ""), (BIASES, "{}"),
     ],
 )  # fmt: skip
-def test_text_that_is_refused(type: ValueType, text: str) -> None:
+def test_text_that_is_rejected(type: ValueType, text: str) -> None:
     with pytest.raises(InvalidValueError, match=r"^it (must|is empty)"):
         type.parse(text)
 
@@ -110,7 +110,7 @@ def test_an_error_locates_the_value_inside_lists_and_mappings() -> None:
     assert caught.value.request_error("logit_bias").field == "logit_bias[5]"
 
 
-def test_an_error_of_a_configuration_names_place_value_and_cure() -> None:
+def test_a_configuration_error_names_origin_value_and_cure() -> None:
     with pytest.raises(InvalidValueError) as caught:
         SIZE.parse("many")
     error = caught.value.config_error("max_batch_size", origin="serving.properties:3")
@@ -140,15 +140,15 @@ TABLE = FieldTable([
 
 
 def test_a_table_returns_accepted_fields() -> None:
-    given = {"max_tokens": 5, "stream": None, "user": "me", "lora_path": ""}
-    assert TABLE.check(given) == {"max_tokens": 5}
+    fields = {"max_tokens": 5, "stream": None, "user": "me", "lora_path": ""}
+    assert TABLE.check(fields) == {"max_tokens": 5}
     assert TABLE.targets() == {"max_tokens": "max_tokens"}
     assert [row.name for row in TABLE] == ["max_tokens", "stream", "user", "lora_path", "suffix"] and len(TABLE) == 5
     assert "user" in TABLE and TABLE["user"].reason and TABLE.get("other") is None
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"max_tokens": 101}, "parameters.max_tokens=101 is refused: it must be a whole number from 1 to 100."),
         ({"user": 5}, "parameters.user=5 is refused: it must be a string of at most 10 characters."),
@@ -158,18 +158,18 @@ def test_a_table_returns_accepted_fields() -> None:
         ({"zzz": 1}, "parameters.zzz=1 is refused: there is no such field. Leave it out."),
     ],
 )
-def test_a_table_refuses_by_name(given: dict[str, Any], message: str) -> None:
+def test_a_table_rejects_fields_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
-        TABLE.check(given, prefix="parameters.")
+        TABLE.check(fields, prefix="parameters.")
     assert str(caught.value) == message
 
 
-def test_a_long_unknown_name_is_cut() -> None:
+def test_a_long_unknown_name_is_truncated() -> None:
     with pytest.raises(RequestError) as caught:
         TABLE.check({"x" * 10_000: 1})
     assert len(str(caught.value)) < 200
 
 
-def test_two_rows_of_one_name_are_an_error() -> None:
+def test_two_rows_with_the_same_name_raise() -> None:
     with pytest.raises(ValueError, match="the key stream has two rows"):
         FieldTable([accepted("stream", Flag()), no_effect("stream", Flag(), "twice")], noun="key")

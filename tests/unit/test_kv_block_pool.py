@@ -1,4 +1,4 @@
-"""The block pool beside a plain model of it, and its order of eviction."""
+"""The block pool compared with a model, including the order of eviction."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ NUM_BLOCKS = 6
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model: reference counts, and the list of kept unreferenced blocks from the oldest on."""
+    """The model: reference counts, the reusable blocks, and the list of cached blocks, oldest first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.evicted: list[int] = []
         self.pool = BlockPool(NUM_BLOCKS, self.evicted.append)
         self.refs = [0] * NUM_BLOCKS
-        self.kept: set[int] = set()
+        self.reusable: set[int] = set()
         self.oldest: list[int] = []
 
     @rule()
     def allocate(self) -> None:
-        blank = [b for b in range(NUM_BLOCKS) if not self.refs[b] and b not in self.kept]
+        empty = [b for b in range(NUM_BLOCKS) if not self.refs[b] and b not in self.reusable]
         self.evicted.clear()
         block = self.pool.allocate()
-        if blank:
-            assert block in blank and not self.evicted
+        if empty:
+            assert block in empty and not self.evicted
         elif self.oldest:
             assert block == self.oldest.pop(0) and self.evicted == [block]
-            self.kept.remove(block)
+            self.reusable.remove(block)
         else:
             assert block == -1
             return
@@ -41,15 +41,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.refs))
     @rule(data=st.data())
-    def keep(self, data: st.DataObject) -> None:
+    def mark_reusable(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from([b for b in range(NUM_BLOCKS) if self.refs[b]]))
         self.pool.mark_reusable(block)
-        self.kept.add(block)
+        self.reusable.add(block)
 
     @precondition(lambda self: any(self.refs) or self.oldest)
     @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from([b for b in range(NUM_BLOCKS) if self.refs[b] or b in self.kept]))
+    def acquire(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([b for b in range(NUM_BLOCKS) if self.refs[b] or b in self.reusable]))
         self.pool.acquire(block)
         if not self.refs[block]:
             self.oldest.remove(block)
@@ -61,7 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from([b for b in range(NUM_BLOCKS) if self.refs[b]]))
         self.pool.release(block)
         self.refs[block] -= 1
-        if not self.refs[block] and block in self.kept:
+        if not self.refs[block] and block in self.reusable:
             self.oldest.append(block)
 
     @invariant()
@@ -75,7 +75,7 @@ PoolMachine.TestCase.settings = settings(max_examples=60, deadline=None, statefu
 TestPool = PoolMachine.TestCase
 
 
-def test_a_block_released_twice_is_an_error() -> None:
+def test_releasing_a_block_too_often_raises() -> None:
     pool = BlockPool(1)
     block = pool.allocate()
     pool.release(block)
@@ -83,6 +83,6 @@ def test_a_block_released_twice_is_an_error() -> None:
         pool.release(block)
 
 
-def test_a_cache_without_room_is_refused() -> None:
+def test_a_cache_without_blocks_is_rejected() -> None:
     with pytest.raises(ConfigError, match="kv_cache_tokens"):
         BlockPool(0)

@@ -1,4 +1,4 @@
-"""Prefix index and block cache: what is shared, what isn't, and what is evicted first."""
+"""The KV cache manager and the prefix index: which blocks are shared, and which are evicted first."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_only_full_blocks_are_shared(cache: KVCacheManager) -> None:
 
 
 @pytest.mark.parametrize(("length", "shared"), [(7, 1), (8, 1), (9, 2)])
-def test_a_whole_hit_leaves_a_token_to_compute(cache: KVCacheManager, length: int, shared: int) -> None:
+def test_at_least_one_token_is_computed_if_all_are_cached(cache: KVCacheManager, length: int, shared: int) -> None:
     computed(cache, list(range(12)))
     seq = sequence(list(range(length)))
     cache.admit(seq, cache.match(seq))
@@ -68,31 +68,31 @@ def test_salts_do_not_share(cache: KVCacheManager) -> None:
     assert cache.match(sequence([1] * 9, salt="a")).blocks == first.blocks[:2]
 
 
-def test_what_is_not_committed_is_not_shared(cache: KVCacheManager) -> None:
+def test_uncommitted_blocks_are_not_shared(cache: KVCacheManager) -> None:
     seq = sequence([1] * 12)
     cache.admit(seq, cache.match(seq))
     cache.register(seq, 5)
     match = cache.match(sequence([1] * 12))
     assert match.blocks == seq.blocks[:1]
-    assert match.producer is seq, "the next block is being computed by it"
+    assert match.producer is seq, "the sequence computes the next block"
     cache.register(seq, 12)
     assert cache.match(sequence([1] * 13)).producer is None
 
 
-def test_no_one_waits_for_a_sequence_that_left(cache: KVCacheManager) -> None:
+def test_no_sequence_waits_for_one_that_has_retired(cache: KVCacheManager) -> None:
     seq = sequence([1] * 12)
     cache.admit(seq, cache.match(seq))
     cache.retire(seq)
-    cache.register(seq, 4)  # a step that was in flight when it left
+    cache.register(seq, 4)  # of a step that was in flight
     assert cache.match(sequence([1] * 12)).producer is None
 
 
 def test_common_blocks_are_counted_from_the_first_token(cache: KVCacheManager) -> None:
-    leader = sequence([1] * 4 + [2] * 4 + [3] * 4)
-    leader.num_prefill = 12
-    assert cache.num_common_blocks(sequence([1] * 4 + [2] * 4 + [9] * 8), leader) == 2
-    assert cache.num_common_blocks(sequence([1] * 4 + [2] * 4), leader) == 1
-    assert cache.num_common_blocks(sequence([9] * 8), leader) == 0
+    producer = sequence([1] * 4 + [2] * 4 + [3] * 4)
+    producer.num_prefill = 12
+    assert cache.num_common_blocks(sequence([1] * 4 + [2] * 4 + [9] * 8), producer) == 2
+    assert cache.num_common_blocks(sequence([1] * 4 + [2] * 4), producer) == 1
+    assert cache.num_common_blocks(sequence([9] * 8), producer) == 0
 
 
 def test_prompt_logprobs_share_nothing(cache: KVCacheManager) -> None:
@@ -100,17 +100,17 @@ def test_prompt_logprobs_share_nothing(cache: KVCacheManager) -> None:
     assert cache.match(sequence([1] * 9, prompt_logprobs=0)).blocks == []
 
 
-def test_cached_blocks_outlive_their_sequence_and_go_from_the_end(cache: KVCacheManager) -> None:
+def test_cached_blocks_remain_after_their_sequence_and_are_evicted_from_the_end(cache: KVCacheManager) -> None:
     first = computed(cache, list(range(12)))
     blocks = list(first.blocks)
     leave(cache, first)
     assert (cache.pool.num_free, cache.pool.num_cached) == (8, 3)
-    taken = [cache.pool.allocate() for _ in range(6)]  # five blank ones and the oldest cached one
-    assert taken[-1] == blocks[-1]
+    allocated = [cache.pool.allocate() for _ in range(6)]  # five empty blocks and the oldest cached one
+    assert allocated[-1] == blocks[-1]
     assert cache.match(sequence(list(range(12)))).blocks == blocks[:2]
 
 
-def test_two_that_computed_the_same_keep_one_copy(cache: KVCacheManager) -> None:
+def test_one_copy_of_equal_contents_is_cached(cache: KVCacheManager) -> None:
     one, two = sequence([1] * 9), sequence([1] * 9)
     for seq in (one, two):
         cache.admit(seq, cache.match(seq))
@@ -123,7 +123,7 @@ def test_two_that_computed_the_same_keep_one_copy(cache: KVCacheManager) -> None
     assert (cache.pool.num_free, cache.pool.num_cached) == (8, 2)
 
 
-def test_without_reuse_nothing_is_kept() -> None:
+def test_without_prefix_reuse_nothing_is_cached() -> None:
     cache = KVCacheManager(8, SIZE, prefix_reuse=False)
     seq = computed(cache, [1] * 9)
     assert cache.match(sequence([1] * 9)).blocks == []
@@ -131,7 +131,7 @@ def test_without_reuse_nothing_is_kept() -> None:
     assert (cache.pool.num_free, cache.pool.num_cached) == (8, 0)
 
 
-def test_growth_is_reserved_until_it_happens_or_the_sequence_leaves(cache: KVCacheManager) -> None:
+def test_growth_is_reserved_until_it_happens_or_the_sequence_retires(cache: KVCacheManager) -> None:
     seq = computed(cache, [1] * 4)
     assert cache.num_reserved == 1
     seq2 = sequence([2] * 4, max_tokens=10)
@@ -146,13 +146,13 @@ def test_growth_is_reserved_until_it_happens_or_the_sequence_leaves(cache: KVCac
 
 
 class Colliding(bytes):
-    """Chunks that all hash alike."""
+    """Chunks with equal hashes."""
 
     def __hash__(self) -> int:
         return 1
 
 
-def test_equal_hashes_are_told_apart() -> None:
+def test_chunks_with_equal_hashes_are_distinguished() -> None:
     index = PrefixIndex(4)
     keys = [("", Colliding(pack([i] * 4))) for i in range(3)]
     entries = [index.add(key, block) for block, key in enumerate(keys)]
@@ -160,7 +160,7 @@ def test_equal_hashes_are_told_apart() -> None:
     assert index.find(("", Colliding(pack([7] * 4)))) is None
 
 
-def test_an_evicted_parent_does_not_vouch_for_its_children() -> None:
+def test_children_of_an_evicted_parent_are_not_found() -> None:
     index = PrefixIndex(4)
     first, rest = pack([1] * 4), pack([2] * 4)
     parent = index.add(("", first), 0)
@@ -172,7 +172,7 @@ def test_an_evicted_parent_does_not_vouch_for_its_children() -> None:
     assert len(index) == 1
 
 
-def test_distrusted_blocks_are_shared_with_nobody_and_told_once_free() -> None:
+def test_poisoned_blocks_are_not_shared_and_are_returned_when_free() -> None:
     cache = KVCacheManager(8, 4, prefix_reuse=True)
     first, twin = sequence([*range(9)]), sequence([*range(9)])
     cache.admit(first, cache.match(first))

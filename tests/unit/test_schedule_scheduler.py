@@ -1,4 +1,4 @@
-"""The scheduler's rules, one at a time."""
+"""The rules of the scheduler, one per test."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rows(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
     return [(seq.seq_id, *row) for seq, row in zip(plan.sequences, zip(plan.starts, plan.num_new, plan.samples, strict=True), strict=True)]
 
 
-def test_a_long_prompt_is_cut_and_decodes_go_first() -> None:
+def test_a_long_prompt_is_chunked_and_decodes_come_first() -> None:
     target = scheduler(max_num_tokens=6)
     feed = Feed(target)
     feed([1] * 3)
@@ -65,7 +65,7 @@ def test_a_long_prompt_is_cut_and_decodes_go_first() -> None:
     assert [plan.num_decodes for plan in plans] == [1, 1, 1, 2]
 
 
-def test_without_chunking_a_prompt_waits_for_room_and_is_not_overtaken() -> None:
+def test_without_chunked_prefill_a_prompt_waits_and_is_not_overtaken() -> None:
     target = scheduler(max_num_tokens=6, chunked_prefill=False)
     feed = Feed(target)
     feed([1] * 3, max_tokens=3)
@@ -75,7 +75,7 @@ def test_without_chunking_a_prompt_waits_for_room_and_is_not_overtaken() -> None
     assert [rows(step(target)) for _ in range(3)] == [[(0, 3, 1, True)], [(0, 4, 1, True)], [(100, 0, 6, True)]]
 
 
-def test_overlap_goes_on_from_ids_the_host_does_not_know() -> None:
+def test_steps_are_planned_before_earlier_ids_are_known() -> None:
     target = scheduler()
     (seq,) = Feed(target)([1] * 3, max_tokens=3)
     plans = [target.plan(0.0) for _ in range(4)]
@@ -88,7 +88,7 @@ def test_overlap_goes_on_from_ids_the_host_does_not_know() -> None:
     assert not target.has_work and target.kv_cache.pool.num_free == 64
 
 
-def test_a_sequence_that_ended_keeps_its_blocks_while_a_step_contains_it() -> None:
+def test_an_ended_sequence_holds_its_blocks_while_a_step_contains_it() -> None:
     target = scheduler()
     (seq,) = Feed(target)([1] * 3, end_ids=(7,))
     first, second = target.plan(0.0), target.plan(0.0)
@@ -100,7 +100,7 @@ def test_a_sequence_that_ended_keeps_its_blocks_while_a_step_contains_it() -> No
     assert target.num_running == 0 and target.kv_cache.pool.num_free == 64
 
 
-def test_min_tokens_keep_an_end_id_from_ending() -> None:
+def test_an_end_id_before_min_tokens_does_not_end_the_sequence() -> None:
     target = scheduler()
     (seq,) = Feed(target)([1], end_ids=(7,), min_tokens=2, max_tokens=9)
     for _ in range(3):
@@ -125,18 +125,18 @@ def test_a_guided_sequence_is_not_planned_while_an_id_is_pending() -> None:
     assert len(target.plan(0.0)) == 1
 
 
-def test_cancel_frees_blocks_at_once_when_no_step_runs() -> None:
+def test_cancel_frees_blocks_immediately_if_no_step_is_in_flight() -> None:
     target = scheduler()
     feed = Feed(target)
     one, waiting = feed([1] * 9), feed([2] * 40, n=2)
     step(target)
     assert target.request_ids() == ["r0", "r1"] and "r1" in target
-    assert target.cancel("r0") == one and target.cancel("r1") == waiting and target.cancel("r0") == target.cancel("nobody") == []
+    assert target.cancel("r0") == one and target.cancel("r1") == waiting and target.cancel("r0") == target.cancel("unknown") == []
     assert target.kv_cache.pool.num_free == 64 and target.num_waiting == 0 and not target.has_work and target.request_ids() == []
     assert {seq.finish_reason for seq in one + waiting} == {FinishReason.CANCELLED}
 
 
-def test_cancel_of_one_index_leaves_its_siblings() -> None:
+def test_cancel_of_one_index_does_not_end_its_siblings() -> None:
     target = scheduler()
     seqs = Feed(target)([1] * 3, n=3)
     assert target.cancel("r0", 1) == [seqs[1]]
@@ -155,7 +155,7 @@ def test_deadlines_end_waiting_and_running_sequences() -> None:
     assert target.next_deadline == float("inf") and rows(step(target)) == [(200, 0, 3, True)]
 
 
-def test_a_failed_step_ends_its_rows_and_leaves_nothing_to_reuse() -> None:
+def test_a_failed_step_ends_its_rows_and_its_blocks_are_not_reused() -> None:
     target = scheduler()
     feed = Feed(target)
     (bad,) = feed([1] * 9)
@@ -166,7 +166,7 @@ def test_a_failed_step_ends_its_rows_and_leaves_nothing_to_reuse() -> None:
     assert good.num_cached == 0 and len(good.tokens) == 10
 
 
-def test_pause_admits_nothing_new_but_what_runs_goes_on() -> None:
+def test_pause_admits_no_new_sequences_and_running_ones_continue() -> None:
     target = scheduler()
     feed = Feed(target)
     feed([1] * 3, max_tokens=2)
@@ -179,7 +179,7 @@ def test_pause_admits_nothing_new_but_what_runs_goes_on() -> None:
     assert target.has_work and rows(step(target)) == [(100, 0, 3, True)]
 
 
-def test_a_preempted_sequence_resumes_though_admission_is_paused() -> None:
+def test_a_preempted_sequence_resumes_while_admission_is_paused() -> None:
     target = scheduler(num_blocks=6, policy="max_utilization")
     feed = Feed(target)
     one, two = *feed([1] * 7, max_tokens=12), *feed([2] * 5, max_tokens=12)
@@ -201,7 +201,7 @@ def test_siblings_wait_for_the_first_and_share_its_prompt() -> None:
     assert target.num_reused_tokens == 24
 
 
-def test_requests_that_begin_alike_compute_the_beginning_once() -> None:
+def test_a_common_prefix_is_computed_once() -> None:
     target = scheduler(num_blocks=512, max_batch_size=64, max_num_tokens=512, max_seq_len=512, tokens_per_block=16)
     feed = Feed(target)
     for i in range(64):
@@ -211,13 +211,13 @@ def test_requests_that_begin_alike_compute_the_beginning_once() -> None:
     assert len(plan) == 64 and plan.num_tokens == 64
 
 
-def test_a_follower_waits_only_for_what_it_shares() -> None:
+def test_a_parked_sequence_waits_only_for_the_blocks_that_it_shares() -> None:
     target = scheduler(max_num_tokens=8, num_blocks=32, max_seq_len=100)
     feed = Feed(target)
     feed([1] * 8 + [2] * 40)
     feed([1] * 8 + [3] * 4)
     assert rows(step(target)) == [(0, 0, 8, False)]
-    assert rows(step(target)) == [(0, 8, 8, False)], "the leader's prefill takes all tokens"
+    assert rows(step(target)) == [(0, 8, 8, False)], "the prefill of the producer uses all tokens of the step"
     assert target._running_set.queue._parked == {}
     target.cancel("r0")
     assert rows(step(target)) == [(100, 8, 4, True)]
@@ -232,7 +232,7 @@ def test_priority_then_arrival() -> None:
     assert [step(target).sequences[0].seq_id for _ in range(3)] == [200, 100, 0]
 
 
-def test_a_large_request_is_not_passed_for_ever_by_small_ones() -> None:
+def test_small_requests_do_not_starve_a_large_one() -> None:
     target = scheduler(num_blocks=8, prefix_reuse=False)
     feed = Feed(target)
     feed([1] * 3, max_tokens=4, arrival=0.0)
@@ -245,7 +245,7 @@ def test_a_large_request_is_not_passed_for_ever_by_small_ones() -> None:
 
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
-def test_more_sequences_than_rows_take_turns(policy: str) -> None:
+def test_more_sequences_than_rows_alternate(policy: str) -> None:
     target = scheduler(max_batch_size=2, max_num_sequences=5, policy=policy)
     feed = Feed(target)
     seqs = [seq for i in range(5) for seq in feed([i] * 3, max_tokens=30)]
@@ -258,7 +258,7 @@ def test_more_sequences_than_rows_take_turns(policy: str) -> None:
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize(("rows", "sequences", "stages"), [(2, 6, 1), (3, 11, 1), (4, 12, 1), (4, 12, 3)])
-def test_a_prompt_as_long_as_a_step_is_computed_beside_a_stream_of_short_ones(
+def test_a_stream_of_short_prompts_does_not_starve_one_as_long_as_a_step(
     chunked: bool, policy: str, rows: int, sequences: int, stages: int
 ) -> None:
     target = scheduler(
@@ -275,16 +275,16 @@ def test_a_prompt_as_long_as_a_step_is_computed_beside_a_stream_of_short_ones(
     assert long.status is Status.FINISHED, f"{long.num_computed} of its tokens are computed"
 
 
-def test_guaranteed_no_evict_admits_what_can_run_to_its_end() -> None:
+def test_guaranteed_no_evict_admits_sequences_that_can_reach_max_tokens() -> None:
     target = scheduler(num_blocks=8, prefix_reuse=False)
     feed = Feed(target)
     for i in range(3):
-        feed([i] * 4, max_tokens=9)  # 12 places, 3 blocks
+        feed([i] * 4, max_tokens=9)  # 12 token positions, 3 blocks
     step(target)
     assert target.num_running == 2 and target.num_waiting == 1
 
 
-def test_max_utilization_admits_more_and_gives_up_the_last() -> None:
+def test_max_utilization_admits_more_and_preempts_the_last() -> None:
     target = scheduler(num_blocks=8, policy="max_utilization", prefix_reuse=False)
     feed = Feed(target)
     seqs = [
@@ -296,13 +296,13 @@ def test_max_utilization_admits_more_and_gives_up_the_last() -> None:
     assert target.num_running == 3
     while not target.num_preemptions:
         step(target)
-    assert [seq.num_preemptions for seq in seqs] == [1, 0, 0], "the lowest priority goes, though it came first"
+    assert [seq.num_preemptions for seq in seqs] == [1, 0, 0], "the lowest priority is preempted, although it arrived first"
     while target.has_work:
         step(target)
     assert {len(seq.tokens) for seq in seqs} == {24}
 
 
-def test_a_preempted_sequence_recomputes_what_it_generated() -> None:
+def test_a_preempted_sequence_recomputes_its_generated_tokens() -> None:
     target = scheduler(num_blocks=6, policy="max_utilization", prefix_reuse=False)
     feed = Feed(target)
     one, two = *feed([1] * 7, max_tokens=12), *feed([2] * 5, max_tokens=12, arrival=1.0)
@@ -319,7 +319,7 @@ def test_static_runs_a_batch_to_its_end() -> None:
     feed = Feed(target)
     first = [seq for i in range(3) for seq in feed([i] * 6, max_tokens=2 + i)]
     step(target)
-    assert target.num_running == 3, "a batch is admitted beyond a step's tokens"
+    assert target.num_running == 3, "a batch is admitted beyond max_num_tokens"
     (late,) = feed([9] * 3)
     while any(seq.status is Status.RUNNING for seq in first):
         assert late.status is Status.WAITING
@@ -328,7 +328,7 @@ def test_static_runs_a_batch_to_its_end() -> None:
     assert late.status is Status.RUNNING
 
 
-def test_what_never_fits_is_refused() -> None:
+def test_requests_that_can_never_run_are_rejected() -> None:
     target = scheduler(num_blocks=4, chunked_prefill=False, max_num_tokens=8)
     for prompt, max_tokens, field in (
         ([], 1, "prompt_ids"),
@@ -343,7 +343,7 @@ def test_what_never_fits_is_refused() -> None:
     target.check(TokenRequest(request_id="r", prompt_ids=[1] * 8, params=SamplingParams(max_tokens=9)))
 
 
-def test_retry_follows_the_pace_of_admissions() -> None:
+def test_the_retry_time_is_the_mean_time_between_admissions() -> None:
     target = scheduler(max_batch_size=1)
     feed = Feed(target)
     for i in range(8):
@@ -355,7 +355,7 @@ def test_retry_follows_the_pace_of_admissions() -> None:
     assert target.retry_after_s(9999.0) == 60.0
 
 
-def test_waiting_requests_that_are_cancelled_leave_no_trace() -> None:
+def test_entries_of_cancelled_waiting_requests_are_removed() -> None:
     target = scheduler(max_batch_size=1)
     feed = Feed(target)
     feed([1] * 3, max_tokens=50)
@@ -366,7 +366,7 @@ def test_waiting_requests_that_are_cancelled_leave_no_trace() -> None:
     assert target.num_waiting == 0 and len(target._running_set.queue._new) < 100
 
 
-def test_plans_are_committed_in_order_and_whole() -> None:
+def test_plans_are_committed_in_order_with_ids_of_all_rows() -> None:
     target = scheduler()
     Feed(target)([1] * 3)
     first, second = target.plan(0.0), target.plan(0.0)

@@ -45,7 +45,8 @@ class SymmetricGroup(ProcessGroup):
         x = x.contiguous()
         shared = self._buffer.view(x.dtype)[: x.numel()].view(x.shape)
         shared.copy_(x)
-        return torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, x)
+        result: Tensor = torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, x)
+        return result
 
     def _allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         """Allocate int32 memory on every rank. Returns this rank's, and the address of each rank's memory from here."""

@@ -17,7 +17,7 @@ from stoker.runtime.worker.model_runner import ModelRunner
 
 LINEARS = ("linear", "packed_linear")
 EXPERTS = ("expert_up", "expert_down")
-_TOKENS, _ROWS = 5, 2  # of the observed step: the number of rows of a product tells whether it is over all tokens or over sampled rows
+_TOKENS, _ROWS = 5, 2  # of the observed step; they differ, to distinguish products over all tokens from those over sampled rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def time_graph(work: Callable[[], object], repeats: int = 7) -> float:
     with torch.cuda.graph(graph):
         work()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

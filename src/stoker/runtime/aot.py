@@ -8,12 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from stoker.base import env
 from stoker.base.logging import get_logger
 from stoker.engine.reader import Engine
+
+if TYPE_CHECKING:
+    from stoker.kernels.triton.aot.compiler import CompileJob
 
 log = get_logger(__name__)
 
@@ -64,8 +68,8 @@ def target_capability(engine: Engine) -> int | None:
     return 10 * major + minor
 
 
-def launches(path: Path, capability: int) -> list:
-    """The kernels that the engine at `path` launches: list[CompileJob].
+def launches(path: Path, capability: int) -> list[CompileJob]:
+    """The kernels that the engine at `path` launches.
 
     They are listed in a separate process, because Triton's compilation target is process-wide.
 

@@ -36,7 +36,7 @@ NO_TRANSFERS: Seq[BlockTransfer] = ()
 
 
 class HostTier(ABC):
-    """Blocks in host memory. Called by the KV cache manager; it keeps books and copies nothing."""
+    """Blocks in host memory. Used by the KV cache manager; it only manages the contents of blocks, and does not copy."""
 
     @abstractmethod
     def find(self, digest: bytes) -> int:

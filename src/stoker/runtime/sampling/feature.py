@@ -62,5 +62,5 @@ class Ban(Feature):
         return [np.array([row * size + token for row, seq in sequences for token in self.banned(seq) if 0 <= token < size], dtype=np.int64)]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
-        (places,) = inputs
-        logits.view(-1).index_fill_(0, places, float("-inf"))
+        (indices,) = inputs
+        logits.view(-1).index_fill_(0, indices, float("-inf"))

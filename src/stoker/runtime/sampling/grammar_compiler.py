@@ -22,7 +22,7 @@ KIND_OF_DECODER = {"ByteLevel": "BYTE_LEVEL", "ByteFallback": "BYTE_FALLBACK", "
 
 
 class Grammars:
-    """One engine's. The vocabulary is read when the first guide asks for it. `vocab_size`: the width of the logits."""
+    """The grammar compiler of one engine, which loads the tokenizer for the first guide. `vocab_size`: the width of the logits."""
 
     def __init__(self, engine: Path, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -75,11 +75,11 @@ def _check_exclusive_keys(schema: dict[str, Any], path: str) -> None:
     for key in EXCLUSIVE:
         if key not in schema:
             continue
-        beside = (CONSTRAINTS & schema.keys()) - {key}
-        if beside == {"type"} and _is_implied(schema, key):
+        others = (CONSTRAINTS & schema.keys()) - {key}
+        if others == {"type"} and _is_implied(schema, key):
             continue
-        if beside:
-            raise ValueError(f"{path}/{sorted(beside)[0]}: it is not enforced beside {key}")
+        if others:
+            raise ValueError(f"{path}/{sorted(others)[0]}: it is not enforced beside {key}")
     if len(schema.get("allOf", ())) > 1:
         raise ValueError(f"{path}/allOf: more than one schema is not enforced")
 

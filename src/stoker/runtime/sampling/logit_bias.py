@@ -31,10 +31,10 @@ class LogitBias(Feature):
         self._biases.pop(seq_id, None)
 
     def gather(self, sequences: Pairs) -> list[np.ndarray]:
-        places = [row * self.vocab_size + self._biases[seq.seq_id][0] for row, seq in sequences]
+        indices = [row * self.vocab_size + self._biases[seq.seq_id][0] for row, seq in sequences]
         values = [self._biases[seq.seq_id][1] for _, seq in sequences]
-        return [np.concatenate(places), np.concatenate(values)]
+        return [np.concatenate(indices), np.concatenate(values)]
 
     def apply(self, logits: Tensor, *inputs: Tensor) -> None:
-        places, values = inputs
-        logits.view(-1).index_add_(0, places, values)
+        indices, values = inputs
+        logits.view(-1).index_add_(0, indices, values)

@@ -1,4 +1,4 @@
-"""Repetition (CTRL, arXiv 1909.05858), presence and frequency penalties, from counts kept on the device."""
+"""Repetition (CTRL, arXiv 1909.05858), presence and frequency penalties, from counts on the device."""
 
 from __future__ import annotations
 

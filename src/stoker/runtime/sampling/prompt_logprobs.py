@@ -43,7 +43,7 @@ class PromptScores:
         self._partial: PromptLogprobs = {}
 
     def add(self, seq: Sequence) -> None:
-        """A sequence begins."""
+        """Add a sequence before its first step."""
         if seq.params.prompt_logprobs is not None:
             self._partial[seq.seq_id] = [None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from stoker.runtime.schedule.plan import StepPlan
 from stoker.runtime.staging import StagingBuffers
 from stoker.runtime.worker.prefix_lm import fill_prefix_lm_positions
 
+Buffer = TypeVar("Buffer", np.ndarray, Tensor)
 _NOTHING = torch.empty(0, dtype=torch.int32)
 _ALIGN = 4  # int32: each part of the buffer starts at a multiple of 16 bytes, so that Triton does not compile kernels for other alignments
 
@@ -248,7 +250,7 @@ def buffer_size(sizes: tuple[int, ...]) -> int:
     return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
 
 
-def split_buffer(buffer: np.ndarray | Tensor, sizes: tuple[int, ...]) -> list:
+def split_buffer(buffer: Buffer, sizes: tuple[int, ...]) -> list[Buffer]:
     """Views of the parts of a buffer."""
     views, at = [], 0
     for size in sizes:

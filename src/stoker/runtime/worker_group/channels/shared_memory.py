@@ -88,7 +88,8 @@ class SharedMemoryReader(PlanReader):
             if waited > spin_s:
                 time.sleep(NAP_S if waited < IDLE_S else LONG_NAP_S)
         _fence()
-        return self._memory.slots[index % NUM_SLOTS]
+        slot: Numbers = self._memory.slots[index % NUM_SLOTS]
+        return slot
 
     def release(self) -> None:
         _fence()

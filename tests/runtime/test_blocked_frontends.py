@@ -1,4 +1,4 @@
-"""A frontend whose event loop stood still for longer than the executor waits: its requests end, and it is told so."""
+"""A frontend whose event loop is blocked for longer than client_timeout_s: its requests are cancelled, and it receives the outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 0.3
 
 
 def serve(mailbox: ZmqMailbox, ended: threading.Event) -> None:
-    """An executor that ends at once what has a prompt of one token, and the others when they are cancelled."""
+    """An executor that ends requests with a prompt of one token immediately, and the others when they are cancelled."""
     while not ended.is_set():
         for message in mailbox.poll(0.05):
             if isinstance(message, Submit) and len(message.request.prompt_ids) == 1:
@@ -29,7 +29,7 @@ def serve(mailbox: ZmqMailbox, ended: threading.Event) -> None:
     mailbox.close()
 
 
-async def test_requests_of_a_frontend_that_stood_still_end() -> None:
+async def test_requests_of_a_blocked_frontend_are_cancelled() -> None:
     info = ExecutorInfo(limits=Limits(), max_seq_len=64, vocab_size=9, device="cpu", kv_cache_tokens=64, model="none")
     mailbox, ended = ZmqMailbox("tcp://127.0.0.1:*", info, client_timeout_s=TIMEOUT_S), threading.Event()
     thread = threading.Thread(target=serve, args=(mailbox, ended))
@@ -42,7 +42,7 @@ async def test_requests_of_a_frontend_that_stood_still_end() -> None:
     try:
         waiting = asyncio.create_task(reason([1, 2, 3]))
         assert await reason([1]) is FinishReason.LENGTH
-        time.sleep(3 * TIMEOUT_S)  # the loop stands still
+        time.sleep(3 * TIMEOUT_S)  # blocks the event loop
         assert await asyncio.wait_for(waiting, 5) is FinishReason.CANCELLED
         assert await reason([1]) is FinishReason.LENGTH and client.alive
     finally:
