@@ -25,6 +25,12 @@ The tests build and run each row in eight bits. FP8_BLOCK requires fused parts o
 DeepSeek-V2-Lite and DeepSeek-MoE do not have them, and the build refuses them with a message. Routers, embeddings, output heads and the
 up-projections of latent attention are stored in the engine's dtype, except for the output heads of small models on a CPU.
 
+Every key of a config.json is used, known to have no effect on the logits (`models/config_data.py`, and `ignored_keys` of a row), or
+rejected by name; so is every tensor of a checkpoint. `tests/parity/test_config_keys.py` changes each key of each architecture and adds
+the keys of the others, and compares with transformers: the logits are equal, or the build is refused. A `partial_rotary_factor` is read
+where transformers reads it (Phi, Phi-3, GLM, GPT-NeoX) and refused elsewhere, such as for Llama, where transformers ignores it. `stoker
+build --ignore-config-key NAME` accepts a key that you know to have no effect.
+
 A model can be split over any number of ranks. Heads that the ranks do not divide evenly are padded with zeros, and a key-value head that
 several ranks need is stored on each of them.
 

@@ -69,6 +69,9 @@ class BuildConfig(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     """Options of other systems that name a model version, such as gpt_model_version. They are checked against config.json."""
 
+    ignored_config_keys: tuple[str, ...] = ()
+    """Keys of config.json that Stoker does not know and that have no effect on the model. Other unknown keys stop the build."""
+
     rotary_base: float | None = None
     """Replaces rope_theta of the checkpoint."""
 

@@ -38,7 +38,7 @@ def prepare(source: str | Path, settings: BuildConfig) -> BuildPlan:
     """
     path, name = locate_checkpoint(source)
     checkpoint = open_checkpoint(path, name, weights=not settings.dummy_weights)
-    architecture, model = read_model(checkpoint, settings.versions)
+    architecture, model = read_model(checkpoint, settings.versions, settings.ignored_config_keys)
     model = _apply_rotary_settings(model, settings)
     quantization = checkpoint.config.get("quantization_config")
     checkpoint = dataclasses.replace(checkpoint, weights=CanonicalWeights(checkpoint.weights, architecture, quantization))
@@ -69,10 +69,13 @@ def add_fingerprint(plan: BuildPlan, progress: Callable[[str, int, int], None] =
     return msgspec.structs.replace(plan, config=msgspec.structs.replace(plan.config, checkpoint=origin))
 
 
-def read_model(checkpoint: Checkpoint, versions: dict[str, str] | None = None) -> tuple[Architecture, ModelConfig]:
+def read_model(
+    checkpoint: Checkpoint, versions: dict[str, str] | None = None, ignored_keys: tuple[str, ...] = ()
+) -> tuple[Architecture, ModelConfig]:
     """The architecture that config.json names, and the model it describes.
 
-    `versions` are options such as gpt_model_version: they decide what config.json leaves open. Raises ConfigError for a version that
+    `versions` are options such as gpt_model_version: they decide what config.json leaves open. `ignored_keys` are patterns of keys of
+    config.json that have no effect. Raises ConfigError for a version that
     contradicts config.json, and CheckpointError for a config.json that is not supported.
     """
     versions = versions or {}
@@ -80,7 +83,7 @@ def read_model(checkpoint: Checkpoint, versions: dict[str, str] | None = None) -
     for option, value in versions.items():
         check_version(architecture, checkpoint.config, option, value)
     try:
-        return architecture, read_model_config(architecture, checkpoint.config | versions)
+        return architecture, read_model_config(architecture, checkpoint.config | versions, (*ignored_keys, *versions))
     except CheckpointError as problem:
         raise CheckpointError(f"{checkpoint.name}: {problem.message}", cure=problem.cure) from None
 

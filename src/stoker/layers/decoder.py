@@ -115,6 +115,8 @@ def _last_specs(config: ModelConfig) -> dict[str, Spec]:
         specs["project_out"] = LinearSpec(name="project_out", in_features=hidden, parts=(width,), quantize=False)
     if config.tie_head:
         specs["embed"] = _embed_spec(config)
+        if config.head_bias:
+            specs["head_bias"] = TensorSpec(name="head.bias", shape=(vocab,), split="vocab")
     else:
         specs["head"] = LinearSpec(name="head", in_features=width, parts=(vocab,), bias=config.head_bias, split="vocab", quantize=False)
     return specs
@@ -143,7 +145,7 @@ class Decoder:
         if stage.is_first:
             self.embed = Embedding(weights["embed"], _embed_spec(config), loader)
         if stage.is_last:
-            self.head = Head(weights.get("head") or weights["embed"], config.vocab_size, loader.group)
+            self.head = Head(weights.get("head") or weights["embed"], config.vocab_size, loader.group, weights.get("head_bias"))
         self.positions: Tensor | None = weights.get("positions")
         self.block_positions: Tensor | None = weights.get("block_positions")
         self.project_in, self.project_out = weights.get("project_in"), weights.get("project_out")

@@ -37,12 +37,17 @@ class Embedding:
 
 
 class Head:
-    """Logits. Each rank makes those of its rows; all get all."""
+    """The output head. Each rank computes the logits of its rows of the vocabulary, and all ranks receive all logits.
 
-    def __init__(self, linear: LinearOp, vocab_size: int, group: Group) -> None:
-        self.linear, self.vocab_size, self.group = linear, vocab_size, group
+    `bias` [local rows] is that of a head whose weight is the token embedding, which as a linear has none.
+    """
+
+    def __init__(self, linear: LinearOp, vocab_size: int, group: Group, bias: Tensor | None = None) -> None:
+        self.linear, self.vocab_size, self.group, self.bias = linear, vocab_size, group, bias
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
         """[T, vocab]."""
         logits = self.linear(x, fusion)
+        if self.bias is not None:
+            logits = logits + self.bias
         return logits if self.group.size == 1 else self.group.all_gather(logits)[:, : self.vocab_size]

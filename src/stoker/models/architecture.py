@@ -46,6 +46,7 @@ class Architecture:
     aliases: tuple[str, ...] = ()  # other names in `architectures`
     variant: Callable[[dict[str, Any]], str | None] | None = None  # returns the row to use instead, for names that several models share
     ignored_tensors: tuple[str, ...] = ()  # fnmatch patterns of checkpoint tensors that hold no weights (rotary tables, masks)
+    ignored_keys: tuple[str, ...] = ()  # fnmatch patterns of config.json keys without effect, beyond those of config_data.NO_EFFECT
     tensor_renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement) for older spellings of tensor names
     # Foreign option that names a model version, such as gpt_model_version → the values that agree with a config.json.
     version_options: Mapping[str, Callable[[dict[str, Any]], tuple[str, ...]]] = field(default_factory=dict)

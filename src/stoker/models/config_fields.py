@@ -46,7 +46,7 @@ def with_defaults(
         @functools.wraps(read_config)
         def read_with_defaults(hf: dict[str, Any], **options: Any) -> ModelConfig:
             renamed = {key: hf[alias] for alias, key in (aliases or {}).items() if hf.get(alias) is not None}
-            return read_config({**values, **hf, **renamed}, **options)
+            return read_config(values | hf | renamed, **options)
 
         return read_with_defaults
 
@@ -102,24 +102,39 @@ def read_layer_types(hf: dict[str, Any], num_layers: int) -> list[str]:
 
 
 def read_rope(
-    hf: dict[str, Any], *, dim: int, interleaved: bool = False, theta: float = 10000.0, partial: float = 1.0, kind: str | None = None
+    hf: dict[str, Any],
+    *,
+    dim: int,
+    interleaved: bool = False,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    kind: str | None = None,
 ) -> RopeConfig:
     """Rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` as transformers 5 writes them.
 
-    `dim` is the head size; `theta` and `partial` (the rotated fraction of it) are the family's defaults. `kind` selects one of several sets
-    of parameters: sliding_attention or full_attention.
+    `dim` is the head size; `theta` and `partial` (the rotated fraction of it) are the family's defaults. A family without `partial` rotates
+    whole heads, and a partial_rotary_factor is rejected: transformers ignores it there. `kind` selects one of several sets of parameters:
+    sliding_attention or full_attention.
     """
-    scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if kind is not None and kind in scaling:
-        scaling = dict(scaling[kind] or {})
-    theta = scaling.get("rope_theta") or hf.get("rope_theta") or theta
-    fraction = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial
+        scaling = scaling[kind] or {}
+    inner, outer = scaling.get("rope_theta"), hf.get("rope_theta")
+    theta = inner or outer or theta
+    if partial is None:
+        require_values(hf, partial_rotary_factor=1.0)
+        require_values(scaling, partial_rotary_factor=1.0)
+        fraction = 1.0
+    else:
+        inner, outer = scaling.get("partial_rotary_factor"), hf.get("partial_rotary_factor")
+        fraction = inner or outer or partial
     return apply_rope_scaling(RopeConfig(dim=int(dim * fraction), theta=float(theta), interleaved=interleaved), scaling, hf)
 
 
 def apply_rope_scaling(config: RopeConfig, scaling: dict[str, Any], hf: dict[str, Any]) -> RopeConfig:
     """`config` with the scaling method that `scaling` names. Raises CheckpointError for an unknown method."""
-    method = scaling.get("rope_type") or scaling.get("type") or "default"
+    new_key, old_key = scaling.get("rope_type"), scaling.get("type")
+    method = new_key or old_key or "default"
     method = {"su": "longrope"}.get(method, method)
     if method not in METHODS:
         raise CheckpointError(f"config.json: rope_scaling of type {method!r} is not supported.", cure=f"Supported: {', '.join(METHODS)}.")
@@ -127,7 +142,7 @@ def apply_rope_scaling(config: RopeConfig, scaling: dict[str, Any], hf: dict[str
         return config
     fields: dict[str, Any] = {"scaling": method, "original_max_positions": _original_positions(method, scaling, hf)}
     if method in ("longrope", "yarn") and scaling.get("factor") is None:
-        scaling["factor"] = hf.get("max_position_embeddings", 2048) / fields["original_max_positions"]
+        scaling = scaling | {"factor": hf.get("max_position_embeddings", 2048) / fields["original_max_positions"]}
     numbers = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
     fields |= {name: float(scaling[name]) for name in numbers if scaling.get(name) is not None}
     if scaling.get("truncate") is not None:

@@ -11,6 +11,8 @@ import msgspec
 from stoker.base.errors import CheckpointError
 from stoker.core.model_config import AttentionConfig, ModelConfig, MoEConfig, RopeConfig, decode_model, encode_model
 from stoker.models.architecture import Architecture
+from stoker.models.config_data import ConfigData, check_all_keys_used
+from stoker.models.config_fields import require_values
 
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 18  # of one width or count, so that the product of any three is a byte count that fits in 64 bits
@@ -21,20 +23,24 @@ _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _CURE = "Correct config.json, or download it again."
 
 
-def read_model_config(row: Architecture, hf: dict[str, Any]) -> ModelConfig:
+def read_model_config(row: Architecture, hf: dict[str, Any], ignored_keys: tuple[str, ...] = ()) -> ModelConfig:
     """Convert the data of a config.json into a checked ModelConfig.
 
-    Raises CheckpointError for a missing key, a value of the wrong type, and a value that is out of range.
+    `ignored_keys` are fnmatch patterns of keys that the caller declares to have no effect. Raises CheckpointError for a missing key, a
+    value of the wrong type, a value that is out of range, and a key that is neither used nor known to have no effect.
     """
     for key in _DEPTH_KEYS:  # before the reader creates one LayerConfig for each layer
         if type(depth := hf.get(key)) is int and not 1 <= depth <= MAX_LAYERS:
             raise _out_of_range(key, depth, f"the number of layers must be from 1 to {MAX_LAYERS}")
+    data = ConfigData(hf)
+    require_values(data, is_encoder_decoder=False, add_cross_attention=False)
     try:
-        config = decode_model(encode_model(row.read_config(hf)))  # the round trip checks the type of every field
+        config = decode_model(encode_model(row.read_config(data)))  # the round trip checks the type of every field
     except KeyError as problem:
         raise CheckpointError(f"config.json has no {problem}.", cure=_CURE) from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as problem:
         raise CheckpointError(f"config.json has a wrong value ({problem}).", cure=_CURE) from None
+    check_all_keys_used(data, row.name, (*row.ignored_keys, *ignored_keys))
     check_model_config(config)
     return config
 

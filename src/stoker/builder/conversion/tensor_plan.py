@@ -149,7 +149,7 @@ def _check_unused(
     allowed = [*architecture.ignored_tensors]
     if config.tie_head:
         head = names.get("head", ())
-        allowed += [f"{source}{suffix}" for source in ((head,) if isinstance(head, str) else ()) for suffix in _SUFFIXES]
+        allowed += [f"{source}.weight" for source in ((head,) if isinstance(head, str) else ())]
     remaining = sorted(name for name in unused if not any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed))
     if remaining:
         raise CheckpointError(

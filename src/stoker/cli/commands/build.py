@@ -64,6 +64,10 @@ def build(
         list[str] | None,
         typer.Option(help="A model version as NAME=VALUE, such as chatglm_model_version=chatglm2_6b_32k; must match config.json."),
     ] = None,
+    ignore_config_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key of config.json that has no effect on the model and that Stoker does not know. Repeatable."),
+    ] = None,
     memory_gib: Annotated[
         float | None, typer.Option(help="Device memory to assume with --dry-run, for a device that this machine lacks.")
     ] = None,
@@ -102,7 +106,8 @@ def build(
         max_perplexity_increase=None if max_perplexity_increase is None else max_perplexity_increase / 100,
         mapping=Mapping(tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, expert_parallel=expert_parallel),
         device=device, compute_capability=compute_capability, dummy_weights=dummy_weights, trust_remote_code=trust_remote_code,
-        tokenizer=tokenizer, versions=_parse_pairs(model_version, "--model-version"), rotary_base=rotary_base, rotary_dim=rotary_dim,
+        tokenizer=tokenizer, versions=_parse_pairs(model_version, "--model-version"), ignored_config_keys=tuple(ignore_config_key or ()),
+        rotary_base=rotary_base, rotary_dim=rotary_dim,
         rotary_scaling_type=rotary_scaling_type, rotary_scaling_factor=rotary_scaling_factor,
     )  # fmt: skip
     if dry_run:

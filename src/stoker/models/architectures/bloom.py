@@ -59,5 +59,6 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("bloom",),
         tensor_renames=_WITHOUT_PREFIX,
+        ignored_keys=("offset_alibi",),
     ),
 )

@@ -12,7 +12,7 @@ from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, Mo
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.glm import is_chatglm1
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_head_size, read_rope, replace_fields, with_defaults
+from stoker.models.config_fields import read_head_size, read_rope, replace_fields, require_values, with_defaults
 from stoker.models.tensor_transforms import ungroup_qkv
 
 
@@ -27,6 +27,7 @@ def is_chatglm2(hf: dict[str, Any]) -> bool:
     add_bias_linear=False, add_qkv_bias=False, multi_query_attention=False, multi_query_group_num=1, rope_ratio=1,
 )  # fmt: skip
 def chatglm_config(hf: dict[str, Any]) -> ModelConfig:
+    require_values(hf, original_rope=True)
     heads, size, bias = hf["num_attention_heads"], hf["kv_channels"], bool(hf["add_bias_linear"])
     norm = NormConfig(kind="rms" if hf["rmsnorm"] else "layer", eps=hf["layernorm_epsilon"], bias=not hf["rmsnorm"])
     attention = AttentionConfig(
@@ -127,6 +128,7 @@ ARCHITECTURES = (
         variant=lambda hf: "ChatGLM1Model" if is_chatglm1(hf) else None,
         ignored_tensors=("transformer.rotary_pos_emb.inv_freq",),
         version_options={"chatglm_model_version": model_versions},
+        ignored_keys=("fp32_residual_connection", "prefix_projection", "num_hidden_layers", "vocab_size"),
     ),
     Architecture(
         name="GlmForCausalLM",

@@ -7,7 +7,7 @@ from typing import Any
 from stoker.core.model_config import ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_head_size, read_layer_types, read_rope, replace_fields, with_defaults
+from stoker.models.config_fields import read_head_size, read_layer_types, read_rope, replace_fields, require_values, with_defaults
 from stoker.models.tensor_transforms import flatten
 
 
@@ -26,6 +26,10 @@ def cohere_config(hf: dict[str, Any], *, architecture: str = "CohereForCausalLM"
 @with_defaults(num_hidden_layers=40, sliding_window=4096, sliding_window_pattern=4)
 def cohere2_config(hf: dict[str, Any]) -> ModelConfig:
     """Sliding-window layers have rotary embeddings; full-attention layers have no positional encoding."""
+    require_values(
+        hf, order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj", rotary_pct=1.0, layer_switch=4,
+        use_embedding_sharing=True, use_gated_activation=True, use_parallel_block=True,
+    )  # fmt: skip
     config = cohere_config(hf | {"use_qk_norm": False}, architecture="Cohere2ForCausalLM", theta=10000.0)
     layer_types = read_layer_types(hf, config.num_layers)
     local = {"window": hf["sliding_window"]}
@@ -58,5 +62,6 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("cohere2",),
         ignored_tensors=IGNORED,
+        ignored_keys=("use_parallel_embedding",),
     ),
 )

@@ -50,6 +50,7 @@ def deepseek_config(hf: dict[str, Any]) -> ModelConfig:
     topk_method="greedy", norm_topk_prob=False,
 )  # fmt: skip
 def deepseek2_config(hf: dict[str, Any]) -> ModelConfig:
+    require_values(hf, rope_interleave=True)
     limited = hf["topk_method"] == "group_limited_greedy"
     require_values(hf, scoring_func="softmax", topk_method="group_limited_greedy" if limited else "greedy")
     config = latent_attention_config(hf, "DeepseekV2ForCausalLM")
@@ -167,6 +168,7 @@ ARCHITECTURES = (
         model_types=("deepseek_v2",),
         ignored_tensors=IGNORED,
         tensor_parallel=_TENSOR_PARALLEL,
+        ignored_keys=("n_group", "topk_group", "qk_head_dim"),
     ),
     Architecture(
         name="DeepseekV3ForCausalLM",
@@ -177,5 +179,6 @@ ARCHITECTURES = (
         model_types=("deepseek_v3",),
         ignored_tensors=(*IGNORED, "model.layers.61.*"),  # the multi-token prediction layer of the published checkpoints
         tensor_parallel=_TENSOR_PARALLEL,
+        ignored_keys=("num_nextn_predict_layers", "qk_head_dim"),
     ),
 )

@@ -76,5 +76,12 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("falcon",),
         ignored_tensors=("*.rotary_emb.inv_freq",),
+        ignored_keys=(
+            "ff_factor",
+            "multi_query",
+            "num_kv_heads",
+            "parallel_attn",
+            "rope_*",
+        ),  # each is read where another key does not replace it
     ),
 )

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from stoker.core.model_config import ModelConfig, NormConfig
+from stoker.core.model_config import ModelConfig, NormConfig, RopeConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import llama_config, llama_names
-from stoker.models.config_fields import read_layer_types, read_rope, replace_fields, require_values, with_defaults
+from stoker.models.config_fields import apply_rope_scaling, read_layer_types, read_rope, replace_fields, require_values, with_defaults
 from stoker.models.tensor_transforms import add_one
 
 
@@ -22,10 +20,17 @@ from stoker.models.tensor_transforms import add_one
     vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16,
     num_key_value_heads=16, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6, tie_word_embeddings=True,
 )  # fmt: skip
-def gemma_config(hf: dict[str, Any], *, architecture: str = "GemmaForCausalLM", **attention: Any) -> ModelConfig:
+def gemma_config(
+    hf: dict[str, Any], *, architecture: str = "GemmaForCausalLM", activation_key: str = "hidden_act", **attention: Any
+) -> ModelConfig:
+    """`activation_key`: Gemma 2 and 3 read hidden_activation, and the other key has no effect."""
     require_values(hf, use_bidirectional_attention=False)
-    # Early files have hidden_act=gelu, but the models were trained with the tanh form, as hidden_activation says.
-    hf = hf | {"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh"}
+    activation = hf.get(activation_key) or "gelu_pytorch_tanh"
+    # Early files have gelu, but the models were trained with the tanh form.
+    activation = "gelu_pytorch_tanh" if activation == "gelu" and activation_key == "hidden_act" else activation
+    if activation_key == "hidden_act":
+        require_values(hf, hidden_activation=activation)
+    hf = hf | {"hidden_act": activation}
     norm = NormConfig(eps=hf["rms_norm_eps"], wide=True)
     config = llama_config(hf, architecture=architecture, **attention)
     return replace_fields(config, layer={"norm": norm}, norm=norm, embed_scale=hf["hidden_size"] ** 0.5)
@@ -40,7 +45,8 @@ _GEMMA2_DEFAULTS: dict[str, Any] = {
 @with_defaults(**_GEMMA2_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0, sliding_window_pattern=2)
 def gemma2_config(hf: dict[str, Any], *, architecture: str = "Gemma2ForCausalLM", **attention: Any) -> ModelConfig:
     scale = hf["query_pre_attn_scalar"] ** -0.5
-    config = gemma_config(hf, architecture=architecture, scale=scale, softcap=hf["attn_logit_softcapping"], **attention)
+    softcap = hf["attn_logit_softcapping"]
+    config = gemma_config(hf, architecture=architecture, activation_key="hidden_activation", scale=scale, softcap=softcap, **attention)
     local = {"window": hf["sliding_window"]}
     layer_types = read_layer_types(hf, config.num_layers)
     return replace_fields(
@@ -52,16 +58,17 @@ def gemma2_config(hf: dict[str, Any], *, architecture: str = "Gemma2ForCausalLM"
 
 
 @with_defaults(
+    aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     **_GEMMA2_DEFAULTS, vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None, attn_logit_softcapping=None,
     head_dim=256, rms_norm_eps=1e-6, sliding_window_pattern=6, rope_local_base_freq=10000.0,
 )  # fmt: skip
 def gemma3_config(hf: dict[str, Any], *, architecture: str = "Gemma3ForCausalLM") -> ModelConfig:
     norm = NormConfig(eps=hf["rms_norm_eps"], wide=True)
     global_rope = read_rope(hf, dim=hf["head_dim"], theta=1e6, kind="full_attention")
-    local_parameters = (hf.get("rope_parameters") or {}).get("sliding_attention") or {}
-    local_rope = read_rope(local_parameters, dim=hf["head_dim"], theta=hf["rope_local_base_freq"])
-    if local_parameters:
-        local_rope = msgspec.structs.replace(local_rope, theta=float(local_parameters.get("rope_theta") or hf["rope_local_base_freq"]))
+    local = (hf.get("rope_parameters") or {}).get("sliding_attention") or {}
+    local_theta = float(local.get("rope_theta") or hf["rope_local_base_freq"])
+    local_rope = apply_rope_scaling(RopeConfig(dim=hf["head_dim"], theta=local_theta), local, hf)
+    require_values(hf, attn_logit_softcapping=None)  # transformers ignores it
     config = gemma2_config(hf, architecture=architecture, qk_norm=norm, rope=global_rope)
     layer_types = read_layer_types(hf, config.num_layers)
     return replace_fields(config, attention=lambda i: {"rope": local_rope} if layer_types[i] == "sliding_attention" else {})
@@ -69,7 +76,7 @@ def gemma3_config(hf: dict[str, Any], *, architecture: str = "Gemma3ForCausalLM"
 
 def gemma3_text_config(hf: dict[str, Any]) -> ModelConfig:
     """The language model of a multimodal checkpoint."""
-    text = dict(hf.get("text_config") or {})
+    text = hf.get("text_config") or {}
     return gemma3_config({"tie_word_embeddings": hf.get("tie_word_embeddings", True)} | text, architecture="Gemma3ForConditionalGeneration")
 
 
@@ -118,6 +125,10 @@ ARCHITECTURES = (
         family="Gemma 2",
         oracle="transformers",
         model_types=("gemma2",),
+        ignored_keys=(
+            "sliding_window_size",
+            "hidden_act",
+        ),
     ),
     Architecture(
         name="Gemma3ForCausalLM",
@@ -126,6 +137,7 @@ ARCHITECTURES = (
         family="Gemma 3 (1B)",
         oracle="transformers",
         model_types=("gemma3_text",),
+        ignored_keys=("hidden_act",),
     ),
     Architecture(
         name="Gemma3ForConditionalGeneration",
@@ -136,5 +148,17 @@ ARCHITECTURES = (
         model_types=("gemma3",),
         ignored_tensors=("*vision_tower.*", "*multi_modal_projector.*"),
         tensor_renames=_LANGUAGE_MODEL_PREFIXES,
+        ignored_keys=(
+            "image_token_id",
+            "boi_token_id",
+            "eoi_token_id",
+            "vocab_size",
+            "text_config.hidden_act",
+            "vision_config*",
+            "mm_tokens_per_image",
+            "boi_token_index",
+            "eoi_token_index",
+            "image_token_index",
+        ),
     ),
 )

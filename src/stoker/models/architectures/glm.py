@@ -132,5 +132,6 @@ ARCHITECTURES = (
         aliases=("GLMForConditionalGeneration",),
         tensor_renames=((r"^glm\.", ""),),
         version_options={"chatglm_model_version": lambda hf: ("glm_10b", "glm")},
+        ignored_keys=("pool_token", "spell_func", "spell_length"),
     ),
 )

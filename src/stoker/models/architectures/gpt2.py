@@ -21,7 +21,6 @@ from stoker.models.tensor_transforms import transpose_conv1d, ungroup_qkv
     scale_attn_weights=True, tie_word_embeddings=True, activation_function="gelu_new",
 )  # fmt: skip
 def gpt2_config(hf: dict[str, Any], *, architecture: str = "GPT2LMHeadModel", kv_heads: int | None = None) -> ModelConfig:
-    require_values(hf, add_cross_attention=False)
     heads, size = hf["n_head"], hf["n_embd"] // hf["n_head"]
     scale = size**-0.5 if hf["scale_attn_weights"] else 1.0
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
@@ -45,6 +44,7 @@ def gpt2_config(hf: dict[str, Any], *, architecture: str = "GPT2LMHeadModel", kv
 
 @with_defaults(aliases=GPT_KEY_ALIASES, multi_query=True, activation_function="gelu_pytorch_tanh")
 def bigcode_config(hf: dict[str, Any]) -> ModelConfig:
+    require_values(hf, scale_attn_by_inverse_layer_idx=False)
     return gpt2_config(hf, architecture="GPTBigCodeForCausalLM", kv_heads=1 if hf["multi_query"] else None)
 
 
@@ -110,6 +110,7 @@ ARCHITECTURES = (
         ignored_tensors=_IGNORED,
         tensor_renames=_WITHOUT_PREFIX,
         version_options={"gpt_model_version": lambda hf: ("starcoder", "santacoder")},
+        ignored_keys=("num_key_value_heads", "inference_runner", "pad_key_length", "pre_allocate_kv_cache", "validate_runner_input"),
     ),
     Architecture(
         name="GPT2LMHeadCustomModel",

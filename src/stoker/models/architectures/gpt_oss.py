@@ -69,5 +69,6 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("gpt_oss",),
         ignored_tensors=IGNORED,
+        ignored_keys=("experts_per_token", "initial_context_length"),
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, RopeConfig
 from stoker.models.architecture import Architecture, TensorNames
-from stoker.models.config_fields import GPT_KEY_ALIASES, read_activation, with_defaults
+from stoker.models.config_fields import GPT_KEY_ALIASES, read_activation, require_values, with_defaults
 
 
 @with_defaults(
@@ -15,6 +15,7 @@ from stoker.models.config_fields import GPT_KEY_ALIASES, read_activation, with_d
     layer_norm_epsilon=1e-5,
 )  # fmt: skip
 def gptj_config(hf: dict[str, Any]) -> ModelConfig:
+    require_values(hf, rotary=True, scale_attn_weights=True)
     heads, size = hf["n_head"], hf["n_embd"] // hf["n_head"]
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
     rope = RopeConfig(dim=hf["rotary_dim"] or size, interleaved=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames
-from stoker.models.config_fields import read_activation, read_head_size, read_max_positions, read_rope, with_defaults
+from stoker.models.config_fields import read_activation, read_head_size, read_max_positions, read_rope, require_values, with_defaults
 
 IGNORED = ("*.rotary_emb.inv_freq",)
 
@@ -14,6 +14,7 @@ IGNORED = ("*.rotary_emb.inv_freq",)
 @with_defaults(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
 def llama_config(hf: dict[str, Any], *, architecture: str = "LlamaForCausalLM", **attention: Any) -> ModelConfig:
     """The config of a Llama-like model. `attention` replaces fields of every layer's AttentionConfig."""
+    require_values(hf, rope_interleaved=False)
     norm = NormConfig(eps=hf.get("rms_norm_eps", 1e-6))
     size = read_head_size(hf)
     bias = bool(hf.get("attention_bias", False))
@@ -67,5 +68,9 @@ ARCHITECTURES = (
         model_types=("llama",),
         aliases=("LLaMAForCausalLM",),
         ignored_tensors=IGNORED,
+        ignored_keys=(
+            "is_llama_config",
+            "activation",
+        ),
     ),
 )

@@ -17,7 +17,16 @@ from stoker.models.config_fields import require_values, with_defaults
 def mpt_config(hf: dict[str, Any]) -> ModelConfig:
     inner = hf.get("attn_config") or {}
     require_values(hf, no_bias=True, embedding_fraction=1.0, logit_scale=None)
-    require_values(inner, alibi=True, rope=False, prefix_lm=False, qk_ln=False, qk_gn=False, attn_type="multihead_attention")
+    require_values(
+        inner,
+        alibi=True,
+        rope=False,
+        prefix_lm=False,
+        attn_uses_sequence_id=False,
+        qk_ln=False,
+        qk_gn=False,
+        attn_type="multihead_attention",
+    )
     if "layernorm" not in (hf.get("norm_type") or "layernorm"):
         require_values(hf, norm_type="low_precision_layernorm")
     hidden, heads = hf["d_model"], hf["n_heads"]
@@ -67,5 +76,6 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("mpt",),
         aliases=("MPTForCausalLM",),
+        ignored_keys=("attn_config.attn_impl", "attn_config.is_encoder_decoder", "learned_pos_emb"),
     ),
 )

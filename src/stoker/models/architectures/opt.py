@@ -20,7 +20,7 @@ OFFSET = 2  # the first two rows of the position table were used for padding
 )  # fmt: skip
 def opt_config(hf: dict[str, Any]) -> ModelConfig:
     hidden, heads, bias, norm_first = hf["hidden_size"], hf["num_attention_heads"], bool(hf["enable_bias"]), hf["do_layer_norm_before"]
-    affine = bool(hf["layer_norm_elementwise_affine"])
+    affine, no_last_norm = bool(hf["layer_norm_elementwise_affine"]), bool(hf.get("_remove_final_layer_norm"))
     norm = NormConfig(kind="layer", eps=1e-5, weight=affine, bias=affine)
     attention = AttentionConfig(num_heads=heads, num_kv_heads=heads, head_size=hidden // heads, qkv_bias=bias, out_bias=bias)
     mlp = MLPConfig(size=hf["ffn_dim"], activation=read_activation(hf, "activation_function"), gated=False, up_bias=bias, down_bias=bias)
@@ -31,7 +31,7 @@ def opt_config(hf: dict[str, Any]) -> ModelConfig:
         hidden_size=hidden,
         max_positions=hf["max_position_embeddings"],
         layers=(LayerConfig(attention=attention, mlp=mlp, norm=norm, layout="pre" if norm_first else "last"),) * hf["num_hidden_layers"],
-        norm=norm if norm_first and not hf.get("_remove_final_layer_norm") else None,
+        norm=norm if norm_first and not no_last_norm else None,
         tie_head=bool(hf["tie_word_embeddings"]),
         learned_positions=hf["max_position_embeddings"] + OFFSET,
         position_offset=OFFSET,

@@ -7,15 +7,17 @@ from typing import Any
 from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import with_defaults
+from stoker.models.config_fields import read_head_size, read_rope, require_values, with_defaults
 
 
 @with_defaults(
-    vocab_size=32064, hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096, original_max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
+    vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_attention_heads=32, max_position_embeddings=4096,
+    original_max_position_embeddings=4096, rms_norm_eps=1e-5,
 )  # fmt: skip
 def phi3_config(hf: dict[str, Any]) -> ModelConfig:
-    return llama_config(hf, architecture="Phi3ForCausalLM", window=hf.get("sliding_window"))
+    require_values(hf, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)  # in files of Phi-4-mini
+    rope = read_rope(hf, dim=read_head_size(hf), partial=1.0)
+    return llama_config(hf, architecture="Phi3ForCausalLM", window=hf.get("sliding_window"), rope=rope)
 
 
 def phi3_names(config: ModelConfig) -> TensorNames:
@@ -35,5 +37,6 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("phi3",),
         ignored_tensors=IGNORED,
+        ignored_keys=("original_max_position_embeddings",),
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 from stoker.core.model_config import MLPConfig, ModelConfig, MoEConfig
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_activation, replace_fields, with_defaults
+from stoker.models.config_fields import read_activation, replace_fields, require_values, with_defaults
 
 
 @with_defaults(vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, max_window_layers=28, sliding_window=4096)
@@ -17,6 +17,7 @@ def qwen2_config(hf: dict[str, Any]) -> ModelConfig:
 
 def with_sliding_window(config: ModelConfig, hf: dict[str, Any]) -> ModelConfig:
     """`config` with the sliding window of use_sliding_window: in the layers that layer_types lists, or else from max_window_layers on."""
+    require_values(hf, use_mrope=False)
     if not hf.get("use_sliding_window") or not hf.get("sliding_window"):
         return config
     first = hf["max_window_layers"]
@@ -65,6 +66,8 @@ def qwen2_moe_names(config: ModelConfig) -> TensorNames:
     }
 
 
+# Keys that are only read with use_sliding_window.
+WINDOW_KEYS = ("sliding_window", "max_window_layers", "layer_types")
 ARCHITECTURES = (
     Architecture(
         name="Qwen2ForCausalLM",
@@ -74,6 +77,7 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("qwen2",),
         ignored_tensors=IGNORED,
+        ignored_keys=WINDOW_KEYS,
     ),
     Architecture(
         name="Qwen2MoeForCausalLM",
@@ -83,5 +87,6 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("qwen2_moe",),
         ignored_tensors=IGNORED,
+        ignored_keys=WINDOW_KEYS,
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 from stoker.core.model_config import ModelConfig, NormConfig
 from stoker.models.architecture import Architecture
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.architectures.qwen2 import qwen2_moe_names, with_experts, with_sliding_window
+from stoker.models.architectures.qwen2 import WINDOW_KEYS, qwen2_moe_names, with_experts, with_sliding_window
 from stoker.models.config_fields import replace_fields, with_defaults
 
 
@@ -42,6 +42,7 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("qwen3",),
         ignored_tensors=IGNORED,
+        ignored_keys=WINDOW_KEYS,
     ),
     Architecture(
         name="Qwen3MoeForCausalLM",
@@ -51,5 +52,6 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("qwen3_moe",),
         ignored_tensors=IGNORED,
+        ignored_keys=WINDOW_KEYS,
     ),
 )

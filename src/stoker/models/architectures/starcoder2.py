@@ -9,7 +9,7 @@ import msgspec
 from stoker.core.model_config import MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import read_activation, replace_fields, with_defaults
+from stoker.models.config_fields import read_activation, replace_fields, require_values, with_defaults
 
 
 @with_defaults(
@@ -18,6 +18,7 @@ from stoker.models.config_fields import read_activation, replace_fields, with_de
     tie_word_embeddings=True,
 )  # fmt: skip
 def starcoder2_config(hf: dict[str, Any]) -> ModelConfig:
+    require_values(hf, mlp_type="default", norm_type="layer_norm")
     bias = bool(hf["use_bias"])
     norm = NormConfig(kind="layer", eps=hf["norm_epsilon"], bias=True)
     mlp = MLPConfig(size=hf["intermediate_size"], activation=read_activation(hf), gated=False, up_bias=bias, down_bias=bias)
@@ -39,5 +40,10 @@ ARCHITECTURES = (
         oracle="transformers",
         model_types=("starcoder2",),
         ignored_tensors=IGNORED,
+        ignored_keys=(
+            "activation_function",
+            "scale_attn_weights",
+            "layer_norm_epsilon",
+        ),
     ),
 )

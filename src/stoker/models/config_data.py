@@ -1,0 +1,109 @@
+"""The data of a config.json, which records the keys that a config reader uses, so that no other key is ignored silently.
+
+Every key is one of three things: read by the config reader of the architecture, known to have no effect on the model (`NO_EFFECT`, or
+`Architecture.ignored_keys`), or rejected by name. A key whose value is null counts as absent.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stoker.base.errors import CheckpointError
+
+# Keys without an effect on the logits of a decoder, as fnmatch patterns. Nested keys are written with a dot.
+NO_EFFECT = (
+    # what the file is, and what wrote it
+    "architectures", "model_type", "auto_map", "transformers_version", "transformers.js_config*", "_name_or_path", "name_or_path",
+    "_from_model_config", "_num_labels", "rope_scaling.finetuned", "_commit_hash", "model_name", "unsloth_*", "custom_pipelines*",
+    "tokenizer_class", "tokenizer_name", "prefix",
+    "task_specific_params*", "license", "version", "language",
+    # token ids, which the builder reads with generation_config.json and the tokenizer
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id",
+    "decoder_start_token_id", "forced_*_token_id", "suppress_tokens", "begin_suppress_tokens",
+    # defaults of generation that old versions of transformers wrote
+    "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
+    "remove_invalid_values", "exponential_decay_length_penalty", "max_memory_length",
+    # storage and precision, which the builder decides (dtype) or reads elsewhere (quantization)
+    "dtype", "torch_dtype", "fp16", "bf16", "fp32", "use_bfloat16", "quantization_config*", "compression_config*", "quantization_bit",
+    # how the reference implementation computes the same function
+    "use_cache", "cache_implementation", "attn_implementation", "_attn_implementation*", "_flash_attn_2_enabled", "use_flash_attn*",
+    "use_flash_attention*", "flash_attn*", "use_sdpa*", "pretraining_tp", "tp_plan", "pp_plan", "ep_size", "device_map", "init_device",
+    "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn", "masked_softmax_fusion",
+    "bias_dropout_fusion", "bias_dropout_add_fusion", "gradient_checkpointing*", "checkpoint_activations", "checkpoint_num_layers",
+    "chunk_size_feed_forward", "fused_*", "use_fused_*", "onnx_safe", "use_cache_quantization", "use_cache_kernel",
+    "softmax_in_fp32", "tie_encoder_decoder", "parallel_output", "skip_bias_add*", "apply_query_key_layer_scaling",
+    # outputs and heads for other tasks
+    "output_attentions", "output_hidden_states", "output_past", "output_predict", "output_router_logits", "return_dict",
+    "id2label*", "label2id*", "num_labels", "problem_type", "finetuning_task", "classifier_*", "summary_*", "torchscript",
+    "is_decoder", "pruned_heads*", "bad_words*",
+    # training
+    "initializer_range", "initializer_factor", "init_std", "init_config*", "_init_*", "*dropout", "*dropout_prob", "*_pdrop",
+    "layerdrop", "router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise", "rescale_*grad*",
+    "label_smoothing*", "ignore_index", "use_liger*", "verbose", "training_*", "train_*",
+    # the length that the tokenizer and the positions of the reference implementation are prepared for
+    "model_max_length", "max_sequence_length", "n_ctx",
+)  # fmt: skip
+
+
+class ConfigData(dict[str, Any]):
+    """The object of a config.json, or one nested in it. Objects made with `|` and nested ones share the record of used keys."""
+
+    def __init__(self, data: Mapping[str, Any], used: set[str] | None = None, path: str = "") -> None:
+        self._used: set[str] = set() if used is None else used
+        self._path = path
+        super().__init__({key: self._nested(key, value) for key, value in data.items()})
+
+    def __getitem__(self, key: str) -> Any:
+        self._used.add(self._path + key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value under `key`, which counts as used."""
+        self._used.add(self._path + key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._used.add(f"{self._path}{key}")
+        return super().__contains__(key)
+
+    def __or__(self, other: Mapping[str, Any]) -> ConfigData:  # type: ignore[override]
+        return ConfigData({**self._plain(), **_plain(other)}, self._used, self._path)
+
+    def __ror__(self, other: Mapping[str, Any]) -> ConfigData:  # type: ignore[override]
+        return ConfigData({**_plain(other), **self._plain()}, self._used, self._path)
+
+    def unused(self) -> Iterator[str]:
+        """Paths of the keys that were never read, in the order of the file. Keys with the value null are left out."""
+        for key, value in self.items():
+            path = self._path + key
+            if path not in self._used:
+                if value is not None:
+                    yield path
+            elif isinstance(value, ConfigData):
+                yield from value.unused()
+
+    def _nested(self, key: str, value: Any) -> Any:
+        return ConfigData(value, self._used, f"{self._path}{key}.") if isinstance(value, dict) else value
+
+    def _plain(self) -> dict[str, Any]:
+        return dict(self.items())
+
+
+def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(data.items())
+
+
+def check_all_keys_used(data: ConfigData, architecture: str, ignored: tuple[str, ...]) -> None:
+    """Raise CheckpointError naming each key that was not read and is not known to have no effect. `ignored`: further fnmatch patterns."""
+    patterns = (*NO_EFFECT, *ignored)
+    names = [(key, (key, key.rpartition(".")[2])) for key in data.unused()]  # a nested object may be a config with the same keys
+    unknown = [key for key, forms in names if not any(fnmatch.fnmatchcase(form, pattern) for form in forms for pattern in patterns)]
+    if unknown:
+        raise CheckpointError(
+            f"config.json: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not supported for {architecture}.",
+            cure="If they have no effect on the model, list them with --ignore-config-key or delete them from config.json.",
+        )

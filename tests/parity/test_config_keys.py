@@ -1,0 +1,182 @@
+"""Every key of a config.json is used, has no effect, or is rejected by name: each key is changed, and transformers tells its effect.
+
+For each architecture of transformers, each key of its configuration class is replaced by another value, and each key of the other classes
+is added. A config.json that Stoker accepts must give the logits that transformers computes from the same file and weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, FIRST
+from harness import Harness, prefill_logits
+from oracles import random_like
+from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from stoker.base.config import Limits
+from stoker.base.errors import StokerError
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.models import all_architectures, resolve_architecture
+from stoker.models.config_reader import read_model_config
+
+WITHOUT_CLASS = ("GLMModel", "Gemma3ForConditionalGeneration")  # transformers has no text model for these files
+NATIVE = [
+    row.name
+    for row in all_architectures()
+    if row.model_types and row.model_types[0] in CONFIG_MAPPING and row.name in FIRST and row.name not in WITHOUT_CLASS
+]
+IDENTITY = {"architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "id2label", "label2id"}
+PROMPT = [5, 17, 3, 60, 8, 8, 41, 77, 2, 30, 11, 9, 64, 71, 23, 50, 6, 12, 35, 28]
+TOLERANCE = 2e-4
+
+# Keys that no configuration class of transformers has, and that files of the families contain.
+EXTRA: dict[str, list[Any]] = {
+    "partial_rotary_factor": [0.5],
+    "rope_theta": [500.0],
+    "rope_scaling": [{"type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}],
+    "attention_scale": [0.5],
+    "embedding_scale": [3.0],
+    "unheard_of": [1],
+}
+
+# Keys that transformers ignores and the publisher's code uses.
+PUBLISHED_MEANING = {("MptForCausalLM", "attn_config.alibi_bias_max")}
+
+
+def candidates(value: Any) -> list[Any]:
+    """Values to try in place of `value`, of the same type."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value * 2, value // 2, value + 1] if value else [1]
+    if isinstance(value, float):
+        return [value * 1.5, value + 0.5]
+    if isinstance(value, str):
+        return ["relu", "gelu", "silu", "other"]
+    if isinstance(value, list):
+        return [value[::-1], [1]] if value else [[1], [0]]
+    return [4, 0.5, True]
+
+
+def changed(config: dict[str, Any], added: dict[str, list[Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(key, configs in which it has another value) for each key of `config`, nested ones included, and each key of `added`."""
+    for key, value in config.items():
+        if key in IDENTITY:
+            continue
+        if isinstance(value, dict):
+            for inner, nested in changed(value, {}):
+                yield f"{key}.{inner}", [{**config, key: each} for each in nested]
+        else:
+            yield key, [{**config, key: each} for each in candidates(value)]
+    for key, values in added.items():
+        if key not in config:
+            yield key, [{**config, key: each} for each in values]
+
+
+@cache
+def keys_of_all_classes() -> dict[str, list[Any]]:
+    """Every key of the configuration classes, with values to try: other ones than the default of any class."""
+    found: dict[str, list[Any]] = {}
+    for name in NATIVE:
+        for key, value in CONFIG_MAPPING[row_of(name).model_types[0]]().to_dict().items():
+            if key not in IDENTITY and not isinstance(value, (dict, list)):
+                found.setdefault(key, candidates(value)[:1])
+    return found | EXTRA
+
+
+def row_of(name: str) -> Any:
+    return next(row for row in all_architectures() if row.name == name)
+
+
+class Oracle:
+    """A model of transformers for a config.json, with weights that depend on the names and shapes of its tensors alone."""
+
+    def __init__(self, hf: dict[str, Any]) -> None:
+        config = CONFIG_MAPPING[hf["model_type"]].from_dict(copy.deepcopy(hf))
+        self.model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation="eager").eval().float()
+        generator = torch.Generator().manual_seed(0)
+        stored = set(self.model.state_dict())
+        with torch.no_grad():
+            for key, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+                if key in stored:
+                    tensor.copy_(random_like(key, tensor, generator))
+            self.logits: Tensor = self.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0].float()
+        assert torch.isfinite(self.logits).all()
+
+    def save(self, path: Path, hf: dict[str, Any]) -> None:
+        self.model.save_pretrained(path)
+        (path / "config.json").write_text(json.dumps(hf))
+
+
+def oracle_of(hf: dict[str, Any]) -> Oracle | None:
+    """None when transformers does not accept the config, or computes no numbers from it."""
+    try:
+        return Oracle(hf)
+    except Exception:  # any error of the library: there is nothing to compare with
+        return None
+
+
+def stoker_logits(oracle: Oracle, hf: dict[str, Any], path: Path, tokenizer: Path) -> Tensor:
+    oracle.save(path / "hf", hf)
+    limits = Limits(max_input_len=32, max_output_len=32, max_num_tokens=64, max_batch_size=1, tokens_per_block=16)
+    config = BuildConfig(tokenizer=str(tokenizer), device="cpu", dtype="float32", limits=limits)
+    build(path / "hf", path / "engine", config, verify="none")
+    return prefill_logits(Harness(path / "engine", 64, num_blocks=4), PROMPT)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.getLogger("transformers").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("transformers").setLevel(logging.WARNING)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_each_key_is_used_or_without_effect_or_rejected(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    CASES[FIRST[name]]().save(tmp_path / "first")
+    base = json.loads((tmp_path / "first" / "config.json").read_text())
+    row = resolve_architecture(base)
+    model, logits = read_model_config(row, base), Oracle(base).logits
+    wrong, num_compared = [], 0
+    for key, configs in changed(base, keys_of_all_classes()):
+        for i, hf in enumerate(configs if (name, key) not in PUBLISHED_MEANING else ()):
+            try:
+                read = read_model_config(row, hf)
+            except StokerError:
+                continue  # rejected, from config.json alone
+            oracle = oracle_of(hf)
+            if oracle is None:
+                continue
+            if read == model:
+                found = logits
+            else:
+                try:
+                    found = stoker_logits(oracle, hf, tmp_path / f"{key}{i}", tokenizer)
+                except StokerError:
+                    continue  # rejected, because the weights do not fit
+            num_compared += 1
+            error = (found - oracle.logits).abs().max().item() if found.shape == oracle.logits.shape else float("inf")
+            if error > TOLERANCE:
+                wrong.append(
+                    f"{key}={_value(hf, key)!r}: logits differ by {error:.2g}" + (" and Stoker ignores it" if read == model else "")
+                )
+    assert wrong == []
+    assert num_compared > 20
+
+
+def _value(hf: dict[str, Any], path: str) -> Any:
+    value: Any = hf
+    for part in path.split("."):
+        value = value[part]
+    return value
