@@ -40,6 +40,7 @@ class Application:
         self._routes = Routes([(endpoint.method, endpoint.path, (protocol, endpoint)) for protocol, endpoint in endpoints])
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """The ASGI interface. WebSocket connections are closed."""
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003})
             return

@@ -2,6 +2,8 @@
 
 The application is an ASGI application. `RequestContext` additionally uses the `Cycle` object that this module puts into the scope's
 extensions. That saves two coroutines per streamed token and one task per request compared with ASGI messages.
+
+Private API of uvicorn: HttpToolsProtocol with its attributes and the methods that `BoundedProtocol` overrides or calls.
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
+        """Called by the parser. Starts the request, or queues it if an earlier one of the connection is not answered yet."""
         if self._in_repeated_head:
             return
         self._in_head = False

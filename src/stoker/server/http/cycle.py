@@ -1,4 +1,7 @@
-"""The response side of an HTTP connection: one request and its response in as few writes as possible."""
+"""The response side of an HTTP connection: one request and its response in as few writes as possible.
+
+Private API of uvicorn: RequestResponseCycle with its attributes, HEADER_RE, HEADER_VALUE_RE and STATUS_LINE.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +68,7 @@ class Cycle(RequestResponseCycle):
             raise RuntimeError(f"{message['type']} cannot be sent in this state")
 
     def _start(self, status: int, headers: Any) -> None:
+        """Build the head of the response. It is written with the first body bytes, or alone in the next turn of the event loop."""
         self.response_started, self.waiting_for_100_continue = True, False
         lines, has_close_header = [STATUS_LINE[status]], False
         for name, value in (*self.default_headers, *headers):
@@ -93,6 +97,7 @@ class Cycle(RequestResponseCycle):
             self.transport.write(head)
 
     def _write_body(self, body: bytes, *, more: bool) -> None:
+        """Write body bytes, framed as chunks, up to the content length, or until the connection closes."""
         head, self._head = self._head, b""
         if self.scope["method"] == "HEAD":
             self.expected_content_length = 0

@@ -1,6 +1,8 @@
 """Buffered counters: plain numbers that are added to prometheus-client's counters together.
 
 Each update of a prometheus-client counter takes a lock and several calls, and a request makes 26 of them.
+
+Private API of prometheus-client: the attributes _value, _sum, _buckets and _upper_bounds of counters and histograms.
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ def value_of(stats: ExecutorStats, source: str) -> float:
 
 
 async def _stats(repository: ModelRepository) -> dict[str, ExecutorStats]:
+    """The statistics of each ready model whose executor answers, by model name."""
     stats = {}
     for model in repository.models():
         if model.service is not None and model.service.ready:

@@ -169,6 +169,7 @@ class _Outcome:
 
 
 def _outcome_of(error: BaseException) -> str:
+    """The label value of stoker_requests_total for an exception."""
     match error:
         case QueueFullError():
             return "queue_full"

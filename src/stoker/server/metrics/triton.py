@@ -155,6 +155,7 @@ class Timer:
 
 
 def _reason(error: BaseException) -> str:
+    """The label value of nv_inference_request_failure for an error."""
     if not isinstance(error, Exception):
         return "CANCELED"
     status = getattr(error, "status", 500)

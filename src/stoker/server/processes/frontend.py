@@ -103,6 +103,7 @@ async def end_grpc(http: HttpServer, grpc: Any, settings: ServerSettings) -> Non
 
 
 def http_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
+    """The configuration of uvicorn with the HTTP parser `BoundedProtocol`, which is derived from a private class of uvicorn."""
     return uvicorn.Config(
         app,
         http=BoundedProtocol,

@@ -131,6 +131,7 @@ class Supervisor:
         self._children: list[Child] = []
 
     async def run(self) -> int:
+        """Start the children, serve until a signal or the end of a child, and stop the children. Returns the exit status."""
         started = time.monotonic()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -187,6 +188,7 @@ class Supervisor:
         return [executor, *(Child.start("frontend", frontend, task, pass_fds=fds, environment=shared) for _ in range(count))]
 
     async def _end(self, executor: Child, frontends: list[Child], *, failing: bool) -> None:
+        """Stop the children. With `failing`, first leave clients the time to receive error responses."""
         if failing:
             await asyncio.sleep(FAILING_S)
         grace_s = self._settings.drain_timeout_s + 5.0
@@ -194,6 +196,7 @@ class Supervisor:
         await executor.stop(EXECUTOR_STOP_S)
 
     def _on_signal(self) -> None:
+        """Stop after the first signal, and kill the children after the second."""
         if self._stop.is_set():
             for child in self._children:
                 child.signal(signal.SIGKILL)

@@ -1,6 +1,6 @@
 """The table of protocols. `--protocols` and deployment formats use these names.
 
-A new protocol is a package in this folder and one row here; docs/add-a-protocol.md explains the steps.
+A new protocol is a package in this folder and one row here; docs/guides/protocol.md explains the steps.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ KIND_OF_OUTPUT = {"json": "json_schema", "regex": "regex", "choice": "choice", "
 
 def read_guide(values: dict[str, Any]) -> Guide | None:
     """The grammar that a request sets in any of these fields. Raises RequestError if it sets more than one."""
-    found = {name: _guide(kind, name, values[name]) for name, kind in KIND_OF_FIELD.items() if name in values}
+    guides = {name: _guide(kind, name, values[name]) for name, kind in KIND_OF_FIELD.items() if name in values}
     if "response_format" in values and (guide := _response_format(values["response_format"])) is not None:
-        found["response_format"] = guide
+        guides["response_format"] = guide
     if "structured_outputs" in values:
-        found["structured_outputs"] = _structured_outputs(values["structured_outputs"])
-    if len(found) > 1:
-        raise RequestError(list(found)[1], values[list(found)[1]], f"{next(iter(found))} is set too", cure="Use one of them.")
-    return next(iter(found.values()), None)
+        guides["structured_outputs"] = _structured_outputs(values["structured_outputs"])
+    if len(guides) > 1:
+        raise RequestError(list(guides)[1], values[list(guides)[1]], f"{next(iter(guides))} is set too", cure="Use one of them.")
+    return next(iter(guides.values()), None)
 
 
 def _guide(kind: str, name: str, value: Any) -> Guide:
@@ -56,6 +56,7 @@ def _guide(kind: str, name: str, value: Any) -> Guide:
 
 
 def _response_format(value: dict[str, Any]) -> Guide | None:
+    """The guide of OpenAI's response_format; None for plain text."""
     match value.get("type"):
         case "text":
             return None
@@ -72,6 +73,7 @@ def _response_format(value: dict[str, Any]) -> Guide | None:
 
 
 def _structured_outputs(value: dict[str, Any]) -> Guide:
+    """The guide of vLLM's structured_outputs."""
     outputs = {name: item for name, item in value.items() if item is not None and item is not False}
     for name in outputs:
         if name not in KIND_OF_OUTPUT and name != "json_object":

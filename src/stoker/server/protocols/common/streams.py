@@ -38,6 +38,7 @@ async def merge_streams(service: Service, requests: list[GenerationRequest]) -> 
 async def _forward(
     service: Service, request: GenerationRequest, index: int, arrived: asyncio.Queue[tuple[int, list[Delta]] | Exception | None]
 ) -> None:
+    """Put the deltas of one request into the queue, then None, or the exception that ended it."""
     try:
         async with aclosing(service.stream(request)) as batches:
             async for deltas in batches:

@@ -49,18 +49,18 @@ class Core:
         """The response of a request that must have exactly one. Raises NotOneResponseError if the model returns none or several."""
         if served.complete is not None:
             with self._timer(served, inference) as timer:
-                found = _with_sequence_parameters(served, await served.complete(inference))
+                responses = _with_sequence_parameters(served, await served.complete(inference))
                 timer.responded()
         else:
-            found = []
+            responses = []
             async with aclosing(self.responses(served, inference)) as stream:
                 async for batch in stream:
-                    found += batch
-                    if len(found) > 1:
+                    responses += batch
+                    if len(responses) > 1:
                         break
-        if len(found) != 1:
+        if len(responses) != 1:
             raise NotOneResponseError
-        return found[0]
+        return responses[0]
 
     def _timer(self, served: ServedModel, inference: Inference) -> Timer:
         return Timer([self.counts.of(name) for name in (served.model.name, *served.members)], _rows(inference))

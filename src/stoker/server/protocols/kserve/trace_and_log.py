@@ -53,10 +53,10 @@ class LogSettings:
 
     def _level(self) -> int:
         levels = (("log_error", logging.ERROR), ("log_warning", logging.WARNING), ("log_info", logging.INFO))
-        shown = [level for name, level in levels if self._values[name]]
+        enabled = [level for name, level in levels if self._values[name]]
         if self._values["log_verbose_level"] > 0:
             return logging.DEBUG
-        return min(shown, default=logging.CRITICAL)
+        return min(enabled, default=logging.CRITICAL)
 
 
 def check_trace(requested: dict[str, Any]) -> dict[str, Any]:

@@ -87,22 +87,23 @@ class _Stream:
         await self._reply.close()
 
     def _line(self, delta: Delta) -> str:
-        begun = delta.index in self._parsers
-        if not begun:
+        """The line of one delta; empty while the parser holds all text back."""
+        started = delta.index in self._parsers
+        if not started:
             self._parsers[delta.index] = self._call.parser()
         parser = self._parsers[delta.index]
         scores = self._scores.setdefault(delta.index, [])
         scores += delta.logprobs
         num_calls = parser.num_calls
-        shown: dict[str, Any] = {"content": delta.text}
+        new: dict[str, Any] = {"content": delta.text}
         if self._call.parsed:
             parts = parser.push(delta.text, last=delta.finish_reason is not None)
-            if begun and not parts and delta.finish_reason is None:
+            if started and not parts and delta.finish_reason is None:
                 return ""
-            shown = delta_object(parts, num_calls)
-        shown |= {} if begun else {"role": "assistant"}
+            new = delta_object(parts, num_calls)
+        new |= {} if started else {"role": "assistant"}
         logprobs = _logprobs(self._call, scores)
         scores.clear()
         finish_reason = None if delta.finish_reason is None else _finish_reason(self._call, delta, parser.num_calls)
-        choice = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": delta.index, "delta": new, "logprobs": logprobs, "finish_reason": finish_reason}
         return encode({**self._head, "choices": [choice]}) + "\n"

@@ -81,6 +81,7 @@ class RecordBuilder:
         return {"body": body, "metering": metering, "content_type": "application/jsonlines"}
 
     def _details(self, prompt: str, finish_reason: str, tokens: list[Token], prompt_tokens: list[Token]) -> dict[str, Any]:
+        """The member `details` of a whole response."""
         call, shaped = self._call, [self.token(token) for token in tokens]
         if self._dialect == "async":
             before = [self.token(token) for token in prompt_tokens if token.logprob is not None]

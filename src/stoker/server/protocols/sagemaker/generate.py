@@ -9,6 +9,7 @@ from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import sequence_error
 from stoker.server.protocols.common.concurrency import gather
+from stoker.server.protocols.common.ranking import mean_logprob
 from stoker.server.protocols.common.streams import merge_streams
 from stoker.server.protocols.openai.response_json import finite
 from stoker.server.protocols.sagemaker.dialects import RecordBuilder, encode
@@ -42,7 +43,7 @@ def _answer(
     for choice in completion.choices:
         if choice.finish_reason is FinishReason.ERROR:
             raise sequence_error(choice.error, ready=service.ready)
-    best = sorted(completion.choices, key=_mean_logprob, reverse=True) if call.multiple else completion.choices
+    best = sorted(completion.choices, key=mean_logprob, reverse=True) if call.multiple else completion.choices
     choices = best[: call.num_choices]
     finish_reasons = [_finish_reason(options, choice) for choice in choices]
     if call.formatter == "3p":
@@ -50,10 +51,6 @@ def _answer(
     tokens = [output_tokens(service, choice) for choice in choices]
     before = prompt_tokens(service, completion.prompt_token_ids, completion.prompt_logprobs) if call.prompt_details else []
     return builder.answer(prompt, [choice.text for choice in choices], finish_reasons, tokens, before)
-
-
-def _mean_logprob(choice: Choice) -> float:
-    return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 def _finish_reason(options: LMIOptions, ended: Delta | Choice) -> str:
@@ -113,6 +110,7 @@ class _Stream:
             await self._reply.send("".join([self._prefix + encode(record) + self._suffix for record in records]).encode())
 
     def _records(self, delta: Delta) -> list[dict[str, Any]]:
+        """The records of one delta, one per token."""
         self._prompt_scores = delta.prompt_logprobs or self._prompt_scores
         new = output_tokens(self._service, delta)
         if delta.finish_reason is not None and not new:  # ended by a deadline or cancellation; a record must carry the finish reason

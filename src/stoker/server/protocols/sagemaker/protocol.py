@@ -90,6 +90,7 @@ class SageMaker(Protocol):
         return management_body(failure)
 
     async def _respond(self, http: RequestContext, reply: Reply, name: str | None = None, version: str | None = None) -> None:
+        """Read the body, generate and respond. Errors before the first byte of the response are written by `reply`."""
         try:
             _refuse_paging(http)
             service = self._service(name, version)
@@ -104,6 +105,7 @@ class SageMaker(Protocol):
             await reply.refuse(error)
 
     async def _respond_to_body(self, reply: Reply, service: Service, body: dict[str, Any]) -> None:
+        """Respond in the schema of the body: inputs, messages or (async dialect) prompt."""
         settings, options = self.context.settings, self._options
         if "inputs" in body:
             call = await read_invocation_call(body, service, settings, options)
@@ -130,6 +132,7 @@ class SageMaker(Protocol):
             raise NoModelError(f"Model or workflow not found: {name[:80]}") from None
 
     async def _describe(self, model: Model) -> dict[str, Any]:
+        """A model in the format of the DJL server's management API."""
         limits = model.service.info.limits if model.service is not None else None
         waiting = (await model.service.stats()).num_waiting if model.service is not None and model.ready else 0
         worker = {"id": 1, "startTime": f"{self._started:%Y-%m-%dT%H:%M:%S}.000Z", "status": "READY" if model.ready else "UNLOADED"}

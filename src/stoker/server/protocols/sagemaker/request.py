@@ -117,6 +117,7 @@ def _stream(body: dict[str, Any]) -> bool:
 
 
 def _inputs(body: dict[str, Any], options: LMIOptions) -> list[str]:
+    """The inputs of a body. Raises PayloadError."""
     inputs = body["inputs"]
     prefix = f"{error_prefix(options)}Invalid request payload."
     if isinstance(inputs, list) and (not options.rolling_batch or (options.dialect == "async" and len(inputs) == 1)):
@@ -132,6 +133,7 @@ def _inputs(body: dict[str, Any], options: LMIOptions) -> list[str]:
 
 
 def _call_without_requests(inputs: list[str], values: dict[str, Any], stream: bool, options: LMIOptions) -> InvocationCall:
+    """The call with everything except its GenerationRequests. Raises RequestError."""
     formatter = values.get("output_formatter") or (options.output_formatter or "").removesuffix("_chat")
     if not formatter:
         formatter = ("sse" if options.tgi_compat else "jsonlines") if stream else "json"

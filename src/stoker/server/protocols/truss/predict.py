@@ -58,6 +58,7 @@ async def _stream_once(http: RequestContext, text: str) -> None:
 
 
 async def _stream(http: RequestContext, service: Service, request: GenerationRequest) -> None:
+    """Stream text. An error after the first byte is the last chunk, as a JSON object."""
     async with aclosing(service.stream(request)) as batches:
         async for deltas in batches:
             failed = deltas[-1].finish_reason is FinishReason.ERROR

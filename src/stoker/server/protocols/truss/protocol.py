@@ -83,6 +83,7 @@ class Truss(Protocol):
         return failure_body(failure)
 
     async def _predict(self, http: RequestContext, service: Service, body: dict[str, Any]) -> None:
+        """Respond in the format of the body: legacy, chat or completions."""
         if not self._has_openai_format(body):
             call = await read_predict_call(body, service, self.context.settings, self._options)
             return await respond_predict(http, service, call)

@@ -43,6 +43,7 @@ async def read_predict_call(body: dict[str, Any], service: Service, settings: Se
 
 
 async def _prompt(values: dict[str, Any], service: Service, settings: ServerSettings) -> list[int]:
+    """The token ids of `prompt` or of the rendered `messages`."""
     if "prompt" in values and "messages" in values:
         raise RequestError("messages", "…", "a prompt is given too", cure="Send one of them.")
     if "messages" in values:

@@ -70,6 +70,7 @@ def read_infer_message(request: Any, served: ServedModel) -> Inference:
 
 
 def _from_contents(tensor: Any, shape: tuple[int, ...], model: str) -> np.ndarray:
+    """The tensor of an input whose values are in `contents` instead of raw_input_contents."""
     field = CONTENTS.get(tensor.datatype)
     if field is None:
         raise TritonError(f"input '{tensor.name}' of {tensor.datatype} must be in raw_input_contents")

@@ -154,6 +154,7 @@ class KServeGRPC:
         raise TritonError("shared memory is not supported: send tensors in the request.", 501)
 
     async def infer(self, request: Any, context: Any) -> bytes:
+        """ModelInfer. Returns the bytes of ModelInferResponse."""
         served = self._ready(request)
         if served.model.decoupled and not served.unary:
             raise TritonError("ModelInfer RPC doesn't support models with decoupled transaction policy", 501)
@@ -179,6 +180,7 @@ class KServeGRPC:
             pass
 
     async def _respond(self, request: Any, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Run one request of a stream and write its responses, or its error as a message of the stream."""
         try:
             served = self._ready(request)
             inference = grpc_messages.read_infer_message(request, served)

@@ -73,6 +73,7 @@ def parameters(message: dict[str, Any]) -> Parameters:
 
 
 def _read_outputs(message: dict[str, Any], call: InferCall) -> None:
+    """Set the requested outputs of the call, and which of them are binary."""
     names = []
     for output in _objects(message.get("outputs", []), "outputs"):
         name, options = _name(output, "outputs"), parameters(output)
@@ -94,6 +95,7 @@ def refuse_extensions(name: str, options: Parameters) -> None:
 
 
 def _read_inputs(message: dict[str, Any], raw: memoryview, model: str) -> tuple[Tensors, dict[str, str]]:
+    """(tensors, dtypes) by name. `raw` are the bytes after the JSON, in the order of the inputs."""
     if "inputs" not in message:
         raise TritonError("Unable to parse 'inputs': attempt to access non-existing object member 'inputs'", 500)
     tensors: Tensors = {}

@@ -203,6 +203,7 @@ class KServeHTTP(Protocol):
             await self._stream(http, served, inference)
 
     async def _stream(self, http: RequestContext, served: ServedModel, inference: Inference) -> None:
+        """Send one event per response."""
         writer = generate_json.ResponseWriter(served, inference)
         try:
             async with aclosing(self._core.responses(served, inference)) as responses:

@@ -90,6 +90,8 @@ def _default_model(kind: str, name: str) -> TritonModel:
 
 
 def _served(model: TritonModel, context: Context, options: TritonOptions, in_flight: InFlight) -> ServedModel:
+    """A model of the catalogue over the generation service of its name, or of the first model."""
+
     def service() -> Service:
         return context.repository.service(model.name) if model.name in context.repository else context.default_service()
 

@@ -10,8 +10,6 @@ from contextlib import aclosing
 import msgspec
 
 from stoker.base.errors import RequestError
-from stoker.base.fields.errors import InvalidValueError
-from stoker.base.fields.values import Whole
 from stoker.base.types import Delta, FinishReason, GenerationRequest, SamplingParams
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import sequence_error
@@ -20,6 +18,7 @@ from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import MAX_CACHED, TEXT, Inference, Parameters, Response, Responses, Tensors
 from stoker.server.protocols.kserve.model_config import QueuePolicy, TritonOptions
 from stoker.server.protocols.kserve.models import stop_sequences as stop_ids
+from stoker.server.protocols.kserve.models.request_parameters import priority, timeout_s
 from stoker.server.protocols.kserve.models.results import Scores, SequencePart, common_outputs
 from stoker.server.protocols.kserve.models.row_responses import gather_responses, merge_responses
 from stoker.server.protocols.kserve.tensors.input_row import InputRow, input_rows
@@ -29,8 +28,6 @@ NO_PARAMETERS: Parameters = {}  # shared by all responses without parameters, so
 
 _request_numbers = itertools.count()
 _COMMON_OUTPUTS = frozenset(("cum_log_probs", "output_log_probs", "context_logits", "generation_logits", "batch_index", "sequence_index"))
-_PRIORITY = Whole(0, (1 << 31) - 1)
-_TIMEOUT_US = Whole(0, (1 << 63) - 1)
 
 
 class PlannedRow(msgspec.Struct, kw_only=True):
@@ -99,13 +96,13 @@ class GeneratingModel(ABC):
             if not planned.streaming and planned.request.params.n == 1:
                 with self._in_flight.running(inference.request_id, lambda: service.cancel(planned.request.request_id)):
                     return await self._whole(planned, service)
-        found: list[Response] = []
+        responses: list[Response] = []
         async with aclosing(self.run(inference)) as batches:
             async for batch in batches:
-                found += batch
-                if len(found) > 1:
+                responses += batch
+                if len(responses) > 1:
                     break
-        return found
+        return responses
 
     def _run_rows(self, planned: list[PlannedRow], inference: Inference, service: Service) -> Responses:
         stream = merge_responses([self._row(row, service) for row in planned]) if len(planned) > 1 else self._row(planned[0], service)
@@ -127,6 +124,7 @@ class GeneratingModel(ABC):
         return names
 
     def _planned(self, row: InputRow, inference: Inference, service: Service, names: tuple[str, ...]) -> PlannedRow:
+        """Check a row and build its request. Raises TritonError or RequestError."""
         prompt, params, stop_words = self.plan(row, service)
         streaming = row.value("streaming", row.value("stream", False))
         if streaming and not inference.model.decoupled:
@@ -159,19 +157,20 @@ class GeneratingModel(ABC):
         return self._streamed(planned, service) if planned.streaming else self._completed(planned, service)
 
     async def _streamed(self, planned: PlannedRow, service: Service) -> Responses:
+        """One response per delta that has something to show."""
         scores = [Scores(normalized=self._options.normalize_log_probs) for _ in range(planned.request.params.n)]
         left = len(scores)
         async with aclosing(_stream(planned, service)) as batches:
             async for deltas in batches:
-                found = []
+                responses = []
                 for delta in deltas:
                     left -= delta.finish_reason is not None
                     _check_ending(delta, service, delta.token_ids or scores[delta.index].length)
                     part = scores[delta.index].part(delta.index, delta.text, delta.token_ids, delta.logprobs)
                     if self.is_shown(delta) or planned.scored:
-                        found.append(self._response(planned, [part], [], service, delta.finish_reason, final=not left))
-                if found:
-                    yield found
+                        responses.append(self._response(planned, [part], [], service, delta.finish_reason, final=not left))
+                if responses:
+                    yield responses
 
     async def _completed(self, planned: PlannedRow, service: Service) -> Responses:
         yield await self._whole(planned, service)
@@ -207,6 +206,7 @@ class GeneratingModel(ABC):
         *,
         final: bool,
     ) -> Response:
+        """The response for these parts. If the text is the only new tensor, the other tensors are shared objects."""
         parameters = NO_PARAMETERS if reason is None else {"finish_reason": str(reason)}
         if planned.names[-1:] == (TEXT,) and len(parts) == 1 and not planned.scored:
             text = self.text(planned, parts[0], prompt_ids, service)
@@ -253,27 +253,3 @@ def _check_ending(ended: Delta | Choice, service: Service, has_tokens: object) -
         raise sequence_error(ended.error, ready=service.ready)
     if ended.finish_reason is FinishReason.DEADLINE and not has_tokens:
         raise TritonError("Request timeout expired", 503)
-
-
-def priority(parameters: Parameters, queue: QueuePolicy) -> int:
-    """Stoker's priority (lower is served first, default 0) of Triton's parameter `priority` (1 is the highest, 0 the model's default)."""
-    level = _parameter("priority", parameters, _PRIORITY)
-    if queue.priority_levels and level > queue.priority_levels:
-        raise RequestError("priority", level, f"the model has {queue.priority_levels} levels", cure="0 is the default level.")
-    return level - queue.default_priority_level if level else 0
-
-
-def timeout_s(parameters: Parameters, default: float | None) -> float | None:
-    """The deadline of a request: Triton's parameter `timeout` in microseconds, or `default` if that is shorter."""
-    timeout_us = _parameter("timeout", parameters, _TIMEOUT_US)
-    if not timeout_us:
-        return default
-    return min(timeout_us / 1e6, default) if default is not None else timeout_us / 1e6
-
-
-def _parameter(name: str, parameters: Parameters, type: Whole) -> int:
-    try:
-        value: int = type.check(parameters.get(name, 0))
-    except InvalidValueError as error:
-        raise error.request_error(name) from None
-    return value

@@ -45,15 +45,15 @@ async def _forward(stream: Responses, arrived: asyncio.Queue[list[Response] | Ex
 async def gather_responses(stream: Responses, pad_id: int) -> Responses:
     """One response with all rows along axis 0 and the sequences of a row along axis 1."""
     async with aclosing(stream) as batches:
-        found = [response async for batch in batches for response in batch]
-    for response in found:
+        responses = [response async for batch in batches for response in batch]
+    for response in responses:
         response.outputs, response.text = response.tensors(), None
     rows: dict[int, list[Response]] = {}
-    for response in found:
+    for response in responses:
         rows.setdefault(response.row, []).append(response)
     ordered = [sorted(rows[row], key=lambda response: response.index) for row in sorted(rows)]
-    outputs = {name: _concatenate_output(name, ordered, pad_id) for name in found[0].outputs}
-    yield [Response(outputs=outputs, parameters=found[-1].parameters, final=True)]
+    outputs = {name: _concatenate_output(name, ordered, pad_id) for name in responses[0].outputs}
+    yield [Response(outputs=outputs, parameters=responses[-1].parameters, final=True)]
 
 
 def _concatenate_output(name: str, rows: list[list[Response]], pad_id: int) -> np.ndarray:

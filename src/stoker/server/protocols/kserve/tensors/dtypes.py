@@ -57,6 +57,7 @@ def from_raw(name: str, dtype: str, shape: tuple[int, ...], raw: bytes | memoryv
 
 
 def _from_raw_bytes(name: str, shape: tuple[int, ...], raw: bytes | memoryview) -> np.ndarray:
+    """The BYTES tensor of raw data: each element is preceded by its length (u32, little-endian)."""
     items: list[bytes] = []
     _check_count(expected := math.prod(shape))
     at, end = 0, len(raw)
@@ -143,6 +144,7 @@ def to_json(array: np.ndarray) -> list[Any]:
 
 
 def _flatten(data: Any) -> list[Any]:
+    """The values of a nested list in one list."""
     if not isinstance(data, list):
         raise TritonError(f"Unable to parse 'data': {_ACCESS} non-array as array", 500)
     flat = data

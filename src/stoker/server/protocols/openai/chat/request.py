@@ -79,6 +79,7 @@ async def read_chat_call(body: dict[str, Any], service: Service, settings: Serve
 
 
 def _params(values: dict[str, Any], tools: ToolUse, num_prompt: int, service: Service, settings: ServerSettings) -> dict[str, Any]:
+    """SamplingParams fields that only chat requests have, or whose default depends on the prompt."""
     params: dict[str, Any] = {"max_tokens": _max_tokens(values, num_prompt, service, settings)}
     if "top_logprobs" in values and not values.get("logprobs"):
         raise RequestError("top_logprobs", values["top_logprobs"], "it requires logprobs=true")
@@ -138,6 +139,7 @@ def _with_parsed_arguments(message: Any) -> Any:
 
 
 def _parse_arguments(call: Any) -> Any:
+    """A tool call with its arguments as an object; unchanged if they are not the JSON of an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -78,6 +78,7 @@ class _Stream:
         await self._http.close_stream()
 
     def _chunk(self, delta: Delta) -> bytes:
+        """The event of one delta, which may be empty."""
         if self._plain and delta.finish_reason is None and delta.usage is None:
             return self._chunks.text(delta.index, delta.text) if delta.text else b""
         wire.update_usage(self._usage, delta)
@@ -100,9 +101,9 @@ class _Stream:
             scores.clear()
         return self._choice(delta, delta_object(parts, num_calls), logprobs)
 
-    def _choice(self, delta: Delta, shown: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
+    def _choice(self, delta: Delta, new: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
         reason = delta.finish_reason
-        choice: dict[str, Any] = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": None}
+        choice: dict[str, Any] = {"index": delta.index, "delta": new, "logprobs": logprobs, "finish_reason": None}
         if reason is not None:
             choice["finish_reason"] = self._call.finish_reason(reason, self._parsers[delta.index].num_calls)
             choice["stop_reason"] = wire.stop_reason(reason, delta.stop_reason)

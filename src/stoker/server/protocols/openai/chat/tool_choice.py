@@ -90,6 +90,7 @@ def read_tools(values: dict[str, Any]) -> ToolUse:
 
 
 def _check_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    """The tool. Raises RequestError unless it is a function with a name and optional parameters."""
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise RequestError(field, tool, 'it must be {"type": "function", "function": {…}}')

@@ -12,6 +12,7 @@ from stoker.server.errors import describe, sequence_error
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context
 from stoker.server.protocols.common.concurrency import gather
+from stoker.server.protocols.common.ranking import mean_logprob
 from stoker.server.protocols.common.streams import merge_streams
 from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
@@ -38,18 +39,14 @@ async def _whole(call: CompletionCall) -> bytes:
 
 
 def _choices(call: CompletionCall, prompt_index: int, completion: Completion) -> list[dict[str, Any]]:
+    """The choices of one prompt; with best_of, the best n of them. Raises the error of a failed sequence."""
     for choice in completion.choices:
         if choice.finish_reason is FinishReason.ERROR:
             raise sequence_error(choice.error, ready=call.service.ready)
     best = completion.choices
     if len(best) > call.num_choices:
-        best = sorted(best, key=_mean_logprob, reverse=True)[: call.num_choices]
+        best = sorted(best, key=mean_logprob, reverse=True)[: call.num_choices]
     return [_choice(call, prompt_index, i, choice, completion.prompt_logprobs) for i, choice in enumerate(best)]
-
-
-def _mean_logprob(choice: Choice) -> float:
-    """The mean log-probability per token, by which OpenAI ranks the choices of best_of."""
-    return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 def _choice(
@@ -73,6 +70,7 @@ class _ChoiceBuilder:
         self.started = False
 
     def choice(self, index: int, delta: Delta, prompt_logprobs: list[TokenLogprobs | None] | None) -> dict[str, Any]:
+        """The object for new text. `index` numbers the choices of all prompts."""
         call, with_answer = self._call, not self._call.score_only
         text = delta.text if with_answer else ""
         logprobs: list[TokenLogprobs | None] = [*delta.logprobs] if with_answer else []
@@ -131,6 +129,7 @@ class _Stream:
                     await self._http.send(data)
 
     def _chunk(self, prompt_index: int, delta: Delta) -> bytes:
+        """The event of one delta, which may be empty."""
         builder = self._builders[prompt_index][delta.index]
         index = prompt_index * self._call.num_choices + delta.index
         if self._plain and builder.started and delta.finish_reason is None:

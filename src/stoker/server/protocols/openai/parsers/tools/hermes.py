@@ -19,15 +19,15 @@ class HermesParser(ToolParser):
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         self._held += text
-        shown = ""
+        plain = ""
         calls: list[ToolCall] = []
         while True:
             if not self._inside:
-                shown += self._take_text()
+                plain += self._take_text()
                 if not self._inside:
-                    return shown, calls
+                    return plain, calls
             if (call := self._take_call()) is None:
-                return shown, calls
+                return plain, calls
             calls.append(call)
 
     def flush(self) -> tuple[str, list[ToolCall]]:
@@ -40,13 +40,13 @@ class HermesParser(ToolParser):
     def _take_text(self) -> str:
         """Text up to a call, or up to what may be the start of one."""
         if (start := self._held.find(OPEN)) >= 0:
-            shown, self._held = self._held[:start].rstrip(), self._held[start + len(OPEN) :]
+            text, self._held = self._held[:start].rstrip(), self._held[start + len(OPEN) :]
             self._inside, self._searched = True, 0
-            return shown
+            return text
         end = partial_marker_start(self._held, OPEN)
         end = len(self._held[:end].rstrip())
-        shown, self._held = self._held[:end], self._held[end:]
-        return shown
+        text, self._held = self._held[:end], self._held[end:]
+        return text
 
     def _take_call(self) -> ToolCall | None:
         """The call if its CLOSE has arrived. A CLOSE inside a JSON string does not count."""

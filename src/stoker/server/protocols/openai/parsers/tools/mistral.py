@@ -24,11 +24,11 @@ class MistralParser(ToolParser):
             return "", []
         if (start := self._held.find(MARKER)) >= 0:
             self._inside = True
-            shown, self._held = self._held[:start].rstrip(), self._held[start:]
+            plain, self._held = self._held[:start].rstrip(), self._held[start:]
         else:
             end = len(self._held[: partial_marker_start(self._held, MARKER)].rstrip())
-            shown, self._held = self._held[:end], self._held[end:]
-        return shown, []
+            plain, self._held = self._held[:end], self._held[end:]
+        return plain, []
 
     def flush(self) -> tuple[str, list[ToolCall]]:
         held, self._held = self._held, ""
