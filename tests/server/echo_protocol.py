@@ -12,6 +12,7 @@ from stoker.base.fields.table import FieldTable, accepted, rejected
 from stoker.base.fields.values import Flag, Text, Whole
 from stoker.base.types import FinishReason, GenerationRequest, SamplingParams
 from stoker.frontend.prompts import encode_prompt
+from stoker.frontend.service import Service
 from stoker.server.errors import Failure, sequence_error
 from stoker.server.http.request_context import PLAIN, RequestContext
 from stoker.server.protocol import Endpoint, Protocol
@@ -27,6 +28,8 @@ FIELDS = FieldTable(
 
 
 class Echo(Protocol):
+    """One endpoint with its own format of errors."""
+
     prefixes = ("/echo",)
 
     def endpoints(self) -> list[Endpoint]:
@@ -42,16 +45,19 @@ class Echo(Protocol):
             params = SamplingParams(max_tokens=values.get("max_tokens", 16), temperature=0.0)
             request = GenerationRequest(request_id=uuid.uuid4().hex, prompt=ids, params=params)
             if values.get("stream"):
-                await self._stream(http, request)
+                await self._stream(http, service, request)
                 return
             choice = (await service.complete(request)).choices[0]
             if choice.finish_reason is FinishReason.ERROR:
                 raise sequence_error(choice.error, ready=service.ready)
             await http.respond(200, msgspec.json.encode({"text": choice.text}))
 
-    async def _stream(self, http: RequestContext, request: GenerationRequest) -> None:
-        async with aclosing(self.context.default_service().stream(request)) as batches:
+    async def _stream(self, http: RequestContext, service: Service, request: GenerationRequest) -> None:
+        async with aclosing(service.stream(request)) as batches:
             async for deltas in batches:
+                for delta in deltas:
+                    if delta.finish_reason is FinishReason.ERROR:  # after the start, it ends the connection
+                        raise sequence_error(delta.error, ready=service.ready)
                 if not http.started:
                     await http.open_stream(PLAIN)
                 await http.send("".join(delta.text for delta in deltas).encode())

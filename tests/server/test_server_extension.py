@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import httpx
 import pytest
@@ -35,7 +36,8 @@ async def test_a_request_over_http(protocols: tuple[str, ...]) -> None:
 
 
 async def test_errors_have_the_format_of_the_protocol() -> None:
-    async with live_server(ScriptedService()) as url, httpx.AsyncClient(base_url=url) as client:
+    service = ScriptedService()
+    async with live_server(service) as url, httpx.AsyncClient(base_url=url) as client:
         for body, status, text in (
             ({"text": "hi", "max_tokens": 0}, 400, "max_tokens=0 is refused: it must be a whole number from 1 to 1048576."),
             ({"text": "hi", "max_token": 1}, 400, "Did you mean max_tokens?"),
@@ -45,6 +47,10 @@ async def test_errors_have_the_format_of_the_protocol() -> None:
         ):
             answer = await client.post(PATH, json=body)
             assert answer.status_code == status and text in answer.json()["echo_error"]
+        service.fails_after = 0
+        for stream in (False, True):
+            answer = await client.post(PATH, json={"text": "hi", "stream": stream})
+            assert (answer.status_code, answer.json()) == (500, {"echo_error": "the step failed."})
         assert (await client.get(PATH)).headers["allow"] == "POST"
         assert "echo_error" in (await client.get("/echo/nope")).json()
 
@@ -64,3 +70,8 @@ async def test_authentication_metrics_and_cancellation_need_no_code() -> None:
         metrics = (await client.get("/metrics")).text
     for status, count in ((401, 1), (499, 1), (200, 1)):
         assert f'stoker_http_responses_total{{route="{PATH}",status="{status}"}} {count}.0' in metrics
+
+
+def test_the_guide_shows_this_protocol() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "protocol.md").read_text()
+    assert f"```python\n{(Path(__file__).parent / 'echo_protocol.py').read_text()}```" in guide
