@@ -75,7 +75,7 @@ def check(case: LinearCase, tile: object) -> float:
     """Relative error of the winner on fresh random inputs, against float64 (a slice of the outputs when there are many)."""
     x, weights, fusion = case.tensors("cuda", torch.bfloat16)
     weight = weights[0]
-    got = kernels.few_rows(x, weight, None, fusion, tile).double()
+    got = kernels.small_linear(x, weight, None, fusion, tile).double()
     wide = type(fusion)(
         fusion.norm_kind, None if fusion.norm_weight is None else fusion.norm_weight.double(), None, fusion.norm_eps, fusion.gate,
         None if fusion.residual is None else fusion.residual.double(),

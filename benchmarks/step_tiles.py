@@ -145,7 +145,7 @@ def compile_tile(job: tuple[Linear, Tile]) -> None:
     x, fusion, rows = make("meta", one.rows, one.k), one.case.fusion("meta"), one.n * (2 if one.gated else 1)
     with compiling():
         if isinstance(tile, LinearTile):
-            linear.few_rows(x, make("meta", rows, one.k), None, fusion, tile)
+            linear.small_linear(x, make("meta", rows, one.k), None, fusion, tile)
         else:
             weight, scale = make("meta", rows, one.k, dtype=torch.float8_e4m3fn), make("meta", rows, dtype=torch.float32)
             quant_gemv.one_row(x, weight, scale, None, None, fusion, tile)

@@ -45,20 +45,20 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, around: Fusion) -> 
 @pytest.mark.parametrize("parts", ["", "b", "n", "g", "r", "ng", "nbgr"])
 @pytest.mark.parametrize(("m", "tile"), [(1, GEMV), (2, DOT), (17, DOT), (3, SPLIT), (64, SPLIT)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_rows(m: int, tile: LinearTile, parts: str, dtype: torch.dtype) -> None:
+def test_small_linear(m: int, tile: LinearTile, parts: str, dtype: torch.dtype) -> None:
     n, k = 37, 200
     x = torch.randn(m, k + 8).to(dtype)[:, :k]
     weight = (torch.randn(2 * n if "g" in parts else n, k) * k**-0.5).to(dtype)
     bias = torch.randn(weight.shape[0]).to(dtype) if "b" in parts else None
     around = fusion(m, n, k, dtype, parts)
     want = expected(x, weight, bias, around)
-    assert relative_error(kernels.few_rows(x, weight, bias, around, tile), want) < TOLERANCE[dtype]
+    assert relative_error(kernels.small_linear(x, weight, bias, around, tile), want) < TOLERANCE[dtype]
     assert relative_error(reference.linear(x, weight, bias, around), want) < TOLERANCE[dtype]
-    assert not kernels._arrived(x.device).any()
+    assert not kernels._split_counters(x.device).any()
 
 
 @pytest.mark.parametrize("parts", ["", "b", "n", "g", "r", "nbgr"])
-def test_many_rows(parts: str) -> None:
+def test_library_linear(parts: str) -> None:
     n, k = 24, 48
     x, weight = torch.randn(65, k), torch.randn(2 * n if "g" in parts else n, k)
     bias = torch.randn(weight.shape[0]) if "b" in parts else None

@@ -343,10 +343,10 @@ def test_unsupported_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 def test_cached_arguments_are_freed_with_their_layer() -> None:
     parts = fused_layer_of("int8", torch.float32)
-    before = len(fused_layer._chains)
-    assert fused_layer.supports_fused_layer(parts, 1) and len(fused_layer._chains) == before + 1
+    before = len(fused_layer._packed_layers)
+    assert fused_layer.supports_fused_layer(parts, 1) and len(fused_layer._packed_layers) == before + 1
     del parts
-    assert len(fused_layer._chains) == before
+    assert len(fused_layer._packed_layers) == before
 
 
 @needs_compiler

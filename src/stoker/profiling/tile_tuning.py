@@ -75,7 +75,7 @@ def _compile(job: tuple[LinearCase, LinearTile, torch.dtype]) -> None:
     case, tile, dtype = job
     x, weights, fusion = case.tensors("meta", dtype)
     with compiling():
-        kernels.few_rows(x, weights[0], None, fusion, tile)
+        kernels.small_linear(x, weights[0], None, fusion, tile)
 
 
 def time_linear(
@@ -88,9 +88,9 @@ def time_linear(
     def run(tile: LinearTile | None) -> None:
         for weight in weights:
             if tile is None:
-                kernels.many_rows(x, weight, None, fusion)
+                kernels.library_linear(x, weight, None, fusion)
             else:
-                kernels.few_rows(x, weight, None, fusion, tile)
+                kernels.small_linear(x, weight, None, fusion, tile)
 
     return {tile: time_graph(lambda tile=tile: run(tile)) / copies for tile in tiles}  # type: ignore[misc]
 

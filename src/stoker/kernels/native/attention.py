@@ -36,12 +36,33 @@ def _decode(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionPar
     out = torch.empty(rows, heads * value_size, dtype=q.dtype)
     status = library.attention(
         ATTENTION(
-            library.fork, torch.get_num_threads(), q.data_ptr(), pages.keys.address, pages.values.address,
-            pages.key_scale.address, pages.value_scale.address, tables.address, lens.address, out.data_ptr(),
-            rows, heads, kv_heads, size, value_size, stride[0], stride[1], tables.shape[1],
-            num_blocks, block_size, params.window or 0, params.chunk or 0, dtype, pages.keys.dtype, params.scale,
+            library.fork,
+            torch.get_num_threads(),
+            q.data_ptr(),
+            pages.keys.address,
+            pages.values.address,
+            pages.key_scale.address,
+            pages.value_scale.address,
+            tables.address,
+            lens.address,
+            out.data_ptr(),
+            rows,
+            heads,
+            kv_heads,
+            size,
+            value_size,
+            stride[0],
+            stride[1],
+            tables.shape[1],
+            num_blocks,
+            block_size,
+            params.window or 0,
+            params.chunk or 0,
+            dtype,
+            pages.keys.dtype,
+            params.scale,
         )
-    )  # fmt: skip
+    )
     return None if status else out
 
 

@@ -15,14 +15,22 @@ from stoker.base import env
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
-    "-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-shared", "-fPIC",
-)  # fmt: skip
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-shared",
+    "-fPIC",
+)
 TIMEOUT_S = 120.0
 _SOURCES = Path(__file__).parent
 
 
 class KernelsUnavailable(Exception):
-    """The kernels can't be compiled or loaded on this machine. The message says why."""
+    """The kernels cannot be compiled or loaded on this machine. The message is the reason."""
 
 
 def built_library() -> Path:
@@ -96,9 +104,14 @@ def _compiled(compiler: str, folder: Path, key: str) -> Path:
 
 def _output(command: list[str]) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, stdin=subprocess.DEVNULL,
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
         env=env.child_environment(LC_ALL="C"),
-    )  # fmt: skip
+    )
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise KernelsUnavailable(f"{command[0]} failed with status {done.returncode}: {lines[0] if lines else 'without a message'}")

@@ -1,4 +1,7 @@
-"""The fused layer for few rows in one call: linears follow each other without coming back to Python, and threads wait awake."""
+"""The fused layer by the C kernel (linear.c): all linears between two attentions in one call, for up to 16 rows.
+
+That saves the Python code between linears, and threads spin between them instead of sleeping.
+"""
 
 from __future__ import annotations
 
@@ -27,73 +30,84 @@ from stoker.kernels.reference import fused_layer as reference
 from stoker.kernels.types import FusedLayer, FusedLinear
 
 
-class Chain(NamedTuple):
-    """The linears of a fused layer, and how many rows all of them take."""
+class PackedLayer(NamedTuple):
+    """The linears of a fused layer as kernel arguments."""
 
-    links: tuple[PackedLinear, ...]
-    most: int
+    linears: tuple[PackedLinear, ...]  # output projection, gate and up, down; then the next layer's QKV projection, if there is one
+    max_rows: int  # up to which the kernel supports every linear, and is faster than one linear after another
 
 
-_chains: dict[int, tuple[weakref.ref[FusedLayer], Chain | None]] = {}
+_packed_layers: dict[int, tuple[weakref.ref[FusedLayer], PackedLayer | None]] = {}
 
 
 def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
-    chain = _chain(layer)
-    return chain is not None and rows <= chain.most
+    """See `ops.supports_fused_layer`."""
+    packed = _packed_layer(layer)
+    return packed is not None and rows <= packed.max_rows
 
 
 def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor, Tensor | None]:
-    """See `ops.fused_layer`. What the kernel does not take goes one after another."""
-    found, chain, dtype = kernels(), _chain(layer), ACTIVATION_DTYPES.get(x.dtype, -1)
-    fits = dtype >= 0 and residual.dtype == x.dtype and residual.is_contiguous() and x.stride(1) == 1
-    if isinstance(found, str) or chain is None or not fits or x.shape[0] > chain.most or x.shape[1] != chain.links[0].inputs:
+    """See `ops.fused_layer`. The reference runs when the kernel does not support the arguments."""
+    library, packed, dtype = kernels(), _packed_layer(layer), ACTIVATION_DTYPES.get(x.dtype, -1)
+    is_supported = dtype >= 0 and residual.dtype == x.dtype and residual.is_contiguous() and x.stride(1) == 1
+    if isinstance(library, str) or packed is None or not is_supported:
         return reference.fused_layer(x, residual, layer)
-    rows, (out, up, down, *last) = x.shape[0], chain.links
-    between = torch.empty(rows, out.outputs + up.outputs, dtype=x.dtype)  # the residual after attention, and the inner features
-    after, qkv = torch.empty_like(residual), torch.empty(rows, last[0].outputs, dtype=x.dtype) if last else None
-    middle, end = between.data_ptr(), after.data_ptr()
-    inner = middle + rows * out.outputs * x.element_size()
-    data = b"".join((
-        LINEARS(found.fork, torch.get_num_threads(), len(chain.links)),
-        CALL_ARGUMENTS(x.data_ptr(), residual.data_ptr(), middle, rows, x.stride(0), dtype), out.packed,
-        CALL_ARGUMENTS(middle, 0, inner, rows, up.inputs, dtype), up.packed,
-        CALL_ARGUMENTS(inner, middle, end, rows, down.inputs, dtype), down.packed,
-        *((CALL_ARGUMENTS(end, 0, qkv.data_ptr(), rows, last[0].inputs, dtype), last[0].packed) if qkv is not None else ()),
-    ))  # fmt: skip
-    return reference.fused_layer(x, residual, layer) if found.linears(data) else (after, qkv)
+    if x.shape[0] > packed.max_rows or x.shape[1] != packed.linears[0].inputs:
+        return reference.fused_layer(x, residual, layer)
+    rows, (out, up, down, *last) = x.shape[0], packed.linears
+    scratch = torch.empty(rows, out.outputs + up.outputs, dtype=x.dtype)  # the residual stream after attention, then the MLP's features
+    result, qkv = torch.empty_like(residual), torch.empty(rows, last[0].outputs, dtype=x.dtype) if last else None
+    stream, end = scratch.data_ptr(), result.data_ptr()
+    inner = stream + rows * out.outputs * x.element_size()
+    arguments = [
+        LINEARS(library.fork, torch.get_num_threads(), len(packed.linears)),
+        CALL_ARGUMENTS(x.data_ptr(), residual.data_ptr(), stream, rows, x.stride(0), dtype),
+        out.packed,
+        CALL_ARGUMENTS(stream, 0, inner, rows, up.inputs, dtype),
+        up.packed,
+        CALL_ARGUMENTS(inner, stream, end, rows, down.inputs, dtype),
+        down.packed,
+    ]
+    if qkv is not None:
+        arguments += [CALL_ARGUMENTS(end, 0, qkv.data_ptr(), rows, last[0].inputs, dtype), last[0].packed]
+    status = library.linears(b"".join(arguments))
+    return reference.fused_layer(x, residual, layer) if status else (result, qkv)
 
 
-def _chain(layer: FusedLayer) -> Chain | None:
-    """None where the kernel does not take a linear, or one does not begin with what the one before gives."""
+def _packed_layer(layer: FusedLayer) -> PackedLayer | None:
+    """The cached `_pack_layer(layer)`."""
     key = id(layer)
-    found = _chains.get(key)
-    if found is None or found[0]() is not layer:
-        ref = weakref.ref(layer, lambda _: _chains.pop(key, None))
-        found = _chains[key] = ref, _made(layer)
-    return found[1]
+    entry = _packed_layers.get(key)
+    if entry is None or entry[0]() is not layer:
+        ref = weakref.ref(layer, lambda _: _packed_layers.pop(key, None))
+        entry = _packed_layers[key] = ref, _pack_layer(layer)
+    return entry[1]
 
 
-def _made(layer: FusedLayer) -> Chain | None:
-    links, most = [], []
+def _pack_layer(layer: FusedLayer) -> PackedLayer | None:
+    """None when the kernel does not support a linear, or when the outputs of one are not the inputs of the next."""
+    packed, max_rows = [], []
     for linear in layer.linears:
-        stored, rows = _stored(linear.weight)
-        own = None if stored is None else _link(stored, linear)
+        weight, rows = _native_weight(linear.weight)
+        own = None if weight is None else _pack(weight, linear)
         if own is None:
             return None
-        links.append(own)
-        most.append(rows)
-    hidden = links[0].outputs
-    begins = [hidden, links[1].outputs, hidden][: len(links) - 1]
-    return Chain(tuple(links), min(most)) if [own.inputs for own in links[1:]] == begins and links[2].outputs == hidden else None
+        packed.append(own)
+        max_rows.append(rows)
+    hidden = packed[0].outputs
+    inputs = [hidden, packed[1].outputs, hidden][: len(packed) - 1]
+    if [own.inputs for own in packed[1:]] != inputs or packed[2].outputs != hidden:
+        return None
+    return PackedLayer(tuple(packed), min(max_rows))
 
 
-def _link(stored: NativeWeight, linear: FusedLinear) -> PackedLinear | None:
+def _pack(weight: NativeWeight, linear: FusedLinear) -> PackedLinear | None:
     assert linear.weight is not None
-    return pack_linear(stored, linear.weight.bias, linear.fusion)
+    return pack_linear(weight, linear.weight.bias, linear.fusion)
 
 
-def _stored(weight: PackedWeight | None) -> tuple[NativeWeight | None, int]:
-    """The weight as the kernel reads it, and how many rows do better so than one linear at a time."""
+def _native_weight(weight: PackedWeight | None) -> tuple[NativeWeight | None, int]:
+    """The weight as the kernel reads it (None: not supported), and the number of rows up to which the kernel is faster."""
     if weight is None or weight.column_order is not None or weight.activations != "none":
         return None, 0
     if weight.format == "dense":

@@ -1,4 +1,4 @@
-"""The compiled kernels as Python functions: the structs that they take, and the threads that they share with PyTorch."""
+"""The compiled kernels as Python functions: their argument structs, and the OpenMP runtime that they share with PyTorch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ log = get_logger(__name__)
 # The numbers of `enum dtype` (vector.h), `enum activation` (activation.h) and `enum norm` (linear.h).
 FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32 = range(6)
 DTYPES = {
-    torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.int8: INT8, torch.uint8: UINT8, torch.int32: INT32,
-}  # fmt: skip
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.float16: FLOAT16,
+    torch.int8: INT8,
+    torch.uint8: UINT8,
+    torch.int32: INT32,
+}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "gelu_quick": 4, "relu": 5, "relu2": 6}
 NORMS = {None: 0, "rms": 1, "layer": 2}
 
-# Functions that pack the structs of the sources. A call with one pointer to a struct takes a quarter of the time of one with as many
+# Functions that pack the structs of the sources. A call with one pointer to a struct needs a quarter of the time of one with as many
 # arguments.
 LINEARS = struct.Struct("@3q").pack  # `struct linears`: the header, which is followed by these two for each linear:
 CALL_ARGUMENTS = struct.Struct("@6q").pack  # `struct linear` up to `dtype`: what differs from call to call
@@ -41,7 +46,7 @@ Function = Callable[[bytes], int]
 
 
 class NativeKernels(NamedTuple):
-    """The library's functions. Each takes its packed struct and returns 0, or 1 when the reference must run instead."""
+    """The library's functions. Each has its packed struct as argument and returns 0, or 1 when the reference must run instead."""
 
     linears: Function
     widen: Function
@@ -59,7 +64,7 @@ def kernels() -> NativeKernels | str:
         library = ctypes.CDLL(str(built_library()))
         functions = {name: _function(library, f"stoker_{name}") for name in ("linears", "widen", "rope_store", "attention")}
         return NativeKernels(**functions, fork=_fork())
-    except Exception as reason:  # whatever this system lacks, the references work without it
+    except Exception as reason:  # of any kind: the references need nothing of what may be missing on this system
         log.info("CPU kernels run in plain PyTorch: %s", reason)
         return str(reason)
 
@@ -87,7 +92,7 @@ def _fork() -> int:
 
 
 class TensorInfo(NamedTuple):
-    """What a kernel call needs of a tensor, cached: reading it from the tensor takes ten times as long as the look-up."""
+    """The properties of a tensor that a kernel call needs, cached: reading them from the tensor is ten times as slow as the look-up."""
 
     ref: weakref.ref[Tensor]
     address: int

@@ -46,9 +46,31 @@ def _rope_store(
     num_positions, dim = cos_sin.shape or (0, 0)
     return not library.rope_store(
         ROPE_STORE(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.address, slots.address, cos_sin.address,
-            pages.key_scale.address, pages.value_scale.address, pages.key_balance.address, pages.keys.address, pages.values.address,
-            tokens, heads, kv_heads, size, pages.values.shape[3], *q_stride[:2], *k_stride[:2], *v_stride[:2],
-            dim, num_positions, interleaved, num_blocks, block_size, ACTIVATION_DTYPES[q.dtype], pages.keys.dtype,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            positions.address,
+            slots.address,
+            cos_sin.address,
+            pages.key_scale.address,
+            pages.value_scale.address,
+            pages.key_balance.address,
+            pages.keys.address,
+            pages.values.address,
+            tokens,
+            heads,
+            kv_heads,
+            size,
+            pages.values.shape[3],
+            *q_stride[:2],
+            *k_stride[:2],
+            *v_stride[:2],
+            dim,
+            num_positions,
+            interleaved,
+            num_blocks,
+            block_size,
+            ACTIVATION_DTYPES[q.dtype],
+            pages.keys.dtype,
         )
-    )  # fmt: skip
+    )

@@ -16,8 +16,8 @@ from stoker.kernels.types import AttentionParams
 if TYPE_CHECKING:
     from stoker.core.forward_batch import ForwardBatch, KVCache
 
-# Scores that exist at a time. For a prompt of 8,192 tokens and 32 heads all of them would be 8.6 GB, twice; 2,048 queries of 9 heads over
-# 8,192 keys take 3.2 s and 1.2 GiB all together, 1.7 s and 0.1 GiB in parts.
+# Scores in memory at a time. For a prompt of 8,192 tokens and 32 heads all scores are 8.6 GB, twice. 2,048 queries of 9 heads over 8,192
+# keys need 3.2 s and 1.2 GiB at once, and 1.7 s and 0.1 GiB in parts.
 _MAX_SCORES = 1 << 20
 
 
@@ -61,7 +61,7 @@ def _is_plain(q: Tensor, cache: KVCache, params: AttentionParams) -> bool:
 
 
 class _RowPlan:
-    """Where the keys of some rows are, and which of them each query sees: the same for all layers of a step."""
+    """The blocks of the keys of some rows, and which keys each query sees: the same for all layers of a step."""
 
     def __init__(self, batch: ForwardBatch, rows: slice, block_size: int) -> None:
         self.lens = batch.seq_lens[rows].long()

@@ -1,4 +1,4 @@
-"""Reference of the fused layer: its linears one after another."""
+"""The fused layer in plain PyTorch: its linears one after another."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from stoker.kernels.types import FusedLayer
 
 
 def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:
-    return False  # nothing is gained by it
+    """See `ops.supports_fused_layer`: one linear after another is as fast."""
+    return False
 
 
 def fused_layer(x: Tensor, residual: Tensor, layer: FusedLayer) -> tuple[Tensor, Tensor | None]:
+    """See `ops.fused_layer`."""
     residual = layer.out.alone(x, replace(layer.out.fusion, residual=residual))
     inner = layer.up.alone(residual, layer.up.fusion)
     residual = layer.down.alone(inner, replace(layer.down.fusion, residual=residual))

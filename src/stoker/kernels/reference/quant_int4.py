@@ -12,8 +12,8 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.linear import around
 from stoker.kernels.types import PLAIN, Fusion
 
-# Activation rows up to which the packed kernel is faster: with a weight [3072, 576], 128 rows take it 7 ms; widening the weight takes 3 ms
-# and the product after it 4 ms.
+# Activation rows up to which the packed kernel is faster: with a weight [3072, 576], 128 rows need 7 ms in it; widening the weight needs
+# 3 ms and the product after it 4 ms.
 _MAX_PACKED_ROWS = 96
 _PACKED_GROUPS = (128, 64, 32)
 _PACKED_BLOCK = 64  # weight rows per block of the packed format
@@ -26,7 +26,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
         if weight.device_data is None or rows.shape[0] > _MAX_PACKED_ROWS:
             return F.linear(rows, dequantize_int4(weight, rows.dtype), weight.bias)
         packed, scales, group = weight.device_data
-        # In bfloat16: the kernel has no vector code for float32 activations, which take 20 times as long.
+        # In bfloat16: the kernel has no vector code for float32 activations, which are 20 times as slow.
         out = torch._weight_int4pack_mm_for_cpu(rows.to(torch.bfloat16).contiguous(), packed, group, scales)
         if out.shape[1] != weight.out_features:
             out = out[:, : weight.out_features]

@@ -19,8 +19,8 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
     temperature = params.temperature.clamp(min=1e-6).unsqueeze(1)
     scaled = logits.float() / temperature
     probs = torch.softmax(scaled, dim=-1)
-    kept = probs * (probs >= threshold(probs, params).unsqueeze(1))
-    cumulative = kept.double().cumsum(dim=-1)
+    remaining = probs * (probs >= threshold(probs, params).unsqueeze(1))
+    cumulative = remaining.double().cumsum(dim=-1)
     target = uniform(params.seeds, params.counters).double() * cumulative[:, -1]
     # The first token whose cumulative weight exceeds the target. Its own weight is positive, so it passed the threshold.
     drawn = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1).clamp(max=logits.shape[1] - 1).to(torch.int32)
@@ -43,7 +43,7 @@ def _nucleus(probs: Tensor, k: Tensor, p: Tensor) -> Tensor:
     """[L]: the smallest probability of the top-p nucleus within the `k` most probable tokens."""
     width = min(_MAX_TOP, probs.shape[1])
     best = torch.topk(probs, width, dim=-1).values
-    # The `width` best suffice if they contain the k best, or if k keeps the whole vocabulary and they already have mass p.
+    # The `width` best suffice if they contain the k best, or if k is the whole vocabulary and they already have mass p.
     enough = (k <= width) | ((k == probs.shape[1]) & (p < 1.0) & (best.sum(dim=-1) >= p))
     if not bool(enough.all()):
         best = torch.sort(probs, dim=-1, descending=True).values

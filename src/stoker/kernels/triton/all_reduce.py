@@ -45,11 +45,25 @@ def sum_through_inbox(x: Tensor, residual: Tensor | None, inbox: Inbox, max_poll
     num_values, bits = x.numel(), BITS[x.element_size()]
     unit = UNIT_BYTES // x.element_size()
     all_reduce_kernel[(triton.cdiv(num_values, unit),)](
-        x, residual if residual is None else residual.contiguous(), out,
-        inbox.addresses, inbox.addresses[inbox.rank], inbox.turns, inbox.rank, num_values, max_polls,
-        UNIT=unit, RANKS=inbox.num_ranks, UNITS=inbox.num_units, TWO_SHOT=inbox.is_two_shot,
-        BITS=bits, EMPTY=EMPTY if bits is tl.int32 else EMPTY_HALF, TURNS=TURNS, num_warps=4, **pdl_launch_options(x),
-    )  # fmt: skip
+        x,
+        residual if residual is None else residual.contiguous(),
+        out,
+        inbox.addresses,
+        inbox.addresses[inbox.rank],
+        inbox.turns,
+        inbox.rank,
+        num_values,
+        max_polls,
+        UNIT=unit,
+        RANKS=inbox.num_ranks,
+        UNITS=inbox.num_units,
+        TWO_SHOT=inbox.is_two_shot,
+        BITS=bits,
+        EMPTY=EMPTY if bits is tl.int32 else EMPTY_HALF,
+        TURNS=TURNS,
+        num_warps=4,
+        **pdl_launch_options(x),
+    )
     return out
 
 

@@ -50,9 +50,16 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
         block = min(2048, triton.next_power_of_2(size))
         grid = (token_ids.numel(), triton.cdiv(size, block))
         embedding_kernel[grid](
-            token_ids.contiguous(), table, out, table.shape[0], table.stride(0),
-            SIZE=size, BLOCK=block, num_warps=min(8, max(1, block // 256)), **pdl_launch_options(table),
-        )  # fmt: skip
+            token_ids.contiguous(),
+            table,
+            out,
+            table.shape[0],
+            table.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            num_warps=min(8, max(1, block // 256)),
+            **pdl_launch_options(table),
+        )
     return out
 
 

@@ -81,8 +81,20 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
     block = triton.next_power_of_2(size)
     rows = max(1, 2048 // block) if num_rows >= 1024 else 1
     norm_kernel[(triton.cdiv(num_rows, rows),)](
-        view, weight, bias if kind == "layer" else None, out, num_rows, view.stride(0), view.stride(1), eps,
-        INNER=inner, SIZE=size, RMS=kind == "rms", ROWS=rows, BLOCK=block,
-        num_warps=min(16, max(1, rows * block // 256)), **pdl_launch_options(x),
-    )  # fmt: skip
+        view,
+        weight,
+        bias if kind == "layer" else None,
+        out,
+        num_rows,
+        view.stride(0),
+        view.stride(1),
+        eps,
+        INNER=inner,
+        SIZE=size,
+        RMS=kind == "rms",
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=min(16, max(1, rows * block // 256)),
+        **pdl_launch_options(x),
+    )
     return out

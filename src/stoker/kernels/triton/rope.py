@@ -309,10 +309,20 @@ def rope_store(
         v = k
     qkv = QKV(q, k, v, num_heads, kv_heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     rope_store_kernel[(tokens, q_tiles + kv_tiles * (1 if cache.values is None else 2))](
-        qkv, kv_pages(cache), cache.key_balance, positions, cos_sin, slots, q_tiles, kv_tiles,
-        FEATURES=_features(size, value_size, half, interleaved), BLOCK_SIZE=cache.block_size, HEADS=heads,
-        num_warps=num_warps, **pdl_launch_options(q),
-    )  # fmt: skip
+        qkv,
+        kv_pages(cache),
+        cache.key_balance,
+        positions,
+        cos_sin,
+        slots,
+        q_tiles,
+        kv_tiles,
+        FEATURES=_features(size, value_size, half, interleaved),
+        BLOCK_SIZE=cache.block_size,
+        HEADS=heads,
+        num_warps=num_warps,
+        **pdl_launch_options(q),
+    )
     return q
 
 

@@ -49,10 +49,25 @@ def sample(logits: Tensor, params: DrawParams) -> Tensor:
         logits, best, best_id, vocab, logits.stride(0), chunks, CHUNK=_CHUNK, num_warps=8, **pdl_launch_options(logits)
     )
     draw_kernel[(rows,)](
-        logits, best, best_id, out, params.temperature, params.top_k, params.top_p, params.min_p, params.seeds, params.counters,
-        vocab, logits.stride(0), chunks,
-        CHUNKS=triton.next_power_of_2(chunks), BLOCK=_BLOCK, GREEDY=params.all_greedy, num_warps=8, **pdl_launch_options(logits),
-    )  # fmt: skip
+        logits,
+        best,
+        best_id,
+        out,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.seeds,
+        params.counters,
+        vocab,
+        logits.stride(0),
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
+        BLOCK=_BLOCK,
+        GREEDY=params.all_greedy,
+        num_warps=8,
+        **pdl_launch_options(logits),
+    )
     return out
 
 

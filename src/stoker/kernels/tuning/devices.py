@@ -34,8 +34,9 @@ def tuning_for(device_name: str | None, capability: int) -> TuningTable:
             log.warning(
                 "no kernel tiles were measured for %s (sm_%d): safe default tiles are used, which may be slower. "
                 "To measure them, run: stoker tune ENGINE",
-                device_name, capability,
-            )  # fmt: skip
+                device_name,
+                capability,
+            )
     return table if engine is None else table.override(engine)
 
 

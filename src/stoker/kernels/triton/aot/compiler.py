@@ -119,8 +119,12 @@ class _CompilerProcess:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(cache), str(capability)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=variables,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=variables,
+        )
 
     def compile(self, job: CompileJob) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

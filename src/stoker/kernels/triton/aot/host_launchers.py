@@ -72,9 +72,14 @@ def _is_built(source: str, cache: Path) -> bool:
 
 # Metadata that CudaLauncher reads from a kernel and stores in the Python object, not in the library.
 _UNUSED_METADATA = {
-    "num_ctas": 1, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0, "profile_scratch_align": 1,
-    "launch_cooperative_grid": False, "launch_pdl": False,
-}  # fmt: skip
+    "num_ctas": 1,
+    "global_scratch_size": 0,
+    "global_scratch_align": 1,
+    "profile_scratch_size": 0,
+    "profile_scratch_align": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+}
 
 
 def _compiler() -> str:

@@ -42,8 +42,16 @@ _INDEX = "index.json"
 _MAX_FILE_BYTES, _MAX_FILES = 64 << 20, 1 << 14
 # What zipfile, zlib, msgspec and Triton's parser of argument types raise for a file that was changed.
 _DAMAGED = (
-    zipfile.BadZipFile, zlib.error, msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError,
-)  # fmt: skip
+    zipfile.BadZipFile,
+    zlib.error,
+    msgspec.MsgspecError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    RuntimeError,
+)
 _KERNEL_FILE = re.compile(r"[A-Z2-7]{52}/[A-Za-z_]\w{0,199}\.(cubin|json)")
 
 

@@ -132,14 +132,33 @@ def decode(
     split_shape, scratch = _split_arguments(q, shape, tile, splits, num_tiles, tile_heads, columns)
     tokens, rotary = (None, None) if new is None else _new_tokens(new, batch)
     decode_attention_kernel[(num_tiles, splits.count)](
-        q, out, batch.seq_lens, batch.block_tables, batch.prefix_lens, params.alibi_slopes, params.sinks,
-        kv_pages(cache), tokens, scratch,
-        params.scale, splits.count, splits.min_tiles, q.stride(0), q.stride(1), batch.block_tables.stride(0),
-        SHAPE=shape, TILE=QueryTile(tile.block_m, tile.block_n, tile_heads, 1),
-        OPTIONS=ScoreOptions(params.softcap, params.window, params.chunk), ROTARY=rotary, SPLITS=split_shape,
-        FORMAT=_operand_format(q, pairs), LAUNCH_DEPENDENTS=_launches_dependents(q, num_tiles, params),
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_launch_options(q),
-    )  # fmt: skip
+        q,
+        out,
+        batch.seq_lens,
+        batch.block_tables,
+        batch.prefix_lens,
+        params.alibi_slopes,
+        params.sinks,
+        kv_pages(cache),
+        tokens,
+        scratch,
+        params.scale,
+        splits.count,
+        splits.min_tiles,
+        q.stride(0),
+        q.stride(1),
+        batch.block_tables.stride(0),
+        SHAPE=shape,
+        TILE=QueryTile(tile.block_m, tile.block_n, tile_heads, 1),
+        OPTIONS=ScoreOptions(params.softcap, params.window, params.chunk),
+        ROTARY=rotary,
+        SPLITS=split_shape,
+        FORMAT=_operand_format(q, pairs),
+        LAUNCH_DEPENDENTS=_launches_dependents(q, num_tiles, params),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **pdl_launch_options(q),
+    )
 
 
 def prefill(
@@ -167,15 +186,34 @@ def prefill(
     shape = _head_shape(q, cache, out, tile, None)
     split_shape, scratch = _split_arguments(q, shape, tile, splits, num_tiles, tokens * tile_heads)
     prefill_attention_kernel[(num_tiles, splits.count)](
-        q, out, batch.query_starts, batch.seq_lens, batch.block_tables, batch.prefix_lens, params.alibi_slopes, params.sinks,
-        kv_pages(cache), scratch,
-        params.scale, batch.num_decodes, batch.num_rows, splits.count, splits.min_tiles,
-        q.stride(0), q.stride(1), batch.block_tables.stride(0),
-        SHAPE=shape, TILE=QueryTile(tile.block_m, tile.block_n, tile_heads, tokens),
-        OPTIONS=ScoreOptions(params.softcap, params.window, params.chunk), SPLITS=split_shape,
-        FORMAT=_operand_format(q, None), LAUNCH_DEPENDENTS=_launches_dependents(q, num_tiles, params),
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_launch_options(q),
-    )  # fmt: skip
+        q,
+        out,
+        batch.query_starts,
+        batch.seq_lens,
+        batch.block_tables,
+        batch.prefix_lens,
+        params.alibi_slopes,
+        params.sinks,
+        kv_pages(cache),
+        scratch,
+        params.scale,
+        batch.num_decodes,
+        batch.num_rows,
+        splits.count,
+        splits.min_tiles,
+        q.stride(0),
+        q.stride(1),
+        batch.block_tables.stride(0),
+        SHAPE=shape,
+        TILE=QueryTile(tile.block_m, tile.block_n, tile_heads, tokens),
+        OPTIONS=ScoreOptions(params.softcap, params.window, params.chunk),
+        SPLITS=split_shape,
+        FORMAT=_operand_format(q, None),
+        LAUNCH_DEPENDENTS=_launches_dependents(q, num_tiles, params),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **pdl_launch_options(q),
+    )
 
 
 def _splits(num_tiles: int, results: int, tile: AttentionTile, max_seq_len: int, device: torch.device) -> Splits:

@@ -3,7 +3,7 @@
 Shared memory of a CTA, in this order (`shared_offsets`):
 
     | pipelines: stages of warp 0 | … | of warp 15 | operand: B of each block of the CTA's slice (`ptx.wgmma`), 512 × tokens bytes each |
-    | squares, float32 [512 threads] | mbarriers [3 linears, blocks of a slice] | schedule entries [linear, warp] | scale exchange [warp] |
+    | squares, float32 [512 threads] | mbarriers [3 linears, blocks of a slice] | schedule entries [linear, warp] | scale scratch [warp] |
 
 A stage of one warp (`stage_bytes`): its 16 rows of one block (256 features), then the scales and zeros of these rows:
 
@@ -27,7 +27,7 @@ NUM_THREADS = tl.constexpr(512)
 TILE_ROWS = tl.constexpr(64)  # of a weight; of a gated one, 32 gates and the 32 rows that they gate
 MAX_LINEARS = tl.constexpr(4)
 SCHEDULE_ENTRY_BYTES = tl.constexpr(80)  # 64 are used; 80 so that threads which write neighbouring entries use different banks
-PAIR_EXCHANGE_BYTES = tl.constexpr(288)  # 8 bytes per row and group of a pair; 288 so that lanes which read two pairs use different banks
+PAIR_SCALE_BYTES = tl.constexpr(288)  # 8 bytes per row and group of a pair; 288 so that lanes which read two pairs use different banks
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,25 @@ def stage_bytes(group_size):
 
 
 @triton.constexpr_function
-def exchange_bytes(group_size):
-    """What the lanes of one warp exchange for a block (`scales`). With groups of 32 each lane computes all that it needs."""
-    return PAIR_EXCHANGE_BYTES.value * groups_per_block(group_size) // 2 if group_size > 32 else 0
+def scale_scratch_bytes(group_size):
+    """Bytes in which the lanes of one warp share the scales of a block (`scales`). With groups of 32 each lane computes its own."""
+    return PAIR_SCALE_BYTES.value * groups_per_block(group_size) // 2 if group_size > 32 else 0
 
 
 @triton.constexpr_function
 def shared_offsets(num_stages, num_tokens, max_slice_blocks, group_size):
-    """Offsets in shared memory of the operand, the squares, the mbarriers, the schedule, the scale exchange, and the end, in bytes."""
+    """Offsets in shared memory of the operand, the squares, the mbarriers, the schedule, the scale scratch, and the end, in bytes."""
     operand = num_stages * NUM_WARPS.value * stage_bytes(group_size)
     squares = operand + max_slice_blocks * operand_bytes(num_tokens)
     mbarriers = squares + 4 * NUM_THREADS.value
     schedule = -(-(mbarriers + 3 * 8 * max_slice_blocks) // 16) * 16
-    exchange = schedule + (MAX_LINEARS.value + 1) * NUM_WARPS.value * SCHEDULE_ENTRY_BYTES.value
-    end = exchange + NUM_WARPS.value * exchange_bytes(group_size)
-    return operand, squares, mbarriers, schedule, exchange, -(-end // 1024) * 1024  # allocated as [n, 1024]: n need not be a power of two
+    scale_scratch = schedule + (MAX_LINEARS.value + 1) * NUM_WARPS.value * SCHEDULE_ENTRY_BYTES.value
+    end = scale_scratch + NUM_WARPS.value * scale_scratch_bytes(group_size)
+    return (
+        operand,
+        squares,
+        mbarriers,
+        schedule,
+        scale_scratch,
+        -(-end // 1024) * 1024,
+    )  # allocated as [n, 1024]: n need not be a power of two

@@ -44,8 +44,8 @@ from triton.experimental.gluon import language as gl
 from stoker.kernels.triton.fused_layer.large_batch.config import (
     NUM_THREADS,
     NUM_WARPS,
-    exchange_bytes,
     make_config,
+    scale_scratch_bytes,
     shared_offsets,
     stage_bytes,
 )
@@ -80,7 +80,7 @@ def multiply(
     partials_ptr,
     num_ctas,
     pipeline,  # address of the warp's stages
-    exchange,  # address of the warp's scale exchange
+    scale_scratch,  # address of the warp's `scale_scratch_bytes`
     operand,
     mbarriers,  # address of the first block's; of linear 0 not used
     schedule,
@@ -104,7 +104,7 @@ def multiply(
         for block in range(begin, end):
             stage_address = pipeline + stage * stage_bytes(CONFIG.group_size)
             words = load_block(stage_address, lane, STAGES - 1)
-            scales, offsets = load_scales(stage_address + BLOCK_BYTES, exchange, lane, CONFIG)
+            scales, offsets = load_scales(stage_address + BLOCK_BYTES, scale_scratch, lane, CONFIG)
             state = prefetch(state, schedule, stage_address, lane, warp, CONFIG)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
             if INDEX > 0:
@@ -170,7 +170,7 @@ def run_linear(
         partials_ptr,
         num_ctas,
         shared + warp * (STAGES * stage_bytes(GROUP_SIZE)),
-        shared + offsets[4] + warp * exchange_bytes(GROUP_SIZE),
+        shared + offsets[4] + warp * scale_scratch_bytes(GROUP_SIZE),
         operand,
         mbarriers,
         schedule,

@@ -2,9 +2,9 @@
 
 A lane needs, for its rows g and g + 8 (g = l / 4) and the pair of groups in which its 32 bytes lie, the scales and zeros of both groups.
 With groups of 64 or 128 several lanes with the same rows need the same ones. Then each lane converts those of one row of one group of each
-pair, and the lanes exchange them in shared memory:
+pair, and the lanes share them through shared memory:
 
-    exchange, per pair of groups, 288 bytes:   | side 0: row 0 … 15 | side 1: row 0 … 15 | 32 |      8 bytes each: scale twice, offset twice
+    scratch, per pair of groups, 288 bytes:   | side 0: row 0 … 15 | side 1: row 0 … 15 | 32 |      8 bytes each: scale twice, offset twice
 
 With groups of 32 the four lanes of a row are in different pairs, and each converts its own.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from stoker.kernels.triton.fused_layer.large_batch.config import PAIR_EXCHANGE_BYTES
+from stoker.kernels.triton.fused_layer.large_batch.config import PAIR_SCALE_BYTES
 from stoker.kernels.triton.ptx.lanes import bf16_twice
 from stoker.kernels.triton.ptx.pipeline import groups_per_block
 from stoker.kernels.triton.ptx.shared import load_shared_as_float, load_shared_words, store_shared_word_pair
@@ -25,10 +25,10 @@ from stoker.kernels.triton.ptx.wgmma import SUBNORMAL_SCALES, SUM_SCALE
 
 
 @gluon.jit
-def load_scales(address, exchange, lane, CONFIG: gl.constexpr):
+def load_scales(address, scale_scratch, lane, CONFIG: gl.constexpr):
     """(scales, offsets) of this lane, four registers each: row g of both groups of its pair, then row g + 8.
 
-    address: of the stage's scales; exchange: this warp's `exchange_bytes`. Afterwards copies may be issued into the stage.
+    address: of the stage's scales; scale_scratch: this warp's `scale_scratch_bytes`. Afterwards copies may be issued into the stage.
     """
     SCALE_DTYPE: gl.constexpr = CONFIG.scale_dtype
     ZERO_KIND: gl.constexpr = CONFIG.zero_kind
@@ -48,10 +48,10 @@ def load_scales(address, exchange, lane, CONFIG: gl.constexpr):
         subnormal_scale = gl.where(lane < 16, SUBNORMAL_SCALES[0], SUBNORMAL_SCALES[1])
         for nth in gl.static_range(PAIRS):
             scale, offset = convert_scale(address, nth, lane, subnormal_scale, SCALE_DTYPE, ZERO_KIND, GROUP_SIZE)
-            store_shared_word_pair(exchange + PAIR_EXCHANGE_BYTES * nth + 8 * lane, scale, offset)
+            store_shared_word_pair(scale_scratch + PAIR_SCALE_BYTES * nth + 8 * lane, scale, offset)
         warp_barrier(lane)
         for nth in gl.static_range(4):
-            scale, offset = load_shared_words(exchange + PAIR_EXCHANGE_BYTES * pair + lane // 4 * 8, 128 * (nth % 2) + 64 * (nth // 2), 2)
+            scale, offset = load_shared_words(scale_scratch + PAIR_SCALE_BYTES * pair + lane // 4 * 8, 128 * (nth % 2) + 64 * (nth // 2), 2)
             scales = scales + (scale,)
             offsets = offsets + (offset,)
     return scales, offsets

@@ -52,7 +52,7 @@ STRIDE_ROW, ROWS_TO_EIGHT, ALL_ROWS, TILE_STRIDE, BLOCKS, FIRST_BLOCK, RUN_LENGT
 )
 
 
-class PrefetchState(NamedTuple):
+class LargeBatchPrefetchState(NamedTuple):
     """Where a warp's prefetch stands."""
 
     linear: Any  # index
@@ -187,7 +187,10 @@ def load_addresses(entry):
 
 @gluon.jit
 def begin_linear(schedule, linear, lane, warp, CONFIG: gl.constexpr):
-    """The `PrefetchState` at the first linear, from number `linear` on, of which this warp has blocks; without blocks after the last."""
+    """The `LargeBatchPrefetchState` at the first linear, from number `linear` on, of which this warp has blocks.
+
+    After the last linear it has no blocks.
+    """
     COUNT: gl.constexpr = len(CONFIG.gated)
     GROUPS: gl.constexpr = groups_per_block(CONFIG.group_size)
     entry = schedule_entry(schedule, linear, warp)
@@ -209,7 +212,7 @@ def begin_linear(schedule, linear, lane, warp, CONFIG: gl.constexpr):
         zeros = scales - scale + zero
     if CONFIG.group_size == 128 and CONFIG.zero_kind != "none":
         scales = gl.where(lane < 16, scales, zeros)
-    return PrefetchState(
+    return LargeBatchPrefetchState(
         linear, block, left, source, scales, zeros, 4 * stride_row, rows_to_eight.to(gl.int64) * stride_row, all_rows, blocks
     )
 
@@ -242,7 +245,7 @@ def prefetch(state, schedule, stage, lane, warp, CONFIG: gl.constexpr):
         linear, block, left, source, scales, zeros, four_rows, eight_rows, all_rows, blocks = begin_linear(
             schedule, linear + 1, lane, warp, CONFIG
         )
-    return PrefetchState(linear, block, left, source, scales, zeros, four_rows, eight_rows, all_rows, blocks)
+    return LargeBatchPrefetchState(linear, block, left, source, scales, zeros, four_rows, eight_rows, all_rows, blocks)
 
 
 _STORE_ENTRY = ptx(

@@ -106,14 +106,14 @@ def _receive_partials(split_k, columns, segment_bytes):
         loads, checks, adds = [], [], []
         for at, part in enumerate(parts[begin : begin + LOADS_IN_FLIGHT.value]):
             slice_idx, segment, column = part
-            guard = "" if segment == 0 else "@q " if slice_idx == split_k - 1 else "@p "  # a second segment may not exist
+            predicate = "" if segment == 0 else "@q " if slice_idx == split_k - 1 else "@p "  # a second segment may not exist
             words = [f"w{4 * at + i}" for i in range(4)]
             source = f"[{address} + {(2 * slice_idx + segment) * segment_bytes + 2048 * column}]"
             lines += [f"mov.b32 {word}, 1;" for word in words]  # what is not loaded counts as arrived
-            loads.append(f"{guard}ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, {source};")
+            loads.append(f"{predicate}ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, {source};")
             checks += [f"min.u32 t, t, {word};" for word in words]  # zero if any word has not arrived
             for i in range(4):
-                adds += [f"mov.b32 f, {words[i]};", f"{guard}add.f32 ${4 * column + i}, ${4 * column + i}, f;"]
-            adds.append(f"{guard}st.relaxed.gpu.global.v4.b32 {source}, {{z, z, z, z}};")  # ready for the next sender
+                adds += [f"mov.b32 f, {words[i]};", f"{predicate}add.f32 ${4 * column + i}, ${4 * column + i}, f;"]
+            adds.append(f"{predicate}st.relaxed.gpu.global.v4.b32 {source}, {{z, z, z, z}};")  # ready for the next sender
         lines += [f"WAIT{begin}: mov.b32 t, 1;", *loads, *checks, "setp.eq.b32 r, t, 0;", f"@r bra WAIT{begin};", *adds]
     return "\n".join([*lines, "}"])

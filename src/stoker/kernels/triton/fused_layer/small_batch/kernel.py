@@ -82,7 +82,7 @@ activated = gluon.jit(activation.activated.fn)
 def multiply(state, stage, linears, num_ctas, shared, lane, warp, INDEX: gl.constexpr, CONFIG: gl.constexpr):
     """Multiply all tiles of this CTA of linear number INDEX by the activations, over this warp's features, into the partial results.
 
-    stage: number of the pipeline stage to use next. Returns the `PrefetchState` and the stage after the last one used.
+    stage: number of the pipeline stage to use next. Returns the `SmallBatchPrefetchState` and the stage after the last one used.
     """
     GATED: gl.constexpr = CONFIG.gated[INDEX]
     INT4: gl.constexpr = CONFIG.format == "int4"

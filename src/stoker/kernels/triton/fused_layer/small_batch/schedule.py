@@ -40,7 +40,7 @@ class LinearTiles(NamedTuple):
     num_steps: Any  # of a tile
 
 
-class PrefetchState(NamedTuple):
+class SmallBatchPrefetchState(NamedTuple):
     """Where a warp's prefetch stands."""
 
     linear: Any  # index
@@ -129,13 +129,13 @@ def scale_source(row, tiles, lane, warp, CONFIG: gl.constexpr):
 
 @gluon.jit
 def begin_prefetch(linears, num_ctas, lane, warp, CONFIG: gl.constexpr):
-    """The `PrefetchState` at the first tile of the first linear."""
+    """The `SmallBatchPrefetchState` at the first tile of the first linear."""
     zero = gl.to_tensor(0)
     index, tiles = next_linear_with_tiles(linears, zero, num_ctas, CONFIG)
     row = tile_row(zero, tiles)
     source = weight_source(row, tiles, lane, warp, CONFIG)
     scales, scale_stride = scale_source(row, tiles, lane, warp, CONFIG)
-    return PrefetchState(index, zero, zero, source, scales, scale_stride, tiles)
+    return SmallBatchPrefetchState(index, zero, zero, source, scales, scale_stride, tiles)
 
 
 @gluon.jit
@@ -172,4 +172,4 @@ def prefetch(state, linears, num_ctas, stage, lane, warp, CONFIG: gl.constexpr):
         row = tile_row(tile, tiles)
         source = weight_source(row, tiles, lane, warp, CONFIG)
         scales, scale_stride = scale_source(row, tiles, lane, warp, CONFIG)
-    return PrefetchState(index, tile, step, source, scales, scale_stride, tiles)
+    return SmallBatchPrefetchState(index, tile, step, source, scales, scale_stride, tiles)

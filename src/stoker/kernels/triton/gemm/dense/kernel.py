@@ -1,9 +1,27 @@
-"""Linears of few rows: the weights are streamed once, and what surrounds the product is fused into the stream.
+"""Small dense linears for 1 to 64 tokens: the weight is read once, and norm, bias, gate and residual are part of the same kernel.
 
-    y = act(norm(x) Wᵀ + b) + residual
+    out[t, r] = act(Σ_k norm(x)[t, k] × w[r, k] + b[r]) + residual[t, r]                      r < n
+    gated:      act(Σ_k norm(x)[t, k] × w[r, k] + b[r]) × (Σ_k norm(x)[t, k] × w[n + r, k] + b[n + r]) + residual[t, r]
 
-An RMS norm needs no pass of its own: norm(x) Wᵀ = (x ⊙ g) Wᵀ ÷ rms(x), and the sum of squares grows along the same loop over K.
-A gated weight holds the gate's rows, then the up projection's: a program reads a tile of each.
+    x [m, k], w [n, k] or gated [2 × n, k] (n gate rows, then the rows that they gate), residual and out [m, n]; one dtype, float32 sums
+
+The RMS norm needs no pass of its own: norm(x) · Wᵀ = (x ⊙ g) · Wᵀ ÷ rms(x), and the sum of squares accumulates in the same loop over k.
+
+Grid. `gemv_kernel` (one token): blocks of BLOCK_N outputs. `small_gemm_kernel` (2 to 64 tokens): blocks of BLOCK_N outputs × SPLITS slices
+of the reduction dimension. Weights are the left operand of the product, since the tokens would fill only a part of its 64-row side:
+
+    acc [BLOCK_N, BLOCK_M] += w [BLOCK_N, BLOCK_K] × xᵀ [BLOCK_K, BLOCK_M]           BLOCK_M: m rounded up to 16, 32 or 64
+
+    split-K: partial [tile, split]   | acc  BLOCK_N × BLOCK_M | acc_up (gated) | squares  1 × BLOCK_M |
+    The last CTA of a tile to finish adds the slices of all splits.
+
+Theoretical floor: the bytes of the weight ÷ 4.42 TB/s (the read bandwidth of an H200). Llama-3.1-8B in bfloat16, µs of qkv, out, up
+(gated), down, head with their norms (benchmarks/results/h200_linear_tiles.json); floor 11.4, 7.6, 53.1, 26.6, 237.7:
+
+    | tokens | these kernels                    | of the floor, %     | cuBLAS and separate kernels       |
+    | 1      | 14.3,  9.9, 57.7, 29.0, 237.3    | 80, 77, 92, 92, 100 | 17.7, 13.6, 64.1, 33.6, 254.7     |
+    | 16     | 17.2, 11.2, 60.7, 31.5, 245.1    | 66, 68, 88, 84, 97  | 18.0, 14.3, 61.6, 34.8, 259.8     |
+    | 64     | 20.8, 12.5, 63.7, 34.4, 257.9    | 55, 61, 83, 77, 92  | 18.6, 13.5, 67.7, 37.9, 286.5     |
 """
 
 from __future__ import annotations
@@ -16,15 +34,39 @@ from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
-def gemv(
-    x, weight, bias, norm_weight, residual, out, n, k, eps,
-    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """One row of x: plain multiply-adds, since a matrix instruction's tile would be 15/16 padding. Grid: (ceil(n / BLOCK_N),)."""
+def load_columns(pointers, is_column, EVEN_K: tl.constexpr):
+    """The values at `pointers`; without EVEN_K zeros where `is_column` is False, that is from k on."""
+    if EVEN_K:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=is_column, other=0.0)
+
+
+@triton.jit
+def gemv_kernel(
+    # Pointers
+    x_ptr,  # [k]
+    weight_ptr,  # [n or 2 × n, k], dense
+    bias_ptr,  # [n or 2 × n] or None
+    norm_weight_ptr,  # [k]; None: no norm
+    residual_ptr,  # [n] or None
+    out_ptr,  # [n]
+    # Sizes
+    n,
+    k,
+    eps,  # of the norm
+    # Constants
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,  # whether BLOCK_K divides k
+    USE_PDL: tl.constexpr,
+):
+    """One token, by multiply-adds: 15 of 16 columns of a matrix instruction's tile would be padding."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    kept = rows < n
-    safe = tl.where(kept, rows, 0).to(tl.int64)
+    is_row = rows < n
+    loaded_rows = tl.where(is_row, rows, 0).to(tl.int64)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -32,135 +74,150 @@ def gemv(
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, k, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            w = tl.load(weight + safe[:, None] * k + cols[None, :])
-            v = tl.load(x + cols).to(tl.float32)
-        else:
-            w = tl.load(weight + safe[:, None] * k + cols[None, :], mask=(cols < k)[None, :], other=0.0)
-            v = tl.load(x + cols, mask=cols < k, other=0.0).to(tl.float32)
+        is_column = cols < k
+        w = load_columns(weight_ptr + loaded_rows[:, None] * k + cols[None, :], is_column[None, :], EVEN_K)  # [BLOCK_N, BLOCK_K]
+        v = load_columns(x_ptr + cols, is_column, EVEN_K).to(tl.float32)  # [BLOCK_K]
         if GATED:
-            if EVEN_K:
-                w_up = tl.load(weight + (safe + n)[:, None] * k + cols[None, :])
-            else:
-                w_up = tl.load(weight + (safe + n)[:, None] * k + cols[None, :], mask=(cols < k)[None, :], other=0.0)
-        if NORM:
+            w_up = load_columns(weight_ptr + (loaded_rows + n)[:, None] * k + cols[None, :], is_column[None, :], EVEN_K)
+        if norm_weight_ptr is not None:
             squares += v * v
-            if EVEN_K:
-                v = v * tl.load(norm_weight + cols).to(tl.float32)
-            else:
-                v = v * tl.load(norm_weight + cols, mask=cols < k, other=0.0).to(tl.float32)
+            v = v * load_columns(norm_weight_ptr + cols, is_column, EVEN_K).to(tl.float32)
         acc += w.to(tl.float32) * v[None, :]
         if GATED:
             acc_up += w_up.to(tl.float32) * v[None, :]
-    y = tl.sum(acc, 1)
+    y = tl.sum(acc, 1)  # [BLOCK_N]
     scale = 1.0
-    if NORM:
+    if norm_weight_ptr is not None:
         scale = tl.rsqrt(tl.sum(squares, 0) / k + eps)
         y = y * scale
-    if HAS_BIAS:
-        y += tl.load(bias + safe).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + loaded_rows).to(tl.float32)
     if GATED:
         up = tl.sum(acc_up, 1) * scale
-        if HAS_BIAS:
-            up += tl.load(bias + safe + n).to(tl.float32)
-        y = activated(y, ACT) * up
-    if ADD:
-        y += tl.load(residual + safe).to(tl.float32)
-    tl.store(out + rows, y.to(out.dtype.element_ty), mask=kept)
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + loaded_rows + n).to(tl.float32)
+        y = activated(y, ACTIVATION) * up
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + loaded_rows).to(tl.float32)
+    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
-def finish(
-    y, up, squares, rows, kept, tokens, m, bias, residual, out, n, k, eps,
-    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """From sums [BLOCK_N, BLOCK_M] to the output: norm's factor, bias, activation, residual."""
+def store_outputs(
+    y,  # float32 [BLOCK_N, BLOCK_M]
+    up,  # float32 [BLOCK_N, BLOCK_M] (GATED)
+    squares,  # float32 [BLOCK_M]: sums of squares of each token (norm)
+    rows,  # [BLOCK_N]
+    tokens,  # [BLOCK_M]
+    m,
+    n,
+    k,
+    eps,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Apply the norm's factor, bias, gate and residual to the sums of a tile, and store them."""
+    is_row = rows < n
     if NORM:
         scale = tl.rsqrt(squares / k + eps)
         y = y * scale[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias + rows, mask=kept, other=0.0).to(tl.float32)[:, None]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
         if NORM:
             up = up * scale[None, :]
-        if HAS_BIAS:
-            up += tl.load(bias + n + rows, mask=kept, other=0.0).to(tl.float32)[:, None]
-        y = activated(y, ACT) * up
-    place = tokens[None, :].to(tl.int64) * n + rows[:, None]
-    inside = kept[:, None] & (tokens < m)[None, :]
-    if ADD:
-        y += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + n + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        y = activated(y, ACTIVATION) * up
+    offsets = tokens[None, :].to(tl.int64) * n + rows[:, None]
+    inside = is_row[:, None] & (tokens < m)[None, :]
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m"])
-def small_linear(
-    x, weight, bias, norm_weight, residual, out, partial, arrived, m, n, k, stride_x, eps,
-    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
+def small_gemm_kernel(
+    # Pointers
+    x_ptr,  # [m, k]
+    weight_ptr,  # [n or 2 × n, k], dense
+    bias_ptr,  # [n or 2 × n] or None
+    norm_weight_ptr,  # [k]; None: no norm
+    residual_ptr,  # [m, n] or None
+    out_ptr,  # [m, n]
+    partial_ptr,  # float32 [tiles, SPLITS, (1 or 2) × BLOCK_N + 1, BLOCK_M]; None without split-K
+    finished_ptr,  # int32 [tiles]: CTAs that have stored their slice; zero between launches
+    # Sizes and strides
+    m,
+    n,
+    k,
+    stride_x,
+    eps,  # of the norm
+    # Constants
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN_K: tl.constexpr,  # whether BLOCK_K divides k
     USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """Up to BLOCK_M rows of x. The weights are the left operand, so that a matrix instruction's long side is full of them.
-
-    Grid: (ceil(n / BLOCK_N), SPLITS). With SPLITS > 1 the K axis is cut; the last program of a tile to arrive sums the parts, which
-    lie in partial float32 [tiles, SPLITS, (1 or 2) × BLOCK_N + 1, BLOCK_M] (the last line holds the sums of squares), and resets `arrived`.
-    """
+):
+    """Up to BLOCK_M tokens."""
+    NORM: tl.constexpr = norm_weight_ptr is not None
     tile = tl.program_id(0)
     split = tl.program_id(1)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    kept = rows < n
-    safe = tl.where(kept, rows, 0).to(tl.int64)
+    is_row = rows < n
+    loaded_rows = tl.where(is_row, rows, 0).to(tl.int64)
     tokens = tl.arange(0, BLOCK_M)
-    token_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * stride_x
+    token_ptrs = x_ptr + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * stride_x  # [1, BLOCK_M]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
     squares = tl.zeros([BLOCK_M], tl.float32)
-    share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
+    split_k = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    for start in range(split * share, tl.minimum(k, (split + 1) * share), BLOCK_K):
+    for start in range(split * split_k, tl.minimum(k, (split + 1) * split_k), BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            w = tl.load(weight + safe[:, None] * k + cols[None, :])
-            v = tl.load(token_rows + cols[:, None])
-        else:
-            w = tl.load(weight + safe[:, None] * k + cols[None, :], mask=(cols < k)[None, :], other=0.0)
-            v = tl.load(token_rows + cols[:, None], mask=(cols < k)[:, None], other=0.0)
+        is_column = cols < k
+        w = load_columns(weight_ptr + loaded_rows[:, None] * k + cols[None, :], is_column[None, :], EVEN_K)  # [BLOCK_N, BLOCK_K]
+        v = load_columns(token_ptrs + cols[:, None], is_column[:, None], EVEN_K)  # [BLOCK_K, BLOCK_M]
         if NORM:
             wide = v.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
-            if EVEN_K:
-                g = tl.load(norm_weight + cols)
-            else:
-                g = tl.load(norm_weight + cols, mask=cols < k, other=0.0)
+            g = load_columns(norm_weight_ptr + cols, is_column, EVEN_K)
             v = (wide * g.to(tl.float32)[:, None]).to(v.dtype)
         acc = tl.dot(w, v, acc, input_precision="ieee")
         if GATED:
-            if EVEN_K:
-                w_up = tl.load(weight + (safe + n)[:, None] * k + cols[None, :])
-            else:
-                w_up = tl.load(weight + (safe + n)[:, None] * k + cols[None, :], mask=(cols < k)[None, :], other=0.0)
+            w_up = load_columns(weight_ptr + (loaded_rows + n)[:, None] * k + cols[None, :], is_column[None, :], EVEN_K)
             acc_up = tl.dot(w_up, v, acc_up, input_precision="ieee")
     if SPLITS == 1:
-        finish(acc, acc_up, squares, rows, kept, tokens, m, bias, residual, out, n, k, eps, HAS_BIAS, NORM, GATED, ACT, ADD)
+        store_outputs(acc, acc_up, squares, rows, tokens, m, n, k, eps, bias_ptr, residual_ptr, out_ptr, NORM, GATED, ACTIVATION)
     else:
-        LINES: tl.constexpr = (2 if GATED else 1) * BLOCK_N + 1
-        lane = tl.arange(0, BLOCK_N)
-        mine = partial + (tile * SPLITS + split).to(tl.int64) * (LINES * BLOCK_M)
-        tl.store(mine + lane[:, None] * BLOCK_M + tokens[None, :], acc)
+        PARTIAL_ROWS: tl.constexpr = (2 if GATED else 1) * BLOCK_N + 1
+        row = tl.arange(0, BLOCK_N)[:, None]
+        slice_ptr = partial_ptr + (tile * SPLITS + split).to(tl.int64) * (PARTIAL_ROWS * BLOCK_M)
+        tl.store(slice_ptr + row * BLOCK_M + tokens[None, :], acc)
         if GATED:
-            tl.store(mine + (BLOCK_N + lane)[:, None] * BLOCK_M + tokens[None, :], acc_up)
-        tl.store(mine + (LINES - 1) * BLOCK_M + tokens, squares)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            tl.store(arrived + tile, 0)
+            tl.store(slice_ptr + (BLOCK_N + row) * BLOCK_M + tokens[None, :], acc_up)
+        tl.store(slice_ptr + (PARTIAL_ROWS - 1) * BLOCK_M + tokens, squares)
+        tl.debug_barrier()  # orders the stores of all threads before the atomic of one
+        if tl.atomic_add(finished_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            tl.store(finished_ptr + tile, 0)
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             total_up = total
-            sums = tl.zeros([BLOCK_M], tl.float32)
+            total_squares = tl.zeros([BLOCK_M], tl.float32)
             for other in range(SPLITS):
-                theirs = partial + (tile * SPLITS + other).to(tl.int64) * (LINES * BLOCK_M)
-                total += tl.load(theirs + lane[:, None] * BLOCK_M + tokens[None, :])
+                other_ptr = partial_ptr + (tile * SPLITS + other).to(tl.int64) * (PARTIAL_ROWS * BLOCK_M)
+                total += tl.load(other_ptr + row * BLOCK_M + tokens[None, :])
                 if GATED:
-                    total_up += tl.load(theirs + (BLOCK_N + lane)[:, None] * BLOCK_M + tokens[None, :])
-                sums += tl.load(theirs + (LINES - 1) * BLOCK_M + tokens)
-            finish(total, total_up, sums, rows, kept, tokens, m, bias, residual, out, n, k, eps, HAS_BIAS, NORM, GATED, ACT, ADD)
+                    total_up += tl.load(other_ptr + (BLOCK_N + row) * BLOCK_M + tokens[None, :])
+                total_squares += tl.load(other_ptr + (PARTIAL_ROWS - 1) * BLOCK_M + tokens)
+            store_outputs(
+                total, total_up, total_squares, rows, tokens, m, n, k, eps, bias_ptr, residual_ptr, out_ptr, NORM, GATED, ACTIVATION
+            )

@@ -38,7 +38,7 @@ class Epilogue(NamedTuple):
     out_ptr: Tensor  # [m, n]
 
 
-class SplitScratch(NamedTuple):
+class SplitKScratch(NamedTuple):
     """Runtime: memory through which the split-K slices of a tile are added. None: one CTA computes the whole reduction dimension."""
 
     partial_ptr: Tensor | None  # float32 [tiles, splits, sums of a tile]

@@ -157,7 +157,7 @@ def skinny_gemm_kernel(
     x,  # QuantizedTokens
     weight,  # QuantizedWeight
     epilogue,  # Epilogue
-    scratch,  # SplitScratch: of a tile its sums of all lanes; gated, first those of the gates
+    scratch,  # SplitKScratch: of a tile its sums of all lanes; gated, first those of the gates
     # Sizes
     m,  # tokens
     n,  # output features

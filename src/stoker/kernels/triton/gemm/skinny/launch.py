@@ -10,7 +10,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.quantized.activations import encode_rows
 from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, arrived, check_residual, without_layer_norm
-from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedTokens, QuantizedWeight, SplitScratch, TileShape, WeightFormat
+from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedTokens, QuantizedWeight, SplitKScratch, TileShape, WeightFormat
 from stoker.kernels.triton.gemm.skinny.kernel import skinny_gemm_kernel
 from stoker.kernels.triton.gemm.skinny.tiles import MAX_TOKENS, MAX_TOKENS_SMALL_GROUPS, column_tiles, skinny_tile
 from stoker.kernels.triton.pdl import pdl_launch_options
@@ -57,13 +57,13 @@ def skinny_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyT
     tile = tile or skinny_tile(form, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
     columns = column_tiles(m, digits)
     grid = (triton.cdiv(n, 16 * tile.m_tiles // (2 if gated else 1)), tile.splits, triton.cdiv(m * digits, 8 * columns))
-    scratch = SplitScratch(None, None)
+    scratch = SplitKScratch(None, None)
     if tile.splits > 1:
         num_tiles = grid[0] * grid[2]
         assert num_tiles <= MAX_TILES
         sums = 128 * tile.m_tiles * columns // digits
         partial = torch.empty((num_tiles, tile.splits, sums), dtype=torch.float32, device=x.device)
-        scratch = SplitScratch(partial, arrived(x.device))
+        scratch = SplitKScratch(partial, arrived(x.device))
     skinny_gemm_kernel[grid](
         QuantizedTokens(tokens.codes, tokens.scale, tokens.sums, tokens.codes.stride(0)),
         QuantizedWeight(values, weight.scale, weight.zero, values.stride(0), weight.out_features),

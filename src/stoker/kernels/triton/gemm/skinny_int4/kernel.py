@@ -100,7 +100,7 @@ def skinny_int4_gemm_kernel(
     x_ptr,  # [chunks × 2 × TOKEN_TILES × 2 × 32 × 8] 16 bits
     weight,  # QuantizedWeight
     epilogue,  # Epilogue
-    scratch,  # SplitScratch: of a tile [registers of a lane, threads]
+    scratch,  # SplitKScratch: of a tile [registers of a lane, threads]
     # Sizes
     m,  # tokens
     n,  # output features

@@ -9,7 +9,7 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, arrived, check_residual, without_layer_norm
-from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedWeight, SplitScratch, TileShape, WeightFormat
+from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedWeight, SplitKScratch, TileShape, WeightFormat
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, has_whole_chunks
 from stoker.kernels.triton.gemm.skinny_int4.arrange import arrange_tokens_kernel
 from stoker.kernels.triton.gemm.skinny_int4.kernel import skinny_int4_gemm_kernel
@@ -44,12 +44,12 @@ def skinny_int4_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: Sk
     tokens = arrange_tokens(x, weight, fusion, columns)
     tile = tile or skinny_int4_tile(weight.group_size, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
     grid = (triton.cdiv(n, 16 * tile.m_tiles * tile.num_warps // (2 if gated else 1)), tile.splits)
-    scratch = SplitScratch(None, None)
+    scratch = SplitKScratch(None, None)
     if tile.splits > 1:
         assert grid[0] <= MAX_TILES
         sums = 128 * tile.m_tiles * columns * tile.num_warps
         partial = torch.empty((grid[0], tile.splits, sums), dtype=torch.float32, device=x.device)
-        scratch = SplitScratch(partial, arrived(x.device))
+        scratch = SplitKScratch(partial, arrived(x.device))
     skinny_int4_gemm_kernel[grid](
         tokens,
         QuantizedWeight(weight.values, weight.scale, weight.zero, weight.values.stride(0), weight.out_features),
