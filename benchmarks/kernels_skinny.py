@@ -1,6 +1,6 @@
 """Skinny GEMMs on one CUDA device: every weight format checked against float64, and timed with each of a choice of tiles.
 
-    PYTHONPATH=src python benchmarks/kernels_skinny.py [--forms int4/128,int4/64,int4/32,bytes,fp8] [--rows 1,8,32] [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels_skinny.py [--forms int4/128,int4/64,int4/32,int8,fp8] [--rows 1,8,32] [--json FILE]
 
 int4 in small groups with more than 8 tokens runs `gemm.skinny_int4` instead of `gemm.skinny`; with --int4-kernel so do fewer tokens. Shapes
 are those of --model, by default Llama-3.1-8B. Times are medians of CUDA graph replays over several copies of the weight, with PDL as in a
@@ -79,7 +79,7 @@ class Case:
     def token_tiles(self) -> int:
         if self.int4_kernel:
             return token_tiles(self.rows)
-        return column_tiles(self.rows, 2 if self.form in ("int4", "bytes") else 1)
+        return column_tiles(self.rows, 1 if self.form == "fp8" else 2)
 
     def by_rule(self, num_sms: int) -> SkinnyTile | SkinnyInt4Tile:
         if self.int4_kernel:
@@ -110,7 +110,7 @@ class Case:
             stored = PackedWeight("int4", integers(device, torch.uint8, 256, n, k // 2), scale, zero, self.group)
             return quant_int4.prepare_weight(stored), stored
         scale = (make(device, n, dtype=torch.float32).abs() + 0.5) / (60 * k**0.5)
-        if self.form == "bytes":
+        if self.form == "int8":
             weight = PackedWeight("int8", integers(device, torch.int8, 127, n, k), scale)
         else:
             weight = PackedWeight("fp8", fp8_values(device, n, k), scale, activations="token")
@@ -125,7 +125,7 @@ class Case:
         """The same through tiles in shared memory (of one FP8 row, through its GEMV)."""
         if self.form == "fp8":
             return quant_fp8.packed_linear(x, weight, fusion)
-        name = f"int4/{self.group}" if self.group else "bytes"
+        name = f"int4/{self.group}" if self.group else "int8"
         if self.int4_kernel and self.group:
             return quant_linear.plain_rows(x, weight, fusion)
         return quant_linear.few_rows(x, weight, "digits", name, fusion)
@@ -232,7 +232,7 @@ def many(case: Case, x: Tensor, weights: list[PackedWeight], fusion: Fusion, til
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--forms", default="int4/128,int4/64,int4/32,bytes,fp8")
+    parser.add_argument("--forms", default="int4/128,int4/64,int4/32,int8,fp8")
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--model", default="8b")
     parser.add_argument("--linears", default="qkv,out,up,down,head")

@@ -46,7 +46,8 @@ def chosen(op: str, launch: list[Any], tuning: TuningTable) -> Any:
         form, rows, n, k, gated, group = launch
         return quant_tile(form, rows, n, k, gated, NUM_SMS, tuning, group)
     if op == "skinny_linear":
-        return skinny_tile(*launch, NUM_SMS, tuning)
+        form, *shape = launch
+        return skinny_tile(form.replace("bytes", "int8"), *shape, NUM_SMS, tuning)
     if op == "skinny_int4_linear":
         return skinny_int4_tile(*launch, NUM_SMS, tuning)
     if op == "fused_layer_small_batch":
@@ -114,7 +115,7 @@ def test_a_tuned_unknown_device_logs_nothing(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "tuning.json").write_text(encode_tuning_file("NVIDIA L4", 89, tiles, "a test"))
     use_engine_tuning(tmp_path, "NVIDIA L4")
     with caplog.at_level(logging.WARNING):
-        assert skinny_tile("bytes", 1, 64, 9, True, 58, tuning_for("NVIDIA L4", 89)) == SkinnyTile(2, 1, 4, 1)
+        assert skinny_tile("int8", 1, 64, 9, True, 58, tuning_for("NVIDIA L4", 89)) == SkinnyTile(2, 1, 4, 1)
     assert caplog.text == ""
 
 

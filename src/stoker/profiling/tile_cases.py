@@ -24,7 +24,7 @@ ONE_BYTE_FORMS = {
     ("quantized_linear", "fp8"): "fp8",
     ("quantized_linear", "int8"): "digits",
     ("quantized_linear", "w8a8"): "int8",
-    ("skinny_linear", "int8"): "bytes",
+    ("skinny_linear", "int8"): "int8",
     ("skinny_linear", "fp8"): "fp8",
 }
 
@@ -95,7 +95,7 @@ def _one_byte_launch(
     form = ONE_BYTE_FORMS[op, dtype]
     rows, n, k, gated = shape
     if op == "skinny_linear":
-        rows, k = 8 * rows // (2 if form == "bytes" else 1), CHUNK_BYTES * k
+        rows, k = 8 * rows // (2 if dtype == "int8" else 1), CHUNK_BYTES * k
     lines = n * (2 if gated else 1)
     x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
     values = torch.float8_e4m3fn if dtype == "fp8" else torch.int8

@@ -48,7 +48,7 @@ class SplitKScratch(NamedTuple):
 class WeightFormat(NamedTuple):
     """Constants: how weights are stored."""
 
-    form: str  # "int4"; "bytes": int8; "fp8": e4m3
+    form: str  # "int4", "int8" or "fp8" (e4m3)
     zero: str  # int4: (q - 8) × scale "none", (q - zero) × scale "int", q × scale + zero "float"
     group: int  # int4: features that share a scale; else 1
 

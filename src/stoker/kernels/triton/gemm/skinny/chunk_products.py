@@ -29,7 +29,7 @@ from stoker.kernels.triton.ptx.registers import repeat
 
 @triton.jit
 def add_chunk(
-    acc,  # tuple of registers: fp8, bytes 4 per 16 × 8 tile (c0 … c3); int4 float32, 2 per tile (digits joined)
+    acc,  # tuple of registers: fp8, int8 4 per 16 × 8 tile (c0 … c3); int4 float32, 2 per tile (digits joined)
     words,  # registers of the chunk, from `load_weights`
     scales_zeros,  # int4: from `load_scales`
     addresses,  # of each column tile: the lane's column of the tokens

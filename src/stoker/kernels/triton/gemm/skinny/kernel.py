@@ -101,7 +101,7 @@ def multiply(
     zero = tl.zeros_like(lane)
     if FORM == "int4":
         sums = repeat(zero.to(tl.float32), 2 * ROW_TILES * COLUMN_TILES)
-    elif FORM == "bytes":
+    elif FORM == "int8":
         sums = repeat(zero, 4 * ROW_TILES * COLUMN_TILES)
     else:
         sums = repeat(zero.to(tl.float32), 4 * ROW_TILES * COLUMN_TILES)
@@ -133,7 +133,7 @@ def multiply(
                 next_scales_zeros = next_scales_zeros + load_scales(weight, rows, later * (2 * PAIRS), is_valid, ZERO, ROWS, 2 * PAIRS)
         words = next_words
         scales_zeros = next_scales_zeros
-    if FORM == "bytes":
+    if FORM == "int8":
         sums = join_digits(sums, 2 * ROW_TILES * COLUMN_TILES)
     return sums
 

@@ -18,7 +18,6 @@ from stoker.kernels.tuning.tiles import SkinnyTile
 from stoker.kernels.types import Fusion
 
 ACTIVATION_FORMS = {"int4": "digits", "int8": "digits", "fp8": "fp8"}  # the format of the weight → what x is quantized to
-KERNEL_FORMS = {"int4": "int4", "int8": "bytes", "fp8": "fp8"}  # the format of the weight → `WeightFormat.form`
 CHUNK_BYTES = 64
 MIN_GROUP = 32  # of int4: the 16 bytes of a lane belong to one pair of groups
 
@@ -43,8 +42,7 @@ def skinny_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyT
     The launch that quantizes x also applies the norm and the input gate.
     """
     x, fusion = without_layer_norm(x, fusion)
-    form, activations = KERNEL_FORMS[weight.format], ACTIVATION_FORMS[weight.format]
-    values, group = weight.values, weight.group_size
+    values, group, activations = weight.values, weight.group_size, ACTIVATION_FORMS[weight.format]
     tokens = encode_rows(
         x, activations, weight.in_features, group, fusion.norm_weight, fusion.norm_eps, weight.input_scale, fusion.input_gate
     )
@@ -54,7 +52,7 @@ def skinny_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyT
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     digits = 2 if activations == "digits" else 1
     num_chunks = values.shape[1] // max(group, CHUNK_BYTES)
-    tile = tile or skinny_tile(form, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
+    tile = tile or skinny_tile(weight.format, m, n, num_chunks, gated, num_sms(x.device), device_tuning(x.device))
     columns = column_tiles(m, digits)
     grid = (triton.cdiv(n, 16 * tile.m_tiles // (2 if gated else 1)), tile.splits, triton.cdiv(m * digits, 8 * columns))
     scratch = SplitKScratch(None, None)
@@ -73,7 +71,7 @@ def skinny_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyT
         n,
         num_chunks,
         tile.splits,
-        FORMAT=WeightFormat(form, weight.zero_kind, max(group, 1)),
+        FORMAT=WeightFormat(weight.format, weight.zero_kind, max(group, 1)),
         TILE=TileShape(tile.m_tiles, columns, tile.num_warps, tile.num_stages, tile.splits > 1),
         GATED=gated,
         ACTIVATION=fusion.gate or "silu",

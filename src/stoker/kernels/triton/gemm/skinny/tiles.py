@@ -19,9 +19,9 @@ def column_tiles(tokens: int, digits: int) -> int:
 
 
 def skinny_tile(form: str, tokens: int, n: int, num_chunks: int, gated: bool, num_sms: int, tuning: TuningTable) -> SkinnyTile:
-    """The tile for a weight of n rows (2 × n when gated), each of `num_chunks` chunks. `form`: int4, bytes (int8) or fp8."""
-    columns = column_tiles(tokens, 2 if form in ("int4", "bytes") else 1)
-    measured: SkinnyTile | None = tuning.tile("skinny_linear", "int8" if form == "bytes" else form, columns, n, num_chunks, gated)
+    """The tile for a weight of n rows (2 × n when gated), each of `num_chunks` chunks. `form`: int4, int8 or fp8."""
+    columns = column_tiles(tokens, 1 if form == "fp8" else 2)
+    measured: SkinnyTile | None = tuning.tile("skinny_linear", form, columns, n, num_chunks, gated)
     if measured is not None:
         return measured
     rows = 32
