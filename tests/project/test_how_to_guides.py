@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from stoker.base.types import FinishReason, SamplingParams, Usage
-from stoker.frontend.service import Choice, Completion
+from stoker.base.types import SamplingParams
 from stoker.kernels.tuning.table import parse_tuning_file
 from stoker.runtime.request import Sequence, TokenRequest
 from stoker.runtime.sampling.feature import Feature
 from stoker.runtime.schedule.policies import POLICIES
 from stoker.runtime.schedule.proposers import PROPOSERS
 from stoker.runtime.schedule.scheduler import Scheduler
-from stoker.server.protocol import Protocol
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
@@ -68,28 +63,8 @@ def test_sampling_feature() -> None:
 
 
 def test_protocol() -> None:
-    class Service:
-        async def complete(self, request: Any) -> Completion:
-            return Completion(request.request_id, [], [Choice(0, request.prompt.upper(), [], FinishReason.LENGTH)], Usage())
-
-    class Context:
-        def default_service(self) -> Service:
-            return Service()
-
-    sent = []
-
-    class Http:
-        async def json(self) -> dict[str, Any]:
-            return {"prompt": "text"}
-
-        async def respond(self, status: int, body: bytes) -> None:
-            sent.append((status, json.loads(body)))
-
-    protocol: Protocol = run("protocol", "Echo")(Context())
-    (endpoint,) = protocol.endpoints()
-    asyncio.run(endpoint.handler(Http()))  # type: ignore[arg-type]
-    assert endpoint.path == "/echo/generate" and sent == [(200, {"text": "TEXT"})]
-    assert json.loads(protocol.failure_body(SimpleNamespace(message="no"))) == {"error": "no"}  # type: ignore[arg-type]
+    """The guide shows the protocol that tests/server/test_server_extension.py uses over HTTP."""
+    assert code_of("protocol") == (GUIDES.parents[1] / "tests" / "server" / "echo_protocol.py").read_text()
 
 
 def test_device(tmp_path: Path) -> None:
