@@ -28,7 +28,7 @@ class FrontendMetrics:
     """The counters of this process. Several frontends write theirs to files, and each frontend reports the sums."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # otherwise each counter gets a gauge with its creation time
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # otherwise each counter gets a gauge with its creation time
         self.registry = CollectorRegistry()
         self._metrics = {metric.name: self._create(metric) for metric in FRONTEND_METRICS}
         self._children: dict[tuple[str, tuple[str, ...]], BufferedCounter | BufferedHistogram] = {}
@@ -57,7 +57,7 @@ class FrontendMetrics:
         if not env.text(MULTIPROCESS_DIR):
             return generate_latest(self.registry)
         combined = CollectorRegistry()
-        multiprocess.MultiProcessCollector(combined)
+        multiprocess.MultiProcessCollector(combined)  # type: ignore[no-untyped-call]
         return generate_latest(combined)
 
     def _create(self, metric: Metric) -> Counter | Histogram:
