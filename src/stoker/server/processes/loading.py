@@ -51,4 +51,5 @@ class LoadingServer:
 
 
 async def _not_built(*args: Any) -> NoReturn:
+    """Replaces loading and unloading, for which there is no engine yet."""
     raise UnavailableError("the engine is not built yet.", cure="Wait until the server is ready.")

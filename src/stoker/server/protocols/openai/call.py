@@ -87,6 +87,7 @@ def _beam_params(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stream_options(values: dict[str, Any], stream: bool) -> StreamOptions:
+    """The checked field stream_options. Raises RequestError."""
     options = values.get("stream_options")
     if options is None:
         return StreamOptions()
@@ -96,6 +97,7 @@ def _stream_options(values: dict[str, Any], stream: bool) -> StreamOptions:
 
 
 def _request_fields(values: dict[str, Any], service: Service, settings: ServerSettings) -> dict[str, Any]:
+    """Fields of GenerationRequest other than prompt, params and request_id."""
     fields: dict[str, Any] = {name: values[name] for name in ("priority", "cache_salt", "add_special_tokens") if name in values}
     fields["timeout_s"] = values.get("timeout_s", settings.request_timeout_s)
     if (num_tokens := values.get("truncate_prompt_tokens")) is not None:

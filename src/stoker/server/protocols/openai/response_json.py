@@ -25,10 +25,12 @@ encode = msgspec.json.encode
 
 
 def failure_body(failure: Failure) -> bytes:
+    """The body of an error response."""
     return encode({"error": failure_object(failure)})
 
 
 def failure_object(failure: Failure) -> dict[str, Any]:
+    """OpenAI's error object."""
     kind = "invalid_request_error" if failure.status < 500 else "server_error"
     return {
         "message": failure.message,
@@ -39,6 +41,7 @@ def failure_object(failure: Failure) -> dict[str, Any]:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -53,6 +56,7 @@ def stop_reason(reason: FinishReason, stop: int | str | None) -> int | str | Non
 
 
 def add_usage(parts: Iterable[Usage]) -> Usage:
+    """The sum of usages."""
     total = Usage()
     for part in parts:
         total.prompt_tokens += part.prompt_tokens
@@ -113,6 +117,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(service: Service, entries: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice, with `num_top` candidates per token."""
     return {
         "content": [{**_chat_token(service, e.token_id, e.logprob), "top_logprobs": _chat_top(service, e, num_top)} for e in entries],
         "refusal": None,

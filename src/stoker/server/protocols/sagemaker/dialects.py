@@ -94,6 +94,7 @@ class RecordBuilder:
         return {**counts, "tokens": shaped, **self._extras(tokens, prompt_tokens)}
 
     def _extras(self, tokens: list[Token], prompt_tokens: list[Token]) -> dict[str, Any]:
+        """The members `prefill` and `top_tokens`, if they were requested."""
         extras: dict[str, Any] = {}
         if self._call.prompt_details:
             extras["prefill"] = [self.token(token) for token in prompt_tokens]
@@ -102,6 +103,7 @@ class RecordBuilder:
         return extras
 
     def _candidate(self, token_id: int, logprob: float) -> dict[str, Any]:
+        """One of the most likely tokens of a position."""
         return self.token(Token(token_id, token_text(self._service, token_id), logprob, token_id in self._service.end_ids))
 
     def token_record(self, token: Token) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def management_body(failure: Failure) -> bytes:
 
 
 def indented_json(value: Any) -> bytes:
+    """JSON as the DJL server formats it."""
     return (json.dumps(value, ensure_ascii=False, indent=2).translate(_GSON) + "\n").encode()
 
 

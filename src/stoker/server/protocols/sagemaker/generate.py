@@ -134,6 +134,7 @@ class _Stream:
         )
 
     def _third_party(self, token: Token, delta: Delta, *, last: bool) -> dict[str, Any]:
+        """One record of the formatter 3p_stream."""
         self._tokens.append(token)
         finish_reason = _finish_reason(self._options, delta) if last and delta.finish_reason is not None else None
         num_prompt = len(self._call.requests[0].prompt) if len(self._tokens) == 1 else None

@@ -65,6 +65,7 @@ def read_object(data: bytes, options: LMIOptions) -> dict[str, Any]:
 
 
 def error_prefix(options: LMIOptions) -> str:
+    """The beginning of error messages in the dialect."""
     if options.dialect == "async":
         return "Input parsing failed: "
     return "Input Parsing failed. Ensure that the request payload is valid. "

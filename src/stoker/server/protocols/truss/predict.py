@@ -35,6 +35,7 @@ def _accepts_only_json(http: RequestContext) -> bool:
 
 
 async def _respond(http: RequestContext, value: Any) -> None:
+    """Respond with a value as msgpack if the request is msgpack, otherwise as JSON."""
     if is_binary(http):
         await http.respond(200, msgspec.msgpack.encode(value), BINARY)
     else:
@@ -52,6 +53,7 @@ async def _text(service: Service, call: PredictCall) -> str:
 
 
 async def _stream_once(http: RequestContext, text: str) -> None:
+    """Stream text that is already complete, as one chunk."""
     await http.open_stream(BINARY, headers=STREAMED)
     await http.send(text.encode())
     await http.close_stream()

@@ -160,6 +160,7 @@ class Encoder:
 
 
 def set_parameter(message: Any, value: Any) -> None:
+    """Set an InferParameter message to a Python value."""
     if isinstance(value, bool):
         message.bool_param = value
     elif isinstance(value, int):
@@ -171,6 +172,7 @@ def set_parameter(message: Any, value: Any) -> None:
 
 
 def stream_error(message: str, request_id: str) -> bytes:
+    """The bytes of a ModelStreamInferResponse with an error."""
     inner = pb.ModelInferResponse(id=request_id)
     encoded: bytes = pb.ModelStreamInferResponse(error_message=message, infer_response=inner).SerializeToString()
     return encoded

@@ -236,12 +236,14 @@ class GeneratingModel(ABC):
 
 
 def _stream(planned: PlannedRow, service: Service) -> AsyncGenerator[list[Delta], None]:
+    """The stream of a row, which ends at stop words with several tokens; the service checks only single tokens."""
     if planned.stop_words:
         return stop_ids.stream(service, planned.request, planned.stop_words)
     return service.stream(planned.request)
 
 
 async def _complete(planned: PlannedRow, service: Service) -> Completion:
+    """The whole answer to a row, which ends at stop words with several tokens; the service checks only single tokens."""
     if planned.stop_words:
         return await stop_ids.complete(service, planned.request, planned.stop_words)
     return await service.complete(planned.request)

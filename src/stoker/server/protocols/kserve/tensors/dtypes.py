@@ -87,12 +87,14 @@ def _check_count(count: int) -> None:
 
 
 def text_array(items: Iterable[bytes], shape: tuple[int, ...]) -> np.ndarray:
+    """The BYTES tensor of these elements."""
     array = np.empty(math.prod(shape), object)
     array[:] = list(items)
     return array.reshape(shape)
 
 
 def to_raw(array: np.ndarray) -> bytes:
+    """The raw bytes of a tensor; `from_raw` is the inverse."""
     if array.dtype != object:
         return array.tobytes()
     return b"".join([len(item).to_bytes(_LENGTH_BYTES, "little") + item for item in array.flat])
@@ -129,6 +131,7 @@ def from_json(dtype: str, shape: tuple[int, ...], data: list[Any]) -> np.ndarray
 
 
 def _numbers(flat: list[Any], kind: np.dtype) -> np.ndarray:
+    """The numbers as an array [count]. Raises OverflowError for an integer that does not fit."""
     if kind.kind != "f":
         return np.array(flat, kind)
     with np.errstate(over="ignore"):  # numbers beyond the range become infinite

@@ -42,6 +42,7 @@ def _row(
     renamed: str = "",
     variable: str = "",
 ) -> TensorRow:
+    """A row with the dims of each release; None: the release does not declare the tensor."""
     dims: dict[str, Dims | None] = dict(zip(ERAS, (dims_0_8, dims_0_18, dims_1_x), strict=True))
     return TensorRow(name=name, dtype=dtype, dims=dims, required=required, layout=layout, renamed=renamed, variable=variable)
 
