@@ -34,15 +34,11 @@ PENDING: tuple[str, ...] = (
     # -
     "src/stoker/profiling/tile_tuning.py",
     # -
-    "src/stoker/frontend",
-    # -
     "src/stoker/deploy",
     # -
     "tests/deploy",
     # -
     "tests/e2e",
-    # -
-    "tests/frontend",
     # -
     "tests/serve",
     # -

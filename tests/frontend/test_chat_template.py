@@ -1,4 +1,4 @@
-"""Chat templates: as transformers renders them, inside a sandbox, with messages checked first."""
+"""Chat templates render as in transformers, in a sandbox, and invalid messages are refused."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def test_published_templates_equal_transformers(name: str) -> None:
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     tool = {"type": "function", "function": {"name": "f", "description": "é", "parameters": {"type": "object", "properties": {}}}}
     for tools in (None, [tool]):
-        want, _ = render_jinja_template(
-            [CHAT], chat_template=config["chat_template"], tools=tools, add_generation_prompt=True, **special
-        )  # fmt: skip
+        want, _ = render_jinja_template([CHAT], chat_template=config["chat_template"], tools=tools, add_generation_prompt=True, **special)
         assert ChatTemplate(config["chat_template"], special).render(CHAT, max_chars=100_000, tools=tools) == want[0]
 
 
@@ -56,14 +54,14 @@ def test_text_parts_are_joined() -> None:
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
 
 
-def test_what_templates_may_use() -> None:
+def test_functions_and_extensions_of_templates() -> None:
     source = "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}{{ mode }}"
     assert render(source, mode="x") == '<s>{"role": "user", "content": "Hi <&> \\"you\\""}x'
     assert render("{% generation %}a{% endgeneration %}{{ strftime_now('%Y') | length }}") == "a4"
 
 
 @pytest.mark.parametrize(
-    ("messages", "named"),
+    ("messages", "message"),
     [
         ([], "messages"),
         ("hello", "messages"),
@@ -76,8 +74,8 @@ def test_what_templates_may_use() -> None:
         ([{"role": "user", "content": "x" * 10_001}], "10001 characters"),
     ],
 )
-def test_messages_are_refused_by_name(messages: Any, named: str) -> None:
-    with pytest.raises(RequestError, match=named):
+def test_messages_are_refused_by_name(messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         render(CHATML, messages)
 
 
@@ -97,7 +95,7 @@ def test_failing_templates_refuse_the_request(source: str) -> None:
         render(source)
 
 
-def test_a_request_brings_no_template() -> None:
+def test_a_template_in_a_request_is_refused() -> None:
     with pytest.raises(RequestError, match="chat_template"):
         render(CHATML, chat_template="{{ 1 }}")
 

@@ -1,4 +1,4 @@
-"""Joined pieces are the whole decode: for any ids, any grouping, any tokenizer."""
+"""The joined text equals the decode of the whole sequence, for all ids, groupings and tokenizers."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ quick = settings(max_examples=150, deadline=None)
 
 
 def stream(factory: DetokenizerFactory, ids: list[int], skip: bool, sizes: list[int]) -> str:
-    """The text in groups of the given sizes, taken in turn."""
-    detokenizer, text, start, turn = factory.make(skip), "", 0, 0
+    """The text, pushed in groups whose sizes repeat `sizes`."""
+    detokenizer, text, start, count = factory.make(skip), "", 0, 0
     while start < len(ids):
-        size = sizes[turn % len(sizes)]
+        size = sizes[count % len(sizes)]
         text += detokenizer.push(ids[start : start + size])
-        start, turn = start + size, turn + 1
+        start, count = start + size, count + 1
     return text + detokenizer.flush()
 
 
 @functools.cache
 def id_kinds(core: tokenizers.Tokenizer) -> tuple[list[int], list[int], int]:
-    """Byte tokens, special tokens, the highest id."""
+    """Byte tokens, special tokens and the highest id."""
     hexes = [core.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     single = [token for token in hexes if token is not None] or list(range(4, 260))
     return single, list(core.get_added_tokens_decoder()) or [0], max(core.get_vocab().values())
 
 
 def random_ids(core: tokenizers.Tokenizer, seed: int) -> list[int]:
-    """Ids of every kind: any, byte tokens, special ones, unknown ones."""
+    """Random ids: ordinary, byte, special and unknown ones in random proportions."""
     rng = random.Random(seed)
     single, special, top = id_kinds(core)
     kinds = (lambda: rng.randint(0, top), lambda: rng.choice(single), lambda: rng.choice(special), lambda: top + rng.randint(1, 9))
@@ -93,7 +93,7 @@ def test_real_tokenizers(name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_window_agrees_on_real_tokenizers(name: str) -> None:
-    """The decoder for unknown families is right for the known ones too."""
+    """WindowDetokenizer, which is used for unknown families, is also correct for known ones."""
     core = real(name)
     for seed in range(100):
         ids = random_ids(core, seed)
@@ -102,7 +102,7 @@ def test_window_agrees_on_real_tokenizers(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_nothing_half_is_shown(kind: str) -> None:
+def test_incomplete_characters_are_held_back(kind: str) -> None:
     core = small(kind)
     detokenizer = DetokenizerFactory(core).make()
     ids = core.encode("你好 🎉 ok", add_special_tokens=False).ids
@@ -120,7 +120,7 @@ def test_incomplete_end_becomes_replacement() -> None:
 
 
 def test_spaces_after_a_skipped_special_token_stay() -> None:
-    """A window that begins with a skipped token must not take the next word for the first of the text."""
+    """A window that begins with a skipped token must not treat the next word as the first of the text."""
     core = small("metaspace")
     factory = DetokenizerFactory(core)
     ids = core.encode("the fox").ids
@@ -144,7 +144,7 @@ def test_long_ill_formed_run_is_bounded() -> None:
     assert "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush() == "\ufffd" * 1000
 
 
-def test_the_fast_paths_are_taken() -> None:
+def test_the_fast_detokenizers_are_selected() -> None:
     assert isinstance(DetokenizerFactory(small("byte_level")).make(), ByteLevelDetokenizer)
     assert isinstance(DetokenizerFactory(small("byte_fallback")).make(), ByteFallbackDetokenizer)
     assert isinstance(DetokenizerFactory(small("metaspace")).make(), WindowDetokenizer)

@@ -1,4 +1,4 @@
-"""Both transports: the executor's loop cannot tell which one it has."""
+"""Both transports between a frontend and the executor behave the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stoker.runtime.transport.zmq_mailbox import ZmqMailbox
 Connect = Callable[[], "asyncio.Future[ExecutorClient]"]
 
 
-def ask(request_id: str = "r", **params: int) -> TokenRequest:
+def make_request(request_id: str = "r", **params: int) -> TokenRequest:
     return TokenRequest(request_id=request_id, prompt_ids=[1, 2, 3], params=SamplingParams(**{"max_tokens": 20, **params}))
 
 
@@ -76,7 +76,7 @@ both = pytest.mark.parametrize("kind", ["inprocess", "zmq"])
 async def test_many_requests_of_several_clients_with_equal_ids(kind: str) -> None:
     async with running(kind) as (executor, mailbox):
         clients = [await connect(mailbox) for _ in range(3)]
-        answers = await asyncio.gather(*(collect(client, ask(f"{i}", n=2)) for client in clients for i in range(10)))
+        answers = await asyncio.gather(*(collect(client, make_request(f"{i}", n=2)) for client in clients for i in range(10)))
         assert answers == [{0: [0] * 20, 1: [1] * 20}] * 30
         assert len({request.request_id for request in executor.requests}) == 30
         assert clients[0].info == info()
@@ -89,7 +89,7 @@ async def test_many_requests_of_several_clients_with_equal_ids(kind: str) -> Non
 async def test_leaving_cancels_within_a_step(kind: str) -> None:
     async with running(kind, step_s=0.002) as (executor, mailbox):
         client = await connect(mailbox)
-        async for _ in client.generate(ask(max_tokens=1000)):
+        async for _ in client.generate(make_request(max_tokens=1000)):
             break
         await until(lambda: not executor.running and len(executor.cancelled) == 1)
         await client.close()
@@ -100,7 +100,7 @@ async def test_cancel_one_sequence_then_all(kind: str) -> None:
     async with running(kind, step_s=0.002) as (executor, mailbox):
         client = await connect(mailbox)
         reasons: dict[int, FinishReason] = {}
-        async for outputs in client.generate(ask(max_tokens=1000, n=2)):
+        async for outputs in client.generate(make_request(max_tokens=1000, n=2)):
             if not executor.cancelled:
                 client.cancel("r", 1)
             for output in outputs:
@@ -116,11 +116,11 @@ async def test_cancel_one_sequence_then_all(kind: str) -> None:
 async def test_stats_pause_shutdown_and_duplicates(kind: str) -> None:
     async with running(kind, step_s=0.002) as (executor, mailbox):
         client = await connect(mailbox)
-        stream = client.generate(ask(max_tokens=1000))
+        stream = client.generate(make_request(max_tokens=1000))
         await anext(stream)
         assert (await client.stats()).num_running == 1
         with pytest.raises(RequestError, match="in flight"):
-            await anext(client.generate(ask()))
+            await anext(client.generate(make_request()))
         client.pause(True)
         await until(lambda: executor.paused)
         assert client.alive
@@ -131,12 +131,12 @@ async def test_stats_pause_shutdown_and_duplicates(kind: str) -> None:
 
 
 @both
-async def test_closed_mailbox_fails_what_waits(kind: str) -> None:
+async def test_closing_the_mailbox_fails_pending_requests(kind: str) -> None:
     mailbox = make_mailbox(kind)
     answering = threading.Thread(target=lambda: [mailbox.poll(0.05) for _ in range(10)])
     answering.start()
     client = await connect(mailbox)
-    waiting = asyncio.create_task(collect(client, ask()))
+    waiting = asyncio.create_task(collect(client, make_request()))
     stats = asyncio.create_task(client.stats())
     await asyncio.to_thread(answering.join)
     mailbox.close("it is upgraded")
@@ -145,23 +145,23 @@ async def test_closed_mailbox_fails_what_waits(kind: str) -> None:
             await task
     assert not client.alive
     with pytest.raises(UnavailableError):
-        await collect(client, ask())
+        await collect(client, make_request())
     await client.close()
 
 
 @both
 async def test_closing_a_client_cancels_its_requests_only(kind: str) -> None:
     async with running(kind, step_s=0.002) as (executor, mailbox):
-        leaving, staying = await connect(mailbox), await connect(mailbox)
-        gone = asyncio.create_task(collect(leaving, ask(max_tokens=1000)))
-        kept = asyncio.create_task(collect(staying, ask(max_tokens=60)))
+        closing, other = await connect(mailbox), await connect(mailbox)
+        failing = asyncio.create_task(collect(closing, make_request(max_tokens=1000)))
+        continuing = asyncio.create_task(collect(other, make_request(max_tokens=60)))
         await until(lambda: len(executor.running) == 2)
-        await leaving.close()
+        await closing.close()
         await until(lambda: len(executor.running) == 1)
         with pytest.raises(UnavailableError, match="closed"):
-            await gone
-        assert await kept == {0: [0] * 60}
-        await staying.close()
+            await failing
+        assert await continuing == {0: [0] * 60}
+        await other.close()
 
 
 @both
@@ -188,7 +188,7 @@ def _executor_process(pipe: object) -> None:
 def _frontend_process(address: str) -> None:
     async def run() -> None:
         client = await ZmqExecutorClient.connect(address)
-        await collect(client, ask(max_tokens=1000))
+        await collect(client, make_request(max_tokens=1000))
 
     asyncio.run(run())
 
@@ -199,7 +199,7 @@ async def test_an_executor_process_that_dies_fails_its_requests_at_once() -> Non
     process = spawn.Process(target=_executor_process, args=(theirs,), daemon=True)
     process.start()
     client = await ZmqExecutorClient.connect(await asyncio.to_thread(mine.recv))
-    waiting = asyncio.create_task(collect(client, ask()))
+    waiting = asyncio.create_task(collect(client, make_request()))
     await asyncio.sleep(0)
     os.kill(process.pid or 0, signal.SIGKILL)
     with pytest.raises(UnavailableError, match="its process ended"):
@@ -208,7 +208,7 @@ async def test_an_executor_process_that_dies_fails_its_requests_at_once() -> Non
     process.join()
 
 
-async def test_a_frontend_process_that_dies_loses_its_requests() -> None:
+async def test_requests_of_a_dead_frontend_process_are_cancelled() -> None:
     async with running("zmq", step_s=0.005) as (executor, mailbox):
         assert isinstance(mailbox, ZmqMailbox)
         process = multiprocessing.get_context("spawn").Process(target=_frontend_process, args=(mailbox.address,), daemon=True)
@@ -219,14 +219,14 @@ async def test_a_frontend_process_that_dies_loses_its_requests() -> None:
         process.join()
 
 
-def test_a_silent_frontend_loses_its_requests() -> None:
-    """An open socket without heartbeats: a frozen process."""
+def test_requests_of_a_frontend_without_heartbeats_are_cancelled() -> None:
+    """A socket that is open and sends no heartbeats, as of a frozen process."""
     mailbox = ZmqMailbox("tcp://127.0.0.1:*", info(), client_timeout_s=0.2)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.ROUTING_ID, b"a" * 12)
     socket.connect(mailbox.address)
-    request = msgspec.structs.replace(ask(), request_id="a" * 12 + ":r")
+    request = msgspec.structs.replace(make_request(), request_id="a" * 12 + ":r")
     socket.send(msgspec.msgpack.encode([["Submit", request]]))
     assert [type(message).__name__ for message in mailbox.poll(5.0)] == ["Submit"]
     start = time.monotonic()
@@ -243,11 +243,11 @@ def test_a_silent_frontend_loses_its_requests() -> None:
         b"\xff\x00junk",
         msgspec.msgpack.encode([["Submit", 5]]),
         msgspec.msgpack.encode([["Unknown"]]),
-        msgspec.msgpack.encode([["Cancel", "someone-else:r", None]]),
+        msgspec.msgpack.encode([["Cancel", "other-client:r", None]]),
         msgspec.msgpack.encode([["Submit", {"request_id": "a" * 12 + ":r", "prompt_ids": [1], "params": {"max_tokens": -1}}]]),
     ],
 )
-def test_hostile_messages_are_refused_and_disturb_nothing(payload: bytes) -> None:
+def test_malformed_messages_are_refused(payload: bytes) -> None:
     mailbox = ZmqMailbox("tcp://127.0.0.1:*", info())
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)

@@ -1,4 +1,4 @@
-"""How `stoker.LLM` starts: on which thread, and what is left when it does not."""
+"""How `stoker.LLM` starts: on which thread, and that a failed start leaves no thread."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def executor_threads() -> list[threading.Thread]:
 
 
 def test_an_engine_is_loaded_by_the_thread_that_runs_it(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenMP has a team for each thread that computed, and CUDA a device for each thread."""
-    load, run, seen = module.load_executor, Executor.run, list[int]()
+    """OpenMP has a team per thread that computed, and CUDA a current device per thread."""
+    load, run, thread_ids = module.load_executor, Executor.run, list[int]()
 
-    def loads(*given: Any) -> Executor:
-        seen.append(threading.get_ident())
-        return load(*given)
+    def recording_load(*args: Any) -> Executor:
+        thread_ids.append(threading.get_ident())
+        return load(*args)
 
-    def runs(self: Executor) -> None:
-        seen.append(threading.get_ident())
+    def recording_run(self: Executor) -> None:
+        thread_ids.append(threading.get_ident())
         run(self)
 
-    monkeypatch.setattr(module, "load_executor", loads)
-    monkeypatch.setattr(Executor, "run", runs)
+    monkeypatch.setattr(module, "load_executor", recording_load)
+    monkeypatch.setattr(Executor, "run", recording_run)
     with LLM(tiny_engine, kv_cache_tokens=256) as llm:
         assert llm.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)).usage.completion_tokens == 2
-    assert len(seen) == 2 and seen[0] == seen[1] != threading.get_ident()
+    assert len(thread_ids) == 2 and thread_ids[0] == thread_ids[1] != threading.get_ident()
 
 
 def test_an_engine_that_does_not_load_leaves_no_thread(tiny_engine: Path) -> None:
@@ -45,35 +45,35 @@ def test_an_engine_that_does_not_load_leaves_no_thread(tiny_engine: Path) -> Non
     assert not any(thread.is_alive() for thread in executor_threads())
 
 
-@pytest.mark.parametrize("moment", ["while it loads", "as it has loaded", "as it runs"])
-def test_who_gives_up_leaves_no_thread(tiny_engine: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    load, close, result, loads, closed = module.load_executor, Executor.close, Future.result, threading.Event(), list[Executor]()
+@pytest.mark.parametrize("moment", ["while loading", "after loading", "while running"])
+def test_an_interrupted_load_leaves_no_thread(tiny_engine: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, close, result, loading, closed = module.load_executor, Executor.close, Future.result, threading.Event(), list[Executor]()
 
-    def slow(*given: Any) -> Executor:
-        loads.set()
+    def slow_load(*args: Any) -> Executor:
+        loading.set()
         try:
-            while moment != "as it runs":
+            while moment != "while running":
                 time.sleep(0.001)
         except SystemExit:
-            if moment == "while it loads":
+            if moment == "while loading":
                 raise
-        return load(*given)
+        return load(*args)
 
-    def closes(executor: Executor) -> None:
+    def recording_close(executor: Executor) -> None:
         closed.append(executor)
         close(executor)
 
     def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
         patch.undo()
-        assert loads.wait(30)
-        if moment == "as it runs":
+        assert loading.wait(30)
+        if moment == "while running":
             result(future)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "load_executor", slow)
-    monkeypatch.setattr(Executor, "close", closes)
+    monkeypatch.setattr(module, "load_executor", slow_load)
+    monkeypatch.setattr(Executor, "close", recording_close)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Future, "result", interrupted)
         LLM(tiny_engine, kv_cache_tokens=256)
     assert not any(thread.is_alive() for thread in executor_threads())
-    assert len(closed) == (0 if moment == "while it loads" else 1)
+    assert len(closed) == (0 if moment == "while loading" else 1)

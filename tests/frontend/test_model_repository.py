@@ -1,4 +1,4 @@
-"""Models by name and version, and the states they pass through."""
+"""The model repository: names, versions and states."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from stoker.base.errors import EngineError, NotFoundError, UnavailableError
 from stoker.frontend.repository import ModelRepository, ModelState
 
 
-def repository(fails: Exception | None = None) -> tuple[ModelRepository, SimpleNamespace]:
+def repository(error: Exception | None = None) -> tuple[ModelRepository, SimpleNamespace]:
     hooks = SimpleNamespace(gate=asyncio.Event(), loads=0, unloaded=[])
 
     async def load() -> Any:
         hooks.loads += 1
         await hooks.gate.wait()
-        if fails:
-            raise fails
+        if error:
+            raise error
         return SimpleNamespace(ready=True)
 
     async def unload(service: Any) -> None:
@@ -74,7 +74,7 @@ async def test_highest_version_by_number() -> None:
     assert [model.version for model in models.models()] == ["1", "10", "9"]
 
 
-async def test_failed_load_is_told() -> None:
+async def test_failed_load_is_the_reason_of_the_state() -> None:
     models, hooks = repository(EngineError("rank0.safetensors is damaged."))
     hooks.gate.set()
     with pytest.raises(EngineError):

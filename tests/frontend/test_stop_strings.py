@@ -1,4 +1,4 @@
-"""The stop checker against the answer computed from the whole text."""
+"""The stop checker gives the result that is computed from the whole text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ALPHABET = "ab\n"
 stops = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def naive(text: str, stops: list[str], unarmed: int, include: bool) -> tuple[str, str | None]:
-    """The match that ends first after `unarmed` characters; the longest of those."""
-    for end in range(unarmed + 1, len(text) + 1):
+def naive(text: str, stops: list[str], num_ignored: int, include: bool) -> tuple[str, str | None]:
+    """The match that ends first after `num_ignored` characters; of those that end together, the longest."""
+    for end in range(num_ignored + 1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
                 return (text[:end] if include else text[: end - len(stop)]), stop
@@ -21,15 +21,13 @@ def naive(text: str, stops: list[str], unarmed: int, include: bool) -> tuple[str
 
 
 @settings(max_examples=600, deadline=None)
-@given(
-    pieces=st.lists(st.text(ALPHABET, max_size=5), max_size=8), stops=stops, num_unarmed=st.integers(0, 4), include=st.booleans()
-)  # fmt: skip
-def test_equals_the_whole_text_answer(pieces: list[str], stops: list[str], num_unarmed: int, include: bool) -> None:
+@given(pieces=st.lists(st.text(ALPHABET, max_size=5), max_size=8), stops=stops, num_ignored=st.integers(0, 4), include=st.booleans())
+def test_equals_the_whole_text_answer(pieces: list[str], stops: list[str], num_ignored: int, include: bool) -> None:
     checker = StopChecker(stops, include_stop=include)
     shown, whole = "", ""
-    want, matched = naive("".join(pieces), stops, len("".join(pieces[:num_unarmed])), include)
+    want, matched = naive("".join(pieces), stops, len("".join(pieces[:num_ignored])), include)
     for i, piece in enumerate(pieces):
-        shown += checker.push(piece, armed=i >= num_unarmed)
+        shown += checker.push(piece, can_match=i >= num_ignored)
         whole += piece
         assert want.startswith(shown), "part of a stop string leaked"
         longest = max(map(len, stops)) - 1

@@ -1,4 +1,4 @@
-"""Loading an engine's tokenizer files, and what is refused."""
+"""Loading the tokenizer files of an engine, and the errors for damaged files."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_wrong_end_id_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(write(tmp_path, generation_config={"eos_token_id": ["x"]}))
 
 
-def test_hopeless_prompt_is_refused_by_its_length(tokenizer: Tokenizer) -> None:
+def test_a_text_that_is_too_long_is_refused_without_tokenizing(tokenizer: Tokenizer) -> None:
     longest = tokenizer.max_token_chars
     tokenizer.check_length("x" * (10 * longest), 10)
-    with pytest.raises(RequestError, match=f"{10 * longest + 1} characters, and 10 tokens of at most {longest}"):
+    with pytest.raises(RequestError, match=f"{10 * longest + 1} characters, and the limit is 10 tokens of at most {longest}"):
         tokenizer.check_length("x" * (10 * longest + 1), 10)
 
 

@@ -1,4 +1,4 @@
-"""A request that runs: its sequences on their way from outputs to deltas, and what they used."""
+"""The state of a running request: executor outputs become deltas with text and token usage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from stoker.runtime.request import SequenceOutput, TokenRequest
 
 
 class ActiveRequest:
-    """The first delta carries the prompt's usage, the last one all of it. A sequence ended by its text is cancelled in the executor."""
+    """One request with `n` sequences.
+
+    The first delta carries the usage of the prompt, the last one the whole usage. A sequence that ends with a stop string is
+    cancelled in the executor, which does not see text.
+    """
 
     def __init__(self, task: TokenRequest, tokenizer: Tokenizer, client: ExecutorClient) -> None:
         params = task.params
@@ -26,32 +30,33 @@ class ActiveRequest:
         return all(text.finished for text in self._texts)
 
     def push(self, outputs: list[SequenceOutput]) -> list[Delta]:
-        return self._counted([self._push_one(output) for output in outputs if not self._texts[output.index].finished])
+        """One delta per output. Outputs of sequences that have finished are dropped."""
+        return self._with_usage([self._push_one(output) for output in outputs if not self._texts[output.index].finished])
 
     def fail(self, error: UnavailableError) -> list[Delta]:
-        """The executor is gone: end what runs."""
+        """End the sequences that are running with `error`, because the executor is gone."""
         deltas = []
         for text in self._texts:
             if not text.finished:
                 text.finished = True
                 deltas.append(Delta(text.index, finish_reason=FinishReason.ERROR, error=str(error)))
-        return self._counted(deltas)
+        return self._with_usage(deltas)
 
     def _push_one(self, output: SequenceOutput) -> Delta:
         text = self._texts[output.index]
         if text.num_tokens == 0 and output.token_ids:
-            self._note_cached(output.cached_tokens)
+            self._record_cached_tokens(output.cached_tokens)
         delta = text.push(output)
         delta.prompt_logprobs = output.prompt_logprobs
         if text.stopped_by_text and not self.finished:
             self._client.cancel(self._task.request_id, text.index)
         return delta
 
-    def _note_cached(self, cached_tokens: int) -> None:
-        # Of n sequences the later ones reuse the first one's blocks; the request's own gain is the smallest.
+    def _record_cached_tokens(self, cached_tokens: int) -> None:
+        # Later sequences reuse the blocks of the first one. The reuse of earlier requests is the smallest number.
         self._cached_tokens = cached_tokens if self._cached_tokens is None else min(self._cached_tokens, cached_tokens)
 
-    def _counted(self, deltas: list[Delta]) -> list[Delta]:
+    def _with_usage(self, deltas: list[Delta]) -> list[Delta]:
         if not deltas:
             return deltas
         usage = Usage(len(self._task.prompt_ids), 0, self._cached_tokens or 0)

@@ -1,4 +1,4 @@
-"""What a request may ask of an engine: every limit, checked before anything is queued, with the numbers in the refusal."""
+"""Checks a request against the limits of the engine before it is queued. Errors contain the value and the limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_REQUEST_ID_CHARS = 256
 
 
 def check_request(request: GenerationRequest, info: ExecutorInfo) -> None:
-    """Everything that can be told before tokenization. Raises RequestError."""
+    """Checks that need no token ids. Raises RequestError."""
     if not isinstance(request.request_id, str) or not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
         raise RequestError("request_id", request.request_id, f"it must be a string of 1 to {MAX_REQUEST_ID_CHARS} characters")
     if request.timeout_s is not None and not (0 < request.timeout_s < math.inf):
@@ -23,39 +23,40 @@ def check_request(request: GenerationRequest, info: ExecutorInfo) -> None:
 
 
 def check_params(params: SamplingParams, info: ExecutorInfo) -> None:
-    """Limits of the engine on sampling parameters; their own ranges were checked when they were made."""
+    """Check sampling parameters against the limits of the engine. SamplingParams has checked the ranges itself."""
     limits = info.limits
     if params.max_tokens > limits.max_output_len:
         raise RequestError(
-            "max_tokens", params.max_tokens, f"the engine's max_output_len is {limits.max_output_len}", cure="Ask for fewer."
+            "max_tokens", params.max_tokens, f"the engine's max_output_len is {limits.max_output_len}", cure="Request fewer tokens."
         )
     if params.beam_width > limits.max_beam_width:
-        cure = f"Build it with --max-beam-width {params.beam_width}, or ask for fewer beams."
+        cure = f"Build it with --max-beam-width {params.beam_width}, or request fewer beams."
         raise RequestError("beam_width", params.beam_width, f"the engine's max_beam_width is {limits.max_beam_width}", cure=cure)
     check_ids("logit_bias", list(params.logit_bias), info.vocab_size)
     check_ids("stop_token_ids", list(params.stop_token_ids), info.vocab_size)
     for words in params.bad_words:
         if not words:
-            raise RequestError("bad_words", list(words), "a bad word has at least one token")
+            raise RequestError("bad_words", list(words), "a bad word must have at least one token")
         check_ids("bad_words", list(words), info.vocab_size)
 
 
 def check_prompt(prompt_ids: list[int], params: SamplingParams, info: ExecutorInfo) -> None:
-    """Length and range of the prompt's ids. Raises RequestError that tells prompt, asked and limit."""
-    size, asked = len(prompt_ids), params.max_tokens
+    """Check the length of the prompt and the range of its ids. Raises RequestError with prompt length, max_tokens and limit."""
+    size, max_tokens = len(prompt_ids), params.max_tokens
     if not size:
         raise RequestError("prompt", prompt_ids, "it is empty", cure="Send at least one token.")
     if size > info.limits.max_input_len:
         limit = f"it has {size} tokens and the engine's max_input_len is {info.limits.max_input_len}"
         raise RequestError("prompt", prompt_ids, limit, cure="Shorten it, or set truncate_prompt_tokens.")
-    if size + asked > info.max_seq_len:
-        limit = f"its {size} tokens and max_tokens={asked} make {size + asked}, and a sequence holds {info.max_seq_len}"
-        raise RequestError("prompt", prompt_ids, limit, cure=f"Shorten it, or ask for at most {max(0, info.max_seq_len - size)} tokens.")
+    if size + max_tokens > info.max_seq_len:
+        limit = f"its {size} tokens and max_tokens={max_tokens} make {size + max_tokens}, and the limit of a sequence is {info.max_seq_len}"
+        room = max(0, info.max_seq_len - size)
+        raise RequestError("prompt", prompt_ids, limit, cure=f"Shorten it, or set max_tokens to at most {room}.")
     check_ids("prompt", prompt_ids, info.vocab_size)
 
 
 def check_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
-    """Raise RequestError unless each is a whole number in [0, vocab_size)."""
+    """Raise RequestError unless each id is a whole number in [0, vocab_size)."""
     if not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     wrong = next(token for token in token_ids if type(token) is not int or not 0 <= token < vocab_size)

@@ -1,4 +1,4 @@
-"""A stream joined to a whole answer."""
+"""Joins the deltas of a stream into one completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stoker.runtime.request import TokenRequest
 
 
 class Aggregator:
-    """Collects a request's deltas, in order."""
+    """Collects the deltas of one request in order."""
 
     def __init__(self, task: TokenRequest) -> None:
         self._task = task

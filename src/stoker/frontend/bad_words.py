@@ -1,4 +1,4 @@
-"""Words that must not be generated, as token ids."""
+"""Bad words: words that must not be generated, converted to token ids."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections.abc import Sequence
 from stoker.base.errors import RequestError
 from stoker.frontend.service import Service
 
-MAX_WORDS = 1024  # each is tokenized twice, at 20 µs, while the process answers nobody else
-MAX_CHARS = 64 << 10  # of all of them
+MAX_WORDS = 1024  # each is tokenized twice, 20 µs each time; the event loop is blocked meanwhile
+MAX_CHARS = 64 << 10  # of all words together
 
 
 def bad_word_ids(field: str, words: Sequence[str], service: Service) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is written inside a text and after a space; the tokens differ. Raises RequestError for too many."""
+    """The token ids of each word, once as written and once after a space, because the tokens differ.
+
+    Duplicates are removed. Raises RequestError for too many words.
+    """
     check_words(field, words)
     spellings = [spelling for word in words for spelling in dict.fromkeys((word, " " + word.lstrip(" ")))]
     return tuple(dict.fromkeys(tuple(service.encode(spelling, add_special_tokens=False)) for spelling in spellings))
 
 
 def check_words(field: str, words: Sequence[str]) -> None:
-    """Raises RequestError for more words, or longer ones, than are tokenized without a pause."""
+    """Raises RequestError for more words or characters than can be tokenized without delaying other requests."""
     if len(words) > MAX_WORDS:
-        raise RequestError(field, list(words), f"there are {len(words)} words and at most {MAX_WORDS} are taken", cure="Send fewer.")
+        raise RequestError(field, list(words), f"there are {len(words)} words, and the limit is {MAX_WORDS}", cure="Send fewer.")
     if (size := sum(map(len, words))) > MAX_CHARS:
-        raise RequestError(field, list(words), f"the words have {size} characters and at most {MAX_CHARS} are taken", cure="Send fewer.")
+        raise RequestError(
+            field, list(words), f"the words have {size} characters together, and the limit is {MAX_CHARS}", cure="Send fewer."
+        )

@@ -1,7 +1,7 @@
-"""Beam search over an executor that knows nothing of beams: each step asks one token after every beam.
+"""Beam search on top of an executor without beams: each step is one request of one token for every beam.
 
-The prompt and the beams' common beginnings come from the prefix index. `BeamSearch` follows transformers'
-`GenerationMixin._beam_search` for one prompt without sampling: same candidates, scores and end conditions.
+The prefix index supplies the KV cache of the prompt and of the common beginnings of beams. `BeamSearch` follows transformers'
+`GenerationMixin._beam_search` for one prompt without sampling: the same candidates, scores and end conditions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stoker.runtime.request import ErrorInfo, SequenceOutput, TokenRequest
 
 
 class Beam(msgspec.Struct):
-    """New tokens, and the sum of their log-probabilities; once finished, that sum ÷ length ** length_penalty."""
+    """A hypothesis. `score` is the sum of the log-probabilities of `ids`; of a finished beam, that sum ÷ length ** length_penalty."""
 
     ids: list[int]
     score: float
@@ -32,7 +32,10 @@ class Beam(msgspec.Struct):
 
 
 class BeamSearch:
-    """The search itself: no model, no clock. `running` is what to continue; feed `step` with what can follow each."""
+    """The algorithm, without a model or a clock. Call `step` with the continuations of each beam in `running` until `done`.
+
+    `stops(ids)` is true when the text of these tokens contains a stop string.
+    """
 
     def __init__(self, params: SamplingParams, end_ids: frozenset[int], stops: Callable[[list[int]], bool] = lambda ids: False) -> None:
         self._params = params
@@ -46,15 +49,15 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations to ask for after each beam. width + the end ids would do: at most so many of one beam's best ones end it."""
+        """The number of continuations that `step` needs for each beam."""
         return min(MAX_LOGPROBS, max(2, 1 + len(self._end_ids)) * self._width)
 
     def step(self, continuations: list[list[tuple[int, float]]]) -> None:
-        """continuations[i]: (token id, log-probability) after running[i], most likely first."""
+        """Advance by one token. continuations[i] are (token id, log-probability) after running[i], most likely first."""
         best = self._best_candidates(continuations)
         ends = [self._ends(beam.ids) for beam in best]
         self.running = [beam for beam, ended in zip(best, ends, strict=True) if not ended][: self._width]
-        # Candidates beyond the width only stand in for ones that end; they don't count as finished.
+        # Candidates beyond the width only replace candidates that end; they never count as finished.
         self._finish([beam for beam, ended in zip(best[: self._width], ends, strict=False) if ended])
         full = len(self.finished) == self._width
         self._improvable &= not full or (bool(self.running) and self._penalized(self.running[0]) > self.finished[-1].score)
@@ -87,11 +90,11 @@ class BeamSearch:
             del self.finished[self._width :]
 
     def _penalized(self, beam: Beam) -> float:
-        return beam.score / len(beam.ids) ** self._params.length_penalty
+        return float(beam.score / len(beam.ids) ** self._params.length_penalty)
 
 
 class BeamDriver:
-    """Runs one request's search on an executor."""
+    """Runs the beam search of one request on an executor."""
 
     def __init__(self, task: TokenRequest, client: ExecutorClient, tokenizer: Tokenizer) -> None:
         self._task = task
@@ -101,28 +104,30 @@ class BeamDriver:
         self._end_ids = frozenset(task.end_ids) | frozenset(task.params.stop_token_ids)
         self._search = BeamSearch(task.params, self._end_ids, self._stops if task.params.stop else lambda ids: False)
         self._first: SequenceOutput | None = None
-        self._ended: FinishReason | None = None  # from outside: cancelled, or past the deadline
+        self._ended: FinishReason | None = None  # CANCELLED or DEADLINE, once set
 
     def cancel(self) -> None:
+        """End after the current step; `run` then returns the beams found so far."""
         self._ended = FinishReason.CANCELLED
 
     async def run(self) -> Completion:
-        """The n best of beam_width beams, best first. Raises what the executor refuses."""
+        """The `n` best of `beam_width` beams, best first. Raises the errors that the executor reports."""
         num_steps = 0
         while not self._search.done and self._ended is None:
             try:
                 async with asyncio.TaskGroup() as group:
                     steps = [group.create_task(self._continue(beam, f"{num_steps}.{i}")) for i, beam in enumerate(self._search.running)]
-            except ExceptionGroup as several:
-                raise several.exceptions[0] from None
+            except ExceptionGroup as group_error:
+                raise group_error.exceptions[0] from None
             outputs = [step.result() for step in steps]
-            self._note(outputs)
+            self._check(outputs)
             if self._ended is None:
                 self._search.step([output.logprobs[0].top for output in outputs])
             num_steps += 1
         return self._completion()
 
     async def _continue(self, beam: Beam, suffix: str) -> SequenceOutput:
+        """The next token of one beam with its candidates, as a request of its own."""
         prompt_logprobs = self._task.params.prompt_logprobs if not beam.ids else None
         params = SamplingParams(max_tokens=1, logprobs=self._search.num_candidates, prompt_logprobs=prompt_logprobs)
         request = TokenRequest(
@@ -136,7 +141,8 @@ class BeamDriver:
         async with aclosing(self._client.generate(request)) as batches:
             return [output async for outputs in batches for output in outputs][-1]
 
-    def _note(self, outputs: list[SequenceOutput]) -> None:
+    def _check(self, outputs: list[SequenceOutput]) -> None:
+        """Retain the first output for the usage, raise errors, and end the search when a request was cancelled or timed out."""
         self._first = self._first or outputs[0]
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
@@ -155,9 +161,8 @@ class BeamDriver:
     def _choice(self, index: int, beam: Beam) -> Choice:
         ended_by_id = bool(beam.ids) and beam.ids[-1] in self._end_ids
         reason = FinishReason.STOP if ended_by_id else self._ended or FinishReason.LENGTH
-        output = SequenceOutput(
-            self._task.request_id, index, beam.ids, reason, beam.ids[-1] if ended_by_id else None, beam.logprobs
-        )  # fmt: skip
+        stop_id = beam.ids[-1] if ended_by_id else None
+        output = SequenceOutput(self._task.request_id, index, beam.ids, reason, stop_id, beam.logprobs)
         delta = self._text(index).push(output)
         assert delta.finish_reason is not None
         return Choice(index, delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs)
@@ -172,16 +177,20 @@ class BeamDriver:
 
 
 def check_beams(params: SamplingParams, end_ids: tuple[int, ...]) -> None:
-    """Refuse by name what beams cannot honour. Raises RequestError."""
+    """Raise RequestError for sampling parameters that beam search does not support."""
     if params.n > params.beam_width:
-        raise RequestError("n", params.n, f"beam_width={params.beam_width} beams give at most so many answers", cure="Raise beam_width.")
+        raise RequestError("n", params.n, f"it must be at most beam_width={params.beam_width}", cure="Raise beam_width.")
     num_ends = len({*end_ids, *params.stop_token_ids})
     if params.beam_width > MAX_LOGPROBS // 2 or params.beam_width + num_ends > MAX_LOGPROBS:
-        limit = f"beams + end ids ({num_ends}) are at most {MAX_LOGPROBS}, the tokens ranked after each beam, and beams half of that"
-        raise RequestError("beam_width", params.beam_width, limit, cure="Ask for fewer beams.")
+        limit = (
+            f"it must be at most {MAX_LOGPROBS // 2}, and with the end ids ({num_ends}) at most {MAX_LOGPROBS}, the number of ranked tokens"
+        )
+        raise RequestError("beam_width", params.beam_width, limit, cure="Request fewer beams.")
     if not params.greedy:
         raise RequestError("temperature", params.temperature, "beam search does not sample", cure="Set temperature=0, or beam_width=1.")
     neutral = SamplingParams()
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "guide"):
         if getattr(params, name) != getattr(neutral, name):
-            raise RequestError(name, getattr(params, name), "beam search ranks the model's own probabilities", cure=f"Leave {name} out.")
+            raise RequestError(
+                name, getattr(params, name), "beam search uses the probabilities of the model unchanged", cure=f"Leave {name} out."
+            )

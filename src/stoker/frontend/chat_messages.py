@@ -1,4 +1,4 @@
-"""Chat messages, checked: a list of role and text. Anything else is refused by name before a template sees it."""
+"""Checks chat messages before they reach a chat template: a list of messages with a role and text."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def check_messages(messages: Any, *, max_chars: int) -> list[dict[str, Any]]:
-    """Copies of the messages with their content as one string (parts are joined by newlines). Raises RequestError.
+    """Copies of the messages with one string as content; text parts are joined by newlines. Raises RequestError.
 
-    An assistant's message with tool_calls may have no content. Further keys (name, tool_calls, …) are kept for the template.
+    An assistant message with tool_calls may have no content. Other keys (name, tool_calls, …) stay for the template.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages", messages, "it must be a list of at least one message")
     if len(messages) > MAX_MESSAGES:
-        raise RequestError("messages", messages, f"at most {MAX_MESSAGES} messages")
+        raise RequestError("messages", messages, f"there are {len(messages)} messages, and the limit is {MAX_MESSAGES}")
     checked = [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     size = sum(len(message["content"] or "") for message in checked)
     if size > max_chars:
-        raise RequestError("messages", messages, f"they hold {size} characters, at most {max_chars} fit the model", cure="Shorten them.")
+        raise RequestError(
+            "messages", messages, f"they have {size} characters, and the limit of the model is {max_chars}", cure="Shorten them."
+        )
     return checked
 
 
 def _check_message(message: Any, field: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise RequestError(field, message, "a message is an object with role and content")
+        raise RequestError(field, message, "a message must be an object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARS:
         raise RequestError(f"{field}.role", role, f"it must be a string of 1 to {MAX_ROLE_CHARS} characters")
@@ -51,6 +53,7 @@ def _part_text(part: Any, field: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
         raise RequestError(f"{field}.type", kind, "this model reads text only", cure='Use parts of the form {"type": "text", "text": …}.')
-    if not isinstance(part.get("text"), str):
-        raise RequestError(f"{field}.text", part.get("text"), "it must be a string")
-    return part["text"]
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"{field}.text", text, "it must be a string")
+    return text

@@ -1,4 +1,4 @@
-"""Messages to a prompt, through the model's own chat template: Jinja in a sandbox, with what transformers offers to templates."""
+"""Renders chat messages with the chat template of the model: Jinja in a sandbox, with the functions that transformers provides."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from stoker.base.errors import EngineError, RequestError
 from stoker.frontend.chat_messages import check_messages
 
 MAX_TEMPLATE_CHARS = 1 << 20
-CONTINUE_MARK = "\ue000continue\ue001 "  # private use: no template gives it a meaning; the space shows whether the template trims
+CONTINUE_MARK = "\ue000continue\ue001 "  # private-use characters, which no template uses; the space shows whether the template strips text
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's text for training; here it is only its content."""
+    """{% generation %} … {% endgeneration %}, which marks text for training. It renders as its content."""
 
     tags = {"generation"}
 
@@ -29,11 +29,11 @@ class GenerationBlock(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled template. It comes with the engine; requests bring values, never template text."""
+    """A compiled template from the engine directory. Requests supply values, never template source."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
-            raise EngineError(f"the chat template has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are read.", cure="Shorten it.")
+            raise EngineError(f"the chat template has {len(source)} characters, and the limit is {MAX_TEMPLATE_CHARS}.", cure="Shorten it.")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
         )
@@ -58,14 +58,22 @@ class ChatTemplate:
         documents: list[dict[str, Any]] | None = None,
         **values: Any,
     ) -> str:
-        """The prompt's text, at most `max_chars` of it. `values` are the template's own switches (enable_thinking, …).
+        """The text of the prompt. `values` are variables of the template, such as enable_thinking.
 
-        continue_final_message leaves the last message open, for the model to go on with. Raises RequestError.
+        `continue_final_message` leaves the last message open so that the model continues it. Raises RequestError for invalid messages,
+        for a template that fails, and for more than `max_chars` characters.
         """
         if "chat_template" in values:
-            raise RequestError("chat_template", values["chat_template"], "a request cannot bring a template", cure="Use the model's own.")
+            raise RequestError(
+                "chat_template",
+                values["chat_template"],
+                "a request cannot supply a template",
+                cure="Leave it out; the template of the model is used.",
+            )
         if continue_final_message and add_generation_prompt:
-            raise RequestError("continue_final_message", True, "it excludes add_generation_prompt", cure="Set one of them to false.")
+            raise RequestError(
+                "continue_final_message", True, "it cannot be combined with add_generation_prompt", cure="Set one of them to false."
+            )
         messages = check_messages(messages, max_chars=max_chars)
         if continue_final_message:
             _mark_end(messages)
@@ -80,13 +88,13 @@ class ChatTemplate:
                 size += len(piece)
                 if size > max_chars:
                     raise RequestError(
-                        "messages", context["messages"], f"they make a prompt of more than {max_chars} characters", cure="Shorten them."
+                        "messages", context["messages"], f"the prompt has more than {max_chars} characters", cure="Shorten them."
                     )
                 pieces.append(piece)
         except RequestError:
             raise
-        except Exception as error:  # a template may fail in any way Python can
-            raise RequestError("messages", context["messages"], f"the model's chat template refuses them: {error}") from None
+        except Exception as error:  # a template can raise any exception
+            raise RequestError("messages", context["messages"], f"the chat template of the model failed: {error}") from None
         return "".join(pieces)
 
 
@@ -99,13 +107,13 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
 
 def _cut_at_mark(text: str) -> str:
     if (end := text.rfind(CONTINUE_MARK.rstrip())) < 0:
-        raise RequestError("continue_final_message", True, "the chat template does not show the last message")
-    trims = not text.startswith(CONTINUE_MARK, end)
-    return text[:end].rstrip() if trims else text[:end]
+        raise RequestError("continue_final_message", True, "the output of the chat template does not contain the last message")
+    strips = not text.startswith(CONTINUE_MARK, end)
+    return text[:end].rstrip() if strips else text[:end]
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own filter escapes HTML; models were trained on plain JSON."""
+    """Plain JSON, as models were trained on. The filter of Jinja would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

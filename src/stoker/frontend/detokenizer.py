@@ -1,7 +1,7 @@
-"""Token ids to text, a few at a time: joined, the pieces are the whole decode. The one detokenizer of every surface.
+"""Incremental detokenization: token ids to text as they arrive. The joined text equals the text of the whole sequence.
 
-`tokenizers.decoders.DecodeStream` was measured and set aside: on runs of byte tokens it differs from the whole decode, and
-on ones that never become valid UTF-8 each token costs more than the last (1 ms a token after 3000).
+`tokenizers.decoders.DecodeStream` is not used: for runs of byte tokens its text differs from that of the whole sequence, and for runs
+that never become valid UTF-8 the time per token grows (measured: 1 ms per token after 3000).
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import tokenizers
 
 from stoker.frontend.token_pieces import BytePieces, FallbackPieces
 
-MAX_BYTE_RUN = 64  # byte tokens held back while their run goes on
-MAX_WINDOW = 64  # tokens that a windowed detokenizer holds back while they end inside a character
+MAX_BYTE_RUN = 64  # byte tokens held back while their run continues
+MAX_WINDOW = 64  # tokens that WindowDetokenizer holds back while they end inside a character
 REPLACEMENT = "\ufffd"
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(ABC):
-    """One sequence's text. `push` and `flush` return only new text; a character is never split."""
+    """The text of one sequence. `push` and `flush` return only new text. A character is never split."""
 
     @abstractmethod
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete, maybe none. Ids outside the vocabulary make no text."""
+        """The text that these tokens complete; may be empty. Ids outside the vocabulary add no text."""
 
     @abstractmethod
     def flush(self) -> str:
-        """What was held back, at the end of the sequence: incomplete characters become U+FFFD."""
+        """The text that was held back. Call it at the end of the sequence. Incomplete characters become U+FFFD."""
 
 
 class ByteLevelDetokenizer(Detokenizer):
-    """Tokens are bytes (GPT-2's byte-level BPE): exact for any ids, as both sides follow Unicode's rule for ill-formed UTF-8."""
+    """Tokens are bytes (byte-level BPE of GPT-2). Exact for all ids: both decoders follow the Unicode rule for ill-formed UTF-8."""
 
     def __init__(self, pieces: BytePieces) -> None:
         self._pieces = pieces
@@ -51,16 +51,16 @@ class ByteLevelDetokenizer(Detokenizer):
 
 
 class ByteFallbackDetokenizer(Detokenizer):
-    """Tokens are text, but characters outside the vocabulary are spelt in byte tokens (sentencepiece).
+    """Tokens are text, and characters outside the vocabulary are sequences of byte tokens (sentencepiece).
 
-    `tokenizers` judges a run of byte tokens as a whole: valid UTF-8, or one U+FFFD for each byte. So a run is held back until it ends,
-    or until it has MAX_BYTE_RUN bytes; only an ill-formed run longer than that can differ from the whole decode.
+    `tokenizers` decodes a run of byte tokens as a unit: to text if it is valid UTF-8, else to one U+FFFD per byte. A run is therefore
+    held back until it ends or has MAX_BYTE_RUN bytes. Only longer ill-formed runs can differ from the text of the whole sequence.
     """
 
     def __init__(self, pieces: FallbackPieces, strip: tuple[str, int]) -> None:
         self._pieces = pieces
         self._run = bytearray()
-        self._stripped, self._num_strip = strip  # a character, and how many of it the text loses at its start
+        self._stripped, self._num_strip = strip  # a character, and how many of it are removed at the start of the text
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces, run = self._pieces, self._run
@@ -109,10 +109,10 @@ class ByteFallbackDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """Any other decoder: decode the last emission and what is new together, and emit the difference.
+    """Any other decoder: decodes the tokens of the last emission together with the new ones, and emits the difference.
 
-    The last emission gives the decoder its context (is this the first word? does a space come before?). Ids that make no
-    text are dropped first, or the decoder would take the token after them for the first. Costs two decodes a call.
+    The tokens of the last emission are the context for the decoder, which decides about spaces between words. Ids without text are
+    dropped before, because the decoder would treat the next token as the first of the text. A call decodes twice.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, dropped: frozenset[int]) -> None:
@@ -150,7 +150,7 @@ class WindowDetokenizer(Detokenizer):
 
 
 class DetokenizerFactory:
-    """Makes the detokenizers of one tokenizer; the tables they read are shared and filled as tokens occur."""
+    """Creates detokenizers for one tokenizer. They share tables of token text, which are filled as tokens occur."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -160,6 +160,7 @@ class DetokenizerFactory:
         self._pieces: dict[bool, Any] = {skip: self._table(self._special if skip else frozenset()) for skip in (False, True)}
 
     def make(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A detokenizer for one sequence."""
         pieces = self._pieces[skip_special_tokens]
         if isinstance(pieces, BytePieces):
             return ByteLevelDetokenizer(pieces)
@@ -169,7 +170,7 @@ class DetokenizerFactory:
         return WindowDetokenizer(self._tokenizer, pieces)
 
     def whole(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence: what its detokenizer's pieces join to."""
+        """The text of a whole sequence, equal to the joined output of a detokenizer."""
         pieces = self._pieces[skip_special_tokens]
         if isinstance(pieces, BytePieces):
             return b"".join([pieces[token] for token in token_ids]).decode("utf-8", "replace")
@@ -177,7 +178,7 @@ class DetokenizerFactory:
         return detokenizer.push(token_ids) + detokenizer.flush()
 
     def token_bytes(self, token: int) -> bytes:
-        """One token's text in UTF-8; part of a character when the token is only that."""
+        """The UTF-8 bytes of one token. They may be only a part of a character."""
         pieces = self._pieces[False]
         if isinstance(pieces, (BytePieces, FallbackPieces)):
             piece = pieces[token]
@@ -194,7 +195,7 @@ class DetokenizerFactory:
         return dropped
 
     def _is_byte_fallback(self) -> bool:
-        """Replace …, ByteFallback, Fuse, then maybe Strip at the start: the decoder that sentencepiece models are converted to."""
+        """Whether the decoder is [Replace …, ByteFallback, Fuse] and optionally Strip, as converted sentencepiece models have it."""
         steps = list(self._steps)
         if steps and steps[-1]["type"] == "Strip" and not steps[-1]["stop"] and len(steps[-1]["content"]) == 1:
             steps.pop()
@@ -205,7 +206,7 @@ class DetokenizerFactory:
 
 
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder as tokenizer.json writes it, sequences laid flat; empty when there is none."""
+    """The steps of the decoder as in tokenizer.json, with sequences flattened; empty without a decoder."""
     if tokenizer.decoder is None:
         return []
     state = json.loads(tokenizer.decoder.__getstate__())

@@ -1,4 +1,4 @@
-"""The generation service: a request is checked, tokenized, run, detokenized, cut at its stop strings and counted."""
+"""The generation service: checks and tokenizes a request, runs it on the executor, and turns its tokens into text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENIZER_THREADS = 4
 
 
 class GenerationService(Service):
-    """One model: its tokenizer and the executor that runs it. For one event loop."""
+    """One model: a tokenizer and the executor that runs the engine. Use it from one event loop only."""
 
     def __init__(self, model_name: str, tokenizer: Tokenizer, client: ExecutorClient) -> None:
         self.model_name = model_name
@@ -56,7 +56,9 @@ class GenerationService(Service):
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
         if request.params.beam_width > 1:
-            raise RequestError("beam_width", request.params.beam_width, "beams are not streamed", cure="Ask for the whole answer at once.")
+            raise RequestError(
+                "beam_width", request.params.beam_width, "beams are not streamed", cure="Send the request without streaming."
+            )
         with _Active(self):
             task = await self._prepare(request)
             async with aclosing(self._deltas(task)) as stream:
@@ -98,17 +100,18 @@ class GenerationService(Service):
         return await self._client.stats()
 
     async def drain(self) -> None:
-        """Refuse new requests and wait until the present ones end."""
+        """Refuse new requests and wait until the running ones end."""
         self._draining = True
         await self._idle.wait()
 
     async def close(self) -> None:
+        """Close the connection to the executor and end the tokenizer threads."""
         self._draining = True
         await self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _prepare(self, request: GenerationRequest) -> TokenRequest:
-        """The request in token ids, checked against the engine. Time spent here counts against its deadline."""
+        """The request as token ids, checked against the limits of the engine. The time spent here counts towards its deadline."""
         arrival = time.monotonic()
         check_request(request, self.info)
         prompt_ids = truncate_prompt(await self._prompt_ids(request), request.truncate_prompt_tokens)
@@ -155,7 +158,7 @@ class GenerationService(Service):
             yield request.fail(error)
 
     async def _join(self, task: TokenRequest) -> Completion:
-        """What `_deltas` gives, joined; without a generator between, as there is only one answer."""
+        """The joined deltas. Equal to joining `_deltas`, without the cost of a generator between."""
         request, aggregator = ActiveRequest(task, self.tokenizer, self._client), Aggregator(task)
         try:
             async with aclosing(self._client.generate(task)) as batches:
@@ -182,7 +185,7 @@ class GenerationService(Service):
 
 
 class _Active:
-    """Counts a request while it runs; refuses new ones once the service drains."""
+    """Counts a request while it runs. Refuses new requests once the service is draining."""
 
     def __init__(self, service: GenerationService) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""`stoker.LLM`: an engine in this process, for scripts and notebooks."""
+"""`stoker.LLM`: runs an engine in the current process, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stoker.runtime.load import load_executor
 from stoker.runtime.request import ExecutorStats
 from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
 
-GIVE_UP_S = 10.0  # a load that a signal ends has so long
+ABORT_TIMEOUT_S = 10.0  # to wait for the executor thread after an interrupted load
 
 T = TypeVar("T")
 Prompt = str | list[int]
@@ -36,22 +36,22 @@ class LLM:
         with LLM("engine") as llm:
             print(llm.generate("The capital of Japan is", SamplingParams(max_tokens=8)).choices[0].text)
 
-    The step loop runs in a thread of its own; prompts given together, or from several threads, are batched in flight.
-    `settings` are fields of RuntimeConfig. Raises EngineError or ConfigError when the engine cannot run here.
+    The step loop runs in its own thread. Prompts of one call, and of several threads, are batched in flight.
+    `settings` are fields of RuntimeConfig. Raises EngineError or ConfigError when the engine cannot run on this machine.
     """
 
     def __init__(self, engine: str | Path, **settings: Any) -> None:
         self.config = RuntimeConfig(**settings)
-        Engine.open(engine)  # a wrong or damaged directory is told of as such, before its parts are read
+        Engine.open(engine)  # raises for a wrong or damaged directory before single files of it are read
         self.tokenizer = Tokenizer.load(engine)
         self._ids = itertools.count()
         loaded: Future[Executor] = Future()
-        self._executor_thread = threading.Thread(target=self._execute, args=(engine, loaded), name="stoker-executor", daemon=True)
+        self._executor_thread = threading.Thread(target=self._run_executor, args=(engine, loaded), name="stoker-executor", daemon=True)
         self._executor_thread.start()
         try:
             self._executor = loaded.result()
         except BaseException:
-            self._give_up(loaded)
+            self._abort_load(loaded)
             raise
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="stoker-frontend", daemon=True)
@@ -59,11 +59,11 @@ class LLM:
         self.service: GenerationService = self._call(self._make_service(Path(engine).name))
         self._closed = False
 
-    def _execute(self, engine: str | Path, loaded: Future[Executor]) -> None:
-        """Load and run on one thread, which has the device and, on a CPU, the only threads that compute.
+    def _run_executor(self, engine: str | Path, loaded: Future[Executor]) -> None:
+        """Load the engine and run the step loop on the same thread.
 
-        OpenMP makes a team for each thread that ever computed. More threads than cores sleep where one team waits awake: a step of
-        SmolLM2 in int8 took 17.5 ms on two cores, loaded by another thread than ran it, and takes 8.8.
+        OpenMP creates a team of threads for each thread that ever computed. With more threads than cores, waiting threads sleep instead
+        of spinning: on two cores, a step of SmolLM2 in int8 took 17.5 ms when another thread had loaded the engine, and 8.8 ms when not.
         """
         try:
             executor = load_executor(engine, self.config, InProcessMailbox)
@@ -77,14 +77,14 @@ class LLM:
         else:
             executor.close()
 
-    def _give_up(self, loaded: Future[Executor]) -> None:
-        """It failed, or Ctrl-C came while it loads: end the thread. One that a library has when Python ends aborts the process."""
+    def _abort_load(self, loaded: Future[Executor]) -> None:
+        """End the executor thread after a failed or interrupted load. Python would abort the process if it ran library code at exit."""
         thread = self._executor_thread
         if loaded.cancel():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         elif loaded.exception() is None:
             _shut_down(loaded.result())
-        thread.join(GIVE_UP_S)
+        thread.join(ABORT_TIMEOUT_S)
 
     @overload
     def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...
@@ -97,29 +97,29 @@ class LLM:
     ) -> list[Completion]: ...
 
     def generate(self, prompts: Any, params: Any = None, on_finish: Callable[[Completion], None] | None = None) -> Any:
-        """Answers to one prompt or to a list, in order. A prompt is text or a list of token ids.
+        """The completion of one prompt, or a list of completions for a list of prompts. A prompt is text or a list of token ids.
 
-        `params`: one for all, or a list as long as `prompts`. `on_finish` is called with each answer as it ends.
-        Raises RequestError for the first prompt that is refused; the others are cancelled.
+        `params` is one value for all prompts, or a list of the same length. `on_finish` is called with each completion when it ends.
+        Raises RequestError for the first prompt that is refused; the other prompts are cancelled.
         """
-        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))  # text or token ids
         batch: list[Prompt] = [prompts] if single else list(prompts)
         each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(batch)
         requests = [self._request(prompt, own) for prompt, own in zip(batch, each, strict=True)]
-        answers = self._call(self._complete_all(requests, on_finish))
-        return answers[0] if single else answers
+        completions = self._call(self._complete_all(requests, on_finish))
+        return completions[0] if single else completions
 
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None, **template_values: Any) -> Completion:
-        """The answer to a conversation, through the model's chat template."""
+        """The completion of a conversation, rendered with the chat template of the model."""
         return self.generate(self.chat_prompt(messages, **template_values), params)
 
     def chat_prompt(self, messages: list[dict[str, Any]], **template_values: Any) -> list[int]:
-        """The token ids of a conversation, ready for `generate` or `stream`."""
+        """The token ids of a conversation, a prompt for `generate` or `stream`."""
         text = self.service.render_chat(messages, **template_values)
         return self.service.encode(text, add_special_tokens=False)
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
-        """Deltas of one prompt's sequences as they come. Leaving early cancels the request within one step."""
+        """Deltas of the sequences of one prompt as they arrive. Closing the iterator early cancels the request within one step."""
         arrived: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
         caller = asyncio.get_running_loop()
         producer = self._submit(self._produce(self._request(prompt, params or SamplingParams()), caller, arrived))
@@ -132,11 +132,11 @@ class LLM:
             producer.cancel()
 
     def stats(self) -> ExecutorStats:
-        """The executor's counters."""
+        """The counters of the executor."""
         return self._call(self.service.stats())
 
     def close(self) -> None:
-        """Cancel what runs, stop the threads and free the memory. Idempotent."""
+        """Cancel running requests, stop the threads and free the memory. Further calls have no effect."""
         if self._closed:
             return
         self._closed = True
@@ -164,10 +164,10 @@ class LLM:
 
     async def _complete_all(self, requests: list[GenerationRequest], on_finish: Callable[[Completion], None] | None) -> list[Completion]:
         async def one(request: GenerationRequest) -> Completion:
-            answer = await self.service.complete(request)
+            completion = await self.service.complete(request)
             if on_finish is not None:
-                on_finish(answer)
-            return answer
+                on_finish(completion)
+            return completion
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -194,11 +194,11 @@ class LLM:
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if getattr(self, "_closed", False):
             coroutine.close()
-            raise UnavailableError("This LLM was closed.", cure="Make a new one.")
+            raise UnavailableError("This LLM was closed.", cure="Create a new LLM.")
         future = self._submit(coroutine)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C: what was asked for is no longer wanted
+        except BaseException:  # such as KeyboardInterrupt: cancel the request
             future.cancel()
             raise
 

@@ -1,4 +1,4 @@
-"""The models of a server by name and version, and the state each is in."""
+"""The models of a server by name and version, and their states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoker.frontend.service import Service
 
 log = get_logger(__name__)
 
-NOT_LOADED = "not loaded"  # the reason of a model whose load was never asked for
+NOT_LOADED = "not loaded"  # the reason of a model that was never loaded
 
 Load = Callable[[], Awaitable[Service]]
 Unload = Callable[[Service], Awaitable[None]]
@@ -28,14 +28,14 @@ class ModelState(enum.StrEnum):
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """A row of the repository. `load` makes its service; `unload` ends it once its requests have."""
+    """One version of a model. `load` creates its service; `unload` waits for its requests and closes the service."""
 
     name: str
     version: str
     load: Load
     unload: Unload
     state: ModelState = ModelState.UNAVAILABLE
-    reason: str = NOT_LOADED  # empty when ready
+    reason: str = NOT_LOADED  # of the state; empty when ready
     service: Service | None = None
 
     @property
@@ -44,13 +44,13 @@ class Model(msgspec.Struct, kw_only=True):
 
 
 class ModelRepository:
-    """Used from one event loop."""
+    """Loads, unloads and finds models. Use it from one event loop only."""
 
     def __init__(self) -> None:
         self._models: dict[str, dict[str, Model]] = {}
 
     def register(self, name: str, load: Load, unload: Unload, version: str = "1") -> Model:
-        """Make a model known, not loaded yet."""
+        """Add a model without loading it. Raises ValueError when the name and version exist."""
         versions = self._models.setdefault(name, {})
         if version in versions:
             raise ValueError(f"model {name!r} version {version} is registered twice")
@@ -69,11 +69,11 @@ class ModelRepository:
 
     @property
     def ready(self) -> bool:
-        """There are models, and all of them answer."""
+        """Whether there are models and all of them are ready."""
         return bool(self._models) and all(model.ready for model in self.models())
 
     def find(self, name: str, version: str | None = None) -> Model:
-        """The row, whatever its state; without a version, the highest. Raises NotFoundError with the names that exist."""
+        """The model in any state; without a version, the highest one. Raises NotFoundError with the names that exist."""
         versions = self._models.get(name)
         if not versions:
             known = nearest(name, list(self._models)) or list(self._models)
@@ -93,7 +93,7 @@ class ModelRepository:
         raise UnavailableError(f"model {name!r} is {ModelState.UNAVAILABLE if model.state is ModelState.READY else model.state}: {reason}.")
 
     async def load(self, name: str, version: str | None = None) -> None:
-        """Load a model; nothing happens when it is loaded or being loaded. What its load raises is kept as the reason, and raised."""
+        """Load a model, unless it is loaded or loading. An exception of its load becomes the reason of its state and is raised."""
         model = self.find(name, version)
         if model.state in (ModelState.LOADING, ModelState.READY):
             return
@@ -110,7 +110,7 @@ class ModelRepository:
         model.state, model.reason = ModelState.READY, ""
 
     async def unload(self, name: str, version: str | None = None) -> None:
-        """Take no new requests, let `unload` finish the present ones, forget the service. Nothing happens unless it is ready."""
+        """Refuse new requests, wait for the running ones and drop the service. Does nothing unless the model is ready."""
         model = self.find(name, version)
         if model.state is not ModelState.READY or model.service is None:
             return

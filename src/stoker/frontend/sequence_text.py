@@ -1,4 +1,4 @@
-"""One sequence's outputs to deltas: detokenized, cut at stop strings, finished once."""
+"""Converts the outputs of one sequence to deltas: detokenizes them and ends them at stop strings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from stoker.runtime.request import SequenceOutput
 
 
 class SequenceText:
-    """Feed a sequence's outputs in order. However they are grouped, the joined deltas are the same.
+    """The text of one sequence. Push its outputs in order; their grouping does not change the joined deltas.
 
-    Tokens before min_tokens cannot complete a stop string. The text of the end or stop id is left out, unless include_stop.
+    Tokens before min_tokens cannot complete a stop string. The text of the end or stop id is omitted unless include_stop is set.
     """
 
     def __init__(self, index: int, params: SamplingParams, detokenizer: Detokenizer) -> None:
@@ -24,11 +24,11 @@ class SequenceText:
 
     @property
     def stopped_by_text(self) -> bool:
-        """A stop string ended it, which the executor does not know."""
+        """A stop string ended the sequence. The executor sees no text and must be notified."""
         return self._stop is not None and self._stop.matched is not None
 
     def push(self, output: SequenceOutput) -> Delta:
-        """New text and ids. The delta that finishes the sequence is the last; don't push after it."""
+        """The delta of one output. Do not push again after the delta with a finish reason."""
         ids = output.token_ids
         silent_end = output.stop_id is not None and not self._params.include_stop
         text, used = self._advance(ids[:-1] if silent_end else ids)
@@ -47,12 +47,12 @@ class SequenceText:
         return delta
 
     def _advance(self, ids: list[int]) -> tuple[str, int]:
-        """Text of these tokens, and how many of them were taken until a stop string matched."""
+        """The text of these tokens, and how many of them were consumed until a stop string matched."""
         if self._stop is None:
             return self._detokenizer.push(ids), len(ids)
         text = ""
         for used, token in enumerate(ids, 1):
-            text += self._stop.push(self._detokenizer.push((token,)), armed=self.num_tokens + used > self._params.min_tokens)
+            text += self._stop.push(self._detokenizer.push((token,)), can_match=self.num_tokens + used > self._params.min_tokens)
             if self._stop.matched is not None:
                 return text, used
         return text, len(ids)
@@ -61,4 +61,4 @@ class SequenceText:
         held = self._detokenizer.flush()
         if self._stop is None:
             return held
-        return self._stop.push(held, armed=self.num_tokens > self._params.min_tokens) + self._stop.flush()
+        return self._stop.push(held, can_match=self.num_tokens > self._params.min_tokens) + self._stop.flush()

@@ -1,4 +1,4 @@
-"""The generation service: text in, text deltas out. Protocol adapters call this and nothing below it."""
+"""The interface of the generation service: requests with text in, deltas with text out. Protocols depend on it and nothing below."""
 
 from __future__ import annotations
 
@@ -58,23 +58,24 @@ class Completion(msgspec.Struct):
 
 
 class Service(ABC):
-    """What a protocol adapter may ask of a model that is served."""
+    """One served model, as protocols see it."""
 
     model_name: str
-    end_ids: tuple[int, ...] = ()  # the model's own, in the tokenizer's order
-    pad_id: int | None = None  # the tokenizer's
+    end_ids: tuple[int, ...] = ()  # of the model, in the order of the tokenizer files
+    pad_id: int | None = None  # of the tokenizer
 
     @abstractmethod
     def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:
-        """Deltas of the request's sequences, a list a wake-up. Leaving early cancels within one step.
+        """Deltas of the sequences of a request; one list contains all that arrived together.
 
-        Raises RequestError, QueueFullError or UnavailableError before the first delta; later failures of one sequence
-        come as its last delta, with finish_reason ERROR.
+        Closing the generator early cancels the request within one step.
+        Raises RequestError, QueueFullError or UnavailableError before the first delta. A later failure of a sequence is its last delta,
+        with finish_reason ERROR.
         """
 
     @abstractmethod
     async def complete(self, request: GenerationRequest) -> Completion:
-        """The joined stream."""
+        """The completion of a request, equal to its joined stream. Raises the same errors as `stream`."""
 
     @abstractmethod
     def cancel(self, request_id: str) -> None: ...
@@ -87,11 +88,11 @@ class Service(ABC):
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's text alone, in UTF-8; part of a character where the token is only that. For log-probabilities."""
+        """The UTF-8 bytes of one token, for log-probabilities. They may be only a part of a character."""
 
     @abstractmethod
     def render_chat(self, messages: list[dict[str, Any]], /, **template_values: Any) -> str:
-        """The chat template's text for these messages (generation prompt added unless told otherwise). RequestError when it fails."""
+        """The prompt that the chat template renders for these messages, by default with the generation prompt. Raises RequestError."""
 
     @abstractmethod
     async def stats(self) -> ExecutorStats: ...
@@ -99,7 +100,7 @@ class Service(ABC):
     @property
     @abstractmethod
     def info(self) -> ExecutorInfo:
-        """The engine's limits, vocabulary and architecture."""
+        """Limits, vocabulary size and architecture of the engine."""
 
     @property
     @abstractmethod

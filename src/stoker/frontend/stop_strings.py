@@ -1,4 +1,4 @@
-"""Stop strings, found in text as it comes: no part of one is ever shown."""
+"""Finds stop strings in text that arrives incrementally. No part of a stop string is ever emitted."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Sequence
 
 
 class StopChecker:
-    """Feed text in any pieces; the outcome is the same. The match is the one that ends first, of equals the longest.
+    """Accepts text in any division. The match is the one that ends first; of those that end together, the longest.
 
-    That is the only choice that does not depend on how the text was cut, as nothing is generated past the match.
+    This choice does not depend on the division of the text, because nothing is generated after the match.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = tuple(sorted(set(stops), key=len, reverse=True))
         self._firsts = frozenset(stop[0] for stop in stops)
-        self._reach = max(map(len, stops), default=1) - 1  # characters that can belong to an unfinished match
+        self._max_partial = max(map(len, stops), default=1) - 1  # characters that can belong to an incomplete match
         self._include_stop = include_stop
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str, *, armed: bool = True) -> str:
-        """The text that may be shown now. After a match (`matched`), nothing more is. Unarmed text cannot complete a match."""
+    def push(self, text: str, *, can_match: bool = True) -> str:
+        """The text that can be emitted now; empty after a match (`matched`). No match ends inside `text` unless `can_match`."""
         if self.matched is not None:
             return ""
         num_held = len(self._held)
         text = self._held + text
-        if armed and (shown := self._find(text, num_held)) is not None:
-            return shown
+        if can_match and (emitted := self._find(text, num_held)) is not None:
+            return emitted
         start = self._first_possible(text)
         self._held = text[start:]
         return text[:start]
 
     def flush(self) -> str:
-        """What was held back, at the end of a sequence that no stop string ended."""
+        """The text that was held back. Call it at the end of a sequence; it is empty after a match."""
         held, self._held = ("", "") if self.matched is not None else (self._held, "")
         return held
 
     def _find(self, text: str, num_old: int) -> str | None:
-        """What to show up to the first match that ends after the `num_old` characters that are no news; None without a match."""
+        """The text to emit up to the first match that ends after `num_old` characters, which were searched before; else None."""
         best_end = len(text) + 1
         for stop in self._stops:
             start = text.find(stop, max(0, num_old + 1 - len(stop)), best_end)
@@ -48,8 +48,8 @@ class StopChecker:
         return text[: best_end if self._include_stop else best_end - len(self.matched)]
 
     def _first_possible(self, text: str) -> int:
-        """Where the longest end of `text` that begins some stop string begins; never a whole stop string."""
-        for start in range(max(0, len(text) - self._reach), len(text)):
+        """The start of the longest suffix of `text` that is a proper prefix of a stop string; len(text) without one."""
+        for start in range(max(0, len(text) - self._max_partial), len(text)):
             if text[start] in self._firsts:
                 end = text[start:]
                 if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops):

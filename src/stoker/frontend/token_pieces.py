@@ -1,4 +1,4 @@
-"""What each token contributes to the text, computed when the token first occurs."""
+"""Tables of the text of each token, computed when the token first occurs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEX_DIGITS = frozenset(string.hexdigits)
 
 
 class BytePieces(dict[int, bytes]):
-    """Bytes of each token of a byte-level vocabulary; none for dropped and unknown ids."""
+    """The bytes of each token of a byte-level vocabulary; empty for dropped and unknown ids."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, dropped: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(dropped, b""))
@@ -26,7 +26,7 @@ class BytePieces(dict[int, bytes]):
 
 
 class FallbackPieces(dict[int, "str | int | None"]):
-    """Text of each token, or its byte value when it is a byte token (<0x0A>); None for dropped and unknown ids."""
+    """The text of each token, or the byte value of a byte token (<0x0A>); None for dropped and unknown ids."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, dropped: frozenset[int], replaced: Sequence[tuple[str, str]]) -> None:
         super().__init__(dict.fromkeys(dropped))
@@ -44,7 +44,7 @@ class FallbackPieces(dict[int, "str | int | None"]):
 
 
 def token_content(tokenizer: tokenizers.Tokenizer, token: int) -> str | None:
-    """The vocabulary's entry; None when there is none. Engines pad their vocabulary past the tokenizer's."""
+    """The entry of the vocabulary, or None: the vocabulary of an engine is padded and can be larger."""
     return tokenizer.id_to_token(token) if 0 <= token < 1 << 32 else None
 
 
@@ -57,7 +57,7 @@ def byte_value(content: str) -> int:
 
 
 def to_bytes(content: str) -> bytes:
-    """Undo GPT-2's spelling of bytes as visible characters; an entry outside that alphabet (an added token) stands for itself."""
+    """Reverse the GPT-2 mapping of bytes to visible characters. An entry with other characters (an added token) is plain text."""
     try:
         return bytes([BYTE_OF_CHAR[char] for char in content])
     except KeyError:
@@ -65,7 +65,7 @@ def to_bytes(content: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's table (encoder.py, bytes_to_unicode): visible Latin-1 characters are themselves, the other 68 bytes follow U+0100."""
+    """The table of GPT-2 (encoder.py, bytes_to_unicode): visible Latin-1 characters map to themselves, the other 68 bytes to U+0100 ff."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

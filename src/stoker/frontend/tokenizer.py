@@ -1,4 +1,4 @@
-"""Text to token ids and back, from an engine's tokenizer files alone."""
+"""Converts text to token ids and back with the tokenizer files of an engine directory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from stoker.base.errors import EngineError, RequestError
 from stoker.frontend.detokenizer import Detokenizer, DetokenizerFactory
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-COMPOSITION = 4  # a normalizer may make one character of so many (NFC of Hangul and of stacked accents)
+MAX_COMPOSITION = 4  # characters that a normalizer can combine into one (NFC of Hangul and of stacked accents)
 
 
 class Tokenizer:
-    """Safe to use from several threads: `encode` releases the interpreter while it works.
+    """Can be used from several threads. `encode` releases the global interpreter lock.
 
-    vocab_size is the highest id + 1; the engine's own may be larger. end_ids are the ids that end an answer: all of
-    generation_config.json's eos_token_id and the tokenizer's own eos_token. max_token_chars is the longest entry's length.
+    vocab_size: the highest id + 1. The vocabulary of the engine can be larger.
+    end_ids: the ids that end a sequence: eos_token_id of generation_config.json and eos_token of the tokenizer.
+    max_token_chars: the largest number of characters that one token can represent.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, config: dict[str, Any] | None = None, generation: dict[str, Any] | None = None) -> None:
@@ -31,7 +32,7 @@ class Tokenizer:
         self._core = core
         self._detokenizers = DetokenizerFactory(core)
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        self.max_token_chars = max(map(len, vocab), default=1) * (COMPOSITION if core.normalizer is not None else 1)
+        self.max_token_chars = max(map(len, vocab), default=1) * (MAX_COMPOSITION if core.normalizer is not None else 1)
         self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _content(config.get(name))) is not None}
         self.special_ids = frozenset(token for token, added in core.get_added_tokens_decoder().items() if added.special)
         self.bos_id = self._special_id("bos_token", generation.get("bos_token_id"))
@@ -41,16 +42,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path | str) -> Tokenizer:
-        """Read tokenizer.json, and when they exist tokenizer_config.json, generation_config.json and chat_template.jinja.
+        """Read tokenizer.json, and if present tokenizer_config.json, generation_config.json and chat_template.jinja.
 
-        Raises EngineError that names the file that is missing or damaged.
+        Raises EngineError with the name of a missing or damaged file.
         """
         path = Path(directory)
         if not (path / "tokenizer.json").is_file():
             raise EngineError(f"{path / 'tokenizer.json'} is missing.", cure="Build the engine again.")
         try:
             core = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the package raises bare Exception
+        except Exception as error:  # tokenizers raises plain Exception
             raise EngineError(f"{path / 'tokenizer.json'} cannot be read: {error}.", cure="Build the engine again.") from None
         config = _read_json(path / "tokenizer_config.json")
         if (template := path / "chat_template.jinja").is_file():
@@ -58,33 +59,33 @@ class Tokenizer:
         return cls(core, config, _read_json(path / "generation_config.json"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with the model's own prefix and suffix when add_special_tokens. RequestError when `text` is not valid Unicode."""
+        """The token ids of `text`, with the special tokens of the model if requested. Raises RequestError for invalid Unicode."""
         try:
-            # The batch call without offsets takes half the time of encode() and releases the interpreter: 2 MB in 0.95 s, stalls of 15 ms.
+            # Without offsets, the batch call takes half the time of encode() and releases the lock: 2 MB in 0.95 s, waits of 15 ms.
             return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except TypeError:  # how the package refuses half of a surrogate pair, which JSON can carry
-            raise RequestError("prompt", text, "it holds half of a surrogate pair", cure="Send valid Unicode.") from None
+        except TypeError:  # tokenizers raises it for a lone surrogate, which JSON can contain
+            raise RequestError("prompt", text, "it contains a lone surrogate", cure="Send valid Unicode.") from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence: what its detokenizer's pieces join to."""
+        """The text of a whole sequence, equal to the joined output of a detokenizer."""
         return self._detokenizers.whole(token_ids, skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh one, for one sequence."""
+        """A new detokenizer for one sequence."""
         return self._detokenizers.make(skip_special_tokens)
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Refuse a text that cannot fit before any work is spent on it. Raises RequestError with the numbers."""
+        """Raise RequestError for a text that has more than `max_tokens` tokens for certain, without tokenizing it."""
         if len(text) > max_tokens * self.max_token_chars:
-            limit = f"it has {len(text)} characters, and {max_tokens} tokens of at most {self.max_token_chars} characters are the limit"
+            limit = f"it has {len(text)} characters, and the limit is {max_tokens} tokens of at most {self.max_token_chars} characters"
             raise RequestError("prompt", text, limit, cure="Shorten it.")
 
     def token_text(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of an id; None when there is none."""
+        """The entry of the vocabulary for an id, or None."""
         return self._core.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What an id alone contributes to the text, special tokens included; none for an unknown one."""
+        """The UTF-8 bytes of one id, special tokens included; empty for an unknown id."""
         return self._detokenizers.token_bytes(token_id)
 
     def token_id(self, content: str) -> int | None:
@@ -111,18 +112,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise EngineError(f"{path} cannot be read: {error}.", cure="Build the engine again.") from None
     if not isinstance(value, dict):
-        raise EngineError(f"{path} holds a {type(value).__name__}, not an object.", cure="Build the engine again.")
+        raise EngineError(f"{path} contains a {type(value).__name__} instead of an object.", cure="Build the engine again.")
     return value
 
 
 def _content(token: Any) -> str | None:
-    """A special token is written as its text, or as an object with its text."""
+    """The text of a special token, which is given as a string or as an object."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def _chat_template(value: Any) -> str | None:
-    """One template, or a list of named ones, of which `default` is meant."""
+    """The chat template: a string, or the one named `default` in a list."""
     if isinstance(value, list):
         value = next((entry.get("template") for entry in value if isinstance(entry, dict) and entry.get("name") == "default"), None)
     return value if isinstance(value, str) else None
