@@ -1,4 +1,4 @@
-"""Writes the tables of settings, parameters and fields in docs/{openai,sagemaker,truss}.md: run `python scripts/tables.py`.
+"""Generates the tables of fields in docs/{openai,sagemaker,truss}.md from the field tables: run `python scripts/tables.py`.
 
 A table is the text between <!-- table: NAME --> and <!-- end -->.
 """
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.base.fields.table import FieldRow
-from stoker.deploy import lmi_table
-from stoker.deploy.fields import Field
+from stoker.deploy.lmi import keys as lmi
 from stoker.server.protocols.openai import fields
 from stoker.server.protocols.sagemaker import parameters as sagemaker
 from stoker.server.protocols.truss import parameters as truss
@@ -23,8 +22,8 @@ _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def page(name: str) -> str:
-    """The text of a page with its tables generated again."""
-    return _PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], (DOCS / name).read_text(encoding="utf-8"))
+    """The text of a page with new tables."""
+    return _PLACE.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], (DOCS / name).read_text(encoding="utf-8"))
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -33,41 +32,37 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _keys() -> str:
-    return _table(("key", "here", ""), ((f"`{row.key}`", row.fate, _key_says(row)) for row in lmi_table.TABLE.values()))
+    rows = ((f"`{row.name}`", row.status, _description(row, _setting_name(row))) for row in lmi.TABLE)
+    return _table(("key", "status", "setting, or reason"), rows)
 
 
-def _key_says(row: Field) -> str:
-    if row.to:
-        name = row.to.partition(".")[2] or row.to
-        return f"{name}; {row.also}" if row.also else name
-    if row.no_effect:
-        return row.no_effect
-    harmless = ", ".join(_spelled(value) for value in row.harmless if value != "")
-    hint = row.hint[:1].lower() + row.hint[1:].rstrip(".")
-    return "; ".join(part for part in (row.refused, harmless and f"{harmless} is accepted", hint) if part)
+def _setting_name(row: FieldRow) -> str:
+    """The name of the setting that an accepted key sets."""
+    return row.target.partition(".")[2] or row.target
 
 
 def _environment() -> str:
-    above = ((f"`{name}`", f"`{key}`", "wins over the file") for name, key in lmi_table.OVERRIDES.items())
-    below = ((f"`{name}`", f"`{key}`", "where the file is silent") for name, key in lmi_table.ENVIRONMENT.items())
+    above = ((f"`{name}`", f"`{key}`", "takes precedence over the file") for name, key in lmi.OVERRIDES.items())
+    below = ((f"`{name}`", f"`{key}`", "used if the file does not set the key") for name, key in lmi.ENVIRONMENT.items())
     rest = (
-        ("`SAGEMAKER_MAX_PAYLOAD_IN_MB`", "`max_request_size`", "wins over the file; in MiB"),
-        ("`OPTION_NAME`", "`option.name`", "where the file and the variables above are silent"),
-        ("`SERVING_NAME`", "`name`", "where all others are silent"),
-        ("`HF_TOKEN`", "", "opens private repositories; it is given to the download alone"),
+        ("`SAGEMAKER_MAX_PAYLOAD_IN_MB`", "`max_request_size`", "takes precedence over the file; in MiB"),
+        ("`OPTION_NAME`", "`option.name`", "used if neither the file nor a variable above sets the key"),
+        ("`SERVING_NAME`", "`name`", "used if nothing else sets the key"),
+        ("`HF_TOKEN`", "", "access token for private repositories; used only for downloads"),
     )
-    return _table(("variable", "key", ""), (*above, *below, *rest))
+    return _table(("variable", "key", "precedence"), (*above, *below, *rest))
 
 
 def _fields(noun: str, rows: Iterable[FieldRow]) -> str:
     return _table((noun, "status", "meaning, or reason"), ((f"`{row.name}`", row.status, _description(row)) for row in rows))
 
 
-def _description(row: FieldRow) -> str:
+def _description(row: FieldRow, setting: str = "") -> str:
+    """The setting, the meaning or reason, the harmless values and the alternative of a row."""
     harmless = dict.fromkeys(_spelled(value) for value in row.harmless if value != "")
     allowed = f"{', '.join(harmless)} is accepted" if harmless else ""
     alternative = row.alternative[:1].lower() + row.alternative[1:].rstrip(".")
-    return "; ".join(part for part in (row.meaning or row.reason, allowed, alternative) if part)
+    return "; ".join(part for part in (setting, row.meaning or row.reason, allowed, alternative) if part)
 
 
 def _spelled(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""serving.properties and the environment, read into a Deployment."""
+"""Reading serving.properties and the environment into a Deployment."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 
 from stoker.base.errors import ConfigError, EngineError
-from stoker.deploy import lmi
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
 from stoker.deploy.devices import visible_gpus
-from stoker.deploy.lmi_table import TABLE
+from stoker.deploy.lmi.keys import TABLE
+from stoker.deploy.lmi.load import is_lmi_folder, load_lmi
+from stoker.deploy.lmi.model_settings import complete_lmi
 
 MODEL = "option.model_id=org/model\n"
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmi, "visible_gpus", lambda environment: 0)
+    monkeypatch.setattr("stoker.deploy.lmi.load.visible_gpus", lambda environment: 0)
 
 
 def load(folder: Path, text: str, **environment: str) -> Deployment:
     (folder / "serving.properties").write_text(text)
-    return lmi.load(folder, environment)
+    return load_lmi(folder, environment)
 
 
 def build(deployment: Deployment) -> BuildOptions:
@@ -43,7 +44,7 @@ def refuse(folder: Path, text: str, match: str, **environment: str) -> str:
     return str(caught.value)
 
 
-def test_example_of_the_seed(tmp_path: Path) -> None:
+def test_example_of_the_documentation(tmp_path: Path) -> None:
     text = (
         "option.model_id=org/model\noption.tensor_parallel_degree=1\noption.max_rolling_batch_size=16 # default is 32\n"
         "option.max_input_len=256 # default is 1024\noption.max_output_len=256 # default is 512\n"
@@ -53,11 +54,11 @@ def test_example_of_the_seed(tmp_path: Path) -> None:
     assert (source.checkpoint, source.mapping.tensor_parallel) == ("org/model", 1)
     assert (source.limits.max_batch_size, source.limits.max_input_len, source.limits.max_output_len) == (16, 256, 256)
     assert setting(deployment, "max_batch_size") == (16, f"{tmp_path / 'serving.properties'}:3")
-    assert sum("taken for a comment" in note.text for note in deployment.notes) == 3
+    assert sum("treated as a comment" in note.text for note in deployment.notes) == 3
 
 
-# Each row of the document's tables with its example values; beside it what the row says it goes with.
-SEED_ROWS: dict[str, tuple[str, str]] = {
+# Rows of the tables in the LMI documentation: example values, and the setting that the row requires.
+DOCUMENTED_ROWS: dict[str, tuple[str, str]] = {
     "max_input_len": ("512 1024", ""),
     "max_output_len": ("512 1024", ""),
     "use_custom_all_reduce": ("true false", ""),
@@ -86,18 +87,18 @@ SEED_ROWS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("row", SEED_ROWS)
-def test_rows_of_the_seed_with_its_values(row: str, tmp_path: Path) -> None:
-    values, along = SEED_ROWS[row]
+@pytest.mark.parametrize("row", DOCUMENTED_ROWS)
+def test_documented_rows_with_their_values(row: str, tmp_path: Path) -> None:
+    values, required = DOCUMENTED_ROWS[row]
     for value in values.split():
-        deployment = load(tmp_path, f"{MODEL}option.{row}={value}\n{along}\n")
+        deployment = load(tmp_path, f"{MODEL}option.{row}={value}\n{required}\n")
         shown = {s.key for s in deployment.settings} | {n.key for n in deployment.notes}
         assert f"option.{row}" in shown
         assert not [note for note in deployment.notes if note.severity == "warning"]
 
 
-# The document's list of what is built just in time: architecture, model_type, and the key that names its version.
-BUILT: dict[str, tuple[str, str, str]] = {
+# Families that LMI builds just in time: architecture, model_type, and the key with its version.
+FAMILIES: dict[str, tuple[str, str, str]] = {
     "LLaMA": ("LlamaForCausalLM", "llama", ""),
     "Falcon": ("FalconForCausalLM", "falcon", ""),
     "InternLM": ("InternLMForCausalLM", "internlm", ""),
@@ -114,12 +115,12 @@ BUILT: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("family", BUILT)
-def test_what_is_built_just_in_time(family: str, tmp_path: Path) -> None:
-    """Each is a row of the models' table, whose parity is tested there; and its version is taken."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_are_built_just_in_time(family: str, tmp_path: Path) -> None:
+    """Each family is a row of the architecture table, and its version key is accepted."""
     from stoker.models import all_architectures
 
-    architecture, kind, version = BUILT[family]
+    architecture, kind, version = FAMILIES[family]
     assert [row for row in all_architectures() if architecture in (row.name, *row.aliases)]
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": kind}))
     source = build(load(tmp_path, version + "\n"))
@@ -128,7 +129,7 @@ def test_what_is_built_just_in_time(family: str, tmp_path: Path) -> None:
     assert (source.limits.max_input_len, source.limits.max_output_len) == lengths
 
 
-def test_placeholder_of_the_seed_is_refused(tmp_path: Path) -> None:
+def test_placeholder_of_the_documentation_is_refused(tmp_path: Path) -> None:
     refuse(tmp_path, "option.model_id=<your model>\n", "placeholder")
 
 
@@ -149,17 +150,17 @@ def test_lengths_default_by_family(tmp_path: Path, kind: str, lengths: tuple[int
     limits = build(load(tmp_path, f"option.model_id={checkpoint}\n")).limits
     assert (limits.max_input_len, limits.max_output_len) == lengths
     remote = load(tmp_path, MODEL + "option.max_output_len=99\n")
-    limits = build(lmi.complete(remote, checkpoint)).limits
+    limits = build(complete_lmi(remote, checkpoint)).limits
     assert (limits.max_input_len, limits.max_output_len) == (lengths[0], 99)
 
 
 def test_kv_fraction_and_ranks_default_to_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmi, "visible_gpus", lambda environment: 4)
+    monkeypatch.setattr("stoker.deploy.lmi.load.visible_gpus", lambda environment: 4)
     deployment = load(tmp_path, MODEL + "option.pipeline_parallel_degree=2\n")
     assert deployment.runtime.kv_cache_fraction == 0.95
     assert build(deployment).mapping.tensor_parallel == 2
     assert build(load(tmp_path, MODEL + "option.tensor_parallel_degree=max\n")).mapping.tensor_parallel == 4
-    message = refuse(tmp_path, MODEL + "option.tensor_parallel_degree=8\n", "8 ranks in all, and 4 GPUs are visible")
+    message = refuse(tmp_path, MODEL + "option.tensor_parallel_degree=8\n", "8 ranks in total, and 4 GPUs are visible")
     assert "serving.properties:2" in message
 
 
@@ -168,7 +169,7 @@ def test_model_folder_is_the_checkpoint_without_model_id(tmp_path: Path) -> None
     assert build(load(tmp_path, "engine=MPI\n")).checkpoint == str(tmp_path)
 
 
-HONOURED = {
+ACCEPTED = {
     "job_queue_size": ("7", "runtime.max_queue_size", 7),
     "batch_size": ("4", "options.batch_size", 4),
     "load_on_devices": ("3", "runtime.devices", (3,)),
@@ -223,71 +224,82 @@ HONOURED = {
     "option.model_loading_timeout": ("60", "server.load_timeout_s", 60),
     "option.predict_timeout": ("33", "server.request_timeout_s", 33),
 }
-TOGETHER = {  # honoured only with others; tested below
-    "option.rotary_scaling_type", "option.rotary_scaling_factor", "option.smoothquant_alpha", "option.smoothquant_per_token",
-    "option.smoothquant_per_channel", "option.awq_calib_size", "option.awq_block_size", "option.calib_size",
-}  # fmt: skip
+TOGETHER = {  # accepted only together with others; tested below
+    "option.rotary_scaling_type",
+    "option.rotary_scaling_factor",
+    "option.smoothquant_alpha",
+    "option.smoothquant_per_token",
+    "option.smoothquant_per_channel",
+    "option.awq_calib_size",
+    "option.awq_block_size",
+    "option.calib_size",
+}
 
 
-def place(deployment: Deployment, path: str) -> Any:
+def value_at(deployment: Deployment, path: str) -> Any:
     source = deployment.source
     head, _, name = path.partition(".")
     owner = {
-        "build": source, "limits": source.limits, "mapping": source.mapping, "runtime": deployment.runtime,
-        "server": deployment.server, "options": deployment.server.options, "extra": source.extra,
-    }[head]  # fmt: skip
+        "build": source,
+        "limits": source.limits,
+        "mapping": source.mapping,
+        "runtime": deployment.runtime,
+        "server": deployment.server,
+        "options": deployment.server.options,
+        "extra": source.extra,
+    }[head]
     return owner[name] if isinstance(owner, dict) else getattr(owner, name)
 
 
-def test_every_honoured_row_is_tested() -> None:
-    assert set(HONOURED) | TOGETHER == {key for key, row in TABLE.items() if row.fate == "honoured"}
+def test_every_accepted_row_is_tested() -> None:
+    assert set(ACCEPTED) | TOGETHER == {row.name for row in TABLE if row.status == "accepted"}
 
 
-@pytest.mark.parametrize("key", HONOURED)
-def test_honoured(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, path, value = HONOURED[key]
+@pytest.mark.parametrize("key", ACCEPTED)
+def test_accepted(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, path, value = ACCEPTED[key]
     if key == "load_on_devices":
-        monkeypatch.setattr(lmi, "visible_gpus", lambda environment: 1)
+        monkeypatch.setattr("stoker.deploy.lmi.load.visible_gpus", lambda environment: 1)
     prefix = "" if key in ("option.model_id", "option.s3url") else MODEL
     deployment = load(tmp_path, f"{prefix}{key}={text}\n")
-    assert place(deployment, path) == value
+    assert value_at(deployment, path) == value
     variable = key.upper().replace(".", "_") if key.startswith("option.") else f"SERVING_{key.upper()}"
-    assert place(load(tmp_path, prefix, **{variable: text}), path) == value
+    assert value_at(load(tmp_path, prefix, **{variable: text}), path) == value
 
 
 SAMPLES = ("true", "1", "2", "0.5", "auto", "text", "Python", "int4_awq", "handle", "fp8", "float32", "djl_python.tensorrt_llm")
 
 
-def accepted(key: str) -> str:
+def sample_for(key: str) -> str:
     for sample in SAMPLES:
         try:
-            TABLE[key].kind.read(sample)
+            TABLE[key].type.parse(sample)
         except ValueError:
             continue
         return sample
     raise AssertionError(f"no sample fits {key}")
 
 
-@pytest.mark.parametrize("key", [key for key, row in TABLE.items() if row.fate == "no effect"])
-def test_no_effect_says_why(tmp_path: Path, key: str) -> None:
-    deployment = load(tmp_path, f"{MODEL}{key}={accepted(key)}\n")
+@pytest.mark.parametrize("key", [row.name for row in TABLE if row.status == "no effect"])
+def test_no_effect_has_a_reason(tmp_path: Path, key: str) -> None:
+    deployment = load(tmp_path, f"{MODEL}{key}={sample_for(key)}\n")
     note = next(n for n in deployment.notes if n.key == key)
-    assert note.text == TABLE[key].no_effect and note.origin.line == 2
+    assert note.text == TABLE[key].reason and note.origin.line == 2
 
 
-@pytest.mark.parametrize("key", [key for key, row in TABLE.items() if row.fate == "refused"])
-def test_refused_by_name(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("key", [row.name for row in TABLE if row.status == "rejected"])
+def test_rejected_by_name(tmp_path: Path, key: str) -> None:
     row = TABLE[key]
-    asking = next(s for s in ("true", "7", "0.5", "something") if _reads(row, s) and row.kind.read(s) not in row.harmless)
-    message = refuse(tmp_path, f"{MODEL}{key}={asking}\n", r"serving\.properties:2: option\.")
-    assert key in message and row.refused in message
+    rejected = next(s for s in ("true", "7", "0.5", "something") if _reads(row, s) and row.type.parse(s) not in row.harmless)
+    message = refuse(tmp_path, f"{MODEL}{key}={rejected}\n", r"serving\.properties:2: option\.")
+    assert key in message and row.reason in message
     for harmless in row.harmless:
         load(tmp_path, f"{MODEL}{key}={str(harmless).lower()}\n")
 
 
 def _reads(row: Any, text: str) -> bool:
     try:
-        row.kind.read(text)
+        row.type.parse(text)
     except ValueError:
         return False
     return True
@@ -296,7 +308,7 @@ def _reads(row: Any, text: str) -> bool:
 def test_devices_without_a_gpu_are_noted(tmp_path: Path) -> None:
     deployment = load(tmp_path, MODEL + "load_on_devices=0\n")
     assert deployment.runtime.devices is None
-    assert next(n for n in deployment.notes if n.key == "load_on_devices").text == "no GPU is visible; every rank runs on the CPU"
+    assert next(n for n in deployment.notes if n.key == "load_on_devices").text == "no GPU is visible; all ranks run on the CPU"
 
 
 def test_quantization_settings(tmp_path: Path) -> None:
@@ -309,7 +321,7 @@ def test_quantization_settings(tmp_path: Path) -> None:
     assert (fp8.quantization, fp8.quantization_settings) == ("FP8", {"calibration_size": 256})
 
 
-def test_settings_of_another_quantization_are_warned_of(tmp_path: Path) -> None:
+def test_settings_of_another_quantization_have_a_warning(tmp_path: Path) -> None:
     deployment = load(tmp_path, MODEL + "option.quantize=fp8\noption.smoothquant_alpha=0.5\n")
     assert build(deployment).quantization_settings == {}
     note = next(n for n in deployment.notes if n.key == "option.smoothquant_alpha")
@@ -323,33 +335,36 @@ def test_unknown_quantization(tmp_path: Path) -> None:
 def test_rotary_scaling_goes_together(tmp_path: Path) -> None:
     both = load(tmp_path, MODEL + "option.rotary_scaling_type=linear\noption.rotary_scaling_factor=2.0\n")
     assert build(both).extra == {"rotary_scaling_type": "linear", "rotary_scaling_factor": 2.0}
-    refuse(tmp_path, MODEL + "option.rotary_scaling_type=linear\n", "go together")
-    refuse(tmp_path, MODEL + "option.rotary_scaling_factor=2\n", "go together")
+    refuse(tmp_path, MODEL + "option.rotary_scaling_type=linear\n", "set together")
+    refuse(tmp_path, MODEL + "option.rotary_scaling_factor=2\n", "set together")
     refuse(tmp_path, MODEL + "option.rotary_scaling_type=linear\noption.rotary_scaling_factor=1.0\n", "above 1")
 
 
-@pytest.mark.parametrize("text, match", [
-    ("option.max_input_length=3", r"serving.properties:2: unknown key option.max_input_length. Did you mean option.max_input_len"),
-    ("optoin.dtype=fp16", "Did you mean option.dtype"),
-    ("zzzzzz=1", "unknown key zzzzzz"),
-    ("option.max_input_len=many", "whole number"),
-    ("option.max_input_len=-1", "whole number"),
-    ("option.max_input_len=1e99", "whole number"),
-    ("option.max_input_len=" + "9" * 4000, "whole number"),
-    ("option.tokens_per_block=48", r"serving.properties:2: option.tokens_per_block=48"),
-    ("option.kv_cache_free_gpu_mem_fraction=nan", "number above 0"),
-    ("option.kv_cache_free_gpu_mem_fraction=1.5", "up to 1"),
-    ("option.tgi_compat=yes", "true or false"),
-    ("option.entryPoint=model.py", "Stoker is the handler|must be one of"),
-    ("option.output_formatter=mine.format", "must be one of json"),
-    ("option.awq_format=int8", "int4_awq"),
-    ("option.baichuan_model_version=v3_7b", "v1_7b"),
-    ("load_on_devices=0;1", "1 ranks need as many devices"),
-    ("load_on_devices=gpu", "device indices"),
-    ("engine=PyTorch", "Python, MPI|python, mpi"),
-    ("option.max_rolling_batch_size=8\noption.max_batch_size=9", "contradicts option.max_rolling_batch_size=8"),
-    ("option.dtype=fp16\noption.dtype=bf16", "line 3: option.dtype is given again; line 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ("option.max_input_length=3", r"serving.properties:2: unknown key option.max_input_length. Did you mean option.max_input_len"),
+        ("optoin.dtype=fp16", "Did you mean option.dtype"),
+        ("zzzzzz=1", "unknown key zzzzzz"),
+        ("option.max_input_len=many", "whole number"),
+        ("option.max_input_len=-1", "whole number"),
+        ("option.max_input_len=1e99", "whole number"),
+        ("option.max_input_len=" + "9" * 4000, "whole number"),
+        ("option.tokens_per_block=48", r"serving.properties:2: option.tokens_per_block=48"),
+        ("option.kv_cache_free_gpu_mem_fraction=nan", "number above 0"),
+        ("option.kv_cache_free_gpu_mem_fraction=1.5", "at most 1"),
+        ("option.tgi_compat=yes", "true or false"),
+        ("option.entryPoint=model.py", "Stoker is the handler|must be one of"),
+        ("option.output_formatter=mine.format", "must be one of json"),
+        ("option.awq_format=int8", "int4_awq"),
+        ("option.baichuan_model_version=v3_7b", "v1_7b"),
+        ("load_on_devices=0;1", "2 devices for 1 ranks"),
+        ("load_on_devices=gpu", "device indices"),
+        ("engine=PyTorch", "Python, MPI|python, mpi"),
+        ("option.max_rolling_batch_size=8\noption.max_batch_size=9", "contradicts option.max_rolling_batch_size=8"),
+        ("option.dtype=fp16\noption.dtype=bf16", "line 3: option.dtype is a duplicate; line 2"),
+    ],
+)
 def test_refusals(tmp_path: Path, text: str, match: str) -> None:
     refuse(tmp_path, MODEL + text + "\n", match)
 
@@ -357,22 +372,32 @@ def test_refusals(tmp_path: Path, text: str, match: str) -> None:
 def test_precedence(tmp_path: Path) -> None:
     file = MODEL + "option.max_input_len=100\noption.predict_timeout=5\njob_queue_size=77\n"
     environment = {
-        "OPTION_MAX_INPUT_LEN": "200", "OPTION_MAX_OUTPUT_LEN": "300", "HF_REVISION": "r1", "OPTION_REVISION": "r2", "MAX_BATCH_SIZE": "9",
-        "MAX_CONCURRENT_REQUESTS": "12", "SERVING_JOB_QUEUE_SIZE": "55", "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "33", "OPTION_EMPTY": "",
-        "TENSOR_PARALLEL_DEGREE": "1", "SAGEMAKER_MAX_PAYLOAD_IN_MB": "6", "HF_MODEL_TRUST_REMOTE_CODE": "true", "PATH": "/bin",
-    }  # fmt: skip
+        "OPTION_MAX_INPUT_LEN": "200",
+        "OPTION_MAX_OUTPUT_LEN": "300",
+        "HF_REVISION": "r1",
+        "OPTION_REVISION": "r2",
+        "MAX_BATCH_SIZE": "9",
+        "MAX_CONCURRENT_REQUESTS": "12",
+        "SERVING_JOB_QUEUE_SIZE": "55",
+        "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "33",
+        "OPTION_EMPTY": "",
+        "TENSOR_PARALLEL_DEGREE": "1",
+        "SAGEMAKER_MAX_PAYLOAD_IN_MB": "6",
+        "HF_MODEL_TRUST_REMOTE_CODE": "true",
+        "PATH": "/bin",
+    }
     deployment = load(tmp_path, file, **environment)
     source = build(deployment)
     assert (source.limits.max_input_len, source.limits.max_output_len, source.limits.max_batch_size) == (100, 300, 9)
     assert (source.revision, source.trust_remote_code, deployment.runtime.max_queue_size) == ("r1", True, 77)
     assert (deployment.server.request_timeout_s, deployment.server.max_request_bytes) == (33, 6 << 20)
     assert setting(deployment, "max_output_len") == (300, "environment")
-    beaten = next(n for n in deployment.notes if n.key == "OPTION_MAX_INPUT_LEN")
-    assert "serving.properties:2) takes precedence" in beaten.text
+    overridden = next(n for n in deployment.notes if n.key == "OPTION_MAX_INPUT_LEN")
+    assert "serving.properties:2) takes precedence" in overridden.text
 
 
 def test_environment_alone(tmp_path: Path) -> None:
-    deployment = lmi.load(
+    deployment = load_lmi(
         tmp_path, {"HF_MODEL_ID": "org/My-Model.v1", "OPTION_MODEL_ID": "from/option", "OPTION_ENTRYPOINT": "djl_python.tensorrt_llm"}
     )
     assert build(deployment).checkpoint == "org/My-Model.v1"
@@ -384,7 +409,7 @@ def test_unknown_variables_are_errors(tmp_path: Path) -> None:
     refuse(tmp_path, MODEL, "unknown key OPTION_Max_Input_Len", OPTION_Max_Input_Len="3")
 
 
-def test_token_is_nowhere(tmp_path: Path) -> None:
+def test_token_is_never_printed(tmp_path: Path) -> None:
     deployment = load(tmp_path, MODEL, HF_TOKEN="hf_secret_value")
     shown = [repr(deployment), *(str(n) for n in deployment.notes)]
     assert not any("hf_secret_value" in text for text in shown)
@@ -393,12 +418,12 @@ def test_token_is_nowhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "address", ["https://u:hunter2@host/m.tar.gz", "https://host/m.tar.gz?X-Amz-Signature=hunter2", "s3://k:hunter2@b/p"]
 )
-def test_address_with_a_credential_is_refused_unprinted(tmp_path: Path, address: str) -> None:
-    assert "hunter2" not in refuse(tmp_path, f"option.model_id={address}\n", "carries a credential")
+def test_address_with_a_credential_is_refused_and_not_printed(tmp_path: Path, address: str) -> None:
+    assert "hunter2" not in refuse(tmp_path, f"option.model_id={address}\n", "contains a credential")
 
 
-def test_variables_of_a_python_process_are_refused_unprinted(tmp_path: Path) -> None:
-    assert "hunter2" not in refuse(tmp_path, MODEL + "option.env=TOKEN=hunter2\n", "option.env is refused")
+def test_variables_of_a_python_process_are_refused_and_not_printed(tmp_path: Path) -> None:
+    assert "hunter2" not in refuse(tmp_path, MODEL + "option.env=TOKEN=hunter2\n", "option.env=.hidden. is refused")
 
 
 def engine_at(root: Path) -> Path:
@@ -421,7 +446,7 @@ def test_prebuilt_in_the_model_folder(tmp_path: Path) -> None:
 def test_prebuilt_that_model_id_names(tmp_path: Path) -> None:
     engine = engine_at(tmp_path / "repo")
     assert load(tmp_path, f"option.model_id={tmp_path / 'repo'}\n").source == EngineSource(location=str(engine))
-    fetched = lmi.complete(load(tmp_path, "option.model_id=s3://bucket/prebuilt\n"), tmp_path / "repo")
+    fetched = complete_lmi(load(tmp_path, "option.model_id=s3://bucket/prebuilt\n"), tmp_path / "repo")
     assert fetched.source == EngineSource(location=str(engine))
 
 
@@ -434,7 +459,7 @@ def test_relative_paths_are_of_the_model_folder(tmp_path: Path) -> None:
 def test_engines_of_tensorrt_are_refused(tmp_path: Path) -> None:
     engine = engine_at(tmp_path)
     (engine / "trt_llm_model_float16_tp2_rank0.engine").write_bytes(b"ftrt")
-    with pytest.raises(EngineError, match="engine of TensorRT itself"):
+    with pytest.raises(EngineError, match="engine of TensorRT, which"):
         load(tmp_path, "")
 
 
@@ -448,12 +473,12 @@ def test_version_of_another_family_is_refused(tmp_path: Path) -> None:
     refuse(tmp_path, "option.chatglm_model_version=chatglm_6b\n", "the checkpoint's model_type is llama")
 
 
-def test_nested_folder_of_the_seeds_tar(tmp_path: Path) -> None:
+def test_nested_folder_of_an_archive(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    assert not lmi.recognise(tmp_path)
+    assert not is_lmi_folder(tmp_path)
     (tmp_path / "model" / "serving.properties").write_text(MODEL)
-    assert lmi.recognise(tmp_path) and lmi.recognise(tmp_path / "model" / "serving.properties")
-    assert build(lmi.load(tmp_path, {})).checkpoint == "org/model"
+    assert is_lmi_folder(tmp_path) and is_lmi_folder(tmp_path / "model" / "serving.properties")
+    assert build(load_lmi(tmp_path, {})).checkpoint == "org/model"
 
 
 def test_max_seq_len_bounds_prompt_and_output_together(tmp_path: Path) -> None:
@@ -461,8 +486,8 @@ def test_max_seq_len_bounds_prompt_and_output_together(tmp_path: Path) -> None:
     assert (limits.max_seq_len, limits.max_input_len, limits.max_output_len) == (2048, 2047, 2047)
 
 
-@pytest.mark.parametrize("named, count", [(None, 3), ("", 0), ("0,1", 2), ("-1", 0), ("0,-1,2", 1), ("0,1,2,3,4", 3)])
-def test_visible_gpus(tmp_path: Path, named: str | None, count: int) -> None:
+@pytest.mark.parametrize("devices, count", [(None, 3), ("", 0), ("0,1", 2), ("-1", 0), ("0,-1,2", 1), ("0,1,2,3,4", 3)])
+def test_visible_gpus(tmp_path: Path, devices: str | None, count: int) -> None:
     for node in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / node).touch()
-    assert visible_gpus({} if named is None else {"CUDA_VISIBLE_DEVICES": named}, tmp_path) == count
+    assert visible_gpus({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}, tmp_path) == count

@@ -1,4 +1,4 @@
-"""The properties reader against java.util.Properties.load (OpenJDK 17, stored results) and the recorded DJL server."""
+"""The properties reader compared with java.util.Properties.load (stored results of OpenJDK 17) and a recorded DJL server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
-from stoker.deploy.properties import MAX_BYTES, line, parse
+from stoker.deploy.syntax.properties import MAX_BYTES, format_line, parse
 
 JAVA = json.loads(Path(__file__).with_name("lmi_java_properties.json").read_text())
 
@@ -20,7 +20,7 @@ def values(data: bytes) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("text, pairs", JAVA, ids=range(len(JAVA)))
-def test_reads_as_java_does(text: str, pairs: list | None) -> None:
+def test_equals_java(text: str, pairs: list | None) -> None:
     if pairs is None:
         with pytest.raises(ConfigError, match="is not an escape"):
             parse(text.encode(), "f")
@@ -29,7 +29,7 @@ def test_reads_as_java_does(text: str, pairs: list | None) -> None:
 
 
 def test_recorded_file() -> None:
-    # the file of the recording "serving.properties + OPTION_*"; UTF-8 text is read as UTF-8, which Java garbles
+    # the file of the recording "serving.properties + OPTION_*"; UTF-8 text is read as UTF-8, unlike in Java
     data = (
         "# a comment\n! another comment\noption.colon:with colon\noption.space    with space\noption.escaped\\ key=v\n"
         "option.unicode=gr\\u00fc\\u00df\noption.raw_utf8=grüß\noption.continued=a,\\\n    b,\\\n    c\n"
@@ -37,10 +37,19 @@ def test_recorded_file() -> None:
         'option.dollar=${HOME_LIKE}\noption.stop=["a", "b"]\noption.empty=\n'
     ).encode()
     assert values(data) == {
-        "option.colon": "with colon", "option.space": "with space", "option.escaped key": "v", "option.unicode": "grüß",
-        "option.raw_utf8": "grüß", "option.continued": "a,b,c", "option.backslash": "C:\\dir\tTab", "option.single_backslash": "aqb",
-        "option.trailing": "keep trailing   ", "option.dollar": "${HOME_LIKE}", "option.stop": '["a", "b"]', "option.empty": "",
-    }  # fmt: skip
+        "option.colon": "with colon",
+        "option.space": "with space",
+        "option.escaped key": "v",
+        "option.unicode": "grüß",
+        "option.raw_utf8": "grüß",
+        "option.continued": "a,b,c",
+        "option.backslash": "C:\\dir\tTab",
+        "option.single_backslash": "aqb",
+        "option.trailing": "keep trailing   ",
+        "option.dollar": "${HOME_LIKE}",
+        "option.stop": '["a", "b"]',
+        "option.empty": "",
+    }
 
 
 def test_windows_line_ends_and_byte_order_mark() -> None:
@@ -57,7 +66,7 @@ def test_surrogate_halves_become_one_character() -> None:
 
 
 def test_duplicate_names_both_lines() -> None:
-    with pytest.raises(ConfigError, match=r"f line 4: a is given again; line 2 gives it already"):
+    with pytest.raises(ConfigError, match=r"f line 4: a is a duplicate; line 2 sets it already"):
         parse(b"# x\na=1\nb=2\na=1\n", "f")
 
 
@@ -77,13 +86,13 @@ def escape(text: str) -> str:
 
 
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), st.text(st.characters(exclude_categories=["Cs"]))))
-def test_escaped_text_comes_back(wanted: dict[str, str]) -> None:
-    assert values("\n".join(f"{escape(k)}={escape(v)}" for k, v in wanted.items()).encode()) == wanted
+def test_escaped_text_is_read_back(expected: dict[str, str]) -> None:
+    assert values("\n".join(f"{escape(k)}={escape(v)}" for k, v in expected.items()).encode()) == expected
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_written_lines_come_back_and_are_ascii(text: str) -> None:
-    written = line("option.key", text)
+def test_formatted_lines_are_ascii_and_read_back(text: str) -> None:
+    written = format_line("option.key", text)
     assert written.isascii() and written.count("\n") == 1
     assert values(written.encode()) == {"option.key": text}
 

@@ -1,4 +1,4 @@
-"""Names of what is served."""
+"""Model names that are derived from locations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.deploy import model_name
+from stoker.deploy.model_name import model_name_of
 
 NAMES = {
     "s3://bucket/models/Llama-3-8B.tar.gz": "Llama-3-8B",
@@ -21,7 +21,7 @@ NAMES = {
 
 @pytest.mark.parametrize("location, name", NAMES.items())
 def test_addresses(location: str, name: str) -> None:
-    assert model_name.of(location) == name
+    assert model_name_of(location) == name
 
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,10 +29,10 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     (folder / "serving.properties").touch()
     monkeypatch.chdir(folder)
-    assert model_name.of(".") == model_name.of(folder) == model_name.of("serving.properties") == "lmi"
+    assert model_name_of(".") == model_name_of(folder) == model_name_of("serving.properties") == "lmi"
 
 
 def test_a_link_has_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "b179c952").touch()
     (tmp_path / "small.Q4_1.gguf").symlink_to(tmp_path / "b179c952")
-    assert model_name.of(tmp_path / "small.Q4_1.gguf") == "small.Q4_1"
+    assert model_name_of(tmp_path / "small.Q4_1.gguf") == "small.Q4_1"

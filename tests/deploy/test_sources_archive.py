@@ -1,4 +1,4 @@
-"""Local paths and tar archives from strangers."""
+"""Local paths and untrusted tar archives as sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.deploy.sources import resolve
-from stoker.deploy.sources.store import Store, inside
+from stoker.deploy.sources.store import Store, is_inside
 
 
 def tar_of(path: Path, *members: tuple[str, bytes] | tarfile.TarInfo) -> Path:
@@ -40,7 +40,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_directories_and_weight_files_stand_as_they_are(tmp_path: Path) -> None:
+def test_directories_and_weight_files_are_used_in_place(tmp_path: Path) -> None:
     weights = tmp_path / "model.gguf"
     weights.touch()
     assert resolve(str(tmp_path), cache=tmp_path / "c") == tmp_path
@@ -48,7 +48,7 @@ def test_directories_and_weight_files_stand_as_they_are(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_existing_directory_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_directory_takes_precedence_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert resolve("org/model") == tmp_path / "org" / "model"
@@ -60,16 +60,16 @@ def test_missing_paths(location: str, tmp_path: Path) -> None:
         resolve(location, cache=tmp_path)
 
 
-NONE = ["org/..", "a b", "org/mo--del", "gs://bucket/x", "ftp://host/x.tar", "file:///etc/passwd", "hf://a/b/c", "s3://"]
+INVALID = ["org/..", "a b", "org/mo--del", "gs://bucket/x", "ftp://host/x.tar", "file:///etc/passwd", "hf://a/b/c", "s3://"]
 
 
-@pytest.mark.parametrize("location", NONE)
-def test_addresses_that_are_none(location: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("location", INVALID)
+def test_invalid_addresses(location: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         resolve(location, cache=tmp_path)
 
 
-def test_file_that_is_no_archive(tmp_path: Path) -> None:
+def test_file_that_is_not_an_archive(tmp_path: Path) -> None:
     (tmp_path / "weights.txt").touch()
     with pytest.raises(CheckpointError, match="neither a directory nor a tar"):
         resolve(str(tmp_path / "weights.txt"), cache=tmp_path)
@@ -79,7 +79,7 @@ def test_file_that_is_no_archive(tmp_path: Path) -> None:
 def test_archive_is_unpacked_once(tmp_path: Path, name: str) -> None:
     path = tar_of(tmp_path / name, ("model/config.json", b"{}"), ("model/sub/weights.bin", b"12"))
     done: list[int] = []
-    folder = resolve(str(path), cache=tmp_path / "c", progress=lambda what, count, total: done.append(count))
+    folder = resolve(str(path), cache=tmp_path / "c", progress=lambda name, count, total: done.append(count))
     assert files(folder) == {"config.json": b"{}", "sub/weights.bin": b"12"}
     assert folder.name == "model" and done == [2, 4]
     stamp = folder.stat().st_mtime_ns
@@ -97,7 +97,7 @@ def test_digest_of_a_local_archive(tmp_path: Path) -> None:
 HOSTILE: dict[str, Any] = {
     "parent": ("../outside", b"x"),
     "parent inside": ("a/../../outside", b"x"),
-    "parent that comes back": ("a/../b", b"x"),
+    "parent that returns into the folder": ("a/../b", b"x"),
     "absolute": ("/tmp/outside", b"x"),
     "backslash": ("..\\outside", b"x"),
     "drive": ("C:\\outside", b"x"),
@@ -113,20 +113,20 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_members_are_refused_and_leave_nothing(tmp_path: Path, case: str) -> None:
     path = tar_of(tmp_path / "m.tar.gz", ("fine", b"1"), HOSTILE[case])
-    with pytest.raises(CheckpointError, match=r"leave|device"):
+    with pytest.raises(CheckpointError, match=r"outside|device"):
         resolve(str(path), cache=tmp_path / "c")
     assert not (tmp_path / "outside").exists()
     assert files(tmp_path / "c").keys() <= {p for p in files(tmp_path / "c") if p.endswith(".lock")}
 
 
-def test_link_inside_is_kept(tmp_path: Path) -> None:
+def test_link_inside_the_folder_is_unpacked(tmp_path: Path) -> None:
     path = tar_of(tmp_path / "m.tar", ("weights", b"1"), special("alias", tarfile.SYMTYPE, "weights"))
     assert (resolve(str(path), cache=tmp_path / "c") / "alias").read_bytes() == b"1"
 
 
-def test_sizes_are_bounded(tmp_path: Path) -> None:
+def test_sizes_are_limited(tmp_path: Path) -> None:
     path = tar_of(tmp_path / "m.tar.gz", ("a", b"0" * 600), ("b", b"0" * 600))
-    with pytest.raises(CheckpointError, match="at most"):
+    with pytest.raises(CheckpointError, match="the limit is"):
         resolve(str(path), cache=tmp_path / "c", max_bytes=1000)
 
 
@@ -149,8 +149,8 @@ def test_huge_extended_header_is_not_read(tmp_path: Path, kind: bytes) -> None:
         resolve(str(path), cache=tmp_path / "c")
 
 
-def test_a_compressed_archive_is_never_taken_for_a_plain_one(tmp_path: Path) -> None:
-    """The time in gzip's header makes one file in 300 one that tarfile takes for a plain archive of one strange member."""
+def test_a_compressed_archive_is_never_read_as_uncompressed(tmp_path: Path) -> None:
+    """With some times in the gzip header, about one file in 300, tarfile would read the file as an uncompressed archive."""
     info = special("header", tarfile.GNUTYPE_LONGNAME)
     info.size = 1 << 33
     data = bytearray(gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + b"\0" * (1 << 21)))
@@ -165,54 +165,54 @@ def test_a_compressed_archive_is_never_taken_for_a_plain_one(tmp_path: Path) -> 
         resolve(str(path), cache=tmp_path / "c")
 
 
-@pytest.mark.parametrize("keep", [0.2, 0.5, 0.9])
-def test_truncated_archive(tmp_path: Path, keep: float) -> None:
+@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.9])
+def test_truncated_archive(tmp_path: Path, fraction: float) -> None:
     data = tar_of(tmp_path / "m.tar.gz", ("a", bytes(range(256)) * 40), ("b", b"x" * 9999)).read_bytes()
-    (tmp_path / "m.tar.gz").write_bytes(data[: int(len(data) * keep)])
+    (tmp_path / "m.tar.gz").write_bytes(data[: int(len(data) * fraction)])
     with pytest.raises(CheckpointError, match=r"m.tar.gz cannot be unpacked"):
         resolve(str(tmp_path / "m.tar.gz"), cache=tmp_path / "c")
 
 
-def test_garbage_named_as_an_archive(tmp_path: Path) -> None:
+def test_other_content_with_the_name_of_an_archive(tmp_path: Path) -> None:
     (tmp_path / "m.tar.gz").write_bytes(b"not a tar" * 100)
     with pytest.raises(CheckpointError, match="cannot be unpacked"):
         resolve(str(tmp_path / "m.tar.gz"), cache=tmp_path / "c")
 
 
-def test_ten_at_once_make_one(tmp_path: Path) -> None:
-    made: list[Path] = []
+def test_ten_threads_create_one_entry(tmp_path: Path) -> None:
+    filled: list[Path] = []
     barrier = threading.Barrier(10)
     found: list[Path] = []
 
-    def make(folder: Path) -> None:
-        made.append(folder)
+    def fill(folder: Path) -> None:
+        filled.append(folder)
         (folder / "a").write_bytes(b"1")
 
-    def want() -> None:
+    def get() -> None:
         barrier.wait()
-        found.append(Store(tmp_path, 1 << 30, lambda *report: None).keep("kind", "identity", make))
+        found.append(Store(tmp_path, 1 << 30, lambda *report: None).get("kind", "identity", fill))
 
-    threads = [threading.Thread(target=want) for _ in range(10)]
+    threads = [threading.Thread(target=get) for _ in range(10)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 1 and len(set(found)) == 1 and len(found) == 10
+    assert len(filled) == 1 and len(set(found)) == 1 and len(found) == 10
 
 
-def test_failure_leaves_nothing_and_stale_remains_go(tmp_path: Path) -> None:
+def test_failure_leaves_nothing_and_stale_folders_are_removed(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30, lambda *report: None)
 
     def fail(folder: Path) -> None:
         (folder / "half").write_bytes(b"1")
-        raise CheckpointError("cut short")
+        raise CheckpointError("truncated")
 
     with pytest.raises(CheckpointError):
-        store.keep("kind", "identity", fail)
+        store.get("kind", "identity", fail)
     assert [p.suffix for p in (tmp_path / "kind").iterdir()] == [".lock"]
     lock = next((tmp_path / "kind").iterdir())
     (tmp_path / "kind" / f"{lock.stem}.partial-dead").mkdir()
-    entry = store.keep("kind", "identity", lambda folder: None)
+    entry = store.get("kind", "identity", lambda folder: None)
     assert {p.name for p in (tmp_path / "kind").iterdir()} == {lock.name, entry.name}
 
 
@@ -220,5 +220,5 @@ INSIDE = {"a": True, "a/b": True, "..a": True, "": False, "..": False, "a/..": F
 
 
 @pytest.mark.parametrize("name, safe", INSIDE.items())
-def test_inside(name: str, safe: bool) -> None:
-    assert inside(name) is safe
+def test_is_inside(name: str, safe: bool) -> None:
+    assert is_inside(name) is safe

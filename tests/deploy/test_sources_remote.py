@@ -1,4 +1,4 @@
-"""s3:// against a local S3 server, http(s) and the hub against local servers."""
+"""s3://, http(s):// and hub sources against local servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from stoker.base.errors import CheckpointError, ConfigError
-from stoker.deploy.secrets import Secret, find
+from stoker.deploy.secrets import Secret, find_secret
 from stoker.deploy.sources import hub, resolve, s3
 from stoker.deploy.sources.store import Store
 
@@ -27,7 +27,7 @@ Reply = tuple[int, dict[str, str], bytes]
 
 def tar_bytes(**members: bytes) -> bytes:
     buffer = io.BytesIO()
-    # gzip writes the time; two workers that collect these tests must see the same digest.
+    # without the time in the gzip header, so that all test workers have the same digest
     with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
@@ -38,7 +38,7 @@ def tar_bytes(**members: bytes) -> bytes:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Callable[[str, str, Any], Reply]], str]]:
-    """Start a server that answers by a function of (method, path, headers); gives its address."""
+    """Start a server that responds with a function of (method, path, headers); returns its address."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(reply: Callable[[str, str, Any], Reply]) -> str:
@@ -99,13 +99,13 @@ def put(client: Any, **objects: bytes) -> None:
 def test_s3_prefix(bucket: Any, tmp_path: Path) -> None:
     put(bucket, **{"llama/config.json": b"{}", "llama/sub/w.safetensors": b"123", "llama/": b"", "llama-2/other": b"x", "llama/empty": b""})
     done: list[tuple[int, int | None]] = []
-    folder = resolve("s3://models/llama", cache=tmp_path, progress=lambda what, count, total: done.append((count, total)))
+    folder = resolve("s3://models/llama", cache=tmp_path, progress=lambda name, count, total: done.append((count, total)))
     assert files(folder) == {"config.json": b"{}", "sub/w.safetensors": b"123", "empty": b""}
     assert max(done) == (5, 5)
     assert resolve("s3://models/llama/", cache=tmp_path) == folder
 
 
-def test_s3_is_fetched_again_only_when_it_changed(bucket: Any, tmp_path: Path) -> None:
+def test_s3_is_fetched_again_only_after_a_change(bucket: Any, tmp_path: Path) -> None:
     put(bucket, **{"again/config.json": b"1"})
     first = resolve("s3://models/again", cache=tmp_path)
     put(bucket, **{"again/config.json": b"2"})
@@ -113,7 +113,7 @@ def test_s3_is_fetched_again_only_when_it_changed(bucket: Any, tmp_path: Path) -
     assert files(first) == {"config.json": b"1"} and files(second) == {"config.json": b"2"}
 
 
-def test_s3_large_objects_come_in_parts(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_large_objects_are_fetched_in_ranges(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytes(range(256)) * 400
     monkeypatch.setattr(s3, "_PART", 1000)
     put(bucket, **{"parts/a": data, "parts/b": data[::-1]})
@@ -126,7 +126,7 @@ def test_s3_archive(bucket: Any, tmp_path: Path) -> None:
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("tmp")]
 
 
-MISSING = [("s3://models/none", "s3://models/none holds no object"), ("s3://nobucket/x", "s3://nobucket/x does not exist")]
+MISSING = [("s3://models/none", "s3://models/none has no objects"), ("s3://nobucket/x", "s3://nobucket/x does not exist")]
 
 
 @pytest.mark.parametrize("address, match", MISSING)
@@ -136,15 +136,15 @@ def test_s3_missing(bucket: Any, tmp_path: Path, address: str, match: str) -> No
     assert "hunter2" not in str(caught.value)
 
 
-def test_s3_bounds(bucket: Any, tmp_path: Path) -> None:
+def test_s3_size_limit(bucket: Any, tmp_path: Path) -> None:
     put(bucket, **{"big/a": b"1" * 600, "big/b": b"1" * 600})
-    with pytest.raises(CheckpointError, match="at most"):
+    with pytest.raises(CheckpointError, match="the limit is"):
         resolve("s3://models/big", cache=tmp_path, max_bytes=1000)
 
 
-def test_s3_key_that_leaves_the_folder(bucket: Any, tmp_path: Path) -> None:
+def test_s3_key_outside_the_folder(bucket: Any, tmp_path: Path) -> None:
     put(bucket, **{"esc/../../evil": b"1"})
-    with pytest.raises(CheckpointError, match="would leave its folder"):
+    with pytest.raises(CheckpointError, match="would be outside its folder"):
         resolve("s3://models/esc", cache=tmp_path)
 
 
@@ -154,15 +154,15 @@ def test_s3_key_that_is_also_a_folder(bucket: Any, tmp_path: Path) -> None:
         resolve("s3://models/both", cache=tmp_path)
 
 
-class Lying:
-    """A client whose objects are not what the listing says."""
+class ChangingClient:
+    """A client whose objects differ from the listing."""
 
     def __init__(self, client: Any, change: Callable[[dict], dict]) -> None:
         self._client, self._change = client, change
         self.get_paginator = client.get_paginator
 
-    def get_object(self, **asked: Any) -> dict:
-        return self._change(self._client.get_object(**asked))
+    def get_object(self, **arguments: Any) -> dict:
+        return self._change(self._client.get_object(**arguments))
 
 
 class Body:
@@ -177,12 +177,12 @@ class Body:
 def test_s3_object_of_another_length(bucket: Any, tmp_path: Path, data: bytes) -> None:
     put(bucket, **{"short/w": b"12345"})
     store = Store(tmp_path, 1 << 30, lambda *report: None)
-    with pytest.raises(CheckpointError, match=r"s3://models/short/w was cut short"):
-        s3.fetch("models/short", store, Lying(bucket, lambda answer: answer | {"Body": Body(data)}))
+    with pytest.raises(CheckpointError, match=r"s3://models/short/w is truncated"):
+        s3.fetch("models/short", store, ChangingClient(bucket, lambda response: response | {"Body": Body(data)}))
     assert not [p for p in (tmp_path / "s3").iterdir() if p.is_dir()]
 
 
-def test_s3_object_that_goes_or_changes_meanwhile(bucket: Any, tmp_path: Path) -> None:
+def test_s3_object_that_is_deleted_or_changed_meanwhile(bucket: Any, tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 30, lambda *report: None)
     put(bucket, **{"gone/w": b"12345"})
     source = s3._Source(bucket, "models", "gone", store)
@@ -206,13 +206,13 @@ def test_s3_connection_cut(serve: Any, bucket: Any, tmp_path: Path, monkeypatch:
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", serve(reply))
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    with pytest.raises(CheckpointError, match="s3://models/p/w was cut short"):
+    with pytest.raises(CheckpointError, match="s3://models/p/w is truncated"):
         resolve("s3://models/p", cache=tmp_path)
 
 
 def test_s3_refused(serve: Any, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     denied = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", serve(lambda *asked: (403, {}, denied)))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", serve(lambda *request: (403, {}, denied)))
     with pytest.raises(CheckpointError, match=r"s3://models/p is refused \(AccessDenied\)") as caught:
         resolve("s3://models/p", cache=tmp_path)
     assert "hunter2" not in str(caught.value)
@@ -222,43 +222,49 @@ ARCHIVE = tar_bytes(**{"model/config.json": b"{}"})
 DIGEST = hashlib.sha256(ARCHIVE).hexdigest()
 
 
-def test_http_archive_is_kept_by_digest(serve: Any, tmp_path: Path) -> None:
-    asked: list[str] = []
+def test_http_archive_is_stored_by_digest(serve: Any, tmp_path: Path) -> None:
+    paths: list[str] = []
 
     def reply(method: str, path: str, headers: Any) -> Reply:
-        asked.append(path)
+        paths.append(path)
         return 200, {}, ARCHIVE
 
     address = f"{serve(reply)}/model.tar.gz"
     folder = resolve(f"{address}#sha256={DIGEST}", cache=tmp_path)
     assert files(folder) == {"config.json": b"{}"}
-    assert resolve(address, digest=DIGEST, cache=tmp_path) == folder and asked == ["/model.tar.gz"]
+    assert resolve(address, digest=DIGEST, cache=tmp_path) == folder and paths == ["/model.tar.gz"]
 
 
-@pytest.mark.parametrize("status, headers, body, match", [
-    (404, {}, b"", "the server answered 404"),
-    (200, {"Content-Length": str(len(ARCHIVE) + 10), "Connection": "close"}, ARCHIVE, "cut short|cannot be fetched"),
-    (200, {}, ARCHIVE + b"x", "has sha256 "),
-    (302, {"Location": "file:///etc/passwd"}, b"", "cannot be fetched"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "status, headers, body, match",
+    [
+        (404, {}, b"", "the server responded with status 404"),
+        (200, {"Content-Length": str(len(ARCHIVE) + 10), "Connection": "close"}, ARCHIVE, "truncated|cannot be fetched"),
+        (200, {}, ARCHIVE + b"x", "has sha256 "),
+        (302, {"Location": "file:///etc/passwd"}, b"", "cannot be fetched"),
+    ],
+)
 def test_http_failures(serve: Any, tmp_path: Path, status: int, headers: dict, body: bytes, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
-        resolve(f"{serve(lambda *asked: (status, headers, body))}/m.tar.gz#sha256={DIGEST}", cache=tmp_path)
+        resolve(f"{serve(lambda *request: (status, headers, body))}/m.tar.gz#sha256={DIGEST}", cache=tmp_path)
 
 
-def test_http_body_without_length_is_bounded(serve: Any, tmp_path: Path) -> None:
-    address = serve(lambda *asked: (200, {"Content-Length": "nonsense", "Connection": "close"}, b"0" * 5000))
-    with pytest.raises(CheckpointError, match="at most"):
+def test_http_body_without_length_is_limited(serve: Any, tmp_path: Path) -> None:
+    address = serve(lambda *request: (200, {"Content-Length": "invalid", "Connection": "close"}, b"0" * 5000))
+    with pytest.raises(CheckpointError, match="the limit is"):
         resolve(f"{address}/m.tar.gz", digest=DIGEST, cache=tmp_path, max_bytes=1000)
 
 
-@pytest.mark.parametrize("address, match", [
-    ("https://h/m.tar.gz", "needs its sha256"),
-    ("https://h/m.tar.gz#sha256=12", "needs its sha256"),
-    (f"https://h/m.zip#sha256={DIGEST}", "does not end in .tar"),
-    (f"https://u:hunter2@h/m.tar#sha256={DIGEST}", "credential"),
-    (f"https://h/m.tar?token=hunter2#sha256={DIGEST}", "credential"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "address, match",
+    [
+        ("https://h/m.tar.gz", "needs its sha256"),
+        ("https://h/m.tar.gz#sha256=12", "needs its sha256"),
+        (f"https://h/m.zip#sha256={DIGEST}", "does not end in .tar"),
+        (f"https://u:hunter2@h/m.tar#sha256={DIGEST}", "credential"),
+        (f"https://h/m.tar?token=hunter2#sha256={DIGEST}", "credential"),
+    ],
+)
 def test_http_addresses(tmp_path: Path, address: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match) as caught:
         resolve(address, cache=tmp_path)
@@ -267,9 +273,12 @@ def test_http_addresses(tmp_path: Path, address: str, match: str) -> None:
 
 COMMIT = "a" * 40
 TREE = {
-    "config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"pickle", "onnx/model.onnx": b"x",
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"pickle",
+    "onnx/model.onnx": b"x",
     "tokenizer.json": b"tok",
-}  # fmt: skip
+}
 
 
 def sha1(data: bytes) -> str:
@@ -319,18 +328,21 @@ TOKEN = Secret("hf_hunter2")
 @pytest.mark.parametrize("location", ["org/model", "hf://org/model@main"])
 def test_hub_private_repository_by_token(hub_server: str, tmp_path: Path, location: str) -> None:
     done: list[int] = []
-    folder = resolve(location, token=TOKEN, cache=tmp_path / "c", progress=lambda what, count, total: done.append(count))
+    folder = resolve(location, token=TOKEN, cache=tmp_path / "c", progress=lambda name, count, total: done.append(count))
     assert files(folder).keys() == {"config.json", "model.safetensors", "tokenizer.json"}
     assert done and done[-1] == sum(len(TREE[name]) for name in files(folder))
 
 
-@pytest.mark.parametrize("location, revision, token, match", [
-    ("org/model", None, None, "does not exist, or is private. .*set HF_TOKEN"),
-    ("org/model", None, Secret("hf_wrong"), "does not exist, or is private. The token that was given"),
-    ("org/other", None, TOKEN, "org/other does not exist"),
-    ("org/gated", None, TOKEN, "gated"),
-    ("org/model", "nope", TOKEN, "org/model has no revision nope"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "location, revision, token, match",
+    [
+        ("org/model", None, None, "does not exist, or is private. .*set HF_TOKEN"),
+        ("org/model", None, Secret("hf_wrong"), "does not exist, or is private. The token has no access"),
+        ("org/other", None, TOKEN, "org/other does not exist"),
+        ("org/gated", None, TOKEN, "gated"),
+        ("org/model", "nope", TOKEN, "org/model has no revision nope"),
+    ],
+)
 def test_hub_refusals(hub_server: str, tmp_path: Path, location: str, revision: str | None, token: Secret | None, match: str) -> None:
     with pytest.raises(CheckpointError, match=match) as caught:
         resolve(location, revision=revision, token=token, cache=tmp_path)
@@ -350,22 +362,22 @@ def test_hub_offline_names_the_alternatives(tmp_path: Path, monkeypatch: pytest.
     assert "hunter2" not in str(caught.value)
 
 
-def test_secrets_are_found_by_name_and_never_shown(tmp_path: Path) -> None:
+def test_secrets_are_found_by_name_and_never_printed(tmp_path: Path) -> None:
     (tmp_path / "hf_access_token").write_text("hunter2\n")
-    secret = find("hf_access_token", {"TRUSS_SECRET_hf_access_token": "other"}, tmp_path)
+    secret = find_secret("hf_access_token", {"TRUSS_SECRET_hf_access_token": "other"}, tmp_path)
     assert secret is not None and secret.reveal() == "hunter2"
     assert "hunter2" not in f"{secret!r} {secret}"
-    by_variable = find("hf_access_token", {"TRUSS_SECRET_hf_access_token": "v1", "HF_TOKEN": "v2"}, tmp_path / "none")
-    by_hub = find("hf_access_token", {"HF_TOKEN": "v2"}, tmp_path / "none")
+    by_variable = find_secret("hf_access_token", {"TRUSS_SECRET_hf_access_token": "v1", "HF_TOKEN": "v2"}, tmp_path / "none")
+    by_hub = find_secret("hf_access_token", {"HF_TOKEN": "v2"}, tmp_path / "none")
     assert by_variable and by_hub and (by_variable.reveal(), by_hub.reveal()) == ("v1", "v2")
-    assert find("my_key", {"HF_TOKEN": "v2"}, tmp_path / "none") is None
+    assert find_secret("my_key", {"HF_TOKEN": "v2"}, tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("name", ["../etc/passwd", "a/b", "", "x" * 65, "hf token"])
 def test_secret_names_stay_in_their_folder(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name is refused"):
-        find(name, {}, tmp_path)
+    with pytest.raises(ConfigError, match="name of a secret is refused"):
+        find_secret(name, {}, tmp_path)
 
 
-def test_unwanted_files() -> None:
+def test_files_that_are_not_fetched() -> None:
     assert "*.bin" in hub._ignored(["a.safetensors"]) and "*.bin" not in hub._ignored(["pytorch_model.bin"])

@@ -1,4 +1,4 @@
-"""What is exported is read back by Stoker and by protobuf's strict reader, and joins up."""
+"""An exported repository is read by Stoker and by the strict reader of protobuf, and its models fit together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tritonclient.grpc import model_config_pb2
 
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.deploy.deployment import EngineInfo, EngineSource, recognise
+from stoker.deploy.deployment import EngineInfo, EngineSource, find_format
 from stoker.deploy.triton.export import export_triton, five_models
-from stoker.deploy.triton.lint import lint
-from stoker.deploy.triton.load import load
+from stoker.deploy.triton.lint import lint_repository
+from stoker.deploy.triton.load import load_repository
 from stoker.server.protocols.kserve.model_config import KINDS, tensors
 from stoker.server.protocols.kserve.tensors.table import ERAS
 
@@ -19,17 +19,22 @@ ENGINE = EngineInfo(
     path="/engines/a b", architecture="LlamaForCausalLM", vocab_size=32000, limits=Limits(max_batch_size=48, max_beam_width=2)
 )
 OPTIONS = {
-    "decoupled_mode": "true", "preprocessing_instance_count": "3", "bls_instance_count": "2", "max_queue_size": "77",
-    "max_queue_delay_microseconds": "50", "kv_cache_free_gpu_mem_fraction": "0.5",
-    "tokenizer_dir": 'odd "dir"\\', "accumulate_tokens": "true",
-    "batching_strategy": "inflight_batching", "add_special_tokens": "false",
-}  # fmt: skip
+    "decoupled_mode": "true",
+    "preprocessing_instance_count": "3",
+    "bls_instance_count": "2",
+    "max_queue_size": "77",
+    "max_queue_delay_microseconds": "50",
+    "kv_cache_free_gpu_mem_fraction": "0.5",
+    "tokenizer_dir": 'odd "dir"\\',
+    "accumulate_tokens": "true",
+    "batching_strategy": "inflight_batching",
+    "add_special_tokens": "false",
+}
 
 
-def strict(repo):
-    return {
-        file.parent.name: text_format.Parse(file.read_text(), model_config_pb2.ModelConfig()) for file in repo.glob("*/config.pbtxt")
-    }  # fmt: skip
+def parse_with_protobuf(repo):
+    parse = text_format.Parse
+    return {file.parent.name: parse(file.read_text(), model_config_pb2.ModelConfig()) for file in repo.glob("*/config.pbtxt")}
 
 
 @pytest.mark.parametrize("options", [{}, OPTIONS])
@@ -38,17 +43,17 @@ def test_round_trip(tmp_path, options):
     written = export_triton(ENGINE, repo, options)
     assert {p.relative_to(repo).as_posix() for p in written} >= {f"{kind}/config.pbtxt" for kind in KINDS}
     assert all((repo / kind / "1").is_dir() for kind in KINDS)
-    assert recognise(repo).name == "triton"
-    deployment = load(repo, {})
+    assert find_format(repo).name == "triton"
+    deployment = load_repository(repo, {})
     assert deployment.source == EngineSource(location="/engines/a b")
     assert {m.kind: m for m in deployment.server.options.models} == {m.kind: m for m in five_models(ENGINE, options)}
     assert [note for note in deployment.notes if note.severity == "warning"] == []
-    assert [f for f in lint(repo) if f.severity != "info"] == []
+    assert [f for f in lint_repository(repo) if f.severity != "info"] == []
 
 
 def test_options_reach_the_deployment(tmp_path):
     export_triton(ENGINE, tmp_path, OPTIONS)
-    deployment = load(tmp_path, {})
+    deployment = load_repository(tmp_path, {})
     assert deployment.runtime == RuntimeConfig(max_queue_size=77, kv_cache_fraction=0.5)
     assert deployment.tokenizer == 'odd "dir"\\'
     options = deployment.server.options
@@ -57,9 +62,9 @@ def test_options_reach_the_deployment(tmp_path):
     assert options.of_kind("preprocessing").instance_count == 3
 
 
-def test_protobufs_own_reader(tmp_path):
+def test_the_reader_of_protobuf(tmp_path):
     export_triton(ENGINE, tmp_path, OPTIONS)
-    configs = strict(tmp_path)
+    configs = parse_with_protobuf(tmp_path)
     assert set(configs) == set(KINDS)
     llm = configs["tensorrt_llm"]
     assert llm.parameters["gpt_model_path"].string_value == "/engines/a b" and llm.model_transaction_policy.decoupled
@@ -70,10 +75,10 @@ def test_protobufs_own_reader(tmp_path):
         assert config.backend == ("" if kind == "ensemble" else "python")
 
 
-def test_the_ensemble_joins_up(tmp_path):
-    """Each tensor that two models share has one dtype; each input is used; each output and private tensor has one source."""
+def test_the_models_of_the_ensemble_fit_together(tmp_path):
+    """A tensor of two models has the same dtype. Each input is used. Each output and internal tensor has one source."""
     export_triton(ENGINE, tmp_path, {})
-    configs = strict(tmp_path)
+    configs = parse_with_protobuf(tmp_path)
     ensemble = configs["ensemble"]
     available = {tensor.name: tensor.data_type for tensor in ensemble.input}
     used = set()
@@ -98,12 +103,19 @@ def test_nothing_is_overwritten(tmp_path):
         export_triton(ENGINE, tmp_path, {})
 
 
-@pytest.mark.parametrize(("option", "value", "part"), [
-    ("decoupled_mod", "true", "decoupled_mode"), ("decoupled_mode", "maybe", "true or false"), ("max_queue_size", "-1", "max_queue_size"),
-    ("batching_strategy", "V3", "Invalid gpt_model_type"),
-    ("medusa_choices", "{0}", "no effect"), ("multi_block_mode", "true", "no effect"),
-    ("triton_max_batch_size", "99999999", "max_batch_size"), ("preprocessing_instance_count", "0", "instance_count"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value", "part"),
+    [
+        ("decoupled_mod", "true", "decoupled_mode"),
+        ("decoupled_mode", "maybe", "true or false"),
+        ("max_queue_size", "-1", "max_queue_size"),
+        ("batching_strategy", "V3", "Invalid gpt_model_type"),
+        ("medusa_choices", "{0}", "no effect"),
+        ("multi_block_mode", "true", "no effect"),
+        ("triton_max_batch_size", "99999999", "max_batch_size"),
+        ("preprocessing_instance_count", "0", "instance_count"),
+    ],
+)
 def test_options_are_checked(tmp_path, option, value, part):
     with pytest.raises(ConfigError, match=part):
         export_triton(ENGINE, tmp_path / "repo", {option: value})
@@ -111,7 +123,7 @@ def test_options_are_checked(tmp_path, option, value, part):
 
 
 def test_the_table_of_tensors():
-    """Spot checks against the templates: counts by era, dims, renames, what came and went."""
+    """Samples of the templates: counts by release, dims, renamed, added and removed tensors."""
     counts = {(kind, era): tuple(map(len, tensors(kind, era))) for kind in KINDS for era in ERAS}
     assert (
         counts["tensorrt_llm", "0.8"] == (28, 6)

@@ -1,4 +1,4 @@
-"""The text-format reader against protobuf's own, and against hostile text."""
+"""The text-format reader compared with that of protobuf, and with malformed text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
 from stoker.base.errors import ConfigError
-from stoker.deploy import pbtxt
-from stoker.deploy.pbtxt import Message, Scalar, Word
+from stoker.deploy.syntax import pbtxt
+from stoker.deploy.syntax.pbtxt import Message, Scalar, Word
 
 
 def shape(message: Message) -> list:
     return [(f.name, f.value.text if isinstance(f.value, Scalar) else shape(f.value)) for f in message.fields]
 
 
-def test_lists_and_repeated_fields_are_one_thing():
+def test_lists_equal_repeated_fields():
     listed = pbtxt.parse('input [ { name: "a" dims: [ -1, 2 ] }, { name: "b" } ]')
     repeated = pbtxt.parse('input { name: "a" dims: -1 dims: 2 } input { name: "b" }')
     assert shape(listed) == shape(repeated) == [("input", [("name", "a"), ("dims", "-1"), ("dims", "2")]), ("input", [("name", "b")])]
@@ -37,7 +37,7 @@ def test_stray_commas_comments_and_placeholders():
     assert message.message("model_transaction_policy").scalar("decoupled").text == "${decoupled mode}"
 
 
-def test_lines_are_those_of_the_file():
+def test_line_numbers():
     message = pbtxt.parse('a: 1\n# c\nb {\n  c: "x"\n  d: [ 1,\n 2 ]\n}')
     assert [(f.name, f.line) for f in message.walk()] == [("a", 1), ("b", 3), ("c", 4), ("d", 5), ("d", 5)]
     assert [s.line for s in message.message("b").scalars("d")] == [5, 6]
@@ -55,13 +55,13 @@ def test_strings_join_and_unescape():
         ("a: 1\nb", 2, "b has no value"),
         ("a 3", 1, "a has no value"),
         ("a:\n\n", 3, "a has no value"),
-        ("a {\n b: 1", 2, "never closes"),
-        ("a: [1,\n2", 2, "never closes"),
-        ("}", 1, "'}' stands"),
-        ("a { ] }", 1, "']' stands"),
+        ("a {\n b: 1", 2, "is not closed"),
+        ("a: [1,\n2", 2, "is not closed"),
+        ("}", 1, "'}' is in the place"),
+        ("a { ] }", 1, "']' is in the place"),
         ('a: 1\nb: "open\nc: 2', 2, "does not end"),
-        ("a: [[1]]", 1, "is no value"),
-        ("a: <b: 1}", 1, "'}' stands"),
+        ("a: [[1]]", 1, "is not a value"),
+        ("a: <b: 1}", 1, "'}' is in the place"),
     ],
 )
 def test_errors_name_the_line(text, line, part):
@@ -79,13 +79,13 @@ def test_hostile_sizes(tmp_path):
     file = tmp_path / "config.pbtxt"
     file.write_bytes(b"a: 1\n\xff")
     with pytest.raises(ConfigError, match=r"config.pbtxt:2: .*UTF-8"):
-        pbtxt.read(file)
+        pbtxt.read_message(file)
     with open(file, "wb") as out:
         out.truncate(1 << 40)
     with pytest.raises(ConfigError, match="1099511627776 bytes"):
-        pbtxt.read(file)
+        pbtxt.read_message(file)
     with pytest.raises(ConfigError, match="cannot be read"):
-        pbtxt.read(tmp_path)
+        pbtxt.read_message(tmp_path)
 
 
 @given(st.text(alphabet="a:{}[]<>,;\"'\\$#\n 1-é", max_size=60))
@@ -99,9 +99,9 @@ def test_any_text_parses_or_is_refused(text):
 
 
 @given(st.text(alphabet='ab"\\\n\t${}é#,', max_size=30), st.lists(st.integers(-1, 9), max_size=3), st.booleans())
-def test_written_text_is_protobufs_own(name, dims, optional):
+def test_formatted_text_is_read_by_protobuf(name, dims, optional):
     data = {"name": name, "input": [{"name": name, "data_type": Word("TYPE_INT32"), "dims": dims, "optional": optional}]}
-    text = pbtxt.write(data)
+    text = pbtxt.format_message(data)
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert config.name == config.input[0].name == name
     assert list(config.input[0].dims) == dims

@@ -1,4 +1,4 @@
-"""An engine written as a Truss, and read back."""
+"""An engine is exported as a Truss and read back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import yaml
 
 from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError
-from stoker.deploy import truss
 from stoker.deploy.deployment import EngineInfo, EngineSource
-from stoker.deploy.triton.load import load as load_repository
+from stoker.deploy.triton.load import load_repository
+from stoker.deploy.truss.export import export_truss
+from stoker.deploy.truss.load import is_truss, load_truss
 from stoker.server.protocols.truss.options import TrussOptions
 
 REPOSITORY = Path("packages") / "tensorrt_llm_model_repository"
@@ -21,7 +22,7 @@ REPOSITORY = Path("packages") / "tensorrt_llm_model_repository"
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineInfo:
-    monkeypatch.setattr(truss, "visible_gpus", lambda environment: 0)
+    monkeypatch.setattr("stoker.deploy.truss.load.visible_gpus", lambda environment: 0)
     (tmp_path / "engine" / "tokenizer").mkdir(parents=True)
     (tmp_path / "engine" / "config.json").write_text("{}")
     (tmp_path / "engine" / "rank0.safetensors").write_bytes(b"weights")
@@ -32,10 +33,10 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineInfo:
 def test_it_is_read_back(engine: EngineInfo, tmp_path: Path) -> None:
     folder = tmp_path / "truss"
     options = {"model_name": "mine", "accelerator": "H100", "max_tokens_in_paged_kv_cache": "10000", "max_queue_size": "7"}
-    written = truss.export(engine, folder, options)
+    written = export_truss(engine, folder, options)
     assert sorted(written) == sorted(file for file in folder.rglob("*") if file.is_file()), "each file once"
-    assert truss.recognise(folder)
-    deployment = truss.load(folder, {})
+    assert is_truss(folder)
+    deployment = load_truss(folder, {})
     inside = folder / REPOSITORY / "tensorrt_llm" / "1"
     assert deployment.source == EngineSource(location=str(inside), token_secret="hf_access_token", mapping=Mapping(tensor_parallel=2))
     assert (deployment.server.model_name, deployment.tokenizer) == ("mine", str(inside))
@@ -46,10 +47,10 @@ def test_it_is_read_back(engine: EngineInfo, tmp_path: Path) -> None:
 
 
 def test_its_packages_are_a_repository(engine: EngineInfo, tmp_path: Path) -> None:
-    """Its paths are of the repository, so that it may be copied anywhere."""
-    truss.export(engine, tmp_path / "truss", {})
-    (tmp_path / "truss" / "packages").rename(tmp_path / "elsewhere")
-    repository = tmp_path / "elsewhere" / REPOSITORY.name
+    """Paths in the repository are relative to it, so that it can be moved."""
+    export_truss(engine, tmp_path / "truss", {})
+    (tmp_path / "truss" / "packages").rename(tmp_path / "moved")
+    repository = tmp_path / "moved" / REPOSITORY.name
     deployment = load_repository(repository, {})
     inside = str(repository / "tensorrt_llm" / "1")
     assert deployment.source == EngineSource(location=inside) and deployment.tokenizer == inside
@@ -57,30 +58,30 @@ def test_its_packages_are_a_repository(engine: EngineInfo, tmp_path: Path) -> No
 
 
 def test_without_a_gpu(engine: EngineInfo, tmp_path: Path) -> None:
-    truss.export(engine, tmp_path / "truss", {"accelerator": "none"})
-    assert truss.load(tmp_path / "truss", {}).runtime.device == "cpu"
+    export_truss(engine, tmp_path / "truss", {"accelerator": "none"})
+    assert load_truss(tmp_path / "truss", {}).runtime.device == "cpu"
 
 
 def test_export_refuses(engine: EngineInfo, tmp_path: Path) -> None:
-    truss.export(engine, tmp_path / "truss", {})
+    export_truss(engine, tmp_path / "truss", {})
     with pytest.raises(ConfigError, match="is not an empty folder"):
-        truss.export(engine, tmp_path / "truss", {})
+        export_truss(engine, tmp_path / "truss", {})
     with pytest.raises(ConfigError, match="option 'speed' is unknown"):
-        truss.export(engine, tmp_path / "new", {"speed": "high"})
+        export_truss(engine, tmp_path / "new", {"speed": "high"})
     assert not (tmp_path / "new").exists()
 
 
-def test_it_may_be_written_into_the_engines_folder(engine: EngineInfo) -> None:
-    written = truss.export(engine, Path(engine.path) / "truss", {})
+def test_it_can_be_written_into_the_engine_directory(engine: EngineInfo) -> None:
+    written = export_truss(engine, Path(engine.path) / "truss", {})
     assert sum(file.name == "rank0.safetensors" for file in written) == 1
 
 
-def test_what_fails_leaves_nothing_behind(engine: EngineInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_no_files(engine: EngineInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(source: object, target: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
 
     monkeypatch.setattr("os.link", full)
     monkeypatch.setattr("shutil.copy2", full)
     with pytest.raises(OSError, match="No space left"):
-        truss.export(engine, tmp_path / "truss", {})
+        export_truss(engine, tmp_path / "truss", {})
     assert not (tmp_path / "truss").exists()

@@ -1,4 +1,4 @@
-"""config.yaml of every Truss generation, read into a Deployment."""
+"""Reading a config.yaml of each Truss generation into a Deployment."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError
-from stoker.deploy import truss, yaml_tree
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
-from stoker.deploy.truss_table import TABLE, V2_ONLY
+from stoker.deploy.syntax import yaml_tree
+from stoker.deploy.truss.keys import TABLE, V2_ONLY
+from stoker.deploy.truss.load import is_truss, load_truss
 from stoker.server.protocols.truss.options import TrussOptions
 
-SEED_BUILD = """\
+FIRST_BUILD = """\
 trt_llm:
   build:
     base_model_architecture: LLAMA  # Model architecture, e.g. LLAMA, MISTRAL, DEEPSEEK
@@ -35,7 +36,7 @@ trt_llm:
       paged_kv_cache: True  # Enable paged KV cache
       use_fused_mlp: False  # Use fused MLP
 """
-SEED_SERVE = """\
+FIRST_SERVE = """\
 trt_llm:
   serve:
     engine_repository: /path/to/engine  # Huggingface repository with TRT engine
@@ -43,7 +44,7 @@ trt_llm:
     tensor_parallel_count: 1
     pipeline_parallel_count: 1
 """
-SEED_BOTH = SEED_BUILD + "    \n" + SEED_SERVE.partition("\n")[2]
+FIRST_BOTH = FIRST_BUILD + "    \n" + FIRST_SERVE.partition("\n")[2]
 OLDEST = """\
 model_metadata:
   tensor_parallelism: 1
@@ -58,12 +59,12 @@ MINIMAL = "trt_llm:\n  build:\n    checkpoint_repository: {source: HF, repo: org
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truss, "visible_gpus", lambda environment: 0)
+    monkeypatch.setattr("stoker.deploy.truss.load.visible_gpus", lambda environment: 0)
 
 
 def load(folder: Path, text: str, **environment: str) -> Deployment:
     (folder / "config.yaml").write_text(text)
-    return truss.load(folder, environment)
+    return load_truss(folder, environment)
 
 
 def build(deployment: Deployment) -> BuildOptions:
@@ -89,8 +90,8 @@ def merged(base: dict, more: dict) -> dict:
     return base
 
 
-def test_build_of_the_seed(tmp_path: Path) -> None:
-    deployment = load(tmp_path, SEED_BUILD)
+def test_build_of_the_first_generation(tmp_path: Path) -> None:
+    deployment = load(tmp_path, FIRST_BUILD)
     source = build(deployment)
     assert (source.checkpoint, source.architecture) == ("decaplusplus/llama-7b-hf", "llama")
     assert (source.quantization, source.kv_cache_dtype) == ("WEIGHTS_ONLY_INT8", "int8")
@@ -100,17 +101,17 @@ def test_build_of_the_seed(tmp_path: Path) -> None:
     assert (deployment.server.http_port, deployment.server.protocols) == (8080, ("truss", "openai"))
     beam = next(s for s in deployment.settings if s.name == "max_beam_width")
     assert (beam.key, beam.origin.line) == ("trt_llm.build.max_beam_width", 7)
-    assert truss.recognise(tmp_path)
+    assert is_truss(tmp_path)
 
 
-def test_serve_of_the_seed(tmp_path: Path) -> None:
-    deployment = load(tmp_path, SEED_SERVE)
+def test_serve_of_the_first_generation(tmp_path: Path) -> None:
+    deployment = load(tmp_path, FIRST_SERVE)
     assert deployment.source == EngineSource(location="/path/to/engine", token_secret="hf_access_token", mapping=Mapping())
     assert deployment.tokenizer == "/path/to/tokenizer"
 
 
 def test_build_and_serve_exclude_each_other(tmp_path: Path) -> None:
-    message = refuse(tmp_path, SEED_BOTH, r"trt_llm.build \(line 2\) and trt_llm.serve \(line 17\) exclude each other")
+    message = refuse(tmp_path, FIRST_BOTH, r"trt_llm.build \(line 2\) and trt_llm.serve \(line 17\) exclude each other")
     assert "config.yaml:1:" in message
     refuse(tmp_path, "trt_llm: {inference_stack: v1}\n", "neither build nor serve")
 
@@ -151,42 +152,59 @@ def test_packages_of_the_oldest_generation(tmp_path: Path) -> None:
     refuse(tmp_path, OLDEST, "max_num_sequences")
 
 
-SPRING = {
-    "base_model": "mistral", "max_input_len": 1000, "max_output_len": 100, "max_batch_size": 16, "max_beam_width": 1,
-    "checkpoint_repository": {"source": "HF", "repo": "org/m"}, "quantization_type": "fp8_kv", "kv_cache_free_gpu_mem_fraction": 0.8,
+SPRING_2024 = {
+    "base_model": "mistral",
+    "max_input_len": 1000,
+    "max_output_len": 100,
+    "max_batch_size": 16,
+    "max_beam_width": 1,
+    "checkpoint_repository": {"source": "HF", "repo": "org/m"},
+    "quantization_type": "fp8_kv",
+    "kv_cache_free_gpu_mem_fraction": 0.8,
     "plugin_configuration": {"paged_kv_cache": True, "gemm_plugin": "auto", "use_paged_context_fmha": True},
-}  # fmt: skip
+}
 
 
-def test_spring_2024(tmp_path: Path) -> None:
-    deployment = load(tmp_path, yaml.safe_dump({"trt_llm": {"build": SPRING}}))
+def test_spring_2024_generation(tmp_path: Path) -> None:
+    deployment = load(tmp_path, yaml.safe_dump({"trt_llm": {"build": SPRING_2024}}))
     source = build(deployment)
     assert (source.architecture, source.quantization, source.kv_cache_dtype) == ("mistral", "FP8", "float8_e4m3fn")
     assert deployment.runtime.kv_cache_fraction == 0.8
 
 
-def test_today_first_stack(tmp_path: Path) -> None:
-    # section 9 of the recorded shapes
+def test_current_generation_stack_v1(tmp_path: Path) -> None:
+    # section 9 of the recording of config shapes
     runtime = {
-        "served_model_name": "q", "kv_cache_free_gpu_mem_fraction": 0.9, "enable_chunked_context": True,
-        "batch_scheduler_policy": "max_utilization", "request_default_max_tokens": 512,
-    }  # fmt: skip
+        "served_model_name": "q",
+        "kv_cache_free_gpu_mem_fraction": 0.9,
+        "enable_chunked_context": True,
+        "batch_scheduler_policy": "max_utilization",
+        "request_default_max_tokens": 512,
+    }
     shape = {
-        "base_model": "decoder", "checkpoint_repository": {"source": "HF", "repo": "Qwen/Qwen2.5-7B-Instruct"}, "max_seq_len": 8192,
-        "max_batch_size": 64, "max_num_tokens": 8192, "quantization_type": "fp8", "tensor_parallel_count": 1,
+        "base_model": "decoder",
+        "checkpoint_repository": {"source": "HF", "repo": "Qwen/Qwen2.5-7B-Instruct"},
+        "max_seq_len": 8192,
+        "max_batch_size": 64,
+        "max_num_tokens": 8192,
+        "quantization_type": "fp8",
+        "tensor_parallel_count": 1,
         "plugin_configuration": {"paged_kv_cache": True, "use_paged_context_fmha": True},
-    }  # fmt: skip
+    }
     config = {
-        "model_name": "m", "python_version": "py311", "resources": {"accelerator": "H100", "use_gpu": True},
-        "trt_llm": {"inference_stack": "v1", "build": shape, "runtime": runtime}, "model_metadata": {"tags": ["openai-compatible"]},
-    }  # fmt: skip
+        "model_name": "m",
+        "python_version": "py311",
+        "resources": {"accelerator": "H100", "use_gpu": True},
+        "trt_llm": {"inference_stack": "v1", "build": shape, "runtime": runtime},
+        "model_metadata": {"tags": ["openai-compatible"]},
+    }
     deployment = load(tmp_path, yaml.safe_dump(config))
     limits = build(deployment).limits
     assert (limits.max_seq_len, limits.max_input_len, limits.max_batch_size) == (8192, 8191, 64)
     assert (deployment.runtime.policy, deployment.server.model_name, deployment.server.default_max_tokens) == ("max_utilization", "q", 512)
 
 
-def test_today_second_stack(tmp_path: Path) -> None:
+def test_current_generation_stack_v2(tmp_path: Path) -> None:
     config = {
         "model_name": "m",
         "trt_llm": {
@@ -201,22 +219,35 @@ def test_today_second_stack(tmp_path: Path) -> None:
     refuse(tmp_path, yaml.safe_dump(config), r"config.yaml:\d+: trt_llm.build.max_seq_len is refused: inference_stack v2 sets this under")
 
 
-@pytest.mark.parametrize("name, weights, cache", [
-    ("NO_QUANT", None, None), ("WEIGHTS_ONLY_INT8", "WEIGHTS_ONLY_INT8", None), ("WEIGHTS_KV_INT8", "WEIGHTS_ONLY_INT8", "int8"),
-    ("WEIGHTS_ONLY_INT4", "WEIGHTS_ONLY_INT4", None), ("WEIGHTS_KV_INT4", "WEIGHTS_ONLY_INT4", "int8"),
-    ("SMOOTH_QUANT", "SMOOTH_QUANT", None),
-    ("FP8", "FP8", None), ("FP8_KV", "FP8", "float8_e4m3fn"), ("no_quant", None, None), ("weights_int8", "WEIGHTS_ONLY_INT8", None),
-    ("weights_kv_int8", "WEIGHTS_ONLY_INT8", "int8"), ("weights_int4", "WEIGHTS_ONLY_INT4", None),
-    ("weights_kv_int4", "WEIGHTS_ONLY_INT4", "int8"), ("weights_int4_kv_int8", "WEIGHTS_ONLY_INT4", "int8"),
-    ("smooth_quant", "SMOOTH_QUANT", None), ("fp8", "FP8", None), ("fp8_kv", "FP8", "float8_e4m3fn"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, weights, cache",
+    [
+        ("NO_QUANT", None, None),
+        ("WEIGHTS_ONLY_INT8", "WEIGHTS_ONLY_INT8", None),
+        ("WEIGHTS_KV_INT8", "WEIGHTS_ONLY_INT8", "int8"),
+        ("WEIGHTS_ONLY_INT4", "WEIGHTS_ONLY_INT4", None),
+        ("WEIGHTS_KV_INT4", "WEIGHTS_ONLY_INT4", "int8"),
+        ("SMOOTH_QUANT", "SMOOTH_QUANT", None),
+        ("FP8", "FP8", None),
+        ("FP8_KV", "FP8", "float8_e4m3fn"),
+        ("no_quant", None, None),
+        ("weights_int8", "WEIGHTS_ONLY_INT8", None),
+        ("weights_kv_int8", "WEIGHTS_ONLY_INT8", "int8"),
+        ("weights_int4", "WEIGHTS_ONLY_INT4", None),
+        ("weights_kv_int4", "WEIGHTS_ONLY_INT4", "int8"),
+        ("weights_int4_kv_int8", "WEIGHTS_ONLY_INT4", "int8"),
+        ("smooth_quant", "SMOOTH_QUANT", None),
+        ("fp8", "FP8", None),
+        ("fp8_kv", "FP8", "float8_e4m3fn"),
+    ],
+)
 def test_both_spellings_of_every_quantization(tmp_path: Path, name: str, weights: str | None, cache: str | None) -> None:
     source = build(load(tmp_path, MINIMAL + f"    quantization_type: {name}\n"))
     assert (source.quantization, source.kv_cache_dtype) == (weights, cache)
 
 
-def test_how_predict_reads_bodies(tmp_path: Path) -> None:
-    """The tag openai-compatible means OpenAI's bodies to today's generation, and the chat template to the oldest."""
+def test_tags_select_the_request_format(tmp_path: Path) -> None:
+    """With openai-compatible, the current generation reads OpenAI requests, and the oldest generation uses the chat template."""
     tag = "model_metadata: {tags: [openai-compatible]}\n"
     assert load(tmp_path, MINIMAL).server.options == TrussOptions()
     assert load(tmp_path, MINIMAL + tag).server.options == TrussOptions(openai=True)
@@ -229,7 +260,7 @@ def test_how_predict_reads_bodies(tmp_path: Path) -> None:
 MODEL = {"trt_llm": {"build": {"checkpoint_repository": {"source": "HF", "repo": "org/model"}}}}
 ENGINE = {"trt_llm": {"serve": {"engine_repository": "org/engine"}}}
 B, R = "trt_llm.build.", "trt_llm.runtime."
-HONOURED: dict[str, tuple[dict, Any, str, Any]] = {
+ACCEPTED: dict[str, tuple[dict, Any, str, Any]] = {
     B + "base_model_architecture": (MODEL, "MISTRAL", "build.architecture", "mistral"),
     B + "base_model": (MODEL, "qwen", "build.architecture", "qwen"),
     B + "max_input_len": (MODEL, 100, "limits.max_input_len", 100),
@@ -269,10 +300,16 @@ HONOURED: dict[str, tuple[dict, Any, str, Any]] = {
     "resources.use_gpu": (MODEL, False, "runtime.device", "cpu"),
 }
 TOGETHER = {
-    "model_metadata.engine_repository", "model_metadata.tokenizer_repository", "model_metadata.tensor_parallelism", "secrets",
-    "resources.accelerator", "runtime.transport", B + "quantization_config.calib_size", B + "quantization_config.calib_dataset",
+    "model_metadata.engine_repository",
+    "model_metadata.tokenizer_repository",
+    "model_metadata.tensor_parallelism",
+    "secrets",
+    "resources.accelerator",
+    "runtime.transport",
+    B + "quantization_config.calib_size",
+    B + "quantization_config.calib_dataset",
     B + "quantization_config.calib_max_seq_length",
-}  # fmt: skip
+}
 
 
 def config_with(key: str, value: Any, base: dict = MODEL) -> str:
@@ -282,21 +319,26 @@ def config_with(key: str, value: Any, base: dict = MODEL) -> str:
     return yaml.safe_dump(config)
 
 
-def test_every_honoured_row_is_tested() -> None:
-    assert set(HONOURED) | TOGETHER == {key for key, row in TABLE.items() if row.fate == "honoured"}
+def test_every_accepted_row_is_tested() -> None:
+    assert set(ACCEPTED) | TOGETHER == {row.name for row in TABLE if row.status == "accepted"}
 
 
-@pytest.mark.parametrize("key", HONOURED)
-def test_honoured(tmp_path: Path, key: str) -> None:
-    base, value, path, wanted = HONOURED[key]
+@pytest.mark.parametrize("key", ACCEPTED)
+def test_accepted(tmp_path: Path, key: str) -> None:
+    base, value, path, expected = ACCEPTED[key]
     deployment = load(tmp_path, config_with(key, value, base))
     head, _, name = path.partition(".")
     source: Any = deployment.source
     owner = {
-        "build": lambda: source, "limits": lambda: source.limits, "mapping": lambda: source.mapping, "runtime": lambda: deployment.runtime,
-        "server": lambda: deployment.server, "options": lambda: deployment.server.options, "deployment": lambda: deployment,
-    }[head]()  # fmt: skip
-    assert getattr(owner, name) == wanted
+        "build": lambda: source,
+        "limits": lambda: source.limits,
+        "mapping": lambda: source.mapping,
+        "runtime": lambda: deployment.runtime,
+        "server": lambda: deployment.server,
+        "options": lambda: deployment.server.options,
+        "deployment": lambda: deployment,
+    }[head]()
+    assert getattr(owner, name) == expected
 
 
 SAMPLES: tuple[Any, ...] = (True, 1, 0.5, "text", ["a"])
@@ -304,25 +346,25 @@ SAMPLES: tuple[Any, ...] = (True, 1, 0.5, "text", ["a"])
 
 def readable(key: str, value: Any) -> bool:
     try:
-        TABLE[key].kind.read(value, typed=True)
+        TABLE[key].type.check(value)
     except ValueError:
         return False
     return True
 
 
-@pytest.mark.parametrize("key", [key for key, row in TABLE.items() if row.fate == "no effect"])
-def test_no_effect_says_why(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("key", [row.name for row in TABLE if row.status == "no effect"])
+def test_no_effect_has_a_reason(tmp_path: Path, key: str) -> None:
     value = next(sample for sample in SAMPLES if readable(key, sample))
     note = next(n for n in load(tmp_path, config_with(key, value)).notes if n.key == key)
-    assert note.text == TABLE[key].no_effect and note.origin.line > 0
+    assert note.text == TABLE[key].reason and note.origin.line > 0
 
 
-@pytest.mark.parametrize("key", [key for key, row in TABLE.items() if row.fate == "refused" and not key.startswith("model_metadata")])
-def test_refused_by_name(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("key", [row.name for row in TABLE if row.status == "rejected" and not row.name.startswith("model_metadata")])
+def test_rejected_by_name(tmp_path: Path, key: str) -> None:
     row = TABLE[key]
-    asking = next(s for s in (True, 7, {"a": 1}) if readable(key, s) and s not in row.harmless)
-    message = refuse(tmp_path, config_with(key, asking), r"config.yaml:\d+: ")
-    assert key in message and row.refused in message
+    rejected = next(s for s in (True, 7, {"a": 1}) if readable(key, s) and s not in row.harmless)
+    message = refuse(tmp_path, config_with(key, rejected), r"config.yaml:\d+: ")
+    assert key in message and row.reason in message
     for harmless in row.harmless:
         load(tmp_path, config_with(key, harmless))
 
@@ -335,41 +377,50 @@ def test_calibration(tmp_path: Path) -> None:
     assert build(load(tmp_path, text.replace("smooth_quant", "no_quant"))).quantization_settings == {}
 
 
-@pytest.mark.parametrize("text, match", [
-    (MINIMAL + "    quantization_type: int3\n", "yaml:4: trt_llm.build.quantization_type=int3 is refused: it must be one of no_quant"),
-    (MINIMAL + "    quantization_type: fp4\n", "quantization_type=fp4 is refused"),
-    (MINIMAL + "    max_batch_size: '8'\n", "config.yaml:4: trt_llm.build.max_batch_size=8 is refused: it must be a whole number"),
-    (MINIMAL + "    max_batch_size: true\n", "whole number"),
-    (MINIMAL + "    max_batch_sise: 8\n", "yaml:4: unknown key trt_llm.build.max_batch_sise. Did you mean trt_llm.build.max_batch_size"),
-    (MINIMAL + "    base_model: whisper\n", "must be one of llama"),
-    (MINIMAL + "    max_beam_width: 11\n", "from 1 to 10"),
-    (MINIMAL + "    plugin_configuration: [1]\n", "must be a mapping"),
-    (MINIMAL + "    <<: {a: 1}\n", "unknown key trt_llm.build.<<"),
-    (MINIMAL + "  inference_stack: v3\n", "must be one of v1, v2"),
-    (MINIMAL + "  runtime: {max_seq_len: 5}\n", "inference_stack v1 has no such key"),
-    (MINIMAL + "  inference_stack: v2\n  runtime: {total_token_limit: 5}\n", "inference_stack v2 has no such key"),
-    (MINIMAL + "resources: {accelerator: 'H100:2'}\n", "config.yaml:4: resources.accelerator=H100:2 is refused: .*make 1 ranks"),
-    (MINIMAL + "    tensor_parallel_count: 2\nresources: {accelerator: H100}\n", "make 2 ranks"),
-    (MINIMAL + "resources: {accelerator: 'H100:0'}\n", "NAME or NAME:COUNT"),
-    (MINIMAL + "runtime: {transport: {kind: websocket}}\n", "transport.kind=websocket"),
-    (MINIMAL + "model_metadata: {tags: text}\n", "list of texts"),
-    (MINIMAL + "model_metadata: {tags: [openai-compatible, force-legacy-api-non-openai-compatible]}\n", "exclude each other"),
-    (MINIMAL + "model_metadata: {engine_repository: org/e}\n", "names an engine already"),
-    (MINIMAL.replace("HF", "GCS"), "Google Cloud Storage"),
-    (MINIMAL.replace("HF", "S3"), "begins with s3://"),
-    (MINIMAL.replace("org/model", "s3://b/p"), "takes no address"),
-    (MINIMAL.replace("org/model", "https://u:hunter2@h/x.tar"), "carries a credential"),
-    ("trt_llm: {build: {}}\n", "checkpoint_repository.repo is missing"),
-    ("trt_llm: {serve: {tokenizer_repository: a/b}}\n", "engine_repository is missing"),
-    ("model_name: m\n", "neither trt_llm nor model_metadata.engine_repository"),
-    (SEED_BUILD.replace("    max_input_len: 2048", "    # gone"), "trt_llm.build is refused: max_input_len missing"),
-    ("trt_llm: [\n", "config.yaml line 2"),
-    ("a: 1\na: 2\n", "config.yaml line 2: a is given again; line 1"),
-    ("trt_llm: !!python/object/apply:os.system [ls]\n", "line 1: the tag .* is refused"),
-    ("- a\n", "not a mapping of keys"),
-    ("", "neither trt_llm"),
-    ("secrets: [a]\n" + MINIMAL, "mapping of names"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        (MINIMAL + "    quantization_type: int3\n", "yaml:4: trt_llm.build.quantization_type=int3 is refused: it must be one of no_quant"),
+        (MINIMAL + "    quantization_type: fp4\n", "quantization_type=fp4 is refused"),
+        (MINIMAL + "    max_batch_size: '8'\n", "config.yaml:4: trt_llm.build.max_batch_size=8 is refused: it must be a whole number"),
+        (MINIMAL + "    max_batch_size: true\n", "whole number"),
+        (
+            MINIMAL + "    max_batch_sise: 8\n",
+            "yaml:4: unknown key trt_llm.build.max_batch_sise. Did you mean trt_llm.build.max_batch_size",
+        ),
+        (MINIMAL + "    base_model: whisper\n", "must be one of llama"),
+        (MINIMAL + "    max_beam_width: 11\n", "from 1 to 10"),
+        (MINIMAL + "    plugin_configuration: [1]\n", "must be a mapping"),
+        (MINIMAL + "    <<: {a: 1}\n", "unknown key trt_llm.build.<<"),
+        (MINIMAL + "  inference_stack: v3\n", "must be one of v1, v2"),
+        (MINIMAL + "  runtime: {max_seq_len: 5}\n", "inference_stack v1 has no such key"),
+        (MINIMAL + "  inference_stack: v2\n  runtime: {total_token_limit: 5}\n", "inference_stack v2 has no such key"),
+        (MINIMAL + "resources: {accelerator: 'H100:2'}\n", "config.yaml:4: resources.accelerator=H100:2 is refused: .*make 1 ranks"),
+        (MINIMAL + "    tensor_parallel_count: 2\nresources: {accelerator: H100}\n", "make 2 ranks"),
+        (MINIMAL + "resources: {accelerator: 'H100:0'}\n", "NAME or NAME:COUNT"),
+        (MINIMAL + "runtime: {transport: {kind: websocket}}\n", "transport.kind=websocket"),
+        (MINIMAL + "model_metadata: {tags: text}\n", "list of texts"),
+        (MINIMAL + "model_metadata: {tags: [openai-compatible, force-legacy-api-non-openai-compatible]}\n", "exclude each other"),
+        (MINIMAL + "model_metadata: {engine_repository: org/e}\n", "names an engine already"),
+        (MINIMAL.replace("HF", "GCS"), "Google Cloud Storage"),
+        (MINIMAL.replace("HF", "S3"), "begins with s3://"),
+        (MINIMAL.replace("org/model", "s3://b/p"), "does not accept an address"),
+        (MINIMAL.replace("org/model", "https://u:hunter2@h/x.tar"), "contains a credential"),
+        ("trt_llm: {build: {}}\n", "checkpoint_repository.repo is missing"),
+        ("trt_llm: {serve: {tokenizer_repository: a/b}}\n", "engine_repository is missing"),
+        ("model_name: m\n", "neither trt_llm nor model_metadata.engine_repository"),
+        (
+            FIRST_BUILD.replace("    max_input_len: 2048", "    # removed"),
+            "trt_llm.build is refused: required keys are missing: max_input_len",
+        ),
+        ("trt_llm: [\n", "config.yaml line 2"),
+        ("a: 1\na: 2\n", "config.yaml line 2: a is a duplicate; line 1"),
+        ("trt_llm: !!python/object/apply:os.system [ls]\n", "line 1: the tag .* is refused"),
+        ("- a\n", "not a mapping of keys"),
+        ("", "neither trt_llm"),
+        ("secrets: [a]\n" + MINIMAL, "mapping of names"),
+    ],
+)
 def test_refusals(tmp_path: Path, text: str, match: str) -> None:
     assert "hunter2" not in refuse(tmp_path, text, match)
 
@@ -383,21 +434,24 @@ def test_sources(tmp_path: Path, source: str, repo: str) -> None:
 
 
 def test_ranks_beyond_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truss, "visible_gpus", lambda environment: 1)
-    refuse(tmp_path, MINIMAL + "    tensor_parallel_count: 2\n", "config.yaml:4: .*2 ranks in all, and 1 GPU is visible")
+    monkeypatch.setattr("stoker.deploy.truss.load.visible_gpus", lambda environment: 1)
+    refuse(tmp_path, MINIMAL + "    tensor_parallel_count: 2\n", "config.yaml:4: .*2 ranks in total, and 1 GPU is visible")
 
 
-@pytest.mark.parametrize("text", [
-    "a: &a [x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b]\n"
-    "d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c]\ne: [*d, *d, *d, *d, *d, *d, *d, *d, *d]\n",
-    "a: " + "[" * 5000,
-    "a: &a [*a]\n",
-    "a: 2024-13-40\n",
-    "? [1]\n: 2\n",
-    "a: \0\n",
-    "\t- x: y\n",
-])  # fmt: skip
-def test_hostile_yaml(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b]\n"
+        "d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c]\ne: [*d, *d, *d, *d, *d, *d, *d, *d, *d]\n",
+        "a: " + "[" * 5000,
+        "a: &a [*a]\n",
+        "a: 2024-13-40\n",
+        "? [1]\n: 2\n",
+        "a: \0\n",
+        "\t- x: y\n",
+    ],
+)
+def test_malformed_yaml(text: str) -> None:
     with pytest.raises(ConfigError):
         yaml_tree.parse(text.encode(), "config.yaml")
 
@@ -416,6 +470,6 @@ trees = st.recursive(
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), trees, min_size=1))
-def test_yaml_values_are_those_of_safe_load(tree: dict) -> None:
+def test_yaml_values_equal_safe_load(tree: dict) -> None:
     text = yaml.safe_dump(tree)
     assert yaml_tree.parse(text.encode(), "f").plain() == yaml.safe_load(text)

@@ -1,4 +1,4 @@
-"""Model repositories in the manner of four generations of templates, written out here so that no table of Stoker's makes them."""
+"""Model repositories like the templates of four releases. They are written here and do not depend on the tables of Stoker."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ ensemble_scheduling {
 
 
 def tensors(side: str, listed: str) -> str:
-    """A list of messages with the commas that shipped files have: after fields, before and after entries; tabs here and there."""
+    """A list of messages with the commas and tabs of the original files: after fields, before and after entries."""
     entries = []
     for entry in filter(str.strip, listed.split(";")):
         name, dtype, dims = entry.split()
         optional = "\toptional: true\n" if name.startswith("?") else ""
         shape = ", ".join(dims.split(","))
         dtype = dtype if dtype.startswith("$") else f"TYPE_{dtype}"
-        entries.append(f'  {{\n    name: "{name.lstrip("?")}",\n\tdata_type: {dtype}, # kept\n    dims: [ {shape} ]\n{optional}  }}')
+        entries.append(f'  {{\n    name: "{name.lstrip("?")}",\n\tdata_type: {dtype}, # comment\n    dims: [ {shape} ]\n{optional}  }}')
     return f"{side} [\n" + "\n  ,\n".join(entries) + ",\n]\n"
 
 
@@ -136,7 +136,7 @@ def group(count: str) -> str:
 
 
 def repository(era: str) -> dict[str, str]:
-    """Folder → config.pbtxt of the templates, nothing filled."""
+    """Folder → config.pbtxt of the templates, without filled variables."""
     text, llm, results, keys = ERAS[era]
     outputs = "text_output STRING -1" + ("" if era == "0.5" else "; " + results.split("; ", 2)[2])
     tokenizer = parameter("tokenizer_dir", "${tokenizer_dir}")
@@ -149,19 +149,34 @@ def repository(era: str) -> dict[str, str]:
     )
     listed = "".join(parameter(key.split("=")[0], f"${{{key.split('=')[-1]}}}") for key in keys.split())
     files = {
-        "preprocessing": head("preprocessing", 'backend: "python"') + tensors("input", PRE_IN) + tensors("output", PRE_OUT) + tokenizer
-        + special["add"] + group("${preprocessing_instance_count}"),
-        "tensorrt_llm": head("tensorrt_llm", 'backend: "tensorrtllm"', True, True) + tensors("input", llm) + tensors("output", results)
-        + group("1") + parameter("FORCE_CPU_ONLY_INPUT_TENSORS", "no") + listed,
-        "postprocessing": head("postprocessing", 'backend: "python"') + tensors("input", "TOKENS_BATCH INT32 -1,-1")
-        + tensors("output", "OUTPUT STRING -1") + tokenizer + special["skip"] + group("${postprocessing_instance_count}"),
+        "preprocessing": head("preprocessing", 'backend: "python"')
+        + tensors("input", PRE_IN)
+        + tensors("output", PRE_OUT)
+        + tokenizer
+        + special["add"]
+        + group("${preprocessing_instance_count}"),
+        "tensorrt_llm": head("tensorrt_llm", 'backend: "tensorrtllm"', True, True)
+        + tensors("input", llm)
+        + tensors("output", results)
+        + group("1")
+        + parameter("FORCE_CPU_ONLY_INPUT_TENSORS", "no")
+        + listed,
+        "postprocessing": head("postprocessing", 'backend: "python"')
+        + tensors("input", "TOKENS_BATCH INT32 -1,-1")
+        + tensors("output", "OUTPUT STRING -1")
+        + tokenizer
+        + special["skip"]
+        + group("${postprocessing_instance_count}"),
         "ensemble": head("ensemble", 'platform: "ensemble"') + tensors("input", text) + tensors("output", outputs) + STEPS,
-    }  # fmt: skip
+    }
     if era != "0.5":
         files["tensorrt_llm_bls"] = (
-            head("tensorrt_llm_bls", 'backend: "python"', True) + tensors("input", text) + tensors("output", outputs)
-            + parameter("accumulate_tokens", "${accumulate_tokens}") + group("${bls_instance_count}")
-        )  # fmt: skip
+            head("tensorrt_llm_bls", 'backend: "python"', True)
+            + tensors("input", text)
+            + tensors("output", outputs)
+            + parameter("accumulate_tokens", "${accumulate_tokens}")
+            + group("${bls_instance_count}")
+        )
     return files
 
 
@@ -173,7 +188,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 
 def minimal(**parameters: str) -> str:
-    """A tensorrt_llm model with these parameters beside the required two."""
-    given = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": "/engine"} | parameters
+    """A tensorrt_llm model with these parameters and the two required ones."""
+    values = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": "/engine"} | parameters
     text = tensors("input", "input_ids INT32 -1; input_lengths INT32 1; request_output_len INT32 1") + tensors("output", RESULTS_05)
-    return 'name: "tensorrt_llm"\nmax_batch_size: 4\n' + text + "".join(parameter(k, v) for k, v in given.items())
+    return 'name: "tensorrt_llm"\nmax_batch_size: 4\n' + text + "".join(parameter(k, v) for k, v in values.items())

@@ -1,9 +1,9 @@
-"""Make golden.json: greedy answers of transformers to the embedded default model, loaded from the same GGUF file.
+"""Writes golden.json: greedy outputs of transformers for the embedded default model, loaded from the same GGUF file.
 
     python tests/e2e/make_golden.py
 
-Needs the package accelerate, and is slow (about 20 tokens a second), so its result is kept. `margin` is the smallest gap between the
-best two logits on the way: far above float32 rounding, or the prompt would be no proof.
+Needs the package accelerate. The result is committed, because it takes long (about 20 tokens per second). `margin` is the smallest
+difference of the two best logits of a prompt. It must be far above the rounding of float32 for the test to be valid.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ def main() -> None:
     path = default_checkpoint()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    chats = [{"message": text, **answer(model, tokenizer, chat_ids(tokenizer, text), CHAT_TOKENS)} for text in CHATS]
-    texts = [{"prompt": text, **answer(model, tokenizer, tokenizer(text).input_ids, TEXT_TOKENS)} for text in TEXTS]
+    chats = [{"message": text, **generate(model, tokenizer, chat_ids(tokenizer, text), CHAT_TOKENS)} for text in CHATS]
+    texts = [{"prompt": text, **generate(model, tokenizer, tokenizer(text).input_ids, TEXT_TOKENS)} for text in TEXTS]
     golden = {
-        "transformers": transformers.__version__, "torch": torch.__version__, "checkpoint_sha256": SHA256, "dtype": "float32",
-        "chats": chats, "texts": texts,
-    }  # fmt: skip
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "checkpoint_sha256": SHA256,
+        "dtype": "float32",
+        "chats": chats,
+        "texts": texts,
+    }
     text = json.dumps(golden, indent=1, ensure_ascii=False)
-    lists = re.compile(r"\[\s+((?:\d+,\s+)*\d+)\s+\]")  # token ids: one line a list
-    GOLDEN.write_text(lists.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n")
+    lists = re.compile(r"\[\s+((?:\d+,\s+)*\d+)\s+\]")  # a list of token ids in one line
+    GOLDEN.write_text(lists.sub(lambda match: f"[{' '.join(match[1].split())}]", text) + "\n")
 
 
 def chat_ids(tokenizer: Any, message: str) -> list[int]:
@@ -51,8 +55,8 @@ def chat_ids(tokenizer: Any, message: str) -> list[int]:
 
 
 @torch.inference_mode()
-def answer(model: Any, tokenizer: Any, prompt_ids: list[int], max_tokens: int) -> dict[str, Any]:
-    """Greedy ids, text without special tokens, and the smallest margin. An end id is the last of the ids."""
+def generate(model: Any, tokenizer: Any, prompt_ids: list[int], max_tokens: int) -> dict[str, Any]:
+    """Greedy ids with the end id, text without special tokens, and the smallest margin."""
     ids: list[int] = []
     cache, margin = None, float("inf")
     step = torch.tensor([prompt_ids])
@@ -63,8 +67,11 @@ def answer(model: Any, tokenizer: Any, prompt_ids: list[int], max_tokens: int) -
         margin = min(margin, float(best.values[0] - best.values[1]))
         cache, step = out.past_key_values, torch.tensor([[ids[-1]]])
     return {
-        "prompt_ids": prompt_ids, "token_ids": ids, "text": tokenizer.decode(ids, skip_special_tokens=True), "margin": round(margin, 4),
-    }  # fmt: skip
+        "prompt_ids": prompt_ids,
+        "token_ids": ids,
+        "text": tokenizer.decode(ids, skip_special_tokens=True),
+        "margin": round(margin, 4),
+    }
 
 
 if __name__ == "__main__":

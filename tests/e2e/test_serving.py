@@ -1,4 +1,4 @@
-"""`stoker serve` as real processes on loopback: streams under load, clients that leave, the way it stops."""
+"""`stoker serve` as processes on loopback: concurrent streams, disconnecting clients, and the stop signal."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ async def complete(url: str, case: dict[str, Any]) -> str:
     return (await post(url, "/v1/completions", body))["choices"][0]["text"]
 
 
-async def test_streams_under_load_are_transformers_answers(url: str) -> None:
-    """Chat streams and whole completions at once; the streams' joined pieces are the golden texts."""
+async def test_concurrent_streams_equal_transformers(url: str) -> None:
+    """Chat streams and completions run concurrently. Joined streams and completions equal the golden texts."""
     chats, texts = GOLDEN["chats"], GOLDEN["texts"]
     answers = await asyncio.gather(*(chat(url, case) for case in chats), *(complete(url, case) for case in texts))
     assert answers == [case["text"] for case in chats + texts]
 
 
-async def test_a_client_that_leaves_frees_its_blocks(url: str) -> None:
+async def test_a_client_that_disconnects_frees_its_blocks(url: str) -> None:
     before = await read_metrics(url)
     body = {"model": MODEL, "prompt": "Count to a thousand:", "max_tokens": 512, "ignore_eos": True, "temperature": 0, "stream": True}
     async with aclosing(events(url, "/v1/completions", body)) as stream:
@@ -65,7 +65,7 @@ async def test_a_client_that_leaves_frees_its_blocks(url: str) -> None:
     assert now["num_decode_tokens"] - before["num_decode_tokens"] < 50
 
 
-async def test_the_demos_batch_is_batched_and_shares_its_prefix(url: str) -> None:
+async def test_the_batch_of_the_demo_runs_in_flight_and_reuses_its_prefix(url: str) -> None:
     batch = await demo_requests.request_batch(url, MODEL, ["What is in Rome?", "What is in Oslo?", "What is in Lima?"], max_tokens=12)
     assert all(answer.text and answer.first_s > 0 for answer in batch.answers)
     assert batch.after["num_reused_tokens"] - batch.before["num_reused_tokens"] >= 3 * 48  # whole blocks of the instructions
@@ -80,8 +80,12 @@ async def test_the_demos_batch_is_batched_and_shares_its_prefix(url: str) -> Non
 def test_a_stop_signal_ends_every_process_with_status_0(tiny_engine: Path) -> None:
     server = subprocess.Popen(
         [sys.executable, "-m", "stoker", "serve", str(tiny_engine), "--port", "0"],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert server.stdout is not None
     assert "is served at http://127.0.0.1:" in server.stdout.readline()
     children = [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]

@@ -1,4 +1,4 @@
-"""The embedded default model from its GGUF file to answers, held against transformers' (golden.json)."""
+"""The embedded default model, from its GGUF file to text, compared with transformers (golden.json)."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ def greedy(golden: dict[str, Any]) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def together(llm: LLM) -> list[Any]:
-    """Every golden prompt at once, twice over, so that rows join, leave and share prefixes on the way."""
+def batched(llm: LLM) -> list[Any]:
+    """All golden prompts twice in one batch, so that rows are added and removed and prefixes are shared."""
     cases = GOLDEN["chats"] + GOLDEN["texts"]
     return llm.generate([case["prompt_ids"] for case in cases] * 2, [greedy(case) for case in cases] * 2)
 
 
-def test_prompts_become_transformers_token_ids(llm: LLM) -> None:
+def test_prompts_equal_the_token_ids_of_transformers(llm: LLM) -> None:
     for case in GOLDEN["chats"]:
         assert llm.chat_prompt([{"role": "user", "content": case["message"]}]) == case["prompt_ids"]
     for case in GOLDEN["texts"]:
         assert llm.service.encode(case["prompt"]) == case["prompt_ids"]
 
 
-def test_answers_in_one_batch_are_transformers_greedy_answers(together: list[Any]) -> None:
+def test_a_batch_equals_greedy_decoding_of_transformers(batched: list[Any]) -> None:
     cases = (GOLDEN["chats"] + GOLDEN["texts"]) * 2
-    assert [answer.choices[0].token_ids for answer in together] == [case["token_ids"] for case in cases]
-    assert [answer.choices[0].text for answer in together] == [case["text"] for case in cases]
+    assert [answer.choices[0].token_ids for answer in batched] == [case["token_ids"] for case in cases]
+    assert [answer.choices[0].text for answer in batched] == [case["text"] for case in cases]
 
 
-def test_an_answer_alone_is_the_answer_under_load(llm: LLM, together: list[Any]) -> None:
+def test_a_single_request_equals_the_batch(llm: LLM, batched: list[Any]) -> None:
     alone = llm.generate(GOLDEN["texts"][1]["prompt_ids"], greedy(GOLDEN["texts"][1]))
-    assert alone.choices == together[len(GOLDEN["chats"]) + 1].choices
+    assert alone.choices == batched[len(GOLDEN["chats"]) + 1].choices
 
 
-def test_a_finished_answer_ends_with_the_models_end_id(together: list[Any]) -> None:
-    assert together[0].choices[0].finish_reason is FinishReason.STOP
-    assert together[0].choices[0].text == "The capital of Japan is Tokyo."
-    assert together[3].choices[0].finish_reason is FinishReason.LENGTH
+def test_a_finished_sequence_ends_with_the_end_id(batched: list[Any]) -> None:
+    assert batched[0].choices[0].finish_reason is FinishReason.STOP
+    assert batched[0].choices[0].text == "The capital of Japan is Tokyo."
+    assert batched[3].choices[0].finish_reason is FinishReason.LENGTH
 
 
-def test_the_joined_stream_is_the_whole_answer(llm: LLM) -> None:
+def test_the_joined_stream_equals_the_completion(llm: LLM) -> None:
     case = GOLDEN["texts"][1]
 
     async def stream() -> list[Any]:
@@ -70,11 +70,11 @@ def test_the_joined_stream_is_the_whole_answer(llm: LLM) -> None:
     assert [token for delta in deltas for token in delta.token_ids] == case["token_ids"]
 
 
-def test_a_stream_that_is_left_gives_its_blocks_back(llm: LLM) -> None:
-    """Blocks are counted through the executor's statistics: in use while it streams, none a moment after it was left."""
+def test_a_closed_stream_frees_its_blocks(llm: LLM) -> None:
+    """The statistics of the executor count blocks in use during the stream, and none shortly after it was closed."""
     long = SamplingParams(max_tokens=512, ignore_eos=True)
 
-    async def leave() -> int:
+    async def close_early() -> int:
         stream = llm.stream("Count from one to a thousand: one, two,", long)
         async for _ in stream:
             break
@@ -83,12 +83,12 @@ def test_a_stream_that_is_left_gives_its_blocks_back(llm: LLM) -> None:
         return used
 
     steps = llm.stats().num_steps
-    assert asyncio.run(leave()) > 0
+    assert asyncio.run(close_early()) > 0
     deadline = time.monotonic() + 10
     while _used_blocks(llm) and time.monotonic() < deadline:
         pass
     assert _used_blocks(llm) == 0
-    assert llm.stats().num_steps - steps < 20  # far fewer than the 512 that were asked for
+    assert llm.stats().num_steps - steps < 20  # far fewer than max_tokens
     assert llm.stats().num_cancelled > 0
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.builder.conversion.shard_plan import slice_shard
 from stoker.core.specs import LinearSpec
-from stoker.deploy.lmi_ranks import rank_names
+from stoker.deploy.lmi.rank_names import rank_names
 from stoker.distributed.group import Group
 from stoker.distributed.inbox import Inboxes
 from stoker.distributed.pipeline import stage_layers

@@ -1,4 +1,4 @@
-"""Models in S3: checkpoint, prebuilt layout, model data; missing and damaged ones. And the whole way to boto3's sagemaker-runtime."""
+"""Models in S3: checkpoints, prebuilt engines and model data, missing and truncated objects; and requests of boto3's sagemaker-runtime."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.prepare_server import engine_info
 from stoker.cli.server_process import running_server
-from stoker.deploy import resolve
 from stoker.deploy.deployment import EngineSource
-from stoker.deploy.lmi_package import package
+from stoker.deploy.lmi.package import package
+from stoker.deploy.prepare import PreparedEngine, prepare_engine, read_deployment
 from stoker.engine.reader import Engine
 
 PROPERTIES = "option.model_id=s3://models/{}\noption.tensor_parallel_degree=1\noption.max_rolling_batch_size=4\n"
@@ -34,9 +34,11 @@ def s3() -> Iterator[Any]:
     server.start()
     host, port = server.get_host_and_port()
     settings = {
-        "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "hunter2", "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "hunter2",
+        "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
-    }  # fmt: skip
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
@@ -60,68 +62,68 @@ def put(client: Any, folder: Path, prefix: str) -> None:
             client.upload_file(str(file), "models", f"{prefix}/{file.relative_to(folder)}")
 
 
-def ready(folder: Path, prefix: str) -> resolve.Ready:
+def prepare(folder: Path, prefix: str) -> PreparedEngine:
     folder.mkdir()
     (folder / "serving.properties").write_text(PROPERTIES.format(prefix))
-    return resolve.ready(resolve.read(folder, {}), {})
+    return prepare_engine(read_deployment(folder, {}), {})
 
 
 def test_a_checkpoint(s3: Any, checkpoint: Path, tmp_path: Path) -> None:
     put(s3, checkpoint, "llama")
-    found = ready(tmp_path / "lmi", "llama")
+    found = prepare(tmp_path / "lmi", "llama")
     config = Engine.open(found.engine, verify=True).config
     assert (found.deployment.format, config.limits.max_batch_size) == ("lmi", 4)
-    assert ready(tmp_path / "again", "llama").engine == found.engine, "built once"
+    assert prepare(tmp_path / "again", "llama").engine == found.engine, "built once"
 
 
 def test_the_prebuilt_layout(s3: Any, archive: Path, tmp_path: Path) -> None:
-    """The folder that holds tensorrt_llm/, whether or not it is alone there."""
+    """A prefix with tensorrt_llm/, with and without other objects."""
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path / "data")
-    put(s3, tmp_path / "data", "whole")
+    put(s3, tmp_path / "data", "complete")
     put(s3, tmp_path / "data" / "tensorrt_llm", "alone/tensorrt_llm")
-    for prefix in ("whole", "alone"):
-        found = ready(tmp_path / f"lmi-{prefix}", prefix)
+    for prefix in ("complete", "alone"):
+        found = prepare(tmp_path / f"lmi-{prefix}", prefix)
         assert isinstance(found.deployment.source, EngineSource)
         Engine.open(found.engine, verify=True)
-        assert any("built already" in note.text for note in found.deployment.notes), "the batch size was the build's"
+        assert any("built already" in note.text for note in found.deployment.notes), "the batch size is a setting of the build"
 
 
-def test_objects_that_are_not_there(s3: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="s3://models/none holds no object"):
-        ready(tmp_path / "lmi", "none")
+def test_missing_objects(s3: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="s3://models/none has no objects"):
+        prepare(tmp_path / "lmi", "none")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_objects_that_were_cut_short(name: str, s3: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_truncated_objects(name: str, s3: Any, checkpoint: Path, tmp_path: Path) -> None:
     put(s3, checkpoint, f"cut-{name}")
     data = (checkpoint / name).read_bytes()
     s3.put_object(Bucket="models", Key=f"cut-{name}/{name}", Body=data[: len(data) // 2])
     with pytest.raises(StokerError) as caught:
-        ready(tmp_path / "lmi", f"cut-{name}")
+        prepare(tmp_path / "lmi", f"cut-{name}")
     assert name in str(caught.value) and "hunter2" not in str(caught.value)
     assert not list((tmp_path / "cache" / "engines").glob("*/config.json"))
 
 
-def test_an_archive_that_was_cut_short(s3: Any, archive: Path, tmp_path: Path) -> None:
+def test_a_truncated_archive(s3: Any, archive: Path, tmp_path: Path) -> None:
     s3.put_object(Bucket="models", Key="cut/model.tar.gz", Body=archive.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match=r"model\.tar\.gz cannot be unpacked"):
-        resolve.read("s3://models/cut/model.tar.gz", {})
+        read_deployment("s3://models/cut/model.tar.gz", {})
 
 
 def test_from_model_data_to_boto3(s3: Any, archive: Path) -> None:
-    """What the document does: model data in S3, an endpoint, and sagemaker-runtime, whose only change is endpoint_url."""
+    """As documented by LMI: model data in S3, an endpoint, and sagemaker-runtime, with another endpoint_url only."""
     s3.upload_file(str(archive), "models", "prefix/mymodel.tar.gz")
     with LLM(archive.parent / "engine", device="cpu", kv_cache_tokens=512) as llm:
         expected = llm.generate("a story", SamplingParams(max_tokens=12, temperature=0.0)).choices[0].text
     body = json.dumps({"inputs": "a story", "parameters": {"max_new_tokens": 12, "do_sample": False}})
     streaming = json.dumps({"inputs": "a story", "parameters": {"max_new_tokens": 12}, "stream": True})
-    named = {"EndpointName": "trt-llm-lmi-model", "ContentType": "application/json"}
+    options = {"EndpointName": "trt-llm-lmi-model", "ContentType": "application/json"}
     with running_server("s3://models/prefix/mymodel.tar.gz", ["--port", "0"]) as url:
         runtime = boto3.client("sagemaker-runtime", endpoint_url=url, config=Config(retries={"total_max_attempts": 1}))
-        whole = json.loads(runtime.invoke_endpoint(Body=body, **named)["Body"].read())
-        events = runtime.invoke_endpoint_with_response_stream(Body=streaming, **named)["Body"]
+        complete = json.loads(runtime.invoke_endpoint(Body=body, **options)["Body"].read())
+        events = runtime.invoke_endpoint_with_response_stream(Body=streaming, **options)["Body"]
         lines = io.BytesIO(b"".join(event["PayloadPart"]["Bytes"] for event in events)).readlines()
     records = [json.loads(line) for line in lines]
-    assert whole == {"generated_text": expected}
+    assert complete == {"generated_text": expected}
     assert records[-1]["generated_text"] == expected == "".join(record["token"]["text"] for record in records)

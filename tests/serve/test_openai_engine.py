@@ -1,4 +1,4 @@
-"""OpenAI's API over a real engine, with the real client: HTTPS, keys, pages of other origins, grammars, tools, log-probabilities."""
+"""The OpenAI API with a real engine and the openai client: HTTPS, API keys, CORS, grammars, tools, log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,30 +24,44 @@ from stoker.cli.server_process import running_server
 from stoker.server.processes.supervisor import serve
 from stoker.server.settings import ServerSettings
 
-KEY = "a-key-of-this-test"
+KEY = "an-api-key"
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["S", "M"]}}, "required": ["ok", "size"]}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}},
-     "required": ["unit"], "additionalProperties": False}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"unit": {"enum": ["C", "F"]}},
+                "required": ["unit"],
+                "additionalProperties": False,
+            },
+        },
+    }
     for name in ("weather", "heating")
-]  # fmt: skip
+]
 USER = [{"role": "user", "content": "hello"}]
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """A self-signed one for 127.0.0.1."""
+    """A self-signed certificate for 127.0.0.1, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(days=1))
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
         .sign(key, hashes.SHA256())
-    )  # fmt: skip
+    )
     pem, secret = folder / "cert.pem", folder / "key.pem"
-    pem.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    pem.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     kind = serialization.PrivateFormat.PKCS8
     secret.write_bytes(key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption()))
     return pem, secret
@@ -59,9 +73,23 @@ def web(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     pem, secret = certificate(folder)
     (folder / "keys").write_text(f"{KEY}\n")
     options = [
-        "--tls-certificate", str(pem), "--tls-key", str(secret), "--api-keys", str(folder / "keys"), "--cors-origin", "https://a.example",
-        "--max-request-bytes", "5000", "--tool-parser", "hermes", "--model-name", "tiny", "--kv-cache-tokens", "4096",
-    ]  # fmt: skip
+        "--tls-certificate",
+        str(pem),
+        "--tls-key",
+        str(secret),
+        "--api-keys",
+        str(folder / "keys"),
+        "--cors-origin",
+        "https://a.example",
+        "--max-request-bytes",
+        "5000",
+        "--tool-parser",
+        "hermes",
+        "--model-name",
+        "tiny",
+        "--kv-cache-tokens",
+        "4096",
+    ]
     with running_server(tiny_engine, options) as url:
         yield url, ssl.create_default_context(cafile=str(pem))
 
@@ -70,23 +98,23 @@ def web(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def client(web: tuple[str, ssl.SSLContext]) -> Iterator[openai.OpenAI]:
     url, trust = web
     assert url.startswith("https://")
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, http_client=httpx.Client(verify=trust)) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, http_client=httpx.Client(verify=trust)) as connected:
+        yield connected
 
 
 @pytest.fixture
 def http(web: tuple[str, ssl.SSLContext]) -> Iterator[httpx.Client]:
     url, trust = web
-    with httpx.Client(base_url=url, verify=trust, headers={"authorization": f"Bearer {KEY}"}) as made:
-        yield made
+    with httpx.Client(base_url=url, verify=trust, headers={"authorization": f"Bearer {KEY}"}) as connected:
+        yield connected
 
 
-def complete(client: openai.OpenAI, **asked: Any) -> Any:
-    return client.completions.create(**{"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0} | asked)
+def complete(client: openai.OpenAI, **values: Any) -> Any:
+    return client.completions.create(**{"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0} | values)
 
 
-def chat(client: openai.OpenAI, **asked: Any) -> Any:
-    return client.chat.completions.create(**{"model": "tiny", "messages": USER, "max_tokens": 60, "temperature": 1, "seed": 3} | asked)
+def chat(client: openai.OpenAI, **values: Any) -> Any:
+    return client.chat.completions.create(**{"model": "tiny", "messages": USER, "max_tokens": 60, "temperature": 1, "seed": 3} | values)
 
 
 GUIDES: dict[str, tuple[dict[str, Any], str]] = {
@@ -100,7 +128,7 @@ GUIDES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_grammars_hold(name: str, client: openai.OpenAI) -> None:
+def test_guided_decoding(name: str, client: openai.OpenAI) -> None:
     extra, pattern = GUIDES[name]
     answer = complete(client, extra_body=extra, max_tokens=40, temperature=1, seed=1).choices[0]
     assert re.fullmatch(pattern, answer.text), answer.text
@@ -110,22 +138,22 @@ def test_grammars_hold(name: str, client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_schema(stream: bool, client: openai.OpenAI) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "size", "strict": True, "schema": SCHEMA}}
-    asked: dict[str, Any] = {"response_format": format, "temperature": 0.2, "max_tokens": 60}
+    values: dict[str, Any] = {"response_format": format, "temperature": 0.2, "max_tokens": 60}
     if stream:
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chat(client, stream=True, **asked))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chat(client, stream=True, **values))
     else:
-        text = chat(client, **asked).choices[0].message.content
+        text = chat(client, **values).choices[0].message.content
     found = json.loads(text)
     assert type(found["ok"]) is bool and found["size"] in ("S", "M")
 
 
 def test_json_object(client: openai.OpenAI) -> None:
-    """Any JSON: so far as it came, the text begins an object."""
+    """The text begins with an object, even if it is incomplete."""
     text = chat(client, response_format={"type": "json_object"}, max_tokens=20).choices[0].message.content
     assert text.lstrip().startswith("{")
 
 
-def test_a_schema_that_cannot_be_is_refused(client: openai.OpenAI) -> None:
+def test_an_invalid_guide_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"regex|guide") as caught:
         complete(client, extra_body={"guided_regex": "(unclosed"})
     assert caught.value.status_code == 400
@@ -141,12 +169,12 @@ def test_forced_tools(choice: Any, client: openai.OpenAI) -> None:
 
 
 def test_n_and_best_of(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"temperature": 1, "seed": 5, "logprobs": 0}
-    several = complete(client, n=3, **asked).choices
-    assert [choice.index for choice in several] == [0, 1, 2]
-    assert len({choice.text for choice in several}) == 3
-    (best,) = complete(client, best_of=3, n=1, **asked).choices
-    assert mean_score(best) == pytest.approx(max(map(mean_score, several)), abs=1e-4)
+    values: dict[str, Any] = {"temperature": 1, "seed": 5, "logprobs": 0}
+    choices = complete(client, n=3, **values).choices
+    assert [choice.index for choice in choices] == [0, 1, 2]
+    assert len({choice.text for choice in choices}) == 3
+    (best,) = complete(client, best_of=3, n=1, **values).choices
+    assert mean_score(best) == pytest.approx(max(map(mean_score, choices)), abs=1e-4)
 
 
 def mean_score(choice: Any) -> float:
@@ -185,14 +213,14 @@ def test_usage_of_streams_and_of_the_cache(client: openai.OpenAI) -> None:
     assert (last.choices, last.usage.completion_tokens, last.usage.prompt_tokens) == ([], 8, first.prompt_tokens)
 
 
-def test_token_ids_there_and_back(http: httpx.Client) -> None:
-    told = http.post("/tokenize", json={"prompt": "grüße 🎉", "return_token_strs": True}).json()
-    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+def test_tokenize_and_detokenize(http: httpx.Client) -> None:
+    result = http.post("/tokenize", json={"prompt": "grüße 🎉", "return_token_strs": True}).json()
+    assert result["count"] == len(result["tokens"]) == len(result["token_strs"])
     plain = http.post("/tokenize", json={"prompt": "grüße 🎉", "add_special_tokens": False}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": plain}).json() == {"prompt": "grüße 🎉"}
 
 
-def test_what_is_refused(client: openai.OpenAI, http: httpx.Client, web: tuple[str, ssl.SSLContext]) -> None:
+def test_errors(client: openai.OpenAI, http: httpx.Client, web: tuple[str, ssl.SSLContext]) -> None:
     with pytest.raises(openai.BadRequestError, match="suffix") as caught:
         complete(client, suffix="end")
     assert caught.value.param == "suffix"
@@ -206,7 +234,7 @@ def test_what_is_refused(client: openai.OpenAI, http: httpx.Client, web: tuple[s
 
 
 def test_certificates_that_cannot_be_used(tiny_engine: Path, tmp_path: Path) -> None:
-    """Told before anything starts."""
+    """The error is raised before anything starts."""
     pem, secret = certificate(tmp_path)
     (tmp_path / "other").mkdir()
     other = certificate(tmp_path / "other")[1]
@@ -214,14 +242,14 @@ def test_certificates_that_cannot_be_used(tiny_engine: Path, tmp_path: Path) -> 
     locked = tmp_path / "locked.pem"
     kind = serialization.BestAvailableEncryption(b"password")
     locked.write_bytes(loaded.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, kind))
-    for key, told in ((tmp_path / "none", "No such file"), (other, "MISMATCH"), (locked, "has a password"), (pem, "refused")):
+    for key, message in ((tmp_path / "none", "No such file"), (other, "MISMATCH"), (locked, "has a password"), (pem, "refused")):
         settings = ServerSettings(http_port=0, tls_certificate=str(pem), tls_key=str(key))
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             serve(tiny_engine, RuntimeConfig(), settings)
 
 
-def test_pages_of_other_origins(http: httpx.Client) -> None:
-    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    assert http.options("/v1/completions", headers=asks).headers["access-control-allow-origin"] == "https://a.example"
-    stranger = http.get("/v1/models", headers={"Origin": "https://b.example"})
-    assert "access-control-allow-origin" not in stranger.headers
+def test_cors(http: httpx.Client) -> None:
+    preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert http.options("/v1/completions", headers=preflight).headers["access-control-allow-origin"] == "https://a.example"
+    other = http.get("/v1/models", headers={"Origin": "https://b.example"})
+    assert "access-control-allow-origin" not in other.headers

@@ -1,4 +1,4 @@
-"""`stoker package lmi`: the tar, what it refuses, and that it is served as the engine is."""
+"""`stoker package lmi`: the archive, errors, and serving of the archive."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.main import main
 from stoker.cli.prepare_server import engine_info, prepare_server, read_deployment
-from stoker.deploy import lmi, resolve
 from stoker.deploy.deployment import EngineInfo, EngineSource
-from stoker.deploy.lmi_package import package
+from stoker.deploy.lmi.model_settings import find_prebuilt_engine
+from stoker.deploy.lmi.package import package
+from stoker.deploy.prepare import prepare_engine
+from stoker.deploy.prepare import read_deployment as read_location
 from stoker.engine.reader import Engine
 from stoker.server.settings import ServerSettings
 
@@ -47,7 +49,7 @@ def text(archive: Path, name: str) -> str:
         return member.read().decode()
 
 
-def test_the_layout_of_the_seed(engine: Path, tmp_path: Path) -> None:
+def test_the_documented_layout(engine: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.tar.gz"
     digest = package(engine_info(engine), out, {})
     assert digest == hashlib.sha256(out.read_bytes()).hexdigest()
@@ -59,9 +61,9 @@ def test_the_layout_of_the_seed(engine: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_equal_engines_make_equal_bytes_and_options_are_written(engine: Path, tmp_path: Path) -> None:
+def test_equal_engines_produce_equal_bytes_and_options_are_written(engine: Path, tmp_path: Path) -> None:
     info, done = engine_info(engine), []
-    first = package(info, tmp_path / "a.tar", {}, progress=lambda what, count, total: done.append((count, total)))
+    first = package(info, tmp_path / "a.tar", {}, progress=lambda name, count, total: done.append((count, total)))
     assert package(info, tmp_path / "b.tar", {}) == first
     assert done[-1][0] == done[-1][1]
     package(info, tmp_path / "c.tar", {"option.tgi_compat": "true", "option.device_id": "grüß"})
@@ -69,7 +71,7 @@ def test_equal_engines_make_equal_bytes_and_options_are_written(engine: Path, tm
     assert lines[-2:] == ["option.tgi_compat=true", "option.device_id=gr\\u00fc\\u00df"]
 
 
-def test_ranks_of_several_devices_are_named_as_lmi_does(tmp_path: Path) -> None:
+def test_rank_files_have_the_names_of_lmi(tmp_path: Path) -> None:
     files = {f"rank{rank}.safetensors": {} for rank in range(12)}
     (tmp_path / "config.json").write_text(json.dumps({"format_version": 2, "files": files}))
     for name in files:
@@ -82,8 +84,8 @@ def test_ranks_of_several_devices_are_named_as_lmi_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["tar", "folder", "model_id", "nested"])
-def test_what_was_packaged_answers_as_the_engine_does(form: str, engine: Path, tmp_path: Path) -> None:
-    """As model data, unpacked where SageMaker has it, named by another folder's option.model_id, and inside one more folder."""
+def test_packaged_engine_generates_the_same_tokens(form: str, engine: Path, tmp_path: Path) -> None:
+    """As an archive, unpacked as in SageMaker, named by option.model_id of another folder, and inside another folder."""
     out = tmp_path / "mymodel.tar.gz"
     package(engine_info(engine), out, {"option.max_num_sequences": "1"})
     served = out
@@ -99,16 +101,16 @@ def test_what_was_packaged_answers_as_the_engine_does(form: str, engine: Path, t
     found = prepare_server(read_deployment(served, ServerSettings(), RuntimeConfig(), frozenset()))
     assert (found.deployment.format, isinstance(found.deployment.source, EngineSource)) == ("lmi", True)
     assert found.settings.model_name == {"tar": "mymodel", "folder": "data", "model_id": "lmi", "nested": "data"}[form]
-    assert found.tokenizer == found.engine.parent, "the layout's own tokenizer files count"
+    assert found.tokenizer == found.engine.parent, "the tokenizer files of the layout are used"
     Engine.open(found.engine, verify=True)
-    answers = []
+    outputs = []
     for path in (engine, found.engine):
         with LLM(path, **RUNTIME) as llm:
-            answers.append(llm.generate("hello", SamplingParams(max_tokens=8, temperature=0.0)).choices[0].token_ids)
-    assert answers[0] == answers[1]
+            outputs.append(llm.generate("hello", SamplingParams(max_tokens=8, temperature=0.0)).choices[0].token_ids)
+    assert outputs[0] == outputs[1]
 
 
-def test_what_was_unpacked_is_packaged_again_to_the_same(engine: Path, tmp_path: Path) -> None:
+def test_unpacked_engine_is_packaged_to_the_same_bytes(engine: Path, tmp_path: Path) -> None:
     first = package(engine_info(engine), tmp_path / "a.tar", {})
     with tarfile.open(tmp_path / "a.tar") as tar:
         tar.extractall(tmp_path / "data")
@@ -116,54 +118,54 @@ def test_what_was_unpacked_is_packaged_again_to_the_same(engine: Path, tmp_path:
 
 
 def test_the_repository_without_serving_properties(engine: Path, tmp_path: Path) -> None:
-    """s3:// prefixes and tars are unwrapped where one folder is all they hold; and it is a Triton repository too."""
+    """Without serving.properties, the folder is a Triton repository."""
     package(engine_info(engine), tmp_path / "a.tar", {})
     with tarfile.open(tmp_path / "a.tar") as tar:
         tar.extractall(tmp_path / "data")
     (tmp_path / "data" / "serving.properties").unlink()
     inner = tmp_path / "data" / "tensorrt_llm"
-    assert lmi.prebuilt(inner) == lmi.prebuilt(tmp_path / "data") == inner / "1"
-    triton = resolve.ready(resolve.read(tmp_path / "data", {}), {})
+    assert find_prebuilt_engine(inner) == find_prebuilt_engine(tmp_path / "data") == inner / "1"
+    triton = prepare_engine(read_location(tmp_path / "data", {}), {})
     assert (triton.deployment.format, triton.engine) == ("triton", inner / "1")
 
 
-def test_ranks_that_are_not_the_engines_are_refused(engine: Path, tmp_path: Path) -> None:
+def test_other_ranks_than_those_of_the_engine_are_refused(engine: Path, tmp_path: Path) -> None:
     package(engine_info(engine), tmp_path / "a.tar", {})
     with tarfile.open(tmp_path / "a.tar") as tar:
         tar.extractall(tmp_path / "data")
     file = tmp_path / "data" / "serving.properties"
     file.write_text(file.read_text().replace("degree=1", "degree=2"))
-    with pytest.raises(ConfigError, match=r"asks for tensor 2 × pipeline 1, and the engine .* was built for tensor 1"):
-        resolve.ready(resolve.read(tmp_path / "data", {}), {})
+    with pytest.raises(ConfigError, match=r"requires tensor 2 × pipeline 1, and the engine .* was built for tensor 1"):
+        prepare_engine(read_location(tmp_path / "data", {}), {})
 
 
 BAD = {
-    "option.max_input_len": ("7", "it is decided in the build"),
-    "option.quantize": ("fp8", "it is decided in the build"),
-    "option.tensor_parallel_degree": ("2", "it is decided in the build"),
+    "option.max_input_len": ("7", "the build decides it"),
+    "option.quantize": ("fp8", "the build decides it"),
+    "option.tensor_parallel_degree": ("2", "the build decides it"),
     "option.tgi_compatt": ("true", "unknown key option.tgi_compatt. Did you mean option.tgi_compat"),
     "option.tgi_compat": ("maybe", "it must be true or false"),
-    "option.device_id": ("a # b", "reads as a comment"),
+    "option.device_id": ("a # b", "would be a comment"),
 }
 
 
 @pytest.mark.parametrize("key", BAD)
 def test_bad_options(key: str, engine: Path, tmp_path: Path) -> None:
-    value, told = BAD[key]
+    value, message = BAD[key]
     with pytest.raises(ConfigError, match="--set") as caught:
         package(engine_info(engine), tmp_path / "m.tar", {key: value})
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_bad_outputs_and_damaged_engines(engine: Path, tmp_path: Path) -> None:
     info = engine_info(engine)
-    with pytest.raises(ConfigError, match="no name of a tar"):
+    with pytest.raises(ConfigError, match="not the name of a tar"):
         package(info, tmp_path / "model.zip", {})
-    (tmp_path / "m.tar").write_text("kept")
+    (tmp_path / "m.tar").write_text("existing")
     with pytest.raises(ConfigError, match="--force"):
         package(info, tmp_path / "m.tar", {})
-    assert (tmp_path / "m.tar").read_text() == "kept"
+    assert (tmp_path / "m.tar").read_text() == "existing"
     package(info, tmp_path / "m.tar", {}, force=True)
     broken = shutil.copytree(engine, tmp_path / "broken")
     (broken / "rank0.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""`stoker serve DIR`: what a folder is taken for, what is built of it, and what --dry-run says."""
+"""`stoker serve DIR`: the format of a folder, the engine that is built from it, and the report of --dry-run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stoker.base.errors import CheckpointError, ConfigError, EngineError, Stoker
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.main import main
-from stoker.deploy import lmi, resolve, truss
 from stoker.deploy.deployment import BuildOptions, EngineInfo
+from stoker.deploy.prepare import PreparedEngine, build_config, prepare_engine, read_deployment
 from stoker.deploy.triton.export import export_triton
 from stoker.engine.reader import Engine
 
@@ -27,8 +27,8 @@ TRUSS = "model_name: tiny\ntrt_llm:\n  build:\n    base_model: llama\n    checkp
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (lmi, truss):
-        monkeypatch.setattr(module, "visible_gpus", lambda environment: 0)
+    for name in ("lmi", "truss"):
+        monkeypatch.setattr(f"stoker.deploy.{name}.load.visible_gpus", lambda environment: 0)
 
 
 def folder(path: Path, name: str, text: str) -> Path:
@@ -37,8 +37,8 @@ def folder(path: Path, name: str, text: str) -> Path:
     return path
 
 
-def ready(path: Path, progress: Any = None, **environment: str) -> resolve.Ready:
-    return resolve.ready(resolve.read(path, environment), environment, progress)
+def prepare(path: Path, progress: Any = None, **environment: str) -> PreparedEngine:
+    return prepare_engine(read_deployment(path, environment), environment, progress)
 
 
 def stoker(*args: object) -> int:
@@ -52,19 +52,19 @@ def stoker(*args: object) -> int:
 
 
 def test_each_format_is_recognised_and_built_once(checkpoint: Path, tmp_path: Path) -> None:
-    """Checkpoint, LMI, Truss; then the engine that came of them."""
+    """A checkpoint, an LMI folder and a Truss; then the engine that was built."""
     served = folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint))
-    found = ready(served)
+    found = prepare(served)
     config = Engine.open(found.engine).config
     assert (found.deployment.format, config.limits.max_batch_size) == ("lmi", 4)
-    assert config.limits.max_seq_len == 256, "lengths that nobody chose shrink to the model's positions"
+    assert config.limits.max_seq_len == 256, "default lengths are limited to the positions of the model"
     stages: list[str] = []
-    assert ready(served, lambda stage, done, total: stages.append(stage)).engine == found.engine
+    assert prepare(served, lambda stage, done, total: stages.append(stage)).engine == found.engine
     assert stages == []
-    assert ready(found.engine).deployment.format == "engine"
-    assert ready(found.engine).engine == found.engine
-    assert resolve.read(checkpoint, {}).format == "checkpoint"
-    assert resolve.read(folder(tmp_path / "truss", "config.yaml", TRUSS.format(checkpoint)), {}).format == "truss"
+    assert prepare(found.engine).deployment.format == "engine"
+    assert prepare(found.engine).engine == found.engine
+    assert read_deployment(checkpoint, {}).format == "checkpoint"
+    assert read_deployment(folder(tmp_path / "truss", "config.yaml", TRUSS.format(checkpoint)), {}).format == "truss"
 
 
 def test_ten_replicas_build_once(checkpoint: Path, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_ten_replicas_build_once(checkpoint: Path, tmp_path: Path) -> None:
             builders.add(threading.get_ident())
 
     with ThreadPoolExecutor(10) as replicas:
-        engines = {found.engine for found in replicas.map(lambda _: ready(served, progress), range(10))}
+        engines = {found.engine for found in replicas.map(lambda _: prepare(served, progress), range(10))}
     assert (len(engines), len(builders)) == (1, 1)
     assert len(list((tmp_path / "cache" / "engines").glob("*/config.json"))) == 1
 
@@ -85,7 +85,7 @@ def test_model_data_as_a_tar(checkpoint: Path, tmp_path: Path) -> None:
     archive = tmp_path / "model.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint)), arcname="model")
-    assert resolve.read(archive, {}).format == "lmi"
+    assert read_deployment(archive, {}).format == "lmi"
 
 
 def test_settings_of_the_build_reach_the_builder(checkpoint: Path, tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_settings_of_the_build_reach_the_builder(checkpoint: Path, tmp_path: Pat
         "option.rotary_base=20000\noption.rotary_dim=8\noption.rotary_scaling_type=linear\noption.rotary_scaling_factor=2\n"
         "option.quantize=smoothquant\noption.smoothquant_alpha=0.7\noption.calib_size=3\noption.max_input_len=100\noption.max_output_len=50\n"
     )
-    deployment = resolve.read(folder(tmp_path / "lmi", "serving.properties", text), {})
-    config = resolve.build_config(deployment)
+    deployment = read_deployment(folder(tmp_path / "lmi", "serving.properties", text), {})
+    config = build_config(deployment)
     assert (config.rotary_base, config.rotary_scaling_type, config.rotary_scaling_factor, config.rotary_dim) == (20000, "linear", 2, 8)
     assert (config.quantization, config.calibration_size, config.quantization_settings["alpha"]) == ("SMOOTH_QUANT", 3, 0.7)
     assert (config.limits.max_input_len, config.limits.max_output_len) == (100, 50)
@@ -102,34 +102,34 @@ def test_settings_of_the_build_reach_the_builder(checkpoint: Path, tmp_path: Pat
 
 def test_rotary_settings_are_in_the_engine(checkpoint: Path, tmp_path: Path) -> None:
     text = PROPERTIES.format(checkpoint) + "option.rotary_base=20000\noption.rotary_scaling_type=linear\noption.rotary_scaling_factor=2\n"
-    rope = Engine.open(ready(folder(tmp_path / "lmi", "serving.properties", text)).engine).config.model.layers[0].attention.rope
+    rope = Engine.open(prepare(folder(tmp_path / "lmi", "serving.properties", text)).engine).config.model.layers[0].attention.rope
     assert rope is not None
     assert (rope.theta, rope.scaling, rope.factor) == (20000.0, "linear", 2.0)
 
 
 def test_the_environment_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(lmi, "CONTAINER", tmp_path / "none")
-    deployment = resolve.read(None, {"HF_MODEL_ID": str(checkpoint), "OPTION_MAX_ROLLING_BATCH_SIZE": "2"})
+    monkeypatch.setattr("stoker.deploy.prepare.CONTAINER", tmp_path / "none")
+    deployment = read_deployment(None, {"HF_MODEL_ID": str(checkpoint), "OPTION_MAX_ROLLING_BATCH_SIZE": "2"})
     assert isinstance(deployment.source, BuildOptions)
     assert (deployment.source.checkpoint, deployment.source.limits.max_batch_size) == (str(checkpoint), 2)
     assert (deployment.server.host, deployment.server.http_port) == ("0.0.0.0", 8080)
-    with pytest.raises(ConfigError, match="no HF_MODEL_ID"):
-        resolve.read(None, {})
+    with pytest.raises(ConfigError, match="HF_MODEL_ID is not set"):
+        read_deployment(None, {})
 
 
-def test_other_folders_listen_on_the_loopback(checkpoint: Path, tmp_path: Path) -> None:
+def test_other_folders_listen_on_loopback(checkpoint: Path, tmp_path: Path) -> None:
     served = folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint))
-    assert resolve.read(served, {}).server.host == "127.0.0.1"
-    assert resolve.read(served, {"SAGEMAKER_BIND_TO_PORT": "9001"}).server.host == "0.0.0.0"
+    assert read_deployment(served, {}).server.host == "127.0.0.1"
+    assert read_deployment(served, {"SAGEMAKER_BIND_TO_PORT": "9001"}).server.host == "0.0.0.0"
 
 
-def test_dry_run_tells_settings_and_origins(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_reports_settings_and_origins(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     served = folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint) + "option.use_fused_mlp=true\n")
     assert stoker("serve", served, "--dry-run", "--port", "8000", "--policy", "static") == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert f"{served / 'serving.properties'}:2" in rows["max_batch_size"]
-    assert "8000" in rows["http_port"] and "command line" in rows["http_port"], "a default that is written out wins too"
+    assert "8000" in rows["http_port"] and "command line" in rows["http_port"], "an explicit default also takes precedence"
     assert "lmi" in rows["model_name"]
     assert "static" in rows["policy"] and "command line" in rows["policy"]
     assert "default" in rows["max_queue_size"]
@@ -139,7 +139,7 @@ def test_dry_run_tells_settings_and_origins(checkpoint: Path, tmp_path: Path, ca
 
 @pytest.mark.parametrize("kind", ["engine", "checkpoint", "triton", "lmi", "truss"])
 def test_dry_run_of_every_format(kind: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each tells where its settings were written, and nothing is built or served for it."""
+    """The report has the origin of settings. Nothing is built or served."""
     engine = build(checkpoint, tmp_path / "engine", BuildConfig(device="cpu", dummy_weights=True), verify="none").path
     info = EngineInfo(path=str(engine), architecture="LlamaForCausalLM", vocab_size=320)
     export_triton(info, tmp_path / "triton", {"max_queue_size": "9"})
@@ -168,11 +168,11 @@ QUANTIZED = {
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_the_documents_quantizations_are_built(name: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_documented_quantizations_are_built(name: str, checkpoint: Path, tmp_path: Path) -> None:
     keys, recipe = QUANTIZED[name]
     lines = [line if line[:3] in ("awq", "mul") else f"smoothquant_{line}" for line in keys.splitlines()]
     text = PROPERTIES.format(checkpoint) + f"option.quantize={name}\n" + "".join(f"option.{line}\n" for line in lines)
-    config = Engine.open(ready(folder(tmp_path / "lmi", "serving.properties", text)).engine).config
+    config = Engine.open(prepare(folder(tmp_path / "lmi", "serving.properties", text)).engine).config
     assert (config.recipe.name, config.limits.max_batch_size) == (recipe, 4)
     assert config.checks["accuracy"]["perplexity_after"] < 1.1 * config.checks["accuracy"]["perplexity_before"]
 
@@ -181,13 +181,13 @@ SECRET = "hf_abcdefghijklmnop"
 
 
 @pytest.mark.parametrize("address", ["s3://key:{}@bucket/model", "https://user:{}@host/m.tar.gz", "https://host/m.tar?X-Amz-Signature={}"])
-def test_credentials_in_addresses_are_refused_unprinted(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_credentials_in_addresses_are_refused_and_not_printed(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoker("serve", address.format(SECRET)) == 2
-    told = capsys.readouterr()
-    assert "carries a credential" in told.err and SECRET not in told.err + told.out
+    printed = capsys.readouterr()
+    assert "contains a credential" in printed.err and SECRET not in printed.err + printed.out
 
 
-def test_secrets_are_never_shown(
+def test_secrets_are_never_printed(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
@@ -206,20 +206,20 @@ def test_secrets_are_never_shown(
 
 
 def test_a_private_repository_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
-    def refuse(location: str, **given: Any) -> Path:
-        asked.append((location, given["token"]))
+    def refuse(location: str, **options: Any) -> Path:
+        calls.append((location, options["token"]))
         raise CheckpointError(f"{location} does not exist, or is private.", cure="Set HF_TOKEN.")
 
     monkeypatch.setattr("stoker.deploy.sources.resolve", refuse)
     served = folder(tmp_path / "lmi", "serving.properties", "option.model_id=org/private\n")
     with pytest.raises(CheckpointError, match="Set HF_TOKEN"):
-        ready(served)
+        prepare(served)
     with pytest.raises(CheckpointError) as caught:
-        ready(served, HF_TOKEN=SECRET)
-    assert [location for location, _ in asked] == ["org/private"] * 2
-    assert asked[0][1] is None and asked[1][1].reveal() == SECRET
+        prepare(served, HF_TOKEN=SECRET)
+    assert [location for location, _ in calls] == ["org/private"] * 2
+    assert calls[0][1] is None and calls[1][1].reveal() == SECRET
     assert SECRET not in str(caught.value)
 
 
@@ -238,11 +238,11 @@ BAD: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_folders_are_refused_with_the_place(name: str, tmp_path: Path) -> None:
-    file, text, told = BAD[name]
+def test_bad_folders_are_refused_with_their_origin(name: str, tmp_path: Path) -> None:
+    file, text, message = BAD[name]
     with pytest.raises(StokerError) as caught:
-        ready(folder(tmp_path / "bad", file, text))
-    assert told in str(caught.value)
+        prepare(folder(tmp_path / "bad", file, text))
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("begin, end", [("", "\r\n"), ("\ufeff", "\n"), ("\ufeff", "\r\n")])
@@ -250,39 +250,39 @@ def test_windows_line_ends_and_byte_order_marks(begin: str, end: str, checkpoint
     served = tmp_path / "lmi"
     served.mkdir()
     (served / "serving.properties").write_bytes((begin + PROPERTIES.format(checkpoint).replace("\n", end)).encode())
-    deployment = resolve.read(served, {})
+    deployment = read_deployment(served, {})
     assert isinstance(deployment.source, BuildOptions)
     assert (deployment.source.checkpoint, deployment.source.limits.max_batch_size) == (str(checkpoint), 4)
 
 
-def test_a_tar_that_leaves_its_folder_is_refused(tmp_path: Path) -> None:
+def test_an_archive_with_a_member_outside_is_refused(tmp_path: Path) -> None:
     archive = tmp_path / "model.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         member = tarfile.TarInfo("../escaped")
         member.size = 1
         tar.addfile(member, io.BytesIO(b"x"))
     with pytest.raises(StokerError, match="escaped"):
-        resolve.read(archive, {})
+        read_deployment(archive, {})
     assert not (tmp_path / "escaped").exists()
 
 
-def test_a_name_that_does_not_exist_asks_no_hub(tmp_path: Path) -> None:
+def test_a_misspelt_name_is_not_sent_to_the_hub(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="engin does not exist"):
-        resolve.read("engin", {})
+        read_deployment("engin", {})
 
 
 def test_a_version_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="baichuan_model_version"):
-        resolve.read(
+        read_deployment(
             folder(tmp_path / "lmi", "serving.properties", PROPERTIES.format(checkpoint) + "option.baichuan_model_version=v2_7b\n"), {}
         )
 
 
-def test_a_damaged_engine_is_told_as_one(tmp_path: Path) -> None:
+def test_a_damaged_engine_is_an_engine_error(tmp_path: Path) -> None:
     with pytest.raises(EngineError):
-        ready(folder(tmp_path / "engine", "config.json", '{"format_version": 2}'))
+        prepare(folder(tmp_path / "engine", "config.json", '{"format_version": 2}'))
 
 
-def test_a_folder_that_is_nothing(tmp_path: Path) -> None:
+def test_a_folder_of_no_format(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is none of: engine, checkpoint, .*lmi"):
-        resolve.read(tmp_path, {})
+        read_deployment(tmp_path, {})

@@ -1,4 +1,4 @@
-"""The doors while an engine is built: loading is told from failed, and no connection is refused on the way to ready."""
+"""The endpoints while an engine is built: they report the load, and no connection is refused before the server is ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.settings import ServerSettings
 
 
-def test_every_door_says_that_it_is_loading() -> None:
+def test_every_endpoint_reports_the_load() -> None:
     settings = ServerSettings(http_port=0, api_keys=("a-secret-key",))
     (listener,) = listen(settings)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -35,7 +35,7 @@ def test_every_door_says_that_it_is_loading() -> None:
             assert httpx.get(f"{url}/ping").json()["again"]["status"] == "Loading"
 
 
-def test_any_free_port_of_the_metrics_shows_nothing_else() -> None:
+def test_the_metrics_port_has_no_other_endpoints() -> None:
     settings = ServerSettings(http_port=0, metrics_port=0)
     api, metrics = listen(settings)
     with api, metrics, LoadingServer([api, metrics], settings, "tiny"):
@@ -60,17 +60,17 @@ def test_from_loading_to_ready_without_a_refusal(checkpoint: Path, tmp_path: Pat
                     seen.append(httpx.get(f"http://127.0.0.1:{port}/ping", timeout=30).status_code)
                 except httpx.ConnectError:
                     seen.append(0)
-                except httpx.RemoteProtocolError:  # a connection that was open when the one server made way for the other
+                except httpx.RemoteProtocolError:  # a connection that was open when the second server replaced the first
                     seen.append(1)
         finally:
             process.terminate()
             process.wait(30)
-    told = [state for state in seen if state != 1]
-    states = [told[i] for i in range(len(told)) if i == 0 or told[i] != told[i - 1]]
+    responses = [state for state in seen if state != 1]
+    states = [responses[i] for i in range(len(responses)) if i == 0 or responses[i] != responses[i - 1]]
     assert states == [0, 503, 200], seen
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_built(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_the_build(checkpoint: Path, tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as taken:
         command = [sys.executable, "-m", "stoker", "serve", str(checkpoint), "--port", str(taken.getsockname()[1])]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env.child_environment())
@@ -79,7 +79,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_built(checkpoint: Path,
     assert not (tmp_path / "cache" / "engines").exists()
 
 
-def test_a_certificate_that_is_not_there_is_told_before_anything_is_built(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_missing_certificate_is_reported_before_the_build(checkpoint: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

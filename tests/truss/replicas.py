@@ -7,21 +7,21 @@ import os
 import sys
 
 from stoker.builder.prepare import prepare
-from stoker.deploy import resolve
+from stoker.deploy.prepare import build_config, prepare_engine, read_deployment
 
 
 def replica(folder: str, start: multiprocessing.synchronize.Barrier) -> None:
     stages: set[str] = set()
     start.wait(60)
-    found = resolve.ready(resolve.read(folder, {}), {}, lambda stage, done, total: stages.add(stage))
+    found = prepare_engine(read_deployment(folder, {}), {}, lambda stage, done, total: stages.add(stage))
     origin = "built" if "weights" in stages else "found"
     os.write(1, f"{found.engine} {origin}\n".encode())  # one write, because the other processes write to the same pipe
 
 
 def main() -> int:
     count, context = int(sys.argv[2]), multiprocessing.get_context("fork")
-    deployment = resolve.read(sys.argv[1], {})
-    prepare(deployment.source.checkpoint, resolve.build_config(deployment))  # type: ignore[union-attr]  # imports modules once, before the fork
+    deployment = read_deployment(sys.argv[1], {})
+    prepare(deployment.source.checkpoint, build_config(deployment))  # type: ignore[union-attr]  # imports modules once, before the fork
     start = context.Barrier(count)
     processes = [context.Process(target=replica, args=(sys.argv[1], start)) for _ in range(count)]
     for process in processes:

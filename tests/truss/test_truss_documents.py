@@ -13,8 +13,8 @@ import yaml
 
 from stoker.base.errors import CheckpointError, ConfigError, StokerError
 from stoker.cli.main import main
-from stoker.deploy import resolve, truss
 from stoker.deploy.deployment import BuildOptions, EngineSource
+from stoker.deploy.prepare import build_config, prepare_engine, read_deployment
 from stoker.deploy.secrets import Secret
 from stoker.deploy.sources import hub
 
@@ -24,7 +24,7 @@ SECRET = "hf_abcdefghijklmnop"
 
 @pytest.fixture(autouse=True)
 def _isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truss, "visible_gpus", lambda environment: 0)
+    monkeypatch.setattr("stoker.deploy.truss.load.visible_gpus", lambda environment: 0)
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -75,7 +75,7 @@ def test_the_serve_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     status, shown = dry_run(folder(tmp_path, SERVE), monkeypatch, capsys)
     assert status == 0 and "/path/to/engine" in shown and "/path/to/tokenizer" in shown and "served as it is" in shown
     with pytest.raises(ConfigError, match="/path/to/engine, which is no directory here"):
-        resolve.ready(resolve.read(folder(tmp_path, SERVE), {}), {})
+        prepare_engine(read_deployment(folder(tmp_path, SERVE), {}), {})
 
 
 def test_both_sections_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,8 +87,8 @@ def test_both_sections_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     "NO_QUANT", "WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT8", "WEIGHTS_ONLY_INT4", "WEIGHTS_KV_INT4", "SMOOTH_QUANT", "FP8", "FP8_KV",
 ])  # fmt: skip
 def test_every_documented_quantization_reaches_the_builder(tmp_path: Path, name: str) -> None:
-    deployment = resolve.read(folder(tmp_path, BUILD.replace("WEIGHTS_KV_INT8", name)), {})
-    config = resolve.build_config(deployment)
+    deployment = read_deployment(folder(tmp_path, BUILD.replace("WEIGHTS_KV_INT8", name)), {})
+    config = build_config(deployment)
     expected = {"WEIGHTS_KV_INT8": "WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT4": "WEIGHTS_ONLY_INT4", "FP8_KV": "FP8", "NO_QUANT": None}
     assert config.quantization == expected.get(name, name)
     assert config.kv_cache_dtype == {"WEIGHTS_KV_INT8": "int8", "WEIGHTS_KV_INT4": "int8", "FP8_KV": "float8_e4m3fn"}.get(name)
@@ -101,7 +101,7 @@ def test_the_oldest_with_its_secrets_and_packages(
     packages = path / "packages" / "inflight_batcher_llm" / "tensorrt_llm"
     packages.mkdir(parents=True)
     (packages / "config.pbtxt").write_text('name: "tensorrt_llm"\nbackend: "tensorrtllm"\n' + document("parameters.pbtxt"))
-    runtime = resolve.read(path, {}).runtime
+    runtime = read_deployment(path, {}).runtime
     assert (runtime.kv_cache_tokens, runtime.kv_cache_fraction, runtime.max_num_sequences) == (10_000, 0.1, 64)
     status, shown = dry_run(path, monkeypatch, capsys)
     assert status == 0 and "org/engine" in shown and "my_hf_api_key" not in shown
@@ -124,10 +124,10 @@ def test_recorded_shapes(tmp_path: Path, title: str, shape: re.Match[str], accep
     path = folder(tmp_path, re.sub(r"^  ", "", shape[1], flags=re.M))
     message = next((text for name, text in REJECTED.items() if title.startswith(name)), None)
     if message is None and (accepted or title.startswith(ACCEPTED)):
-        assert resolve.read(path, {}).format == "truss"
+        assert read_deployment(path, {}).format == "truss"
         return
     with pytest.raises(ConfigError, match=message or r"config\.yaml:\d+") as caught:
-        resolve.read(path, {})
+        read_deployment(path, {})
     assert "config.yaml" in str(caught.value)
 
 
@@ -138,7 +138,7 @@ def test_number_of_shapes() -> None:
 def test_the_package_s_dump_of_all_defaults(tmp_path: Path) -> None:
     text = next((DOCUMENTS.parent / "recorded").glob("16-*")).read_text()
     dumps = [json.loads(found) for found in re.findall(r"dump, with defaults: (\{.*\})$", text, re.M)]
-    kinds = {resolve.read(folder(tmp_path, yaml.safe_dump({"trt_llm": dump})), {}).format for dump in dumps if _is_supported(dump)}
+    kinds = {read_deployment(folder(tmp_path, yaml.safe_dump({"trt_llm": dump})), {}).format for dump in dumps if _is_supported(dump)}
     assert kinds == {"truss"} and {dump["inference_stack"] for dump in dumps} == {"v1", "v2"}
 
 
@@ -152,16 +152,16 @@ def test_a_private_repository_without_its_secret(tmp_path: Path, monkeypatch: py
 
     def fetch_forbidden(repository: str, revision: str | None, token: Secret | None, store: Any) -> Path:
         tokens.append(token)
-        raise hub._closed(repository, False, token)
+        raise hub._access_error(repository, False, token)
 
     monkeypatch.setattr(hub, "fetch", fetch_forbidden)
     checkpoint = f"    checkpoint_repository: {{source: HF, repo: org/private, runtime_secret_name: {name}}}\n"
     path = folder(tmp_path, "trt_llm:\n  build:\n" + checkpoint)
     with pytest.raises(CheckpointError, match=f"org/private .*the secret {name} is not set. .*/secrets/{name}, TRUSS_SECRET_{name}"):
-        resolve.ready(resolve.read(path, {}), {})
+        prepare_engine(read_deployment(path, {}), {})
     environment = {f"TRUSS_SECRET_{name}": SECRET}
-    with pytest.raises(CheckpointError, match="The token that was given may not read it") as caught:
-        resolve.ready(resolve.read(path, environment), environment)
+    with pytest.raises(CheckpointError, match="The token has no access to it") as caught:
+        prepare_engine(read_deployment(path, environment), environment)
     assert tokens[0] is None and tokens[1] is not None and tokens[1].reveal() == SECRET
     assert SECRET not in str(caught.value)
 
@@ -197,22 +197,22 @@ INVALID = {
 def test_invalid_folders(tmp_path: Path, name: str) -> None:
     text, message = INVALID[name]
     with pytest.raises(ConfigError, match=message):
-        resolve.read(folder(tmp_path, text), {})
+        read_deployment(folder(tmp_path, text), {})
 
 
 @pytest.mark.parametrize("count", ["tensor_parallel_count: 1 ", "pipeline_parallel_count: 1 "])
 def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str) -> None:
-    monkeypatch.setattr(truss, "visible_gpus", lambda environment: 1)
+    monkeypatch.setattr("stoker.deploy.truss.load.visible_gpus", lambda environment: 1)
     with pytest.raises(ConfigError, match=r"config.yaml:1\d: .*2 ranks in all, and 1 GPU is visible"):
-        resolve.read(folder(tmp_path, BUILD.replace(count, count.replace("1", "2"))), {})
+        read_deployment(folder(tmp_path, BUILD.replace(count, count.replace("1", "2"))), {})
 
 
 def test_ranks_of_an_existing_engine(tiny_engine: Path, tmp_path: Path) -> None:
     text = SERVE.replace("/path/to/engine", str(tiny_engine)).replace("/path/to/tokenizer", str(tiny_engine))
-    assert resolve.ready(resolve.read(folder(tmp_path, text), {}), {}).engine == tiny_engine
+    assert prepare_engine(read_deployment(folder(tmp_path, text), {}), {}).engine == tiny_engine
     two = text.replace("tensor_parallel_count: 1", "tensor_parallel_count: 2")
     with pytest.raises(ConfigError, match=r"tensor 2 × pipeline 1, and the engine .* was built for tensor 1"):
-        resolve.ready(resolve.read(folder(tmp_path, two), {}), {})
+        prepare_engine(read_deployment(folder(tmp_path, two), {}), {})
 
 
 def test_the_repositories_of_the_documentation_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +225,10 @@ def test_the_repositories_of_the_documentation_are_fetched(tmp_path: Path, monke
     monkeypatch.setattr("stoker.deploy.sources.resolve", fetch)
     for text in (BUILD, OLDEST):
         with pytest.raises(StokerError, match="not here"):
-            resolve.ready(resolve.read(folder(tmp_path, text), {}), {})
+            prepare_engine(read_deployment(folder(tmp_path, text), {}), {})
     assert locations == ["decaplusplus/llama-7b-hf", "org/engine"]
-    assert isinstance(resolve.read(folder(tmp_path, BUILD), {}).source, BuildOptions)
-    assert isinstance(resolve.read(folder(tmp_path, OLDEST), {}).source, EngineSource)
+    assert isinstance(read_deployment(folder(tmp_path, BUILD), {}).source, BuildOptions)
+    assert isinstance(read_deployment(folder(tmp_path, OLDEST), {}).source, EngineSource)
 
 
 def test_stoker_export_truss(

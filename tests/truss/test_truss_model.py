@@ -14,9 +14,9 @@ import pytest
 from fastapi import HTTPException
 from triton_server import TEXT, RunningServer, endless, running, until
 
-from stoker.deploy import truss
 from stoker.deploy.deployment import EngineInfo
 from stoker.deploy.triton.export import five_models
+from stoker.deploy.truss.export import export_truss
 from stoker.runtime.request import ErrorInfo
 from stoker.server.protocols.kserve.model_config import TritonOptions
 
@@ -29,7 +29,7 @@ PREDICT = "/v1/models/model:predict"
 @pytest.fixture(scope="module")
 def folder(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("truss") / "exported"
-    truss.export(EngineInfo(path=str(tiny_engine), architecture="LlamaForCausalLM", vocab_size=320), out, {})
+    export_truss(EngineInfo(path=str(tiny_engine), architecture="LlamaForCausalLM", vocab_size=320), out, {})
     return out
 
 

@@ -15,8 +15,9 @@ import msgspec
 from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.logging import get_logger
-from stoker.deploy import model_name, resolve
+from stoker.deploy import prepare
 from stoker.deploy.deployment import Deployment, EngineInfo, EngineSource
+from stoker.deploy.model_name import model_name_of
 from stoker.deploy.triton.export import five_models
 from stoker.engine.reader import Engine
 from stoker.server.protocols.kserve.model_config import TritonOptions
@@ -41,22 +42,22 @@ def read_deployment(
     settings: ServerSettings,
     runtime: RuntimeConfig,
     explicit: frozenset[str] | None = None,
-    progress: resolve.Progress | None = None,
+    progress: prepare.Progress | None = None,
 ) -> Deployment:
     """The deployment that a path or address requests, with the command line's settings applied. Its engine is not fetched or built.
 
     `explicit` names the fields that were set on the command line; they override the folder's settings. None: the fields that differ from
     their default. Raises ConfigError, and CheckpointError for an address that cannot be fetched.
     """
-    deployment = resolve.read(path, env.child_environment(), progress)
+    deployment = prepare.read_deployment(path, env.child_environment(), progress)
     return _with_name(_override(deployment, settings, runtime, explicit), path)
 
 
-def prepare_server(deployment: Deployment, progress: resolve.Progress | None = None) -> PreparedServer:
+def prepare_server(deployment: Deployment, progress: prepare.Progress | None = None) -> PreparedServer:
     """Fetch or build the deployment's engine, and log the deployment's notes. Raises ConfigError, CheckpointError and EngineError."""
     for note in deployment.notes:
         log.log(logging.WARNING if note.severity == "warning" else logging.INFO, "%s", note)
-    prepared = resolve.ready(deployment, env.child_environment(), progress)
+    prepared = prepare.prepare_engine(deployment, env.child_environment(), progress)
     return PreparedServer(
         engine=prepared.engine,
         settings=_with_models(deployment.server, prepared.engine),
@@ -120,7 +121,7 @@ def _with_name(deployment: Deployment, path: str | Path | None) -> Deployment:
     server = deployment.server
     if path is None or deployment.format == "triton" or server.model_name not in (None, Path(deployment.path).name):
         return deployment
-    return msgspec.structs.replace(deployment, server=msgspec.structs.replace(server, model_name=model_name.of(path)))
+    return msgspec.structs.replace(deployment, server=msgspec.structs.replace(server, model_name=model_name_of(path)))
 
 
 def _with_models(settings: ServerSettings, engine: Path) -> ServerSettings:

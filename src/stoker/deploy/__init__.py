@@ -1,4 +1,7 @@
-"""Deployment formats: what a folder asks for, and an engine written as such a folder. One row of FORMATS each."""
+"""Deployment formats: reads a folder of another server as a `Deployment`, and writes an engine as such a folder.
+
+Each format is a module or package that adds one row to `deployment.FORMATS` when it is imported here.
+"""
 
 from __future__ import annotations
 

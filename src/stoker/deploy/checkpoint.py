@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint or a GGUF file, deployed with every setting at its default."""
+"""The deployment format of a Hugging Face checkpoint or a GGUF file: all settings have their defaults."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping as Environment
 from pathlib import Path
 
 from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, Format
-from stoker.deploy.engine import described, read_config
+from stoker.deploy.engine import has_deployment_file, read_config
 
 
-def recognise(path: Path) -> bool:
-    """A config.json that names a model, or GGUF. A folder that also says how it is deployed is of that format instead."""
+def is_checkpoint(path: Path) -> bool:
+    """A config.json that names a model, or a GGUF file. A folder with a deployment file has the format of that file instead."""
     if path.suffix == ".gguf" and path.is_file():
         return True
-    if not path.is_dir() or described(path):
+    if not path.is_dir() or has_deployment_file(path):
         return False
     config = read_config(path)
     if "format_version" in config:
@@ -21,8 +21,8 @@ def recognise(path: Path) -> bool:
     return bool("model_type" in config or "architectures" in config or (not config and any(path.glob("*.gguf"))))
 
 
-def load(path: Path, environment: Environment[str, str]) -> Deployment:
+def load_checkpoint(path: Path, environment: Environment[str, str]) -> Deployment:
     return Deployment(format="checkpoint", path=str(path), source=BuildOptions(checkpoint=str(path)))
 
 
-FORMATS.add("checkpoint", Format(name="checkpoint", recognise=recognise, load=load))
+FORMATS.add("checkpoint", Format(name="checkpoint", recognise=is_checkpoint, load=load_checkpoint))

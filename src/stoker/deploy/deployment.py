@@ -1,4 +1,4 @@
-"""What a folder asks for: one value for every deployment format, with the file and line each setting came from."""
+"""The `Deployment`: what a deployment folder requests, in the same form for every format, with the file and line of each setting."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import msgspec
 
 from stoker.base.config import DTYPES, Limits, Mapping, RuntimeConfig, check_choice
 from stoker.base.errors import ConfigError
+from stoker.base.fields.errors import InvalidValueError
 from stoker.base.registry import Registry
 from stoker.server.settings import ServerSettings
 
+Section = Literal["build", "runtime", "server"]
+Severity = Literal["info", "warning"]
+
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a setting was written. `line` counts from 1; 0 when the source has no lines (environment, default)."""
+    """Where a setting was written. `line` counts from 1; 0 for sources without lines (environment, default)."""
 
     source: str  # a file's path, "environment" or "default"
     line: int = 0
@@ -29,28 +33,34 @@ DEFAULT = Origin("default")
 
 
 class PlacedError(ConfigError):
-    """A ConfigError that knows where the offending text stands; the message begins with the place."""
+    """A ConfigError about the text at `origin`. Its message is the origin and `description`, a sentence."""
 
-    def __init__(self, origin: Origin, what: str, cure: str = "") -> None:
+    def __init__(self, origin: Origin, description: str, cure: str = "") -> None:
         self.origin = origin
-        self.what = what
-        super().__init__(f"{origin}: {what}", cure=cure)
+        self.description = description
+        super().__init__(f"{origin}: {description}", cure=cure)
+
+    @classmethod
+    def of_value(cls, origin: Origin, key: str, error: InvalidValueError) -> PlacedError:
+        """The error for a value that `key` does not accept."""
+        plain = error.config_error(key)
+        return cls(origin, plain.message, plain.cure)
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the "understood" tables."""
+    """One setting that is used, as the report of `stoker serve --dry-run` lists it."""
 
-    section: Literal["build", "runtime", "server"]
-    name: str  # Stoker's name of the setting: max_beam_width
+    section: Section
+    name: str  # the name of the setting in Stoker, such as max_beam_width
     value: Any
     origin: Origin = DEFAULT
-    key: str = ""  # the format's own spelling, where it differs: option.max_rolling_batch_size
+    key: str = ""  # the name in the format, such as option.max_rolling_batch_size
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """Something a person should know of one key: why it has no effect, or what was assumed."""
+    """A remark about one key: why it has no effect, or what was assumed."""
 
-    severity: Literal["info", "warning"]
+    severity: Severity
     key: str
     text: str
     origin: Origin = DEFAULT
@@ -64,28 +74,28 @@ class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
 
     location: str
     revision: str | None = None
-    digest: str | None = None  # sha256 of an archive, when the format names one
-    token_secret: str | None = None  # the *name* of the secret that opens a private repository; never its value
-    mapping: Mapping | None = None  # the ranks that the format names; they must be the engine's. None: it names none
+    digest: str | None = None  # sha256 of an archive, if the format states it
+    token_secret: str | None = None  # *name* of the secret with the access token of a private repository, never its value
+    mapping: Mapping | None = None  # the ranks that the format requires of the engine; None: no requirement
 
 
 class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint, and the engine to make of it. Everything a format may say about the build."""
+    """A checkpoint and the settings of the engine to build from it."""
 
     checkpoint: str  # a local directory, a hub id, or an s3:// or http(s):// address
     revision: str | None = None
-    digest: str | None = None  # sha256 of an archive, when the format names one
-    token_secret: str | None = None  # the *name* of the secret that opens a private repository; never its value
+    digest: str | None = None  # sha256 of an archive, if the format states it
+    token_secret: str | None = None  # *name* of the secret with the access token of a private repository, never its value
     trust_remote_code: bool = False
-    architecture: str | None = None  # a hint the format gives (llama, chatglm2_6b); None: read it from the checkpoint
-    dtype: str | None = None  # None: as the checkpoint says
-    quantization: str | None = None  # a row of quant/; None: none
-    quantization_settings: dict[str, Any] = {}  # of that row: group size, alpha, calibration sample count
-    kv_cache_dtype: str | None = None  # None: the engine's dtype
+    architecture: str | None = None  # a hint of the format (llama, chatglm2_6b); None: read it from the checkpoint
+    dtype: str | None = None  # None: the dtype of the checkpoint
+    quantization: str | None = None  # a row of the quantization formats; None: unquantized
+    quantization_settings: dict[str, Any] = {}  # settings of that format: group size, alpha, number of calibration samples
+    kv_cache_dtype: str | None = None  # None: the dtype of the engine
     limits: Limits = Limits()
     mapping: Mapping = Mapping()
-    tokenizer: str | None = None  # where the tokenizer is, when not with the checkpoint
-    extra: dict[str, Any] = {}  # what only one format knows and the builder understands by name: rotary_base
+    tokenizer: str | None = None  # location of the tokenizer; None: with the checkpoint
+    extra: dict[str, Any] = {}  # further settings of the builder by name, such as rotary_base
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
@@ -95,7 +105,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an export must know of an engine, read from its config.json."""
+    """The facts of an engine that an export needs, from its config.json."""
 
     path: str  # absolute path of the engine directory
     architecture: str
@@ -106,28 +116,26 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder asks for: one source, how to run it, how to serve it."""
+    """What a folder requests: the source of the engine, and the settings to run and to serve it."""
 
-    format: str  # the row of FORMATS that read it
+    format: str  # name of the row of FORMATS
     path: str  # the folder or file that was read
     source: EngineSource | BuildOptions
-    tokenizer: str | None = None  # directory or hub id; None: the engine's own
+    tokenizer: str | None = None  # directory or hub id; None: that of the engine
     runtime: RuntimeConfig = RuntimeConfig()
     server: ServerSettings = ServerSettings()
-    settings: tuple[Setting, ...] = ()  # every key that was understood, in reading order
-    notes: tuple[Note, ...] = ()  # keys that have no effect here, and why
-
-    def table(self, section: str) -> list[tuple[str, str, str]]:
-        """Rows (name, value, where it came from) of one "understood" table."""
-        return [(_title(s), str(s.value), str(s.origin)) for s in self.settings if s.section == section]
+    settings: tuple[Setting, ...] = ()  # the settings that are used, in the order of reading
+    notes: tuple[Note, ...] = ()  # remarks, such as why a key has no effect
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True):
-    """A deployment format: how to tell it, read it and write it.
+    """A deployment format.
 
-    `load` raises ConfigError naming file, line, key and cure for what cannot be honoured. `complete` gets the deployment and its
-    checkpoint (or engine) once that is a local directory, and fills in what depends on it; None where nothing does. `export`
-    writes an engine in this format and returns the files written; None where a format is only read.
+    recognise: whether a path has this format.
+    load(path, environment): reads it. Raises ConfigError with file, line, key and cure for a value that is not supported.
+    complete(deployment, local): fills in settings that depend on the checkpoint or engine, once it is the local directory `local`.
+        None: the format has no such settings.
+    export(engine, path, options): writes an engine in this format and returns the files. None: the format is only read.
     """
 
     name: str
@@ -140,17 +148,14 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 FORMATS: Registry[Format] = Registry("deployment format")
 
 
-def recognise(path: Path) -> Format:
-    """The one format of `path`. Raises ConfigError when none, or more than one, recognises it."""
+def find_format(path: Path) -> Format:
+    """The format of `path`. Raises ConfigError when no format, or more than one, recognises it."""
     found = [FORMATS.get(name) for name in FORMATS if FORMATS.get(name).recognise(path)]
     if len(found) == 1:
         return found[0]
     if not found:
-        held = [name for name in ("config.json", "config.yaml") if (path / name).is_file()]
-        damaged = f" Its {' and its '.join(held)} is damaged, or of something else." if held else ""
+        configs = [name for name in ("config.json", "config.yaml") if (path / name).is_file()]
+        damaged = f" Its {' and its '.join(configs)} is damaged or belongs to another program." if configs else ""
         raise ConfigError(f"{path} is none of: {', '.join(FORMATS)}.{damaged}", cure="Name an engine, a checkpoint or a deployment folder.")
-    raise ConfigError(f"{path} reads as {' and as '.join(f.name for f in found)}.", cure="Keep one of the two in the folder.")
-
-
-def _title(setting: Setting) -> str:
-    return f"{setting.name} ({setting.key})" if setting.key and setting.key != setting.name else setting.name
+    names = " and of ".join(row.name for row in found)
+    raise ConfigError(f"{path} is of the format {names}.", cure="Leave the files of one format in the folder.")

@@ -1,4 +1,4 @@
-"""An engine directory, deployed as it is."""
+"""The deployment format of an engine directory: all settings have their defaults."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ CONFIG = "config.json"
 MAX_CONFIG_BYTES = 64 << 20
 
 
-def recognise(path: Path) -> bool:
-    """A config.json that an engine's build wrote. A folder that also says how it is deployed is of that format instead."""
-    return "format_version" in read_config(path) and not described(path)
+def is_engine(path: Path) -> bool:
+    """A config.json of an engine. A folder with a deployment file has the format of that file instead."""
+    return "format_version" in read_config(path) and not has_deployment_file(path)
 
 
-def load(path: Path, environment: Environment[str, str]) -> Deployment:
+def load_engine(path: Path, environment: Environment[str, str]) -> Deployment:
     return Deployment(format="engine", path=str(path), source=EngineSource(location=str(path)))
 
 
-def described(path: Path) -> bool:
-    """Whether a file of another format says how the folder is deployed."""
+def has_deployment_file(path: Path) -> bool:
+    """Whether the folder has the configuration file of another deployment format."""
     return (path / "serving.properties").is_file() or (path / "config.yaml").is_file()
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The folder's config.json; empty when there is none, or it is no object."""
+    """The config.json of a folder; empty when it does not exist or is not an object."""
     file = path / CONFIG
     if not file.is_file():
         return {}
     if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{file} has more than {MAX_CONFIG_BYTES} bytes.", cure="Is it an engine's, or a checkpoint's?")
+        raise ConfigError(
+            f"{file} has more than {MAX_CONFIG_BYTES} bytes.", cure="Check that the file belongs to an engine or a checkpoint."
+        )
     try:
         found = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
@@ -42,4 +44,4 @@ def read_config(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-FORMATS.add("engine", Format(name="engine", recognise=recognise, load=load))
+FORMATS.add("engine", Format(name="engine", recognise=is_engine, load=load_engine))

@@ -1,11 +1,11 @@
-"""Foreign names of quantizations: what the weights become, and what the KV cache stores."""
+"""Names of quantization formats in Truss and LMI configurations."""
 
 from __future__ import annotations
 
-from stoker.deploy.kinds import Choice
+from stoker.base.fields.values import Choice
 
-# Name in a Truss, in lower case → (the row of quant/, the KV cache's dtype). The first document's upper-case names are the same
-# but for WEIGHTS_ONLY_, which later ones drop.
+# Name in a Truss → (quantization format, dtype of the KV cache). Names of the first generation are in upper case and have the prefix
+# WEIGHTS_ONLY_, which later generations omit.
 TRUSS = Choice({
     "no_quant": (None, None),
     "weights_only_int8": ("WEIGHTS_ONLY_INT8", None),

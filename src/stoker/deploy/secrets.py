@@ -1,4 +1,4 @@
-"""Secrets by name: configurations name them, and only the download that needs one reads its value."""
+"""Secrets by name. Configurations contain only names; the value is read for the download that needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "hf_access_token", "hf_token")
 
 
 class Secret:
-    """A value that no repr, log line or error shows; `reveal` gives it to the one call that needs it."""
+    """A value that does not appear in repr, logs or errors. Call `reveal` only where the value is used."""
 
     __slots__ = ("_value",)
 
@@ -29,13 +29,13 @@ class Secret:
         return self._value
 
 
-def find(name: str, environment: Environment[str, str], mount: Path = MOUNT) -> Secret | None:
-    """The secret called `name`: the file /secrets/NAME, else TRUSS_SECRET_NAME, else the variable NAME itself.
+def find_secret(name: str, environment: Environment[str, str], mount: Path = MOUNT) -> Secret | None:
+    """The secret `name` from the file /secrets/NAME, else the variable TRUSS_SECRET_NAME, else the variable NAME; None without one.
 
-    A hub token is also found under the hub's own variables HF_TOKEN and HUGGING_FACE_HUB_TOKEN. Raises ConfigError for a
-    name that could leave the folder, and for a file that is too large.
+    A hub token is also read from HF_TOKEN and HUGGING_FACE_HUB_TOKEN. Raises ConfigError for a name with other characters than those of
+    `check_secret_name`, and for a file that is too large.
     """
-    check_name(name)
+    check_secret_name(name)
     if (mount / name).is_file():
         return _read(mount / name)
     names = [_PREFIX + name, _PREFIX + name.upper(), name, name.upper(), *(_HUB[:2] if name in _HUB else ())]
@@ -43,16 +43,16 @@ def find(name: str, environment: Environment[str, str], mount: Path = MOUNT) -> 
     return Secret(value) if value else None
 
 
-def places(name: str) -> str:
-    """Where a person may put the secret, for messages."""
+def secret_places(name: str) -> str:
+    """The places where the secret can be stored, for messages."""
     return f"/secrets/{name}, {_PREFIX}{name}" + (" or HF_TOKEN" if name in _HUB else "")
 
 
-def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is a plain name; a longer text may be the secret itself and is not printed."""
+def check_secret_name(name: str) -> None:
+    """Raise ConfigError unless `name` is a plain name. The message does not print it, because it may be the secret itself."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
         raise ConfigError(
-            "a secret's name is refused.", cure="Use at most 64 letters, digits, _, - and . (and name the secret, not its value)."
+            "the name of a secret is refused.", cure="Use at most 64 letters, digits, _, - and . (and write the name, not the value)."
         )
 
 
@@ -60,6 +60,6 @@ def _read(path: Path) -> Secret | None:
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes.", cure="Is it the secret?")
+        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes.", cure="Check that the file contains only the secret.")
     text = data.decode("utf-8", "replace").strip()
     return Secret(text) if text else None

@@ -16,7 +16,7 @@ from stoker.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from stoker.cli.prepare_server import PreparedServer
-    from stoker.deploy.resolve import Progress
+    from stoker.deploy.prepare import Progress
 
 log = logging.get_logger(__name__)
 

@@ -1,5 +1,5 @@
-"""Where checkpoints and engines come from: each kind of address, resolved to a local path."""
+"""Fetches checkpoints and engines: resolves a path, hub id or address to a local path."""
 
-from stoker.deploy.sources.resolve import resolve
+from stoker.deploy.sources.addresses import resolve
 
 __all__ = ["resolve"]

@@ -1,4 +1,4 @@
-"""Unpacks tar archives from strangers: nothing leaves the folder, nothing is larger than it says, nothing special is made."""
+"""Unpacks untrusted tar archives: only regular files, directories and links inside the folder, of limited size."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.base.errors import CheckpointError
-from stoker.deploy.sources.store import Counter, Store, inside, unwrapped
+from stoker.deploy.sources.store import Counter, Store, is_inside, without_single_parent
 
 _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 Mode = Literal["r:", "r:gz", "r:bz2", "r:xz"]
 _MAGIC: dict[bytes, Mode] = {b"\x1f\x8b": "r:gz", b"BZh": "r:bz2", b"\xfd7zXZ\0": "r:xz", b"\x5d\0\0": "r:xz"}
 _MAX_HEADER = 1 << 20
-# Python 3.11.4 brought the filter. Before it _check_member stands alone, and it is the stricter of the two.
+# The filter exists since Python 3.11.4. _check_member is stricter and is used in all versions.
 _FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 
-def recognise(path: Path) -> bool:
+def is_archive(path: Path) -> bool:
+    """Whether `path` is a file with the name of a tar archive."""
     return path.is_file() and path.name.lower().endswith(_SUFFIXES)
 
 
-def is_name(name: str) -> bool:
+def is_archive_name(name: str) -> bool:
+    """Whether a name or address has the suffix of a tar archive."""
     return name.lower().endswith(_SUFFIXES)
 
 
 def unpack(path: Path, digest: str | None, store: Store) -> Path:
-    """The directory that a local archive holds, kept by its content. Raises CheckpointError for another digest than `digest`."""
-    found = sha256(path)
-    check_digest(str(path), found, digest)
-    return unwrapped(store.keep("archives", found, lambda folder: extract(path, folder, store)))
+    """The content of a local archive as a directory of the store, by its digest. Raises CheckpointError when it is not `digest`."""
+    actual = sha256(path)
+    check_digest(str(path), actual, digest)
+    return without_single_parent(store.get("archives", actual, lambda folder: extract(path, folder, store)))
 
 
-def check_digest(what: str, found: str, wanted: str | None) -> None:
-    if wanted is not None and found != wanted.lower():
-        raise CheckpointError(f"{what} has sha256 {found}, not {wanted.lower()}.", cure="Fetch it again, or correct the digest.")
+def check_digest(name: str, actual: str, expected: str | None) -> None:
+    """Raise CheckpointError when a digest is expected and differs from the actual one."""
+    if expected is not None and actual != expected.lower():
+        raise CheckpointError(f"{name} has sha256 {actual}, not {expected.lower()}.", cure="Fetch it again, or correct the digest.")
 
 
 def sha256(path: Path) -> str:
+    """The digest of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -54,11 +58,11 @@ def extract(path: Path, folder: Path, store: Store) -> None:
         with tarfile.open(path, _mode(path), tarinfo=_BoundedInfo) as tar:
             _extract_all(tar, path, folder, store)
     except (tarfile.TarError, EOFError, zlib.error, LZMAError, OSError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path} cannot be unpacked: {_reason(error)}.", cure="Make or fetch the archive again.") from None
+        raise CheckpointError(f"{path} cannot be unpacked: {_reason(error)}.", cure="Create or fetch the archive again.") from None
 
 
 def _mode(path: Path) -> Mode:
-    """How tarfile reads it, by its first bytes: left to try, it takes some compressed file in a thousand for a plain archive."""
+    """The mode for tarfile by the first bytes. Its own detection treats about one in a thousand compressed files as uncompressed."""
     with path.open("rb") as file:
         start = file.read(6)
     return next((mode for magic, mode in _MAGIC.items() if start.startswith(magic)), "r:")
@@ -71,30 +75,31 @@ def _extract_all(tar: tarfile.TarFile, path: Path, folder: Path, store: Store) -
         total += member.size
         store.check_size(str(path), total, number)
         _check_member(member, path)
-        tar.extract(member, folder, set_attrs=False, **_FILTER)  # modes and owners are not taken over
+        tar.extract(member, folder, set_attrs=False, **_FILTER)  # without modes and owners
         counter.add(member.size)
 
 
 def _check_member(member: tarfile.TarInfo, path: Path) -> None:
-    """Stricter than the data filter: no .. anywhere, not even where it would come back into the folder."""
+    """Raise CheckpointError for a member outside the folder. Stricter than the data filter: .. is never allowed."""
     if member.islnk() or member.issym():
-        if not (inside(member.name) and inside(member.linkname)):
-            text = f"{path}: the link {member.name!r} → {member.linkname!r} may leave the folder."
-            raise CheckpointError(text, cure="Make the archive with tar -h.")
+        if not (is_inside(member.name) and is_inside(member.linkname)):
+            text = f"{path}: the link {member.name!r} → {member.linkname!r} may point outside the folder."
+            raise CheckpointError(text, cure="Create the archive with tar -h.")
     elif not (member.isfile() or member.isdir()):
         raise CheckpointError(f"{path}: {member.name!r} is a device or pipe.", cure="Remove it from the archive.")
-    elif not inside(member.name) and member.name not in (".", "./"):
-        raise CheckpointError(f"{path}: {member.name!r} leaves the folder.", cure="Make the archive from inside its folder.")
+    elif not is_inside(member.name) and member.name not in (".", "./"):
+        raise CheckpointError(f"{path}: {member.name!r} is outside the folder.", cure="Create the archive inside its folder.")
 
 
 class _BoundedInfo(tarfile.TarInfo):
-    """Refuses extended headers of absurd size before tarfile reads them into memory."""
+    """Raises ReadError for extended headers above _MAX_HEADER bytes before tarfile reads them into memory."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         extended = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
         if self.type in extended and self.size > _MAX_HEADER:
             raise tarfile.ReadError(f"an extended header has {self.size} bytes")
-        return super()._proc_member(tar)  # type: ignore[misc]
+        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        return member
 
 
 def _reason(error: Exception) -> str:

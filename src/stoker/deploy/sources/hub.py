@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub, through huggingface_hub and its own cache."""
+"""Fetches repositories of the Hugging Face hub with huggingface_hub, into its cache."""
 
 from __future__ import annotations
 
@@ -9,22 +9,33 @@ from stoker.base.errors import CheckpointError
 from stoker.deploy.secrets import Secret
 from stoker.deploy.sources.store import Counter, Store
 
-# what other frameworks read, and pictures
+# Files that no build reads: those of other frameworks, and pictures.
 _NEVER = (
-    "*.h5", "*.msgpack", "*.ot", "*.tflite", "*.onnx", "onnx/*", "openvino/*", "coreml/*", "original/*", "consolidated*",
-    "*.pdf", "*.png", "*.jpg",
-)  # fmt: skip
+    "*.h5",
+    "*.msgpack",
+    "*.ot",
+    "*.tflite",
+    "*.onnx",
+    "onnx/*",
+    "openvino/*",
+    "coreml/*",
+    "original/*",
+    "consolidated*",
+    "*.pdf",
+    "*.png",
+    "*.jpg",
+)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-class ClosedError(CheckpointError):
-    """The hub shows the repository to nobody, or not to this token."""
+class AccessError(CheckpointError):
+    """The repository does not exist, or the token has no access to it."""
 
 
 def fetch(repository: str, revision: str | None, token: Secret | None, store: Store) -> Path:
-    """The local snapshot of a model repository, without files that no build reads (other frameworks; pickles where safetensors exist).
+    """The local snapshot of a model repository, without files that no build reads (such as pickles next to safetensors).
 
-    Without a network, what the hub's cache holds already is used. Raises CheckpointError naming the repository, and the local alternatives.
+    Without a network, the snapshot in the cache of the hub is used. Raises CheckpointError with the repository and local alternatives.
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
@@ -35,16 +46,16 @@ def fetch(repository: str, revision: str | None, token: Secret | None, store: St
         ignored = _ignored([file.rfilename for file in info.siblings or []])
         sizes = [file.size or 0 for file in info.siblings or []]
         store.check_size(repository, sum(sizes), len(sizes))
-        bar = _reporter(repository, store)
+        bar = _progress_class(repository, store)
         folder = snapshot_download(repository, revision=info.sha, token=value, ignore_patterns=ignored, tqdm_class=bar)
     except CheckpointError:
         raise
     except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
-        raise _closed(repository, isinstance(error, errors.GatedRepoError), token) from None
+        raise _access_error(repository, isinstance(error, errors.GatedRepoError), token) from None
     except errors.RevisionNotFoundError:
         raise CheckpointError(f"{repository} has no revision {revision}.", cure="Correct the revision, or leave it out.") from None
     except network as error:
-        return _cached(repository, revision, error)
+        return _cached_snapshot(repository, revision, error)
     return Path(folder)
 
 
@@ -52,18 +63,18 @@ def _ignored(files: list[str]) -> list[str]:
     return [*_NEVER, *(_PICKLES if any(name.endswith((".safetensors", ".gguf")) for name in files) else ())]
 
 
-def _closed(repository: str, gated: bool, token: Secret | None) -> ClosedError:
+def _access_error(repository: str, gated: bool, token: Secret | None) -> AccessError:
     if gated:
-        what, cure = "is gated, and access is not granted", "Accept its terms on the hub, and set HF_TOKEN."
+        problem, cure = "is gated, and access is not granted", "Accept its terms on the hub, and set HF_TOKEN."
     else:
-        what, cure = "does not exist, or is private", "Correct the name, or set HF_TOKEN to a token that may read it."
+        problem, cure = "does not exist, or is private", "Correct the name, or set HF_TOKEN to a token with access to it."
     if token is not None:
-        cure = "The token that was given may not read it." if not gated else "Accept its terms on the hub with the token's account."
-    return ClosedError(f"{repository} {what}.", cure=cure)
+        cure = "The token has no access to it." if not gated else "Accept its terms on the hub with the token's account."
+    return AccessError(f"{repository} {problem}.", cure=cure)
 
 
-def _cached(repository: str, revision: str | None, error: Exception) -> Path:
-    """The snapshot in the hub's cache, whole; else the error that names what may be used instead."""
+def _cached_snapshot(repository: str, revision: str | None, error: Exception) -> Path:
+    """The complete snapshot in the cache of the hub. Raises CheckpointError without one."""
     from huggingface_hub import snapshot_download
 
     for ignored in ([*_NEVER, *_PICKLES], list(_NEVER)):
@@ -74,16 +85,16 @@ def _cached(repository: str, revision: str | None, error: Exception) -> Path:
         if any(folder.rglob("*.safetensors")) or any(folder.rglob("*.gguf")) or ignored == list(_NEVER):
             return folder
     raise CheckpointError(
-        f"the hub cannot be reached for {repository} ({type(error).__name__}), and its cache does not hold it whole.",
-        cure="Name a local directory or s3://BUCKET/PREFIX, or point HF_HOME to a cache that holds it.",
+        f"the hub cannot be reached for {repository} ({type(error).__name__}), and its cache has no complete copy.",
+        cure="Name a local directory or s3://BUCKET/PREFIX, or set HF_HOME to a cache with a copy.",
     ) from None
 
 
-def _reporter(repository: str, store: Store) -> Any:
-    """A tqdm class that reports bytes to the store's progress and draws nothing."""
+def _progress_class(repository: str, store: Store) -> Any:
+    """A tqdm class that reports bytes to the progress function of the store, without output."""
     from tqdm.auto import tqdm
 
-    class Reporter(tqdm):
+    class Reporter(tqdm):  # type: ignore[misc]  # tqdm has no types
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counter = Counter(repository, kwargs.get("total") or None, store.progress) if kwargs.get("unit") == "B" else None
             kwargs.pop("name", None)
@@ -92,6 +103,6 @@ def _reporter(repository: str, store: Store) -> Any:
         def update(self, n: float | None = 1) -> bool | None:
             if self._counter is not None and n:
                 self._counter.add(int(n))
-            return super().update(n)
+            return bool(super().update(n))
 
     return Reporter

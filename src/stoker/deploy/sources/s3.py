@@ -1,4 +1,4 @@
-"""Checkpoints and engines in S3: listed, then fetched in parallel ranges, each checked against the listing."""
+"""Fetches checkpoints and engines from S3 in parallel ranges, which are checked against the listing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from stoker.base.errors import CheckpointError, ConfigError, DependencyError, StokerError
 from stoker.deploy.sources import archive
-from stoker.deploy.sources.store import Counter, Store, inside, unwrapped
+from stoker.deploy.sources.store import Counter, Store, is_inside, without_single_parent
 
 _PART = 64 << 20
 _BLOCK = 1 << 20
@@ -23,8 +23,8 @@ _MISSING = ("NoSuchBucket", "NoSuchKey", "404", "NotFound")
 _DENIED = ("AccessDenied", "403", "Forbidden", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
 
 
-class Object(msgspec.Struct, frozen=True):
-    """One object as the listing told it."""
+class StoredObject(msgspec.Struct, frozen=True):
+    """One object of the listing."""
 
     key: str
     size: int
@@ -32,9 +32,9 @@ class Object(msgspec.Struct, frozen=True):
 
 
 def fetch(rest: str, store: Store, client: Any = None) -> Path:
-    """The directory for BUCKET/PREFIX: the objects below PREFIX/, or the archive whose key is PREFIX. Kept by the objects' ETags.
+    """The directory of BUCKET/PREFIX: the objects under PREFIX/, or the archive with the key PREFIX, stored by the ETags of the objects.
 
-    Credentials, region and endpoint are boto3's usual ones. Raises CheckpointError naming the object that is missing, refused or cut short.
+    Credentials, region and endpoint are those of boto3. Raises CheckpointError for an object that is missing, refused or truncated.
     """
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
@@ -43,7 +43,7 @@ def fetch(rest: str, store: Store, client: Any = None) -> Path:
     source = _Source(client or _client(), bucket, prefix, store)
     objects = source.objects()
     identity = json.dumps([bucket, prefix, [(o.key, o.size, o.etag) for o in objects]])
-    return unwrapped(store.keep("s3", identity, lambda folder: source.download(objects, folder)))
+    return without_single_parent(store.get("s3", identity, lambda folder: source.download(objects, folder)))
 
 
 def _client() -> Any:
@@ -62,36 +62,36 @@ class _Source:
         self._client, self._bucket, self._prefix, self._store = client, bucket, prefix, store
         self._name = f"s3://{bucket}/{prefix}"
 
-    def objects(self) -> list[Object]:
-        """The objects to fetch. Raises CheckpointError when there is none, one leaves the folder, or they are too large."""
-        single = archive.is_name(self._prefix)
-        wanted = self._prefix if single else f"{self._prefix}/" if self._prefix else ""
-        found: list[Object] = []
+    def objects(self) -> list[StoredObject]:
+        """The objects to fetch. Raises CheckpointError when there is none, one is outside the folder, or they are too large."""
+        single = archive.is_archive_name(self._prefix)
+        prefix = self._prefix if single else f"{self._prefix}/" if self._prefix else ""
+        found: list[StoredObject] = []
         total = 0
-        for entry in self._list(wanted):
+        for entry in self._list(prefix):
             key, size = entry["Key"], entry["Size"]
-            if key.endswith("/") or (single and key != wanted):
+            if key.endswith("/") or (single and key != prefix):
                 continue
-            if not inside(key[len(wanted) :] or "archive"):
-                raise CheckpointError(f"s3://{self._bucket}/{key} would leave its folder.", cure="Rename the object.")
+            if not is_inside(key[len(prefix) :] or "archive"):
+                raise CheckpointError(f"s3://{self._bucket}/{key} would be outside its folder.", cure="Rename the object.")
             total += size
-            found.append(Object(key, size, entry["ETag"]))
+            found.append(StoredObject(key, size, entry["ETag"]))
             self._store.check_size(self._name, total, len(found))
         if not found:
-            raise CheckpointError(f"{self._name} holds no object.", cure="Correct the bucket or the prefix.")
+            raise CheckpointError(f"{self._name} has no objects.", cure="Correct the bucket or the prefix.")
         return found
 
-    def download(self, objects: list[Object], folder: Path) -> None:
-        """Fill `folder`. An archive is fetched beside it and unpacked into it."""
-        if not archive.is_name(self._prefix):
+    def download(self, objects: list[StoredObject], folder: Path) -> None:
+        """Fetch the objects into `folder`. An archive is fetched next to it and unpacked into it."""
+        if not archive.is_archive_name(self._prefix):
             self._fetch({o: folder / o.key[len(self._prefix) :].lstrip("/") for o in objects})
             return
         with tempfile.TemporaryDirectory(dir=self._store.root) as scratch:
-            held = Path(scratch) / Path(self._prefix).name
-            self._fetch({objects[0]: held})
-            archive.extract(held, folder, self._store)
+            file = Path(scratch) / Path(self._prefix).name
+            self._fetch({objects[0]: file})
+            archive.extract(file, folder, self._store)
 
-    def _fetch(self, objects: dict[Object, Path]) -> None:
+    def _fetch(self, objects: dict[StoredObject, Path]) -> None:
         counter = Counter(self._name, sum(o.size for o in objects), self._store.progress)
         jobs = [job for item, path in objects.items() for job in self._prepare(item, path)]
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -103,49 +103,50 @@ class _Source:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _prepare(self, item: Object, path: Path) -> Iterator[tuple[Object, Path, int, int]]:
-        """Make the file at its full size; yield its parts as (object, file, first byte, end)."""
+    def _prepare(self, item: StoredObject, path: Path) -> Iterator[tuple[StoredObject, Path, int, int]]:
+        """Create the file with its full size, and yield its ranges as (object, file, first byte, end)."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("xb") as file:
                 file.truncate(item.size)
-        except OSError as error:  # a key that is another's folder, a name that is too long
+        except OSError as error:  # a key that is also the folder of another, or a name that is too long
             text = f"s3://{self._bucket}/{item.key} cannot be a file ({error.strerror})."
             raise CheckpointError(text, cure="Rename the object.") from None
         for start in range(0, item.size, _PART):
             yield item, path, start, min(start + _PART, item.size)
 
-    def _part(self, item: Object, path: Path, start: int, end: int, counter: Counter) -> None:
+    def _part(self, item: StoredObject, path: Path, start: int, end: int, counter: Counter) -> None:
         name = f"s3://{self._bucket}/{item.key}"
-        with _told(name):
-            answer = self._client.get_object(Bucket=self._bucket, Key=item.key, Range=f"bytes={start}-{end - 1}", IfMatch=item.etag)
-            seen = _write(answer["Body"], path, start, end, counter)
-        if seen != end - start:
-            text = f"{name} was cut short: {seen} of {end - start} bytes came."
-            raise CheckpointError(text, cure="Try again; if it stays, upload it again.")
+        with _s3_errors(name):
+            response = self._client.get_object(Bucket=self._bucket, Key=item.key, Range=f"bytes={start}-{end - 1}", IfMatch=item.etag)
+            num_bytes = _write(response["Body"], path, start, end, counter)
+        if num_bytes != end - start:
+            text = f"{name} is truncated: {num_bytes} of {end - start} bytes were received."
+            raise CheckpointError(text, cure="Try again. If it happens again, upload the object again.")
 
     def _list(self, prefix: str) -> Iterator[dict[str, Any]]:
-        with _told(self._name):
+        with _s3_errors(self._name):
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix):
                 yield from page.get("Contents", [])
 
 
 def _write(body: Any, path: Path, start: int, end: int, counter: Counter) -> int:
-    seen = 0
+    """Write a range of the object to the file, and return the number of bytes received."""
+    num_bytes = 0
     with path.open("r+b") as file:
         file.seek(start)
         for block in body.iter_chunks(_BLOCK):
-            seen += len(block)
-            if start + seen > end:
+            num_bytes += len(block)
+            if start + num_bytes > end:
                 break
             file.write(block)
             counter.add(len(block))
         os.fsync(file.fileno())
-    return seen
+    return num_bytes
 
 
-class _told:
-    """Turns boto's errors into ours, naming the object and the cure, never the credentials."""
+class _s3_errors:
+    """Converts the exceptions of boto3 to CheckpointError with the object and the cure, without credentials."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -159,19 +160,19 @@ class _told:
         from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError, PartialCredentialsError
 
         if isinstance(error, ClientError):
-            raise self._answered(str(error.response.get("Error", {}).get("Code", ""))) from None
+            raise self._response_error(str(error.response.get("Error", {}).get("Code", ""))) from None
         if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
-            cure = "Set AWS_ACCESS_KEY_ID and its like, or a profile."
+            cure = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile."
             raise CheckpointError(f"{self._name}: no AWS credentials are found.", cure=cure) from None
         if isinstance(error, (HTTPClientError, BotoCoreError, OSError)):
-            text = f"{self._name} was cut short or cannot be reached ({type(error).__name__})."
+            text = f"{self._name} is truncated or cannot be reached ({type(error).__name__})."
             raise CheckpointError(text, cure="Check the network and AWS_ENDPOINT_URL, and try again.") from None
 
-    def _answered(self, code: str) -> CheckpointError:
+    def _response_error(self, code: str) -> CheckpointError:
         if code in _MISSING:
             return CheckpointError(f"{self._name} does not exist.", cure="Correct the bucket or the key.")
         if code in _DENIED:
-            return CheckpointError(f"{self._name} is refused ({code}).", cure="Use AWS credentials that may read it.")
+            return CheckpointError(f"{self._name} is refused ({code}).", cure="Use AWS credentials with access to it.")
         if code in ("PreconditionFailed", "412"):
             return CheckpointError(f"{self._name} changed while it was fetched.", cure="Try again.")
-        return CheckpointError(f"{self._name}: the store answered {code[:60]}.", cure="Try again.")
+        return CheckpointError(f"{self._name}: S3 responded with {code[:60]}.", cure="Try again.")

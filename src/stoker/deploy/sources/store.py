@@ -1,4 +1,4 @@
-"""The folder of fetched sources: each entry is made once, under a lock, and appears whole or not at all."""
+"""The directory of fetched sources. Each entry is created once, under a lock, and appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stoker.base.errors import CheckpointError
 MAX_BYTES = 4 << 40
 MAX_FILES = 100_000
 
-Progress = Callable[[str, int, int | None], None]  # what, bytes done, bytes in all when known
+Progress = Callable[[str, int, int | None], None]  # name, bytes done, bytes in total if known
 
 
 class Store:
@@ -27,10 +27,10 @@ class Store:
         self.max_bytes = max_bytes
         self.progress = progress
 
-    def keep(self, kind: str, identity: str, make: Callable[[Path], None]) -> Path:
-        """The directory for `identity`. When absent, `make` fills an empty one, which is then renamed; a failure leaves nothing.
+    def get(self, kind: str, identity: str, fill: Callable[[Path], None]) -> Path:
+        """The directory of `identity`. If it does not exist, `fill` fills an empty directory, which is then renamed.
 
-        Another process that wants the same entry waits for the lock and finds it made.
+        A failure leaves nothing. Another process that needs the same entry waits for the lock.
         """
         name = hashlib.sha256(identity.encode()).hexdigest()[:32]
         folder = self.root / kind
@@ -38,53 +38,53 @@ class Store:
         entry = folder / name
         with FileLock(str(folder / f"{name}.lock")):
             if not entry.is_dir():
-                for stale in folder.glob(f"{name}.partial-*"):  # of a process that was killed
+                for stale in folder.glob(f"{name}.partial-*"):  # left by a process that was killed
                     shutil.rmtree(stale, ignore_errors=True)
                 partial = Path(tempfile.mkdtemp(prefix=f"{name}.partial-", dir=folder))
                 try:
-                    make(partial)
+                    fill(partial)
                     partial.chmod(0o755)
                     partial.rename(entry)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
         return entry
 
-    def check_size(self, what: str, num_bytes: int, num_files: int = 1) -> None:
-        """Raise CheckpointError when `what` is larger than allowed, or than what is free on the disk."""
+    def check_size(self, name: str, num_bytes: int, num_files: int = 1) -> None:
+        """Raise CheckpointError when `name` exceeds the limits or the free space of the disk."""
         if num_files > MAX_FILES or num_bytes > self.max_bytes:
             raise CheckpointError(
-                f"{what} has {num_files} files and {num_bytes} bytes; at most {MAX_FILES} files and {self.max_bytes} bytes are taken.",
-                cure="Name what holds the model alone.",
+                f"{name} has {num_files} files and {num_bytes} bytes; the limit is {MAX_FILES} files and {self.max_bytes} bytes.",
+                cure="Name a location that contains only the model.",
             )
         self.root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.root).free
         if num_bytes > free:
             raise CheckpointError(
-                f"{what} needs {num_bytes} bytes, and {self.root} has {free} free.", cure="Set STOKER_CACHE to a larger disk."
+                f"{name} needs {num_bytes} bytes, and {self.root} has {free} free.", cure="Set STOKER_CACHE to a folder on a larger disk."
             )
 
 
 class Counter:
-    """Adds up bytes from several threads and reports them."""
+    """Sums bytes from several threads and reports them."""
 
-    def __init__(self, what: str, total: int | None, progress: Progress) -> None:
-        self._what, self._total, self._progress = what, total, progress
+    def __init__(self, name: str, total: int | None, progress: Progress) -> None:
+        self._name, self._total, self._progress = name, total, progress
         self._done = 0
         self._lock = Lock()
 
     def add(self, num_bytes: int) -> None:
         with self._lock:
             self._done += num_bytes
-            self._progress(self._what, self._done, self._total)
+            self._progress(self._name, self._done, self._total)
 
 
-def inside(name: str) -> bool:
-    """Whether a relative name stays inside its folder: no .., no root, no drive, no NUL."""
+def is_inside(name: str) -> bool:
+    """Whether a relative path stays in its folder: without .., root, drive and NUL."""
     parts = name.replace("\\", "/").split("/")
     return bool(name) and not name.startswith(("/", "\\")) and ".." not in parts and "\0" not in name and ":" not in parts[0]
 
 
-def unwrapped(folder: Path) -> Path:
-    """`folder`, or the one directory that is all it holds, as `tar c model/` makes it."""
+def without_single_parent(folder: Path) -> Path:
+    """`folder`, or the single directory in it, as `tar c model/` makes it."""
     children = list(folder.iterdir())
     return children[0] if len(children) == 1 and children[0].is_dir() else folder

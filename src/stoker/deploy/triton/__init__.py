@@ -1,10 +1,10 @@
-"""Triton's inflight_batcher_llm model repositories: read, checked, filled and written."""
+"""Model repositories of Triton's inflight_batcher_llm, which Stoker reads, checks, fills and writes."""
 
 from __future__ import annotations
 
 from stoker.deploy.deployment import FORMATS, Format
 from stoker.deploy.triton.export import export_triton
-from stoker.deploy.triton.load import load
-from stoker.deploy.triton.repository import recognise
+from stoker.deploy.triton.load import load_repository
+from stoker.deploy.triton.repository import is_model_repository
 
-FORMATS.add("triton", Format(name="triton", recognise=recognise, load=load, export=export_triton))
+FORMATS.add("triton", Format(name="triton", recognise=is_model_repository, load=load_repository, export=export_triton))

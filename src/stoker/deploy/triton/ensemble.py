@@ -1,10 +1,10 @@
-"""How the ensemble joins preprocessing, tensorrt_llm and postprocessing: the maps of its three steps, by v0.18's names."""
+"""The tensor maps of the three steps of the ensemble, with the tensor names of v0.18."""
 
 from __future__ import annotations
 
 from stoker.server.protocols.kserve.model_config import Step, tensors
 
-# Tensor of preprocessing → the ensemble's input.
+# Tensor of preprocessing → input of the ensemble.
 _PREPROCESSING_INPUTS = {
     "QUERY": "text_input",
     "DECODER_QUERY": "decoder_text_input",
@@ -17,7 +17,7 @@ _PREPROCESSING_INPUTS = {
     "PAD_ID": "pad_id",
     "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
 }
-# Tensor of preprocessing → the ensemble's private tensor → tensor of tensorrt_llm.
+# (Tensor of preprocessing, internal tensor of the ensemble, tensor of tensorrt_llm).
 _BETWEEN = (
     ("INPUT_ID", "_INPUT_ID", "input_ids"),
     ("REQUEST_INPUT_LEN", "_REQUEST_INPUT_LEN", "input_lengths"),
@@ -31,13 +31,13 @@ _BETWEEN = (
     ("OUT_PAD_ID", "_PREPROCESSOR_PAD_ID", "pad_id"),
     ("OUT_PROMPT_TABLE_EXTRA_IDS", "_OUT_PROMPT_TABLE_EXTRA_IDS", "prompt_table_extra_ids"),
 )
-# The ensemble's input → tensor of tensorrt_llm, where the names differ.
+# Input of the ensemble → tensor of tensorrt_llm, where the names differ.
 _RENAMED = {"top_k": "runtime_top_k", "top_p": "runtime_top_p", "length_penalty": "len_penalty", "stream": "streaming"}
 _TOKENS = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH"}
 
 
 def steps() -> tuple[Step, ...]:
-    """The three steps; every input of the ensemble reaches one of them, every output comes from one."""
+    """The three steps. Every input of the ensemble is an input of a step, and every output is an output of a step."""
     inputs, outputs = tensors("ensemble")
     direct = [tensor.name for tensor in inputs if tensor.name not in _PREPROCESSING_INPUTS.values()]
     results = {tensor.name: tensor.name for tensor in outputs if tensor.name != "text_output"}

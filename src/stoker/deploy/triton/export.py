@@ -1,41 +1,51 @@
-"""An engine → the five models of an inflight_batcher_llm repository, with v0.18's tensors."""
+"""Writes an engine as the five models of an inflight_batcher_llm repository, with the tensors of v0.18."""
 
 from __future__ import annotations
 
 import importlib.resources
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.deploy import pbtxt
+from stoker.base.fields.errors import InvalidValueError
+from stoker.base.fields.values import ValueType
 from stoker.deploy.deployment import EngineInfo
-from stoker.deploy.pbtxt import Word
-from stoker.deploy.triton import ensemble, values
-from stoker.deploy.triton.keys import BLS, KEYS, LLM, POST, PRE
+from stoker.deploy.syntax.pbtxt import Word, format_message
+from stoker.deploy.triton import ensemble
+from stoker.deploy.triton.keys import BLS, KEYS, LLM, POST, PRE, ParameterRow
 from stoker.deploy.triton.repository import CONFIG
 from stoker.deploy.triton.scalars import did_you_mean
+from stoker.deploy.triton.values import BOOLEAN, WHOLE
 from stoker.server.protocols.kserve.model_config import KINDS, QueuePolicy, Tensor, TritonModel, tensors
 
-# Options that are no `parameters` key; the names are fill_template's.
-_SETTINGS: dict[str, values.Read] = {
-    "triton_max_batch_size": values.whole,
-    "decoupled_mode": values.boolean,
-    "max_queue_size": values.whole,
-    "max_queue_delay_microseconds": values.whole,
-    "preprocessing_instance_count": values.whole,
-    "postprocessing_instance_count": values.whole,
-    "bls_instance_count": values.whole,
+# Options that are not a `parameters` key, with the names of fill_template.
+_SETTINGS: dict[str, ValueType] = {
+    "triton_max_batch_size": WHOLE,
+    "decoupled_mode": BOOLEAN,
+    "max_queue_size": WHOLE,
+    "max_queue_delay_microseconds": WHOLE,
+    "preprocessing_instance_count": WHOLE,
+    "postprocessing_instance_count": WHOLE,
+    "bls_instance_count": WHOLE,
 }
 _ALIASES = {"batching_strategy": "gpt_model_type", "engine_dir": "gpt_model_path"}
+# Kind → what the model does, and the module and class that do it inside a Triton server. The ensemble has no code.
+_PYTHON_MODELS = {
+    PRE: ("converts text and word lists to token ids", "tokenizer", "TokenizerModel"),
+    LLM: ("generates token ids with a Stoker executor, which it starts", "engine", "EngineModel"),
+    POST: ("converts token ids to text", "tokenizer", "TokenizerModel"),
+    BLS: (f"calls {PRE}, {LLM} and {POST}", "bls", "BLSModel"),
+}
 _COUNTS = {PRE: "preprocessing_instance_count", POST: "postprocessing_instance_count", BLS: "bls_instance_count"}
 
 
 def export_triton(engine: EngineInfo, repo: Path, options: Mapping[str, str]) -> list[Path]:
-    """Write the repository and return its files. `options` are template variables or parameter keys, as text.
+    """Write the repository and return its files. `options` are template variables or parameter keys with values as text.
 
-    Raises ConfigError for an unknown or unreadable option, and when a file would be overwritten.
+    Raises ConfigError for an unknown option, a wrong value, and when a file exists.
     """
     models = five_models(engine, options)
     written = [repo / model.name / CONFIG for model in models]
@@ -44,32 +54,43 @@ def export_triton(engine: EngineInfo, repo: Path, options: Mapping[str, str]) ->
             raise ConfigError(f"{file} exists.", cure="Remove the repository, or name another folder.")
     for model, file in zip(models, written, strict=True):
         (file.parent / "1").mkdir(parents=True, exist_ok=True)
-        file.write_text(pbtxt.write(config(model)), encoding="utf-8")
+        file.write_text(format_message(proto_fields_of(model)), encoding="utf-8")
         written = written + _python_model(model.kind, file.parent / "1")
     return written
 
 
 def five_models(engine: EngineInfo, options: Mapping[str, str]) -> tuple[TritonModel, ...]:
-    """The models as `load` reads them back; also what a server shows for an engine without a repository."""
-    settings, parameters = _sort(options)
+    """The models as `load_repository` reads them, and as a server without a repository shows them."""
+    settings, parameters = _split_options(options)
     return tuple(_model(kind, engine, settings, parameters) for kind in KINDS)
 
 
-def _sort(options: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options into settings and parameters, each checked."""
+def _split_options(options: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """(values of _SETTINGS, parameters). Both are checked."""
     settings: dict[str, Any] = {}
     parameters: dict[str, str] = {}
-    keys = {name: key for (_, name), key in KEYS.items() if key.handling == "honoured"}
+    keys = _accepted_keys()
     for option, value in options.items():
         name = _ALIASES.get(option, option)
         if name in _SETTINGS:
-            settings[name] = _SETTINGS[name](name, value)
+            settings[name] = _parse(_SETTINGS[name], name, value)
         elif name in keys:
-            keys[name].value(value)
+            _parse(keys[name], name, value)
             parameters[name] = value
         else:
             raise ConfigError(f"option {option!r} is unknown, or has no effect.", cure=did_you_mean(option, [*_SETTINGS, *_ALIASES, *keys]))
     return settings, parameters
+
+
+def _accepted_keys() -> dict[str, ParameterRow]:
+    return {row.name: row for table in KEYS.values() for row in table if row.status == "accepted"}
+
+
+def _parse(type: ValueType, name: str, value: str) -> Any:
+    try:
+        return type.parse(value)
+    except InvalidValueError as error:
+        raise error.config_error(name) from None
 
 
 def _model(kind: str, engine: EngineInfo, settings: Mapping[str, Any], parameters: Mapping[str, str]) -> TritonModel:
@@ -87,12 +108,13 @@ def _model(kind: str, engine: EngineInfo, settings: Mapping[str, Any], parameter
         instance_count=settings.get(_COUNTS.get(kind, ""), 1),
         queue=_queue(settings) if kind == LLM else None,
         steps=ensemble.steps() if kind == "ensemble" else (),
-        parameters=defaults | {name: value for name, value in parameters.items() if _honours(kind, name)},
+        parameters=defaults | {name: value for name, value in parameters.items() if _accepts(kind, name)},
     )
 
 
-def _honours(kind: str, name: str) -> bool:
-    return (kind, name) in KEYS and KEYS[kind, name].handling == "honoured"
+def _accepts(kind: str, name: str) -> bool:
+    row = KEYS[kind].get(name)
+    return row is not None and row.status == "accepted"
 
 
 def _parameters(engine: EngineInfo) -> dict[str, dict[str, str]]:
@@ -114,8 +136,8 @@ def _queue(settings: Mapping[str, Any]) -> QueuePolicy:
     return QueuePolicy(max_queue_delay_us=settings.get("max_queue_delay_microseconds", 0), max_queue_size=size)
 
 
-def config(model: TritonModel) -> dict[str, Any]:
-    """A model as the fields of model_config.proto, ready for `pbtxt.write`."""
+def proto_fields_of(model: TritonModel) -> dict[str, Any]:
+    """A model as the fields of model_config.proto, for `format_message`."""
     fields: dict[str, Any] = {"name": model.name}
     fields |= {"platform": model.platform} if model.platform else {"backend": model.backend}
     fields["max_batch_size"] = model.max_batch_size
@@ -134,10 +156,8 @@ def config(model: TritonModel) -> dict[str, Any]:
 
 
 def _batching(queue: QueuePolicy) -> dict[str, Any]:
-    return {
-        "max_queue_delay_microseconds": queue.max_queue_delay_us,
-        "default_queue_policy": {"max_queue_size": queue.max_queue_size},
-    }  # fmt: skip
+    policy = {"max_queue_size": queue.max_queue_size}
+    return {"max_queue_delay_microseconds": queue.max_queue_delay_us, "default_queue_policy": policy}
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:
@@ -161,9 +181,11 @@ def _step(step: Any) -> dict[str, Any]:
 
 
 def _python_model(kind: str, folder: Path) -> list[Path]:
-    """The model.py that a real Triton server runs; the ensemble has none."""
-    source = importlib.resources.files("stoker.deploy.triton.python_models") / f"{kind}.py"
-    if not source.is_file():
+    """Write the model.py that a Triton server runs, if the kind has one."""
+    if kind not in _PYTHON_MODELS:
         return []
-    (folder / "model.py").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    purpose, module, name = _PYTHON_MODELS[kind]
+    template = importlib.resources.files("stoker.deploy.triton").joinpath("templates", "model.py.txt").read_text(encoding="utf-8")
+    text = Template(template).substitute(kind=kind, purpose=purpose, module=f"stoker.deploy.triton.hosted.{module}", name=name)
+    (folder / "model.py").write_text(text, encoding="utf-8")
     return [folder / "model.py"]

@@ -1,159 +1,156 @@
-"""Every `parameters` key of an inflight_batcher_llm repository, v0.5 to 1.x: what becomes of it. The one table of load, lint and export."""
+"""The field tables of `parameters` in an inflight_batcher_llm repository, v0.5 to 1.x. `load`, `lint` and `export` use them."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.deploy.triton import values
-from stoker.deploy.triton.values import Read
-from stoker.server.protocols.kserve.model_config import DECODING_MODES, TritonOptions
+from stoker.base.fields.errors import InvalidValueError
+from stoker.base.fields.table import FieldRow, FieldTable
+from stoker.base.fields.values import ValueType, exactly
+from stoker.deploy.triton.values import (
+    BOOLEAN,
+    NUMBER,
+    STRTOBOOL,
+    TEXT,
+    WHOLE,
+    AttentionWindow,
+    DeviceIndices,
+    GptModelType,
+    decoding_mode,
+)
+from stoker.server.protocols.kserve.model_config import DECODING_MODES, KINDS, TritonOptions
 
 BATCHING = ("V1", "v1", "inflight_batching", "inflight_fused_batching")
 POLICIES = ("guaranteed_no_evict", "max_utilization")
-_CHECKED: dict[str, type[msgspec.Struct]] = {"runtime": RuntimeConfig, "options": TritonOptions}
+# Section of a target → the struct that checks the range of its values.
+_RANGE_CHECKS: dict[str, type[msgspec.Struct]] = {"runtime": RuntimeConfig, "options": TritonOptions}
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """One key. honoured: its value goes to `to`. ignored: read and checked, no effect, `why` says so. refused: unless in `allowed`."""
+class ParameterRow(FieldRow, frozen=True, kw_only=True):
+    """One key of a model's `parameters`.
 
-    kind: str  # of the model that declares it
-    name: str
-    handling: Literal["honoured", "ignored", "refused"]
-    read: Read
-    to: str = ""  # runtime.field, options.field, server.field, or a name that load gives a meaning
-    default: str = ""  # what an unset key means
-    why: str = ""  # ignored: the reason; refused: the cure
-    allowed: tuple[Any, ...] = ()  # refused keys: values that ask for nothing
+    `target` is runtime.FIELD, options.FIELD, server.FIELD, or a name that `load` converts. `since` and `until` are the first and last
+    release of tensorrtllm_backend whose templates have the key.
+    """
+
+    model: str  # kind of the model that declares it
+    default: str = ""  # the value of an unset key, for messages
     required: bool = False
-    lenient: bool = False  # an unreadable value counts as unset, as in the original
-    warn: bool = False  # unset or ignored deserves a warning
-    since: str = ""  # first and last tag whose template has the key
+    lenient: bool = False  # a value that cannot be read counts as unset, as in tensorrtllm_backend
+    warn: bool = False  # the note of an unset key, or of a key without effect, is a warning
+    since: str = ""
     until: str = ""
 
-    def value(self, text: str) -> Any:
-        """The checked value of `text`. Raises ConfigError without a place; the caller knows it."""
-        value = self.read(self.name, text)
-        if self.handling == "refused" and value not in self.allowed:
-            raise ConfigError(f"{self.name}={text!r} is refused.", cure=self.why)
-        section, _, field = self.to.partition(".")
-        if section in _CHECKED:
-            self._in_range(_CHECKED[section], field, value, text)
+    def parse(self, text: str) -> Any:
+        """The checked value, within the range of its target. Raises InvalidValueError."""
+        value = super().parse(text)
+        section, _, field = self.target.partition(".")
+        if section in _RANGE_CHECKS:
+            try:
+                _RANGE_CHECKS[section](**{field: value})
+            except ConfigError as error:
+                raise InvalidValueError(text, "it is outside the supported range", cure=error.cure) from None
         return value
 
-    def _in_range(self, owner: type[msgspec.Struct], field: str, value: Any, text: str) -> None:
-        """The owner's own check, told in the words of the file."""
-        try:
-            owner(**{field: value})
-        except ConfigError as error:
-            raise ConfigError(f"{self.name}={text!r} is refused.", cure=error.cure) from None
+
+def _accepted(model: str, name: str, type: ValueType, target: str, since: str, **more: Any) -> ParameterRow:
+    return ParameterRow(model=model, name=name, status="accepted", type=type, target=target, since=since, **more)
 
 
-def _key(kind: str, name: str, read: Read, handling: Literal["honoured", "ignored", "refused"], since: str, **more: Any) -> Key:
-    return Key(kind=kind, name=name, read=read, handling=handling, since=since, **more)
+def _no_effect(model: str, name: str, type: ValueType, reason: str, since: str, **more: Any) -> ParameterRow:
+    return ParameterRow(model=model, name=name, status="no effect", type=type, reason=reason, since=since, **more)
 
 
-def _to(kind: str, name: str, read: Read, to: str, since: str, **more: Any) -> Key:
-    return _key(kind, name, read, "honoured", since, to=to, **more)
-
-
-def _ignore(kind: str, name: str, read: Read, why: str, since: str, **more: Any) -> Key:
-    return _key(kind, name, read, "ignored", since, why=why, **more)
-
-
-def _refuse(kind: str, name: str, read: Read, cure: str, since: str, **more: Any) -> Key:
-    return _key(kind, name, read, "refused", since, why=cure, **more)
+def _rejected(model: str, name: str, type: ValueType, reason: str, since: str, **more: Any) -> ParameterRow:
+    return ParameterRow(model=model, name=name, status="rejected", type=type, reason=reason, since=since, **more)
 
 
 PRE, POST, LLM, BLS = "preprocessing", "postprocessing", "tensorrt_llm", "tensorrt_llm_bls"
-_NO_VISION = "Stoker serves text models; remove the key."
-_NO_ENCODER = "Stoker serves decoders without an encoder; remove the key."
-_NO_SPECULATION = "Stoker decodes without draft tokens; remove the key."
-_NO_ADAPTERS = "no adapters are held; a request that carries one is refused"
-_ONE_HOST = "Stoker starts its own ranks on one host; remove the key."
+_NO_VISION = "Stoker serves text models only"
+_NO_ENCODER = "Stoker serves decoder-only models"
+_NO_SPECULATION = "Stoker decodes without draft tokens"
+_NO_ADAPTERS = "adapters are not supported; a request with one is refused"
+_ONE_HOST = "Stoker starts its own ranks, on one host"
 
 _ROWS = (
-    _to(PRE, "tokenizer_dir", values.text, "tokenizer", "0.5"),
-    _ignore(PRE, "tokenizer_type", values.choice("auto", "t5", "llama"), "the tokenizer's own files say its type", "0.5", until="0.8"),
-    _to(PRE, "add_special_tokens", values.boolean, "server.add_special_tokens", "0.7", default="true", lenient=True, warn=True),
-    _refuse(PRE, "visual_model_path", values.text, _NO_VISION, "0.12", until="0.18"),
-    _refuse(PRE, "multimodal_model_path", values.text, _NO_VISION, "0.19"),
-    _ignore(PRE, "gpt_model_path", values.text, "only image models read it here", "0.12"),
-    _ignore(PRE, "engine_dir", values.text, "only image models read it here", "0.12"),
-    _ignore(PRE, "hf_model_path", values.text, "only image models read it here", "1.x"),
-    _ignore(PRE, "max_num_images", values.whole, "only image models read it here", "0.15"),
-    _to(POST, "tokenizer_dir", values.text, "tokenizer", "0.5"),
-    _ignore(POST, "tokenizer_type", values.choice("auto", "t5", "llama"), "the tokenizer's own files say its type", "0.5", until="0.8"),
-    _to(POST, "skip_special_tokens", values.boolean, "server.skip_special_tokens", "0.7", default="true", lenient=True, warn=True),
-    _to(BLS, "accumulate_tokens", values.truthy, "options.accumulate_tokens", "0.7", default="false"),
-    _to(BLS, "tensorrt_llm_model_name", values.text, "bls_target", "0.9", default="tensorrt_llm"),
-    _refuse(BLS, "tensorrt_llm_draft_model_name", values.text, _NO_SPECULATION, "0.9"),
-    _refuse(BLS, "multimodal_encoders_name", values.text, _NO_VISION, "0.13"),
-    _to(LLM, "gpt_model_type", values.batching(BATCHING), "batching", "0.5", required=True),
-    _to(LLM, "gpt_model_path", values.text, "engine", "0.5", required=True),
-    _refuse(LLM, "encoder_model_path", values.text, _NO_ENCODER, "0.11"),
-    _to(LLM, "max_beam_width", values.whole, "options.max_beam_width", "0.5", default="1"),
-    _ignore(LLM, "FORCE_CPU_ONLY_INPUT_TENSORS", values.choice("no", "yes"), "inputs are read where they arrive, in host memory", "0.5"),
-    _to(LLM, "batch_scheduler_policy", values.choice(*POLICIES), "runtime.policy", "0.5", default="guaranteed_no_evict"),
-    _to(LLM, "max_tokens_in_paged_kv_cache", values.whole, "runtime.kv_cache_tokens", "0.5"),
-    _to(LLM, "kv_cache_free_gpu_mem_fraction", values.number, "runtime.kv_cache_fraction", "0.5"),
-    _to(LLM, "max_num_sequences", values.whole, "runtime.max_num_sequences", "0.5", until="0.7.2"),
-    _to(LLM, "max_attention_window_size", values.window, "runtime.attention_window", "0.7"),
-    _to(LLM, "max_kv_cache_length", values.window, "runtime.attention_window", "0.6", until="0.6"),
-    _refuse(LLM, "sink_token_length", values.whole, "Stoker keeps no attention sinks outside the window; set 0.", "0.10", allowed=(0,)),
-    _refuse(LLM, "cross_kv_cache_fraction", values.number, _NO_ENCODER, "0.14"),
-    _refuse(LLM, "kv_cache_host_memory_bytes", values.whole, "Stoker keeps no KV blocks in host memory; set 0.", "0.10", allowed=(0,)),
-    _ignore(LLM, "kv_cache_onboard_blocks", values.boolean, "it matters with kv_cache_host_memory_bytes only", "0.10"),
-    _to(LLM, "enable_trt_overlap", values.boolean, "runtime.overlap", "0.5"),
-    _to(LLM, "exclude_input_in_output", values.boolean, "options.exclude_input_in_output", "0.6", default="false"),
-    _ignore(LLM, "cancellation_check_period_ms", values.whole, "a cancelled request ends within one step", "0.10"),
-    _ignore(LLM, "stats_check_period_ms", values.whole, "statistics are counted as they happen", "0.10"),
-    _ignore(LLM, "recv_poll_period_ms", values.whole, "requests wake the executor; nothing polls", "1.x"),
-    _ignore(LLM, "iter_stats_max_iterations", values.whole, "statistics are counters; none is dropped", "0.10"),
-    _refuse(LLM, "request_stats_max_iterations", values.whole, "Per-request figures come with each answer; set 0.", "0.10", allowed=(0,)),
-    _to(LLM, "enable_kv_cache_reuse", values.boolean, "runtime.prefix_reuse", "0.7"),
-    _to(LLM, "normalize_log_probs", values.boolean, "options.normalize_log_probs", "0.8", default="true"),
-    _to(LLM, "enable_chunked_context", values.boolean, "runtime.chunked_prefill", "0.8"),
-    _to(LLM, "gpu_device_ids", values.devices, "runtime.devices", "0.8"),
-    _refuse(LLM, "participant_ids", values.text, _ONE_HOST, "0.13"),
-    _refuse(LLM, "num_nodes", values.whole, _ONE_HOST, "0.19", allowed=(1,)),
-    _ignore(LLM, "lora_cache_optimal_adapter_size", values.whole, _NO_ADAPTERS, "0.9"),
-    _ignore(LLM, "lora_cache_max_adapter_size", values.whole, _NO_ADAPTERS, "0.9"),
-    _ignore(LLM, "lora_cache_gpu_memory_fraction", values.number, _NO_ADAPTERS, "0.9"),
-    _ignore(LLM, "lora_cache_host_memory_bytes", values.whole, _NO_ADAPTERS, "0.9"),
-    _refuse(LLM, "lora_prefetch_dir", values.text, "Stoker loads no adapters; remove the key.", "0.19"),
-    _to(LLM, "decoding_mode", values.decoding(DECODING_MODES), "options.decoding_mode", "0.9"),
-    _refuse(LLM, "medusa_choices", values.text, _NO_SPECULATION, "0.9"),
-    _refuse(LLM, "eagle_choices", values.text, _NO_SPECULATION, "0.16"),
-    _refuse(LLM, "lookahead_window_size", values.whole, _NO_SPECULATION, "0.19"),
-    _refuse(LLM, "lookahead_ngram_size", values.whole, _NO_SPECULATION, "0.19"),
-    _refuse(LLM, "lookahead_verification_set_size", values.whole, _NO_SPECULATION, "0.19"),
-    _refuse(LLM, "speculative_decoding_fast_logits", values.boolean, "Stoker drafts no tokens; set false.", "0.15", allowed=(False,)),
-    _to(LLM, "guided_decoding_backend", values.choice("xgrammar"), "guided_decoding_backend", "0.19", default="xgrammar"),
-    _to(LLM, "tokenizer_dir", values.text, "tokenizer", "0.19"),
-    _ignore(LLM, "xgrammar_tokenizer_info_path", values.text, "the grammar compiler reads the tokenizer itself", "0.19"),
-    _ignore(LLM, "executor_worker_path", values.text, "Stoker starts its own workers", "0.10"),
-    _ignore(
-        LLM,
-        "worker_path",
-        values.text,
-        "Stoker starts its own workers; later TensorRT-LLM refuses it",
-        "0.9",
-        until="0.9",
-        warn=True,
+    _accepted(PRE, "tokenizer_dir", TEXT, "tokenizer", "0.5"),
+    _no_effect(PRE, "tokenizer_type", exactly("auto", "t5", "llama"), "the type is read from the tokenizer files", "0.5", until="0.8"),
+    _accepted(PRE, "add_special_tokens", BOOLEAN, "server.add_special_tokens", "0.7", default="true", lenient=True, warn=True),
+    _rejected(PRE, "visual_model_path", TEXT, _NO_VISION, "0.12", until="0.18"),
+    _rejected(PRE, "multimodal_model_path", TEXT, _NO_VISION, "0.19"),
+    _no_effect(PRE, "gpt_model_path", TEXT, "only models with images use it", "0.12"),
+    _no_effect(PRE, "engine_dir", TEXT, "only models with images use it", "0.12"),
+    _no_effect(PRE, "hf_model_path", TEXT, "only models with images use it", "1.x"),
+    _no_effect(PRE, "max_num_images", WHOLE, "only models with images use it", "0.15"),
+    _accepted(POST, "tokenizer_dir", TEXT, "tokenizer", "0.5"),
+    _no_effect(POST, "tokenizer_type", exactly("auto", "t5", "llama"), "the type is read from the tokenizer files", "0.5", until="0.8"),
+    _accepted(POST, "skip_special_tokens", BOOLEAN, "server.skip_special_tokens", "0.7", default="true", lenient=True, warn=True),
+    _accepted(BLS, "accumulate_tokens", STRTOBOOL, "options.accumulate_tokens", "0.7", default="false"),
+    _accepted(BLS, "tensorrt_llm_model_name", TEXT, "bls_target", "0.9", default="tensorrt_llm"),
+    _rejected(BLS, "tensorrt_llm_draft_model_name", TEXT, _NO_SPECULATION, "0.9"),
+    _rejected(BLS, "multimodal_encoders_name", TEXT, _NO_VISION, "0.13"),
+    _accepted(LLM, "gpt_model_type", GptModelType(BATCHING), "batching", "0.5", required=True),
+    _accepted(LLM, "gpt_model_path", TEXT, "engine", "0.5", required=True),
+    _rejected(LLM, "encoder_model_path", TEXT, _NO_ENCODER, "0.11"),
+    _accepted(LLM, "max_beam_width", WHOLE, "options.max_beam_width", "0.5", default="1"),
+    _no_effect(LLM, "FORCE_CPU_ONLY_INPUT_TENSORS", exactly("no", "yes"), "inputs are always read from host memory", "0.5"),
+    _accepted(LLM, "batch_scheduler_policy", exactly(*POLICIES), "runtime.policy", "0.5", default="guaranteed_no_evict"),
+    _accepted(LLM, "max_tokens_in_paged_kv_cache", WHOLE, "runtime.kv_cache_tokens", "0.5"),
+    _accepted(LLM, "kv_cache_free_gpu_mem_fraction", NUMBER, "runtime.kv_cache_fraction", "0.5"),
+    _accepted(LLM, "max_num_sequences", WHOLE, "runtime.max_num_sequences", "0.5", until="0.7.2"),
+    _accepted(LLM, "max_attention_window_size", AttentionWindow(), "runtime.attention_window", "0.7"),
+    _accepted(LLM, "max_kv_cache_length", AttentionWindow(), "runtime.attention_window", "0.6", until="0.6"),
+    _rejected(LLM, "sink_token_length", WHOLE, "attention windows have no sink tokens", "0.10", harmless=(0,)),
+    _rejected(LLM, "cross_kv_cache_fraction", NUMBER, _NO_ENCODER, "0.14"),
+    _rejected(LLM, "kv_cache_host_memory_bytes", WHOLE, "KV blocks are not moved to host memory", "0.10", harmless=(0,)),
+    _no_effect(LLM, "kv_cache_onboard_blocks", BOOLEAN, "it is a setting of kv_cache_host_memory_bytes", "0.10"),
+    _accepted(LLM, "enable_trt_overlap", BOOLEAN, "runtime.overlap", "0.5"),
+    _accepted(LLM, "exclude_input_in_output", BOOLEAN, "options.exclude_input_in_output", "0.6", default="false"),
+    _no_effect(LLM, "cancellation_check_period_ms", WHOLE, "a cancelled request ends within one step", "0.10"),
+    _no_effect(LLM, "stats_check_period_ms", WHOLE, "statistics are always counted", "0.10"),
+    _no_effect(LLM, "recv_poll_period_ms", WHOLE, "the executor does not poll", "1.x"),
+    _no_effect(LLM, "iter_stats_max_iterations", WHOLE, "statistics are counters, not records", "0.10"),
+    _rejected(LLM, "request_stats_max_iterations", WHOLE, "statistics per request are outputs of the response", "0.10", harmless=(0,)),
+    _accepted(LLM, "enable_kv_cache_reuse", BOOLEAN, "runtime.prefix_reuse", "0.7"),
+    _accepted(LLM, "normalize_log_probs", BOOLEAN, "options.normalize_log_probs", "0.8", default="true"),
+    _accepted(LLM, "enable_chunked_context", BOOLEAN, "runtime.chunked_prefill", "0.8"),
+    _accepted(LLM, "gpu_device_ids", DeviceIndices(), "runtime.devices", "0.8"),
+    _rejected(LLM, "participant_ids", TEXT, _ONE_HOST, "0.13"),
+    _rejected(LLM, "num_nodes", WHOLE, _ONE_HOST, "0.19", harmless=(1,)),
+    _no_effect(LLM, "lora_cache_optimal_adapter_size", WHOLE, _NO_ADAPTERS, "0.9"),
+    _no_effect(LLM, "lora_cache_max_adapter_size", WHOLE, _NO_ADAPTERS, "0.9"),
+    _no_effect(LLM, "lora_cache_gpu_memory_fraction", NUMBER, _NO_ADAPTERS, "0.9"),
+    _no_effect(LLM, "lora_cache_host_memory_bytes", WHOLE, _NO_ADAPTERS, "0.9"),
+    _rejected(LLM, "lora_prefetch_dir", TEXT, "adapters are not supported", "0.19"),
+    _accepted(LLM, "decoding_mode", decoding_mode(*DECODING_MODES), "options.decoding_mode", "0.9"),
+    _rejected(LLM, "medusa_choices", TEXT, _NO_SPECULATION, "0.9"),
+    _rejected(LLM, "eagle_choices", TEXT, _NO_SPECULATION, "0.16"),
+    _rejected(LLM, "lookahead_window_size", WHOLE, _NO_SPECULATION, "0.19"),
+    _rejected(LLM, "lookahead_ngram_size", WHOLE, _NO_SPECULATION, "0.19"),
+    _rejected(LLM, "lookahead_verification_set_size", WHOLE, _NO_SPECULATION, "0.19"),
+    _rejected(LLM, "speculative_decoding_fast_logits", BOOLEAN, "Stoker decodes without draft tokens", "0.15", harmless=(False,)),
+    _accepted(LLM, "guided_decoding_backend", exactly("xgrammar"), "guided_decoding_backend", "0.19", default="xgrammar"),
+    _accepted(LLM, "tokenizer_dir", TEXT, "tokenizer", "0.19"),
+    _no_effect(LLM, "xgrammar_tokenizer_info_path", TEXT, "the grammar compiler reads the tokenizer files", "0.19"),
+    _no_effect(LLM, "executor_worker_path", TEXT, "Stoker starts its own workers", "0.10"),
+    _no_effect(
+        LLM, "worker_path", TEXT, "Stoker starts its own workers; later releases of TensorRT-LLM reject it", "0.9", until="0.9", warn=True
     ),
-    _refuse(LLM, "gpu_weights_percent", values.number, "Stoker keeps all weights on the device; set 1.0.", "0.10", allowed=(1.0,)),
-    _ignore(LLM, "multi_block_mode", values.boolean, "attention splits a sequence when rows are few, by measurement", "0.12"),
-    _ignore(LLM, "enable_context_fmha_fp32_acc", values.boolean, "attention always sums in float32", "0.12"),
-    _to(LLM, "cuda_graph_mode", values.boolean, "runtime.cuda_graphs", "0.15"),
-    _ignore(LLM, "cuda_graph_cache_size", values.whole, "one graph is kept for each bucket of batch sizes", "0.15"),
+    _rejected(LLM, "gpu_weights_percent", NUMBER, "all weights are on the device", "0.10", harmless=(1.0,)),
+    _no_effect(LLM, "multi_block_mode", BOOLEAN, "attention selects split-KV by measurement", "0.12"),
+    _no_effect(LLM, "enable_context_fmha_fp32_acc", BOOLEAN, "attention always accumulates in float32", "0.12"),
+    _accepted(LLM, "cuda_graph_mode", BOOLEAN, "runtime.cuda_graphs", "0.15"),
+    _no_effect(LLM, "cuda_graph_cache_size", WHOLE, "one graph is retained per bucket of batch sizes", "0.15"),
 )
 
-KEYS: dict[tuple[str, str], Key] = {(row.kind, row.name): row for row in _ROWS}
+# Kind of model → its keys.
+KEYS: dict[str, FieldTable[ParameterRow]] = {kind: FieldTable((row for row in _ROWS if row.model == kind), noun="key") for kind in KINDS}
 
 
-def names(kind: str) -> list[str]:
-    return [name for of, name in KEYS if of == kind]
+def models_with_key(name: str) -> list[str]:
+    """The kinds of models that declare a key."""
+    return [kind for kind, table in KEYS.items() if name in table]

@@ -1,155 +1,170 @@
-"""A model repository → Deployment."""
+"""Reads a model repository: its config.pbtxt files become a Deployment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from stoker.base.errors import ConfigError
-from stoker.base.registry import nearest
-from stoker.deploy.deployment import Deployment, EngineSource, Note, Setting
+from stoker.base.fields.errors import InvalidValueError
+from stoker.deploy.deployment import Deployment, EngineSource, Note, Section, Setting
 from stoker.deploy.devices import visible_gpus
-from stoker.deploy.pbtxt import Scalar
-from stoker.deploy.triton import fields, repository, resolve
-from stoker.deploy.triton.keys import KEYS, LLM, Key, names
-from stoker.deploy.triton.repository import ModelFile
+from stoker.deploy.syntax.pbtxt import Scalar
+from stoker.deploy.triton.dependent_settings import RepositoryContent, runtime_config, triton_options
+from stoker.deploy.triton.keys import KEYS, LLM, ParameterRow, models_with_key
+from stoker.deploy.triton.model_config import read_model_config
+from stoker.deploy.triton.repository import ModelFile, read_models
 from stoker.deploy.triton.scalars import warn
 from stoker.server.settings import ServerSettings
 
-# Fields outside `parameters` that the "understood" tables show.
-_SHOWN = {"max_batch_size", "decoupled", "count", "max_queue_size", "max_queue_delay_microseconds", "preferred_batch_size",
-          "default_timeout_microseconds", "allow_timeout_override", "priority_levels", "default_priority_level"}  # fmt: skip
-_EXPORT = "Make a repository with: stoker export triton ENGINE REPO."
+# Fields outside `parameters` that the report lists.
+_REPORTED_FIELDS = {
+    "max_batch_size",
+    "decoupled",
+    "count",
+    "max_queue_size",
+    "max_queue_delay_microseconds",
+    "preferred_batch_size",
+    "default_timeout_microseconds",
+    "allow_timeout_override",
+    "priority_levels",
+    "default_priority_level",
+}
+_EXPORT = "Write a repository with: stoker export triton ENGINE REPO."
 
 
-class Reading:
-    """What one pass over the files found: targets of the key table with their values, settings and notes."""
+class CollectedParameters:
+    """The values of `parameters` by their targets, with settings and notes for the report."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
         self.settings: list[Setting] = []
         self.values: dict[str, Any] = {}
 
-    def parameters(self, file: ModelFile) -> None:
-        """Every key of one model, given or not."""
-        given = dict(file.parameters)
+    def add_all(self, file: ModelFile) -> None:
+        """Add the parameters of one model, and handle the keys that it does not set."""
+        last = dict(file.parameters)
         for name, scalar in file.parameters:
-            if given[name] is not scalar:
-                warn(self.notes, file, scalar.line, name, "the key is given more than once; the last counts")
-        for name, scalar in given.items():
-            self.parameter(file, name, scalar)
-        for name in names(file.kind or ""):
-            if name not in given:
-                self.unset(file, KEYS[file.kind or "", name], None)
+            if last[name] is not scalar:
+                warn(self.notes, file, scalar.line, name, "the key occurs more than once; the last value is used")
+        for name, scalar in last.items():
+            self.add(file, name, scalar)
+        for row in KEYS[file.kind or ""]:
+            if row.name not in last:
+                self.add_unset(file, row, None)
 
-    def parameter(self, file: ModelFile, name: str, scalar: Scalar) -> None:
-        key = KEYS.get((file.kind or "", name))
-        if key is None and scalar.unfilled:
-            warn(self.notes, file, scalar.line, name, f"unknown key, never filled. {cure_of_unknown(file, name)}")
-        elif key is None:
-            raise file.error(scalar.line, f"unknown key {name!r} of {file.kind}.", cure_of_unknown(file, name))
+    def add(self, file: ModelFile, name: str, scalar: Scalar) -> None:
+        """Check one parameter and store or note it. Raises PlacedError."""
+        row = KEYS[file.kind or ""].get(name)
+        if row is None and scalar.unfilled:
+            warn(self.notes, file, scalar.line, name, f"unknown key, not filled. {_cure_of_unknown(file, name)}")
+        elif row is None:
+            raise file.error(scalar.line, f"unknown key {name!r} of {file.kind}.", _cure_of_unknown(file, name))
         elif scalar.unfilled or not scalar.text:
-            self.unset(file, key, scalar)
+            self.add_unset(file, row, scalar)
         else:
-            self.set(file, key, scalar)
+            self._add_value(file, row, scalar)
 
-    def set(self, file: ModelFile, key: Key, scalar: Scalar) -> None:
-        try:
-            value = key.value(scalar.text)
-        except ConfigError as error:
-            if not key.lenient:
-                raise file.error(scalar.line, error.message, error.cure) from None
-            warn(self.notes, file, scalar.line, key.name, f"{scalar.text[:40]!r} is no boolean; {key.default} counts")
-            return
-        if key.handling == "ignored":
-            self.notes.append(Note(severity="warning" if key.warn else "info", key=key.name, text=key.why, origin=file.origin(scalar.line)))
-        elif key.to:
-            self.keep(file, key, value, scalar)
-
-    def keep(self, file: ModelFile, key: Key, value: Any, scalar: Scalar) -> None:
-        if self.values.setdefault(key.to, value) != value:
-            raise file.error(scalar.line, f"{key.name}={value!r}, but {self.values[key.to]!r} elsewhere.", "Make the two equal.")
-        section, _, field = key.to.partition(".")
-        table: Literal["runtime", "server"] = "runtime" if section in ("runtime", "engine", "batching") else "server"
-        self.settings.append(Setting(section=table, name=field or section, value=value, origin=file.origin(scalar.line), key=key.name))
-
-    def unset(self, file: ModelFile, key: Key, scalar: Scalar | None) -> None:
+    def add_unset(self, file: ModelFile, row: ParameterRow, scalar: Scalar | None) -> None:
+        """Handle a key without a value: an error for a required one, a warning if the default may be unexpected."""
         line = scalar.line if scalar else 1
-        if key.name == "gpt_model_type":
+        if row.name == "gpt_model_type":
             raise file.error(line, "Invalid gpt_model_type: it is not set.", "Use inflight_fused_batching.")
-        if key.required:
-            raise file.error(line, f"{key.name} is not set.", f'Add parameters {{ key: "{key.name}" value {{ string_value: "…" }} }}.')
+        if row.required:
+            raise file.error(line, f"{row.name} is not set.", f'Add parameters {{ key: "{row.name}" value {{ string_value: "…" }} }}.')
         if scalar and scalar.unfilled:
-            warn(self.notes, file, line, key.name, f"{scalar.text} was never filled; {key.default or 'the default'} counts")
-        elif key.warn and key.handling == "honoured":
-            warn(self.notes, file, line, key.name, f"not set; {key.default} counts")
+            warn(self.notes, file, line, row.name, f"{scalar.text} is not filled; the value is {row.default or 'the default'}")
+        elif row.warn and row.status == "accepted":
+            warn(self.notes, file, line, row.name, f"it is not set; the value is {row.default}")
 
-    def shown(self, file: ModelFile) -> None:
-        """Settings outside `parameters`, for the tables."""
+    def _add_value(self, file: ModelFile, row: ParameterRow, scalar: Scalar) -> None:
+        origin = file.origin(scalar.line)
+        try:
+            value = row.parse(scalar.text)
+        except InvalidValueError as error:
+            if not row.lenient:
+                raise file.value_error(scalar.line, row.name, error) from None
+            warn(self.notes, file, scalar.line, row.name, f"{scalar.text[:40]!r} is not a boolean; the value is {row.default}")
+            return
+        if row.status == "no effect":
+            self.notes.append(Note(severity="warning" if row.warn else "info", key=row.name, text=row.reason, origin=origin))
+        elif row.target:
+            self._store(file, row, value, scalar)
+
+    def _store(self, file: ModelFile, row: ParameterRow, value: Any, scalar: Scalar) -> None:
+        other = self.values.setdefault(row.target, value)
+        if other != value:
+            raise file.error(scalar.line, f"{row.name}={value!r}, and it is {other!r} elsewhere.", "Make the two equal.")
+        target, _, field = row.target.partition(".")
+        section: Section = "runtime" if target in ("runtime", "engine", "batching") else "server"
+        origin = file.origin(scalar.line)
+        self.settings.append(Setting(section=section, name=field or target, value=value, origin=origin, key=row.name))
+
+    def report_fields(self, file: ModelFile) -> None:
+        """Add settings outside `parameters` to the report."""
         for field in file.message.walk():
-            if field.name in _SHOWN and isinstance(field.value, Scalar) and not field.value.unfilled:
+            if field.name in _REPORTED_FIELDS and isinstance(field.value, Scalar) and not field.value.unfilled:
                 name, origin = f"{file.name}.{field.name}", file.origin(field.value.line)
                 self.settings.append(Setting(section="server", name=name, value=field.value.text, origin=origin))
 
 
-def load(path: Path, env: Mapping[str, str]) -> Deployment:
-    """Read a repository; of `env`, which GPUs are visible. Raises ConfigError naming file, line, key and cure."""
-    reading = Reading()
-    files = _one_of_a_kind(repository.read(path), reading.notes)
+def load_repository(path: Path, environment: Mapping[str, str]) -> Deployment:
+    """The deployment of a repository. `environment` decides which GPUs are visible. Raises ConfigError with file, line, key and cure."""
+    collected = CollectedParameters()
+    files = _by_kind(read_models(path), collected.notes)
     if LLM not in files:
-        raise ConfigError(f"{path} has no model that takes input_ids.", cure="Add the tensorrt_llm model.")
+        raise ConfigError(f"{path} has no model with the input input_ids.", cure="Add the tensorrt_llm model.")
     _refuse_other_backends(files[LLM])
-    models = tuple(fields.read(file, reading.notes) for file in files.values())
+    models = tuple(read_model_config(file, collected.notes) for file in files.values())
     for file in files.values():
-        reading.parameters(file)
-        reading.shown(file)
-    found = resolve.Found(files=files, models=models, values=reading.values, notes=reading.notes)
-    options, runtime = resolve.options(found), resolve.runtime(found, visible_gpus(env))
-    server = ServerSettings(grpc_port=8001, metrics_port=8002, protocols=("kserve",), options=options, **found.section("server"))
+        collected.add_all(file)
+        collected.report_fields(file)
+    content = RepositoryContent(files=files, models=models, values=collected.values, notes=collected.notes)
+    options, runtime = triton_options(content), runtime_config(content, visible_gpus(environment))
+    server = ServerSettings(grpc_port=8001, metrics_port=8002, protocols=("kserve",), options=options, **content.section("server"))
     return Deployment(
         format="triton",
         path=str(path),
-        source=EngineSource(location=_inside(path, found.values["engine"])),
-        tokenizer=_inside(path, found.values["tokenizer"]) if "tokenizer" in found.values else None,
+        source=EngineSource(location=_in_repository(path, content.values["engine"])),
+        tokenizer=_in_repository(path, content.values["tokenizer"]) if "tokenizer" in content.values else None,
         runtime=runtime,
         server=server,
-        settings=tuple(reading.settings),
-        notes=tuple(reading.notes),
+        settings=tuple(collected.settings),
+        notes=tuple(collected.notes),
     )
 
 
-def _one_of_a_kind(files: list[ModelFile], notes: list[Note]) -> dict[str, ModelFile]:
-    seen: dict[str, ModelFile] = {}
+def _by_kind(files: list[ModelFile], notes: list[Note]) -> dict[str, ModelFile]:
+    """The files by the kind of model. Raises ConfigError for two of one kind."""
+    by_kind: dict[str, ModelFile] = {}
     for file in files:
         if file.kind is None:
-            warn(notes, file, 1, file.name, "it is none of the five models; it is not served")
-        elif file.kind in seen:
-            raise file.error(1, f"{file.name} and {seen[file.kind].name} are both {file.kind}.", "Serve a repository for each engine.")
+            warn(notes, file, 1, file.name, "it is none of the five models and is not served")
+        elif file.kind in by_kind:
+            raise file.error(1, f"{file.name} and {by_kind[file.kind].name} are both {file.kind}.", "Write a repository per engine.")
         else:
-            seen[file.kind] = file
-    return seen
+            by_kind[file.kind] = file
+    return by_kind
 
 
-def cure_of_unknown(file: ModelFile, name: str) -> str:
-    """The nearest key of this model, or the model the key belongs to."""
-    owners = [kind for kind, known in KEYS if known == name]
-    if owners:
+def _cure_of_unknown(file: ModelFile, name: str) -> str:
+    """The models that have the key, or the nearest keys of this model."""
+    if owners := models_with_key(name):
         return f"It belongs to {' and '.join(owners)}."
-    near = nearest(name, names(file.kind or ""))
-    return f"Did you mean {' or '.join(near)}?" if near else "Remove it."
+    return KEYS[file.kind or ""].suggestion(name, "Remove it.")
 
 
 def _refuse_other_backends(file: ModelFile) -> None:
     inputs = {scalar.text for tensor in file.message.messages("input") for scalar in tensor.scalars("name")}
-    given = {name for name, _ in file.parameters}
+    names = {name for name, _ in file.parameters}
     if "input_ids" not in inputs and "text_input" in inputs:
-        raise file.error(1, "this is the llmapi model, set up by model.yaml.", _EXPORT)
-    if "engine_dir" in given and "gpt_model_path" not in given:
+        raise file.error(1, "this is the llmapi model, which model.yaml configures.", _EXPORT)
+    if "engine_dir" in names and "gpt_model_path" not in names:
         raise file.error(1, "this is the Python gpt model (engine_dir).", _EXPORT)
 
 
-def _inside(repo: Path, location: str) -> str:
-    """A relative path is looked for in the repository first, then where the server starts, as Triton does."""
+def _in_repository(repo: Path, location: str) -> str:
+    """A directory in the repository becomes absolute. Other relative paths are relative to the working directory, as in Triton."""
     inside = repo / location
     return str(inside.resolve()) if not Path(location).is_absolute() and inside.is_dir() else location

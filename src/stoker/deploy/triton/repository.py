@@ -1,4 +1,4 @@
-"""A model repository on disk: its config.pbtxt files, parsed, and which of the five models each one is."""
+"""Reads the config.pbtxt files of a model repository and finds the kind of each model."""
 
 from __future__ import annotations
 
@@ -7,57 +7,62 @@ from pathlib import Path
 import msgspec
 
 from stoker.base.errors import ConfigError
-from stoker.deploy import pbtxt
+from stoker.base.fields.errors import InvalidValueError
 from stoker.deploy.deployment import Origin, PlacedError
-from stoker.deploy.pbtxt import Message, Scalar
+from stoker.deploy.syntax.pbtxt import Message, Scalar, read_message
 from stoker.server.protocols.kserve.model_config import KINDS
 
 CONFIG = "config.pbtxt"
 MAX_MODELS = 64
-# An input that only one kind of model takes.
+# Input → the only kind of model that has it.
 _SIGNATURES = {"input_ids": "tensorrt_llm", "QUERY": "preprocessing", "TOKENS_BATCH": "postprocessing", "text_input": "tensorrt_llm_bls"}
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One config.pbtxt."""
+    """One config.pbtxt. `kind` is which of the five models it is; None: none of them."""
 
     file: str
-    name: str  # the directory's, which Triton wants the file to repeat
-    kind: str | None  # which of the five models it plays; None: none of them
+    name: str  # of the directory; the file must have the same name
+    kind: str | None
     message: Message
     parameters: tuple[tuple[str, Scalar], ...]  # in file order
 
     def origin(self, line: int) -> Origin:
         return Origin(self.file, line)
 
-    def error(self, line: int, what: str, cure: str) -> PlacedError:
-        return PlacedError(self.origin(line), what, cure)
+    def error(self, line: int, description: str, cure: str) -> PlacedError:
+        return PlacedError(self.origin(line), description, cure)
+
+    def value_error(self, line: int, name: str, error: InvalidValueError) -> PlacedError:
+        """The error of a value that `name` does not accept."""
+        return PlacedError.of_value(self.origin(line), name, error)
 
 
-def recognise(path: Path) -> bool:
-    """A folder with model folders in it, and no other format's file at its root."""
+def is_model_repository(path: Path) -> bool:
+    """A folder of model folders, without a configuration file of another format."""
     if not path.is_dir() or any((path / name).exists() for name in ("serving.properties", "config.yaml", "config.json")):
         return False
     return any(path.glob(f"*/{CONFIG}"))
 
 
 def config_files(path: Path) -> list[Path]:
-    """Raises ConfigError when there are none, or too many."""
+    """The config.pbtxt of every model. Raises ConfigError when there are none, or more than MAX_MODELS."""
     files = sorted(path.glob(f"*/{CONFIG}"))
     if not files:
-        raise ConfigError(f"{path} holds no */{CONFIG}.", cure="Name the folder whose folders are models.")
+        raise ConfigError(f"{path} contains no */{CONFIG}.", cure="Name the folder that contains the model folders.")
     if len(files) > MAX_MODELS:
-        raise ConfigError(f"{path} holds {len(files)} models, more than {MAX_MODELS}.", cure="Name the repository of one engine.")
+        raise ConfigError(f"{path} contains {len(files)} models, more than {MAX_MODELS}.", cure="Name the repository of one engine.")
     return files
 
 
-def read(path: Path) -> list[ModelFile]:
+def read_models(path: Path) -> list[ModelFile]:
     """Every model of the repository. Raises ConfigError naming file and line."""
     return [read_model(file) for file in config_files(path)]
 
 
 def read_model(file: Path) -> ModelFile:
-    message = pbtxt.read(file)
+    """One model. Raises ConfigError naming file and line."""
+    message = read_message(file)
     name = file.parent.name
     return ModelFile(file=str(file), name=name, kind=_kind(name, message), message=message, parameters=_parameters(str(file), message))
 
@@ -73,7 +78,7 @@ def _parameters(file: str, message: Message) -> tuple[tuple[str, Scalar], ...]:
 
 
 def _kind(name: str, message: Message) -> str | None:
-    """By the directory's name, else by what the model takes."""
+    """The kind by the name of the directory, else by platform and inputs."""
     if name in KINDS:
         return name
     platform = message.scalar("platform")

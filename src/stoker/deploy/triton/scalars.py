@@ -1,63 +1,67 @@
-"""Leaves of a config.pbtxt as numbers and booleans. A template variable that was never filled counts as unset, with a warning."""
+"""Numbers and booleans in the fields of a config.pbtxt. An unfilled template variable counts as unset, with a warning."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stoker.base.errors import ConfigError
+from stoker.base.fields.errors import InvalidValueError
+from stoker.base.fields.values import ValueType, Whole
 from stoker.base.registry import nearest
 from stoker.deploy.deployment import Note
-from stoker.deploy.pbtxt import Message, Scalar
-from stoker.deploy.triton import values
+from stoker.deploy.syntax.pbtxt import Message, Scalar
 from stoker.deploy.triton.repository import ModelFile
+from stoker.deploy.triton.values import BOOLEAN
 
 
-def text(message: Message, name: str) -> str:
+def text_field(message: Message, name: str) -> str:
+    """A text; empty when it is absent or unfilled."""
     scalar = message.scalar(name)
     return "" if scalar is None or scalar.unfilled else scalar.text
 
 
-def whole(file: ModelFile, message: Message, name: str, notes: list[Note], default: int = 0, high: int = 1 << 31) -> int:
-    """A whole number up to `high`; `default` when its template variable was never filled, and 0 when the field is absent."""
+def whole_field(file: ModelFile, message: Message, name: str, notes: list[Note], default: int = 0, high: int = 1 << 31) -> int:
+    """A whole number up to `high`; `default` when it is unfilled, and 0 when the field is absent."""
     scalar = message.scalar(name)
-    return 0 if scalar is None else whole_of(file, scalar, name, notes, default, high)
+    return 0 if scalar is None else whole_scalar(file, scalar, name, notes, default, high)
 
 
-def whole_of(file: ModelFile, scalar: Scalar, name: str, notes: list[Note], default: int = 0, high: int = 1 << 31) -> int:
+def whole_scalar(file: ModelFile, scalar: Scalar, name: str, notes: list[Note], default: int = 0, high: int = 1 << 31) -> int:
+    """A whole number up to `high`; `default` when it is unfilled."""
     if scalar.unfilled:
-        unfilled(notes, file, scalar, name, default)
+        warn_unfilled(notes, file, scalar, name, default)
         return default
-    value = int(_placed(file, scalar, values.whole, name))
-    if value > high:
-        raise file.error(scalar.line, f"{name}={value} is refused.", f"Use at most {high}.")
-    return value
+    return int(_parse(file, scalar, Whole(0, high), name))
 
 
-def flag(file: ModelFile, message: Any, name: str, notes: list[Note]) -> bool:
+def flag_field(file: ModelFile, message: Any, name: str, notes: list[Note]) -> bool:
+    """A boolean; false when it is absent or unfilled."""
     scalar = message.scalar(name) if isinstance(message, Message) else None
     if scalar is None:
         return False
     if scalar.unfilled:
-        unfilled(notes, file, scalar, name, "false")
+        warn_unfilled(notes, file, scalar, name, "false")
         return False
-    return bool(_placed(file, scalar, values.boolean, name))
+    return bool(_parse(file, scalar, BOOLEAN, name))
 
 
-def _placed(file: ModelFile, scalar: Scalar, read: values.Read, name: str) -> Any:
+def _parse(file: ModelFile, scalar: Scalar, type: ValueType, name: str) -> Any:
     try:
-        return read(name, scalar.text)
-    except ConfigError as error:
-        raise file.error(scalar.line, error.message, error.cure) from None
+        return type.parse(scalar.text)
+    except InvalidValueError as error:
+        raise file.value_error(scalar.line, name, error) from None
 
 
-def unfilled(notes: list[Note], file: ModelFile, scalar: Scalar, key: str, default: Any) -> None:
-    warn(notes, file, scalar.line, key, f"{scalar.text} was never filled; {default} counts")
+def warn_unfilled(notes: list[Note], file: ModelFile, scalar: Scalar, key: str, default: Any) -> None:
+    """Add a warning about a template variable that is not filled."""
+    warn(notes, file, scalar.line, key, f"{scalar.text} is not filled; the value is {default}")
 
 
 def warn(notes: list[Note], file: ModelFile, line: int, key: str, text: str) -> None:
+    """Add a warning about a key."""
     notes.append(Note(severity="warning", key=key, text=text, origin=file.origin(line)))
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
+    """The cure of an unknown name: the nearest known ones."""
     near = nearest(name, known)
     return f"Did you mean {' or '.join(near)}?" if near else "Remove it."

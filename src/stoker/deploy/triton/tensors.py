@@ -1,34 +1,34 @@
-"""Declared inputs and outputs of a model, checked against the table of tensors."""
+"""Checks the declared inputs and outputs of a model against the table of tensors."""
 
 from __future__ import annotations
 
 from stoker.deploy.deployment import Note
-from stoker.deploy.pbtxt import Message, Scalar
+from stoker.deploy.syntax.pbtxt import Message, Scalar
 from stoker.deploy.triton.repository import ModelFile
-from stoker.deploy.triton.scalars import did_you_mean, flag, text, unfilled, warn
+from stoker.deploy.triton.scalars import did_you_mean, flag_field, text_field, warn, warn_unfilled
 from stoker.server.protocols.kserve.model_config import Tensor
 from stoker.server.protocols.kserve.tensors.table import TENSORS, TensorRow
 
-# 0.5 spells counts and ids unsigned; logits and tables take the engine's dtype.
-_STANDS_FOR = {"INT32": ("INT32", "UINT32"), "FP16": ("FP16", "FP32", "BF16"), "FP32": ("FP32", "FP16", "BF16")}
+# dtype of the table → dtypes that a model may declare. v0.5 has unsigned counts and ids; logits and tables have the dtype of the engine.
+_ALTERNATIVES = {"INT32": ("INT32", "UINT32"), "FP16": ("FP16", "FP32", "BF16"), "FP32": ("FP32", "FP16", "BF16")}
 
 
-def read(file: ModelFile, side: str, notes: list[Note]) -> tuple[Tensor, ...]:
-    """Declared tensors that Stoker knows; one declared twice counts once."""
+def read_tensors(file: ModelFile, side: str, notes: list[Note]) -> tuple[Tensor, ...]:
+    """The declared tensors that Stoker supports. Of duplicates, the first is used."""
     found: dict[str, Tensor] = {}
     for message in file.message.messages(side):
-        tensor = read_one(file, message, side, notes)
+        tensor = read_tensor(file, message, side, notes)
         if tensor is not None and tensor.name in found:
-            warn(notes, file, message.line, tensor.name, f"the {side} is declared twice; the first counts")
+            warn(notes, file, message.line, tensor.name, f"the {side} is declared twice; the first is used")
         elif tensor is not None:
             found[tensor.name] = tensor
     return tuple(found.values())
 
 
-def read_one(file: ModelFile, message: Message, side: str, notes: list[Note]) -> Tensor | None:
-    """None for a tensor that Stoker does not know and can do without."""
+def read_tensor(file: ModelFile, message: Message, side: str, notes: list[Note]) -> Tensor | None:
+    """One declared tensor; None for an unknown one that is not required. Raises PlacedError."""
     rows = {name: row for row in TENSORS[file.kind or ""][side == "output"] for name in (row.name, row.renamed) if name}
-    name = text(message, "name")
+    name = text_field(message, "name")
     if not name:
         raise file.error(message.line, f"an {side} has no name.", 'Write name: "…".')
     if name in rows:
@@ -38,9 +38,9 @@ def read_one(file: ModelFile, message: Message, side: str, notes: list[Note]) ->
 
 
 def _unknown(file: ModelFile, message: Message, name: str, side: str, known: list[str], notes: list[Note]) -> None:
-    if side == "input" and not flag(file, message, "optional", notes):
+    if side == "input" and not flag_field(file, message, "optional", notes):
         raise file.error(message.line, f"unknown required input {name!r} of {file.kind}.", did_you_mean(name, known))
-    effect = "requests that carry it are refused" if side == "input" else "it is never sent"
+    effect = "requests with it are refused" if side == "input" else "it is never sent"
     warn(notes, file, message.line, name, f"unknown {side}; {effect}. {did_you_mean(name, known)}")
 
 
@@ -50,22 +50,22 @@ def _tensor(file: ModelFile, message: Message, row: TensorRow, side: str, notes:
     if scalar is not None and not scalar.unfilled:
         dtype = scalar.text.removeprefix("TYPE_")
     elif scalar is not None:
-        unfilled(notes, file, scalar, f"{row.name}.data_type", f"TYPE_{dtype}")
-    if dtype not in _STANDS_FOR.get(row.dtype, (row.dtype,)):
+        warn_unfilled(notes, file, scalar, f"{row.name}.data_type", f"TYPE_{dtype}")
+    if dtype not in _ALTERNATIVES.get(row.dtype, (row.dtype,)):
         raise file.error(message.line, f"{side} {row.name!r} has data_type TYPE_{dtype}.", f"Declare it TYPE_{row.dtype}.")
     return Tensor(
-        name=text(message, "name"),
+        name=text_field(message, "name"),
         dtype=dtype,
         dims=tuple(_dim(file, dim) for dim in message.scalars("dims")),
-        optional=side == "input" and flag(file, message, "optional", notes),
-        ragged=flag(file, message, "allow_ragged_batch", notes),
+        optional=side == "input" and flag_field(file, message, "optional", notes),
+        ragged=flag_field(file, message, "allow_ragged_batch", notes),
         scalar=any(not shape.scalars("shape") for shape in message.messages("reshape")),
         role=row.name,
     )
 
 
 def _dim(file: ModelFile, scalar: Scalar) -> int:
-    text = scalar.text
-    if not (text == "-1" or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0)):
-        raise file.error(scalar.line, f"dims holds {text[:40]!r}.", "Use -1 or a whole number of at least 1.")
-    return int(text)
+    dim = scalar.text
+    if not (dim == "-1" or (dim.isascii() and dim.isdigit() and len(dim) < 10 and int(dim) > 0)):
+        raise file.error(scalar.line, f"dims contains {dim[:40]!r}.", "Use -1 or a whole number of at least 1.")
+    return int(dim)

@@ -1,105 +1,80 @@
-"""The spellings of values in `parameters`, where everything is text. A reader raises ConfigError naming key, text and cure."""
+"""Value types of `parameters` in a config.pbtxt, where all values are text."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
-from stoker.base.errors import ConfigError
+import msgspec
 
-Read = Callable[[str, str], Any]  # (key, text) → value
+from stoker.base.fields.errors import InvalidValueError
+from stoker.base.fields.values import Choice, Flag, Real, Text, Whole
+
+TEXT = Text()
+WHOLE = Whole(0, (1 << 63) - 1)
+NUMBER = Real(-1e12, 1e12)
+BOOLEAN = Flag({"True": True, "true": True, "TRUE": True, "1": True, "False": False, "false": False, "FALSE": False, "0": False}, True)
+# The spellings of Python's strtobool, which the BLS model uses.
+STRTOBOOL = Flag(
+    {"true": True, "yes": True, "1": True, "t": True, "y": True, "on": True}
+    | {"false": False, "no": False, "0": False, "f": False, "n": False, "off": False}
+)
 MAX_DEVICES = 1024
+DRAFT_DECODING_MODES = ("medusa", "redrafter", "lookahead", "eagle")
 
 
-def text(key: str, value: str) -> str:
-    return value
+class GptModelType(msgspec.Struct, frozen=True):
+    """A batching strategy. The error contains the words of tensorrtllm_backend, which programs search for."""
+
+    names: tuple[str, ...]
+
+    def check(self, value: Any) -> str:
+        if value not in self.names:
+            raise InvalidValueError(value, f"Invalid gpt_model_type; it must be one of {', '.join(self.names)}")
+        return str(value)
+
+    def parse(self, text: str) -> str:
+        return self.check(text)
 
 
-def boolean(key: str, value: str) -> bool:
-    """True, true, TRUE, 1 and False, false, FALSE, 0."""
-    if value in ("True", "true", "TRUE", "1"):
-        return True
-    if value in ("False", "false", "FALSE", "0"):
-        return False
-    raise _refusal(key, value, "Use true or false.")
+class DecodingMode(Choice, frozen=True):
+    """A decoding mode; one that needs draft tokens has its own error."""
+
+    def check(self, value: Any) -> Any:
+        if value in DRAFT_DECODING_MODES:
+            raise InvalidValueError(value, "Stoker decodes without draft tokens", cure=f"Use one of: {', '.join(self.meanings)}.")
+        return super().check(value)
 
 
-def truthy(key: str, value: str) -> bool:
-    """Python's old strtobool, which the BLS model uses."""
-    folded = value.lower()
-    if folded in ("true", "yes", "1", "t", "y", "on"):
-        return True
-    if folded in ("false", "no", "0", "f", "n", "off"):
-        return False
-    raise _refusal(key, value, "Use true or false.")
+class AttentionWindow(msgspec.Struct, frozen=True):
+    """One attention window in tokens, or a list with one per layer in which all are equal."""
+
+    def check(self, value: Any) -> int:
+        sizes = {WHOLE.parse(part) for part in str(value).split(",")}
+        if len(sizes) > 1:
+            raise InvalidValueError(value, "windows that differ by layer are read from the config of the model", cure="Set one size.")
+        return int(sizes.pop())
+
+    def parse(self, text: str) -> int:
+        return self.check(text)
 
 
-def whole(key: str, value: str) -> int:
-    if not (value.isascii() and value.removeprefix("-").isdigit() and len(value) <= 20):
-        raise _refusal(key, value, "Use a whole number.")
-    if int(value) < 0:
-        raise _refusal(key, value, "Use a whole number of at least 0.")
-    return int(value)
+class DeviceIndices(msgspec.Struct, frozen=True):
+    """The device indices of one instance, separated by commas."""
+
+    def check(self, value: Any) -> tuple[int, ...]:
+        text = str(value)
+        if ";" in text:
+            cure = "Name the devices of one instance, and start a server for each further one."
+            raise InvalidValueError(value, "a repository runs one instance", cure=cure)
+        ids = tuple(int(WHOLE.parse(part)) for part in text.split(","))
+        if len(set(ids)) != len(ids) or len(ids) > MAX_DEVICES or max(ids) >= MAX_DEVICES:
+            raise InvalidValueError(value, f"it must be different devices below {MAX_DEVICES}")
+        return ids
+
+    def parse(self, text: str) -> tuple[int, ...]:
+        return self.check(text)
 
 
-def number(key: str, value: str) -> float:
-    try:
-        result = float(value)
-    except ValueError:
-        raise _refusal(key, value, "Use a number such as 0.9.") from None
-    if not math.isfinite(result):
-        raise _refusal(key, value, "Use a finite number.")
-    return result
-
-
-def choice(*choices: str) -> Read:
-    def read(key: str, value: str) -> str:
-        if value not in choices:
-            raise _refusal(key, value, f"Use one of: {', '.join(choices)}.")
-        return value
-
-    return read
-
-
-def batching(choices: tuple[str, ...]) -> Read:
-    """gpt_model_type; tools search for the words of this error."""
-
-    def read(key: str, value: str) -> str:
-        if value not in choices:
-            raise ConfigError(f"Invalid gpt_model_type {value!r}.", cure=f"Use one of: {', '.join(choices)}.")
-        return value
-
-    return read
-
-
-def decoding(modes: tuple[str, ...]) -> Read:
-    def read(key: str, value: str) -> str:
-        if value in ("medusa", "redrafter", "lookahead", "eagle"):
-            raise _refusal(key, value, f"Stoker decodes without draft tokens; use one of: {', '.join(modes)}.")
-        return choice(*modes)(key, value)
-
-    return read
-
-
-def window(key: str, value: str) -> int:
-    """One attention window, or a list with one for each layer when all are equal."""
-    sizes = {whole(key, part.strip()) for part in value.split(",")}
-    if len(sizes) > 1:
-        raise _refusal(key, value, "Windows that differ by layer belong to the model's own config; give one size.")
-    return sizes.pop()
-
-
-def devices(key: str, value: str) -> tuple[int, ...]:
-    """Device indices of one instance."""
-    if ";" in value:
-        raise _refusal(key, value, "One repository runs one instance; give the devices of one, and start another server for the rest.")
-    ids = tuple(whole(key, part.strip()) for part in value.split(","))
-    if len(set(ids)) != len(ids) or len(ids) > MAX_DEVICES or max(ids) >= MAX_DEVICES:
-        raise _refusal(key, value, f"Name different devices below {MAX_DEVICES}.")
-    return ids
-
-
-def _refusal(key: str, value: str, cure: str) -> ConfigError:
-    shown = value if len(value) <= 80 else value[:79] + "…"
-    return ConfigError(f"{key}={shown!r} is refused.", cure=cure)
+def decoding_mode(*names: str) -> DecodingMode:
+    """One of these decoding modes."""
+    return DecodingMode({name: name for name in names}, exact_case=True)

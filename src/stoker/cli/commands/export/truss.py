@@ -33,8 +33,8 @@ def truss(
       stoker serve my-truss
     """
     from stoker.cli.prepare_server import engine_info
-    from stoker.deploy.truss import export
+    from stoker.deploy.truss.export import export_truss
 
     options = parse_template_settings(settings) | {"accelerator": accelerator} | ({"model_name": model_name} if model_name else {})
-    for file in export(engine_info(engine), folder, options):
+    for file in export_truss(engine_info(engine), folder, options):
         typer.echo(file)

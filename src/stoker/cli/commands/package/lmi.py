@@ -32,7 +32,7 @@ def lmi(
 
     from stoker.cli.output.progress import ProgressBars
     from stoker.cli.prepare_server import engine_info
-    from stoker.deploy.lmi_package import package
+    from stoker.deploy.lmi.package import package
 
     if wrong := next((pair for pair in settings if "=" not in pair), None):
         raise ConfigError(f"--set {wrong!r} has no value.", cure="Write option.name=value.")

@@ -25,7 +25,7 @@ def fill(
 
       stoker triton fill -i repo/tensorrt_llm/config.pbtxt "engine_dir:engine,decoupled_mode:true"
     """
-    from stoker.deploy.triton.fill import fill as fill_template
+    from stoker.deploy.triton.fill import fill_template
 
     try:
         template = file.read_text(encoding="utf-8")

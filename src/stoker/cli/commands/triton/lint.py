@@ -17,7 +17,7 @@ def lint(repository: Annotated[Path, typer.Argument(help="A model repository.")]
 
       stoker triton lint repo
     """
-    from stoker.deploy.triton.lint import lint as lint_repository
+    from stoker.deploy.triton.lint import lint_repository
 
     findings = lint_repository(repository)
     for finding in findings:

@@ -1,0 +1,353 @@
+"""The field table of serving.properties and its environment variables.
+
+Sources: the TensorRT-LLM and common tables of the LMI documentation at 0.26 to 0.36, and the DJL Serving configuration.
+Names are those of serving.properties; the variable OPTION_X sets option.x, and SERVING_X sets x.
+"""
+
+from __future__ import annotations
+
+from stoker.base.fields.table import FieldRow, FieldTable, accepted, no_effect, rejected
+from stoker.base.fields.values import Anything, Choice, Flag, Line, Real, Whole, names
+from stoker.deploy import quantization
+from stoker.deploy.locations import Location
+
+_FLAG, _TEXT, _ANY = Flag(), Line(allow_empty=True), Anything(hidden=True)
+_COUNT = Whole(1, 1 << 24)
+_UNSIGNED = Whole(0)
+_DTYPES = Choice(
+    {
+        "fp32": "float32",
+        "float32": "float32",
+        "fp16": "float16",
+        "float16": "float16",
+        "bf16": "bfloat16",
+        "bfloat16": "bfloat16",
+        "auto": None,
+    }
+)
+POLICIES = Choice({"max_utilization": "max_utilization", "guaranteed_no_evict": "guaranteed_no_evict", "static_batch": "static"})
+BAICHUAN = names("v1_7b", "v1_13b", "v2_7b", "v2_13b")
+CHATGLM = names(
+    "chatglm_6b",
+    "chatglm2_6b",
+    "chatglm2_6b_32k",
+    "chatglm3_6b",
+    "chatglm3_6b_base",
+    "chatglm3_6b_32k",
+    "glm_10b",
+    "glm",
+    "chatglm",
+    "chatglm2",
+    "chatglm3",
+    "glm4",
+    "chatglm-6b",
+    "chatglm2-6b",
+    "chatglm3-6b",
+)
+GPT = names("gpt2", "santacoder", "starcoder", "starcoder2")
+
+_ONE_COPY = "in-flight batching serves all requests with one copy of the model; there are no worker processes"
+_ALWAYS = "Stoker always does this"
+_AUTOMATIC = "Stoker chooses this by shapes and device"
+_NO_LORA = "LoRA adapters are not served"
+_NO_DRAFT = "speculative decoding with a draft model is not served"
+_TRT = "it is a setting of the TensorRT build, which does not take place"
+_JAVA_SERVER = "it is a setting of the Java server, which Stoker replaces"
+
+_MODEL_SERVER = (
+    no_effect("engine", names("Python", "MPI"), "Stoker is the engine"),
+    accepted("job_queue_size", Whole(1, 1 << 24), "default 1000", "runtime.max_queue_size"),
+    accepted("batch_size", Whole(1, 65536), "a value above 1 disables the rolling batch, as in LMI", "options.batch_size"),
+    no_effect("max_batch_delay", Whole(0, 3_600_000), "requests are batched in flight and do not wait for others"),
+    no_effect("max_idle_time", _UNSIGNED, _ONE_COPY),
+    no_effect("minWorkers", _UNSIGNED, _ONE_COPY),
+    no_effect("maxWorkers", _UNSIGNED, _ONE_COPY),
+    no_effect("min_workers", _UNSIGNED, _ONE_COPY),
+    no_effect("max_workers", _UNSIGNED, _ONE_COPY),
+    accepted("load_on_devices", _TEXT, "one index per rank, separated by ;, or *", "runtime.devices"),
+    accepted("max_request_size", Whole(1 << 10, 1 << 32), "bytes; default 6553500", "server.max_request_bytes"),
+    accepted("http_port", Whole(0, 65535), "a key of Stoker; default 8080", "server.http_port"),
+    no_effect("default_invocations_accept", Line(), "the body of a request selects the response format, not Accept, as in LMI"),
+    no_effect("max_response_size", _UNSIGNED, "responses are streamed and not stored in one buffer"),
+    no_effect("log_model_metric", _FLAG, "metrics are always at /metrics"),
+    no_effect("features", _TEXT, "it selects parts of the DJL image"),
+    no_effect("load_models", _TEXT, "the folder on the command line is served"),
+    no_effect("model_store", _TEXT, "the folder on the command line is served"),
+    no_effect("number_of_netty_threads", _UNSIGNED, _JAVA_SERVER),
+    no_effect("netty_client_threads", _UNSIGNED, _JAVA_SERVER),
+    no_effect("prefer_direct_buffer", _FLAG, _JAVA_SERVER),
+    no_effect("retry_count", _UNSIGNED, "a failed request does not affect others; there is no worker to restart"),
+    no_effect("required_memory_mb", _UNSIGNED, "memory is estimated and checked before the load"),
+    no_effect("reserved_memory_mb", _UNSIGNED, "memory is estimated and checked before the load"),
+)
+
+_MODEL = (
+    accepted(
+        "option.model_id",
+        Location(),
+        "hub id, path or s3:// (checkpoint or prebuilt engine); default: the model folder",
+        "build.checkpoint",
+    ),
+    accepted("option.s3url", Location(), "the older name of option.model_id", "build.checkpoint"),
+    accepted("option.revision", Line(), target="build.revision"),
+    accepted("option.trust_remote_code", _FLAG, target="build.trust_remote_code"),
+    accepted("option.dtype", _DTYPES, "default: that of the checkpoint", "build.dtype"),
+    accepted("option.tokenizer", Location(), target="build.tokenizer"),
+    no_effect("option.tokenizer_mode", names("auto", "slow"), "the build converts all tokenizers to the same fast format"),
+    rejected("option.skip_tokenizer_init", "requests contain text", False, type=_FLAG),
+    rejected("option.task", "only text generation is served", "text-generation", "auto", "", type=_TEXT),
+    no_effect(
+        "option.entryPoint",
+        Choice(
+            {
+                n.lower(): n
+                for n in (
+                    "djl_python.tensorrt_llm",
+                    "djl_python.huggingface",
+                    "djl_python.transformers_neuronx",
+                    "djl_python.deepspeed",
+                    "djl_python.lmi_trtllm.trtllm_service",
+                    "djl_python.lmi_vllm.vllm_service",
+                    "djl_python.lmi_vllm.vllm_async_service",
+                )
+            }
+        ),
+        "Stoker is the handler; custom handlers are not run",
+    ),
+    no_effect("option.handler", names("handle"), "Stoker is the handler"),
+    no_effect("option.engine", names("Python", "MPI"), "Stoker is the engine"),
+    no_effect("option.low_cpu_mem_usage", _FLAG, _ALWAYS),
+    no_effect("option.device_map", names("auto"), _AUTOMATIC),
+    rejected(
+        "option.env",
+        "it sets variables of a Python process, which Stoker does not start",
+        "",
+        type=_ANY,
+        alternative="Export them before starting Stoker.",
+    ),
+)
+
+_PARALLEL = (
+    accepted(
+        "option.tensor_parallel_degree",
+        Whole(1, 1024, {"max": 0}),
+        "max: all visible GPUs; default max",
+        "mapping.tensor_parallel",
+    ),
+    accepted("option.pipeline_parallel_degree", Whole(1, 1024), target="mapping.pipeline_parallel"),
+    accepted("option.pipeline_parallel_size", Whole(1, 1024), target="mapping.pipeline_parallel"),
+    no_effect("option.mpi_mode", _FLAG, "ranks are started without MPI"),
+    no_effect("option.parallel_loading", _FLAG, _ALWAYS),
+    accepted("option.use_custom_all_reduce", _FLAG, "default true; GPUs only", "runtime.custom_all_reduce"),
+    no_effect("option.embedding_parallel_mode", _TEXT, _AUTOMATIC),
+    rejected("option.cluster_size", "the clustering of LMI is not supported", 1, type=_COUNT, alternative="Use the devices of one host."),
+    rejected("option.context_parallel_size", "a sequence is not split over devices", 1, type=_COUNT),
+    rejected("option.moe_tensor_parallel_size", "experts are distributed like other weights", -1, 1, type=Whole(-1, 1024)),
+    rejected("option.moe_expert_parallel_size", "experts are distributed like other weights", -1, 1, type=Whole(-1, 1024)),
+    rejected("option.enable_attention_dp", "attention is distributed by heads", False, type=_FLAG),
+    rejected(
+        "option.auto_parallel",
+        "the parallel mapping is configured, not searched",
+        False,
+        type=_FLAG,
+        alternative="Set option.tensor_parallel_degree.",
+    ),
+    no_effect("option.auto_parallel_world_size", _COUNT, "it is a setting of option.auto_parallel, which is rejected"),
+)
+
+_BATCH = (
+    accepted(
+        "option.rolling_batch",
+        Choice({n: n != "disable" for n in ("auto", "trtllm", "vllm", "lmi-dist", "scheduler", "disable")}),
+        "disable: the response format of dynamic batching; the engine still batches in flight",
+        "options.rolling_batch",
+    ),
+    accepted("option.max_rolling_batch_size", Whole(1, 65536), "default 32", "limits.max_batch_size"),
+    accepted("option.max_batch_size", Whole(1, 65536), target="limits.max_batch_size"),
+    accepted("option.max_num_sequences", Whole(1, 65536), "default option.max_rolling_batch_size", "runtime.max_num_sequences"),
+    accepted("option.max_input_len", _COUNT, "default 1024; LLaMA 512", "limits.max_input_len"),
+    accepted("option.max_output_len", _COUNT, "default 512; Falcon 1024", "limits.max_output_len"),
+    accepted("option.max_seq_len", _COUNT, "prompt and output together", "limits.max_total_len"),
+    accepted("option.max_num_tokens", Whole(1, 1 << 20), "default 8192", "limits.max_num_tokens"),
+    accepted("option.max_beam_width", Whole(1, 10), target="limits.max_beam_width"),
+    accepted("option.tokens_per_block", Whole(1, 1024), "16, 32, 64 or 128; default 64", "limits.tokens_per_block"),
+    accepted("option.batch_scheduler_policy", POLICIES, "default max_utilization", "runtime.policy"),
+    accepted("option.batching_type", Choice({"inflight": None, "static": "static"}), target="runtime.policy"),
+    accepted("option.enable_trt_overlap", _FLAG, "default true; it does not change outputs", "runtime.overlap"),
+    accepted("option.enable_overlap_scheduler", _FLAG, target="runtime.overlap"),
+    accepted("option.enable_chunked_prefill", _FLAG, "default true", "runtime.chunked_prefill"),
+    accepted("option.use_cuda_graph", _FLAG, "default true", "runtime.cuda_graphs"),
+    no_effect("option.waiting_steps", _UNSIGNED, "new requests are admitted at the next step"),
+)
+
+_CACHE = (
+    accepted(
+        "option.kv_cache_free_gpu_mem_fraction",
+        Real(0.0, 1.0, above=True),
+        "default 0.95 with a GPU",
+        "runtime.kv_cache_fraction",
+    ),
+    accepted("option.free_gpu_memory_fraction", Real(0.0, 1.0, above=True), target="runtime.kv_cache_fraction"),
+    accepted("option.enable_kv_cache_reuse", _FLAG, "default true; it does not change outputs", "runtime.prefix_reuse"),
+    accepted("option.enable_block_reuse", _FLAG, target="runtime.prefix_reuse"),
+    accepted("option.max_tokens", _COUNT, target="runtime.kv_cache_tokens"),
+    accepted("option.max_attention_window", _COUNT, target="runtime.attention_window"),
+    accepted("option.kv_cache_dtype", quantization.KV_CACHE, target="build.kv_cache_dtype"),
+    rejected("option.sink_token_length", "attention windows have no sink tokens", 0, type=_UNSIGNED),
+    rejected("option.host_cache_size", "KV blocks are not moved to host memory", 0, type=_UNSIGNED),
+    no_effect("option.onboard_blocks", _FLAG, "KV blocks are not moved to host memory"),
+    no_effect("option.secondary_offload_min_priority", _UNSIGNED, "KV blocks are not moved to host memory"),
+    rejected("option.cross_kv_cache_fraction", "encoder-decoder models are not served", 0.0, type=Real(0.0, 1.0)),
+    no_effect("option.event_buffer_max_size", _UNSIGNED, "KV cache events are not published"),
+)
+
+_ARCHITECTURE = (
+    accepted(
+        "option.baichuan_model_version",
+        BAICHUAN,
+        "checked against the checkpoint, which decides; may be left out",
+        "extra.baichuan_model_version",
+    ),
+    accepted(
+        "option.chatglm_model_version",
+        CHATGLM,
+        "checked against the checkpoint, which decides; may be left out",
+        "extra.chatglm_model_version",
+    ),
+    accepted("option.gpt_model_version", GPT, "checked against the checkpoint, which decides; may be left out", "extra.gpt_model_version"),
+    accepted("option.rotary_base", Real(0.0, 1e12, above=True), "default: that of the checkpoint", "extra.rotary_base"),
+    accepted("option.rotary_dim", Whole(1, 65536), "default: that of the checkpoint", "extra.rotary_dim"),
+    accepted("option.rotary_scaling_type", names("linear", "dynamic"), "with option.rotary_scaling_factor", "extra.rotary_scaling_type"),
+    accepted(
+        "option.rotary_scaling_factor",
+        Real(1.0, 1e6, above=True),
+        "with option.rotary_scaling_type; above 1",
+        "extra.rotary_scaling_factor",
+    ),
+    no_effect("option.multi_block_mode", _FLAG, _AUTOMATIC),
+    no_effect("option.use_fused_mlp", _FLAG, _ALWAYS),
+    no_effect("option.logits_dtype", names("float32", "float16", "bfloat16"), "logits are float32"),
+    no_effect("option.attn_backend", _TEXT, _AUTOMATIC),
+    no_effect("option.moe_backend", _TEXT, _AUTOMATIC),
+    no_effect("option.backend", _TEXT, "Stoker is the backend"),
+)
+
+_QUANTIZATION = (
+    accepted("option.quantize", quantization.LMI, target="build.quantization"),
+    accepted("option.smoothquant_alpha", Real(0.0, 1.0), "default 0.8; with quantize=smoothquant", "SMOOTH_QUANT.alpha"),
+    accepted("option.smoothquant_per_token", _FLAG, "default false; with quantize=smoothquant", "SMOOTH_QUANT.per_token"),
+    accepted("option.smoothquant_per_channel", _FLAG, "default false; with quantize=smoothquant", "SMOOTH_QUANT.per_channel"),
+    no_effect("option.multi_query_mode", _FLAG, "the number of key and value heads is read from the checkpoint"),
+    no_effect("option.awq_format", names("int4_awq"), "int4_awq is the only format"),
+    accepted("option.awq_calib_size", Whole(1, 1 << 20), "default 32; with quantize=awq", "AWQ.calibration_size"),
+    accepted("option.awq_block_size", Whole(32, 128), "32, 64 or 128; default 128; with quantize=awq", "AWQ.group_size"),
+    accepted("option.calib_size", Whole(1, 1 << 20), "default 512; with any option.quantize", "any.calibration_size"),
+    no_effect("option.calib_batch_size", _COUNT, "calibration texts are batched to fit memory"),
+    no_effect("option.q_format", names("fp8", "int4_awq", "int8_sq", "full_prec"), "option.quantize selects the format"),
+    no_effect("option.use_fp8_context_fmha", _FLAG, "prefill attention computes in the engine's dtype"),
+)
+
+_SERVER = (
+    accepted(
+        "option.output_formatter",
+        names("json", "jsonlines", "sse", "json_chat", "jsonlines_chat"),
+        "custom functions are rejected",
+        "options.output_formatter",
+    ),
+    rejected("option.input_formatter", "custom functions are not run", "", type=_TEXT),
+    accepted(
+        "option.enable_streaming",
+        Choice({"true": True, "false": False, "huggingface": True}),
+        "deprecated: jsonlines when true",
+        "streaming",
+    ),
+    accepted(
+        "option.tool_call_parser",
+        Choice({"llama3": "llama3", "llama3_json": "llama3", "hermes": "hermes", "qwen": "qwen", "mistral": "mistral"}),
+        "format of tool calls in the output of the model; default: tools are rejected",
+        "server.tool_parser",
+    ),
+    accepted("option.reasoning_parser", names("qwen3", "deepseek_r1"), "default: reasoning is part of the text", "server.reasoning_parser"),
+    no_effect("option.enable_auto_tool_choice", _FLAG, "option.tool_call_parser enables it"),
+    no_effect("option.enable_reasoning", _FLAG, "option.reasoning_parser enables it"),
+    accepted("option.tgi_compat", _FLAG, target="options.tgi_compat"),
+    accepted(
+        "option.async_mode",
+        Choice({"true": "async", "false": None}),
+        "true: the response format of the async handler of LMI",
+        "options.dialect",
+    ),
+    accepted(
+        "option.lmi_dialect",
+        names("head", "0.26", "0.27", "async"),
+        "a key of Stoker: the LMI version whose response format is used",
+        "options.dialect",
+    ),
+    rejected("option.bedrock_compat", "the format of Bedrock is not supported", False, type=_FLAG),
+    rejected("option.enable_stateful_sessions", "sessions are not supported", False, type=_FLAG),
+    accepted("option.model_loading_timeout", Whole(1, 1 << 24), "seconds; default 1800", "server.load_timeout_s"),
+    accepted("option.predict_timeout", Whole(1, 1 << 24), "seconds; default 120", "server.request_timeout_s"),
+    no_effect("option.max_output_size", _UNSIGNED, "responses are streamed and not stored in one buffer"),
+    no_effect("option.pythonExecutable", _TEXT, "no Python process is started for a model"),
+    no_effect("option.device_id", _TEXT, "load_on_devices chooses devices"),
+    no_effect("option.guided_decoding_backend", _TEXT, "xgrammar compiles all grammars"),
+    no_effect("option.iter_stats_max_iterations", _UNSIGNED, "metrics are always at /metrics"),
+    no_effect("option.request_stats_max_iterations", _UNSIGNED, "metrics are always at /metrics"),
+    rejected(
+        "option.normalize_log_probs",
+        "log-probabilities are not divided by the length",
+        False,
+        type=_FLAG,
+        alternative="Use length_penalty in requests.",
+    ),
+    rejected("option.gather_generation_logits", "no protocol returns logits", False, type=_FLAG, alternative="Request logprobs."),
+)
+
+_BUILD = (
+    no_effect("option.num_checkpoint_workers", _UNSIGNED, _TRT),
+    no_effect("option.num_engine_workers", _UNSIGNED, _TRT),
+    no_effect("option.load_by_shard", _FLAG, _ALWAYS),
+    no_effect("option.fast_build", _FLAG, _TRT),
+    no_effect("option.enable_build_cache", _FLAG, "built engines are always cached by content"),
+    no_effect("option.load_format", names("auto", "safetensors", "pt", "bin"), "it is detected from the files of the checkpoint"),
+    no_effect("option.partition_handler", _TEXT, _TRT),
+    rejected(
+        "option.trtllm_checkpoint_path",
+        "converted checkpoints of TensorRT-LLM are not supported",
+        "",
+        type=_TEXT,
+        alternative="Name the Hugging Face checkpoint in option.model_id.",
+    ),
+    rejected("option.enable_lora", _NO_LORA, False, type=_FLAG),
+    no_effect("option.max_loras", _UNSIGNED, _NO_LORA),
+    no_effect("option.max_lora_rank", _UNSIGNED, _NO_LORA),
+    no_effect("option.max_cpu_loras", _UNSIGNED, _NO_LORA),
+    rejected("option.draft_model_id", _NO_DRAFT, "", type=_TEXT),
+    rejected("option.spec_length", _NO_DRAFT, 0, type=_UNSIGNED),
+)
+
+TABLE: FieldTable[FieldRow] = FieldTable(
+    (*_MODEL_SERVER, *_MODEL, *_PARALLEL, *_BATCH, *_CACHE, *_ARCHITECTURE, *_QUANTIZATION, *_SERVER, *_BUILD), noun="key"
+)
+
+# Environment variable → the key that it sets unless the file sets it.
+ENVIRONMENT = {
+    "HF_MODEL_ID": "option.model_id",
+    "HF_REVISION": "option.revision",
+    "HF_TASK": "option.task",
+    "HF_MODEL_TRUST_REMOTE_CODE": "option.trust_remote_code",
+    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
+    "PIPELINE_PARALLEL_DEGREE": "option.pipeline_parallel_degree",
+    "MAX_BATCH_SIZE": "option.max_rolling_batch_size",
+    "MAX_CONCURRENT_REQUESTS": "job_queue_size",
+}
+
+# Environment variable → the key that it sets even if the file sets it. SageMaker sets these variables in a container.
+OVERRIDES = {
+    "SAGEMAKER_STARTUP_TIMEOUT": "option.model_loading_timeout",
+    "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "option.predict_timeout",
+    "SAGEMAKER_NUM_MODEL_WORKERS": "minWorkers",
+    "SAGEMAKER_MAX_REQUEST_SIZE": "max_request_size",
+    "SAGEMAKER_BIND_TO_PORT": "http_port",
+    "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT": "default_invocations_accept",
+}

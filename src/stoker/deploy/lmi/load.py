@@ -1,0 +1,162 @@
+"""Reads a SageMaker LMI model folder: serving.properties and environment variables become a Deployment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from collections.abc import Mapping as Environment
+from pathlib import Path
+
+from stoker.base.config import Limits, Mapping, RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.deploy.collected_settings import CollectedSettings, FoundValue, invalid_value
+from stoker.deploy.deployment import BuildOptions, Deployment, Origin
+from stoker.deploy.devices import visible_gpus
+from stoker.deploy.lmi.dependent_settings import apply_dependent_settings
+from stoker.deploy.lmi.keys import ENVIRONMENT, OVERRIDES, TABLE
+from stoker.deploy.lmi.model_settings import complete_lmi
+from stoker.deploy.syntax import properties
+from stoker.server.protocols.sagemaker.options import LMIOptions
+from stoker.server.settings import ServerSettings
+
+FILE = "serving.properties"
+CONTAINER = Path("/opt/ml/model")  # where SageMaker unpacks a model in a container
+_ENVIRONMENT = Origin("environment")
+
+
+def model_folder(path: Path) -> Path | None:
+    """The folder with serving.properties: `path`, or its only sub-folder with one, as `tar czf model.tar.gz model/` makes it."""
+    if (path / FILE).is_file():
+        return path
+    if not path.is_dir():
+        return None
+    inner = [child for child in path.iterdir() if child.is_dir() and (child / FILE).is_file()]
+    return inner[0] if len(inner) == 1 else None
+
+
+def is_lmi_folder(path: Path) -> bool:
+    """Whether `path` is a serving.properties or a folder with one."""
+    return (path.name == FILE and path.is_file()) or model_folder(path) is not None
+
+
+def load_lmi(path: Path, environment: Environment[str, str]) -> Deployment:
+    """The deployment of a folder or serving.properties, and of `environment`. Without the file, only the environment is read.
+
+    Precedence, highest first: SAGEMAKER_* variables, the file, HF_* and similar variables, OPTION_* variables, SERVING_* variables.
+    Raises ConfigError with file, line, key and cure for a value that is not supported.
+    """
+    folder = path.parent if path.name == FILE else model_folder(path) or path
+    settings = CollectedSettings(TABLE)
+    settings.add_layer(_sagemaker_variables(environment))
+    settings.add_layer(_properties(folder / FILE, settings))
+    settings.add_layer(_named_variables(environment))
+    settings.add_layer(_option_variables(environment))
+    settings.add_layer(_serving_variables(environment))
+    if (folder / "adapters").is_dir():
+        cure = "Merge them into the checkpoint, and remove the folder."
+        raise ConfigError(f"{folder / 'adapters'}: LoRA adapters are not served.", cure=cure)
+    _set_server_defaults(settings, folder, environment)
+    apply_dependent_settings(settings, folder, visible_gpus(environment))
+    return _deployment(settings, folder, environment)
+
+
+def _properties(path: Path, settings: CollectedSettings) -> Iterator[FoundValue]:
+    if not path.is_file():
+        return
+    for key, entry in properties.parse(_read_bounded(path), str(path)).items():
+        origin = Origin(str(path), entry.line)
+        value, comment, _ = re.split(r"(\s#(?:\s|$))", entry.value + " # ", maxsplit=1)
+        if comment and value != entry.value.rstrip():
+            text = "the text after # is treated as a comment; Java would treat it as a part of the value"
+            settings.note(key, text, origin, "warning")
+        yield FoundValue("option.entryPoint" if key.lower() == "option.entrypoint" else key, value, origin, key)
+
+
+def _read_bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(properties.MAX_BYTES + 1)
+
+
+def _sagemaker_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
+    for name, key in OVERRIDES.items():
+        if environment.get(name):
+            yield FoundValue(key, environment[name], _ENVIRONMENT, name)
+    megabytes = environment.get("SAGEMAKER_MAX_PAYLOAD_IN_MB", "")
+    if megabytes and not environment.get("SAGEMAKER_MAX_REQUEST_SIZE"):
+        if not (megabytes.isascii() and megabytes.isdigit() and len(megabytes) < 7):
+            limit = "it must be a whole number below 1000000"
+            raise invalid_value(_ENVIRONMENT, "SAGEMAKER_MAX_PAYLOAD_IN_MB", megabytes, limit, "Correct the value.")
+        yield FoundValue("max_request_size", str(int(megabytes) << 20), _ENVIRONMENT, "SAGEMAKER_MAX_PAYLOAD_IN_MB")
+
+
+def _named_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
+    for name, key in ENVIRONMENT.items():
+        if environment.get(name):
+            yield FoundValue(key, environment[name], _ENVIRONMENT, name)
+
+
+def _option_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
+    """OPTION_X sets option.x; an X of capitals, digits and _ is converted to lower case. Empty values count as unset, as in DJL."""
+    for name, value in environment.items():
+        if name.startswith("OPTION_") and value and name != "OPTION_":
+            rest = name.removeprefix("OPTION_")
+            rest = rest.lower() if re.fullmatch("[A-Z_0-9]+", rest) else rest
+            key = {"entrypoint": "option.entryPoint", "engine": "engine"}.get(rest, f"option.{rest}")
+            yield FoundValue(key, value, _ENVIRONMENT, name)
+
+
+def _serving_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
+    for name, value in environment.items():
+        if name.startswith("SERVING_") and value and name != "SERVING_":
+            yield FoundValue(name.removeprefix("SERVING_").lower(), value, _ENVIRONMENT, name)
+
+
+def _set_server_defaults(settings: CollectedSettings, folder: Path, environment: Environment[str, str]) -> None:
+    settings.set_default("server.load_timeout_s", 1800)
+    settings.set_default("server.request_timeout_s", 120)
+    settings.set_default("server.http_port", 8080)
+    settings.set_default("server.max_request_bytes", 6553500)  # of the DJL server
+    if folder.is_relative_to(CONTAINER) or environment.get("SAGEMAKER_BIND_TO_PORT"):
+        settings.set("server.host", "0.0.0.0", Origin("SageMaker's container contract"))
+    settings.set_default("options.rolling_batch", settings.get("options.batch_size", 1) == 1)
+    streaming = settings.pop("streaming")
+    if streaming and streaming.value:
+        settings.set_default("options.output_formatter", "jsonlines")
+
+
+def _deployment(settings: CollectedSettings, folder: Path, environment: Environment[str, str]) -> Deployment:
+    model_id = environment.get("HF_MODEL_ID", "")
+    options = settings.build(LMIOptions, "options")
+    checkpoint = settings.get("build.checkpoint")
+    build = BuildOptions(
+        **settings.section("build") | {"checkpoint": _in_folder(folder, checkpoint)},
+        quantization_settings=settings.section("quantization"),
+        limits=settings.build(Limits, "limits"),
+        mapping=settings.build(Mapping, "mapping"),
+        extra=settings.section("extra"),
+        token_secret="HF_TOKEN",
+    )
+    deployment = Deployment(
+        format="lmi",
+        path=str(folder),
+        source=build,
+        tokenizer=build.tokenizer,
+        runtime=settings.build(RuntimeConfig, "runtime"),
+        server=settings.build(
+            ServerSettings,
+            "server",
+            model_name=re.sub(r"\W", "_", model_id) if model_id and checkpoint == model_id else folder.resolve().name,
+            protocols=("sagemaker", "openai"),
+            options=options,
+        ),
+        settings=settings.settings(),
+        notes=tuple(settings.notes),
+    )
+    local = Path(build.checkpoint).expanduser()
+    return complete_lmi(deployment, local) if local.is_dir() else deployment
+
+
+def _in_folder(folder: Path, location: str) -> str:
+    """A relative path that exists in the model folder, where the Python process of LMI runs, is a path in it."""
+    inside = folder / location
+    return str(inside) if "://" not in location and not Path(location).is_absolute() and inside.exists() else location

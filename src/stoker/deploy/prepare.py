@@ -1,0 +1,171 @@
+"""Reads the deployment of a location, and prepares its engine: fetches it, or builds it through the engine cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Mapping as Environment
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stoker.base.config import Mapping
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.deploy import sources
+from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, EngineSource, find_format
+from stoker.deploy.engine import read_config
+from stoker.deploy.lmi.load import CONTAINER, load_lmi
+from stoker.deploy.secrets import find_secret, secret_places
+from stoker.deploy.sources.hub import AccessError
+
+if TYPE_CHECKING:
+    from stoker.builder.config import BuildConfig
+
+# (action, amount done, total amount or None). Amounts are bytes of downloads and weights, and otherwise steps.
+Progress = Callable[[str, int, int | None], None]
+
+_CONFIGURATION_SUFFIXES = (".gguf", ".properties", ".yaml")
+_VERSION_KEYS = ("baichuan_model_version", "chatglm_model_version", "gpt_model_version")
+_ROTARY_KEYS = ("rotary_base", "rotary_dim", "rotary_scaling_type", "rotary_scaling_factor")
+
+
+class PreparedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """A local engine directory and the completed deployment."""
+
+    engine: Path
+    deployment: Deployment
+    tokenizer: Path | None = None  # None: that of the engine
+
+
+def read_deployment(location: str | Path | None, environment: Environment[str, str], progress: Progress | None = None) -> Deployment:
+    """The deployment of `location`: a folder of any format, a .gguf file, a tar archive, or an address, which is fetched.
+
+    None: the deployment of a SageMaker container, /opt/ml/model and the environment. Raises ConfigError for an unknown format and for
+    settings that are not supported, CheckpointError for a location that cannot be fetched.
+    """
+    if location is None:
+        return _read_container(environment)
+    path = Path(location).expanduser()
+    if not path.is_dir() and path.suffix not in _CONFIGURATION_SUFFIXES:
+        if not path.exists() and "/" not in str(location):  # models of the hub have an owner, so this is a misspelt path
+            raise ConfigError(f"{location} does not exist.", cure="Name a directory, a .gguf file, ORG/NAME or s3://BUCKET/PREFIX.")
+        path = sources.resolve(str(location), token=find_secret("HF_TOKEN", environment), progress=progress)
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist.", cure="Correct the path.")
+    return find_format(path).load(path, environment)
+
+
+def _read_container(environment: Environment[str, str]) -> Deployment:
+    if not CONTAINER.is_dir() and not (environment.get("HF_MODEL_ID") or environment.get("OPTION_MODEL_ID")):
+        raise ConfigError(f"{CONTAINER} does not exist, and HF_MODEL_ID is not set.", cure="Name a folder: stoker serve DIR.")
+    return load_lmi(CONTAINER, environment)
+
+
+def prepare_engine(deployment: Deployment, environment: Environment[str, str], progress: Progress | None = None) -> PreparedEngine:
+    """Fetch and complete a deployment, and build its engine from a checkpoint. Built engines are cached for all processes.
+
+    Raises CheckpointError, ConfigError or EngineError. No message contains the value of a secret.
+    """
+    source = deployment.source
+    location = source.location if isinstance(source, EngineSource) else source.checkpoint
+    if isinstance(source, EngineSource) and Path(location).is_absolute() and not Path(location).exists():
+        raise ConfigError(f"{deployment.path} names the engine {location}, which does not exist.", cure="Correct the path.")
+    local = fetch_location(location, source, environment, progress)
+    complete = FORMATS.get(deployment.format).complete
+    if complete is not None:
+        deployment = complete(deployment, local)
+    engine = _engine(deployment, local, environment, progress)
+    return PreparedEngine(engine=engine, deployment=deployment, tokenizer=_tokenizer(deployment, engine, environment, progress))
+
+
+def _engine(deployment: Deployment, local: Path, environment: Environment[str, str], progress: Progress | None) -> Path:
+    """The directory of the engine, which is built if the source is a checkpoint."""
+    source = deployment.source
+    if isinstance(source, BuildOptions) and "format_version" not in read_config(local):
+        return _build(deployment, local, environment, progress)
+    directory = Path(source.location) if isinstance(source, EngineSource) else local
+    engine = directory if directory.is_dir() else local
+    _check_ranks(deployment, engine)
+    return engine
+
+
+def fetch_location(
+    location: str, source: EngineSource | BuildOptions, environment: Environment[str, str], progress: Progress | None
+) -> Path:
+    """The local path of a location of `source`. The secret that `source` names is read here and passed only to the download."""
+    token = find_secret(source.token_secret, environment) if source.token_secret else None
+    if Path(location).expanduser().exists():
+        return Path(location).expanduser()
+    try:
+        return sources.resolve(location, revision=source.revision, digest=source.digest, token=token, progress=progress)
+    except AccessError as error:
+        if token is not None or not source.token_secret:
+            raise
+        text = f"{error.message.rstrip('.')}, and the secret {source.token_secret} is not set."
+        cure = f"Correct the name, or store a token with access to it in {secret_places(source.token_secret)}."
+        raise CheckpointError(text, cure=cure) from None
+
+
+def build_config(deployment: Deployment, tokenizer: Path | None = None) -> BuildConfig:
+    """The configuration of the build. Raises ConfigError for a setting that the builder does not have."""
+    from stoker.builder.config import BuildConfig
+
+    options = deployment.source
+    assert isinstance(options, BuildOptions)
+    extra = dict(options.extra)
+    versions = {name: extra.pop(name) for name in _VERSION_KEYS if name in extra}
+    rotary = {name: extra.pop(name) for name in _ROTARY_KEYS if name in extra}
+    if extra:
+        raise ConfigError(f"{deployment.path}: the builder has no setting {sorted(extra)[0]}.", cure="Remove it.")
+    unset = tuple(s.name for s in deployment.settings if s.section == "build" and s.origin.source.startswith("default"))
+    return BuildConfig(
+        dtype=options.dtype,
+        quantization=options.quantization,
+        **BuildConfig.fields_from_settings(options.quantization_settings),
+        kv_cache_dtype=options.kv_cache_dtype,
+        limits=options.limits,
+        shrinking=unset,
+        mapping=options.mapping,
+        device=deployment.runtime.device,
+        trust_remote_code=options.trust_remote_code,
+        tokenizer=str(tokenizer) if tokenizer else None,
+        versions=versions,
+        **rotary,
+    )
+
+
+def _build(deployment: Deployment, local: Path, environment: Environment[str, str], progress: Progress | None) -> Path:
+    from stoker.builder.build import build_cached
+    from stoker.runtime.aot import compile_kernels
+
+    options = deployment.source
+    assert isinstance(options, BuildOptions)
+    tokenizer = fetch_location(options.tokenizer, options, environment, progress) if options.tokenizer else None
+    config = build_config(deployment, tokenizer)
+    changed = config.rotary_base is not None or config.rotary_scaling_type is not None
+    # With other rotary positions, greedy tokens cannot be compared with those of the checkpoint.
+    return build_cached(local, config, verify="files" if changed else "auto", progress=progress, kernels=compile_kernels).path
+
+
+def _check_ranks(deployment: Deployment, engine: Path) -> None:
+    """Raise ConfigError when the engine was built for other ranks than the deployment requires."""
+    from stoker.engine.reader import Engine
+
+    required, built = deployment.source.mapping, Engine.open(engine).config.mapping
+    if isinstance(deployment.source, EngineSource) and required is not None and required.world_size != built.world_size:
+        raise ConfigError(
+            f"{deployment.path} requires {_ranks(required)}, and the engine {engine} was built for {_ranks(built)}.",
+            cure="Make the two equal, or build the engine again.",
+        )
+
+
+def _ranks(mapping: Mapping) -> str:
+    return f"tensor {mapping.tensor_parallel} × pipeline {mapping.pipeline_parallel}"
+
+
+def _tokenizer(deployment: Deployment, engine: Path, environment: Environment[str, str], progress: Progress | None) -> Path | None:
+    """A directory with a tokenizer.json. None: that of the engine, into which a build has copied the configured tokenizer."""
+    if deployment.tokenizer is None or isinstance(deployment.source, BuildOptions) or Path(deployment.tokenizer) == engine:
+        return None
+    folder = fetch_location(deployment.tokenizer, deployment.source, environment, progress)
+    return folder if (folder / "tokenizer.json").is_file() else None

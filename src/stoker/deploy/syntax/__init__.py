@@ -1,0 +1,1 @@
+"""Readers and writers of the file syntaxes of deployment formats, with line numbers."""
