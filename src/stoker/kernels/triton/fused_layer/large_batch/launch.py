@@ -21,7 +21,7 @@ from stoker.kernels.triton.ptx.wgmma import operand_bytes
 from stoker.kernels.tuning.table import LargeBatchCosts
 from stoker.kernels.types import FusedLayer
 
-MIN_TOKENS, MAX_TOKENS = 3, 64  # with fewer tokens the small-batch kernel is faster (benchmarks/results/h200_tail_rows.json)
+MIN_TOKENS, MAX_TOKENS = 3, 64  # with fewer tokens the small-batch kernel is faster (benchmarks/results/h200_fused_layer_large_batch.json)
 MAX_SPLIT_K = 32
 MIN_STAGES, MAX_STAGES = 2, 4
 SCRATCH_BYTES = 1 << 10  # shared memory that Triton may need itself

@@ -31,7 +31,7 @@ Rows of a 16-row tile in a lane: 2i and 2i + 1 for one i (`row_pair_of`), so tha
 32 contiguous bytes of each 128, in pieces of 8 or 16 bytes.
 
 Theoretical floor: the bytes of the four weights ÷ 4.42 TB/s (the measured read bandwidth of an H200). Llama-3.1-8B, one token, µs per layer
-(benchmarks/results/h200_tail_launches.json; one after another: the linears' own kernels):
+(benchmarks/results/h200_fused_layer_launches.json; one after another: the linears' own kernels):
 
     | weights                    | floor | this kernel | one after another |
     | fp8                        | 49    | 59          | 67                |

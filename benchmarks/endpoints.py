@@ -1,7 +1,7 @@
 """What the front doors cost: tokens a second through each against the same engine in this process, and what HTTP adds to the first token.
 
-    python benchmarks/front_doors.py [--engine DIR] [--streams 16 64] [--tokens 48] [--rounds 3] [--output FILE.json]
-    python benchmarks/front_doors.py --only ttft
+    python benchmarks/endpoints.py [--engine DIR] [--streams 16 64] [--tokens 48] [--rounds 3] [--output FILE.json]
+    python benchmarks/endpoints.py --only ttft
 
 The engine is the demo's (`stoker demo --engine`) unless one is named. A round asks in-process and through each door in turn, so that
 what else the machine does meets all alike; a door's ratio is the median over the rounds of its rate ÷ that round's in-process rate.
