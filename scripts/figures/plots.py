@@ -67,13 +67,13 @@ def fused_layer_time() -> Drawing:
     """Microseconds of the four linears of a layer by number of tokens: fused, one by one, and the floor."""
     d = Drawing("Time of a layer's four linears", f"{SHAPES}: the fused layer kernel and one launch per linear.", 980, 424)
     d.heading(f"{SHAPES}; µs by number of tokens; lower is better")
-    int4 = result("h200_tail_rows")["results"]
+    int4 = result("h200_fused_layer_large_batch")["results"]
     left = Axes(d, 66, 84, 400, 270, (1, 2, 4, 8, 16, 32, 64), (0, 180), 20)
     left.heading("int4 in groups of 128")
     left.curve("floor", [(row["rows"], row["floor_us"]) for row in int4], "strong-grey", dash="5 4")
     left.curve("fused layer kernel", [(row["rows"], row["tail_us"]) for row in int4], "strong-blue")
     left.curve("one launch per linear", [(row["rows"], row["alone_us"]) for row in int4], "strong-rose")
-    launches = result("h200_tail_launches")["results"]
+    launches = result("h200_fused_layer_launches")["results"]
     right = Axes(d, 546, 84, 400, 270, (1, 2, 3, 4), (0, 180), 20)
     right.heading("bfloat16 (upper curves) and FP8 (lower curves)")
     for form, suffix in (("bfloat16", "bfloat16"), ("fp8", "FP8")):

@@ -19,7 +19,7 @@ end the sums of the warps are added through shared memory, then those of the spl
 Layouts: weights of a lane in `fragments`, columns of the product and pairs of int4 groups in `chunk_products`.
 
 Theoretical floor: the bytes of the weight ÷ 4.42 TB/s (the read bandwidth of an H200). Llama-3.1-8B, µs of qkv, out, up (gated), down, head
-with their norms and quantization (benchmarks/results/h200_stream_tiles.json):
+with their norms and quantization (benchmarks/results/h200_skinny_tiles.json):
 
     | weights, tokens          | this kernel                      | of the floor, %     | through shared memory (`gemm.quantized`) |
     | int4 groups of 128, 1    |  7.5,  6.1, 25.7, 13.7,  74.3    | 39, 32, 53, 50, 82  | 11.8,  8.9, 28.3, 22.4,  89.3            |

@@ -22,7 +22,7 @@ to be joined and scaled per token.
 Layouts: weights of a lane in `gemm.skinny.fragments`, tokens in `arrange`.
 
 Theoretical floor: the bytes of the weight ÷ 4.42 TB/s (the read bandwidth of an H200). Llama-3.1-8B in groups of 32, µs of qkv, out, up
-(gated), down, head with their norms (benchmarks/results/h200_band_tiles.json):
+(gated), down, head with their norms (benchmarks/results/h200_skinny_int4_tiles.json):
 
     | tokens | this kernel                     | of the floor, %     | through shared memory (`gemm.quantized`) |
     | 16     | 11.6,  9.7, 36.3, 21.5, 131.8   | 28, 22, 41, 35, 51  | 21.0, 14.0,  79.8, 33.0, 213.8           |
