@@ -1,8 +1,8 @@
-"""All-reduce + residual + norm as layers do them, inside a CUDA graph: every way, beside NCCL with separate kernels after it.
+"""Measures all-reduce + residual + norm in a CUDA graph, as layers call them: every method, and NCCL with separate kernels after it.
 
 PYTHONPATH=src python benchmarks/allreduce.py --ranks 4,2 --json results.jsonl
 
-Each way is first checked on random messages, replayed from a graph: right sums, the same bits on every rank.
+Each method is first checked with random messages that a graph replays: correct sums, and the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from stoker.distributed.world import join
 from stoker.kernels import ops
 from stoker.kernels.triton.all_reduce import check_inboxes, sum_through_inbox
 
-HIDDEN = 8192  # Llama-70B's stream
+HIDDEN = 8192  # hidden size of Llama-70B
 ROW_BYTES = 2 * HIDDEN
 EPS = 1e-5
-REPEATS = 20  # all-reduces in a graph: one is too short to time
+REPEATS = 20  # all-reduces per graph, because one is too short to be timed
 REPLAYS = 30
 
 
 class Message:
-    """What the ranks of a group sum: their own x, and a residual that all have."""
+    """The operands: an `x` per rank, whose sum is computed, and a residual that is equal on all ranks."""
 
     def __init__(self, rows: int, group: ProcessGroup) -> None:
         self.x, self.residual = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=group.device) for _ in range(2))
@@ -47,36 +47,37 @@ class Message:
         return ops.norm(total, self.weight, None, EPS, "rms")
 
 
-Way = Callable[[Message], tuple[Tensor, Tensor | None]]  # → (the stream, its norm; None: left to the linear that follows)
-STOKER, NCCL = "stoker + norm", "nccl + add + norm"  # what a layer does, and what it is measured against
+# → (residual stream, its norm; None: the next linear computes the norm)
+Method = Callable[[Message], tuple[Tensor, Tensor | None]]
+STOKER, NCCL = "stoker + norm", "nccl + add + norm"  # the method of layers, and the baseline
 
 
-def ways(group: SymmetricGroup, num_bytes: int) -> dict[str, Way]:
-    """What is timed, by name."""
+def methods_of(group: SymmetricGroup, num_bytes: int) -> dict[str, Method]:
+    """The methods to time, by name."""
     plain = ProcessGroup(group.inner, group.device)
-    made: dict[str, Way] = {
+    methods: dict[str, Method] = {
         "nccl": lambda m: (plain.all_reduce(m.x), None),
         NCCL: normed(lambda m: plain.all_reduce(m.x) + m.residual),
         "torch two-shot + add + norm": normed(lambda m: group.all_reduce(m.x) + m.residual),
     }
     inboxes = group.inboxes
     if inboxes is None or num_bytes > inboxes.max_bytes:
-        return made
-    made["stoker"] = lambda m: (ops.all_reduce(m.x, group, m.residual), None)
-    made[STOKER] = normed(lambda m: ops.all_reduce(m.x, group, m.residual))
+        return methods
+    methods["stoker"] = lambda m: (ops.all_reduce(m.x, group, m.residual), None)
+    methods[STOKER] = normed(lambda m: ops.all_reduce(m.x, group, m.residual))
     for name, inbox in (("one-shot", inboxes.one_shot), ("two-shot", inboxes.two_shot)):
-        made[name] = lambda m, inbox=inbox: (sum_through_inbox(m.x, m.residual, inbox), None)  # type: ignore[misc]
-    return made
+        methods[name] = lambda m, inbox=inbox: (sum_through_inbox(m.x, m.residual, inbox), None)  # type: ignore[misc]
+    return methods
 
 
-def normed(total: Callable[[Message], Tensor]) -> Way:
-    """The norm after `total`, by a kernel of its own."""
+def normed(total: Callable[[Message], Tensor]) -> Method:
+    """`total` followed by a separate norm kernel."""
 
-    def way(message: Message) -> tuple[Tensor, Tensor]:
+    def method(message: Message) -> tuple[Tensor, Tensor]:
         stream = total(message)
         return stream, message.norm(stream)
 
-    return way
+    return method
 
 
 def captured(run: Callable[[], object], times: int = 1) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
@@ -91,7 +92,7 @@ def captured(run: Callable[[], object], times: int = 1) -> tuple[torch.cuda.CUDA
 
 
 def timed(run: Callable[[], object], group: ProcessGroup) -> float:
-    """Microseconds of one of the graph's REPEATS, the median of REPLAYS; the slowest rank's."""
+    """Microseconds per call: the median over REPLAYS of a graph with REPEATS calls, of the slowest rank."""
     graph, _ = captured(run, REPEATS)
     times = []
     for _ in range(REPLAYS):
@@ -105,16 +106,16 @@ def timed(run: Callable[[], object], group: ProcessGroup) -> float:
     return -group.smallest(-round(statistics.median(times) * 1000)) / 1000
 
 
-def check(way: Way, group: SymmetricGroup, rows: int) -> str | None:
-    """What is wrong with `way` on messages of `rows` rows; None: nothing."""
+def check(method: Method, group: SymmetricGroup, rows: int) -> str | None:
+    """The error of a method with messages of `rows` rows; None when it is correct."""
     plain = ProcessGroup(group.inner, group.device)
     message = Message(rows, group)
-    graph, found = captured(lambda: way(message), 2)
+    graph, found = captured(lambda: method(message), 2)
     for _ in range(5):
         x, residual = torch.randn_like(message.x), torch.randn_like(message.x)
         plain.broadcast(residual)
         parts = plain.all_gather(x).unflatten(-1, (group.size, -1))
-        wanted = parts.double().sum(-2) + residual.double()
+        expected = parts.double().sum(-2) + residual.double()
         message.x.copy_(x)
         message.residual.copy_(residual)
         graph.replay()
@@ -122,34 +123,34 @@ def check(way: Way, group: SymmetricGroup, rows: int) -> str | None:
         same = plain.all_gather(stream).unflatten(-1, (group.size, -1))
         if not (same == same[..., :1, :]).all():
             return "ranks differ"
-        if (stream - wanted).abs().max() > 0.1:
-            return f"off by {float((stream - wanted).abs().max())}"
-        wanted = stream.double() * (stream.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
-        if scaled is not None and (scaled - wanted).abs().max() > 0.1:
-            return f"the norm is off by {float((scaled - wanted).abs().max())}"
+        if (stream - expected).abs().max() > 0.1:
+            return f"off by {float((stream - expected).abs().max())}"
+        expected = stream.double() * (stream.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+        if scaled is not None and (scaled - expected).abs().max() > 0.1:
+            return f"the norm is off by {float((scaled - expected).abs().max())}"
     return None
 
 
-def measure(group: SymmetricGroup, kibs: list[int], tell: Callable[[dict[str, Any]], None]) -> None:
+def measure(group: SymmetricGroup, kibs: list[int], report: Callable[[dict[str, Any]], None]) -> None:
     check_inboxes(group)
     if group.inboxes is None:
-        tell({"ranks": group.size, "wrong": "inboxes do not work here; see the log"})
+        report({"ranks": group.size, "error": "inboxes do not work here; see the log"})
         return
-    every = ways(group, ROW_BYTES)
+    methods = methods_of(group, ROW_BYTES)
     for name in (STOKER, "one-shot", "two-shot"):
         for rows in (1, 13, group.inboxes.max_bytes // ROW_BYTES):
-            wrong = check(every[name], group, rows)
-            if -group.smallest(-(wrong is not None)):
-                tell({"ranks": group.size, "way": name, "rows": rows, "wrong": wrong or "on another rank"})
+            error = check(methods[name], group, rows)
+            if -group.smallest(-(error is not None)):
+                report({"ranks": group.size, "method": name, "rows": rows, "error": error or "on another rank"})
     for kib in kibs:
         message = Message(kib * 1024 // ROW_BYTES, group)
-        every = ways(group, kib * 1024)
+        methods = methods_of(group, kib * 1024)
         row: dict[str, Any] = {"ranks": group.size, "kib": kib}
-        for name, way in every.items():
-            row[name] = round(timed(partial(way, message), group), 2)
+        for name, method in methods.items():
+            row[name] = round(timed(partial(method, message), group), 2)
         if STOKER in row:
             row["ratio"] = round(row[STOKER] / row[NCCL], 3)
-        tell(row)
+        report(row)
 
 
 def rank_main(rank: int, sizes: list[int], port: int, args: argparse.Namespace) -> None:
@@ -159,7 +160,7 @@ def rank_main(rank: int, sizes: list[int], port: int, args: argparse.Namespace) 
     world = join(store, rank, Mapping(tensor_parallel=sizes[0]), device)
     about = {"what": "all-reduce, µs", **provenance(device="cuda")}
 
-    def tell(row: dict[str, Any]) -> None:
+    def report(row: dict[str, Any]) -> None:
         if rank == 0:
             line = json.dumps(about | row | {"after_s": round(time.monotonic() - started, 1)}, ensure_ascii=False)
             print(line, flush=True)
@@ -171,24 +172,24 @@ def rank_main(rank: int, sizes: list[int], port: int, args: argparse.Namespace) 
         for size in sizes:
             if size == sizes[0]:
                 group = world.tensor
-            else:  # all groups of that many neighbours at once; each rank makes every one, and belongs to one
-                made = [dist.new_group(list(range(first, first + size))) for first in range(0, sizes[0] - size + 1, size)]
-                if rank // size >= len(made):
+            else:  # all groups of `size` adjacent ranks at once; every rank creates all groups and belongs to one
+                groups = [dist.new_group(list(range(first, first + size))) for first in range(0, sizes[0] - size + 1, size)]
+                if rank // size >= len(groups):
                     continue
-                group = SymmetricGroup(made[rank // size], device)
+                group = SymmetricGroup(groups[rank // size], device)
             assert isinstance(group, SymmetricGroup)
-            measure(group, [int(kib) for kib in args.kib.split(",")], tell)
+            measure(group, [int(kib) for kib in args.kib.split(",")], report)
     world.everyone.smallest(0)
     world.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", default=str(torch.cuda.device_count()), help="numbers of GPUs, the largest first: 4,2")
+    parser.add_argument("--ranks", default=str(torch.cuda.device_count()), help="numbers of GPUs, largest first, such as 4,2")
     parser.add_argument(
-        "--kib", default="16,32,64,128,256,512,1024,2048,4096,8192,16384", help="message sizes; a row of 8192 bfloat16 is 16"
+        "--kib", default="16,32,64,128,256,512,1024,2048,4096,8192,16384", help="message sizes; a row of 8192 bfloat16 values has 16 KiB"
     )
-    parser.add_argument("--json", help="a line for each size is added to this file")
+    parser.add_argument("--json", help="append a line per size to this file")
     args = parser.parse_args()
     sizes = [int(size) for size in args.ranks.split(",")]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,9 +1,9 @@
-"""How long a quantized build takes from local files, and how much host memory: a checkpoint of random weights, then its engine.
+"""Measures the time and host memory of a quantized build from local files: writes a checkpoint of random weights, then builds it.
 
     PYTHONPATH=src python benchmarks/build_time.py --config benchmarks/models/llama-3.1-8b --quantize FP8 --folder scratch [--json FILE]
 
-The checkpoint (16 GB of bfloat16 for 8B) is written to --folder, stays in the page cache if there is room, and is deleted in the end. Its
-tokenizer has a token for each byte. The build does all that one of real weights does, the accuracy gate included.
+The checkpoint (16 GB of bfloat16 for 8B) is written to --folder, stays in the page cache if it fits, and is deleted at the end. Its
+tokenizer has a token per byte. The build runs all steps of a normal build, including the accuracy check.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stoker.cli.benchmark.results import provenance
 
-LAYERS_A_FILE = 8
+LAYERS_PER_FILE = 8
 
 
 def write_checkpoint(config: dict[str, int], folder: Path) -> int:
-    """Random weights of a Llama in files of some layers each. Returns their bytes."""
+    """Write random weights of a Llama in files of LAYERS_PER_FILE layers. Returns the number of bytes."""
     hidden, size, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes = {
-        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (size, hidden), "mlp.up_proj": (size, hidden), "mlp.down_proj": (hidden, size),
-    }  # fmt: skip
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (size, hidden),
+        "mlp.up_proj": (size, hidden),
+        "mlp.down_proj": (hidden, size),
+    }
     norms = ("input_layernorm", "post_attention_layernorm")
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,15 +47,15 @@ def write_checkpoint(config: dict[str, int], folder: Path) -> int:
         return (torch.randn(shape, dtype=torch.bfloat16, device=device) * hidden**-0.5).cpu()
 
     total, layers, where = 0, config["num_hidden_layers"], {}
-    for first in range(0, layers, LAYERS_A_FILE):
+    for first in range(0, layers, LAYERS_PER_FILE):
         tensors = {}
-        for layer in range(first, min(first + LAYERS_A_FILE, layers)):
+        for layer in range(first, min(first + LAYERS_PER_FILE, layers)):
             name = f"model.layers.{layer}."
             tensors |= {f"{name}{part}.weight": weight(*shape) for part, shape in shapes.items()}
             tensors |= {f"{name}{norm}.weight": torch.ones(hidden, dtype=torch.bfloat16) for norm in norms}
         if first == 0:
             tensors["model.embed_tokens.weight"] = weight(vocab, hidden)
-        if first + LAYERS_A_FILE >= layers:
+        if first + LAYERS_PER_FILE >= layers:
             tensors["lm_head.weight"], tensors["model.norm.weight"] = weight(vocab, hidden), torch.ones(hidden, dtype=torch.bfloat16)
         file = f"model-{first:03}.safetensors"
         save_file(tensors, folder / file, {"format": "pt"})
@@ -68,7 +73,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def build_in_stages(folder: str, engine: str, quantize: str, *, kernels: bool) -> None:
-    """What `stoker build` does, in this process; prints when each stage began, in seconds."""
+    """The build of `stoker build` in this process. Prints the seconds at which each stage began."""
     began = time.monotonic()
     from stoker.builder.build import build
     from stoker.builder.config import BuildConfig
@@ -92,7 +97,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--json")
-    parser.add_argument("--build", choices=["kernels", "plain"], help=argparse.SUPPRESS)  # this process only builds
+    parser.add_argument("--build", choices=["kernels", "plain"], help=argparse.SUPPRESS)  # run only the build in this process
     args = parser.parse_args()
     folder, engine = Path(args.folder, "checkpoint"), Path(args.folder, "engine")
     if args.build:
@@ -109,18 +114,21 @@ def main() -> None:
     results = []
     for kind in ("kernels", "plain"):
         began = time.monotonic()
-        cache = {"STOKER_CACHE": str(Path(args.folder, f"cache-{kind}"))}  # a first build: no digest is known, no kernel compiled
+        cache = {"STOKER_CACHE": str(Path(args.folder, f"cache-{kind}"))}  # an empty cache: no digest is known and no kernel is compiled
         command = [sys.executable, __file__, "--config", args.config, "--quantize", args.quantize, "--folder", args.folder, "--build", kind]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | cache) as build:
             assert build.stdout is not None
-            told = build.stdout.read()
+            output = build.stdout.read()
             _, status, usage = os.wait4(build.pid, 0)
             build.returncode = os.waitstatus_to_exitcode(status)
         row = {
-            "kernels": kind == "kernels", "exit": build.returncode, "seconds": round(time.monotonic() - began, 1),
-            "peak_host_gb": round(usage.ru_maxrss * 1024 / 1e9, 2), "began_s": json.loads(told.splitlines()[-1]) if told else None,
+            "kernels": kind == "kernels",
+            "exit": build.returncode,
+            "seconds": round(time.monotonic() - began, 1),
+            "peak_host_gb": round(usage.ru_maxrss * 1024 / 1e9, 2),
+            "began_s": json.loads(output.splitlines()[-1]) if output else None,
             "engine_gb": round(sum(f.stat().st_size for f in engine.rglob("*") if f.is_file()) / 1e9, 2),
-        }  # fmt: skip
+        }
         print(json.dumps(row), flush=True)
         results.append(row)
     shutil.rmtree(args.folder)

@@ -1,6 +1,7 @@
-"""Quantized SmolLM2-135M-Instruct beside float32 on this CPU: tokens a second, bytes on disk and in memory, in one run.
+"""Compares quantized SmolLM2-135M-Instruct with float32 on this CPU: tokens per second, bytes on disk and in memory.
 
-Turns are interleaved and the best of each engine counts, since a shared machine only adds noise. Each engine is in a process of its own.
+Rounds are interleaved and the best of each engine counts, because other work on the machine only makes runs slower. Each engine has its
+own process.
 
 PYTHONPATH=src python benchmarks/cpu_quant.py --json benchmarks/results/cpu_quant.json
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from apart import Apart, as_built
+from isolated_process import IsolatedProcess, copy_engine
 
 from stoker import LLM, SamplingParams
 from stoker.base.env import num_threads
@@ -28,7 +29,7 @@ from stoker.builder.build import build_cached
 from stoker.builder.config import BuildConfig
 from stoker.cli.default_model import default_checkpoint
 
-# name: (quantization, tokens a second over float32's, bytes of the file over float32's); None where nothing is asked
+# name: (quantization, target of tokens per second ÷ those of float32, target of file bytes ÷ those of float32)
 ROWS: dict[str, tuple[str, float | None, float | None]] = {
     "float32": ("NO_QUANT", None, None),
     "int8": ("WEIGHTS_ONLY_INT8", 2.0, 0.30),
@@ -52,11 +53,13 @@ print({name: after[name] - before[name] for name in after})
 
 
 def load(engine: Path, threads: int | None) -> LLM:
-    return LLM(as_built(engine), kv_cache_tokens=4096, num_threads=threads, prefix_reuse=False)  # the same prompts are timed again
+    return LLM(
+        copy_engine(engine), kv_cache_tokens=4096, num_threads=threads, prefix_reuse=False
+    )  # the same prompts are timed several times
 
 
 def one_stream(llm: LLM) -> float:
-    """Tokens a second after the first, prompt and all."""
+    """Tokens per second of one request, including its prompt."""
     prompt = [random.Random(1).randrange(100, 49000) for _ in range(PROMPT)]
     started = time.perf_counter()
     llm.generate(prompt, SamplingParams(max_tokens=NEW, ignore_eos=True))
@@ -64,7 +67,7 @@ def one_stream(llm: LLM) -> float:
 
 
 def streams(llm: LLM) -> float:
-    """Tokens a second of several streams together."""
+    """Total tokens per second of several requests."""
     draw = random.Random(2)
     prompts = [[draw.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(STREAMS)]
     started = time.perf_counter()
@@ -73,7 +76,7 @@ def streams(llm: LLM) -> float:
 
 
 def prefill(llm: LLM) -> float:
-    """Prompt tokens a second of one prompt of 512."""
+    """Prompt tokens per second of one prompt of 512 tokens."""
     prompt = [random.Random(time.perf_counter_ns()).randrange(100, 49000) for _ in range(512)]
     started = time.perf_counter()
     llm.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -81,7 +84,7 @@ def prefill(llm: LLM) -> float:
 
 
 def resident(engine: Path) -> dict[str, int]:
-    """Bytes that a process of its own gained by loading the engine and answering."""
+    """Bytes by which the memory of a new process grows when it loads the engine and runs a request."""
     done = subprocess.run([sys.executable, "-c", MEMORY, str(engine)], capture_output=True, text=True, check=True)
     found: dict[str, int] = eval(done.stdout, {"__builtins__": {}})
     return found
@@ -89,38 +92,42 @@ def resident(engine: Path) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     engines = {
-        name: build_cached(default_checkpoint(), BuildConfig(device="cpu", quantization=asked), verify="files").path
-        for name, (asked, _, _) in ROWS.items()
+        name: build_cached(default_checkpoint(), BuildConfig(device="cpu", quantization=quantization), verify="files").path
+        for name, (quantization, _, _) in ROWS.items()
     }
     rows: dict[str, Any] = {
         name: {"bytes": (path / "rank0.safetensors").stat().st_size, "resident": resident(path)} for name, path in engines.items()
     }
     measures = {"one_stream": one_stream, "streams": streams, "prefill": prefill}
     with ExitStack() as stack:
-        loaded = {name: stack.enter_context(Apart(load, path, args.threads)) for name, path in engines.items()}
-        for turn in range(args.turns + 1):
-            for name, apart in loaded.items():
+        loaded = {name: stack.enter_context(IsolatedProcess(load, path, args.threads)) for name, path in engines.items()}
+        for number in range(args.rounds + 1):
+            for name, process in loaded.items():
                 for measure, work in measures.items():
-                    found = apart.measure(work)
-                    if turn:  # the first one warms up
+                    found = process.measure(work)
+                    if number:  # the first round warms up
                         rows[name][measure] = max(rows[name].get(measure, 0.0), found)
     plain = rows["float32"]
-    for name, (_, faster, smaller) in ROWS.items():
+    for name, (_, speed_target, size_target) in ROWS.items():
         row = rows[name]
         row |= {f"{measure}_ratio": row[measure] / plain[measure] for measure in measures} | {"bytes_ratio": row["bytes"] / plain["bytes"]}
         row["resident_ratio"] = row["resident"]["VmRSS"] / plain["resident"]["VmRSS"]
-        row |= {"asked_one_stream_ratio": faster, "asked_bytes_ratio": smaller}
+        row |= {"target_one_stream_ratio": speed_target, "target_bytes_ratio": size_target}
         print(f"{name:10}", json.dumps(row), flush=True)
     results = {
-        "cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)), "threads": args.threads or num_threads(),
-        "torch": torch.__version__, "load_average": os.getloadavg()[0], "rows": rows,
+        "cpu": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": args.threads or num_threads(),
+        "torch": torch.__version__,
+        "load_average": os.getloadavg()[0],
+        "rows": rows,
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
-    }  # fmt: skip
+    }
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -1,12 +1,13 @@
-"""What the front doors cost: tokens a second through each against the same engine in this process, and what HTTP adds to the first token.
+"""Measures the cost of each protocol: tokens per second compared with the same engine in this process, and the time HTTP adds to the first
+token.
 
     python benchmarks/endpoints.py [--engine DIR] [--streams 16 64] [--tokens 48] [--rounds 3] [--output FILE.json]
     python benchmarks/endpoints.py --only ttft
 
-The engine is the demo's (`stoker demo --engine`) unless one is named. A round asks in-process and through each door in turn, so that
-what else the machine does meets all alike; a door's ratio is the median over the rounds of its rate ÷ that round's in-process rate.
-Tokens are those that the server counted. The first token is timed with a stub executor, behind the real transport, that steps every
-STEP_S for 64 open streams: once by a client of the same executor in this process, once over HTTP.
+The default engine is that of the demo (`stoker demo --engine`). A round measures the engine in-process and through each protocol in turn,
+so that other work on the machine affects all of them. The ratio of a protocol is the median over rounds of its rate ÷ the in-process rate.
+Tokens are counted by the server. The first token is timed with a stub executor behind the real transport, which has a step every STEP_S
+for 64 open streams: once from a client of the same executor in this process, and once over HTTP.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def post(path: str, fields: dict[str, Any]) -> bytes:
     return head.encode() + body
 
 
-HTTP_DOORS: dict[str, Callable[[str, int], bytes]] = {
+HTTP_REQUESTS: dict[str, Callable[[str, int], bytes]] = {
     "openai": lambda text, n: post(
         "/v1/completions", {"prompt": text, "max_tokens": n, "stream": True, "ignore_eos": True, "temperature": 0}
     ),
@@ -73,7 +74,7 @@ HTTP_DOORS: dict[str, Callable[[str, int], bytes]] = {
 
 
 def http_streams(port: int, requests: list[bytes]) -> None:
-    """All of them at once, over raw sockets, to their ends. Raises AssertionError for an answer that is not 200."""
+    """Send all requests at once over raw sockets and read the responses. Raises AssertionError for a response that is not 200."""
     selector = selectors.DefaultSelector()
     for request in requests:
         stream = socket.create_connection(("127.0.0.1", port))
@@ -84,41 +85,46 @@ def http_streams(port: int, requests: list[bytes]) -> None:
             data = key.fileobj.recv(1 << 18)  # type: ignore[union-attr]
             key.data.append(data)
             if not data:
-                answer = b"".join(key.data)
-                assert answer.startswith(b"HTTP/1.1 200") and b'"error"' not in answer, answer[:2000]
+                response = b"".join(key.data)
+                assert response.startswith(b"HTTP/1.1 200") and b'"error"' not in response, response[:2000]
                 selector.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
 
 
 def grpc_streams(port: int, texts: list[str], tokens: int) -> None:
-    """All of them at once in one event loop, one channel each."""
+    """Run all streams at once in one event loop, with a channel each."""
     import grpc
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
     async def one(text: str) -> None:
         request = service_pb2.ModelInferRequest(model_name="ensemble")
-        values = {"text_input": ("BYTES", "bytes_contents", text.encode()), "max_tokens": ("INT32", "int_contents", tokens),
-                  "end_id": ("INT32", "int_contents", -1), "stream": ("BOOL", "bool_contents", True)}  # fmt: skip
+        values = {
+            "text_input": ("BYTES", "bytes_contents", text.encode()),
+            "max_tokens": ("INT32", "int_contents", tokens),
+            "end_id": ("INT32", "int_contents", -1),
+            "stream": ("BOOL", "bool_contents", True),
+        }
         for name, (kind, field, value) in values.items():
             tensor = request.inputs.add(name=name, datatype=kind, shape=[1, 1])
             getattr(tensor.contents, field).append(value)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-            async for answer in service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request])):
-                assert not answer.error_message, answer.error_message
+            async for response in service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request])):
+                assert not response.error_message, response.error_message
 
-    async def all_of_them() -> None:
+    async def run_all() -> None:
         await asyncio.gather(*map(one, texts))
 
-    asyncio.run(all_of_them())
+    asyncio.run(run_all())
 
 
-def counted(url: str) -> float:
+def count_tokens(url: str) -> float:
+    """Output tokens that the server has counted."""
     text = urllib.request.urlopen(f"{url}/metrics").read().decode()
     return sum(float(value) for value in COUNTED.findall(text))
 
 
 def throughput(engine: Path, num_streams: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Tokens a second: in-process, and through each door with its ratio."""
+    """Tokens per second in-process, and through each protocol with its ratio."""
     texts, grpc_port = prompts(num_streams), triton_compare.free_port()
     rates: dict[str, list[float]] = {}
     options = ["--grpc-port", str(grpc_port), "--kv-cache-tokens", str(KV_CACHE_TOKENS), "--model-name", "demo"]
@@ -128,51 +134,52 @@ def throughput(engine: Path, num_streams: int, tokens: int, rounds: int) -> dict
 
         def in_process() -> float:
             started = time.perf_counter()
-            made = sum(len(choice.token_ids) for answer in llm.generate(texts, params) for choice in answer.choices)
-            return made / (time.perf_counter() - started)
+            tokens_out = sum(len(choice.token_ids) for completion in llm.generate(texts, params) for choice in completion.choices)
+            return tokens_out / (time.perf_counter() - started)
 
-        def through(ask: Callable[[], None]) -> float:
-            before, started = counted(url), time.perf_counter()
-            ask()
+        def through(run: Callable[[], None]) -> float:
+            before, started = count_tokens(url), time.perf_counter()
+            run()
             elapsed = time.perf_counter() - started
-            return (counted(url) - before) / elapsed
+            return (count_tokens(url) - before) / elapsed
 
-        doors: dict[str, Callable[[], None]] = {
-            name: lambda make=make: http_streams(port, [make(text, tokens) for text in texts])  # type: ignore[misc]
-            for name, make in HTTP_DOORS.items()
+        protocols: dict[str, Callable[[], None]] = {
+            name: lambda request=request: http_streams(port, [request(text, tokens) for text in texts])  # type: ignore[misc]
+            for name, request in HTTP_REQUESTS.items()
         }
-        doors["grpc"] = lambda: grpc_streams(grpc_port, texts, tokens)
-        for ask in (in_process, *doors.values()):  # a warm-up, which also fills both prefix indexes
-            ask()
+        protocols["grpc"] = lambda: grpc_streams(grpc_port, texts, tokens)
+        for run in (in_process, *protocols.values()):  # warm up, and fill both prefix indexes
+            run()
         for _ in range(rounds):
             rates.setdefault("in_process", []).append(in_process())
-            for name, ask in doors.items():
-                rates.setdefault(name, []).append(through(ask))
+            for name, run in protocols.items():
+                rates.setdefault(name, []).append(through(run))
     base = rates["in_process"]
     found: dict[str, Any] = {"streams": num_streams, "tokens": tokens, "in_process_tokens_per_s": round(statistics.median(base), 1)}
-    for name in doors:
-        ratios = [rate / beside for rate, beside in zip(rates[name], base, strict=True)]
+    for name in protocols:
+        ratios = [rate / other for rate, other in zip(rates[name], base, strict=True)]
         found[name] = {"tokens_per_s": round(statistics.median(rates[name]), 1), "ratio": round(statistics.median(ratios), 3)}
     return found
 
 
 def http_first_ms(port: int) -> list[float]:
-    """Seconds to the first event of single requests, while TTFT_STREAMS others run."""
-    request = HTTP_DOORS["openai"]("hello", 1 << 14)
+    """Milliseconds to the first event of single requests, while TTFT_STREAMS - 1 others run."""
+    request = HTTP_REQUESTS["openai"]("hello", 1 << 14)
     busy = [socket.create_connection(("127.0.0.1", port)) for _ in range(TTFT_STREAMS - 1)]
     reader = subprocess.Popen(
         [sys.executable, str(Path(__file__)), "--drain", *(str(stream.fileno()) for stream in busy)],
-        pass_fds=[stream.fileno() for stream in busy], stdout=subprocess.PIPE,
-    )  # fmt: skip
+        pass_fds=[stream.fileno() for stream in busy],
+        stdout=subprocess.PIPE,
+    )
     assert reader.stdout is not None
     reader.stdout.readline()
     for stream in busy:
         stream.sendall(request)
     time.sleep(0.5)
     times = []
-    probe = HTTP_DOORS["openai"]("hello", 2)
+    probe = HTTP_REQUESTS["openai"]("hello", 2)
     for i in range(TTFT_PROBES):
-        time.sleep(0.002 + STEP_S * (i % 7) / 7)  # not in step with the executor
+        time.sleep(0.002 + STEP_S * (i % 7) / 7)  # not synchronous with the steps of the executor
         with socket.create_connection(("127.0.0.1", port)) as stream:
             started = time.perf_counter()
             stream.sendall(probe)
@@ -189,6 +196,8 @@ def http_first_ms(port: int) -> list[float]:
 
 
 async def in_process_first_ms(service: GenerationService) -> list[float]:
+    """The same with a client of the executor in this process."""
+
     async def run(number: int, tokens: int) -> float:
         request = GenerationRequest(request_id=f"probe-{number}", prompt="hello", params=SamplingParams(max_tokens=tokens, ignore_eos=True))
         started, first = time.perf_counter(), 0.0
@@ -210,9 +219,9 @@ async def in_process_first_ms(service: GenerationService) -> list[float]:
 
 
 def first_token() -> dict[str, float]:
-    """Medians in ms; `added` is what HTTP adds to a client of the executor in this process, one of 64 streams either way."""
+    """Medians in ms. `added` is the time that HTTP adds, compared with a client of the executor in this process; both have 64 streams."""
 
-    async def beside(address: str, folder: Path) -> list[float]:
+    async def in_process(address: str, folder: Path) -> list[float]:
         client = await ZmqExecutorClient.connect(address)
         service = GenerationService("stub", Tokenizer.load(folder), client)
         try:
@@ -220,24 +229,24 @@ def first_token() -> dict[str, float]:
         finally:
             await service.close()
 
-    https: list[float] = []
-    own: list[float] = []
+    over_http: list[float] = []
+    local: list[float] = []
     triton_compare.PACE_S = STEP_S
     with triton_compare.stoker() as ports:
         for _ in range(2):
-            https += http_first_ms(ports.http)
-            own += asyncio.run(beside(ports.address, ports.folder))
-    http_ms, own_ms = statistics.median(https), statistics.median(own)
+            over_http += http_first_ms(ports.http)
+            local += asyncio.run(in_process(ports.address, ports.folder))
+    http_ms, local_ms = statistics.median(over_http), statistics.median(local)
     return {
         "streams": TTFT_STREAMS,
         "http_ms": round(http_ms, 2),
-        "in_process_ms": round(own_ms, 2),
-        "added_ms": round(http_ms - own_ms, 2),
+        "in_process_ms": round(local_ms, 2),
+        "added_ms": round(http_ms - local_ms, 2),
     }
 
 
 def drain(descriptors: list[int]) -> None:
-    """Read what comes and forget it, in a process of its own."""
+    """Read from sockets and discard the data, in another process."""
     selector = selectors.DefaultSelector()
     for number in descriptors:
         selector.register(number, selectors.EVENT_READ)
@@ -257,23 +266,23 @@ def main() -> None:
     parser.add_argument("--only", choices=["throughput", "ttft"])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--drain", type=int, nargs="+", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.drain:
-        drain(asked.drain)
+    args = parser.parse_args()
+    if args.drain:
+        drain(args.drain)
         return
     found: dict[str, Any] = {
         "machine": {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine()},
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
     }
-    if asked.only != "throughput":
+    if args.only != "throughput":
         found["first_token"] = first_token()
-    if asked.only != "ttft":
+    if args.only != "ttft":
         command = [sys.executable, "-m", "stoker", "demo", "--engine"]
-        engine = asked.engine or Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
-        found["throughput"] = [throughput(engine, count, asked.tokens, asked.rounds) for count in asked.streams]
+        engine = args.engine or Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+        found["throughput"] = [throughput(engine, count, args.tokens, args.rounds) for count in args.streams]
     print(json.dumps(found, indent=1))
-    if asked.output:
-        asked.output.write_text(json.dumps(found, indent=1) + "\n")
+    if args.output:
+        args.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

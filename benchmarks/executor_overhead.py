@@ -1,4 +1,4 @@
-"""The executor's own Python a step, with a model that costs nothing: plan, inputs, commit, outputs.
+"""Measures the Python time of the executor per step, with a model that takes no time: plan, inputs, commit and outputs.
 
     PYTHONPATH=src python benchmarks/executor_overhead.py [--followers 7]
 
@@ -33,7 +33,7 @@ class StubRunner:
     """Builds the inputs of each step, publishes it, and returns token 7."""
 
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, max_tokens: int, followers: int) -> None:
-        self.inputs, self.theirs = (InputBuilder(num_rows, max_blocks, block_size, torch.device("cpu")) for _ in range(2))
+        self.inputs, self.follower_inputs = (InputBuilder(num_rows, max_blocks, block_size, torch.device("cpu")) for _ in range(2))
         self.channel = SharedMemoryChannel(followers, max_step_size(max_tokens, num_rows, max_blocks)) if followers else None
         self.readers = [SharedMemoryReader(self.channel.address, i) for i in range(followers)] if self.channel is not None else []
         self.publish_s = self.follow_s = self.others_s = 0.0  # of the last step: the leader's, a follower's, all followers'
@@ -55,9 +55,9 @@ class StubRunner:
         started = time.thread_time()
         channel.publish(encode_step(packed, True), packed.host.numpy(), lambda: None)
         published = time.thread_time()
-        record = decode_record(self.readers[0].receive(0.0), self.theirs.buffer)
+        record = decode_record(self.readers[0].receive(0.0), self.follower_inputs.buffer)
         assert record.packed is not None
-        self.theirs.unpack(record.packed)
+        self.follower_inputs.unpack(record.packed)
         self.readers[0].release()
         self.publish_s, self.follow_s = published - started, time.thread_time() - published
         for reader in self.readers[1:]:
@@ -78,24 +78,24 @@ def measure(rows: int, followers: int = 0, steps: int = 300, input_len: int = 20
     for _ in range(10):
         executor.turn(0.0)
         mailbox.pop_outputs()
-    times, told, followed = [], [], []
+    times, published, followed = [], [], []
     for _ in range(steps):
-        started = time.thread_time()  # this thread's own time: other processes don't count
+        started = time.thread_time()  # CPU time of this thread, without other processes
         executor.turn(0.0)
         times.append(time.thread_time() - started - runner.others_s)
-        told.append(runner.publish_s)
+        published.append(runner.publish_s)
         followed.append(runner.follow_s)
         mailbox.pop_outputs()
     times.sort()
     row = {"rows": rows, "median_ms": statistics.median(times) * 1e3, "p95_ms": times[int(0.95 * steps)] * 1e3}
     if followers:
-        row |= {"followers": followers, "publish_us": statistics.median(told) * 1e6, "follow_us": statistics.median(followed) * 1e6}
+        row |= {"followers": followers, "publish_us": statistics.median(published) * 1e6, "follow_us": statistics.median(followed) * 1e6}
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--followers", type=int, default=0, help="of the leader: 7 on eight ranks")
+    parser.add_argument("--followers", type=int, default=0, help="number of other ranks: 7 for eight ranks")
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -105,8 +105,8 @@ def main() -> None:
         if args.followers:
             row["alone_median_ms"] = measure(rows)["median_ms"]
         results.append(row)
-        ranks = f", of it {row['publish_us']:.0f} µs to publish; a follower {row['follow_us']:.0f} µs" if args.followers else ""
-        print(f"{row['rows']:5} rows: {row['median_ms']:.3f} ms a step (p95 {row['p95_ms']:.3f}){ranks}")
+        ranks = f", of which {row['publish_us']:.0f} µs to publish; a follower {row['follow_us']:.0f} µs" if args.followers else ""
+        print(f"{row['rows']:5} rows: {row['median_ms']:.3f} ms per step (p95 {row['p95_ms']:.3f}){ranks}")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)

@@ -1,4 +1,4 @@
-"""Time to first token over HTTP: an engine of random weights with a made-up tokenizer of the model's size, served, asked one at a time.
+"""Measures the time to the first token over HTTP for single requests, with random weights and an artificial tokenizer of the model's size.
 
 PYTHONPATH=src python benchmarks/first_token.py --config benchmarks/models/llama-3.1-8b --json first_token.json
 """
@@ -28,7 +28,7 @@ from stoker.runtime.aot import compile_kernels
 
 
 def save_tokenizer(folder: Path, size: int) -> None:
-    """`size` tokens that are all text, so that every id a random model chooses makes a piece of the answer."""
+    """Write a tokenizer of `size` tokens that all have text, so that every id of a random model adds text to the response."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, *(f"w{i}" for i in range(size - len(letters)))]
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
@@ -40,7 +40,7 @@ def save_tokenizer(folder: Path, size: int) -> None:
 
 
 async def measure(url: str, count: int, input_len: int, output_len: int) -> list[float]:
-    """Milliseconds from sending a request to the first piece of text, one request after another."""
+    """Milliseconds from a request to its first text, for one request after another."""
     model = json.loads(await get(url, "/v1/models"))["data"][0]["id"]
     draw, found = random.Random(0), []
     for _ in range(count):
@@ -70,11 +70,14 @@ def main() -> None:
         started = time.time()
         with running_server(engine, args.options.split()) as url:
             ready_s = time.time() - started
-            asyncio.run(measure(url, 5, args.input_len, args.output_len))  # shapes seen once
+            asyncio.run(measure(url, 5, args.input_len, args.output_len))  # warm up all shapes
             times = asyncio.run(measure(url, args.requests, args.input_len, args.output_len))
         about = provenance(engine, args.device)
-    row = {"input_len": args.input_len, "first_token_ms": {"median": statistics.median(times), "p90": percentile(times, 90),
-           "max": max(times)}, "server_ready_s": ready_s}  # fmt: skip
+    row = {
+        "input_len": args.input_len,
+        "first_token_ms": {"median": statistics.median(times), "p90": percentile(times, 90), "max": max(times)},
+        "server_ready_s": ready_s,
+    }
     print(row, flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps({**about, "results": [row]}, indent=1) + "\n")

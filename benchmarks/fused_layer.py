@@ -1,9 +1,9 @@
-"""The fused layer on one CUDA device: one launch beside its linears one by one, in CUDA graphs of weights past the cache.
+"""Measures the fused layer kernel on one CUDA device, compared with its linears one by one, in CUDA graphs over rotating weights.
 
     PYTHONPATH=src python benchmarks/fused_layer.py [--forms bfloat16,fp8,bytes,int4,int4/32] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
 
-Llama-3.1-8B's shapes; more than four rows against int4, in groups of 128 or of what is named. The floor is the weights' bytes ÷ 4.42 TB/s
-(a read-only stream, measured). With --tiles also other tiles of few rows, and other parts of some.
+Shapes of Llama-3.1-8B. More than four rows are measured for int4 only. The floor is the bytes of the weights ÷ 4.42 TB/s, the measured read
+bandwidth. --tiles also measures other tiles (small batch) and other split-K counts (large batch).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ HIDDEN, SIZE, QKV = 4096, 14336, 6144
 def linear(form: str, n: int, k: int, fusion: Fusion) -> FusedLinear:
     if form.startswith("int4"):
         group = int(form.partition("/")[2] or 128)
-        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+        values = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
         scale = (torch.rand(n, k // group, device="cuda") * k**-0.5 / 4).half()
-        weight = prepare_weight(PackedWeight("int4", codes, scale, torch.full_like(scale, 8).byte(), group))
+        weight = prepare_weight(PackedWeight("int4", values, scale, torch.full_like(scale, 8).byte(), group))
     elif form == "bfloat16":
         weight = PackedWeight("dense", (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16())
     else:
@@ -56,9 +56,11 @@ def linear(form: str, n: int, k: int, fusion: Fusion) -> FusedLinear:
 def layer(form: str) -> FusedLayer:
     norm = Fusion("rms", torch.rand(HIDDEN, device="cuda").bfloat16(), None, 1e-5)
     return FusedLayer(
-        linear(form, HIDDEN, HIDDEN, PLAIN), linear(form, 2 * SIZE, HIDDEN, replace(norm, gate="silu")), linear(form, HIDDEN, SIZE, PLAIN),
+        linear(form, HIDDEN, HIDDEN, PLAIN),
+        linear(form, 2 * SIZE, HIDDEN, replace(norm, gate="silu")),
+        linear(form, HIDDEN, SIZE, PLAIN),
         linear(form, QKV, HIDDEN, norm),
-    )  # fmt: skip
+    )
 
 
 def num_bytes(parts: FusedLayer) -> int:
@@ -67,10 +69,10 @@ def num_bytes(parts: FusedLayer) -> int:
 
 
 def tiles(form: str) -> list[SmallBatchTile]:
-    found = [SmallBatchTile(8, 1, ring << 10, 168, MAX_TOKENS) for ring in (64, 96, 128, 160)] + [
-        SmallBatchTile(8, 2, ring << 10, 168, MAX_TOKENS) for ring in (64, 96, 128, 160)
+    found = [SmallBatchTile(8, 1, kib << 10, 168, MAX_TOKENS) for kib in (64, 96, 128, 160)] + [
+        SmallBatchTile(8, 2, kib << 10, 168, MAX_TOKENS) for kib in (64, 96, 128, 160)
     ]
-    return found + [SmallBatchTile(16, 1, ring << 10, 128, MAX_TOKENS) for ring in (96, 128)] if form != "fp8" else found
+    return found + [SmallBatchTile(16, 1, kib << 10, 128, MAX_TOKENS) for kib in (96, 128)] if form != "fp8" else found
 
 
 def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
     x, stream = torch.randn(rows, HIDDEN, device="cuda").bfloat16(), torch.randn(rows, HIDDEN, device="cuda").bfloat16()
     floor = num_bytes(layers[0]) / READ_TB_S / 1e6
 
-    def took(run: Any) -> float:
+    def time_layers(run: Any) -> float:
         def walk() -> Tensor:
             after = stream
             for parts in layers:
@@ -87,28 +89,34 @@ def measure(form: str, rows: int, try_tiles: bool) -> dict[str, Any]:
 
         return round(time_graph(walk, 25) / LAYERS, 2)
 
-    few = not large_batch.supports_large_batch(layers[0], rows)
-    result = {"form": form, "rows": rows, "floor_us": round(floor, 2), "alone_us": took(one_by_one), "fused_us": took(fused_layer)}
+    is_small = not large_batch.supports_large_batch(layers[0], rows)
+    result = {
+        "form": form,
+        "rows": rows,
+        "floor_us": round(floor, 2),
+        "alone_us": time_layers(one_by_one),
+        "fused_us": time_layers(fused_layer),
+    }
     print(" ".join(f"{name} {value:<8}" for name, value in result.items()), flush=True)
-    others: list[Any] = [] if not try_tiles else tiles(form) if few else plans(layers[0], rows)
+    others: list[Any] = [] if not try_tiles else tiles(form) if is_small else plans(layers[0], rows)
     for other in others:
-        one = partial(small_batch.run_small_batch, tile=other) if few else partial(large_batch.run_large_batch, plan=other)
-        print(f"   {other}  {took(one):6.2f}", flush=True)
+        one = partial(small_batch.run_small_batch, tile=other) if is_small else partial(large_batch.run_large_batch, plan=other)
+        print(f"   {other}  {time_layers(one):6.2f}", flush=True)
     return result
 
 
 def plans(parts: FusedLayer, rows: int) -> list[Plan]:
-    """The plan, and those with one linear cut otherwise."""
-    programs = torch.cuda.get_device_properties(0).multi_processor_count
-    first = plan_for(parts, rows, programs)
+    """The plan of the launcher, and plans in which one linear has another split-K count."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    first = plan_for(parts, rows, num_sms)
     assert first is not None
     found = [first]
-    for place in range(4):
+    for index in range(4):
         for count in (1, 2, 4, 8, 16):
-            cuts = list(first.split_k)
-            cuts[place] = count
-            other = plan_with_split_k(parts, first.num_tokens, tuple(cuts))
-            if count != first.split_k[place] and other is not None:
+            split_k = list(first.split_k)
+            split_k[index] = count
+            other = plan_with_split_k(parts, first.num_tokens, tuple(split_k))
+            if count != first.split_k[index] and other is not None:
                 found.append(other)
     return found
 

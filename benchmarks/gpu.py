@@ -1,4 +1,4 @@
-"""Measure an engine on this GPU: latency by batch and context, first token, throughput at maximum load. Dummy weights of real shapes.
+"""Measures an engine with dummy weights on this GPU: latency by batch and context, first token, and throughput at maximum load.
 
 PYTHONPATH=src python benchmarks/gpu.py --config benchmarks/models/llama-3.1-8b --json results.json
 """
@@ -30,26 +30,33 @@ from stoker.runtime.load import load_executor
 
 
 def latency(executor: Executor, batch: int, context: int, steps: int = 128) -> dict[str, float]:
-    """Milliseconds a decode step: the difference of two runs that differ in `steps` output tokens."""
+    """Milliseconds per decode step: the difference of two runs whose lengths differ by `steps` output tokens."""
     vocab = executor.info.vocab_size
-    run_batch(executor, random_requests(batch, context, 2, vocab, seed=1), 2)  # shapes seen once: nothing is compiled or captured below
+    run_batch(
+        executor, random_requests(batch, context, 2, vocab, seed=1), 2
+    )  # warm up all shapes, so that nothing is compiled or captured below
     short = run_batch(executor, random_requests(batch, context, 32, vocab, seed=2), 32)
     long = run_batch(executor, random_requests(batch, context, 32 + steps, vocab, seed=3), 32 + steps)
     turns = sorted(long.turns_s[-steps + 8 : -2])
-    return {"batch": batch, "context": context, "step_ms": (long.total_s - short.total_s) / steps * 1e3,
-            "median_turn_ms": statistics.median(turns) * 1e3, "max_turn_ms": turns[-1] * 1e3}  # fmt: skip
+    return {
+        "batch": batch,
+        "context": context,
+        "step_ms": (long.total_s - short.total_s) / steps * 1e3,
+        "median_turn_ms": statistics.median(turns) * 1e3,
+        "max_turn_ms": turns[-1] * 1e3,
+    }
 
 
 def ratio_to_median(durations: list[float]) -> dict[str, float]:
-    """Milliseconds of some steps, and how far the longest is above the median."""
+    """Median and maximum of steps in milliseconds, and their ratio."""
     median = statistics.median(durations)
     return {"steps": len(durations), "median_ms": median * 1e3, "max_ms": max(durations) * 1e3, "max_by_median": max(durations) / median}
 
 
 def burst(executor: Executor, count: int, isl: int, osl: int) -> dict[str, object]:
-    """Requests that come at once to an idle executor: each step against the median of its kind, by the executor's own clock."""
+    """Requests that arrive together at an idle executor: the steps of each kind, as the executor measures them."""
     vocab = executor.info.vocab_size
-    run_batch(executor, random_requests(count, isl, osl, vocab, seed=60), osl)  # shapes seen once
+    run_batch(executor, random_requests(count, isl, osl, vocab, seed=60), osl)  # warm up all shapes
     executor.step_times.recent.clear()
     run_batch(executor, random_requests(count, isl, osl, vocab, seed=61), osl)
     steps = list(executor.step_times.recent)
@@ -60,7 +67,7 @@ def burst(executor: Executor, count: int, isl: int, osl: int) -> dict[str, objec
 
 
 def gap(executor: Executor, batch: int, context: int, num_steps: int = 32) -> dict[str, object]:
-    """Where the device's time goes in decode steps, and how long it has nothing to do between them."""
+    """The time of each kernel in decode steps, and the idle time of the device between steps."""
     mailbox = executor.mailbox
     assert isinstance(mailbox, SynchronousMailbox)
     length = 2 * num_steps + 16 + min_prefill_steps(executor, batch * context)
@@ -84,28 +91,34 @@ def main() -> None:
     parser.add_argument("--quantize")
     parser.add_argument("--latency", default="1x1000,8x1000,64x1000")
     parser.add_argument("--throughput", default="")
-    parser.add_argument("--burst", default="", help="128/64:200 (prompt/output tokens : requests)")
-    parser.add_argument("--gap", default="", help="256x1000: idle time between steps, and each kernel's share")
+    parser.add_argument("--burst", default="", help="such as 128/64:200 (prompt/output tokens : requests)")
+    parser.add_argument("--gap", default="", help="such as 256x1000: idle time between steps, and the time of each kernel")
     parser.add_argument("--max-batch", type=int, default=1024)
     parser.add_argument("--max-len", type=int, default=4096)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", action="store_true")
-    parser.add_argument("--no-kernels", action="store_true", help="compile at the start, not in the build")
+    parser.add_argument("--no-kernels", action="store_true", help="compile kernels at the start instead of in the build")
     parser.add_argument("--json")
     args = parser.parse_args()
     logging.configure("INFO")
     mapping = Mapping(tensor_parallel=args.tensor_parallel, pipeline_parallel=args.pipeline_parallel, expert_parallel=args.expert_parallel)
     results: dict[str, object] = {
-        **provenance(device="cuda"), "config": args.config,
-        "tensor_parallel": mapping.tensor_parallel, "pipeline_parallel": mapping.pipeline_parallel,
-    }  # fmt: skip
+        **provenance(device="cuda"),
+        "config": args.config,
+        "tensor_parallel": mapping.tensor_parallel,
+        "pipeline_parallel": mapping.pipeline_parallel,
+    }
     with tempfile.TemporaryDirectory() as folder:
         limits = Limits(max_batch_size=args.max_batch, max_input_len=args.max_len, max_output_len=args.max_len, max_num_tokens=8192)
         started = time.time()
-        build(args.config, folder + "/engine", BuildConfig(
-            dtype=args.dtype, dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize,
-            mapping=mapping), verify="none", kernels=None if args.no_kernels else compile_kernels)  # fmt: skip
+        build(
+            args.config,
+            folder + "/engine",
+            BuildConfig(dtype=args.dtype, dummy_weights=True, limits=limits, device="cuda", quantization=args.quantize, mapping=mapping),
+            verify="none",
+            kernels=None if args.no_kernels else compile_kernels,
+        )
         print(f"build {time.time() - started:.1f} s", flush=True)
         started = time.time()
         executor = load_executor(folder + "/engine", RuntimeConfig(prefix_reuse=False, max_queue_size=1 << 20), SynchronousMailbox)
@@ -122,7 +135,7 @@ def main() -> None:
             print(row, flush=True)
         firsts = [run_batch(executor, random_requests(1, 128, 1, vocab, seed=20 + i), 1).total_s for i in range(7)]
         results["first_token_128_ms"] = statistics.median(firsts) * 1e3
-        print(f"first token of 128: {results['first_token_128_ms']:.2f} ms", flush=True)
+        print(f"first token of a prompt of 128: {results['first_token_128_ms']:.2f} ms", flush=True)
         results["gap"], results["burst"] = [], []
         for item in filter(None, args.gap.split(",")):
             batch, context = map(int, item.split("x"))

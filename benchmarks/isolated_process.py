@@ -1,7 +1,7 @@
-"""A subject in a process of its own, which a benchmark measures in turn with others.
+"""Runs each measured object in its own process.
 
-OpenMP makes a team of threads for each thread that ever computed, and teams of more threads than there are cores sleep while they wait: two
-engines in one process, or an engine beside PyTorch in the main thread, are slower than each alone.
+OpenMP creates a team of threads for each thread that ever computed. If teams have more threads than there are cores, waiting threads sleep:
+two engines in one process, or an engine and PyTorch in the main thread, are slower than each of them alone.
 """
 
 from __future__ import annotations
@@ -15,38 +15,42 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-_subject: Any = None  # in the process that has it
+_measured: Any = None  # in the child process
 
 
-class Apart:
-    """What `make(*given)` returns, elsewhere. Usable as a context manager."""
+class IsolatedProcess:
+    """A process with the object that `create(*args)` returns. Usable as a context manager."""
 
-    def __init__(self, make: Callable[..., Any], *given: Any) -> None:
-        self._process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_have, initargs=(make, given))
+    def __init__(self, create: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._process = ProcessPoolExecutor(1, mp_context=context, initializer=_initialize, initargs=(create, args))
 
     def measure(self, work: Callable[[Any], Any]) -> Any:
-        """What `work` returns of the subject; a function of a module."""
-        return self._process.submit(_work, work).result()
+        """The result of `work(object)` in the process. `work` is a function of a module."""
+        return self._process.submit(_run, work).result()
 
-    def __enter__(self) -> Apart:
+    def __enter__(self) -> IsolatedProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.shutdown()
 
 
-def as_built(engine: Path) -> Path:
-    """A copy of the engine, whose file lies in the system's cache as a build leaves it. Pages that the system took away meanwhile, and that
-    came back one by one, lie apart: products of SmolLM2's weights in float32 read them at 19 to 21 GB/s, and these at 27 to 29."""
+def copy_engine(engine: Path) -> Path:
+    """A copy of the engine, whose file is contiguous in the page cache as after a build.
+
+    Pages that were evicted and read again are scattered: products of SmolLM2 in float32 read them at 19 to 21 GB/s, and those of a copy at
+    27 to 29 GB/s.
+    """
     folder = Path(tempfile.mkdtemp(prefix="stoker-benchmark-"))
     atexit.register(shutil.rmtree, folder)
     return Path(shutil.copytree(engine, folder / engine.name))
 
 
-def _have(make: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    global _subject
-    _subject = make(*given)
+def _initialize(create: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    global _measured
+    _measured = create(*args)
 
 
-def _work(work: Callable[[Any], Any]) -> Any:
-    return work(_subject)
+def _run(work: Callable[[Any], Any]) -> Any:
+    return work(_measured)

@@ -1,9 +1,9 @@
-"""Paged attention on one CUDA device: checked against float64, then timed for a few tiles and splits beside the chip's ceilings.
+"""Measures paged attention on one CUDA device: compares it with float64, then times several tiles and splits against the theoretical limits.
 
     PYTHONPATH=src python benchmarks/kernels_attention.py [--json FILE]
 
-Shapes are Llama-3.1-8B's: 32 query heads, 8 key heads of 128, blocks of 64 tokens. Times are medians of CUDA-graph replays over
-rotating caches, several times the L2 in all. Kernels are first compiled by several processes for meta tensors, into Triton's cache.
+Shapes are those of Llama-3.1-8B: 32 query heads, 8 key heads of 128, blocks of 64 tokens. Times are medians of CUDA graph replays over
+rotating caches, which together are several times the size of the L2 cache. Kernels are compiled before, in several processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Shape:
-    """`rows` of `queries` tokens each over `context` keys; `bound` is the max_seq_len that a captured graph would be given."""
+    """`rows` of `queries` tokens each over `context` keys; `bound` is the max_seq_len of a captured graph."""
 
     rows: int
     queries: int
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds of the causal part of q·k and p·v, twice each."""
+        """Two operations per multiply-add of the causal part of q·k and p·v."""
         seen = sum(range(self.context - self.queries + 1, self.context + 1))
         return 4 * SIZE * HEADS * seen * self.rows
 
@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """None: what the launcher chooses."""
+    """A tile and a number of splits. None: the choice of the launcher."""
 
     tile: AttentionTile | None = None
     splits: Splits | None = None
@@ -88,7 +88,7 @@ class Problem:
 
 
 def problem(lens: list[int], queries: list[int], cache_dtype: torch.dtype, bound: int, device: str, dtype: torch.dtype = BF16) -> Problem:
-    """Random values; block tables in random order; entries past a row's end lead nowhere."""
+    """Random values and block tables in random order. Entries after the end of a row are invalid."""
     blocks_each = [-(-n // BLOCK) for n in lens]
     pages = (sum(blocks_each) + 1, KV_HEADS, BLOCK, SIZE)
     scale = torch.rand(KV_HEADS, device=device) + 0.5 if cache_dtype == FP8 else None
@@ -101,11 +101,18 @@ def problem(lens: list[int], queries: list[int], cache_dtype: torch.dtype, bound
     tokens = int(starts[-1])
     fused = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * SIZE, dtype=dtype, device=device)
     q = fused[:, : HEADS * SIZE].view(tokens, HEADS, SIZE)
-    nothing = torch.zeros(tokens, dtype=torch.int32, device=device)
+    zeros = torch.zeros(tokens, dtype=torch.int32, device=device)
     batch = ForwardBatch(
-        nothing, nothing, nothing, starts.to(device), torch.tensor(lens, dtype=torch.int32).to(device), table.to(device),
-        sum(n == 1 for n in queries), max(queries), bound,
-    )  # fmt: skip
+        zeros,
+        zeros,
+        zeros,
+        starts.to(device),
+        torch.tensor(lens, dtype=torch.int32).to(device),
+        table.to(device),
+        sum(n == 1 for n in queries),
+        max(queries),
+        bound,
+    )
     return Problem(q, cache, batch, torch.full((tokens, HEADS, SIZE), float("nan"), dtype=dtype, device=device))
 
 
@@ -120,28 +127,30 @@ def compile_variant(work: tuple[Shape, Variant]) -> None:
 
 
 def ragged_error(shape: Shape, variant: Variant, dtype: torch.dtype = BF16) -> float:
-    """‖out − float64‖ / ‖float64‖ on fresh ragged rows, launched as `shape` would be."""
+    """‖out − float64‖ / ‖float64‖ for new rows of different lengths, launched with the settings of `shape`."""
     is_decode = shape.queries == 1
-    longest = min(shape.context, 1000 if is_decode else 600)  # float64 on the CPU takes its time
+    longest = min(shape.context, 1000 if is_decode else 600)  # limited, because float64 on the CPU is slow
     lens = [longest, *torch.randint(1 if is_decode else 2, longest + 1, (8 if is_decode else 3,)).tolist()]
     queries = [1 if is_decode else int(torch.randint(2, n + 1, ())) for n in lens]
-    made = problem(lens, queries, shape.cache_dtype, shape.bound or shape.context, "cuda", dtype)
-    made.run(variant)
+    ragged = problem(lens, queries, shape.cache_dtype, shape.bound or shape.context, "cuda", dtype)
+    ragged.run(variant)
     torch.cuda.synchronize()
-    return relative_error(made)
+    return relative_error(ragged)
 
 
-def relative_error(made: Problem) -> float:
-    real = [pages.cpu().double() for pages in (made.cache.keys, made.cache.values)]
-    if made.cache.key_scale is not None:
-        real = [pages * made.cache.key_scale.cpu().double()[None, :, None, None] for pages in real]
-    batch = made.batch
+def relative_error(result: Problem) -> float:
+    real = [pages.cpu().double() for pages in (result.cache.keys, result.cache.values)]
+    if result.cache.key_scale is not None:
+        real = [pages * result.cache.key_scale.cpu().double()[None, :, None, None] for pages in real]
+    batch = result.batch
     on_cpu = ForwardBatch(
         *(t.cpu() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
-        batch.num_decodes, batch.max_query_len, batch.max_seq_len,
-    )  # fmt: skip
-    expected = reference.attention(made.q.cpu().double(), KVCache(*real), on_cpu, PARAMS)
-    return float((made.out.cpu().double().flatten(1) - expected).norm() / expected.norm())
+        batch.num_decodes,
+        batch.max_query_len,
+        batch.max_seq_len,
+    )
+    expected = reference.attention(result.q.cpu().double(), KVCache(*real), on_cpu, PARAMS)
+    return float((result.out.cpu().double().flatten(1) - expected).norm() / expected.norm())
 
 
 def graph_time(launches: list[Callable[[], None]], replays: int = 30) -> float:
@@ -188,13 +197,13 @@ def plan() -> dict[Shape, list[Variant]]:
     shapes = ((16, 64, 4, 3), (16, 64, 4, 2), (16, 32, 4, 3), (16, 32, 4, 4), (16, 64, 8, 3), (16, 32, 2, 4))
     tiles = [AttentionTile(*shape) for shape in shapes]
     whole = AttentionTile(16, 64, 4, 3)
-    some = [Variant(tile) for tile in tiles]
+    variants = [Variant(tile) for tile in tiles]
     return {
-        Shape(1, 1, 1000, bound=1024): [tuned, *some, *(Variant(whole, Splits(n)) for n in (8,))],
+        Shape(1, 1, 1000, bound=1024): [tuned, *variants, *(Variant(whole, Splits(n)) for n in (8,))],
         Shape(1, 1, 1000, bound=8192): [tuned],
         Shape(8, 1, 1000, bound=1024): [tuned, *(Variant(whole, Splits(n)) for n in (2, 4, 8))],
-        Shape(64, 1, 1000, bound=1024): [tuned, *some, *(Variant(whole, Splits(n)) for n in (2, 4))],
-        Shape(256, 1, 1000, bound=1024): [tuned, *some],
+        Shape(64, 1, 1000, bound=1024): [tuned, *variants, *(Variant(whole, Splits(n)) for n in (2, 4))],
+        Shape(256, 1, 1000, bound=1024): [tuned, *variants],
         Shape(1, 1, 1000, FP8, 1024): [tuned],
         Shape(64, 1, 1000, FP8, 1024): [tuned, Variant(whole), Variant(AttentionTile(16, 64, 4, 4)), Variant(AttentionTile(16, 128, 4, 3))],
         Shape(256, 1, 1000, FP8, 1024): [tuned, Variant(AttentionTile(16, 64, 4, 4))],
@@ -207,12 +216,12 @@ def plan() -> dict[Shape, list[Variant]]:
         Shape(1, 128, 128): [tuned, Variant(AttentionTile(128, 64, 8, 2)), Variant(AttentionTile(16, 64, 4, 3))],
         Shape(1, 512, 8192): [tuned],
         Shape(4, 2048, 2048, FP8): [tuned],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--json", help="write the results there")
+    options.add_argument("--json", help="write the results to this file")
     chosen = options.parse_args()
     torch.manual_seed(0)
     began = time.monotonic()

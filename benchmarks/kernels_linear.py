@@ -1,4 +1,4 @@
-"""Tune and time the small linears of a model's shapes on this GPU, checked against float64, beside the library's GEMM.
+"""Tunes and times the linears of a model for few rows on this GPU, compared with float64 and with the GEMM of PyTorch.
 
 PYTHONPATH=src python benchmarks/kernels_linear.py --model llama-3.1-8b --json linear.json
 """
@@ -17,7 +17,7 @@ from stoker.kernels.reference import linear as reference
 from stoker.kernels.triton.gemm.dense import launch as kernels
 from stoker.profiling.tile_tuning import LinearCase, candidates, precompile, time_linear
 
-READ_TB_S = 4.42  # measured read-only stream of one H200
+READ_TB_S = 4.42  # measured read bandwidth of one H200
 
 MODELS = {
     "llama-3.1-8b": {
@@ -72,14 +72,18 @@ def vars_of(tile: object) -> dict[str, int]:
 
 
 def check(case: LinearCase, tile: object) -> float:
-    """Relative error of the winner on fresh random inputs, against float64 (a slice of the outputs when there are many)."""
+    """Relative error of a tile for new random inputs, compared with float64."""
     x, weights, fusion = case.tensors("cuda", torch.bfloat16)
     weight = weights[0]
     got = kernels.small_linear(x, weight, None, fusion, tile).double()
     wide = type(fusion)(
-        fusion.norm_kind, None if fusion.norm_weight is None else fusion.norm_weight.double(), None, fusion.norm_eps, fusion.gate,
+        fusion.norm_kind,
+        None if fusion.norm_weight is None else fusion.norm_weight.double(),
+        None,
+        fusion.norm_eps,
+        fusion.gate,
         None if fusion.residual is None else fusion.residual.double(),
-    )  # fmt: skip
+    )
     want = reference.around(x.double(), wide, lambda rows: torch.cat([rows @ part.double().T for part in weight.split(8192)], dim=-1))
     return float((got - want).norm() / want.norm())
 

@@ -1,8 +1,8 @@
-"""Norm, activation, embedding and rope + cache write on one CUDA device: checked against float64, then timed beside the copy ceiling.
+"""Measures norm, activation, embedding and rope + cache write on one CUDA device, compared with float64 and with the copy bandwidth.
 
     PYTHONPATH=src python benchmarks/kernels_pointwise.py
 
-Llama-3.1-8B's shapes, bfloat16, over 1, 64, 256 and 8,192 tokens. Times are medians of CUDA-graph replays over rotating buffers.
+Shapes of Llama-3.1-8B in bfloat16 for 1, 64, 256 and 8,192 tokens. Times are medians of CUDA graph replays over rotating buffers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROTATED_BYTES = 256 << 20
 
 
 @dataclass
-class Work:
-    """One launch: how to run it, the bytes it must move, and its error against float64."""
+class Launch:
+    """One launch: how to run it, the bytes it must move, and its error compared with float64."""
 
     run: Callable[[], object]
     num_bytes: int
@@ -42,34 +42,34 @@ def difference(out: Tensor, expected: Tensor) -> float:
     return float((out.cpu().double() - expected.cpu().double()).norm() / expected.cpu().double().norm())
 
 
-def rms_norm(tokens: int) -> Work:
+def rms_norm(tokens: int) -> Launch:
     x, weight = values(tokens, HIDDEN), values(HIDDEN)
 
     def error() -> float:
         return difference(norm.norm(x, weight, None, EPS, "rms"), norm_ref.norm(x.double(), weight, None, EPS, "rms"))
 
-    return Work(lambda: norm.norm(x, weight, None, EPS, "rms"), 2 * x.numel() * 2, error)
+    return Launch(lambda: norm.norm(x, weight, None, EPS, "rms"), 2 * x.numel() * 2, error)
 
 
-def gated(tokens: int) -> Work:
+def gated(tokens: int) -> Launch:
     x = values(tokens, 2 * INTERMEDIATE)
-    return Work(
+    return Launch(
         lambda: activation.gated(x, "silu"),
         3 * tokens * INTERMEDIATE * 2,
         lambda: difference(activation.gated(x, "silu"), activation_ref.gated(x.double(), "silu")),
     )
 
 
-def gathered(tokens: int) -> Work:
+def gathered(tokens: int) -> Launch:
     table, ids = values(32_000, HIDDEN), torch.randint(0, 32_000, (tokens,), dtype=torch.int32, device="cuda")
-    return Work(
+    return Launch(
         lambda: embedding.embedding(ids, table),
         2 * tokens * HIDDEN * 2,
         lambda: difference(embedding.embedding(ids, table), table[ids.long()]),
     )
 
 
-def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Work:
+def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
     fused = values(tokens, (HEADS + 2 * KV_HEADS) * SIZE)
     q, k, v = (part.unflatten(1, (-1, SIZE)) for part in fused.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], 1))
     scale = None if dtype == torch.bfloat16 else torch.rand(KV_HEADS, device="cuda") + 0.1
@@ -93,10 +93,10 @@ def rotated(tokens: int, dtype: torch.dtype = torch.bfloat16) -> Work:
         return max(found)
 
     moved = 2 * q.numel() * 2 + 2 * k.numel() * (2 + dtype.itemsize)
-    return Work(lambda: rope.rope_store(q, k, v, positions, cos_sin, False, cache, slots), moved, error)
+    return Launch(lambda: rope.rope_store(q, k, v, positions, cos_sin, False, cache, slots), moved, error)
 
 
-KERNELS: dict[str, Callable[[int], Work]] = {
+KERNELS: dict[str, Callable[[int], Launch]] = {
     "rms norm 4096": rms_norm,
     "gated silu 14336": gated,
     "embedding 4096": gathered,

@@ -1,9 +1,9 @@
-"""Quantized linears and experts on one CUDA device: checked against float64, timed for a choice of tiles, beside the memory's ceiling.
+"""Measures quantized linears and experts on one CUDA device with several tiles, compared with float64 and with the read bandwidth.
 
     PYTHONPATH=src python benchmarks/kernels_quant.py [--formats fp8,int8,w8a8,int4/128,int4/32,block,moe] [--rows 1,16,32,64] [--json FILE]
 
-Shapes are Llama-3.1-8B's and those of three mixtures of experts. Times are medians of CUDA-graph replays over rotating weights. A line
-gives the best tile, ready for a row of `kernels/tuning/<device>.json`, and what the default would have taken.
+Shapes are those of Llama-3.1-8B and of three mixtures of experts. Times are medians of CUDA graph replays over rotating weights. A line
+prints the best tile for a row of `kernels/tuning/<device>.json`, and the time of the default tile.
 """
 
 from __future__ import annotations
@@ -43,17 +43,24 @@ from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import Fusion
 from stoker.profiling.tile_tuning import time_graph
 
-READ_TB_S = 4.42  # measured read-only stream of one H200
+READ_TB_S = 4.42  # measured read bandwidth of one H200
 ROTATED_BYTES = 256 << 20
 FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
-WIDENED = "/widened"  # ends the name of a format whose codes become the rows' dtype
+WIDENED = "/widened"  # suffix of a format whose quantized values are converted to the dtype of the rows
 CODES = {
-    "fp8": "fp8", "int8": "digits", "w8a8": "int8",
-    **{f"int4/{group}": "digits" for group in (128, 64, 32)}, **{f"int4/{group}{WIDENED}": "" for group in (128, 64, 32)},
-}  # fmt: skip
+    "fp8": "fp8",
+    "int8": "digits",
+    "w8a8": "int8",
+    **{f"int4/{group}": "digits" for group in (128, 64, 32)},
+    **{f"int4/{group}{WIDENED}": "" for group in (128, 64, 32)},
+}
 LINEARS = {
-    "qkv": (6144, 4096, "n"), "out": (4096, 4096, "r"), "up": (14336, 4096, "ng"), "down": (4096, 14336, "r"), "head": (128256, 4096, "n"),
-}  # fmt: skip
+    "qkv": (6144, 4096, "n"),
+    "out": (4096, 4096, "r"),
+    "up": (14336, 4096, "ng"),
+    "down": (4096, 14336, "r"),
+    "head": (128256, 4096, "n"),
+}
 LAYERS = 32
 EXPERTS = {  # experts, chosen, hidden, size of an expert
     "mixtral-8x7b": (8, 2, 4096, 14336),
@@ -94,9 +101,13 @@ class Case:
     def fusion(self, device: str) -> Fusion:
         parts = LINEARS[self.linear][2]
         return Fusion(
-            "rms" if "n" in parts else None, make(device, self.k) if "n" in parts else None, None, 1e-5, "silu" if "g" in parts else None,
+            "rms" if "n" in parts else None,
+            make(device, self.k) if "n" in parts else None,
+            None,
+            1e-5,
+            "silu" if "g" in parts else None,
             make(device, self.rows, self.n) if "r" in parts else None,
-        )  # fmt: skip
+        )
 
     def stored(self, device: str) -> tuple[PackedWeight, PackedWeight]:
         """(the weight for the kernel, the weight as it is stored)."""
@@ -140,19 +151,19 @@ def fp8_values(device: str, *shape: int) -> Tensor:
 
 
 def candidates(case: Case) -> Iterator[QuantTile]:
-    """Tiles worth trying for a case of few rows."""
+    """The tiles to measure for a case of up to 64 rows."""
     if case.form == "block":
         for block_n, splits, stages in itertools.product((64, 128), (1, 2, 4), (4, 6)):
             if case.k // 128 % splits == 0 and 100 <= case.n // block_n * splits <= 1200:
                 yield QuantTile(block_n, 128, splits, 4, stages, columns=16)
         return
-    columns = case.rows * (1 if CODES[case.form] in ("fp8", "int8") else 2)  # bytes of a feature: two digits, or one value of 16 bits
+    columns = case.rows * (1 if CODES[case.form] in ("fp8", "int8") else 2)  # bytes per feature: two digits, or one value of 16 bits
     one = case.rows == 1
     depths = (256,) if case.group else (128, 256) if one else (128, 256, 512)
     for block_n, block_k, splits in itertools.product((32, 64) if one else (64, 128), depths, (1, 2, 4)):
         stored = (block_n * (2 if case.gated else 1)) * (block_k // 2 if case.group else block_k) + block_k * max(columns, 8)
-        programs, most = -(-case.n // block_n) * splits, 4100 if case.n > 100000 else 1000
-        fits = case.k % (block_k * splits) == 0 and case.k // (block_k * splits) >= 4 and 100 <= programs <= most
+        ctas, max_ctas = -(-case.n // block_n) * splits, 4100 if case.n > 100000 else 1000
+        fits = case.k % (block_k * splits) == 0 and case.k // (block_k * splits) >= 4 and 100 <= ctas <= max_ctas
         if not fits or stored * 4 > 200_000 or (block_n == 128 and case.gated and columns >= 64):
             continue
         warps = 8 if block_n == 128 or (case.gated and columns >= 64) else 2 if block_n == 32 else 4
@@ -175,7 +186,7 @@ def compile_one(job: tuple[Case, QuantTile]) -> str | None:
 
 
 def signature(case: Case, tile: QuantTile) -> tuple[object, ...]:
-    """What decides the compiled kernel: shapes count only by what they divide."""
+    """The properties that select a compiled kernel."""
     return case.form, LINEARS[case.linear][2], tile, case.rows
 
 
@@ -189,9 +200,13 @@ def precompile(work: list[tuple[Case, QuantTile]]) -> None:
 def reference_linear(case: Case, x: Tensor, raw: PackedWeight, fusion: Fusion) -> Tensor:
     """float64 over the values that the codes stand for; activations rounded where the format rounds them."""
     wide = Fusion(
-        fusion.norm_kind, None if fusion.norm_weight is None else fusion.norm_weight.double(), None, fusion.norm_eps, fusion.gate,
+        fusion.norm_kind,
+        None if fusion.norm_weight is None else fusion.norm_weight.double(),
+        None,
+        fusion.norm_eps,
+        fusion.gate,
         None if fusion.residual is None else fusion.residual.double(),
-    )  # fmt: skip
+    )
 
     def product(rows: Tensor) -> Tensor:
         if case.form == "block":
@@ -227,10 +242,10 @@ def line(form: str, what: str, rows: int, us: float, num_bytes: float, error: fl
     return report({"form": form, "what": what, "rows": rows, "us": us, "tb_s": rate, "share": share, "error": error, "note": note + wrong})
 
 
-def time_if_it_fits(work: Callable[[], object]) -> float:
+def time_or_infinity(work: Callable[[], object]) -> float:
     try:
         return time_graph(work)
-    except OutOfResources:  # of shared memory, which a rule of candidates cannot foresee exactly
+    except OutOfResources:  # of shared memory, which `candidates` does not compute exactly
         return math.inf
 
 
@@ -241,7 +256,7 @@ def measure(case: Case) -> dict[str, object]:
     weights = [first, *(replace(first, values=first.values.clone(), scale=first.scale.clone()) for _ in range(copies - 1))]  # type: ignore[union-attr]
 
     def timed(tile: QuantTile | None) -> float:
-        return time_if_it_fits(lambda: [case.run(x, stored, fusion, tile) for stored in weights]) / copies
+        return time_or_infinity(lambda: [case.run(x, stored, fusion, tile) for stored in weights]) / copies
 
     times = {tile: timed(tile) for tile in candidates(case)}
     default = timed(None)
@@ -249,21 +264,21 @@ def measure(case: Case) -> dict[str, object]:
     us = times[best] if best else default
     error = error_of(case.run(x, first, fusion, best), reference_linear(case, x, raw, fusion))
     key = (1 if case.rows == 1 else padded_tokens(case.rows), case.n, case.k, case.gated)
-    made = line(case.form, case.linear, case.rows, us, case.num_bytes, error, f"default {default:.1f}  {key}: {best}")
-    return made | {"tiles": {str(tile): t for tile, t in sorted(times.items(), key=lambda item: item[1])[:5]}}
+    row = line(case.form, case.linear, case.rows, us, case.num_bytes, error, f"default {default:.1f}  {key}: {best}")
+    return row | {"tiles": {str(tile): t for tile, t in sorted(times.items(), key=lambda item: item[1])[:5]}}
 
 
-def middle_and_many(form: str) -> Iterator[dict[str, object]]:
-    """Where many rows change from one way to another: microseconds of each way on the gated projection's weight."""
+def compare_methods(form: str) -> Iterator[dict[str, object]]:
+    """Microseconds of each method for 64 to 2,048 rows on the gated projection, to find where the launcher should switch."""
     for rows in (64, 128, 256, 512, 2048):
         case = Case(form, "up", rows)
         x, fusion = make("cuda", rows, case.k), case.fusion("cuda")
         stored, raw = case.stored("cuda")
         want = reference_linear(case, x, raw, fusion) if rows <= 256 else None
-        for name, way in ways_of(form, x, stored, fusion).items():
-            out = way()
+        for name, method in methods_of(form, x, stored, fusion).items():
+            out = method()
             error = error_of(out, want) if want is not None and out.shape == want.shape else 0.0
-            us = time_graph(way)
+            us = time_graph(method)
             yield line(form, f"up, {name}", rows, us, case.num_bytes, error, f"{4 * rows * case.n * case.k / us / 1e6:.0f} TOP/s")
 
 
@@ -372,7 +387,7 @@ def compile_experts(job: tuple[str, str, int]) -> str | None:
         with compiling(90):
             moe.route(make("meta", rows, experts, dtype=torch.float32), None, RoutingParams(top_k))
             for down, n, k in ((False, 2 * size, hidden), (True, hidden, size)):
-                weight = as_read(expert_weights(form, experts, n, k, "meta"))
+                weight = pack_experts(expert_weights(form, experts, n, k, "meta"))
                 for tile in expert_tiles(rows, tokens, down, form):
                     project(make("meta", rows * (top_k if down else 1), k), weight, routing, down, tile)
     except Exception as problem:
@@ -384,16 +399,16 @@ def measure_experts(name: str, form: str, rows: int) -> Iterator[dict[str, objec
     experts, top_k, hidden, size = EXPERTS[name]
     logits = torch.randn(rows, experts, device="cuda")
     routing = moe.route(logits, None, RoutingParams(top_k))
-    wanted = moe_reference.route(logits.cpu(), None, RoutingParams(top_k))
-    assert torch.equal(routing.order.cpu(), wanted.order) and torch.equal(routing.offsets.cpu(), wanted.offsets), "routing differs"
+    expected = moe_reference.route(logits.cpu(), None, RoutingParams(top_k))
+    assert torch.equal(routing.order.cpu(), expected.order) and torch.equal(routing.offsets.cpu(), expected.offsets), "routing differs"
     used = int((routing.offsets.diff() > 0).sum())
     tokens = moe.tile_rows(rows * top_k, experts)
     for down, n, k in ((False, 2 * size, hidden), (True, hidden, size)):
         stored = expert_weights(form, experts, n, k, "cuda")
-        weight = as_read(stored)
+        weight = pack_experts(stored)
         x = make("cuda", rows * (top_k if down else 1), k)
         tiles = expert_tiles(rows, tokens, down, form)
-        times = {tile: time_if_it_fits(partial(project, x, weight, routing, down, tile)) for tile in tiles}
+        times = {tile: time_or_infinity(partial(project, x, weight, routing, down, tile)) for tile in tiles}
         default = times.pop(None)
         best = min(times, key=lambda tile: times[tile])
         got = project(x, weight, routing, down, best)
@@ -413,31 +428,33 @@ def main() -> None:
     options.add_argument("--formats", default="fp8,int8,w8a8,int4/128,int4/32,block,moe")
     options.add_argument("--rows", default="1,16,32,64")
     options.add_argument("--linears", default=",".join(LINEARS))
-    options.add_argument("--expert-rows", help="of --formats moe: only these")
-    options.add_argument("--json", help="write the results there")
+    options.add_argument("--expert-rows", help="rows to measure with --formats moe")
+    options.add_argument("--json", help="write the results to this file")
     chosen = options.parse_args()
     forms, counts = chosen.formats.split(","), [int(n) for n in chosen.rows.split(",")]
-    wanted = [job for job in expert_cases() if chosen.expert_rows is None or str(job[2]) in chosen.expert_rows.split(",")]
+    expert_jobs = [job for job in expert_cases() if chosen.expert_rows is None or str(job[2]) in chosen.expert_rows.split(",")]
     torch.manual_seed(0)
     began = time.monotonic()
     cases = [
         Case(form, linear, rows)
-        for form in forms if form != "moe"
-        for linear in chosen.linears.split(",") for rows in counts
+        for form in forms
+        if form != "moe"
+        for linear in chosen.linears.split(",")
+        for rows in counts
         if not (CODES.get(form) == "digits" and rows > 32) and not (form == "block" and rows not in (1, 64))
-    ]  # fmt: skip
+    ]
     precompile([(case, tile) for case in cases for tile in candidates(case)])
     if "moe" in forms:
         with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
-            for problem in filter(None, pool.map(compile_experts, wanted)):
+            for problem in filter(None, pool.map(compile_experts, expert_jobs)):
                 print("does not compile:", problem, flush=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: compiled in {time.monotonic() - began:.0f} s", flush=True)
     results = [measure(case) for case in cases]
     for form in forms:
         if form != "moe" and not form.endswith(WIDENED) and "up" in chosen.linears:
-            results += middle_and_many(form)
+            results += compare_methods(form)
     if "moe" in forms:
-        for job in wanted:
+        for job in expert_jobs:
             results += measure_experts(*job)
     for form, rows in itertools.product(forms, counts):
         step = {str(r["what"]): float(r["us"]) for r in results if r["form"] == form and r["rows"] == rows and r["what"] in LINEARS}  # type: ignore[arg-type]
@@ -445,7 +462,7 @@ def main() -> None:
             total = LAYERS * sum(us for what, us in step.items() if what != "head") + step["head"]
             floor = sum(Case(form, what, rows).num_bytes * (1 if what == "head" else LAYERS) for what in LINEARS) / READ_TB_S / 1e9
             print(f"{form:9} all linears of a step, M={rows}: {total / 1e3:.3f} ms, floor {floor / 1e3:.3f}", flush=True)
-    print(f"total {time.monotonic() - began:.0f} s; {quant_tile.__name__} gives the defaults")
+    print(f"total {time.monotonic() - began:.0f} s; the defaults are those of {quant_tile.__name__}")
     if chosen.json:
         with open(chosen.json, "w") as file:
             json.dump({**provenance(device="cuda"), "results": results}, file, indent=1, default=str)

@@ -47,13 +47,16 @@ READ_TB_S = 4.42  # measured read-only stream of one H200
 ROTATED_BYTES = 256 << 20
 MODELS = {  # (rows of a part, features, parts: norm, gate, residual)
     "8b": {
-        "qkv": (6144, 4096, "n"), "out": (4096, 4096, "r"), "up": (14336, 4096, "ng"), "down": (4096, 14336, "r"),
+        "qkv": (6144, 4096, "n"),
+        "out": (4096, 4096, "r"),
+        "up": (14336, 4096, "ng"),
+        "down": (4096, 14336, "r"),
         "head": (128256, 4096, "n"),
     },
     "70b": {"qkv": (10240, 8192, "n"), "out": (8192, 8192, "r"), "up": (28672, 8192, "ng"), "down": (8192, 28672, "r")},
     "70b/2": {"qkv": (5120, 8192, "n"), "out": (8192, 4096, ""), "up": (14336, 8192, "ng"), "down": (8192, 14336, "")},
     "70b/4": {"qkv": (2560, 8192, "n"), "out": (8192, 2048, ""), "up": (7168, 8192, "ng"), "down": (8192, 7168, "")},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,13 @@ class Case:
 
     def fusion(self, device: str) -> Fusion:
         return Fusion(
-            "rms" if "n" in self.parts else None, make(device, self.k) if "n" in self.parts else None, None, 1e-5,
-            "silu" if self.gated else None, make(device, self.rows, self.n) if "r" in self.parts else None,
-        )  # fmt: skip
+            "rms" if "n" in self.parts else None,
+            make(device, self.k) if "n" in self.parts else None,
+            None,
+            1e-5,
+            "silu" if self.gated else None,
+            make(device, self.rows, self.n) if "r" in self.parts else None,
+        )
 
     def weight(self, device: str) -> tuple[PackedWeight, PackedWeight]:
         """(the weight for the kernel, the weight as it is stored)."""
@@ -141,8 +148,8 @@ class Case:
         if fusion.norm_kind:
             h = norm.norm(x.float(), fusion.norm_weight, None, fusion.norm_eps, "rms").double()
         if self.form == "fp8":
-            made = encode_rows(x, "fp8", self.k, norm_weight=fusion.norm_weight, eps=fusion.norm_eps)
-            h = made.codes.double() * made.scale.double()[:, None]
+            quantized = encode_rows(x, "fp8", self.k, norm_weight=fusion.norm_weight, eps=fusion.norm_eps)
+            h = quantized.codes.double() * quantized.scale.double()[:, None]
         late = replace(fusion, norm_kind=None, residual=None if fusion.residual is None else fusion.residual.double())
         return around(h, late, lambda v: v @ real.T)
 
@@ -158,29 +165,29 @@ def integers(device: str, dtype: torch.dtype, below: int, *shape: int) -> Tensor
 
 
 def fp8_values(device: str, n: int, k: int) -> Tensor:
-    made = make(device, n, k)
-    return made.to(torch.float8_e4m3fn) if device == "meta" else (made * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+    values = make(device, n, k)
+    return values.to(torch.float8_e4m3fn) if device == "meta" else (values * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def tiles(case: Case) -> Iterator[SkinnyTile | SkinnyInt4Tile]:
-    """Tiles worth trying: enough programs, something for every warp, and what a thread holds fits its registers."""
+    """The tiles to measure: those with enough CTAs, work for every warp, and few enough registers per thread."""
     if case.int4_kernel:
         yield from int4_tiles(case)
         return
     for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4)):
-        programs = -(-case.n // (16 * m_tiles // (2 if case.gated else 1))) * splits
-        turns = -(-case.chunks // (warps * splits))
-        fits = m_tiles * stages * max(1, case.group // 64) <= 8 and turns >= stages and (m_tiles > 1 or not case.gated)
-        if fits and programs >= 100 and (splits == 1 or programs * warps <= 6000):
+        ctas = -(-case.n // (16 * m_tiles // (2 if case.gated else 1))) * splits
+        iterations = -(-case.chunks // (warps * splits))
+        fits = m_tiles * stages * max(1, case.group // 64) <= 8 and iterations >= stages and (m_tiles > 1 or not case.gated)
+        if fits and ctas >= 100 and (splits == 1 or ctas * warps <= 6000):
             yield SkinnyTile(m_tiles, splits, warps, stages)
 
 
 def int4_tiles(case: Case) -> Iterator[SkinnyInt4Tile]:
     words = 16  # registers of a chunk of a tile
     for m_tiles, warps, splits, stages in itertools.product((1, 2), (2, 4), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2)):
-        programs = -(-case.n // (16 * m_tiles * warps // (2 if case.gated else 1))) * splits
+        ctas = -(-case.n // (16 * m_tiles * warps // (2 if case.gated else 1))) * splits
         held = m_tiles * (4 * case.token_tiles + words * (stages + 1) // 2 + 16) + 8 * case.token_tiles
-        enough = programs * warps >= 500 and -(-case.chunks // splits) >= 2 * stages and (splits == 1 or programs * warps <= 4400)
+        enough = ctas * warps >= 500 and -(-case.chunks // splits) >= 2 * stages and (splits == 1 or ctas * warps <= 4400)
         if held <= 200 and enough and (m_tiles > 1 or not case.gated):
             yield SkinnyInt4Tile(m_tiles, splits, warps, stages)
 
@@ -194,11 +201,11 @@ def compile_tile(job: tuple[Case, SkinnyTile | SkinnyInt4Tile]) -> None:
 
 def measure(case: Case, fast: bool) -> dict[str, object]:
     copies = max(2, ROTATED_BYTES // case.num_bytes + 1)
-    made = [case.weight("cuda") for _ in range(copies)]
-    weights, x, fusion = [weight for weight, _ in made], make("cuda", case.rows, case.k), case.fusion("cuda")
+    pairs = [case.weight("cuda") for _ in range(copies)]
+    weights, x, fusion = [weight for weight, _ in pairs], make("cuda", case.rows, case.k), case.fusion("cuda")
     default = case.by_rule(num_sms(x.device))
-    want = case.expected(x, made[0][1], fusion)
-    del made
+    want = case.expected(x, pairs[0][1], fusion)
+    del pairs
     errors, times = {}, {}
     for tile in {default, *(() if fast else tiles(case))}:
         got = case.run(x, weights[0], fusion, tile).double()
@@ -213,10 +220,13 @@ def measure(case: Case, fast: bool) -> dict[str, object]:
     best = min(times, key=lambda tile: times[tile])
     row["tiled_us"] = time_graph(lambda: [case.tiled(x, weight, fusion) for weight in weights]) / copies
     key = (case.group if case.int4_kernel else case.form, case.token_tiles, case.n, case.chunks, case.gated)
-    print(f"{row['form']:9} {case.name:5} M={case.rows:<3} {times[best]:7.1f} us {case.num_bytes / times[best] / 1e6 / READ_TB_S:6.1%}  "
-          f"err {errors[best]:.1e}  rule {times.get(default, 0):6.1f}  tiled {row['tiled_us']:6.1f}  "
-          f"{key}: {type(best).__name__}({name_of(best).replace('/', ', ')}),"
-          f"  {[f'{name_of(t)} {times[t]:.1f}' for t in sorted(times, key=lambda t: times[t])[1:4]]}", flush=True)  # fmt: skip
+    print(
+        f"{row['form']:9} {case.name:5} M={case.rows:<3} {times[best]:7.1f} us {case.num_bytes / times[best] / 1e6 / READ_TB_S:6.1%}  "
+        f"err {errors[best]:.1e}  rule {times.get(default, 0):6.1f}  tiled {row['tiled_us']:6.1f}  "
+        f"{key}: {type(best).__name__}({name_of(best).replace('/', ', ')}),"
+        f"  {[f'{name_of(t)} {times[t]:.1f}' for t in sorted(times, key=lambda t: times[t])[1:4]]}",
+        flush=True,
+    )
     every = {name_of(t): round(us, 2) for t, us in times.items()}
     return row | {"us": times[best], "share": case.num_bytes / times[best] / 1e6 / READ_TB_S, "every": every}
 
@@ -258,8 +268,17 @@ def main() -> None:
     jobs = {}
     for case in cases:
         for tile in {case.by_rule(132), *(() if args.fast else tiles(case))}:
-            key = (case.form, case.group, case.parts, case.token_tiles, case.int4_kernel, tile.m_tiles, tile.num_warps, tile.num_stages,
-                   tile.splits > 1)  # fmt: skip
+            key = (
+                case.form,
+                case.group,
+                case.parts,
+                case.token_tiles,
+                case.int4_kernel,
+                tile.m_tiles,
+                tile.num_warps,
+                tile.num_stages,
+                tile.splits > 1,
+            )
             jobs.setdefault(key, (case, tile))
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_tile, jobs.values(), chunksize=1))

@@ -1,4 +1,4 @@
-"""From the page cache to the device: how fast a rank's file is loaded.
+"""Measures the load of a rank file from the page cache to the device.
 
 PYTHONPATH=src python benchmarks/load_weights.py --gib 8 --folder /dev/shm
 """
@@ -21,7 +21,7 @@ from stoker.engine.tensor_source import FileTensorSource
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=int, default=8)
-    parser.add_argument("--folder", default=None, help="where the file is written; default: the temporary folder")
+    parser.add_argument("--folder", default=None, help="folder for the file; default: the temporary folder")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -39,12 +39,12 @@ def main() -> None:
         for _ in range(3):
             source = FileTensorSource(path, device)
             started = time.perf_counter()
-            held = [source.get(name, shape, torch.bfloat16) for name in names]
+            loaded = [source.get(name, shape, torch.bfloat16) for name in names]
             if device.type == "cuda":
                 torch.cuda.synchronize()
             rates.append(path.stat().st_size / (time.perf_counter() - started) / 1e9)
-            assert torch.equal(held[-1].cpu(), block) and torch.equal(held[0].cpu(), block)
-            del held
+            assert torch.equal(loaded[-1].cpu(), block) and torch.equal(loaded[0].cpu(), block)
+            del loaded
     row = {**provenance(device=device.type), "gib": args.gib, "gb_per_s": rates}
     print(row, flush=True)
     if args.json:

@@ -1,10 +1,10 @@
-"""What several GPUs of one host give, within a bounded time: the all-reduce's sweep, then engines by tensor-parallel width.
+"""Measures several GPUs of one host within a time limit: the all-reduce, then engines by the number of tensor-parallel ranks.
 
     PYTHONPATH=src python benchmarks/parallel.py --out results --seconds 200
 
-One process builds the engines, kernels included, in the order in which they are wanted. Steps begin in their order, each as soon as its
-engine and neighbouring GPUs are there. Each result is a line of results/parallel.jsonl as soon as it is there, so what a cut leaves is
-whole; each step's output is in a log of its own. A step that would not end in time is not begun, or is ended.
+One process builds the engines with their kernels in the order of the steps. Steps start in order, each as soon as its engine and adjacent
+GPUs are available. Each result is written to results/parallel.jsonl immediately, so that an interrupted run leaves complete lines. Each step
+has its own log. A step that cannot end in time is not started, or is stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What is built: a folder of benchmarks/models, its format and the number of ranks."""
+    """An engine to build: a folder of benchmarks/models, its quantization and the number of ranks."""
 
     model: str
     gpus: int
@@ -40,44 +40,46 @@ class Engine:
 
 @dataclass(slots=True)
 class Step:
-    """One process on neighbouring GPUs: an engine that is measured, or the sweep."""
+    """One process on adjacent GPUs, which measures an engine or the all-reduce."""
 
     name: str
     gpus: int
-    seconds: float  # at most
-    needs: float  # seconds without which it is not begun
+    seconds: float  # limit
+    needs: float  # seconds that must be left to start it
     command: list[str] = field(default_factory=list)
     engine: Engine | None = None
 
 
-def measured(name: str, engine: Engine, seconds: float, *more: str) -> Step:
+def engine_step(name: str, engine: Engine, seconds: float, *more: str) -> Step:
     """A step of parallel_engine.py."""
     return Step(name, engine.gpus, seconds, 25.0, [str(HERE / "parallel_engine.py"), "--name", name, *more], engine)
 
 
 def plan(gpus: int) -> list[Step]:
-    """The steps that fit on so many GPUs, what is wanted most first."""
+    """The steps that fit on `gpus` GPUs, the most important first."""
     widths = ",".join(str(n) for n in (8, 4, 2) if n <= gpus)
     small, large = "llama-3.1-8b", "llama-3.1-70b"
     both = ("--latency", "1x1000,64x1000")
     steps = [
         Step("all-reduce", gpus, 50, 15, [str(HERE / "allreduce.py"), "--ranks", widths]),
-        measured("8b bf16 tp4", Engine(small, 4), 45, *both, "--breakdown", "1x1000"),
-        measured("8b bf16 tp2", Engine(small, 2), 45, *both),
-        measured("8b bf16 tp2, nccl alone", Engine(small, 2), 45, *both, "--nccl"),
-        measured("70b fp8 tp8", Engine(large, 8, "FP8_KV"), 120, *both, "--throughput", "1000/1000:768", "--max-batch", "768"),
-        measured("70b fp8 tp4", Engine(large, 4, "FP8_KV"), 60, *both, "--breakdown", "1x1000"),
-        measured("70b fp8 tp2", Engine(large, 2, "FP8_KV"), 150, *both, "--throughput", "1000/1000:256", "--max-batch", "256"),
-        measured("70b fp8 tp1", Engine(large, 1, "FP8_KV"), 70, *both),
-        measured("8b bf16 tp1", Engine(small, 1), 45, "--latency", "1x1000,8x1000,64x1000"),
-        measured("70b fp8 tp2, load", Engine(large, 2, "FP8_KV"), 150, "--throughput", "128/2048:256", "--max-batch", "256"),
-        measured("mixtral fp8 tp2, load", Engine("mixtral-8x7b", 2, "FP8_KV"), 150, "--throughput", "1000/1000:384", "--max-batch", "384"),
+        engine_step("8b bf16 tp4", Engine(small, 4), 45, *both, "--breakdown", "1x1000"),
+        engine_step("8b bf16 tp2", Engine(small, 2), 45, *both),
+        engine_step("8b bf16 tp2, nccl alone", Engine(small, 2), 45, *both, "--nccl"),
+        engine_step("70b fp8 tp8", Engine(large, 8, "FP8_KV"), 120, *both, "--throughput", "1000/1000:768", "--max-batch", "768"),
+        engine_step("70b fp8 tp4", Engine(large, 4, "FP8_KV"), 60, *both, "--breakdown", "1x1000"),
+        engine_step("70b fp8 tp2", Engine(large, 2, "FP8_KV"), 150, *both, "--throughput", "1000/1000:256", "--max-batch", "256"),
+        engine_step("70b fp8 tp1", Engine(large, 1, "FP8_KV"), 70, *both),
+        engine_step("8b bf16 tp1", Engine(small, 1), 45, "--latency", "1x1000,8x1000,64x1000"),
+        engine_step("70b fp8 tp2, load", Engine(large, 2, "FP8_KV"), 150, "--throughput", "128/2048:256", "--max-batch", "256"),
+        engine_step(
+            "mixtral fp8 tp2, load", Engine("mixtral-8x7b", 2, "FP8_KV"), 150, "--throughput", "1000/1000:384", "--max-batch", "384"
+        ),
     ]
     return [step for step in steps if step.gpus <= gpus and (step.engine is not None or gpus > 1)]
 
 
 class Runner:
-    """Begins steps in their order, and ends those whose time is over."""
+    """Starts steps in order, and stops those that exceed their limit."""
 
     def __init__(self, gpus: int, out: Path, engines: Path, ends: float) -> None:
         self.out, self.engines, self.ends = out, engines, ends
@@ -96,12 +98,12 @@ class Runner:
         end(builder)
 
     def _is_settled(self, step: Step, builder: subprocess.Popen[bytes]) -> bool:
-        """Whether `step` has begun, or never will."""
+        """Whether `step` was started or is skipped."""
         left = self.ends - time.monotonic()
-        no_more = builder.poll() is not None
+        builder_ended = builder.poll() is not None
         built = step.engine is None or (self._folder(step.engine) / "config.json").exists()
-        if left < step.needs or (no_more and not built):
-            print(f"{step.name}: left out, {f'{left:.0f} s are left' if built else 'its engine was not built; see build.log'}", flush=True)
+        if left < step.needs or (builder_ended and not built):
+            print(f"{step.name}: skipped, {f'{left:.0f} s are left' if built else 'its engine was not built; see build.log'}", flush=True)
             return True
         place = next((place for place in self._places(step.gpus) if self.free.issuperset(place)), None)
         if not built or place is None:
@@ -123,8 +125,8 @@ class Runner:
             end(process)
             self.running.remove(entry)
             self.free |= set(place)
-            how = "ended" if code == 0 else f"cut or failed ({code}); see its log"
-            print(f"{step.name} on {','.join(map(str, place))}: {how}", flush=True)
+            state = "ended" if code == 0 else f"stopped or failed ({code}); see its log"
+            print(f"{step.name} on {','.join(map(str, place))}: {state}", flush=True)
 
     def _begin(self, step: Step, place: range) -> subprocess.Popen[bytes]:
         command = [*step.command, "--json", str(self.out / "parallel.jsonl")]
@@ -133,10 +135,10 @@ class Runner:
         return start(command, self.out / f"{step.name.replace(' ', '_').replace(',', '')}.log", place)
 
     def _build(self, steps: list[Step]) -> subprocess.Popen[bytes]:
-        """A process that builds every engine once."""
+        """The process that builds every engine once."""
         engines = dict.fromkeys(step.engine for step in steps if step.engine is not None)
-        wanted = [f"{e.model}:{e.gpus}:{e.quantization or ''}:{self._folder(e)}" for e in engines]
-        return start([str(HERE / "parallel_engine.py"), "--build", *wanted], self.out / "build.log", range(1))
+        builds = [f"{e.model}:{e.gpus}:{e.quantization or ''}:{self._folder(e)}" for e in engines]
+        return start([str(HERE / "parallel_engine.py"), "--build", *builds], self.out / "build.log", range(1))
 
     def _folder(self, engine: Engine) -> Path:
         return self.engines / engine.name
@@ -149,7 +151,7 @@ def start(command: list[str], log: Path, gpus: range) -> subprocess.Popen[bytes]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """With what it started: followers end with their leader."""
+    """Kill a process and all processes of its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -158,8 +160,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="parallel-results")
-    parser.add_argument("--seconds", type=float, default=200.0, help="in all")
-    parser.add_argument("--gpus", type=int, default=0, help="0: all that are here")
+    parser.add_argument("--seconds", type=float, default=200.0, help="limit of the whole run")
+    parser.add_argument("--gpus", type=int, default=0, help="0: all GPUs of the host")
     args = parser.parse_args()
     ends = time.monotonic() + args.seconds
     gpus, out = args.gpus or _num_gpus(), Path(args.out)

@@ -1,9 +1,9 @@
-"""Tokens a second that one frontend process streams over SSE, with a service that emits at once: the HTTP edge alone.
+"""Measures the tokens per second that one frontend process streams over SSE, with a service that emits all tokens immediately.
 
-    python benchmarks/sse_stub.py [--streams 64] [--tokens 1000] [--group 1] [--door chat] [--json]
+    python benchmarks/sse_stub.py [--streams 64] [--tokens 1000] [--group 1] [--protocol chat] [--json]
 
-The service wakes a stream for every `group` tokens, the hardest case for the edge is 1: a send for each token of each stream. The
-client is another process that reads raw bytes and counts events.
+The service wakes a stream for every `group` tokens. The most expensive case is 1: a send per token and stream. The client is another
+process that reads raw bytes and counts events.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ from stoker.server.processes.frontend import HttpServer, http_config
 from stoker.server.protocol import Context
 from stoker.server.settings import ServerSettings
 
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "kserve": "/v2/models/ensemble/generate_stream",
-         "sagemaker": "/invocations", "truss": "/v1/models/model:predict"}  # fmt: skip
-EVENTS = {"truss": b" token\r\n"}  # plain text: a piece a chunk
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "kserve": "/v2/models/ensemble/generate_stream",
+    "sagemaker": "/invocations",
+    "truss": "/v1/models/model:predict",
+}
+EVENTS = {"truss": b" token\r\n"}  # plain text: one token per chunk
 
 
 class InstantService(Service):
-    """Every token is there at once; the event loop turns once for each wake-up."""
+    """Emits all tokens immediately, with one iteration of the event loop per wake-up."""
 
     model_name = "stub"
 
@@ -116,23 +121,23 @@ async def _serve(pipe: multiprocessing.connection.Connection, group: int) -> Non
     pipe.send(time.process_time())
 
 
-def request_bytes(door: str, tokens: int) -> bytes:
+def request_bytes(protocol: str, tokens: int) -> bytes:
     fields: dict[str, Any] = {"max_tokens": tokens, "stream": True}
-    if door == "kserve":
+    if protocol == "kserve":
         fields["text_input"] = "hi"
-    elif door == "sagemaker":
+    elif protocol == "sagemaker":
         fields = {"inputs": "hi", "stream": True, "parameters": {"max_new_tokens": tokens, "output_formatter": "sse"}}
     else:
-        fields |= {"messages": [{"role": "user", "content": "hi"}]} if door == "chat" else {"prompt": "hi"}
+        fields |= {"messages": [{"role": "user", "content": "hi"}]} if protocol == "chat" else {"prompt": "hi"}
     body = json.dumps(fields).encode()
-    head = f"POST {PATHS[door]} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {PATHS[protocol]} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
 def read_all(port: int, request: bytes, num_streams: int, event: bytes) -> tuple[int, float, list[float]]:
-    """Events of all streams, seconds from the first request to the last byte, and each stream's seconds to its first event.
+    """Events of all streams, seconds from the first request to the last byte, and seconds to the first event of each stream.
 
-    Every event holds the bytes `event` once.
+    Every event contains the bytes `event` once.
     """
     selector = selectors.DefaultSelector()
     started = time.perf_counter()
@@ -155,16 +160,16 @@ def read_all(port: int, request: bytes, num_streams: int, event: bytes) -> tuple
     return events, time.perf_counter() - started, sorted(firsts)
 
 
-def measure(door: str, num_streams: int, tokens: int, group: int) -> dict[str, Any]:
-    ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, group))
+def measure(protocol: str, num_streams: int, tokens: int, group: int) -> dict[str, Any]:
+    pipe, server_pipe = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(server_pipe, group))
     server.start()
-    port = ours.recv()
-    event = EVENTS.get(door, b"data: {")
-    read_all(port, request_bytes(door, 50), 4, event)
+    port = pipe.recv()
+    event = EVENTS.get(protocol, b"data: {")
+    read_all(port, request_bytes(protocol, 50), 4, event)
     best: dict[str, Any] = {}
     for _ in range(3):
-        events, elapsed_s, firsts = read_all(port, request_bytes(door, tokens), num_streams, event)
+        events, elapsed_s, firsts = read_all(port, request_bytes(protocol, tokens), num_streams, event)
         rate = num_streams * tokens / elapsed_s
         if rate > best.get("tokens_per_s", 0):
             best = {
@@ -172,10 +177,17 @@ def measure(door: str, num_streams: int, tokens: int, group: int) -> dict[str, A
                 "events_per_s": round(events / elapsed_s),
                 "ttft_p50_ms": round(firsts[len(firsts) // 2] * 1e3, 2),
             }
-    ours.send("stop")
-    cpu_s = ours.recv()
+    pipe.send("stop")
+    cpu_s = pipe.recv()
     server.join()
-    return {"door": door, "streams": num_streams, "tokens": tokens, "tokens_a_wake_up": group, **best, "server_cpu_s": round(cpu_s, 2)}
+    return {
+        "protocol": protocol,
+        "streams": num_streams,
+        "tokens": tokens,
+        "tokens_per_wake_up": group,
+        **best,
+        "server_cpu_s": round(cpu_s, 2),
+    }
 
 
 def main() -> None:
@@ -183,11 +195,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--group", type=int, default=1)
-    parser.add_argument("--door", choices=[*PATHS, "all"], default="all")
+    parser.add_argument("--protocol", choices=[*PATHS, "all"], default="all")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    doors = list(PATHS) if args.door == "all" else [args.door]
-    results = [measure(door, args.streams, args.tokens, args.group) for door in doors]
+    protocols = list(PATHS) if args.protocol == "all" else [args.protocol]
+    results = [measure(protocol, args.streams, args.tokens, args.group) for protocol in protocols]
     machine = {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine()}
     if args.json:
         print(json.dumps({"machine": machine, "results": results}, indent=1))

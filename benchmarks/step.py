@@ -1,4 +1,4 @@
-"""One decode step, taken apart: replay time of its graph, and where it goes kernel by kernel.
+"""Measures a decode step: the replay time of its CUDA graph, and the time of each kernel.
 
 PYTHONPATH=src python benchmarks/step.py --config benchmarks/models/llama-3.1-8b --rows 1,8,64 --context 1000 --profile
 """
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--quantize")
-    parser.add_argument("--kv-cache", help="auto, int8 or float8_e4m3fn; default: as --quantize says")
+    parser.add_argument("--kv-cache", help="auto, int8 or float8_e4m3fn; default: as --quantize selects")
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--profile", action="store_true")
@@ -86,20 +86,20 @@ def measure(executor: Executor, rows: int, context: int, profile: bool) -> dict[
 
 
 def fill(graphs: Graphs, shape: Shape, context: int, block_size: int, num_tokens: int) -> None:
-    """Give the graph's buffers rows of `context` tokens in scattered blocks."""
+    """Fill the buffers of the graph with rows of `context` tokens in scattered blocks."""
     rows, width = shape.rows, -(-(context + 1) // block_size)
     tables = np.random.default_rng(0).permutation(num_tokens // block_size)[: rows * width].reshape(rows, width).astype(np.int32)
     where = np.full(rows, context, dtype=np.int32)
     slots = tables[:, context // block_size] * block_size + context % block_size
-    ids = np.random.default_rng(1).integers(10, 30_000, rows)  # equal tokens would all choose the same experts
+    ids = np.random.default_rng(1).integers(10, 30_000, rows)  # equal tokens would select the same experts
     parts = [ids, where, slots, np.arange(rows + 1), where + 1, np.arange(rows), np.arange(rows), where + 1]
-    for place, part in zip(cut(graphs._static, tuple(map(len, parts))), parts, strict=True):
-        place.copy_(torch.from_numpy(part.astype(np.int32)))
+    for buffer, part in zip(cut(graphs._static, tuple(map(len, parts))), parts, strict=True):
+        buffer.copy_(torch.from_numpy(part.astype(np.int32)))
     graphs._tables[:rows, :width].copy_(torch.from_numpy(tables))
 
 
 def breakdown(work: Callable[[], None], repeats: int = 5) -> dict[str, dict[str, float]]:
-    """Per kernel: launches a step, mean µs, share of the step. Chained kernels overlap, so shares may sum to more than 1."""
+    """Per kernel: launches per step, mean µs and µs per step. Kernels overlap with PDL, so that the sum can exceed the step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(repeats):
             work()
@@ -117,9 +117,14 @@ def breakdown(work: Callable[[], None], repeats: int = 5) -> dict[str, dict[str,
 
 
 LAUNCHERS = {
-    "linear": "gemm.dense.launch", "norm": "norm", "activation": "activation", "embedding": "embedding", "rope": "rope",
-    "attention": "attention.launch", "sampling": "sampling",
-}  # fmt: skip
+    "linear": "gemm.dense.launch",
+    "norm": "norm",
+    "activation": "activation",
+    "embedding": "embedding",
+    "rope": "rope",
+    "attention": "attention.launch",
+    "sampling": "sampling",
+}
 
 
 def without_pdl(*names: str) -> Callable[[], Callable[[], None]]:
@@ -144,9 +149,9 @@ def with_splits(count: int) -> Callable[[], Callable[[], None]]:
     def patch() -> Callable[[], None]:
         from stoker.kernels.triton.attention import launch as attention
 
-        kept = attention.choose_splits
+        original = attention.choose_splits
         attention.choose_splits = lambda *a: attention_tuning.Splits(count, 1)  # type: ignore[assignment]
-        return lambda: setattr(attention, "choose_splits", kept)
+        return lambda: setattr(attention, "choose_splits", original)
 
     return patch
 

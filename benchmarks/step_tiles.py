@@ -1,10 +1,10 @@
-"""Tiles of a decode step's linears, tuned where they run: between each other, in a captured step.
+"""Tunes the tiles of linears inside a captured decode step.
 
     PYTHONPATH=src python benchmarks/step_tiles.py --config benchmarks/models/llama-3.1-8b --quantize FP8_KV --rows 1,8 [--json FILE]
 
-A tile that is best when one linear follows itself (`kernels_skinny.py`) need not be best here: what runs before decides when and on which
-multiprocessors its programs start. One linear after another tries its tiles, and keeps the best; then the best few of each once more.
-`--ranks` takes the shapes that one of so many tensor-parallel ranks has, without its sums; `--layers` fewer layers.
+The best tile when one linear runs repeatedly (`kernels_skinny.py`) can differ from the best tile in a step, where the previous kernel
+decides when and on which SMs its CTAs start. Linears are tuned one after another; then the best tiles of each are measured once more.
+`--ranks N` uses the shapes of one of N tensor-parallel ranks, without all-reduces. `--layers` limits the number of layers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MOST_PROGRAMS = 1600
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of the model in its format, for some rows."""
+    """A linear of the model in its format, for a number of rows."""
 
     name: str
     n: int
@@ -86,16 +86,16 @@ class Linear:
         return self.n, self.k if self.form == "dense" else self.case.chunks, self.gated
 
     def tiles(self) -> Iterator[Tile]:
-        """Those worth trying."""
+        """The tiles to measure."""
         if self.form == "dense":
             yield from self.gemv_tiles() if self.rows == 1 else self.dense_tiles()
             return
         case = self.case
         for m_tiles, warps, splits, stages in itertools.product((1, 2, 4), (4, 8), (1, 2, 4), (1, 2, 4)):
-            programs = -(-self.n // (16 * m_tiles // (2 if self.gated else 1))) * splits
-            turns = -(-case.chunks // (warps * splits))
-            held = m_tiles * stages * max(1, case.group // 64) * (1 if case.group != 32 else 2)
-            if held <= 8 and turns >= stages and (m_tiles > 1 or not self.gated) and 60 <= programs <= MOST_PROGRAMS:
+            ctas = -(-self.n // (16 * m_tiles // (2 if self.gated else 1))) * splits
+            iterations = -(-case.chunks // (warps * splits))
+            registers = m_tiles * stages * max(1, case.group // 64) * (1 if case.group != 32 else 2)
+            if registers <= 8 and iterations >= stages and (m_tiles > 1 or not self.gated) and 60 <= ctas <= MAX_CTAS:
                 yield SkinnyTile(m_tiles, splits, warps, stages)
         if self.form == "fp8" and self.rows == 1 and not self.gated and self.k <= quant_gemv.MAX_FEATURES:
             for block_n, warps in itertools.product((4, 8, 16, 32), (2, 4, 8)):
@@ -103,7 +103,7 @@ class Linear:
 
     def gemv_tiles(self) -> Iterator[LinearTile]:
         for block_n, block_k, warps, stages in itertools.product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8), (1, 3)):
-            weights = block_n * block_k * (2 if self.gated else 1) // (32 * warps)  # of a thread
+            weights = block_n * block_k * (2 if self.gated else 1) // (32 * warps)  # per thread
             if 16 <= weights <= 64 and 250 <= self.n // block_n <= 8192:
                 yield LinearTile(block_n, block_k, 1, warps, stages)
 
@@ -112,12 +112,12 @@ class Linear:
         for block_n, block_k, splits, stages in itertools.product((32, 64, 128), (64, 128, 256), (1, 2, 4), (2, 3, 4, 6)):
             lines = block_n * (2 if self.gated else 1)
             shared = stages * block_k * 2 * (lines + side)
-            programs = -(-self.n // block_n) * splits
-            if 40_000 <= shared <= 220_000 and 120 <= programs <= 1000 and self.k // (splits * block_k) >= stages:
+            ctas = -(-self.n // block_n) * splits
+            if 40_000 <= shared <= 220_000 and 120 <= ctas <= 1000 and self.k // (splits * block_k) >= stages:
                 yield LinearTile(block_n, block_k, splits, 8 if lines > 128 else 4, stages, self.rows <= 16 and not self.fuses_norm)
 
 
-chosen: dict[Key, Tile] = {}  # the tiles on trial
+chosen: dict[Key, Tile] = {}  # the tiles that are measured now
 _rules = (skinny.skinny_tile, linear.linear_tile, quant_gemv.gemv_tile)
 
 
@@ -166,25 +166,25 @@ def tune(executor: Executor, linears: list[Linear], context: int) -> dict[str, A
     chosen.clear()
     before = best = timed(3)
     seen: dict[str, dict[Tile, float]] = {}
-    for turn in range(2):
+    for round_number in range(2):
         for one in linears:
-            kept, times = chosen.get(one.key), {}
-            tiles = list(one.tiles()) if turn == 0 else sorted(seen[one.name], key=lambda t: seen[one.name][t])[:AGAIN]
+            best_tile, times = chosen.get(one.key), {}
+            tiles = list(one.tiles()) if round_number == 0 else sorted(seen[one.name], key=lambda t: seen[one.name][t])[:SECOND_ROUND_TILES]
             for tile in tiles:
                 chosen[one.key] = tile
                 try:
-                    times[tile] = timed(1 + 2 * turn)
+                    times[tile] = timed(1 + 2 * round_number)
                 except Exception as error:
                     print(f"{one.name} {tile}: {error}"[:200], flush=True)
-            if times and min(times.values()) < best * (0.999 if turn == 0 else 1.0):
-                kept = min(times, key=lambda t: times[t])
-                best = times[kept]
+            if times and min(times.values()) < best * (0.999 if round_number == 0 else 1.0):
+                best_tile = min(times, key=lambda t: times[t])
+                best = times[best_tile]
             chosen.pop(one.key)
-            if kept is not None:
-                chosen[one.key] = kept
+            if best_tile is not None:
+                chosen[one.key] = best_tile
             seen[one.name] = times
             ranked = [f"{type(t).__name__[0]}{astuple(t)} {times[t]:.3f}" for t in sorted(times, key=lambda t: times[t])[:5]]
-            print(f"rows {one.rows} {one.name} ({one.n}, {one.k}): {best:.3f} ms with {kept}; {'; '.join(ranked)}", flush=True)
+            print(f"rows {one.rows} {one.name} ({one.n}, {one.k}): {best:.3f} ms with {best_tile}; {'; '.join(ranked)}", flush=True)
     for one in linears:
         print(f"  {one.form} {one.case.token_tiles} {one.key}: {chosen.get(one.key)}", flush=True)
     print(f"rows {linears[0].rows}: {before:.3f} → {best:.3f} ms", flush=True)

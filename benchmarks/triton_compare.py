@@ -1,11 +1,11 @@
-"""Stoker against a real Triton server: same machine, same stub model, same clients, one run. Neither computes anything.
+"""Compares Stoker with a real Triton server on the same machine, with the same clients and stub models without computation.
 
     python benchmarks/triton_compare.py [--streams 32] [--tokens 256] [--rounds 5] [--output benchmarks/results/triton_compare.json]
 
-Measured on each side: streamed responses a second over gRPC with tritonclient and over SSE with a raw client, and the median of a
-unary `generate`. Both servers are up all the time and take turns; a ratio is the median over the rounds. Triton runs its own ensemble of
-three Python models; Stoker its frontend process and, behind the real transport, an executor that emits without a model. Both stubs step
-as fast as they go. Over gRPC both are asked for text_output alone. The client shares the machine's cores with the server.
+Measured for each server: streamed responses per second over gRPC with tritonclient and over SSE with a raw client, and the median time of
+a unary `generate`. Both servers run during the whole benchmark and are measured in turn; a ratio is the median over rounds. Triton runs an
+ensemble of three Python models. Stoker runs a frontend process and, behind the real transport, an executor without a model. Both stubs step
+without pauses. Over gRPC only text_output is requested. The client uses the same cores as the server.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from stoker.server.processes.supervisor import bind  # noqa: E402
 from stoker.server.processes.tasks import FrontendTask  # noqa: E402
 from stoker.server.settings import ServerSettings  # noqa: E402
 
-PACE_S = 0.0  # steps as fast as they go, as on the other side
+PACE_S = 0.0  # no pause between steps, as in the stub of Triton
 UNARY_REQUESTS = 500
 
 
 class Ports:
     def __init__(self, http: int, grpc: int, streaming: str, *, address: str = "", folder: Path = Path()) -> None:
         self.http, self.grpc = http, grpc
-        self.streaming = streaming  # the model that streams
-        self.address, self.folder = address, folder  # of Stoker's executor and tokenizer
+        self.streaming = streaming  # name of the streaming model
+        self.address, self.folder = address, folder  # of the executor and tokenizer of Stoker
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def stoker() -> Iterator[Ports]:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Bytes as token ids, as the stub models have them."""
+    """A tokenizer with bytes as token ids, like the stub models."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -108,8 +108,8 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return held.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def wait_ready(port: int, seconds: float = 60.0) -> None:
@@ -119,11 +119,11 @@ def wait_ready(port: int, seconds: float = 60.0) -> None:
             if urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready").status == 200:
                 return
         time.sleep(0.1)
-    raise TimeoutError(f"nothing is ready on port {port}")
+    raise TimeoutError(f"no server is ready on port {port}")
 
 
 def grpc_rate(ports: Ports, num_streams: int, tokens: int, stoker_side: bool) -> float:
-    """Responses a second that reach the callbacks of `num_streams` streams, each of its own client."""
+    """Responses per second in the callbacks of `num_streams` streams, with a client each."""
     counts, done = [0] * num_streams, threading.Semaphore(0)
     inputs = grpc_inputs(tokens, stoker_side)
 
@@ -155,11 +155,11 @@ def grpc_inputs(tokens: int, stoker_side: bool) -> list[Any]:
     values = {"text_input": np.array([[b"hello"]], object), "max_tokens": np.array([[tokens]], np.int32)}
     values |= {"stream": np.array([[True]])} if stoker_side else {}
     kinds = {"O": "BYTES", "i": "INT32", "b": "BOOL"}
-    made = []
+    tensors = []
     for name, array in values.items():
-        made.append(tgrpc.InferInput(name, [1, 1], kinds[array.dtype.kind]))
-        made[-1].set_data_from_numpy(array)
-    return made
+        tensors.append(tgrpc.InferInput(name, [1, 1], kinds[array.dtype.kind]))
+        tensors[-1].set_data_from_numpy(array)
+    return tensors
 
 
 def post(model: str, action: str, fields: dict[str, Any]) -> bytes:
@@ -169,7 +169,7 @@ def post(model: str, action: str, fields: dict[str, Any]) -> bytes:
 
 
 def sse_rate(ports: Ports, num_streams: int, tokens: int, stoker_side: bool) -> float:
-    """Events a second over raw sockets that stay open."""
+    """Events per second over raw sockets that stay open."""
     fields = {"text_input": "hello", "max_tokens": tokens} | ({"stream": True} if stoker_side else {})
     request = post(ports.streaming, "generate_stream", fields)
     selector = selectors.DefaultSelector()
@@ -190,7 +190,7 @@ def sse_rate(ports: Ports, num_streams: int, tokens: int, stoker_side: bool) -> 
 
 
 def unary_ms(ports: Ports) -> float:
-    """The median of a `generate` of one token, one after another over one connection."""
+    """The median time of a `generate` of one token over one connection, one after another."""
     request = post("ensemble", "generate", {"text_input": "hello", "max_tokens": 1})
     times = []
     with socket.create_connection(("127.0.0.1", ports.http)) as connection:
@@ -198,35 +198,36 @@ def unary_ms(ports: Ports) -> float:
         for _ in range(UNARY_REQUESTS):
             started = time.perf_counter()
             connection.sendall(request)
-            answer = b""
-            while b'"text_output"' not in answer or not answer.endswith((b"}", b"0\r\n\r\n")):
-                answer += connection.recv(1 << 16)
+            response = b""
+            while b'"text_output"' not in response or not response.endswith((b"}", b"0\r\n\r\n")):
+                response += connection.recv(1 << 16)
             times.append(time.perf_counter() - started)
     return statistics.median(times) * 1e3
 
 
 def measure(sides: dict[str, Ports], num_streams: int, tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """What each side gave in each round, after a warm-up. The sides take turns, so that other work on the machine meets both."""
+    """The results of each server in each round, after a warm-up. Servers are measured in turn, so that other work affects both."""
     found: dict[str, dict[str, list[float]]] = {name: {"grpc": [], "sse": [], "unary": []} for name in sides}
     for at in range(rounds + 1):
-        for what, run in (
-            ("grpc", lambda ports, ours: grpc_rate(ports, num_streams, tokens, ours)),
-            ("sse", lambda ports, ours: sse_rate(ports, num_streams, tokens, ours)),
-            ("unary", lambda ports, ours: unary_ms(ports)),
+        for measurement, run in (
+            ("grpc", lambda ports, is_stoker: grpc_rate(ports, num_streams, tokens, is_stoker)),
+            ("sse", lambda ports, is_stoker: sse_rate(ports, num_streams, tokens, is_stoker)),
+            ("unary", lambda ports, is_stoker: unary_ms(ports)),
         ):
             for name, ports in sides.items():
                 value = run(ports, name == "stoker")
                 if at:
-                    found[name][what].append(value)
+                    found[name][measurement].append(value)
     return found
 
 
-def shown(of_one: dict[str, list[float]]) -> dict[str, float]:
-    """The best round of each."""
+def best_rounds(results: dict[str, list[float]]) -> dict[str, float]:
+    """The best round of each measurement."""
     return {
-        "grpc_responses_per_s": round(max(of_one["grpc"])), "sse_events_per_s": round(max(of_one["sse"])),
-        "unary_p50_ms": round(min(of_one["unary"]), 3),
-    }  # fmt: skip
+        "grpc_responses_per_s": round(max(results["grpc"])),
+        "sse_events_per_s": round(max(results["sse"])),
+        "unary_p50_ms": round(min(results["unary"]), 3),
+    }
 
 
 def main() -> None:
@@ -235,25 +236,31 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
-    with real() as theirs, stoker() as ours:
-        rounds = measure({"triton": theirs, "stoker": ours}, asked.streams, asked.tokens, asked.rounds)
+    args = parser.parse_args()
+    with real() as triton_ports, stoker() as stoker_ports:
+        rounds = measure({"triton": triton_ports, "stoker": stoker_ports}, args.streams, args.tokens, args.rounds)
     found = {
         "machine": {
-            "python": platform.python_version(), "cpus": len(os.sched_getaffinity(0)), "machine": platform.machine(),
-            "stoker": importlib.metadata.version("stoker"), "tritonclient": importlib.metadata.version("tritonclient"), "triton": "2.51.0",
+            "python": platform.python_version(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "machine": platform.machine(),
+            "stoker": importlib.metadata.version("stoker"),
+            "tritonclient": importlib.metadata.version("tritonclient"),
+            "triton": "2.51.0",
         },
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
-        "load": round(os.getloadavg()[0], 1), "streams": asked.streams, "tokens": asked.tokens,
-        **{name: shown(of_one) for name, of_one in rounds.items()},
+        "load": round(os.getloadavg()[0], 1),
+        "streams": args.streams,
+        "tokens": args.tokens,
+        **{name: best_rounds(results) for name, results in rounds.items()},
         "ratios": {  # medians over the rounds
-            what: round(statistics.median(b / a for a, b in zip(rounds["triton"][what], rounds["stoker"][what], strict=True)), 2)
-            for what in ("grpc", "sse", "unary")
+            name: round(statistics.median(b / a for a, b in zip(rounds["triton"][name], rounds["stoker"][name], strict=True)), 2)
+            for name in ("grpc", "sse", "unary")
         },
-    }  # fmt: skip
+    }
     print(json.dumps(found, indent=1))
-    if asked.output:
-        asked.output.write_text(json.dumps(found, indent=1) + "\n")
+    if args.output:
+        args.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

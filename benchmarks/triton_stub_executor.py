@@ -1,4 +1,4 @@
-"""An executor without a model, over the real transport: one token a step for every running sequence, steps as fast as `pace_s` allows.
+"""A stub executor behind the real transport: one token per step for every running sequence, and a step every `pace_s` seconds.
 
 python benchmarks/triton_stub_executor.py ADDRESS PACE_S
 """

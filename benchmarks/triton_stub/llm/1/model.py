@@ -3,12 +3,12 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """As many tokens as asked for, at once."""
+    """Returns max_tokens tokens immediately."""
 
     def execute(self, requests):
-        answers = []
+        responses = []
         for request in requests:
             count = int(pb_utils.get_input_tensor_by_name(request, "request_output_len").as_numpy().flat[0])
             tokens = pb_utils.Tensor("output_ids", np.full((1, count), 97, np.int32))
-            answers.append(pb_utils.InferenceResponse(output_tensors=[tokens]))
-        return answers
+            responses.append(pb_utils.InferenceResponse(output_tensors=[tokens]))
+        return responses

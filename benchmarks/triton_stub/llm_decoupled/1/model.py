@@ -5,7 +5,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """One token a step for every running request, as an in-flight batcher has it; steps as fast as they go."""
+    """Sends one token per step for every running request, like an in-flight batcher, without a pause between steps."""
 
     def initialize(self, args):
         self._arrived = threading.Condition()
