@@ -1,4 +1,4 @@
-"""Measures paged attention on one CUDA device: compares it with float64, then times several tiles and splits against the theoretical limits.
+"""Measures paged attention on one CUDA device: compares it with float64, then times tiles and splits against the theoretical limits.
 
     PYTHONPATH=src python benchmarks/kernels_attention.py [--json FILE]
 

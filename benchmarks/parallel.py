@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/parallel.py --out results --seconds 200
 
 One process builds the engines with their kernels in the order of the steps. Steps start in order, each as soon as its engine and adjacent
-GPUs are available. Each result is written to results/parallel.jsonl immediately, so that an interrupted run leaves complete lines. Each step
-has its own log. A step that cannot end in time is not started, or is stopped.
+GPUs are available. Each result is written to results/parallel.jsonl immediately, so that an interrupted run leaves complete lines. Each
+step has its own log. A step that cannot end in time is not started, or is stopped.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def test_rotary_settings_are_in_the_engine(checkpoint: Path, tmp_path: Path) -> 
 
 
 def test_the_environment_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("stoker.deploy.prepare.CONTAINER", tmp_path / "none")
+    for module in ("prepare", "lmi.load"):
+        monkeypatch.setattr(f"stoker.deploy.{module}.CONTAINER", tmp_path / "none")
     deployment = read_deployment(None, {"HF_MODEL_ID": str(checkpoint), "OPTION_MAX_ROLLING_BATCH_SIZE": "2"})
     assert isinstance(deployment.source, BuildOptions)
     assert (deployment.source.checkpoint, deployment.source.limits.max_batch_size) == (str(checkpoint), 2)
