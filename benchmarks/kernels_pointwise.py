@@ -7,6 +7,7 @@ Shapes of Llama-3.1-8B in bfloat16 for 1, 64, 256 and 8,192 tokens. Times are me
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -106,6 +107,7 @@ KERNELS: dict[str, Callable[[int], Launch]] = {
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     for name, make in KERNELS.items():
         for tokens in (1, 64, 256, 8192):
