@@ -282,24 +282,24 @@ def compare_methods(form: str) -> Iterator[dict[str, object]]:
             yield line(form, f"up, {name}", rows, us, case.num_bytes, error, f"{4 * rows * case.n * case.k / us / 1e6:.0f} TOP/s")
 
 
-def ways_of(form: str, x: Tensor, stored: PackedWeight, fusion: Fusion) -> dict[str, Callable[[], Tensor]]:
+def methods_of(form: str, x: Tensor, stored: PackedWeight, fusion: Fusion) -> dict[str, Callable[[], Tensor]]:
     if form == "block":
         return {"tiles": lambda: quant_linear.block_rows(x, stored, fusion)}
-    ways: dict[str, Callable[[], Tensor]] = {}
+    methods: dict[str, Callable[[], Tensor]] = {}
     if form in ("fp8", "w8a8") or x.shape[0] <= 64:
-        ways["codes"] = lambda: quant_linear.few_rows(x, stored, CODES[form], form, fusion)
+        methods["quantized activations"] = lambda: quant_linear.few_rows(x, stored, CODES[form], form, fusion)
     if form == "fp8":
-        ways["library"] = lambda: quant_fp8.scaled_rows(x, stored, fusion)
+        methods["library"] = lambda: quant_fp8.scaled_rows(x, stored, fusion)
     elif form == "w8a8":
-        codes = integers("cuda", INT8, 127, *x.shape)
-        ways["library, product alone"] = lambda: torch._int_mm(codes, stored.values.t())
+        values = integers("cuda", INT8, 127, *x.shape)
+        methods["library, product only"] = lambda: torch._int_mm(values, stored.values.t())
     else:
-        ways["widened in tiles"] = lambda: quant_linear.plain_rows(x, stored, fusion)
-        ways["widened once"] = lambda: quant_linear.many_rows(x, stored, widener(stored, x), fusion)
-    return ways
+        methods["widened in tiles"] = lambda: quant_linear.plain_rows(x, stored, fusion)
+        methods["widened once"] = lambda: quant_linear.many_rows(x, stored, dequantizer(stored, x), fusion)
+    return methods
 
 
-def widener(stored: PackedWeight, x: Tensor) -> Callable[[int, int], Tensor]:
+def dequantizer(stored: PackedWeight, x: Tensor) -> Callable[[int, int], Tensor]:
     if stored.format == "int8":
         return lambda a, b: quant_int8.dequantize_int8(stored, a, b, x.dtype)
     return lambda a, b: quant_int4.dequantize_int4(stored, a, b, x.shape[1], x.dtype)
@@ -354,7 +354,7 @@ def expert_weights(form: str, experts: int, n: int, k: int, device: str) -> Pack
     return PackedWeight("fp8", weight, scale, activations="token")
 
 
-def as_read(weight: PackedWeight) -> PackedWeight:
+def pack_experts(weight: PackedWeight) -> PackedWeight:
     """What the kernel reads."""
     return quant_int4.prepare_weight(weight) if weight.format == "int4" else weight
 

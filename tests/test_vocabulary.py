@@ -40,8 +40,6 @@ PENDING: tuple[str, ...] = (
     # -
     "tests/quant",
     # -
-    "benchmarks/executor_overhead.py",
-    # -
     "benchmarks/kernels_linear.py",
     # -
     "benchmarks/kernels_quant.py",
