@@ -47,8 +47,6 @@ PENDING: tuple[str, ...] = (
     "benchmarks/kernels_skinny.py",
     # -
     "benchmarks/step_tiles.py",
-    # -
-    "docs/truss.md",
 )
 
 # Words of identifiers, after splitting at underscores and capital letters, and the term to use instead.

@@ -14,12 +14,12 @@ from lmi_recordings import Recorded, RecordedService, read_formatted, read_recor
 
 from stoker.server.protocols.sagemaker.options import LMIOptions
 
-_REFUSED = "a request that the engine refuses gets 200"
-_MESSAGES = "empty `messages` are answered"
+_REFUSED = "a request that the engine refuses returns 200"
+_MESSAGES = "empty `messages` are accepted"
 # Exchanges in which the real server has a bug, each with the row of docs/sagemaker.md that documents Stoker's response.
 # tests/lmi/test_lmi_invocations.py tests that response. A title has one of these beginnings, followed by nothing or a space.
 DEVIATIONS = {
-    "Content-Type text/plain": "a Content-Type other than JSON",
+    "Content-Type text/plain": "another Content-Type than JSON",
     "3p formatter without details: the formatter itself fails (KeyError generated_tokens), the whole batch gets 424": "the `3p` formatter",
     "the very next request fails too (the engine still holds the old request)": "the next one fails too",
     "stream true": "the next one fails too",
@@ -30,8 +30,8 @@ DEVIATIONS = {
     "refused, with an error code set on the request (424)": _REFUSED,
     "refused with a code, streaming": _REFUSED,
     "chat: refused": _REFUSED,
-    "stream, logprobs": "chat streams spell `top_logprobs`",
-    "chat stream with logprobs": "chat streams spell `top_logprobs`",
+    "stream, logprobs": "chat streams have `top_logprobs`",
+    "chat stream with logprobs": "chat streams have `top_logprobs`",
     "stream with output_formatter sse_chat": "`/v1/chat/completions` streams JSON lines",
     "empty messages": _MESSAGES,
     "message without role": "a message without `role`",

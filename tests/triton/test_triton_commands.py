@@ -191,4 +191,4 @@ def test_launch_checks_its_options_before_the_start(engine: Path, run: Run, tmp_
     config = tmp_path / "repo" / "tensorrt_llm" / "config.pbtxt"
     config.write_text(config.read_text().replace(str(engine), str(tmp_path / "nowhere")))
     status, _, err = run("launch", "--model_repo", tmp_path / "repo", "--force")
-    assert status == 2 and "is no directory here" in err
+    assert status == 2 and "which does not exist" in err

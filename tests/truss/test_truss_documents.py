@@ -74,7 +74,7 @@ def test_the_build_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_the_serve_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, shown = dry_run(folder(tmp_path, SERVE), monkeypatch, capsys)
     assert status == 0 and "/path/to/engine" in shown and "/path/to/tokenizer" in shown and "served as it is" in shown
-    with pytest.raises(ConfigError, match="/path/to/engine, which is no directory here"):
+    with pytest.raises(ConfigError, match="/path/to/engine, which does not exist"):
         prepare_engine(read_deployment(folder(tmp_path, SERVE), {}), {})
 
 
@@ -203,7 +203,7 @@ def test_invalid_folders(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("count", ["tensor_parallel_count: 1 ", "pipeline_parallel_count: 1 "])
 def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str) -> None:
     monkeypatch.setattr("stoker.deploy.truss.load.visible_gpus", lambda environment: 1)
-    with pytest.raises(ConfigError, match=r"config.yaml:1\d: .*2 ranks in all, and 1 GPU is visible"):
+    with pytest.raises(ConfigError, match=r"config.yaml:1\d: .*2 ranks in total, and 1 GPU is visible"):
         read_deployment(folder(tmp_path, BUILD.replace(count, count.replace("1", "2"))), {})
 
 

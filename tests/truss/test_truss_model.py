@@ -14,6 +14,7 @@ import pytest
 from fastapi import HTTPException
 from triton_server import TEXT, RunningServer, endless, running, until
 
+from stoker.base.errors import QueueFullError, RequestError, StokerError, UnavailableError
 from stoker.deploy.deployment import EngineInfo
 from stoker.deploy.triton.export import five_models
 from stoker.deploy.truss.export import export_truss
@@ -39,6 +40,15 @@ def model_class(folder: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Model
+
+
+@pytest.mark.parametrize(
+    "error", [RequestError("n", 0, "it must be positive"), QueueFullError(3, 2, 1.0), UnavailableError("it is unavailable.")]
+)
+def test_errors_of_a_stream_have_the_status_of_the_server(folder: Path, error: StokerError) -> None:
+    """A gRPC stream reports errors without a status. model.py derives it from the words of the message."""
+    http_error = model_class(folder).__init__.__globals__["_http_error"]
+    assert http_error(str(error)).status_code == error.status
 
 
 @pytest.fixture(scope="module")
