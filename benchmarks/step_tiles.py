@@ -52,8 +52,8 @@ from stoker.runtime.worker.cuda_graphs import Graphs
 Tile = SkinnyTile | LinearTile | GemvTile
 Key = tuple[int, int, bool]  # rows of a part; features of a dense weight, chunks of a streamed one; gated
 FORMS = {"none": "dense", "FP8_KV": "fp8", "FP8": "fp8", "WEIGHTS_ONLY_INT8": "int8", "AWQ": "int4/128", "WEIGHTS_ONLY_INT4": "int4/32"}
-AGAIN = 4  # tiles of each linear that are tried in the second round
-MOST_PROGRAMS = 1600
+SECOND_ROUND_TILES = 4  # per linear
+MAX_CTAS = 1600
 
 
 @dataclass(frozen=True)
