@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 64
+CHANGE_LOGITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "guide")  # of SamplingParams
 
 
 class FinishReason(enum.StrEnum):
@@ -146,6 +147,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def changes_logits(self) -> list[str]:
+        """The fields that change logits and are set. Beam search refuses them."""
+        return [name for name in CHANGE_LOGITS if getattr(self, name) != getattr(_NEUTRAL, name)]
+
+    @property
+    def token_ids_by_field(self) -> dict[str, list[int]]:
+        """The token ids in each field that contains some. Admission checks that the vocabulary of the engine has them."""
+        bad_words = [token for words in self.bad_words for token in words]
+        return {"logit_bias": [*self.logit_bias], "stop_token_ids": [*self.stop_token_ids], "bad_words": bad_words}
+
 
 class Guide(msgspec.Struct, frozen=True):
     """A grammar that the generated text must match."""
@@ -264,3 +276,6 @@ def _number(params: Any, name: str, low: float, high: float, *, above: bool = Fa
         raise RequestError(name, value, "it must be a finite number")
     if not (low < value if above else low <= value) or value > high:
         raise RequestError(name, value, f"it must be {'above' if above else 'at least'} {low:g} and at most {high:g}")
+
+
+_NEUTRAL = SamplingParams()

@@ -32,12 +32,10 @@ def check_params(params: SamplingParams, info: ExecutorInfo) -> None:
     if params.beam_width > limits.max_beam_width:
         cure = f"Build it with --max-beam-width {params.beam_width}, or request fewer beams."
         raise RequestError("beam_width", params.beam_width, f"the engine's max_beam_width is {limits.max_beam_width}", cure=cure)
-    check_ids("logit_bias", list(params.logit_bias), info.vocab_size)
-    check_ids("stop_token_ids", list(params.stop_token_ids), info.vocab_size)
-    for words in params.bad_words:
-        if not words:
-            raise RequestError("bad_words", list(words), "a bad word must have at least one token")
-        check_ids("bad_words", list(words), info.vocab_size)
+    if not all(params.bad_words):
+        raise RequestError("bad_words", [], "a bad word must have at least one token")
+    for field, token_ids in params.token_ids_by_field.items():
+        check_ids(field, token_ids, info.vocab_size)
 
 
 def check_prompt(prompt_ids: list[int], params: SamplingParams, info: ExecutorInfo) -> None:

@@ -188,9 +188,8 @@ def check_beams(params: SamplingParams, end_ids: tuple[int, ...]) -> None:
         raise RequestError("beam_width", params.beam_width, limit, cure="Request fewer beams.")
     if not params.greedy:
         raise RequestError("temperature", params.temperature, "beam search does not sample", cure="Set temperature=0, or beam_width=1.")
-    neutral = SamplingParams()
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "guide"):
-        if getattr(params, name) != getattr(neutral, name):
-            raise RequestError(
-                name, getattr(params, name), "beam search uses the probabilities of the model unchanged", cure=f"Leave {name} out."
-            )
+    if changed := params.changes_logits:
+        name = changed[0]
+        raise RequestError(
+            name, getattr(params, name), "beam search uses the probabilities of the model unchanged", cure=f"Leave {name} out."
+        )
