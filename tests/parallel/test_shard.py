@@ -100,7 +100,7 @@ def test_a_record_holds_every_padded_step(num_sequences: int, tmp_path: Path) ->
     finally:
         ranks._closing.set()
         ranks._watcher.join()
-        ranks._end()
+        ranks._kill_followers()
 
 
 def test_names_of_rank_engines_in_lmi_repositories() -> None:

@@ -56,7 +56,7 @@ def test_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sampling_feature() -> None:
     feature: Feature = run("sampling-feature", "NoImmediateRepeat")(8)
-    assert not feature.wants(SamplingParams()) and feature.wants(SamplingParams(frequency_penalty=100))
+    assert not feature.applies_to(SamplingParams()) and feature.applies_to(SamplingParams(frequency_penalty=100))
     logits = torch.zeros(2, 8)
     feature.apply(logits, *map(torch.from_numpy, feature.gather([(1, sequence(0, [3, 5]))])))
     assert torch.isinf(logits).nonzero().tolist() == [[1, 5]]

@@ -33,29 +33,30 @@ class ProcessGroup(Group):
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.numel():
             x = x.contiguous()
-            self._end(self.inner.allreduce([x]))
+            self._wait(self.inner.allreduce([x]))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         if x.numel():
-            self._end(self.inner.allgather([list(out.unbind(0))], [x]))
+            self._wait(self.inner.allgather([list(out.unbind(0))], [x]))
         return out.movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: Tensor) -> Tensor:
         if x.numel():
-            self._end(self.inner.broadcast([x], _FROM_FIRST))
+            self._wait(self.inner.broadcast([x], _FROM_FIRST))
         return x
 
     def smallest(self, value: int) -> int:
         found = torch.tensor([value], dtype=torch.int64, device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        self._end(self.inner.allreduce([found], options))
+        self._wait(self.inner.allreduce([found], options))
         return int(found.item())
 
-    def _end(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for a collective: on a GPU in the current stream, on a CPU in this thread."""
         if self.device.type != "cpu":
             work.wait()
             return

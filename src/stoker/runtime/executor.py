@@ -150,6 +150,7 @@ class Executor:
                     self._cancel_all()
 
     def _submit(self, request: TokenRequest) -> None:
+        """Admit a request. An error becomes the output of each of its sequences."""
         try:
             if self._shutdown is not None:
                 raise UnavailableError("the server is draining.", cure="Send the request to another replica.")
@@ -171,6 +172,7 @@ class Executor:
     _launched = False
 
     def _launch(self, now: float) -> None:
+        """Plan a step, and launch it if it has rows."""
         self._launched = False
         plan = self.scheduler.plan(now)
         self._zero_poisoned_blocks()
@@ -191,6 +193,7 @@ class Executor:
         self._count(plan)
 
     def _commit(self) -> None:
+        """Wait for the oldest step in flight, and commit its results."""
         plan, handle, launched = self._in_flight.popleft()
         try:
             with self.watchdog.step(lambda: self._describe(plan)):
@@ -259,6 +262,7 @@ class Executor:
         self._forget(seq)
 
     def _forget(self, seq: Sequence) -> None:
+        """Remove the state of an ended sequence, and count it."""
         self.runner.remove(seq)
         self._announced.discard(seq.seq_id)
         match seq.finish_reason:

@@ -72,6 +72,7 @@ class KVCacheManager:
         return match
 
     def _walk(self, seq: Sequence, match: Match, index: PrefixIndex) -> None:
+        """Follow the prefix index, and then the host tier, from the first token of `seq` to the first block that is not cached."""
         size = self.tokens_per_block
         for start in range(0, (len(seq.tokens) - 1) // size * size, size):
             key = (match.prefix, pack(seq.tokens[start : start + size]))

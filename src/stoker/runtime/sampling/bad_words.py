@@ -13,7 +13,7 @@ class BadWords(Ban):
     Reads tokens on the host. The scheduler plans no step of such a sequence while an id is pending (Sequence.waits_for_ids).
     """
 
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return bool(params.bad_words)
 
     def banned(self, seq: Sequence) -> list[int]:

@@ -23,15 +23,15 @@ class Feature(ABC):
     """
 
     @abstractmethod
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         """Whether a sequence with these parameters uses this feature."""
 
     def add(self, seq: Sequence) -> None:
-        """A sequence begins."""
+        """Called before the first step of a sequence that uses the feature."""
         return
 
     def remove(self, seq_id: int) -> None:
-        """A sequence ended; unknown ids are ignored."""
+        """Called when a sequence has ended. Unknown ids are ignored."""
         return
 
     @abstractmethod

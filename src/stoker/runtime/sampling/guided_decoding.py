@@ -38,7 +38,7 @@ class Guides(Feature):
         self.vocab_size = vocab_size
         self._matches: dict[int, _Match] = {}
 
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return params.guide is not None
 
     def add(self, seq: Sequence) -> None:
@@ -58,7 +58,7 @@ class Guides(Feature):
         masks = xgrammar.allocate_token_bitmask(len(sequences), self.vocab_size)
         for i, (_, seq) in enumerate(sequences):
             match, started = self._matches[seq.seq_id], time.thread_time()
-            if not _catch_up(match, seq):
+            if not _read_new_tokens(match, seq):
                 masks[i] = 0  # no token is allowed, so that the row yields an error
                 continue
             match.matcher.fill_next_token_bitmask(masks, i)
@@ -82,7 +82,8 @@ def _too_slow(seq: Sequence, took_s: float) -> str:
     return f"guide: the {kind} took {took_s:.2f} s for token {index}, and may take {MAX_MATCH_S:g} s. Use fewer nested repetitions."
 
 
-def _catch_up(match: _Match, seq: Sequence) -> bool:
+def _read_new_tokens(match: _Match, seq: Sequence) -> bool:
+    """Advance the matcher to the newest token. False if it does not accept a token, or if no token may follow."""
     generated = len(seq.tokens) - seq.num_prompt
     while match.num_read < generated:
         if match.matcher.is_terminated() or not match.matcher.accept_token(seq.tokens[seq.num_prompt + match.num_read]):

@@ -19,7 +19,7 @@ class LogitBias(Feature):
         self.vocab_size = vocab_size
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return bool(params.logit_bias)
 
     def add(self, seq: Sequence) -> None:

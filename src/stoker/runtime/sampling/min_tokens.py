@@ -12,7 +12,7 @@ from stoker.runtime.sampling.feature import Ban
 class MinTokens(Ban):
     """Bans the ids that would end the sequence too early."""
 
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return params.min_tokens > 0
 
     def banned(self, seq: Sequence) -> Iterable[int]:

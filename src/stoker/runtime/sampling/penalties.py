@@ -24,7 +24,7 @@ class Penalties(Feature):
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
 
-    def wants(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
     def remove(self, seq_id: int) -> None:

@@ -128,7 +128,7 @@ class Sampler:
 
     def add(self, seq: Sequence) -> None:
         """Add a sequence before its first step."""
-        used = [feature for feature in self.features if feature.wants(seq.params)]
+        used = [feature for feature in self.features if feature.applies_to(seq.params)]
         if used:
             self._users[seq.seq_id] = used
             for feature in used:
@@ -149,7 +149,7 @@ class Sampler:
         The P other rows give the log-probabilities of the tokens of `prompt`. All inputs are copied to the device with one copy.
         """
         plain, others = logits.tensor_split([len(sequences)])
-        users = self._step_users(sequences)
+        users = self._features_of(sequences)
         gathered = [feature.gather(pairs) for feature, pairs in users.items()]
         sent = iter(self._buffers.send([*chain.from_iterable(gathered), *(chunk.targets for chunk in prompt)]))
         inputs = {feature: list(islice(sent, len(arrays))) for feature, arrays in zip(users, gathered, strict=True)}
@@ -172,7 +172,8 @@ class Sampler:
             feature.observe(token_ids, *tensors)
         return token_ids
 
-    def _step_users(self, sequences: list[Sequence]) -> dict[Feature, Pairs]:
+    def _features_of(self, sequences: list[Sequence]) -> dict[Feature, Pairs]:
+        """The features that the step uses, with the rows and sequences of each."""
         if not self._users:
             return {}
         users: dict[Feature, Pairs] = {}

@@ -35,7 +35,7 @@ class Capacity:
 
     @staticmethod
     def of(limits: Limits, max_positions: int, config: RuntimeConfig) -> Capacity:
-        """Raises ConfigError for a runtime setting above the engine's limit."""
+        """The limits of a run with `config`. Raises ConfigError for a runtime setting above the limit of the engine."""
         for name in ("max_batch_size", "max_num_tokens"):
             requested, built = getattr(config, name), getattr(limits, name)
             if requested is not None and requested > built:

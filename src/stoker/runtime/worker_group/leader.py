@@ -153,7 +153,7 @@ class WorkerGroup:
                 fd = self._channel.address.fd
                 self._followers.append(Follower(task, (fd,) if fd >= 0 else ()))
         except BaseException:
-            self._end()
+            self._kill_followers()
             raise
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
@@ -217,9 +217,9 @@ class WorkerGroup:
             while follower.process.poll() is None and time.monotonic() < deadline and self._failure is None:
                 time.sleep(0.01)
         self._watcher.join()
-        self._end()
+        self._kill_followers()
 
-    def _end(self) -> None:
+    def _kill_followers(self) -> None:
         for follower in self._followers:
             follower.kill()
         self._channel.close()

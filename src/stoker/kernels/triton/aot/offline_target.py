@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -67,8 +66,12 @@ def compiling(capability: int = 90) -> Iterator[list[CompiledKernel]]:
             compiled.append(kernel)
         return kernel
 
-    with compilation_target(capability), mock.patch.object(JITFunction, "run", compile_only):
-        yield compiled
+    JITFunction.run = compile_only
+    try:
+        with compilation_target(capability):
+            yield compiled
+    finally:
+        JITFunction.run = run
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from cases import GROUPED, POSITIONS
-from loaded import generate, load
 from oracles import hf_model
+from rank_executors import generate, load
 
 from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import CASES
 from oracles import Reference
-from ranked import Job, run_jobs
+from rank_processes import Job, run_jobs
 
 from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
@@ -21,8 +21,7 @@ from stoker.engine.reader import Engine
 NUM_NEW = 4
 TOLERANCE = 2e-4  # of a logit, because sums over ranks have another order
 ONE = Mapping()
-# (name, mapping, process of rank 0). Two stages of two ranks cover the sharding of two ranks and of two stages; test_run.py runs each of
-# them.
+# (name, mapping, process of rank 0). Two stages of two ranks cover the sharding of both, which test_rank_executors.py runs too.
 WORLDS = (
     ("one", ONE, 0),
     ("tp4", Mapping(tensor_parallel=4), 0),

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from cases import GROUPED, POSITIONS
-from loaded import generate, load
 from oracles import hf_model
+from rank_executors import generate, load
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError, EngineError, RankError
@@ -231,7 +231,7 @@ def test_a_leader_that_fails_within_a_step_ends_all_ranks(engine: Path) -> None:
 def test_followers_end_with_their_leader_and_leave_nothing(engine: Path, tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}
-from loaded import load
+from rank_executors import load
 from pathlib import Path
 executor = load(Path({str(engine)!r}))
 print(executor._ranks._followers[0].process.pid, flush=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import GROUPED, MOE
 from oracles import hf_model
-from ranked import Job, run_jobs
+from rank_processes import Job, run_jobs
 
 from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
