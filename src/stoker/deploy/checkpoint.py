@@ -22,6 +22,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def load_checkpoint(path: Path, environment: Environment[str, str]) -> Deployment:
+    """A deployment that builds an engine from the checkpoint with default settings."""
     return Deployment(format="checkpoint", path=str(path), source=BuildOptions(checkpoint=str(path)))
 
 

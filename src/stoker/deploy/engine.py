@@ -20,6 +20,7 @@ def is_engine(path: Path) -> bool:
 
 
 def load_engine(path: Path, environment: Environment[str, str]) -> Deployment:
+    """A deployment of the engine with default settings."""
     return Deployment(format="engine", path=str(path), source=EngineSource(location=str(path)))
 
 

@@ -26,6 +26,7 @@ class Secret:
         return "Secret(hidden)"
 
     def reveal(self) -> str:
+        """The value."""
         return self._value
 
 

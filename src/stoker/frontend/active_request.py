@@ -27,6 +27,7 @@ class ActiveRequest:
 
     @property
     def finished(self) -> bool:
+        """Whether all sequences have finished."""
         return all(text.finished for text in self._texts)
 
     def push(self, outputs: list[SequenceOutput]) -> list[Delta]:

@@ -18,6 +18,7 @@ class Aggregator:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def add(self, deltas: list[Delta]) -> None:
+        """Append the next deltas of the stream."""
         for delta in deltas:
             choice = self._choices[delta.index]
             self._texts[delta.index].append(delta.text)
@@ -30,6 +31,7 @@ class Aggregator:
                 self._prompt_logprobs = delta.prompt_logprobs
 
     def completion(self) -> Completion:
+        """The completion of all deltas."""
         for choice, texts in zip(self._choices, self._texts, strict=True):
             choice.text = "".join(texts)
         return Completion(self._task.request_id, self._task.prompt_ids, self._choices, self._usage, self._prompt_logprobs)

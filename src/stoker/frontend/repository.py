@@ -21,6 +21,8 @@ Unload = Callable[[Service], Awaitable[None]]
 
 
 class ModelState(enum.StrEnum):
+    """The state of a model. UNAVAILABLE: not loaded, unloaded or failed."""
+
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
@@ -40,6 +42,7 @@ class Model(msgspec.Struct, kw_only=True):
 
     @property
     def ready(self) -> bool:
+        """Whether the model is loaded and its executor responds."""
         return self.state is ModelState.READY and self.service is not None and self.service.ready
 
 
@@ -58,6 +61,7 @@ class ModelRepository:
         return model
 
     def models(self) -> list[Model]:
+        """All versions of all models."""
         return [model for versions in self._models.values() for model in versions.values()]
 
     def first(self) -> str:

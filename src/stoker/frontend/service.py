@@ -78,13 +78,16 @@ class Service(ABC):
         """The completion of a request, equal to its joined stream. Raises the same errors as `stream`."""
 
     @abstractmethod
-    def cancel(self, request_id: str) -> None: ...
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request within one step. An unknown id is ignored."""
 
     @abstractmethod
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. Raises RequestError when it is too long or invalid Unicode."""
 
     @abstractmethod
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Raises RequestError for an id outside the vocabulary."""
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
@@ -95,7 +98,8 @@ class Service(ABC):
         """The prompt that the chat template renders for these messages, by default with the generation prompt. Raises RequestError."""
 
     @abstractmethod
-    async def stats(self) -> ExecutorStats: ...
+    async def stats(self) -> ExecutorStats:
+        """The counters of the executor."""
 
     @property
     @abstractmethod
@@ -104,8 +108,10 @@ class Service(ABC):
 
     @property
     @abstractmethod
-    def max_seq_len(self) -> int: ...
+    def max_seq_len(self) -> int:
+        """The largest number of prompt and output tokens of a sequence."""
 
     @property
     @abstractmethod
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        """Whether the service accepts requests and its executor responds."""

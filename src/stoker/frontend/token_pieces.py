@@ -49,10 +49,12 @@ def token_content(tokenizer: tokenizers.Tokenizer, token: int) -> str | None:
 
 
 def is_byte_token(content: str) -> bool:
+    """Whether an entry of the vocabulary is a byte token, such as <0x0A>."""
     return len(content) == 6 and content.startswith("<0x") and content.endswith(">") and HEX_DIGITS.issuperset(content[3:5])
 
 
 def byte_value(content: str) -> int:
+    """The byte of a byte token."""
     return int(content[3:5], 16)
 
 

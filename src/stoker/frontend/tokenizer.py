@@ -89,6 +89,7 @@ class Tokenizer:
         return self._detokenizers.token_bytes(token_id)
 
     def token_id(self, content: str) -> int | None:
+        """The id of an entry of the vocabulary, or None."""
         return self._core.token_to_id(content)
 
     def _special_id(self, name: str, fallback: Any) -> int | None:

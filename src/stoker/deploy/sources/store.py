@@ -73,6 +73,7 @@ class Counter:
         self._lock = Lock()
 
     def add(self, num_bytes: int) -> None:
+        """Add bytes and report the sum."""
         with self._lock:
             self._done += num_bytes
             self._progress(self._name, self._done, self._total)

@@ -61,12 +61,15 @@ class Message(msgspec.Struct, frozen=True):
     fields: list[MessageField]
 
     def all(self, name: str) -> list[Scalar | Message]:
+        """All values of a field."""
         return [f.value for f in self.fields if f.name == name]
 
     def messages(self, name: str) -> list[Message]:
+        """All values of a field that are messages."""
         return [v for v in self.all(name) if isinstance(v, Message)]
 
     def scalars(self, name: str) -> list[Scalar]:
+        """All values of a field that are not messages."""
         return [v for v in self.all(name) if isinstance(v, Scalar)]
 
     def scalar(self, name: str) -> Scalar | None:

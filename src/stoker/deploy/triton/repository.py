@@ -28,9 +28,11 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
     parameters: tuple[tuple[str, Scalar], ...]  # in file order
 
     def origin(self, line: int) -> Origin:
+        """The place of a line of this file."""
         return Origin(self.file, line)
 
     def error(self, line: int, description: str, cure: str) -> PlacedError:
+        """An error about a line of this file."""
         return PlacedError(self.origin(line), description, cure)
 
     def value_error(self, line: int, name: str, error: InvalidValueError) -> PlacedError:
