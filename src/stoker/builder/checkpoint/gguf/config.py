@@ -47,6 +47,12 @@ _MODULE_NAMES = {
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"
 
+# Texts of tokens that end a generation although no metadata key names them (special_eog_ids in llama.cpp's src/llama-vocab.cpp).
+_END_TOKENS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>",
+    "<|end_of_text|>", "<end_of_utterance>",
+})  # fmt: skip
+
 
 def hugging_face_name(name: str) -> str:
     """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight. Unknown names do not change; the build refuses them as unused."""
@@ -83,7 +89,9 @@ def read_config(file: GGUFFile, tensors: Mapping[str, TensorInfo], rope_factors:
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["attention_bias"] = model_type == "llama" and "model.layers.0.self_attn.q_proj.bias" in tensors
     config["dtype"] = _original_dtype(file)
-    for key, config_key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
+    if end_ids := _end_ids(file):
+        config["eos_token_id"] = end_ids
+    for key, config_key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
         if (token := file.get(f"tokenizer.ggml.{key}_token_id", int)) is not None:
             config[config_key] = token
     if (scaling := _rope_scaling(file, architecture, rope_factors)) is not None:
@@ -92,6 +100,13 @@ def read_config(file: GGUFFile, tensors: Mapping[str, TensorInfo], rope_factors:
         raise CheckpointError(f"{file.path}: the metadata lacks {', '.join(missing)}.", cure=DOWNLOAD_AGAIN)
     _check_unsupported(file, architecture, config)
     return config
+
+
+def _end_ids(file: GGUFFile) -> list[int]:
+    """All tokens that end a generation, eos first: those that the metadata names, and those that llama.cpp recognizes by their text."""
+    named = [file.get(f"tokenizer.ggml.{key}_token_id", int) for key in ("eos", "eot", "eom")]
+    by_text = [i for i, token in enumerate(file.get("tokenizer.ggml.tokens", [str], [])) if token in _END_TOKENS]
+    return list(dict.fromkeys(i for i in (*named, *by_text) if i is not None))
 
 
 def _check_unsupported(file: GGUFFile, architecture: str, config: dict[str, Any]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from pathlib import Path
 from typing import Any
 
 import gguf
 import msgspec
-import numpy as np
 
 from stoker.base.errors import CheckpointError
+from stoker.builder.checkpoint.gguf.header import Header, RawTensor
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 
 
@@ -43,18 +45,32 @@ class GGUFFile:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """The reader of the gguf library holds four arrays per token of the vocabulary, so its values are copied and it is released."""
     try:
-        reader = gguf.GGUFReader(path)
-        tensors = {
-            t.name: GGUFTensor(t.tensor_type, tuple(int(n) for n in reversed(t.shape)), t.data_offset, t.n_bytes) for t in reader.tensors
-        }
-        return {name: _plain_value(field) for name, field in reader.fields.items()}, tensors
-    except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError) as problem:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size == 0:
+                raise ValueError("it is empty")
+            header = Header(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))  # unmapped with the last reference
+        tensors: dict[str, GGUFTensor] = {}
+        for raw in header.tensors:
+            if raw.name in tensors:
+                raise ValueError(f"the tensor {raw.name[:80]!r} exists twice")
+            tensors[raw.name] = _located(raw, header.data_start, size)
+        return header.metadata, tensors
+    except ValueError as problem:
         raise CheckpointError(f"{path} is not a complete GGUF file ({problem}).", cure=DOWNLOAD_AGAIN) from None
 
 
-def _plain_value(field: gguf.ReaderField) -> Any:
-    """A metadata value. A float32 becomes the shortest decimal that rounds to it: 1e-05 instead of 9.999999747378752e-06."""
-    value = field.contents()
-    return float(str(np.float32(value))) if field.types == [gguf.GGUFValueType.FLOAT32] else value
+def _located(raw: RawTensor, data_start: int, file_size: int) -> GGUFTensor:
+    """The place of a tensor in the file. Raises ValueError when its bytes are not there."""
+    try:
+        kind = gguf.GGMLQuantizationType(raw.kind)
+    except ValueError:
+        raise ValueError(f"the tensor {raw.name[:80]!r} has the unknown type {raw.kind}") from None
+    block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    if raw.dims[0] % block_values or 0 in raw.dims:
+        raise ValueError(f"the tensor {raw.name[:80]!r} of shape {raw.dims} is not made of blocks of {block_values}")
+    num_bytes = math.prod(raw.dims) // block_values * block_bytes
+    if raw.offset + num_bytes > file_size - data_start:
+        raise ValueError(f"the tensor {raw.name[:80]!r} ends at byte {data_start + raw.offset + num_bytes} of {file_size}")
+    return GGUFTensor(kind, tuple(reversed(raw.dims)), data_start + raw.offset, num_bytes)
