@@ -11,6 +11,7 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint import chunked_file as module
@@ -80,12 +81,41 @@ class Payload:
 def test_code_in_a_pickle_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture, legacy: bool) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"w": torch.zeros(2), "x": Payload()}, path, _use_new_zipfile_serialization=not legacy)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin contains more than tensors.*safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model\.bin contains Python objects other than tensors.*would run their code.*safetensors"
+    ):
         PickledWeights([path])
     path.write_bytes(pickle.dumps(Payload()))
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
         PickledWeights([path])
     assert "never" not in capsys.readouterr().out
+
+
+def test_the_advice_of_torch_to_disable_its_check_is_not_passed_on(tmp_path: Path) -> None:
+    torch.save({"x": Payload()}, tmp_path / "p.bin")
+    with pytest.raises(CheckpointError) as raised:
+        PickledWeights([tmp_path / "p.bin"])
+    assert "weights_only" not in str(raised.value)
+
+
+def test_shards_without_an_index_are_named(tmp_path: Path) -> None:
+    for i in (1, 2):
+        save_file({f"w{i}": torch.zeros(2)}, tmp_path / f"model-0000{i}-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=r"has 2 safetensors files, such as model-00001-of-00002\.safetensors, and no index"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"architecture": "LlamaForCausalLM", "mapping": {"world_size": 1}}, "a checkpoint in the format of TensorRT-LLM"),
+        ({"version": "0.9.0", "pretrained_config": {}, "build_config": {}}, "a TensorRT engine"),
+    ],
+)
+def test_files_of_tensorrt_llm_are_recognized(tmp_path: Path, config: dict, what: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"is {what}.*Build from the Hugging Face checkpoint"):
+        open_checkpoint(tmp_path)
 
 
 def test_views_of_one_storage_are_read(tmp_path: Path) -> None:

@@ -49,10 +49,12 @@ def test_rows_are_found_by_name_alias_and_model_type() -> None:
     assert resolve_architecture({"model_type": "gpt2", "attention_head_type": "multiquery"}).name == "GPT2LMHeadCustomModel"
 
 
-def test_unknown_architectures_are_refused_with_the_nearest_names() -> None:
-    with pytest.raises(CheckpointError, match=r"unknown architecture 'MixtralForCausalML'.*MixtralForCausalLM"):
+def test_unknown_architectures_are_refused_and_only_misspelled_ones_are_corrected() -> None:
+    with pytest.raises(CheckpointError, match=r"'MixtralForCausalML' is not supported.*write MixtralForCausalLM"):
         resolve_architecture({"architectures": ["MixtralForCausalML"], "model_type": "mixtral"})
-    with pytest.raises(CheckpointError, match=r"unknown architecture 'mamba2'"):
+    with pytest.raises(CheckpointError, match=r"'MambaForCausalLM' is not supported\. The \d+ supported architectures are listed"):
+        resolve_architecture({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+    with pytest.raises(CheckpointError, match=r"'mamba2' is not supported"):
         resolve_architecture({"model_type": "mamba2"})
     with pytest.raises(CheckpointError, match=r"neither architectures nor model_type"):
         resolve_architecture({})

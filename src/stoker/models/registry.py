@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
+import re
 from typing import Any
 
 from stoker.base.errors import CheckpointError, ConfigError
-from stoker.base.registry import Registry, nearest
+from stoker.base.registry import Registry
 from stoker.models import architectures
 from stoker.models.architecture import Architecture
 
@@ -38,7 +40,7 @@ def get_architecture(name: str) -> Architecture:
 def resolve_architecture(hf: dict[str, Any]) -> Architecture:
     """The row for the data of a config.json: the first supported name in `architectures`, or else the row of its `model_type`.
 
-    Raises CheckpointError with the nearest supported names.
+    Raises CheckpointError, with the intended name when the given one is misspelled.
     """
     row = _by_name(hf) or _by_model_type(hf)
     if row is None:
@@ -65,8 +67,16 @@ def _unknown_architecture(hf: dict[str, Any]) -> CheckpointError:
     wanted = str(names[0]) if isinstance(names, list) else str(names)
     if wanted == "None":
         return CheckpointError("config.json has neither architectures nor model_type.", cure="Add one of them.")
-    known = [row.name for row in all_architectures()]
-    return CheckpointError(f"unknown architecture {wanted!r}.", cure=f"Use one of: {', '.join(nearest(wanted, known) or known)}.")
+    known = {_stem(name): name for name in reversed([*_REGISTRY])}  # an alias does not replace its row
+    similar = [known[stem] for stem in difflib.get_close_matches(_stem(wanted), known, n=2, cutoff=0.8)]
+    meant = f"If it is misspelled, write {' or '.join(similar)}. " if similar else ""
+    listed = f"The {len(all_architectures())} supported architectures are listed in docs/architectures.md."
+    return CheckpointError(f"the architecture {wanted!r} is not supported.", cure=meant + listed)
+
+
+def _stem(name: str) -> str:
+    """The part of an architecture's name that tells models apart: two names that only share ForCausalLM are not similar."""
+    return re.split(r"For[A-Z]|Model$|LMHead", name)[0].lower()
 
 
 def check_version(row: Architecture, hf: dict[str, Any], option: str, value: str) -> None:

@@ -54,7 +54,21 @@ def open_checkpoint(path: Path, name: str | None = None, *, weights: bool = True
         )
     extra_files = {f for pattern in _EXTRA_FILES for f in path.glob(pattern) if f.is_file()} if path.is_dir() else {config}
     data = read_json_object(config)
+    _reject_tensorrt_llm(config, data)
     return Checkpoint(config.parent, name, data, open_weights(path) if weights else NoWeights(), extra_files=sorted(extra_files))
+
+
+def _reject_tensorrt_llm(file: Path, data: dict[str, Any]) -> None:
+    """Raise CheckpointError for the config.json of a TensorRT-LLM checkpoint or engine."""
+    if "architectures" in data or "model_type" in data:
+        return
+    if "pretrained_config" in data and "build_config" in data:
+        what = "a TensorRT engine, which holds compiled code instead of weights"
+    elif isinstance(data.get("architecture"), str) and ("mapping" in data or "producer" in data):
+        what = "a checkpoint in the format of TensorRT-LLM"
+    else:
+        return
+    raise CheckpointError(f"{file.parent} is {what}.", cure="Build from the Hugging Face checkpoint that it was converted from.")
 
 
 def _find_gguf(path: Path) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ def _unpickle_tensors(path: Path) -> dict[str, Tensor]:
         with FakeTensorMode() if _is_zip(path) else contextlib.nullcontext():
             loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as problem:
-        message = f"{path} contains more than tensors and is not unpickled ({first_line(problem)})."
+        found = re.search(r"Unsupported (?:global|class|operand)[^\n]*?((?:\w+\.)+\w+)", str(problem))
+        what = f" ({found[1]})" if found else ""
+        message = f"{path} contains Python objects other than tensors{what} and is not read, because reading them would run their code."
         raise CheckpointError(message, cure="Use a safetensors checkpoint.") from None
     except (RuntimeError, EOFError, OSError, ValueError, LookupError) as problem:
         raise CheckpointError(f"{path} is damaged ({first_line(problem)}).", cure=DOWNLOAD_AGAIN) from None

@@ -30,6 +30,11 @@ def open_weights(path: Path) -> CheckpointWeights:
     others = sorted(file for file in path.glob("*.safetensors") if file.name != "consolidated.safetensors")
     if len(others) == 1:
         return SafetensorsWeights(others)
+    if len(others) > 1:
+        raise CheckpointError(
+            f"{path} has {len(others)} safetensors files, such as {others[0].name}, and no index that lists their tensors.",
+            cure="Download model.safetensors.index.json of the checkpoint into the same directory.",
+        )
     names = "model.safetensors, model.safetensors.index.json, pytorch_model.bin or its index"
     raise CheckpointError(f"{path} has no weights: none of {names}.", cure="Download them, or build with --dummy-weights.")
 

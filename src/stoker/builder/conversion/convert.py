@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError
 from stoker.base.logging import get_logger
+from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import CheckpointWeights
 from stoker.builder.conversion.import_linear import import_format, import_linear
 from stoker.builder.conversion.layouts import stored_layouts
@@ -158,7 +159,8 @@ def _check_finite(values: Tensor, source: str, weights: CheckpointWeights) -> No
         return
     least, most = values.aminmax()  # NaN propagates to both; isfinite of every value takes three times as long
     if not bool(torch.isfinite(least) & torch.isfinite(most)):
-        problem = "holds NaN or infinity, or overflows" if values.dtype == torch.float16 else "holds NaN or infinity in"
-        raise CheckpointError(
-            f"{weights.location(source)} {problem} {values.dtype}.", cure="Download it again, or build with --dtype bfloat16."
-        )
+        if values.dtype == torch.float16 and weights.tensors[source].dtype != torch.float16:
+            problem, cure = "holds NaN or infinity, or numbers that overflow float16", "Build with --dtype bfloat16, or download it again."
+        else:
+            problem, cure = "holds NaN or infinity", DOWNLOAD_AGAIN
+        raise CheckpointError(f"{weights.location(source)} {problem}.", cure=cure)

@@ -19,7 +19,7 @@ _MAX_KEY_BYTES = 1 << 16
 _STRING, _ARRAY, _BOOL, _FLOAT32 = 8, 9, 7, 6
 
 # Metadata value type → numpy dtype, for types of a fixed size.
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"), 5: np.dtype("<i4"),
     _FLOAT32: np.dtype("<f4"), _BOOL: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
 }  # fmt: skip
@@ -114,10 +114,11 @@ class Header:
         self._check_count(count, dtype.itemsize, "numbers")
         values = np.frombuffer(bytes(self._take(count * dtype.itemsize)), dtype)
         if kind == _BOOL:
-            return values.astype(bool).tolist()
+            values = values.astype(bool)
         if kind == _FLOAT32 and count == 1:
             return [float(str(values[0]))]
-        return values.tolist()
+        plain: list[Any] = values.tolist()
+        return plain
 
     def _check_count(self, count: int, min_bytes: int, what: str) -> None:
         if count > (len(self._data) - self._at) // min_bytes:
