@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "stoker"
 EXAMPLES = {
     "architecture": r"Olmo2|olmo2",
     "quantization format": r"\bSmoothQuant\b|\bsmoothquant\.py",
-    "scheduling policy": r'class MaxUtilization\b|(?m:^POLICIES = \(.*"max_utilization")',
+    "scheduling policy": r'class MaxUtilization\b|(?m:^POLICIES = \("guaranteed_no_evict", "max_utilization",)',
     "draft proposer": r"\bNoDrafts\b",
     "sampling feature": r"\blogit_bias\b|\bLogitBias\b",
     "setting": r"\battention_window\b",
