@@ -6,7 +6,7 @@ import sys
 
 from stoker.builder.tokenizers.published import TOKENIZERS
 from stoker.models import Architecture, all_architectures
-from stoker.quant.names import RECIPES
+from stoker.quant.named_recipes import RECIPES
 
 _HEAD = """# Architectures
 

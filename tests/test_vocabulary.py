@@ -20,16 +20,6 @@ PENDING: tuple[str, ...] = (
     # -
     "src/stoker/kernels/triton/moe",
     # -
-    "src/stoker/kernels/ops.py",
-    # -
-    "src/stoker/kernels/routing.py",
-    # -
-    "src/stoker/kernels/types.py",
-    # -
-    "src/stoker/quant",
-    # -
-    "src/stoker/layers",
-    # -
     "src/stoker/profiling/tile_cases.py",
     # -
     "src/stoker/profiling/tile_tuning.py",

@@ -21,17 +21,19 @@ from stoker.engine.layerwise import LayerwiseModel
 from stoker.engine.reader import Engine
 from stoker.layers.decoder import kv_cache_specs, layer_specs
 from stoker.layers.loader import Loader
-from stoker.quant.awq import AWQ
-from stoker.quant.calibration import CacheStats, TensorTable, default_text, held_out_text, quantize_layer
-from stoker.quant.dense import Dense
-from stoker.quant.format import Format
-from stoker.quant.fp8 import Fp8
-from stoker.quant.gptq import GPTQ
-from stoker.quant.int4 import Int4
-from stoker.quant.int8 import Int8
+from stoker.quant.calibration.cache_stats import CacheStats
+from stoker.quant.calibration.input_stats import InputStats
+from stoker.quant.calibration.layer import quantize_layer
+from stoker.quant.calibration.sample_text import default_text, held_out_text
+from stoker.quant.format import Format, TensorTable
+from stoker.quant.formats.awq import AWQ
+from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp8 import Fp8
+from stoker.quant.formats.gptq import GPTQ
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8 import Int8
+from stoker.quant.formats.smoothquant import SmoothQuant
 from stoker.quant.recipe import Recipe
-from stoker.quant.smoothquant import SmoothQuant
-from stoker.quant.stats import InputStats
 
 pytestmark = pytest.mark.timeout(400)  # a test of seconds takes minutes on a busy machine
 CPU = torch.device("cpu")

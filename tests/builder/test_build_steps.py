@@ -25,13 +25,13 @@ from stoker.engine import publish as publish_module
 from stoker.engine.reader import Engine
 from stoker.engine.safetensors_writer import SafetensorsWriter
 from stoker.layers.decoder import declare
-from stoker.quant.block_fp8 import BlockFp8
-from stoker.quant.dense import Dense
 from stoker.quant.format import Format
-from stoker.quant.fp8 import Fp8
-from stoker.quant.int4 import Int4
-from stoker.quant.int8 import Int8
-from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp8 import Fp8
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8 import Int8
+from stoker.quant.formats.int8_grouped import GroupedInt8
 
 FORMATS = [
     Dense(), Fp8(), Fp8(weights="tensor"), BlockFp8(rows=16, columns=32), Int8(), GroupedInt8(shifted=True), Int4(group_size=32),

@@ -16,12 +16,12 @@ from stoker.builder.config import BuildConfig
 from stoker.builder.conversion.convert import quantize_in_chunks
 from stoker.core.specs import LinearSpec
 from stoker.engine.reader import rank_file_name
-from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
-from stoker.quant.fp8 import Fp8
-from stoker.quant.int4 import Int4
-from stoker.quant.int8 import Int8
-from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp8 import Fp8
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8 import Int8
+from stoker.quant.formats.int8_grouped import GroupedInt8
 
 sys.path.append(str(Path(__file__).parents[1] / "parity"))
 from cases import CASES

@@ -8,15 +8,16 @@ import pytest
 import torch
 from oracle import relative_error
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.routing import RoutingParams
-from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
-from stoker.quant.fp8 import Fp8
-from stoker.quant.int4 import Int4
-from stoker.quant.int8 import Int8
-from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp8 import Fp8
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8 import Int8
+from stoker.quant.formats.int8_grouped import GroupedInt8
 
 EXPERTS, OUT, IN = 8, 256, 512
 FORMATS: dict[str, Format] = {
@@ -85,8 +86,8 @@ def test_bfloat16(rows: int) -> None:
 
     def both(given: torch.Tensor, stacked: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         routing = ops.route(scores, None, RoutingParams(2))
-        up = ops.expert_up(given, stacked, None, routing)
-        return up, ops.expert_down(up, stacked.transpose(1, 2).contiguous(), None, routing)
+        up = ops.expert_up(given, PackedWeight("dense", stacked), routing)
+        return up, ops.expert_down(up, PackedWeight("dense", stacked.transpose(1, 2).contiguous()), routing)
 
     found, wanted = both(x.cuda(), weight.cuda(), logits.cuda()), both(x.float(), weight.float(), logits)
     for got, want in zip(found, wanted, strict=True):

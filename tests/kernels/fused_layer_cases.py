@@ -18,8 +18,8 @@ from stoker.kernels.reference.fused_layer import fused_layer as one_by_one
 from stoker.kernels.reference.linear import around
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.types import PLAIN, FusedLayer, FusedLinear, Fusion
-from stoker.quant.fp8 import Fp8
-from stoker.quant.int8 import round_rows
+from stoker.quant.formats.fp8 import Fp8
+from stoker.quant.formats.int8 import quantize_rows
 from stoker.quant.linear_ops import PackedLinear
 
 FORMS = ["dense", "fp8", "bytes", "int4 none", "int4 int", "int4 float", "int4 int 64", "int4 none 32", "int4 float 32"]
@@ -38,7 +38,7 @@ def linear(form: str, n: int, k: int, bias: bool, dtype: torch.dtype, device: st
         packed = PackedWeight("fp8", codes, scale, bias=given, activations="token")
         return packed, codes.double() * scale.double()[:, None]
     if form == "bytes":
-        codes, scale = round_rows(weight)
+        codes, scale = quantize_rows(weight)
         return PackedWeight("int8", codes, scale, bias=given), codes.double() * scale.double()[:, None]
     return int4_linear(*(*form.split()[1:], "128")[:2], n, k, given, device)
 

@@ -16,7 +16,7 @@ from stoker.base.config import Limits, Mapping
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.engine.reader import Engine
-from stoker.quant.names import RECIPES
+from stoker.quant.named_recipes import RECIPES
 
 # Heads of 16 features in groups of three: shards end at multiples of 16 or 32 columns.
 DENSE = GROUPED | {"hidden_size": 96, "head_dim": 16, "intermediate_size": 160}

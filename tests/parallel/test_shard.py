@@ -53,7 +53,7 @@ def test_heads_of_smollm2_on_two_and_four_ranks() -> None:
 def test_row_split_products_sum_to_the_product(rows: int, columns: int, size: int, unit: int) -> None:
     """Also with incomplete groups, and if some ranks get only zeros."""
     spec = LinearSpec(name="down", in_features=columns, parts=(rows,), split="row")
-    sharding = Sharding(size=size, grain=unit)
+    sharding = Sharding(size=size, unit=unit)
     weight, x = torch.randn(rows, columns, dtype=torch.float64), torch.randn(columns, dtype=torch.float64)
     scale = torch.arange(-(-columns // unit) * rows).view(rows, -1)
     width = local_spec(spec, sharding).in_features

@@ -69,7 +69,9 @@ def test_fused_layers_exist_where_one_row_or_several_are_supported(
     monkeypatch.setattr("stoker.kernels.ops.supports_fused_layer", lambda layer, rows: rows in supported)
     model = harness("LlamaForCausalLM", tmp_path, tokenizer).model
     assert (model.fused_layers is not None) == exist
-    assert all(layer.attention.params.before_fused_layer == before for layer in model.layers)
+    assert not any(layer.attention.params.before_fused_layer for layer in model.layers)
+    if model.fused_layers is not None:
+        assert all(params.before_fused_layer == before for params in model.fused_layers.params)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels import ops
 from stoker.kernels.routing import Routing, RoutingParams
 
@@ -78,7 +79,8 @@ def test_projections_sum_the_chosen_experts(num_tokens: int, biased: bool) -> No
     up_bias = torch.randn(EXPERTS, WIDE, generator=generator) if biased else None
     down_bias = torch.randn(EXPERTS, HIDDEN, generator=generator) if biased else None
     routing = ops.route(torch.randn(num_tokens, EXPERTS, generator=generator), None, RoutingParams(3))
-    found = ops.expert_down(ops.expert_up(x, up, up_bias, routing).relu(), down, down_bias, routing)
+    inner = ops.expert_up(x, PackedWeight("dense", up, bias=up_bias), routing).relu()
+    found = ops.expert_down(inner, PackedWeight("dense", down, bias=down_bias), routing)
     expected = torch.zeros(num_tokens, HIDDEN, dtype=torch.float64)
     for token, weights in enumerate(by_token(routing, num_tokens)):
         for e, weight in weights.items():

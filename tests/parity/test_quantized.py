@@ -13,7 +13,7 @@ from stoker.base.config import Limits
 from stoker.base.errors import ConfigError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
-from stoker.quant.names import RECIPES
+from stoker.quant.named_recipes import RECIPES
 
 # Bound of the relative error of all logits, and settings for the narrow test models. Measured with random weights of width 48: 0.01 to 0.03
 # in int8, and 0.11 where rounding sends a token to another expert; 0.06 to 0.33 in 4 bits, where calibration on 128 tokens of other text

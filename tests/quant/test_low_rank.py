@@ -23,8 +23,8 @@ from stoker.kernels.types import PLAIN, Fusion
 from stoker.layers.decoder import Decoder, declare
 from stoker.layers.loader import Loader
 from stoker.layers.low_rank import Adapters, LowRankDelta, LowRankLinear, shard_delta
-from stoker.layers.shard import Sharding, column_pieces, row_pieces
-from stoker.quant.calibration import TensorTable
+from stoker.layers.shard import Sharding, column_slices, row_slices
+from stoker.quant.format import TensorTable
 from stoker.quant.linear_ops import PackedLinear
 from stoker.quant.recipe import Recipe
 
@@ -111,8 +111,8 @@ def test_shards_of_a_delta_make_the_whole(split: str, parts: tuple[int, ...]) ->
     want, sharding = delta(x, ids), Sharding(size=2)
     found = torch.zeros_like(want)
     for rank in range(2):
-        columns = [i for start, count in column_pieces(spec, sharding, rank) for i in range(start, start + count)]
-        rows = [i for start, count in row_pieces(spec, sharding, rank) for i in range(start, start + count)]
+        columns = [i for start, count in column_slices(spec, sharding, rank) for i in range(start, start + count)]
+        rows = [i for start, count in row_slices(spec, sharding, rank) for i in range(start, start + count)]
         own = shard_delta(delta, spec, sharding, rank)(x[:, columns], ids)
         found[:, rows] = found[:, rows] + own if split.startswith("row") else own
     torch.testing.assert_close(found, want)

@@ -31,7 +31,8 @@ from stoker.distributed.group import SINGLE
 from stoker.engine.layerwise import LayerwiseModel, Scores, split_windows
 from stoker.engine.reader import Engine
 from stoker.layers.loader import Loader
-from stoker.quant.calibration import TensorTable, default_text, held_out_text
+from stoker.quant.calibration.sample_text import default_text, held_out_text
+from stoker.quant.format import TensorTable
 
 CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {"calibration_size": 4, "calibration_seq_len": 64, "device": "cpu"}

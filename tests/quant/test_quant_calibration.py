@@ -22,17 +22,17 @@ from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.kernels.reference.rope import hadamard_transform
 from stoker.layers.decoder import layer_specs
 from stoker.layers.loader import Loader
-from stoker.quant import fold as folding
-from stoker.quant.awq import AWQ
-from stoker.quant.calibration import CacheStats, TensorTable
-from stoker.quant.compensate import Compensation
-from stoker.quant.format import Format
-from stoker.quant.fp8 import Fp8
-from stoker.quant.gptq import GPTQ
-from stoker.quant.int4 import Int4
+from stoker.quant.calibration import scale_folding
+from stoker.quant.calibration.cache_stats import CacheStats
+from stoker.quant.calibration.error_compensation import ErrorCompensation
+from stoker.quant.calibration.input_stats import InputStats
+from stoker.quant.format import Format, TensorTable
+from stoker.quant.formats.awq import AWQ
+from stoker.quant.formats.fp8 import Fp8
+from stoker.quant.formats.gptq import GPTQ
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.smoothquant import SmoothQuant
 from stoker.quant.recipe import Recipe
-from stoker.quant.smoothquant import SmoothQuant
-from stoker.quant.stats import InputStats
 
 CPU = torch.device("cpu")
 
@@ -55,10 +55,10 @@ def measured(x: Tensor) -> InputStats:
 def output_error(chosen: Format, weight: Tensor, x: Tensor, stats: InputStats | None) -> float:
     """Relative error of the outputs, with the format's own scaling of the inputs if it asks for one."""
     spec = LinearSpec(name="x", in_features=weight.shape[1], parts=(weight.shape[0],))
-    factors = None if stats is None else chosen.smooth(weight, spec, stats)
+    factors = None if stats is None else chosen.folding_factors(weight, spec, stats)
     if factors is None:
         factors = torch.ones(weight.shape[1])
-    scaled = None if stats is None else stats.divided(factors)
+    scaled = None if stats is None else stats.divided_by(factors)
     op = chosen.load(chosen.quantize(weight * factors, spec, scaled), None)
     exact = x @ weight.t()
     return float((op(x / factors) - exact).norm() / exact.norm())  # type: ignore[operator]
@@ -71,7 +71,7 @@ def test_statistics_are_sums_over_all_rows() -> None:
     assert torch.allclose(stats.mean_abs, x.abs().mean(0), rtol=1e-4)
     assert torch.equal(stats.amax, x.abs().amax(0)) and stats.count == 600
     factors = torch.rand(128) + 0.5
-    divided, again = stats.divided(factors), measured(x / factors)
+    divided, again = stats.divided_by(factors), measured(x / factors)
     assert torch.allclose(divided.gram, again.gram, rtol=1e-3, atol=1e-1) and torch.allclose(divided.amax, again.amax)
 
 
@@ -104,7 +104,7 @@ def test_fp8_makes_up_for_its_rounding() -> None:
 
 def test_rounding_columns_together_costs_little() -> None:
     x, weight = inputs(), torch.randn(16, 128)
-    by = Compensation(measured(x), 0.01, act_order=True)
+    by = ErrorCompensation(measured(x), 0.01, act_order=True)
     errors = [float((x @ (by.round(weight, lambda v, _: (v * 4).round() / 4, step) - weight).t()).norm()) for step in (1, 16, 100)]
     plain = float((x @ ((weight * 4).round() / 4 - weight).t()).norm())
     assert errors[0] <= errors[1] * 1.1 and errors[1] < 0.8 * plain
@@ -120,7 +120,7 @@ def test_the_exponent_of_smoothing_is_the_best_that_was_tried() -> None:
 def test_one_scale_for_all_tokens_leaves_room() -> None:
     x, weight = inputs(), torch.randn(64, 128)
     spec = LinearSpec(name="x", in_features=128, parts=(64,))
-    chosen = [SmoothQuant(per_token=False, alpha=alpha).smooth(weight, spec, measured(x)) for alpha in (None, 0.8)]
+    chosen = [SmoothQuant(per_token=False, alpha=alpha).folding_factors(weight, spec, measured(x)) for alpha in (None, 0.8)]
     assert chosen[0] is not None and chosen[1] is not None and torch.equal(*chosen)
 
 
@@ -128,10 +128,10 @@ def test_one_scale_for_all_tokens_leaves_room() -> None:
 def test_what_lasts_of_an_error_is_what_later_columns_cannot_make_up_for(act_order: bool) -> None:
     """By least squares in float64 over the later columns, for each column on its own."""
     x = inputs(24)
-    stats, by = measured(x), Compensation(measured(x), 0.01, act_order)
+    stats, by = measured(x), ErrorCompensation(measured(x), 0.01, act_order)
     moment = x.double().t() @ x.double() / len(x)
     moment += torch.eye(24) * moment.diagonal().mean() * 0.01
-    lasting = by.lasting()
+    lasting = by.remaining_error()
     for place, column in enumerate(by.order.tolist()):
         later = by.order[place + 1 :]
         cross = moment[later, column]
@@ -146,7 +146,7 @@ def test_the_error_to_be_expected_of_weights_is_the_one_that_comes(compensate: b
     x, weight = inputs(), torch.randn(64, 128)
     stats, chosen = measured(x), SmoothQuant(compensate=compensate)
     spec = LinearSpec(name="x", in_features=128, parts=(64,))
-    lasting = Compensation(stats, 0.01, act_order=True).lasting() if compensate else stats.mean_square
+    lasting = ErrorCompensation(stats, 0.01, act_order=True).remaining_error() if compensate else stats.mean_square
     expected = chosen._weight_error((weight,), torch.ones(128), lasting)
     stored = chosen.quantize(weight, spec, stats)
     wrong = stored["weight"].double() * stored["scale"].double()[:, None] - weight
@@ -240,12 +240,12 @@ def test_folds_leave_a_layer_as_it_was(model_type: str, tmp_path: Path) -> None:
     stream = LayerwiseModel(model, split_windows(torch.randint(0, 320, (60,)).tolist(), 30))
     stream.embed(dense)
     weights = _dense_layer(prepared, dense)
-    found = folding.folds(model.layers[0], "layers.0")
+    found = scale_folding.scale_folds(model.layers[0], "layers.0")
     assert found or model_type == "olmo2"
     consumers = {consumer for fold in found for consumer in fold.consumers}
     for fold in found:
         size = weights[f"{fold.consumers[0]}.weight"].shape[-1]
-        factors = folding.apply(fold, torch.rand(size) * 2 + 0.5, weights)
+        factors = scale_folding.fold_factors(fold, torch.rand(size) * 2 + 0.5, weights)
         assert factors.shape == (size,)
     before = stream.hidden
     stream.run_layer(dense)

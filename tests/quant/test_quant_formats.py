@@ -13,21 +13,21 @@ from stoker.base.errors import ConfigError
 from stoker.core.specs import LinearSpec
 from stoker.kernels.routing import RoutingParams
 from stoker.kernels.types import Fusion
-from stoker.quant import groups
-from stoker.quant.awq import AWQ
-from stoker.quant.block_fp8 import BlockFp8
-from stoker.quant.dense import Dense
+from stoker.quant import int4_groups as groups
+from stoker.quant.calibration.input_stats import InputStats
 from stoker.quant.format import FORMATS, Format
-from stoker.quant.fp8 import Fp8
-from stoker.quant.gptq import GPTQ
-from stoker.quant.int4 import Int4
-from stoker.quant.int8 import Int8
-from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.formats.awq import AWQ
+from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.fp8 import Fp8
+from stoker.quant.formats.gptq import GPTQ
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8 import Int8
+from stoker.quant.formats.int8_grouped import GroupedInt8
+from stoker.quant.formats.smoothquant import SmoothQuant
 from stoker.quant.linear_ops import PackedExperts, PackedLinear
-from stoker.quant.names import ALIASES, RECIPES, find_recipe
-from stoker.quant.recipe import Recipe, decode, encode
-from stoker.quant.smoothquant import SmoothQuant
-from stoker.quant.stats import InputStats
+from stoker.quant.named_recipes import ALIASES, RECIPES, find_recipe
+from stoker.quant.recipe import Recipe, decode_recipe, encode_recipe
 
 E4M3 = 2**-4  # half a step of three mantissa bits, relative
 # Format, the largest error of a weight in units of its row's (group's, block's) largest magnitude.
@@ -251,9 +251,9 @@ def test_clips_leave_less_squared_error() -> None:
 
 
 def test_odd_inputs_and_misaligned_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two input features a byte, and it has 33"):
+    with pytest.raises(ConfigError, match="two input features per byte, which 33"):
         Int4().layout(LinearSpec(name="x", in_features=33, parts=(4,)), torch.float32)
-    with pytest.raises(ConfigError, match="parts of 48, 16 rows have no blocks of 32"):
+    with pytest.raises(ConfigError, match="parts of 48, 16 rows do not consist of blocks of 32"):
         BlockFp8(rows=32).layout(LinearSpec(name="x", in_features=32, parts=(48, 16)), torch.float32)
     with pytest.raises(ConfigError, match="group_size=48"):
         Int4(group_size=48)
@@ -264,13 +264,13 @@ def test_odd_inputs_and_misaligned_blocks_are_refused() -> None:
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_recipes_survive_config_json(name: str) -> None:
     recipe = find_recipe(name, {}, "int8")
-    assert decode(json.loads(json.dumps(encode(recipe)))) == recipe
+    assert decode_recipe(json.loads(json.dumps(encode_recipe(recipe)))) == recipe
     assert recipe.kv_cache == "int8"
 
 
 def test_overrides_survive_config_json_with_their_own_types() -> None:
     recipe = Recipe(default=AWQ(group_size=32), overrides={"*.out": GPTQ(act_order=False), "head": Fp8(activations="static")}, name="AWQ")
-    again = decode(json.loads(json.dumps(encode(recipe))))
+    again = decode_recipe(json.loads(json.dumps(encode_recipe(recipe))))
     assert again == recipe and type(again.overrides["*.out"]) is GPTQ
 
 

@@ -23,13 +23,13 @@ from stoker.builder.config import BuildConfig
 from stoker.builder.prequantized.dequantize import dequantize
 from stoker.engine.layerwise import LayerwiseModel, split_windows
 from stoker.engine.reader import Engine
-from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
-from stoker.quant.fp8 import Fp8
-from stoker.quant.int4 import Int4
-from stoker.quant.int8 import Int8
-from stoker.quant.int8_grouped import GroupedInt8
-from stoker.quant.smoothquant import SmoothQuant
+from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp8 import Fp8
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8 import Int8
+from stoker.quant.formats.int8_grouped import GroupedInt8
+from stoker.quant.formats.smoothquant import SmoothQuant
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -21,9 +21,9 @@ from stoker.kernels.reference.rope import hadamard_transform, quantize
 from stoker.kernels.types import AttentionParams
 from stoker.layers.attention import alibi_slopes
 from stoker.layers.rope import rope_table
-from stoker.quant import keys as keys_module
-from stoker.quant.calibration import unit_of
-from stoker.quant.keys import KeyStats, has_mean, stored_means
+from stoker.quant import key_spreading
+from stoker.quant.calibration.cache_stats import cache_scale
+from stoker.quant.key_spreading import KeyStats, has_mean, stored_means
 
 KINDS = ("int8", "float8_e4m3fn")
 TOKENS = 30
@@ -62,7 +62,7 @@ def test_attention_over_keys_that_are_not_rounded_is_what_it_was(
     rope: RopeConfig | None, changes: dict, features: dict, less_mean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache of float32 with scales of one rounds nothing: what is left are other coordinates and means, which may change no score."""
-    for module in (keys_module, rope_reference):
+    for module in (key_spreading, rope_reference):
         monkeypatch.setattr(module, "MEAN_TOKENS", 8)
     torch.manual_seed(0)
     config, batch = attention(rope=rope, **changes), step(TOKENS)
@@ -122,8 +122,8 @@ def test_rounded_keys_err_less_on_keys_that_were_not_measured(rope: RopeConfig |
         wrong = stored(keys, scale, kv_cache) - keys
         return float(torch.einsum("qghd,kgd->ghqk", queries.double().unflatten(1, (2, 2)), wrong).var(-1).mean())
 
-    plain = unit_of(keys.abs().amax((0, 2)), kv_cache)
-    assert error(moved, unit_of(stats.largest(), kv_cache), asked) < 0.9 * error(keys, plain, queries)
+    plain = cache_scale(keys.abs().amax((0, 2)), kv_cache)
+    assert error(moved, cache_scale(stats.largest(), kv_cache), asked) < 0.9 * error(keys, plain, queries)
 
 
 @pytest.mark.parametrize("rope", [None, RopeConfig(dim=16, theta=1e9), RopeConfig(dim=8, interleaved=True)])
@@ -142,7 +142,7 @@ def test_keys_less_their_mean_err_less_at_any_position(rope: RopeConfig | None) 
         stats = KeyStats(config, table, less_mean)
         for seed in range(6):
             stats.add(*window(seed, torch.arange(400)))
-        found = {"key_scale": unit_of(stats.largest(), "float8_e4m3fn"), "key_balance": stats.balance()}
+        found = {"key_scale": cache_scale(stats.largest(), "float8_e4m3fn"), "key_balance": stats.balance()}
         of_keys, of_queries = found["key_balance"].unbind(1)
         positions = torch.arange(2900, 3300)
         queries, keys = window(9, positions)

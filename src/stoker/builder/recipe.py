@@ -16,10 +16,10 @@ from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec
 from stoker.engine.config import EngineConfig
 from stoker.layers.decoder import declare, layer_specs
-from stoker.quant.dense import Dense
 from stoker.quant.format import Format
-from stoker.quant.int8_grouped import GroupedInt8
-from stoker.quant.names import NARROW, canonical, find_recipe
+from stoker.quant.formats.dense import Dense
+from stoker.quant.formats.int8_grouped import GroupedInt8
+from stoker.quant.named_recipes import NARROW_HIDDEN_SIZE, canonical_recipe_name, find_recipe
 from stoker.quant.recipe import AS_STORED, Recipe
 
 
@@ -49,9 +49,9 @@ def is_calibrated(model: ModelConfig, recipe: Recipe) -> bool:
 
 
 def _requested_or_stored(settings: BuildConfig, config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint) -> Recipe:
-    requested = settings.quantization and canonical(settings.quantization)
+    requested = settings.quantization and canonical_recipe_name(settings.quantization)
     if requested not in (None, AS_STORED):
-        is_narrow = config.model.hidden_size <= NARROW and not config.model.requires_whole_prompt and not settings.dummy_weights
+        is_narrow = config.model.hidden_size <= NARROW_HIDDEN_SIZE and not config.model.requires_whole_prompt and not settings.dummy_weights
         return find_recipe(requested, settings.quantization_settings, settings.kv_cache_dtype, is_narrow)
     unquantized = find_recipe(None, settings.quantization_settings, settings.kv_cache_dtype)
     stored = _stored_recipe(config, plans, checkpoint) if plans else None

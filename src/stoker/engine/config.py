@@ -13,8 +13,7 @@ from stoker.base.errors import ConfigError, EngineError
 from stoker.core.model_config import ModelConfig, decode_model, encode_model
 from stoker.engine.file_record import FileRecord
 from stoker.layers.shard import Sharding
-from stoker.quant import recipe as recipes
-from stoker.quant.recipe import Recipe
+from stoker.quant.recipe import KV_DTYPES, Recipe, decode_recipe, encode_recipe
 
 FORMAT_VERSION = 3
 
@@ -79,13 +78,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("target.device", self.target.device, DEVICES)
         check_choice("weights", self.weights, ("files", "dummy"))
-        check_choice("recipe.kv_cache", self.recipe.kv_cache, (None, *recipes.KV_DTYPES))
+        check_choice("recipe.kv_cache", self.recipe.kv_cache, (None, *KV_DTYPES))
 
     @property
     def sharding(self) -> Sharding:
         """How the weights of each pipeline stage are split over its tensor-parallel ranks."""
         mapping = self.mapping
-        return Sharding(size=mapping.tensor_parallel, grain=self.recipe.grain, by_expert=mapping.expert_parallel)
+        return Sharding(size=mapping.tensor_parallel, unit=self.recipe.shard_unit, by_expert=mapping.expert_parallel)
 
 
 def content_address(config: EngineConfig) -> str:
@@ -104,7 +103,7 @@ def encode_engine_config(config: EngineConfig) -> bytes:
     """The text of config.json."""
     plain: dict[str, Any] = {"format_version": FORMAT_VERSION, "stoker_version": config.stoker_version}
     plain["model"] = encode_model(config.model)
-    plain["recipe"] = recipes.encode(config.recipe)
+    plain["recipe"] = encode_recipe(config.recipe)
     for name in ("limits", "dtype", "mapping", "target", "weights", "checkpoint", "files", "checks"):
         plain[name] = msgspec.to_builtins(getattr(config, name))
     return json.dumps(plain, indent=1).encode() + b"\n"
@@ -115,7 +114,7 @@ def decode_engine_config(plain: dict[str, Any], path: object) -> EngineConfig:
     try:
         fields = {name: plain[name] for name in plain if name not in ("format_version", "model", "recipe")}
         fields["model"] = decode_model(plain["model"])
-        fields["recipe"] = recipes.decode(plain["recipe"])
+        fields["recipe"] = decode_recipe(plain["recipe"])
         types = {field.name: field.type for field in msgspec.structs.fields(EngineConfig) if field.name not in ("model", "recipe")}
         return EngineConfig(**fields | {name: msgspec.convert(fields[name], types[name]) for name in types if name in fields})
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:

@@ -135,15 +135,15 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
 
 
 def all_reduce(x: Tensor, group: Group, residual: Tensor | None = None) -> Tensor:
-    """The sum of x over the group's ranks, + `residual`. All ranks get the same bits. May overwrite x.
+    """The sum of x over the ranks of the group, + `residual`. All ranks have the same bits. May overwrite x.
 
-    On GPUs that can access each other's memory, messages of a decode step go through one kernel that also adds the residual.
+    On GPUs with peer access, one kernel sums the messages of decode steps and adds the residual.
     """
     return _pick(x, all_reduce_ref).all_reduce(x, group, residual)
 
 
 def check_inboxes(group: Group) -> None:
-    """Disable a group's peer memory where all-reduces through it fail. Every rank calls this before its first all-reduce."""
+    """Disable the peer memory of a group if all-reduces through it fail. Every rank calls this before its first all-reduce."""
     if group.inboxes is not None:
         from stoker.kernels.triton import all_reduce
 
@@ -151,7 +151,7 @@ def check_inboxes(group: Group) -> None:
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) × up [..., size] of gate_up [..., 2 × size], which holds gate, then up. Names as in `reference.activation.ACTIVATIONS`."""
+    """act(gate) × up [..., size] of gate_up [..., 2 × size], gate first. `activation` is one of `reference.activation.ACTIVATIONS`."""
     return _pick(gate_up, activation_ref).gated(gate_up, activation)
 
 
@@ -176,12 +176,12 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PLAIN) -> Tensor:
-    """x [M, K] × weight [N, K] transposed, + bias [N], and what `fusion` puts around it. Returns [M, N], or [M, N / 2] when gated."""
+    """x [M, K] × weight [N, K] transposed, + bias [N], with `fusion`. Returns [M, N], or [M, N / 2] when gated."""
     return _pick(x, linear_ref).linear(x, weight, bias, fusion)
 
 
 def around(x: Tensor, fusion: Fusion, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """A linear without fused kernels: the fusion's input gate and norm, `product`, then the gate and the residual, each as an op."""
+    """A linear without fused kernels: the input gate and the norm, `product`, then the gate and the residual, as separate ops."""
     if fusion.input_gate is not None:
         x = gated(x, fusion.input_gate)
     if fusion.norm_kind is not None:
@@ -275,7 +275,7 @@ def rope_store(
     slots int32 [T]: block × block_size + place in the block; -1 stores nowhere.
 
     A quantized cache stores round(x ÷ scale). With `key_balance`, q and k are multiplied by its factors and Hadamard-transformed
-    (`reference.rope.hadamard_transform`), which leaves q · k unchanged; q is returned so. With `key_mean`, keys are stored less a mean.
+    (`reference.rope.hadamard_transform`), which leaves q · k unchanged. With `key_mean`, keys are stored less a mean.
     """
     return _pick(q, rope_ref).rope_store(q, k, v, positions, cos_sin, interleaved, cache, slots)
 
@@ -283,14 +283,14 @@ def rope_store(
 def attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
     """Causal attention of the step's queries [T, heads, D] over the paged cache. Returns [T, heads × Dv].
 
-    Row r's queries are q[query_starts[r] : query_starts[r + 1]], the last of its seq_lens[r] tokens; its keys are found through
-    block_tables[r]. Softmax in float32.
+    The queries of row r are q[query_starts[r] : query_starts[r + 1]], those of the last of its seq_lens[r] tokens. Its keys are in the
+    blocks of block_tables[r]. Softmax in float32.
     """
     return _pick(q, attention_ref).attention(q, cache, batch, params)
 
 
 def rope_attention(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """`rope_store`, then `attention`. On a GPU both are one launch for decode steps over a cache of q's dtype, where that is faster."""
+    """`rope_store`, then `attention`. On a GPU one launch computes both in decode steps over a cache of q's dtype, where that is faster."""
     launcher = None if q.is_cpu else _GPU.get(attention_ref)
     if launcher is None:
         return attention(rope_store(q, k, v, *rotary, cache, batch.slots), cache, batch, params)
@@ -311,7 +311,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
-    """Choose experts by router logits [T, num_experts]. `correction` float32 [num_experts] is added for the choice, not in the weights."""
+    """Choose experts from router logits [T, num_experts]. `correction` float32 [num_experts] affects the choice, but not the weights."""
     return _pick(logits, moe_ref).route(logits, correction, params)
 
 
@@ -332,8 +332,8 @@ def expert_down(x: Tensor, weight: PackedWeight, routing: Routing) -> Tensor:
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """(up + 1) × gate × sigmoid(alpha × gate), gate clamped to at most `limit` and up to ± limit (gpt-oss).
+    """(up + 1) × gate × sigmoid(alpha × gate), with gate clamped to at most `limit`, and up to ± limit (gpt-oss).
 
-    [..., 2 × size] holding gate then up → [..., size].
+    gate_up [..., 2 × size], gate first → [..., size].
     """
     return _pick(gate_up, moe_ref).clipped_gate(gate_up, limit, alpha)

@@ -9,27 +9,28 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RoutingParams:
-    """How router logits become expert choices."""
+    """How experts are chosen from router logits."""
 
     top_k: int
     score: str = "softmax"  # softmax or sigmoid of all logits; softmax_topk: softmax of the chosen logits
     renormalize: bool = True  # divide the chosen weights by their sum
-    scale: float = 1.0  # then multiply them by this
-    num_groups: int = 1  # experts are chosen from the `top_groups` best of this many equal groups
+    scale: float = 1.0  # multiplies the weights after that
+    num_groups: int = 1  # experts are chosen from the `top_groups` best of this number of equal groups
     top_groups: int = 1
-    group_score: str = "max"  # a group's score: its best expert (max) or the sum of its two best (top2)
+    group_score: str = "max"  # the score of a group: of its best expert (max), or the sum of its two best (top2)
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts that the T tokens of a step chose, k each. Choice token × k + i is the i-th expert of a token."""
+    """The k experts of each of the T tokens of a step. Choice token × k + i is the i-th expert of a token."""
 
     weights: Tensor  # float32 [T, k]
     order: Tensor  # int32 [T × k]: choices sorted by expert, then by token
     offsets: Tensor  # int32 [num_experts + 1]: choices order[offsets[e] : offsets[e + 1]] belong to expert e
-    # False with expert parallelism: `offsets` cover the experts of this rank only, and rows of other choices are zeros.
+    # False with expert parallelism: `offsets` covers the experts of this rank only, and rows of other experts are zeros.
     is_whole: bool = True
 
     @property
     def top_k(self) -> int:
+        """k."""
         return self.weights.shape[1]

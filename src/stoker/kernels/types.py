@@ -1,4 +1,4 @@
-"""Argument types that several ops share."""
+"""Argument types of several ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 
-MAX_MEAN_HEAD_SIZE = 128  # the largest head whose keys may be stored less a mean (`KVCache.key_mean`)
+MAX_MEAN_HEAD_SIZE = 128  # the largest head size for which keys can be stored less a mean (`KVCache.key_mean`)
 MEAN_TOKENS = 1024  # positions that share a mean; a multiple of every key tile
 
 
@@ -20,11 +20,11 @@ def supports_key_mean(head_size: int) -> bool:
 
 
 class Rotary(NamedTuple):
-    """How the tokens of a step rotate: see `ops.rope_store`."""
+    """The rotary position embedding of a step: see `ops.rope_store`."""
 
     positions: Tensor  # int32 [T]
     cos_sin: Tensor | None  # float32 [max_positions, dim]: dim / 2 cosines, then dim / 2 sines; None: no rotation
-    interleaved: bool  # features 2i and 2i + 1 rotate together; else i and i + dim / 2
+    interleaved: bool  # features 2i and 2i + 1 are a pair; otherwise i and i + dim / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,18 @@ class AttentionParams:
     """The options of attention that may differ between layers."""
 
     scale: float  # score = scale × q · k
-    window: int | None = None  # a query sees itself and window - 1 keys before it
-    chunk: int | None = None  # a query sees keys of its own chunk of positions only
-    softcap: float | None = None  # scores become cap × tanh(scores ÷ cap)
+    window: int | None = None  # a query attends to itself and the window − 1 keys before it
+    chunk: int | None = None  # a query attends to keys of its own chunk of positions only
+    softcap: float | None = None  # scores become softcap × tanh(scores ÷ softcap)
     alibi_slopes: Tensor | None = None  # float32 [heads]: slope × (key position - query position) is added to the scaled scores
-    sinks: Tensor | None = None  # float32 [heads]: a logit that takes part in the softmax and has no value
+    sinks: Tensor | None = None  # float32 [heads]: a logit in the softmax that has no value
     # The next launch of a decode step of one or two rows is `ops.fused_layer`, whose kernel loads weights while attention still runs.
     before_fused_layer: bool = False
 
 
 @dataclass(slots=True)
 class DrawParams:
-    """How each of L rows draws its token. Tensors are [L], on the device of the logits."""
+    """The sampling parameters of L rows. Tensors are [L], on the device of the logits."""
 
     temperature: Tensor  # float32; 0 is greedy
     top_k: Tensor  # int32; 0 is off
@@ -51,7 +51,7 @@ class DrawParams:
     min_p: Tensor  # float32; 0 is off
     seeds: Tensor  # int64
     counters: Tensor  # int32: the position of the token to draw. Each (seed, counter) gives one random number
-    all_greedy: bool  # every temperature is 0, as far as the host knows
+    all_greedy: bool  # True if the host can tell that every temperature is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class Fusion:
     norm_weight: Tensor | None = None  # [in_features]
     norm_bias: Tensor | None = None
     norm_eps: float = 0.0
-    gate: str | None = None  # an activation; the weight's first half computes gates, the second half ups: act(gate) × up
+    gate: str | None = None  # an activation: the first half of the rows computes gates, the second half ups; the result is act(gate) × up
     residual: Tensor | None = None  # [T, out_features], dense; added last
-    input_gate: str | None = None  # an activation; x holds gates, then ups: the input is act(gate) × up
+    input_gate: str | None = None  # an activation: x contains gates, then ups; the input is act(gate) × up
 
     @property
-    def norm_apart(self) -> bool:
+    def needs_separate_norm(self) -> bool:
         """Whether the norm needs a separate pass before the product: kernels fuse only an RMS norm with weights."""
         return self.norm_kind is not None and (self.norm_kind != "rms" or self.norm_weight is None)
 

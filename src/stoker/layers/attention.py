@@ -1,4 +1,4 @@
-"""Attention block: fused qkv, optional q/k norms, rotary positions, the paged cache, the output projection."""
+"""The attention block: fused QKV projection, norms of queries and keys, attention over the paged KV cache, output projection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.model_config import AttentionConfig
 from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.kernels.types import PLAIN, AttentionParams, Rotary
-from stoker.layers.linear import joined
+from stoker.layers.linear import linear_all_reduce
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.qk_norm import norm_specs, qk_norm
@@ -45,6 +45,7 @@ class Attention:
 
     @staticmethod
     def specs(config: AttentionConfig, name: str, hidden: int) -> dict[str, Spec]:
+        """The weights that the block itself loads."""
         size = config.head_size
         kv_heads = config.num_kv_heads
         q, kv = config.num_heads * size, kv_heads * size
@@ -70,7 +71,7 @@ class Attention:
 
     @staticmethod
     def all_specs(config: AttentionConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """Those of the block and of its inner norms."""
+        """The weights of the block and of its norms of queries and keys."""
         specs = Attention.specs(config, name, hidden)
         for key in ("q_norm", "k_norm"):
             specs |= {f"{key}.{part}": spec for part, spec in norm_specs(config, f"{name}.{key}").items()}
@@ -79,7 +80,7 @@ class Attention:
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """attention(norm(x)) + residual."""
         qkv = self.qkv(x, PLAIN if norm is None else norm.fusion)
-        return joined(self.out, self.attend_heads(qkv, batch, cache, self.params), self.group, residual)
+        return linear_all_reduce(self.out, self.attend_heads(qkv, batch, cache, self.params), self.group, residual)
 
     def attend_heads(self, qkv: Tensor, batch: ForwardBatch, cache: KVCache, params: AttentionParams) -> Tensor:
         """Attention of this rank's heads, [T, heads × head_size], before the output projection. `qkv` is the output of the qkv linear.
@@ -93,7 +94,7 @@ class Attention:
         heads = qkv.view(qkv.shape[0], -1, size)
         q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
-            q, k = self._normed(q, k)
+            q, k = self._normalize(q, k)
         positions, cos_sin = batch.positions, self.cos_sin
         if self.two_axes and cos_sin is not None:
             positions, cos_sin = step_table(cos_sin, batch)
@@ -101,7 +102,8 @@ class Attention:
             q = q * _logn(batch.positions, config.logn_length).to(q.dtype)
         return self.attend(q, k, v, Rotary(positions, cos_sin, self.interleaved), cache, batch, params)
 
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k [T, heads, head_size] after their norm."""
         assert self.qk_norm is not None
         if not self.config.qk_norm_full:
             return self.qk_norm(q, k)
@@ -110,7 +112,7 @@ class Attention:
 
 
 def _logn(positions: Tensor, length: int) -> Tensor:
-    """[T, 1, 1]: log_length(position + 1) past `length`, 1 before it (Qwen 1)."""
+    """[T, 1, 1]: the logarithm of position + 1 to the base `length`, at least 1 (Qwen 1)."""
     return (torch.log(positions.float() + 1) / math.log(length)).clamp(min=1.0)[:, None, None]
 
 
@@ -120,13 +122,13 @@ def _alibi(config: AttentionConfig, loader: Loader) -> Tensor:
 
 
 def _heads(config: AttentionConfig, loader: Loader) -> list[int | None]:
-    """This rank's query heads."""
+    """The query heads of this rank."""
     return query_heads(config.num_heads, config.num_kv_heads, loader.sharding.size, loader.group.rank)
 
 
-def alibi_slopes(num_heads: int, steepest: float = 8.0) -> Tensor:
-    """float32 [num_heads]: 2 ** (-8 i / n) for a power of two n, the odd steps of the next one for the rest (arXiv 2108.12409)."""
+def alibi_slopes(num_heads: int, max_exponent: float = 8.0) -> Tensor:
+    """float32 [num_heads]: 2 ** (-8 i / n) for the largest power of two n, then the odd steps of the next power (arXiv 2108.12409)."""
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2 ** (-steepest * i / power) for i in range(1, power + 1)]
-    slopes += [2 ** (-steepest / 2 * i / power) for i in range(1, 2 * (num_heads - power) + 1, 2)]
+    slopes = [2 ** (-max_exponent * i / power) for i in range(1, power + 1)]
+    slopes += [2 ** (-max_exponent / 2 * i / power) for i in range(1, 2 * (num_heads - power) + 1, 2)]
     return torch.tensor(slopes, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The decoder: blocks composed as a ModelConfig says. One class serves every architecture; what differs is data."""
+"""The decoder, composed from a ModelConfig. One class serves all architectures, which differ in data only."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import num_local_kv_heads
 from stoker.layers.vocabulary import Embedding, Head
-from stoker.quant.keys import has_mean, stored_means
+from stoker.quant.key_spreading import has_mean, stored_means
 
 
 def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALONE) -> dict[str, Spec]:
-    """Every weight of a stage of the model by engine name, in file order.
+    """The specs of all weights of a pipeline stage by engine name, in file order.
 
-    With a quantized `kv_cache`, what it has of its own too, which no checkpoint holds.
+    With a quantized `kv_cache` also the tensors of the caches, which no checkpoint contains.
     """
     specs: list[Spec] = [*_outer_specs(config, stage).values()]
     for i in stage.layers(config.num_layers):
@@ -38,7 +38,7 @@ def declare(config: ModelConfig, kv_cache: str | None = None, stage: Stage = ALO
 
 
 def kv_shapes(config: ModelConfig, layer: int) -> tuple[int, int, int]:
-    """(kv_heads, key size, value size) of a layer's cache over all ranks; value size 0: keys hold everything (MLA)."""
+    """(kv_heads, key size, value size) of a layer's cache over all ranks. With MLA the value size is 0, since keys contain the values."""
     attention = config.layers[layer].attention
     if isinstance(attention, AttentionConfig):
         return attention.num_kv_heads, attention.head_size, attention.head_size
@@ -46,22 +46,22 @@ def kv_shapes(config: ModelConfig, layer: int) -> tuple[int, int, int]:
 
 
 def kv_width(config: ModelConfig, layer: int, tensor_parallel: int) -> int:
-    """Values that a rank's cache keeps of one token in a layer."""
+    """Numbers that a rank's cache stores for one token of a layer."""
     heads, key, value = local_kv_shapes(config, layer, tensor_parallel)
     return heads * (key + value)
 
 
 def local_kv_shapes(config: ModelConfig, layer: int, tensor_parallel: int) -> tuple[int, int, int]:
-    """`kv_shapes` of one of so many ranks."""
+    """`kv_shapes` of one rank."""
     heads, key, value = kv_shapes(config, layer)
     return num_local_kv_heads(heads, tensor_parallel) if value else heads, key, value
 
 
 def kv_cache_specs(config: ModelConfig, layer: int, kv_cache: str) -> dict[str, Spec]:
-    """What an engine stores for a layer's quantized cache, head by head: scales, the balance of keys, and their mean before they rotate."""
+    """The tensors of a layer's quantized cache, per head: scales, the balance of keys, and their mean before the rotary embedding."""
     heads, key_size, value_size = kv_shapes(config, layer)
     name = f"layers.{layer}.attention"
-    if not value_size:  # one latent head, whole on every rank
+    if not value_size:  # one latent head, which every rank holds
         return {"key_scale": TensorSpec(name=f"{name}.key_scale", shape=(heads,), dtype="float32")}
     shapes: dict[str, tuple[int, ...]] = {"key_scale": (heads,), "value_scale": (heads,), "key_balance": (heads, 2, key_size)}
     attention = config.layers[layer].attention
@@ -71,13 +71,13 @@ def kv_cache_specs(config: ModelConfig, layer: int, kv_cache: str) -> dict[str, 
 
 
 def load_cache_fields(config: ModelConfig, layer: int, loader: Loader, tables: RopeTables) -> dict[str, Tensor]:
-    """What a layer's cache has besides its pages: fields of `KVCache`."""
+    """The fields of a layer's `KVCache` besides its pages."""
     if loader.recipe.kv_cache is None:
         return {}
-    found, attention = loader.load(kv_cache_specs(config, layer, loader.recipe.kv_cache)), config.layers[layer].attention
-    if isinstance(attention, AttentionConfig) and "key_mean" in found:
-        found["key_mean"] = stored_means(found, attention, tables.get(attention.rope), tables.num_positions)
-    return found
+    fields, attention = loader.load(kv_cache_specs(config, layer, loader.recipe.kv_cache)), config.layers[layer].attention
+    if isinstance(attention, AttentionConfig) and "key_mean" in fields:
+        fields["key_mean"] = stored_means(fields, attention, tables.get(attention.rope), tables.num_positions)
+    return fields
 
 
 def _outer_specs(config: ModelConfig, stage: Stage) -> dict[str, Spec]:
@@ -85,7 +85,7 @@ def _outer_specs(config: ModelConfig, stage: Stage) -> dict[str, Spec]:
 
 
 def _embed_spec(config: ModelConfig) -> LinearSpec:
-    """Ranks look rows up in a table of their own, but for one that is also the head: it is read whole in every step."""
+    """Every rank holds the whole table, except when it is also the head, of which each step reads every row."""
     width = config.embed_size or config.hidden_size
     return LinearSpec(
         name="embed", in_features=width, parts=(config.vocab_size,), split="vocab" if config.tie_head else "none", quantize=False
@@ -123,7 +123,7 @@ def _last_specs(config: ModelConfig) -> dict[str, Spec]:
 
 
 def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
-    """Every weight of a layer by engine name."""
+    """The specs of all weights of a layer by engine name."""
     layer, name, hidden = config.layers[index], f"layers.{index}", config.hidden_size
     specs: list[Spec] = []
     for norm in LAYOUTS[layer.layout].norms(layer):
@@ -136,7 +136,7 @@ def layer_specs(config: ModelConfig, index: int) -> dict[str, Spec]:
 
 
 class Decoder:
-    """A model, or one stage of it, on one rank: token ids and a paged cache in, logits out."""
+    """A model, or one pipeline stage of it, on one rank: token ids and a paged KV cache in, logits out."""
 
     def __init__(self, config: ModelConfig, loader: Loader, num_positions: int, stage: Stage = ALONE) -> None:
         self.config, self.stage = config, stage
@@ -150,14 +150,14 @@ class Decoder:
         self.block_positions: Tensor | None = weights.get("block_positions")
         self.project_in, self.project_out = weights.get("project_in"), weights.get("project_out")
         hidden = config.hidden_size
-        normed = config.embed_norm if stage.is_first else None
-        self.embed_norm = Norm(normed, loader, "embed_norm", config.embed_size or hidden) if normed else None
-        tables, mine = RopeTables(num_positions, loader.device), stage.layers(config.num_layers)
-        self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in mine]
+        embed_norm = config.embed_norm if stage.is_first else None
+        self.embed_norm = Norm(embed_norm, loader, "embed_norm", config.embed_size or hidden) if embed_norm else None
+        tables, indices = RopeTables(num_positions, loader.device), stage.layers(config.num_layers)
+        self.layers = [make_layer(config.layers[i], loader, f"layers.{i}", hidden, tables) for i in indices]
         self.fused_layers = FusedLayers.for_layers(self.layers)
         self.adapters = loader.adapters
         self.norm = Norm(config.norm, loader, "norm", hidden) if config.norm is not None and stage.is_last else None
-        self._of_caches = [load_cache_fields(config, i, loader, tables) for i in mine]
+        self._cache_fields = [load_cache_fields(config, i, loader, tables) for i in indices]
 
     def keep_layers(self, indices: Sequence[int]) -> None:
         """Drop all layers of this stage except `indices`: an ahead-of-time trace needs one layer of each kind."""
@@ -166,15 +166,15 @@ class Decoder:
             self.fused_layers = self.fused_layers.subset(indices)
 
     def complete_caches(self, caches: list[KVCache]) -> None:
-        """Give quantized caches what they have besides their pages."""
-        for cache, loaded in zip(caches, self._of_caches, strict=True):
-            for field, tensor in loaded.items():
+        """Set the fields of quantized caches besides their pages."""
+        for cache, fields in zip(caches, self._cache_fields, strict=True):
+            for field, tensor in fields.items():
                 setattr(cache, field, tensor)
 
     def __call__(self, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
-        """Logits [L, vocab] of the tokens that `batch.logits_idx` names (None: the last of each row), in the model's dtype.
+        """Logits [L, vocab] of the tokens `batch.logits_idx` (None: the last token of each row), in the model's dtype.
 
-        On a stage that is not the last [0, vocab]: the stream goes on to the next.
+        Stages before the last send the residual stream to the next stage and return [0, vocab].
         """
         stage = self.stage
         shape = (batch.num_tokens, self.config.hidden_size)
@@ -192,13 +192,13 @@ class Decoder:
         if not stage.is_last:
             stage.send(x)
             return x.new_empty(0, self.config.vocab_size)
-        wanted = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
-        if not batch.is_decode:  # else each token is a row's last, in order
-            x = x.index_select(0, wanted)
+        logits_idx = batch.logits_idx if batch.logits_idx is not None else batch.query_starts[1:] - 1
+        if not batch.is_decode:  # in a decode step every token is the last of its row
+            x = x.index_select(0, logits_idx)
         return self.logits(x)
 
     def begin(self, batch: ForwardBatch) -> Tensor:
-        """The stream [T, hidden] before the first layer."""
+        """The residual stream [T, hidden] before the first layer."""
         config = self.config
         x = self.embed(batch.token_ids, self.dtype)
         if config.embed_scale != 1.0:
@@ -209,12 +209,12 @@ class Decoder:
         if self.positions is not None:
             x = x + ops.embedding(batch.positions + config.position_offset, self.positions)
         if self.block_positions is not None:
-            assert batch.block_positions is not None, "models with two positions need a step's block positions"
+            assert batch.block_positions is not None, "models with learned block positions need those of the step"
             x = x + ops.embedding(batch.block_positions, self.block_positions)
         return self.embed_norm(x) if self.embed_norm is not None else x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [T, vocab] of the stream after the last layer."""
+        """Logits [T, vocab] of the residual stream after the last layer."""
         config = self.config
         fusion = PLAIN if self.norm is None else self.norm.fusion
         logits = self.head(x, fusion) if self.project_out is None else self.head(self.project_out(x, fusion))

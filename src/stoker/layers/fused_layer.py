@@ -1,4 +1,4 @@
-"""A step of few tokens: between one layer's attention and the next one's, all linears in one launch, where weights and device allow it."""
+"""Small decode steps: all linears between the attention of two layers in one launch, where the weights and the device support it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from stoker.layers.layer import Layer, PreNorm
 from stoker.layers.mlp import MLP
 from stoker.quant.linear_ops import LinearOp
 
-SOME = 32  # rows: fused layers exist where one row or this many are supported
+LARGE_BATCH_ROWS = 32  # fused layers are created if 1 row or this number of rows is supported
 
 
 class FusedLayers:
-    """The layers of a stage, cut after each attention: attention, then a fused layer up to the next attention."""
+    """The layers of a stage, cut after each attention into an attention and a fused layer up to the next attention.
+
+    `params` are the attention parameters of each layer for these steps, in which a fused layer follows the attention.
+    """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.attentions: list[Attention] = [layer.attention for layer in layers]
@@ -32,14 +35,14 @@ class FusedLayers:
 
     @staticmethod
     def for_layers(layers: Sequence[Layer]) -> FusedLayers | None:
-        """None where a layer is of another kind, or linears do better alone."""
-        if not layers or not all(_is_plain(layer) for layer in layers):
+        """The fused layers. None when a layer has another layout, or the fused layer kernel supports no number of rows."""
+        if not layers or not all(_can_be_cut(layer) for layer in layers):
             return None
         fused = FusedLayers(layers)
-        return fused if fused.supports(1) or fused.supports(SOME) else None
+        return fused if fused.supports(1) or fused.supports(LARGE_BATCH_ROWS) else None
 
     def subset(self, indices: Sequence[int]) -> FusedLayers:
-        """The given layers as if they followed one another. Used by the ahead-of-time trace."""
+        """The layers `indices` in sequence. Used by the ahead-of-time trace."""
         fused = copy(self)
         fused.attentions, fused.layers = [self.attentions[i] for i in indices], [self.layers[i] for i in indices]
         fused.params = [self.params[i] for i in indices]
@@ -52,7 +55,7 @@ class FusedLayers:
         return self._supported[rows]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, caches: list[KVCache]) -> Tensor:
-        """The stream [T, hidden] after the last layer, for a number of rows that `supports` accepts."""
+        """The residual stream [T, hidden] after the last layer, for a number of rows that `supports` accepts."""
         qkv: Tensor | None = self.attentions[0].qkv(x, self.first)
         for attention, params, layer, cache in zip(self.attentions, self.params, self.layers, caches, strict=True):
             assert qkv is not None
@@ -60,17 +63,17 @@ class FusedLayers:
         return x
 
 
-def _is_plain(layer: Layer) -> bool:
-    """norm → attention → add → norm → gated MLP → add, on one rank."""
+def _can_be_cut(layer: Layer) -> bool:
+    """Whether a layer is norm → attention → add → norm → gated MLP → add, on one rank."""
     attention, mlp = layer.attention, layer.mlp
     kinds = type(layer) is PreNorm and isinstance(attention, Attention) and isinstance(mlp, MLP)
     return kinds and mlp.gated and layer.residual_scale == 1.0 and mlp.group.size == 1
 
 
 def _fused_layers(layers: Sequence[Layer]) -> Iterator[FusedLayer]:
-    for layer, after in zip(layers, [*layers[1:], None], strict=True):
-        qkv = None if after is None else _linear(after.attention.qkv, after.attention_norm.fusion)
-        up = _linear(layer.mlp.up, layer.mlp_norm.gate(layer.mlp.activation))
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        qkv = None if following is None else _linear(following.attention.qkv, following.attention_norm.fusion)
+        up = _linear(layer.mlp.up, layer.mlp_norm.gated_fusion(layer.mlp.activation))
         yield FusedLayer(_linear(layer.attention.out, PLAIN), up, _linear(layer.mlp.down, PLAIN), qkv)
 
 

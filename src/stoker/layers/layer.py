@@ -1,4 +1,4 @@
-"""Decoder layers: one small class per layout of norms, blocks and adds."""
+"""Decoder layers: one class for each layout of norms, blocks and residual additions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from stoker.layers.moe import MoE
 from stoker.layers.norm import Norm
 from stoker.layers.rope import rope_table
 
-# One row per kind of block.
+# The block for each type of config.
 MIXERS: dict[type, Any] = {AttentionConfig: Attention, MLAConfig: MLA}
 FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 
 
 class RopeTables:
-    """Layers with equal rotary settings share one table."""
+    """The rotary tables of a model. Layers with equal settings share one."""
 
     def __init__(self, num_positions: int, device: torch.device) -> None:
         self.num_positions = num_positions
@@ -31,6 +31,7 @@ class RopeTables:
         self._tables: dict[RopeConfig, Tensor] = {}
 
     def get(self, config: RopeConfig | None) -> Tensor | None:
+        """The table for a config; None for None."""
         if config is None:
             return None
         if config not in self._tables:
@@ -39,7 +40,7 @@ class RopeTables:
 
 
 class Layer:
-    """Base of the layouts. Blocks take the norm before them and the residual after them, and fuse both into their linears."""
+    """Base of the layouts. Blocks receive the norm before them and the residual after them, and fuse both into their linears."""
 
     def __init__(self, config: LayerConfig, loader: Loader, name: str, hidden: int, tables: RopeTables) -> None:
         attention, mlp = config.attention, config.mlp
@@ -60,11 +61,11 @@ class Layer:
     @staticmethod
     def norms(config: LayerConfig) -> tuple[str, ...]:
         """The names of the layer's norms."""
-        raise TypeError("a layout names its norms")
+        raise TypeError("a layout must name its norms")
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """The stream [T, hidden] after this layer."""
-        raise TypeError("a layout runs its blocks")
+        """The residual stream [T, hidden] after this layer."""
+        raise TypeError("a layout must run its blocks")
 
 
 class PreNorm(Layer):
@@ -108,7 +109,7 @@ class PostNorm(Layer):
 
 
 class AddNorm(Layer):
-    """norm → block → add to the *normed* stream × skip_scale, twice (ChatGLM 1); the stream is what comes out."""
+    """norm → block → add to skip_scale × the output of the norm, twice (ChatGLM 1)."""
 
     @staticmethod
     def norms(config: LayerConfig) -> tuple[str, ...]:
@@ -134,7 +135,7 @@ class NormLast(Layer):
 
 
 class Parallel(Layer):
-    """Attention and MLP read the same stream and are added together (GPT-J, Falcon, Command-R)."""
+    """Attention and MLP have the same input, and both outputs are added to it (GPT-J, Falcon, Command-R)."""
 
     @staticmethod
     def norms(config: LayerConfig) -> tuple[str, ...]:
@@ -143,8 +144,8 @@ class Parallel(Layer):
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         if self.has_mlp_norm:
             return self.mlp(x, self.mlp_norm, self.attention(x, batch, cache, self.attention_norm, x))
-        normed = self.attention_norm(x)
-        return self.mlp(normed, None, self.attention(normed, batch, cache, residual=x))
+        normalized = self.attention_norm(x)
+        return self.mlp(normalized, None, self.attention(normalized, batch, cache, residual=x))
 
 
 LAYOUTS: dict[str, type[Layer]] = {
@@ -158,4 +159,5 @@ LAYOUTS: dict[str, type[Layer]] = {
 
 
 def make_layer(config: LayerConfig, loader: Loader, name: str, hidden: int, tables: RopeTables) -> Layer:
+    """The layer of a config, with its weights."""
     return LAYOUTS[config.layout](config, loader, name, hidden, tables)

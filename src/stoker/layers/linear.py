@@ -1,4 +1,4 @@
-"""A block's last linear: the ranks' summands and the residual, joined where that is cheapest."""
+"""The last linear of a block: the sum over ranks and the residual."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from stoker.kernels.types import PLAIN, Fusion
 from stoker.quant.linear_ops import LinearOp
 
 
-def joined(linear: LinearOp, x: Tensor, group: Group, residual: Tensor | None, fusion: Fusion = PLAIN) -> Tensor:
-    """The sum over the ranks of linear(x), + residual. A single rank adds it inside the linear's kernel."""
+def linear_all_reduce(linear: LinearOp, x: Tensor, group: Group, residual: Tensor | None, fusion: Fusion = PLAIN) -> Tensor:
+    """The sum of linear(x) over the ranks, + residual. On a single rank the kernel of the linear adds the residual."""
     if group.size == 1:
-        if residual is not None:  # replace() is slow, and a step on a CPU feels it
+        if residual is not None:  # replace() takes microseconds, which a decode step on a CPU notices
             fusion = Fusion(residual=residual) if fusion is PLAIN else replace(fusion, residual=residual)
         return linear(x, fusion)
     return ops.all_reduce(linear(x, fusion), group, residual)

@@ -1,4 +1,4 @@
-"""Specs become tensors and linears: the one way a block gets its weights."""
+"""Loads the weights that blocks declare."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from stoker.quant.recipe import Recipe
 
 
 class Loader:
-    """Loads this rank's share of each declared weight from `source`, through the recipe's formats."""
+    """Loads this rank's shard of each declared weight from `source`, with the formats of the recipe."""
 
-    attention = staticmethod(ops.rope_attention)  # what blocks attend with
+    attention = staticmethod(ops.rope_attention)  # the attention of blocks; calibration replaces it
 
     def __init__(
         self,
@@ -41,21 +41,24 @@ class Loader:
         self.adapters = adapters
 
     def load(self, specs: dict[str, Spec]) -> dict[str, Any]:
-        """The linears and tensors of `specs`, by the same keys."""
+        """The linears and tensors of `specs`, under the same keys."""
         return {key: self.linear(spec) if isinstance(spec, LinearSpec) else self.tensor(spec) for key, spec in specs.items()}
 
     def linear(self, spec: LinearSpec) -> LinearOp | ExpertsOp:
+        """The linear, or the stacked experts, of a spec."""
         local = local_spec(spec, self.sharding)
         chosen = self.recipe.format_for(spec)
         stored = {
             suffix: self.source.get(f"{spec.name}.{suffix}", layout.shape, layout.dtype)
             for suffix, layout in chosen.layout(local, self.dtype).items()
         }
-        biased = has_bias(spec, self.sharding, self.group.rank)
-        bias = self.source.get(f"{spec.name}.bias", local.bias_shape, self.dtype) if biased else None
+        bias = (
+            self.source.get(f"{spec.name}.bias", local.bias_shape, self.dtype) if has_bias(spec, self.sharding, self.group.rank) else None
+        )
         loaded = chosen.load(stored, bias)
         return loaded if self.adapters is None else self.adapters.adapt(loaded, spec, self.sharding, self.group.rank)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
+        """The tensor of a spec."""
         dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
         return self.source.get(spec.name, local_shape(spec, self.sharding), dtype)

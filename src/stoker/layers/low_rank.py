@@ -14,7 +14,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.types import PLAIN, Fusion
-from stoker.layers.shard import Piece, Sharding, column_pieces, row_pieces
+from stoker.layers.shard import AxisSlice, Sharding, column_slices, row_slices
 from stoker.quant.linear_ops import ExpertsOp, LinearOp
 
 
@@ -108,14 +108,14 @@ def shard_delta(delta: LowRankDelta, spec: LinearSpec, sharding: Sharding, rank:
 
     Ranks that hold input features compute summands of B A x, which are summed with those of W x.
     """
-    a = _cut(delta.a, 2, column_pieces(spec, sharding, rank))
-    return LowRankDelta(a, _cut(delta.b, 1, row_pieces(spec, sharding, rank)), delta.scaling)
+    a = _cut(delta.a, 2, column_slices(spec, sharding, rank))
+    return LowRankDelta(a, _cut(delta.b, 1, row_slices(spec, sharding, rank)), delta.scaling)
 
 
-def _cut(tensor: Tensor, axis: int, pieces: Iterable[Piece]) -> Tensor:
-    """The pieces of an axis, joined. A piece from -1 consists of zeros."""
+def _cut(tensor: Tensor, axis: int, slices: Iterable[AxisSlice]) -> Tensor:
+    """The slices of an axis, joined. A slice from -1 consists of zeros."""
     parts = []
-    for start, length in pieces:
+    for start, length in slices:
         shape = list(tensor.shape)
         shape[axis] = length
         parts.append(tensor.narrow(axis, start, length) if start >= 0 else tensor.new_zeros(shape))

@@ -1,6 +1,6 @@
-"""Multi-head latent attention (DeepSeek V2, arXiv 2405.04434), absorbed.
+"""Multi-head latent attention (DeepSeek V2, arXiv 2405.04434) with absorbed projections.
 
-Queries are taken into the latent space, so the cache is read as it is.
+Queries are projected into the latent space, so that attention reads the cached latents without expanding them to keys and values.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from stoker.core.forward_batch import ForwardBatch, KVCache
 from stoker.core.model_config import MLAConfig
 from stoker.core.specs import LinearSpec, Spec, TensorSpec
 from stoker.kernels.types import AttentionParams, Rotary
-from stoker.layers.linear import joined
+from stoker.layers.linear import linear_all_reduce
 from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import num_local_kv_heads
 
 
 class MLA:
-    """All heads share one cached latent and one rotated key part a token; both are whole on every rank."""
+    """The attention block. All heads share one cached latent and one rotated key part per token, which every rank holds."""
 
     def __init__(self, config: MLAConfig, loader: Loader, name: str, hidden: int, cos_sin: Tensor | None) -> None:
         assert cos_sin is not None
@@ -35,6 +35,7 @@ class MLA:
 
     @staticmethod
     def specs(config: MLAConfig, name: str, hidden: int) -> dict[str, Spec]:
+        """The weights that the block itself loads."""
         heads, q_size = config.num_heads, config.nope_size + config.rope_size
         down = (config.kv_rank, config.rope_size) if config.q_rank is None else (config.q_rank, config.kv_rank, config.rope_size)
         q_in = hidden if config.q_rank is None else config.q_rank
@@ -56,7 +57,7 @@ class MLA:
 
     @staticmethod
     def all_specs(config: MLAConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """Those of the block and of its latents' norms."""
+        """The weights of the block and of the norms of its latents."""
         specs = MLA.specs(config, name, hidden)
         for key, size in (("q_norm", config.q_rank), ("kv_norm", config.kv_rank)):
             if size is not None:
@@ -65,19 +66,19 @@ class MLA:
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """attention(norm(x)) + residual."""
-        return joined(self.out, self._mixed(x, batch, cache, norm), self.group, residual)
+        return linear_all_reduce(self.out, self._attend_heads(x, batch, cache, norm), self.group, residual)
 
-    def _mixed(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None) -> Tensor:
-        """What this rank's heads see, [T, heads × v_size]."""
+    def _attend_heads(self, x: Tensor, batch: ForwardBatch, cache: KVCache, norm: Norm | None) -> Tensor:
+        """Attention of this rank's heads, [T, heads × v_size], before the output projection."""
         config = self.config
         x = x if norm is None else norm(x)
         *q_latent, latent, k_rope = self.down(x).split([part for part in (config.q_rank, config.kv_rank, config.rope_size) if part], dim=-1)
         q = self.q(x if self.q_norm is None else self.q_norm(q_latent[0]))
         q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split((config.nope_size, config.rope_size), dim=-1)
-        # q · (k_up × latent) = (q × k_up) · latent: keys are never unfolded.
+        # q · (k_up × latent) = (q × k_up) · latent, so keys are never expanded.
         q = torch.cat((q_rope, torch.einsum("thn,hnr->thr", q_nope, self.k_up)), dim=-1)
         k = torch.cat((k_rope, self.kv_norm(latent)), dim=-1).unsqueeze(1)
         rotary = Rotary(batch.positions, self.cos_sin, config.rope.interleaved)
-        # The cache has no values: attention mixes whole keys, of which the latent is wanted.
-        mixed = self.attend(q, k, k, rotary, cache, batch, self.params).unflatten(-1, (self.num_heads, -1))[..., config.rope_size :]
-        return torch.einsum("thr,hvr->thv", mixed, self.v_up).flatten(1)
+        # The cache has no values: attention averages keys, and their latent part is the average of the latents.
+        latents = self.attend(q, k, k, rotary, cache, batch, self.params).unflatten(-1, (self.num_heads, -1))[..., config.rope_size :]
+        return torch.einsum("thr,hvr->thv", latents, self.v_up).flatten(1)

@@ -1,4 +1,4 @@
-"""Mixture-of-experts block: a router, stacked experts, and experts that every token passes."""
+"""The mixture-of-experts block: a router, routed experts, and a shared expert."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stoker.layers.norm import Norm
 
 
 class MoE:
-    """sum over a token's chosen experts of weight × expert(x), plus the shared expert.
+    """The sum over a token's chosen experts of weight × expert(x), plus the shared expert.
 
-    Ranks have a share of every expert, or some experts whole: either way their sums are summed.
+    Ranks hold a shard of every expert, or whole experts with expert parallelism. In both cases their results are summed.
     """
 
     def __init__(self, config: MoEConfig, loader: Loader, name: str, hidden: int) -> None:
@@ -28,7 +28,7 @@ class MoE:
         self.shared = MLP(config.shared, loader, f"{name}.shared", hidden) if config.shared is not None else None
         self.shared_gate = weights.get("shared_gate")
         self.group = loader.group
-        self._mine = self._experts(loader)
+        self._offset_indices = self._local_offset_indices(loader)
         self.params = RoutingParams(
             top_k=config.top_k,
             score=config.score,
@@ -41,6 +41,7 @@ class MoE:
 
     @staticmethod
     def specs(config: MoEConfig, name: str, hidden: int) -> dict[str, Spec]:
+        """The weights that the block itself loads."""
         count, expert = config.num_experts, config.expert
         parts = (expert.size, expert.size) if expert.gated else (expert.size,)
         specs: dict[str, Spec] = {
@@ -62,7 +63,7 @@ class MoE:
 
     @staticmethod
     def all_specs(config: MoEConfig, name: str, hidden: int) -> dict[str, Spec]:
-        """Those of the block and of its shared expert."""
+        """The weights of the block and of its shared expert."""
         specs = MoE.specs(config, name, hidden)
         if config.shared is not None:
             specs |= {f"shared.{key}": spec for key, spec in MLP.specs(config.shared, f"{name}.shared", hidden).items()}
@@ -75,25 +76,26 @@ class MoE:
     def _partial(self, x: Tensor) -> Tensor:
         """This rank's summand of the output."""
         routing = ops.route(ops.linear(x.float(), self.router, self.router_bias), self.correction, self.params)
-        if self._mine is not None:
-            # The others' choices stay in the order: their rows are zeros here.
-            routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._mine), is_whole=False)
+        if self._offset_indices is not None:
+            # Choices of other ranks' experts stay in the order; their rows are zeros on this rank.
+            routing = Routing(routing.weights, routing.order, routing.offsets.index_select(0, self._offset_indices), is_whole=False)
         out = self.down.down(self._activate(self.up.up(x, routing)), routing)
         if self.shared is not None:
             shared = self.shared.partial(x)
             out = out + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
         return out
 
-    def _experts(self, loader: Loader) -> Tensor | None:
-        """Where in a routing's offsets this rank's experts begin and end; None: it has a share of each."""
+    def _local_offset_indices(self, loader: Loader) -> Tensor | None:
+        """The indices into `Routing.offsets` of this rank's experts, and of their end. None without expert parallelism."""
         sharding, count = loader.sharding, self.config.num_experts
         if not sharding.by_expert or sharding.size == 1:
             return None
-        share = -(-count // sharding.size)
-        start = loader.group.rank * share
-        return torch.arange(start, start + share + 1, device=loader.device).clamp(max=count)
+        per_rank = -(-count // sharding.size)
+        start = loader.group.rank * per_rank
+        return torch.arange(start, start + per_rank + 1, device=loader.device).clamp(max=count)
 
     def _activate(self, wide: Tensor) -> Tensor:
+        """The activation of the up projections [T × k, size, or 2 × size when gated]."""
         config = self.config
         if config.glu_clip is not None:
             return ops.clipped_gate(wide, config.glu_clip, config.glu_alpha)

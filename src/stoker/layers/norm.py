@@ -1,4 +1,4 @@
-"""Norm block."""
+"""The norm block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.layers.loader import Loader
 
 
 class Norm:
-    """RMS or layer norm over the last axis."""
+    """RMS norm or layer norm over the last axis."""
 
     def __init__(self, config: NormConfig, loader: Loader, name: str, size: int) -> None:
         weights = loader.load(self.specs(config, name, size))
@@ -20,23 +20,24 @@ class Norm:
         self.bias: Tensor | None = weights.get("bias")
         self.eps = config.eps
         self.kind = config.kind
-        self.fusion = self._fusion(None)  # for a linear that reads normed input
-        self._gates: dict[str, Fusion] = {}
+        self.fusion = self._fusion(None)  # for a linear that computes the norm of its input
+        self._gated_fusions: dict[str, Fusion] = {}
 
     @staticmethod
     def specs(config: NormConfig, name: str, size: int) -> dict[str, Spec]:
-        wanted = {"weight": config.weight, "bias": config.bias}
+        """The weights of the norm."""
+        exists = {"weight": config.weight, "bias": config.bias}
         dtype = "float32" if config.wide else None
-        return {key: TensorSpec(name=f"{name}.{key}", shape=(size,), dtype=dtype) for key, there in wanted.items() if there}
+        return {key: TensorSpec(name=f"{name}.{key}", shape=(size,), dtype=dtype) for key in exists if exists[key]}
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.norm(x, self.weight, self.bias, self.eps, self.kind)
 
-    def gate(self, activation: str) -> Fusion:
-        """For a gated linear that reads normed input."""
-        if activation not in self._gates:
-            self._gates[activation] = self._fusion(activation)
-        return self._gates[activation]
+    def gated_fusion(self, activation: str) -> Fusion:
+        """For a gated linear that computes the norm of its input."""
+        if activation not in self._gated_fusions:
+            self._gated_fusions[activation] = self._fusion(activation)
+        return self._gated_fusions[activation]
 
     def _fusion(self, gate: str | None) -> Fusion:
         return Fusion(self.kind, self.weight, self.bias, self.eps, gate)

@@ -1,4 +1,4 @@
-"""Norms of queries and keys: of each head, with weights of each head's own, or over all heads together, which may be on several ranks."""
+"""Norms of queries and keys: per head, per head with separate weights, or over all heads, which may be on several ranks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from stoker.layers.loader import Loader
 from stoker.layers.norm import Norm
 from stoker.layers.shard import kv_copies
 
-# (queries, keys) → the same, normed. [T, heads × head_size] when the norm goes over all heads, else [T, heads, head_size].
+# (queries, keys) → the same after the norm. [T, heads × head_size] for norms over all heads, otherwise [T, heads, head_size].
 QKNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def qk_norm(config: AttentionConfig, loader: Loader, name: str) -> QKNorm | None:
-    """The norm that `config` asks for."""
+    """The norm of the config; None if it has none."""
     if config.qk_norm is None:
         return None
     if config.qk_norm_heads:
         return _pair(HeadNorm(config, loader, f"{name}.q_norm"), HeadNorm(config, loader, f"{name}.k_norm"))
     if config.qk_norm_full and loader.sharding.size > 1:
-        return SpreadNorm(config, config.qk_norm, loader, name)
+        return ShardedNorm(config, config.qk_norm, loader, name)
     q_size, k_size = (config.num_heads, config.num_kv_heads) if config.qk_norm_full else (1, 1)
     size = config.head_size
     norms = [Norm(config.qk_norm, loader, f"{name}.{key}", n * size) for key, n in (("q_norm", q_size), ("k_norm", k_size))]
@@ -34,7 +34,7 @@ def qk_norm(config: AttentionConfig, loader: Loader, name: str) -> QKNorm | None
 
 
 def norm_specs(config: AttentionConfig, name: str) -> dict[str, Spec]:
-    """Of one of the two norms, `name` ending in q_norm or k_norm; none when there is no norm."""
+    """The weights of one of the two norms, whose `name` ends in q_norm or k_norm. Empty without norms."""
     norm, size = config.qk_norm, config.head_size
     if norm is None:
         return {}
@@ -53,7 +53,7 @@ def _pair(q_norm: Callable[[Tensor], Tensor], k_norm: Callable[[Tensor], Tensor]
 
 
 class HeadNorm:
-    """A norm over each head's features, with weights [heads, head_size] of each head's own (Command-R+)."""
+    """A norm over the features of each head, with separate weights [heads, head_size] (Command-R+)."""
 
     def __init__(self, config: AttentionConfig, loader: Loader, name: str) -> None:
         assert config.qk_norm is not None
@@ -65,21 +65,23 @@ class HeadNorm:
         return ops.norm(x, None, None, self.config.eps, self.config.kind) * self.weight.view(x.shape[-2:])
 
 
-class SpreadNorm:
-    """RMS norms over all heads (OLMo 2), which are on several ranks: their sums of squares go through one all-reduce."""
+class ShardedNorm:
+    """RMS norms over all heads of several ranks (OLMo 2). One all-reduce sums the squares of queries and keys."""
 
     def __init__(self, config: AttentionConfig, norm: NormConfig, loader: Loader, name: str) -> None:
         if norm.kind != "rms" or norm.bias:
-            raise ConfigError(f"{name}: a {norm.kind} norm over all heads is not shared by ranks.", cure="Use tensor_parallel 1.")
+            raise ConfigError(
+                f"{name}: a {norm.kind} norm over the heads of several ranks is not supported.", cure="Use tensor_parallel 1."
+            )
         self.weights = [loader.load(norm_specs(config, f"{name}.{key}"))["weight"] for key in ("q_norm", "k_norm")]
         self.group, self.eps = loader.group, norm.eps
-        # A key head that several ranks have is summed as often.
+        # A key head of which several ranks hold copies is summed once per copy.
         copies = kv_copies(config.num_kv_heads, loader.sharding.size)
         sizes = (config.num_heads * config.head_size, config.num_kv_heads * config.head_size * copies)
         self.counts = torch.tensor(sizes, dtype=torch.float32, device=loader.device)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k [T, this rank's heads × head_size]."""
+        """q and k [T, this rank's heads × head_size]."""
         wide = [x.float() for x in (q, k)]
         sums = ops.all_reduce(torch.stack([x.square().sum(-1) for x in wide], dim=-1), self.group)
         factors = (sums / self.counts + self.eps).rsqrt().split(1, dim=-1)

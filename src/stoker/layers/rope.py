@@ -1,4 +1,4 @@
-"""Tables of rotary positions, with every scaling that checkpoints ask for."""
+"""Tables of rotary position embeddings, with the scaling methods of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stoker.core.model_config import RopeConfig
 def rope_table(config: RopeConfig, num_positions: int, device: torch.device | str) -> Tensor:
     """float32 [num_positions, dim]: dim / 2 cosines, then dim / 2 sines.
 
-    Angles are formed in float64: at position 100,000 a float32 angle is off by 0.004. Methods that look at the length (dynamic,
-    qwen, longrope) look at `num_positions`, the engine's, and not at each sequence's: cached keys keep the angles they were
-    stored with, so one fixed table is the only way that an answer does not depend on when its tokens were computed.
+    Angles are computed in float64: at position 100,000 a float32 angle has an error of 0.004. Methods that depend on the length (dynamic,
+    qwen, longrope) use `num_positions`, that of the engine, instead of the length of each sequence: cached keys were rotated when they were
+    stored, so only a fixed table makes results independent of when tokens were computed.
     """
     if config.two_axes:
         config = msgspec.structs.replace(config, dim=config.dim // 2)
@@ -29,44 +29,45 @@ def rope_table(config: RopeConfig, num_positions: int, device: torch.device | st
 
 
 def _frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """Radians per position [dim / 2] in float64, and the factor on cosines and sines."""
+    """(radians per position [dim / 2] in float64, factor of cosines and sines)."""
     try:
         method = METHODS[config.scaling]
     except KeyError:
-        raise ConfigError(f"rope scaling {config.scaling!r} is unknown.", cure=f"Known: {', '.join(METHODS)}.") from None
+        raise ConfigError(f"rope scaling {config.scaling!r} is unknown.", cure=f"Supported methods: {', '.join(METHODS)}.") from None
     return method(config, num_positions)
 
 
-def _plain(theta: float, dim: int) -> Tensor:
+def _base_frequencies(theta: float, dim: int) -> Tensor:
+    """Radians per position [dim / 2] without scaling."""
     return theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
 def _default(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    return _plain(config.theta, config.dim), 1.0
+    return _base_frequencies(config.theta, config.dim), 1.0
 
 
 def _linear(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    return _plain(config.theta, config.dim) / config.factor, 1.0
+    return _base_frequencies(config.theta, config.dim) / config.factor, 1.0
 
 
 def _dynamic(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """NTK-aware base growth."""
+    """NTK-aware scaling: a larger base for longer contexts."""
     ratio = config.factor * num_positions / config.original_max_positions - (config.factor - 1)
     if num_positions <= config.original_max_positions:
         ratio = 1.0
-    return _plain(config.theta * ratio ** (config.dim / (config.dim - 2)), config.dim), 1.0
+    return _base_frequencies(config.theta * ratio ** (config.dim / (config.dim - 2)), config.dim), 1.0
 
 
 def _qwen(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """NTK-aware base growth in powers of two (Qwen 1's get_ntk_alpha)."""
+    """NTK-aware scaling in powers of two (get_ntk_alpha of Qwen 1)."""
     ratio = num_positions / config.original_max_positions
     alpha = 2 ** math.ceil(math.log2(ratio) + 1) - 1 if ratio > 1 else 1
-    return _plain(config.theta * alpha ** (config.dim / (config.dim - 2)), config.dim), 1.0
+    return _base_frequencies(config.theta * alpha ** (config.dim / (config.dim - 2)), config.dim), 1.0
 
 
 def _llama3(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """Low frequencies ÷ factor, high ones kept, a linear blend between (Llama 3.1)."""
-    plain = _plain(config.theta, config.dim)
+    """Low frequencies ÷ factor, high frequencies unchanged, a linear blend between them (Llama 3.1)."""
+    plain = _base_frequencies(config.theta, config.dim)
     turns = config.original_max_positions * plain / (2 * math.pi)  # turns over the original context
     blend = ((turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)).clamp(0, 1)
     return plain * (blend + (1 - blend) / config.factor), 1.0
@@ -76,15 +77,15 @@ def _yarn(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
     """YaRN (arXiv 2309.00071), with DeepSeek's two mscale settings."""
     dim, original = config.dim, config.original_max_positions
 
-    def dim_of(turns: float) -> float:
+    def feature_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low, high = dim_of(config.beta_fast), dim_of(config.beta_slow)
+    low, high = feature_of(config.beta_fast), feature_of(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
-    plain = _plain(config.theta, dim)
+    plain = _base_frequencies(config.theta, dim)
     return plain / config.factor * ramp + plain * (1 - ramp), _yarn_factor(config)
 
 
@@ -97,34 +98,34 @@ def _yarn_factor(config: RopeConfig) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """0.1 × mscale × ln(factor) + 1, or 1 when nothing is stretched."""
+    """0.1 × mscale × ln(factor) + 1, or 1 for a factor of at most 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """LongRoPE (arXiv 2402.13753): a divisor a frequency; the long set when the engine's length passes the original."""
+    """LongRoPE (arXiv 2402.13753): a divisor for each frequency; the long ones if the engine's length exceeds the original length."""
     original = config.original_max_positions
     divisors = config.long_factor if num_positions > original else config.short_factor
     if len(divisors) != config.dim // 2:
-        raise ConfigError(f"longrope has {len(divisors)} factors for {config.dim // 2} frequencies.", cure="Check rope_scaling.")
+        raise ConfigError(f"longrope has {len(divisors)} factors for {config.dim // 2} frequencies.", cure="Correct rope_scaling.")
     factor = config.attention_factor
     if factor is None:
         factor = math.sqrt(1 + math.log(config.factor) / math.log(original)) if config.factor > 1 else 1.0
-    return _plain(config.theta, config.dim) / torch.tensor(divisors, dtype=torch.float64), factor
+    return _base_frequencies(config.theta, config.dim) / torch.tensor(divisors, dtype=torch.float64), factor
 
 
 def step_table(cos_sin: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """Rows 0 … T - 1, and the table of this step's tokens: half of the angles by position, half by block position.
+    """(positions 0 … T − 1, a table [T, dim] for the tokens of a step): one half of the angles by position, the other by block position.
 
-    Made once a step. Heads must be laid out so that features (i, i + dim / 2) are pairs over both halves.
+    Computed once per step. Features i and i + dim / 2 must be pairs over both halves of a head.
     """
-    found = batch.shared.get("rope")
-    if found is None:
+    shared = batch.shared.get("rope")
+    if shared is None:
         assert batch.block_positions is not None
         pairs = [cos_sin.index_select(0, axis).chunk(2, dim=-1) for axis in (batch.positions, batch.block_positions)]
         table = torch.cat((pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]), dim=-1)
-        found = batch.shared["rope"] = (torch.arange(len(table), dtype=torch.int32, device=table.device), table)
-    return cast(tuple[Tensor, Tensor], found)
+        shared = batch.shared["rope"] = (torch.arange(len(table), dtype=torch.int32, device=table.device), table)
+    return cast(tuple[Tensor, Tensor], shared)
 
 
 METHODS = {

@@ -1,6 +1,7 @@
-"""How declared weights are split over tensor-parallel ranks. Pure arithmetic on specs.
+"""How declared weights are sharded over tensor-parallel ranks. Pure arithmetic on specs.
 
-Every rank has the same shapes; what a rank has no real rows or columns for is filled with zeros, which add nothing to any sum.
+All ranks have the same shapes. Where the rows or columns of a weight do not suffice for all ranks, shards are filled with zeros, which add
+nothing to any sum.
 """
 
 from __future__ import annotations
@@ -14,149 +15,150 @@ from stoker.core.specs import LinearSpec, TensorSpec
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is spread over tensor-parallel ranks."""
+    """How a model is divided among tensor-parallel ranks."""
 
     size: int = 1
-    grain: int = 1  # columns, and the vocabulary's rows, are shared in whole multiples of this: the units of the weight formats
-    by_expert: bool = False  # each rank has some experts whole, not a share of each
+    unit: int = 1  # shards have a multiple of this number of columns, and of rows of the vocabulary: `Recipe.shard_unit`
+    by_expert: bool = False  # expert parallelism: each rank has whole experts instead of a shard of every expert
 
 
 WHOLE = Sharding()
 
 
-class Piece(NamedTuple):
-    """`length` places of an axis from `start` on; from -1: as many zeros."""
+class AxisSlice(NamedTuple):
+    """`length` indices of an axis from `start` on; a start of -1 stands for zeros."""
 
     start: int
     length: int
 
 
 def local_spec(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
-    """The spec of one rank's share of `spec`."""
+    """The spec of one rank's shard of `spec`."""
     if sharding.size == 1 or spec.split == "none":
         return spec
     if spec.num_experts and sharding.by_expert:
         return msgspec.structs.replace(spec, num_experts=-(-spec.num_experts // sharding.size))
     if spec.split in ("row", "row_heads"):
-        return msgspec.structs.replace(spec, in_features=_total(column_pieces(spec, sharding, 0)))
-    return msgspec.structs.replace(spec, parts=tuple(_total(part) for part in _parts(spec, sharding, 0)))
+        return msgspec.structs.replace(spec, in_features=_total(column_slices(spec, sharding, 0)))
+    return msgspec.structs.replace(spec, parts=tuple(_total(part) for part in _part_slices(spec, sharding, 0)))
 
 
 def local_shape(spec: TensorSpec, sharding: Sharding) -> tuple[int, ...]:
-    """The shape of one rank's share of a plain tensor."""
-    return (_total(tensor_pieces(spec, sharding, 0)), *spec.shape[1:])
+    """The shape of one rank's shard of a tensor that is no linear's weight."""
+    return (_total(tensor_slices(spec, sharding, 0)), *spec.shape[1:])
 
 
 def has_bias(spec: LinearSpec, sharding: Sharding, rank: int) -> bool:
-    """Whether a rank adds the linear's bias: where ranks' results are summed, one of them does."""
+    """Whether a rank adds the bias of the linear. Where the results of all ranks are summed, only rank 0 does."""
     summed = spec.split in ("row", "row_heads") and not (spec.num_experts and sharding.by_expert)
     return spec.bias and (rank == 0 or not summed)
 
 
-def expert_pieces(spec: LinearSpec, sharding: Sharding, rank: int) -> list[Piece]:
+def expert_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
     """The experts of a rank."""
-    return _even(spec.num_experts, sharding.size, rank, 1) if sharding.by_expert else [Piece(0, spec.num_experts)]
+    return _even_slices(spec.num_experts, sharding.size, rank, 1) if sharding.by_expert else [AxisSlice(0, spec.num_experts)]
 
 
-def row_pieces(spec: LinearSpec, sharding: Sharding, rank: int) -> list[Piece]:
+def row_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
     """The output rows of a rank, in its order."""
     if sharding.size == 1 or spec.split in ("none", "row", "row_heads") or (spec.num_experts and sharding.by_expert):
-        return [Piece(0, spec.out_features)]
-    pieces, offset = [], 0
-    for rows, part in zip(spec.parts, _parts(spec, sharding, rank), strict=True):
-        pieces += [Piece(start + offset if start >= 0 else start, length) for start, length in part]
+        return [AxisSlice(0, spec.out_features)]
+    slices, offset = [], 0
+    for rows, part in zip(spec.parts, _part_slices(spec, sharding, rank), strict=True):
+        slices += [AxisSlice(start + offset if start >= 0 else start, length) for start, length in part]
         offset += rows
-    return pieces
+    return slices
 
 
-def column_pieces(spec: LinearSpec, sharding: Sharding, rank: int) -> list[Piece]:
+def column_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
     """The input features of a rank, in its order."""
     if spec.split == "row_heads" and sharding.size > 1:
         num_heads = spec.in_features // spec.head_size
-        return _runs(query_heads(num_heads, spec.num_kv_heads or num_heads, sharding.size, rank), spec.head_size)
+        return _head_slices(query_heads(num_heads, spec.num_kv_heads or num_heads, sharding.size, rank), spec.head_size)
     if spec.split == "row" and not (spec.num_experts and sharding.by_expert):
-        return _even(spec.in_features, sharding.size, rank, sharding.grain)
-    return [Piece(0, spec.in_features)]
+        return _even_slices(spec.in_features, sharding.size, rank, sharding.unit)
+    return [AxisSlice(0, spec.in_features)]
 
 
-def tensor_pieces(spec: TensorSpec, sharding: Sharding, rank: int) -> list[Piece]:
-    """A rank's places along the first axis of a plain tensor."""
+def tensor_slices(spec: TensorSpec, sharding: Sharding, rank: int) -> list[AxisSlice]:
+    """A rank's slices of the first axis of a tensor that is no linear's weight."""
     size, unit = sharding.size, spec.head_size
     if size == 1 or spec.split == "none":
-        return [Piece(0, spec.shape[0])]
+        return [AxisSlice(0, spec.shape[0])]
     heads = spec.shape[0] // unit
     if spec.split == "kv_heads":
-        return _runs(kv_heads(heads, size, rank), unit)
-    return _runs(query_heads(heads, spec.num_kv_heads or heads, size, rank), unit)
+        return _head_slices(kv_heads(heads, size, rank), unit)
+    return _head_slices(query_heads(heads, spec.num_kv_heads or heads, size, rank), unit)
 
 
 def num_local_kv_heads(num_kv_heads: int, size: int) -> int:
-    """kv heads of each rank, zeros included."""
+    """Key-value heads of each rank, heads of zeros included."""
     return len(kv_heads(num_kv_heads, size, 0))
 
 
 def kv_copies(num_kv_heads: int, size: int) -> int:
-    """On how many ranks each kv head is: ranks beyond the kv heads take copies, and split their query heads."""
+    """The number of ranks that hold each key-value head. With more ranks than heads, ranks hold copies, and share its query heads."""
     return max(size // num_kv_heads, 1)
 
 
 def kv_heads(num_kv_heads: int, size: int, rank: int) -> list[int | None]:
-    """The kv heads of a rank; None is a head of zeros."""
+    """The key-value heads of a rank; None is a head of zeros."""
     copies = kv_copies(num_kv_heads, size)
     return [None if slot is None else slot // copies for slot in _slots(num_kv_heads * copies, size, rank)]
 
 
 def query_heads(num_heads: int, num_kv_heads: int, size: int, rank: int) -> list[int | None]:
-    """The query heads of a rank, as many for each of its kv heads; None is a head of zeros."""
+    """The query heads of a rank, the same number for each of its key-value heads; None is a head of zeros."""
     copies, group = kv_copies(num_kv_heads, size), num_heads // num_kv_heads
-    share = -(-group // copies)
+    per_copy = -(-group // copies)
     heads: list[int | None] = []
     for slot in _slots(num_kv_heads * copies, size, rank):
         if slot is None:
-            heads += [None] * share
+            heads += [None] * per_copy
             continue
-        kv, part = divmod(slot, copies)
-        heads += [kv * group + i if i < group else None for i in range(part * share, (part + 1) * share)]
+        kv, copy = divmod(slot, copies)
+        heads += [kv * group + i if i < group else None for i in range(copy * per_copy, (copy + 1) * per_copy)]
     return heads
 
 
 def _slots(count: int, size: int, rank: int) -> list[int | None]:
-    share = -(-count // size)
-    return [slot if slot < count else None for slot in range(rank * share, (rank + 1) * share)]
+    """A rank's part of `count` items, in order; None beyond the last item."""
+    per_rank = -(-count // size)
+    return [slot if slot < count else None for slot in range(rank * per_rank, (rank + 1) * per_rank)]
 
 
-def _parts(spec: LinearSpec, sharding: Sharding, rank: int) -> list[list[Piece]]:
-    """A rank's rows of each part: queries first, then keys and values; or even shares."""
+def _part_slices(spec: LinearSpec, sharding: Sharding, rank: int) -> list[list[AxisSlice]]:
+    """A rank's rows of each part: with a split by heads of queries, keys and values, otherwise evenly."""
     if spec.split != "heads":
-        return [_even(rows, sharding.size, rank, sharding.grain) for rows in spec.parts]
+        return [_even_slices(rows, sharding.size, rank, sharding.unit) for rows in spec.parts]
     heads = [rows // spec.head_size for rows in spec.parts]
     num_kv = heads[-1]
     queries = query_heads(heads[0], num_kv, sharding.size, rank)
     keys = kv_heads(num_kv, sharding.size, rank)
-    return [_runs(queries if i == 0 else keys, spec.head_size) for i in range(len(heads))]
+    return [_head_slices(queries if i == 0 else keys, spec.head_size) for i in range(len(heads))]
 
 
-def _even(count: int, size: int, rank: int, grain: int) -> list[Piece]:
+def _even_slices(count: int, size: int, rank: int, unit: int) -> list[AxisSlice]:
     if size == 1:
-        return [Piece(0, count)]
-    share = -(-count // (size * grain)) * grain
-    start = rank * share
-    real = min(max(count - start, 0), share)
-    return [piece for piece in (Piece(start, real), Piece(-1, share - real)) if piece.length]
+        return [AxisSlice(0, count)]
+    per_rank = -(-count // (size * unit)) * unit
+    start = rank * per_rank
+    real = min(max(count - start, 0), per_rank)
+    return [part for part in (AxisSlice(start, real), AxisSlice(-1, per_rank - real)) if part.length]
 
 
-def _runs(heads: Iterable[int | None], unit: int) -> list[Piece]:
-    """Neighbouring heads joined."""
-    pieces: list[Piece] = []
+def _head_slices(heads: Iterable[int | None], unit: int) -> list[AxisSlice]:
+    """The slices of heads with `unit` indices each. Neighbouring heads are one slice."""
+    slices: list[AxisSlice] = []
     for head in heads:
         start = -1 if head is None else head * unit
-        last = pieces[-1] if pieces else None
+        last = slices[-1] if slices else None
         if last is not None and (start == last.start == -1 or (last.start >= 0 and start == last.start + last.length)):
-            pieces[-1] = Piece(last.start, last.length + unit)
+            slices[-1] = AxisSlice(last.start, last.length + unit)
         else:
-            pieces.append(Piece(start, unit))
-    return pieces
+            slices.append(AxisSlice(start, unit))
+    return slices
 
 
-def _total(pieces: list[Piece]) -> int:
-    return sum(piece.length for piece in pieces)
+def _total(slices: list[AxisSlice]) -> int:
+    return sum(part.length for part in slices)

@@ -1,4 +1,4 @@
-"""Both ends of the vocabulary: the token embedding and the head, whole or with their rows spread over the ranks."""
+"""The token embedding and the output head, on one rank or with their rows divided among ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stoker.quant.linear_ops import LinearOp
 
 
 class Embedding:
-    """Rows of the table by token id. Where it is spread over ranks, each looks its own rows up and the others add zeros."""
+    """Rows of the table by token id. With a sharded table, each rank looks up its own rows, and an all-reduce adds zeros of the others."""
 
     def __init__(self, table: LinearOp, spec: LinearSpec, loader: Loader) -> None:
         if not table.is_embedding:
@@ -27,13 +27,13 @@ class Embedding:
         self.num_rows = local_spec(spec, loader.sharding).out_features
 
     def __call__(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, width] of int32 `token_ids` [T]."""
+        """[T, width] for int32 `token_ids` [T]."""
         if not self.is_split:
             return self.table.embed(token_ids, dtype)
         local = token_ids - self.group.rank * self.num_rows
-        mine = (local >= 0) & (local < self.num_rows)
+        is_local = (local >= 0) & (local < self.num_rows)
         rows = self.table.embed(local.clamp(0, self.num_rows - 1), dtype)
-        return ops.all_reduce(rows.masked_fill_(~mine[:, None], 0), self.group)
+        return ops.all_reduce(rows.masked_fill_(~is_local[:, None], 0), self.group)
 
 
 class Head:
@@ -46,7 +46,7 @@ class Head:
         self.linear, self.vocab_size, self.group, self.bias = linear, vocab_size, group, bias
 
     def __call__(self, x: Tensor, fusion: Fusion = PLAIN) -> Tensor:
-        """[T, vocab]."""
+        """Logits [T, vocab]."""
         logits = self.linear(x, fusion)
         if self.bias is not None:
             logits = logits + self.bias

@@ -1,7 +1,7 @@
-"""The seam of quantization: a weight is an object that knows how to be made, laid out, split and turned into a linear.
+"""The interface of a weight format: how a weight is quantized, stored, sharded and packed for the kernels.
 
-A format owns the tensors of one linear: `name.weight`, and whatever suffixes it adds (`.scale`, `.zero`). Model code
-asks for a linear and never sees a scale. One file per format in this package, one row in FORMATS.
+A format owns the stored tensors of one linear: `name.weight`, and further ones with suffixes such as `.scale` and `.zero`. Each format is
+one file of `formats/`. Blocks of `layers` receive a `LinearOp` and never see a scale.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from stoker.base.errors import EngineError
 from stoker.base.registry import Registry
 from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
@@ -22,10 +23,10 @@ from stoker.quant.linear_ops import ExpertsOp, LinearOp, PackedExperts, PackedLi
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """One stored tensor of a linear, whole: how big it is and which of its axes follow the weight's rows and columns.
+    """One stored tensor of an unsharded linear: its shape, and which axes follow the rows and columns of the weight.
 
-    An index along `row_axis` covers `row_unit` output rows and one along `col_axis` `col_unit` input features, so any
-    format is split by slicing (a packed nibble pair has col_unit 2; a group scale has col_unit group_size).
+    An index of `row_axis` covers `row_unit` output rows, and one of `col_axis` covers `col_unit` input features, so that slicing shards any
+    format. Packed int4 pairs have a col_unit of 2, and group scales one of group_size.
     """
 
     shape: tuple[int, ...]
@@ -37,39 +38,39 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format"):
-    """A weight format with its settings. The struct itself is stored in the engine's config.json."""
+    """A weight format with its settings, which the engine's config.json stores."""
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether `quantize` and `smooth` want the linear's calibration statistics."""
+        """Whether `quantize` and `folding_factors` need the calibration statistics of the linear's input."""
         return False
 
     @property
-    def rows_together(self) -> int | None:
-        """The rows that `quantize` must see at once when nothing was measured: those of a block, or None for the whole weight."""
+    def rows_per_call(self) -> int | None:
+        """The output rows that one call of `quantize` needs when nothing was measured: those of a block, or None for the whole weight."""
         return None
 
-    def fitted(self, rows: int, columns: int) -> Format:
-        """The same format with units that ranks can be cut between: at every multiple of `rows` and `columns`, where it has a choice."""
+    def aligned_to(self, rows: int, columns: int) -> Format:
+        """The same format with blocks and groups that divide `rows` and `columns`, where it has a choice, so that shards can end there."""
         return self
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
-        """The stored tensors by suffix, for a model of arithmetic dtype `dtype`; shapes as if on one rank."""
+        """The stored tensors by suffix, unsharded, for a model that computes in `dtype`."""
         raise TypeError(f"{type(self).__name__} declares no layout")
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: Any = None) -> dict[str, Tensor]:
-        """Store `weight` [(experts,) out, in]: tensors by suffix, as `layout` says. `stats`: what calibration measured for this input."""
+        """The stored tensors of `weight` [(experts,) out, in] by suffix, as `layout` declares them. `stats`: `InputStats` of its input."""
         raise TypeError(f"{type(self).__name__} cannot quantize")
 
-    def smooth(self, weight: Tensor, spec: LinearSpec, stats: Any) -> Tensor | None:
-        """Positive factors [in_features] that the weight's columns are to be multiplied by, and its input divided by, before `quantize`.
+    def folding_factors(self, weight: Tensor, spec: LinearSpec, stats: Any) -> Tensor | None:
+        """Scale folding: positive factors [in_features] by which the columns of the weight are multiplied before `quantize`.
 
-        The build divides what feeds the linear: a norm, or the rows of the linear before it. None: as it is.
+        The build divides the input of the linear by them, in the norm or the rows of the linear before it. None: no folding.
         """
         return None
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
-        """The packed weight of this rank's stored tensors. The dict is consumed, so that stored tensors can be freed."""
+        """The packed weight of this rank's stored tensors. Removes them from the dict, so that they can be freed."""
         raise TypeError(f"{type(self).__name__} cannot pack")
 
     def min_input_gate_rows(self, weight: PackedWeight) -> float:
@@ -77,7 +78,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
         return math.inf
 
     def load(self, tensors: dict[str, Tensor], bias: Tensor | None) -> LinearOp | ExpertsOp:
-        """The linear, or the stacked experts, of this rank's stored tensors. The dict is consumed."""
+        """The linear, or the stacked experts, of this rank's stored tensors. Removes them from the dict."""
         weight = self.pack(tensors, bias)
         if weight.num_experts and weight.values.is_cpu and weight.format != "dense":
             return SequentialExperts([PackedLinear(ops.prepare_weight(weight.expert(i))) for i in range(weight.num_experts)])
@@ -89,8 +90,21 @@ FORMATS: Registry[type[Format]] = Registry("quantization format")
 
 
 class TensorSource(ABC):
-    """Where a rank's stored tensors come from: an engine's file, or random numbers."""
+    """Where a rank's stored tensors come from, such as an engine's file or random numbers."""
 
     @abstractmethod
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor called `name`, on the device. Raises EngineError unless it has this shape and dtype."""
+
+
+class TensorTable(TensorSource):
+    """Tensors of a dict by engine name."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = self.tensors[name]
+        if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+            raise EngineError(f"{name} is {tensor.dtype} {list(tensor.shape)}; {dtype} {list(shape)} is expected.", cure="Report this.")
+        return tensor

@@ -1,4 +1,4 @@
-"""Which format each linear of an engine has, and what the KV cache stores."""
+"""Which format each linear of an engine has, and what its KV cache stores."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ import msgspec
 import torch
 
 from stoker.core.specs import LinearSpec
-from stoker.quant.dense import Dense
 from stoker.quant.format import FORMATS, Format
+from stoker.quant.formats.dense import Dense
 
-TILE = 16  # of the matrix units: operands of other widths are slower, or refused by the FP8 ones
-AS_STORED = "AS_STORED"  # the recipe of weights that a checkpoint holds in few bits already
+TILE = 16  # of matrix instructions: operands of other widths are slower, and FP8 ones are not supported
+AS_STORED = "AS_STORED"  # the recipe of a pre-quantized checkpoint
 KV_DTYPES = ("int8", "float8_e4m3fn")
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """`default` for every linear that may be quantized, but for those whose name matches a pattern of `overrides` (first match wins)."""
+    """`default` is the format of every linear that may be quantized, except where its name matches a pattern of `overrides`."""
 
     default: Format = Dense()
-    overrides: dict[str, Format] = {}  # fnmatch pattern of a linear's name → format
+    overrides: dict[str, Format] = {}  # fnmatch pattern of a linear's name → format; the first match applies
     kv_cache: str | None = None  # one of KV_DTYPES; None: the engine's dtype
-    name: str = "NO_QUANT"  # what the user asked for
-    calibration: dict[str, Any] = {}  # what was measured on: data, size, seq_len; empty where nothing is
+    name: str = "NO_QUANT"  # the requested name
+    calibration: dict[str, Any] = {}  # data, size and seq_len of the calibration; empty without one
 
     def format_for(self, spec: LinearSpec) -> Format:
+        """The format of a linear."""
         for pattern, chosen in self.overrides.items():
             if fnmatch.fnmatchcase(spec.name, pattern):
                 return chosen
         return self.default if spec.quantize else Dense()
 
     @property
-    def grain(self) -> int:
-        """Rows and columns that ranks share are multiples of this: of every unit that a scale or a byte covers, and of a matrix tile."""
+    def shard_unit(self) -> int:
+        """Shards have a multiple of this number of rows and columns: of all units that a scale or a byte covers, and of a matrix tile."""
         probe = LinearSpec(name="probe", in_features=4096, parts=(4096,))
         layouts = [part for chosen in (self.default, *self.overrides.values()) for part in chosen.layout(probe, torch.float32).values()]
         return math.lcm(TILE, *(unit for part in layouts for unit in (part.row_unit, part.col_unit)))
 
 
-def encode(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain JSON data."""
+def encode_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON data."""
     return msgspec.to_builtins(recipe)
 
 
-def decode(data: dict[str, Any]) -> Recipe:
-    """The inverse of `encode`. Raises msgspec.ValidationError naming the path of a wrong value."""
+def decode_recipe(data: dict[str, Any]) -> Recipe:
+    """The inverse of `encode_recipe`. Raises msgspec.ValidationError naming the path of an invalid value."""
     union: Any = reduce(or_, (FORMATS.get(name) for name in FORMATS))
     formats = msgspec.convert(data.get("overrides", {}), dict[str, union])
     default = msgspec.convert(data.get("default", {"format": "dense"}), union)

@@ -23,7 +23,10 @@ from stoker.distributed.group import SINGLE
 from stoker.engine.layerwise import LayerwiseModel
 from stoker.layers.decoder import kv_cache_specs, layer_specs
 from stoker.layers.loader import Loader
-from stoker.quant.calibration import CacheStats, TensorTable, check_counts, quantize_layer
+from stoker.quant.calibration.cache_stats import CacheStats
+from stoker.quant.calibration.layer import quantize_layer
+from stoker.quant.calibration.recorder import check_counts
+from stoker.quant.format import TensorTable
 from stoker.quant.recipe import AS_STORED, Recipe
 
 

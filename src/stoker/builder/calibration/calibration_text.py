@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.engine.layerwise import split_windows
-from stoker.quant.calibration import default_text
+from stoker.quant.calibration.sample_text import default_text
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".json")
 MAX_BYTES = 64 << 20  # of text that is read

@@ -14,10 +14,11 @@ from stoker.distributed.group import SINGLE
 from stoker.kernels import ops
 from stoker.kernels.types import AttentionParams, Rotary
 from stoker.layers.loader import Loader
-from stoker.quant.calibration import CacheStats, record
+from stoker.quant.calibration.cache_stats import CacheStats
+from stoker.quant.calibration.input_stats import InputStats
+from stoker.quant.calibration.recorder import record_inputs
 from stoker.quant.format import TensorSource
 from stoker.quant.recipe import Recipe
-from stoker.quant.stats import InputStats
 
 
 class CheckpointTensorSource(TensorSource):
@@ -43,7 +44,7 @@ class InputRecordingLoader(Loader):
         """A linear, wrapped if its inputs are recorded."""
         loaded = super().linear(spec)
         needs_calibration = self.formats.format_for(spec).needs_calibration
-        return record(loaded, spec, self.device, self.stats) if needs_calibration else loaded
+        return record_inputs(loaded, spec, self.device, self.stats) if needs_calibration else loaded
 
 
 class CacheRecordingLoader(Loader):

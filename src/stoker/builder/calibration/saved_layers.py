@@ -21,14 +21,14 @@ from stoker.base.logging import get_logger
 from stoker.core.model_config import encode_model
 from stoker.engine.config import EngineConfig
 from stoker.engine.safetensors_header import read_header
-from stoker.quant.recipe import encode
+from stoker.quant.recipe import encode_recipe
 
 log = get_logger(__name__)
 
 
 def calibration_folder(config: EngineConfig) -> Path:
     """The cache folder of one checkpoint and of all settings that determine the quantized layers, except for the text."""
-    key = [config.stoker_version, config.checkpoint.fingerprint, config.dtype, encode(config.recipe), encode_model(config.model)]
+    key = [config.stoker_version, config.checkpoint.fingerprint, config.dtype, encode_recipe(config.recipe), encode_model(config.model)]
     return env.cache_dir() / "calibration" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 

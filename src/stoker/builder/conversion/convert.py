@@ -107,7 +107,7 @@ class Converter:
 
 def quantize_in_chunks(chosen: Format, weight: Tensor, spec: LinearSpec) -> dict[str, Tensor]:
     """`chosen.quantize` of a weight [(experts,) out, in], a chunk of rows at a time where the format quantizes rows independently."""
-    rows, together, chunk = weight.shape[-2], chosen.rows_together, CHUNK_VALUES[weight.device.type]
+    rows, together, chunk = weight.shape[-2], chosen.rows_per_call, CHUNK_VALUES[weight.device.type]
     if together is None or weight.numel() <= chunk:
         return chosen.quantize(weight, spec)
     step = max(together, chunk // weight.shape[-1] // together * together)

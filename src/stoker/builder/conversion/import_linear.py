@@ -16,11 +16,11 @@ from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.weights import CheckpointWeights
 from stoker.builder.conversion.tensor_plan import TensorPlan
 from stoker.core.specs import LinearSpec
-from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
-from stoker.quant.int4 import Int4
-from stoker.quant.int8 import Int8
-from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8 import Int8
+from stoker.quant.formats.int8_grouped import GroupedInt8
 
 # Tensors of which the parts of a fused linear have one in common, since they have the same input. The largest value is used for all.
 _SHARED_SUFFIXES = ("input_scale",)

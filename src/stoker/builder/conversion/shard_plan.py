@@ -17,15 +17,15 @@ from stoker.engine.config import EngineConfig
 from stoker.engine.safetensors_header import ALIGNMENT, TensorLayouts, num_bytes
 from stoker.layers.decoder import declare
 from stoker.layers.shard import (
-    Piece,
+    AxisSlice,
     Sharding,
-    column_pieces,
-    expert_pieces,
+    column_slices,
+    expert_slices,
     has_bias,
     local_shape,
     local_spec,
-    row_pieces,
-    tensor_pieces,
+    row_slices,
+    tensor_slices,
 )
 from stoker.quant.format import Format, Layout
 from stoker.quant.recipe import Recipe
@@ -95,7 +95,7 @@ def fit_recipe_to_shards(config: EngineConfig) -> Recipe:
         if isinstance(spec, LinearSpec) and spec.split in ("heads", "row_heads"):
             pattern = re.sub(r"^layers\.\d+\.", "layers.*.", spec.name)
             chosen = fitted_formats.get(pattern, recipe.format_for(spec))
-            fitted = chosen.fitted(*_boundary_units(spec, config.sharding))
+            fitted = chosen.aligned_to(*_boundary_units(spec, config.sharding))
             if fitted != recipe.format_for(spec):
                 fitted_formats[pattern] = fitted
     return msgspec.structs.replace(recipe, overrides=fitted_formats | recipe.overrides) if fitted_formats else recipe
@@ -104,9 +104,9 @@ def fit_recipe_to_shards(config: EngineConfig) -> Recipe:
 def _boundary_units(spec: LinearSpec, sharding: Sharding) -> tuple[int, int]:
     """(rows, columns) such that every shard of `spec` begins and ends at multiples of them."""
     units = []
-    for slices_of in (row_pieces, column_pieces):
-        slices = [piece for rank in range(sharding.size) for piece in slices_of(spec, sharding, rank)]
-        units.append(math.gcd(*(piece.length for piece in slices), *(max(piece.start, 0) for piece in slices)))
+    for slices_of in (row_slices, column_slices):
+        slices = [part for rank in range(sharding.size) for part in slices_of(spec, sharding, rank)]
+        units.append(math.gcd(*(part.length for part in slices), *(max(part.start, 0) for part in slices)))
     return units[0], units[1]
 
 
@@ -124,17 +124,17 @@ def check_shards(config: EngineConfig) -> None:
 def slice_shard(spec: Spec, layout: Layout, tensor: Tensor, sharding: Sharding, rank: int) -> Tensor:
     """The part of a stored tensor that a tensor-parallel rank holds. Raises ConfigError when a boundary divides a group."""
     if not isinstance(spec, LinearSpec):
-        return _concatenate_slices(spec.name, tensor, 0, tensor_pieces(spec, sharding, rank), 1)
+        return _concatenate_slices(spec.name, tensor, 0, tensor_slices(spec, sharding, rank), 1)
     if spec.num_experts and (layout.row_axis or layout.col_axis):
-        tensor = _concatenate_slices(spec.name, tensor, 0, expert_pieces(spec, sharding, rank), 1)
+        tensor = _concatenate_slices(spec.name, tensor, 0, expert_slices(spec, sharding, rank), 1)
     if layout.row_axis is not None:
-        tensor = _concatenate_slices(spec.name, tensor, layout.row_axis, row_pieces(spec, sharding, rank), layout.row_unit)
+        tensor = _concatenate_slices(spec.name, tensor, layout.row_axis, row_slices(spec, sharding, rank), layout.row_unit)
     if layout.col_axis is not None:
-        tensor = _concatenate_slices(spec.name, tensor, layout.col_axis, column_pieces(spec, sharding, rank), layout.col_unit)
+        tensor = _concatenate_slices(spec.name, tensor, layout.col_axis, column_slices(spec, sharding, rank), layout.col_unit)
     return tensor
 
 
-def _concatenate_slices(name: str, tensor: Tensor, axis: int, slices: list[Piece], unit: int) -> Tensor:
+def _concatenate_slices(name: str, tensor: Tensor, axis: int, slices: list[AxisSlice], unit: int) -> Tensor:
     """Slices of an axis, concatenated. One index along the axis covers `unit` rows or columns; a negative start means zeros."""
     if len(slices) == 1 and slices[0].start == 0 and -(-slices[0].length // unit) == tensor.shape[axis]:
         return tensor

@@ -13,7 +13,7 @@ from stoker.builder.checkpoint.weights import TensorInfo
 from stoker.builder.prequantized.checks import FLOATS, check_tensor, dtype_name, matrix_shape, modules_with, read_bits_and_group
 from stoker.builder.prequantized.packed_int32 import int4_tensors, supported_group, unpack_int32
 from stoker.builder.prequantized.weight import PrequantizedWeight
-from stoker.quant.int4 import Int4
+from stoker.quant.formats.int4 import Int4
 
 NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds column NIBBLE_ORDER[i] of the eight
 

@@ -11,7 +11,7 @@ import torch
 from stoker.base.errors import CheckpointError
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import TensorInfo
-from stoker.quant.int4 import GROUP_SIZES
+from stoker.quant.formats.int4 import GROUP_SIZES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

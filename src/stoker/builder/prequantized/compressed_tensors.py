@@ -15,10 +15,10 @@ from stoker.builder.prequantized.fp8 import repack_row_scales
 from stoker.builder.prequantized.packed_int32 import int4_tensors, supported_group, unpack_int32
 from stoker.builder.prequantized.weight import PrequantizedWeight
 from stoker.quant.format import Format
-from stoker.quant.fp8 import Fp8
-from stoker.quant.int4 import GROUP_SIZES, Int4
-from stoker.quant.int8 import Int8
-from stoker.quant.smoothquant import SmoothQuant
+from stoker.quant.formats.fp8 import Fp8
+from stoker.quant.formats.int4 import GROUP_SIZES, Int4
+from stoker.quant.formats.int8 import Int8
+from stoker.quant.formats.smoothquant import SmoothQuant
 
 
 def read_compressed_tensors(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:

@@ -9,10 +9,10 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.quant_fp8 import widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.reference.quant_int8 import widen_groups
-from stoker.quant.block_fp8 import BlockFp8
 from stoker.quant.format import Format
-from stoker.quant.int4 import Int4
-from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8_grouped import GroupedInt8
 
 
 def dequantize(chosen: Format, t: dict[str, Tensor]) -> Tensor:

@@ -13,8 +13,8 @@ from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import TensorInfo
 from stoker.builder.prequantized.checks import FLOATS, check_scales, check_tensor
 from stoker.builder.prequantized.weight import PrequantizedWeight
-from stoker.quant.block_fp8 import BlockFp8
-from stoker.quant.fp8 import Fp8
+from stoker.quant.formats.block_fp8 import BlockFp8
+from stoker.quant.formats.fp8 import Fp8
 
 
 def read_fp8(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:

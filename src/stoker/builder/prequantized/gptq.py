@@ -14,8 +14,8 @@ from stoker.builder.prequantized.checks import FLOATS, check_tensor, dtype_name,
 from stoker.builder.prequantized.packed_int32 import int4_tensors, split_groups, supported_group, unpack_int32
 from stoker.builder.prequantized.weight import PrequantizedWeight
 from stoker.quant.format import Format
-from stoker.quant.int4 import Int4
-from stoker.quant.int8_grouped import GroupedInt8
+from stoker.quant.formats.int4 import Int4
+from stoker.quant.formats.int8_grouped import GroupedInt8
 
 
 def read_gptq(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) -> dict[str, PrequantizedWeight]:

@@ -22,9 +22,9 @@ from stoker.engine.reader import rank_file_name
 from stoker.engine.tensor_source import FileTensorSource
 from stoker.layers.decoder import declare
 from stoker.layers.loader import Loader
-from stoker.quant.calibration import TensorTable, held_out_text
-from stoker.quant.format import TensorSource
-from stoker.quant.names import limit
+from stoker.quant.calibration.sample_text import held_out_text
+from stoker.quant.format import TensorSource, TensorTable
+from stoker.quant.named_recipes import max_perplexity_increase
 from stoker.quant.recipe import Recipe
 
 NUM_WINDOWS = 2
@@ -117,7 +117,7 @@ def _score(plan: BuildPlan, recipe: Recipe, source: TensorSource, tokens: list[T
 def _check_increase(plan: BuildPlan, found: Accuracy) -> None:
     """Raise EngineError when perplexity is not finite, or increased by more than is allowed."""
     requested, name = plan.settings.max_perplexity_increase, plan.config.recipe.name
-    allowed = limit(name) if requested is None else requested
+    allowed = max_perplexity_increase(name) if requested is None else requested
     if not math.isfinite(found.increase):
         raise EngineError(
             f"{name} results in an infinite or undefined perplexity ({found.perplexity_before:.4g} before, {found.perplexity_after:.4g} "

@@ -28,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
         return x.new_empty(0, weight.shape[0] // (2 if fusion.gate else 1))
     if x.shape[0] > MAX_ROWS:
         return library_linear(x, weight, bias, fusion)
-    if fusion.norm_apart:
+    if fusion.needs_separate_norm:
         x, fusion = _apply_norm(x, fusion)
     return small_linear(x, weight, bias, fusion)
 

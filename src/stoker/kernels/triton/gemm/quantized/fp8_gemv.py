@@ -127,7 +127,7 @@ def gemv_tile(x: Tensor, weight: PackedWeight, fusion: Fusion) -> GemvTile | Non
     and 10.1, out 7.2 and 7.9). The 70B's qkv and out lose 13 µs a layer here, and what one of two or four ranks has of them 5 to 12.
     """
     n, k = weight.values.shape
-    if x.shape[0] != 1 or fusion.gate is not None or fusion.norm_apart or k % 4 or k > MAX_FEATURES or n >= MANY_ROWS:
+    if x.shape[0] != 1 or fusion.gate is not None or fusion.needs_separate_norm or k % 4 or k > MAX_FEATURES or n >= MANY_ROWS:
         return None
     return GemvTile(16 if triton.cdiv(n, 16) >= 2 * num_sms(x.device) else 8)
 

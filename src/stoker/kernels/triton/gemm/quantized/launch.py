@@ -159,7 +159,7 @@ def flags(x: Tensor, weight: PackedWeight, tile: QuantTile) -> dict[str, object]
 
 def without_layer_norm(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
     """A norm that needs a pass of its own applied, and the gate before it; an RMS norm left to the encoding."""
-    if not fusion.norm_apart:
+    if not fusion.needs_separate_norm:
         return x, fusion
     return normed(x, fusion), replace(fusion, norm_kind=None, norm_weight=None, input_gate=None)
 

@@ -13,13 +13,13 @@ from stoker.base.errors import ConfigError
 from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
 from stoker.quant.format import FORMATS, Format, Layout
-from stoker.quant.fp8 import FP8_MAX, FP8_UNIT
+from stoker.quant.formats.fp8 import FP8_MAX, FP8_UNIT
 
 
 class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
     """`weight` float8_e4m3fn [(experts,) out, in], `scale` float32 [(experts,) out / rows, in / columns], both rounded up.
 
-    Activations are e4m3 with a scale for each `columns` neighbours of a token. Blocks of rows never cross the parts of a fused linear.
+    Activations are e4m3 with a scale for every `columns` features of a token. Blocks never cross the parts of a fused linear.
     """
 
     rows: int = 128
@@ -28,22 +28,23 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
     def __post_init__(self) -> None:
         for name in ("rows", "columns"):
             if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"{name}={value} is refused.", cure="Use 128.")
+                raise ConfigError(f"{name}={value}: a block has at least 1.", cure="Use 128.")
 
     @property
-    def rows_together(self) -> int | None:
+    def rows_per_call(self) -> int | None:
         return self.rows
 
-    def fitted(self, rows: int, columns: int) -> BlockFp8:
+    def aligned_to(self, rows: int, columns: int) -> BlockFp8:
         return msgspec.structs.replace(self, rows=math.gcd(self.rows, rows), columns=math.gcd(self.columns, columns))
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
-        *lead, rows, size = spec.weight_shape
-        axis = len(lead)
+        *experts, rows, size = spec.weight_shape
+        axis = len(experts)
         if any(part % self.rows for part in spec.parts[:-1]):
             sizes = ", ".join(map(str, spec.parts))
-            raise ConfigError(f"{spec.name}: parts of {sizes} rows have no blocks of {self.rows}.", cure="Use FP8, or fewer rows a block.")
-        scales = (*lead, -(-rows // self.rows), -(-size // self.columns))
+            problem = f"{spec.name}: parts of {sizes} rows do not consist of blocks of {self.rows} rows."
+            raise ConfigError(problem, cure="Use FP8, or fewer rows per block.")
+        scales = (*experts, -(-rows // self.rows), -(-size // self.columns))
         return {
             "weight": Layout(spec.weight_shape, torch.float8_e4m3fn, row_axis=axis, col_axis=axis + 1),
             "scale": Layout(scales, torch.float32, row_axis=axis, col_axis=axis + 1, row_unit=self.rows, col_unit=self.columns),
@@ -54,8 +55,8 @@ class BlockFp8(Format, frozen=True, kw_only=True, tag="block_fp8"):
         padded = F.pad(weight.float(), (0, -size % self.columns, 0, -rows % self.rows))
         blocks = padded.unflatten(-1, (-1, self.columns)).unflatten(-3, (-1, self.rows))  # [..., out blocks, rows, in blocks, columns]
         scale = (blocks.abs().amax(dim=(-3, -1), keepdim=True) * FP8_UNIT).clamp(min=1e-12)
-        codes = (blocks / scale).clamp_(-FP8_MAX, FP8_MAX).flatten(-2).flatten(-3, -2)[..., :rows, :size]
-        return {"weight": codes.to(torch.float8_e4m3fn).contiguous(), "scale": scale.squeeze(-1).squeeze(-2).contiguous()}
+        values = (blocks / scale).clamp_(-FP8_MAX, FP8_MAX).flatten(-2).flatten(-3, -2)[..., :rows, :size]
+        return {"weight": values.to(torch.float8_e4m3fn).contiguous(), "scale": scale.squeeze(-1).squeeze(-2).contiguous()}
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:
         values, scale = tensors.pop("weight"), tensors.pop("scale")

@@ -1,4 +1,4 @@
-"""Weight-only int8 in groups of input features: what GGUF's Q8_0, Q6_K and Q5 blocks become without another loss."""
+"""Weight-only int8 in groups of input features, which holds GGUF's Q8_0, Q6_K and Q5 blocks without a further loss."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.reference.quant_int8 import widen_groups
-from stoker.quant import groups
+from stoker.quant import int4_groups as groups
 from stoker.quant.format import FORMATS, Format, Layout
-from stoker.quant.groups import SCALE_DTYPES
-from stoker.quant.int8 import INT8_UNIT
+from stoker.quant.formats.int8 import INT8_UNIT
+from stoker.quant.int4_groups import SCALE_DTYPES
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 
 
 class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
-    """`weight` int8 [(experts,) out, in], `scale` [(experts,) out, groups], and with `shifted` `offset` like scale.
+    """`weight` int8 [(experts,) out, in], `scale` [(experts,) out, groups], and with `shifted` `offset` of the same shape.
 
-    real = weight × scale + offset. Experts on a GPU, and linears on a CPU with a compiler, are read as stored. No other kernel takes groups
-    of int8: the weight is widened to `dtype` at load, so that the file is small and the memory is not.
+    real = weight × scale + offset. Experts on a GPU, and linears on a CPU with a C compiler, are read as stored. Otherwise the weight is
+    widened to `dtype` at load, because no kernel reads int8 in groups: then only the file is small.
     """
 
     group_size: int = 32
     scale_dtype: str = "float32"
     shifted: bool = False
-    dtype: str = "float32"  # of arithmetic
+    dtype: str = "float32"  # that the model computes in
 
     def __post_init__(self) -> None:
         check_choice("group_size", self.group_size, GROUP_SIZES)
         check_choice("scale_dtype", self.scale_dtype, SCALE_DTYPES)
 
     @property
-    def rows_together(self) -> int | None:
+    def rows_per_call(self) -> int | None:
         return 1
 
-    def fitted(self, rows: int, columns: int) -> GroupedInt8:
-        return msgspec.structs.replace(self, group_size=groups.largest(GROUP_SIZES, self.group_size, columns))
+    def aligned_to(self, rows: int, columns: int) -> GroupedInt8:
+        return msgspec.structs.replace(self, group_size=groups.largest_group_size(GROUP_SIZES, self.group_size, columns))
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
-        *lead, rows, size = spec.weight_shape
-        axis = len(lead)
-        scales = (*lead, rows, -(-size // self.group_size))
+        *experts, rows, size = spec.weight_shape
+        axis = len(experts)
+        scales = (*experts, rows, -(-size // self.group_size))
         scale = Layout(scales, getattr(torch, self.scale_dtype), row_axis=axis, col_axis=axis + 1, col_unit=self.group_size)
         stored = {"weight": Layout(spec.weight_shape, torch.int8, row_axis=axis, col_axis=axis + 1), "scale": scale}
         return stored | {"offset": scale} if self.shifted else stored
@@ -54,10 +54,10 @@ class GroupedInt8(Format, frozen=True, kw_only=True, tag="int8_grouped"):
         split, dtype = groups.split(weight, self.group_size), getattr(torch, self.scale_dtype)
         low, high = split.amin(-1, keepdim=True), split.amax(-1, keepdim=True)
         offset = ((low + high) / 2 if self.shifted else torch.zeros_like(low)).to(dtype)
-        most = (split - offset.float()).abs().amax(-1, keepdim=True)
-        scale = (most * INT8_UNIT).clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
-        codes = ((split - offset.float()) / scale.float()).round().clamp(-127, 127).to(torch.int8)
-        stored = {"weight": groups.join(codes, weight.shape[-1]).contiguous(), "scale": scale.squeeze(-1)}
+        largest = (split - offset.float()).abs().amax(-1, keepdim=True)
+        scale = (largest * INT8_UNIT).clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
+        values = ((split - offset.float()) / scale.float()).round().clamp(-127, 127).to(torch.int8)
+        stored = {"weight": groups.join(values, weight.shape[-1]).contiguous(), "scale": scale.squeeze(-1)}
         return stored | {"offset": offset.squeeze(-1)} if self.shifted else stored
 
     def pack(self, tensors: dict[str, Tensor], bias: Tensor | None) -> PackedWeight:

@@ -1,4 +1,4 @@
-"""What calibration measures of a linear's input, and all that the calibrated formats need."""
+"""The statistics of a linear's input that calibration measures."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SAMPLES = 256  # rows that are kept
-EACH = 8  # of a call
+MAX_SAMPLE_ROWS = 256
+SAMPLE_ROWS_PER_CALL = 8
 
 
 @dataclass(slots=True)
 class InputStats:
-    """Sums over the calibration tokens of a linear's input x [T, in]. Stacked experts share theirs: all rows that reached any of them."""
+    """Sums over the calibration tokens of a linear's input x [T, in]. Stacked experts share those of all rows that reached any of them."""
 
     gram: Tensor  # float32 [in, in]: the sum of x xᵀ
     sum_abs: Tensor  # float32 [in]
-    amax: Tensor  # float32 [in]: the largest magnitude
-    sample: Tensor  # float32 [n, in]: some of the rows
+    amax: Tensor  # float32 [in]: the largest magnitudes
+    sample: Tensor  # float32 [n, in]: sampled rows
     count: int = 0
 
     @staticmethod
     def zeros(in_features: int, device: torch.device) -> InputStats:
-        def make(*shape: int) -> Tensor:
+        """Statistics of no tokens."""
+
+        def zero(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
-        return InputStats(make(in_features, in_features), make(in_features), make(in_features), make(0, in_features))
+        return InputStats(zero(in_features, in_features), zero(in_features), zero(in_features), zero(0, in_features))
 
     def add(self, x: Tensor) -> None:
-        """Count the rows of x [T, in]."""
+        """Add the rows of x [T, in]."""
         wide = x.float()
         magnitude = wide.abs()
         self.gram.addmm_(wide.t(), wide)
@@ -37,25 +39,27 @@ class InputStats:
         if len(wide):
             self.amax = torch.maximum(self.amax, magnitude.amax(0))
         self.count += len(wide)
-        step = -(-len(wide) // EACH)
-        if (room := SAMPLES - len(self.sample)) > 0 and step:
-            self.sample = torch.cat((self.sample, wide[step // 2 :: step][:room]))
+        stride = -(-len(wide) // SAMPLE_ROWS_PER_CALL)
+        if (room := MAX_SAMPLE_ROWS - len(self.sample)) > 0 and stride:
+            self.sample = torch.cat((self.sample, wide[stride // 2 :: stride][:room]))
 
     @property
     def mean_abs(self) -> Tensor:
+        """float32 [in]: the mean magnitudes."""
         return self.sum_abs / max(self.count, 1)
 
     @property
     def mean_square(self) -> Tensor:
+        """float32 [in]: the mean squares."""
         return self.gram.diagonal() / max(self.count, 1)
 
-    def divided(self, factors: Tensor) -> InputStats:
-        """Of x ÷ factors [in]."""
+    def divided_by(self, factors: Tensor) -> InputStats:
+        """The statistics of x ÷ factors [in]."""
         gram = self.gram / factors[:, None] / factors
         return InputStats(gram, self.sum_abs / factors, self.amax / factors, self.sample / factors, self.count)
 
     def blocks(self, group_size: int) -> Tensor:
-        """[groups, group_size, group_size]: the mean of x xᵀ within each group; a ragged last one is filled with zeros."""
+        """[groups, group_size, group_size]: the mean of x xᵀ within each group. A shorter last group is filled with zeros."""
         size = self.gram.shape[0]
         padded = torch.nn.functional.pad(self.gram, (0, -size % group_size, 0, -size % group_size)) / max(self.count, 1)
         count = padded.shape[0] // group_size

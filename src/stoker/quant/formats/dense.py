@@ -1,4 +1,4 @@
-"""No quantization: the weight as built."""
+"""No quantization: weights in the engine's dtype."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Dense(Format, frozen=True, tag="dense"):
     """`weight` [(experts,) out, in] in the engine's dtype."""
 
     def layout(self, spec: LinearSpec, dtype: torch.dtype) -> dict[str, Layout]:
-        lead = len(spec.weight_shape) - 2
-        return {"weight": Layout(spec.weight_shape, dtype, row_axis=lead, col_axis=lead + 1)}
+        axis = len(spec.weight_shape) - 2
+        return {"weight": Layout(spec.weight_shape, dtype, row_axis=axis, col_axis=axis + 1)}
 
     def quantize(self, weight: Tensor, spec: LinearSpec, stats: object = None) -> dict[str, Tensor]:
         return {"weight": weight}

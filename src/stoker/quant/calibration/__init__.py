@@ -1,0 +1,1 @@
+"""Calibration: what is measured on sample text, and what formats compute from it."""
