@@ -55,7 +55,7 @@ class KVCache:
     the latent, and `values` is None. A quantized cache (int8, float8_e4m3fn) has scales, float32 [kv_heads]: real = stored × scale.
 
     `key_balance`, float32 [kv_heads, 2, head_size], if present, multiplies keys ([:, 0]) and queries ([:, 1]) before both are transformed
-    by the same orthonormal matrix, which leaves their products unchanged and spreads large features over all others (`quant.key_spreading`).
+    by the same orthonormal matrix, which leaves their products unchanged and spreads large features over others (`quant.key_spreading`).
 
     `key_mean`, float32 [kv_heads, means, head_size] in units of the scale, if present, is subtracted from stored keys, and attention adds
     the product of each query with it. The key at position p uses mean p // MEAN_TOKENS; the first key of a sequence is stored unchanged.
