@@ -71,7 +71,7 @@ def fused_layer_time() -> Drawing:
     left = Axes(d, 66, 84, 400, 270, (1, 2, 4, 8, 16, 32, 64), (0, 180), 20)
     left.heading("int4 in groups of 128")
     left.curve("floor", [(row["rows"], row["floor_us"]) for row in int4], "strong-grey", dash="5 4")
-    left.curve("fused layer kernel", [(row["rows"], row["tail_us"]) for row in int4], "strong-blue")
+    left.curve("fused layer kernel", [(row["rows"], row["fused_us"]) for row in int4], "strong-blue")
     left.curve("one launch per linear", [(row["rows"], row["alone_us"]) for row in int4], "strong-rose")
     launches = result("h200_fused_layer_launches")["results"]
     right = Axes(d, 546, 84, 400, 270, (1, 2, 3, 4), (0, 180), 20)
@@ -79,7 +79,7 @@ def fused_layer_time() -> Drawing:
     for form, suffix in (("bfloat16", "bfloat16"), ("fp8", "FP8")):
         rows = [row for row in launches if row["form"] == form]
         right.curve(f"floor, {suffix}", [(row["rows"], row["floor_us"]) for row in rows], "strong-grey", dash="5 4")
-        right.curve(f"fused, {suffix}", [(row["rows"], row["tail_us"]) for row in rows], "strong-blue")
+        right.curve(f"fused, {suffix}", [(row["rows"], row["fused_us"]) for row in rows], "strong-blue")
         right.curve(f"per linear, {suffix}", [(row["rows"], row["alone_us"]) for row in rows], "strong-rose")
     d.text(24, 411, "benchmarks/fused_layer.py. Floor: bytes of the four weights ÷ 4.42 TB/s.", "small soft")
     return d

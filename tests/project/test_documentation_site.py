@@ -46,6 +46,21 @@ def _without_code(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+# Where a path of a page may begin, besides the root of the repository: pages about one package leave its prefix out.
+FOLDERS = ("", "docs", "benchmarks/results", "src/stoker", *(f"src/stoker/{name}" for name in ("runtime", "runtime/transport", "builder")))
+FOLDERS += tuple(
+    f"src/stoker/{name}" for name in ("cli", "models", "server", "server/protocols", "kernels/triton", "kernels/triton/fused_layer")
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_exist(page: Path) -> None:
+    """`folder/file.py` and the like. Names in capitals are placeholders."""
+    named = re.findall(r"`((?:[\w.-]+/)+[\w-][\w.-]*/?)`", _without_code(page.read_text()))
+    paths = [path for path in named if path.endswith(("/", ".py", ".c", ".md", ".json")) and not re.search(r"[A-Z]{4}|^engine/", path)]
+    assert [path for path in paths if not any((ROOT / folder / path).exists() for folder in FOLDERS)] == []
+
+
 def test_the_navigation_has_every_page() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r"[\w/-]+\.md", config.split("\nnav:\n")[1]))
