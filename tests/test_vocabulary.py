@@ -24,10 +24,6 @@ PENDING: tuple[str, ...] = (
     # -
     "src/stoker/profiling/tile_tuning.py",
     # -
-    "tests/kernels",
-    # -
-    "tests/gpu",
-    # -
     "tests/quant",
     # -
     "benchmarks/kernels_linear.py",

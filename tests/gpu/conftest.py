@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: `python -m pytest tests/gpu`, in a process of its own (tests/kernels interprets Triton in its own)."""
+"""Tests that need a CUDA device: `python -m pytest tests/gpu`, not in one process with tests/kernels, which sets TRITON_INTERPRET."""
 
 from __future__ import annotations
 

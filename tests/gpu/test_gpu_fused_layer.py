@@ -1,6 +1,6 @@
-"""The fused layer in one launch, beside its linears one by one and beside float64.
+"""The fused layer kernels against float64, and for FP8 against one linear after another.
 
-Triton is imported inside functions: tests/kernels, collected after this area, must ask for the interpreter before Triton is imported.
+Triton is imported inside functions: tests/kernels, collected after this folder, sets TRITON_INTERPRET before Triton is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fused_layer_cases import BOUND, FORMS, check, errors, in_float64
 from stoker.kernels.types import PLAIN, FusedLinear
 from stoker.quant.linear_ops import PackedLinear
 
-# (heads' features, hidden, MLP's, qkv): programs without a tile, features that end inside a turn, several tiles a program, Llama-3.1-8B
+# (heads' features, hidden, MLP's, qkv): CTAs without a tile, features that end inside an iteration, several tiles per CTA, Llama-3.1-8B
 SHAPES = [(256, 512, 768, 320), (1280, 1024, 2816, 1536), (2048, 2560, 6912, 3072), (4096, 4096, 14336, 6144)]
 problem = partial(cases.problem, device="cuda")
 
@@ -36,24 +36,24 @@ def test_the_small_batch_kernel_equals_its_linears(form: str, shape: tuple[int, 
         (4, torch.bfloat16, False, False, "silu"),
     ):
         parts, weights = problem(form, shape, dtype, biases, last, gate)
-        most = small_batch.measured_tile(parts.out.weight).max_tokens
-        if rows > most:
+        max_tokens = small_batch.measured_tile(parts.out.weight).max_tokens
+        if rows > max_tokens:
             assert not small_batch.supports_small_batch(parts, rows)
-        assert launcher.supports_fused_layer(parts, rows) == (rows <= most or form.startswith("int4"))
+        assert launcher.supports_fused_layer(parts, rows) == (rows <= max_tokens or form.startswith("int4"))
         x, stream = torch.randn(rows, shape[0]).to(dtype).cuda(), torch.randn(rows, shape[1]).to(dtype).cuda()
         x[0, 3] *= 20
-        torch.full((1 << 22,), float("nan"), device="cuda")  # what is allocated next holds this
-        got = small_batch.run_small_batch(x, stream, parts)
-        for row in range(rows):  # a row is what it is alone
+        torch.full((1 << 22,), float("nan"), device="cuda")  # the next allocations hold these values
+        results = small_batch.run_small_batch(x, stream, parts)
+        for row in range(rows):  # a row does not depend on the others
             alone = small_batch.run_small_batch(x[row : row + 1], stream[row : row + 1], parts)
-            assert all(mine is theirs or torch.equal(mine[0], theirs[row]) for mine, theirs in zip(alone, got, strict=True))
-        check(form, got, x, stream, parts, weights)
+            assert all(one is other or torch.equal(one[0], other[row]) for one, other in zip(alone, results, strict=True))
+        check(form, results, x, stream, parts, weights)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("kind", ["none 128", "int 128", "float 128", "int 64", "none 32", "float 32"])
 def test_the_large_batch_kernel_equals_its_linears(kind: str, shape: tuple[int, ...]) -> None:
-    """Rows that fill no tile of tokens too; what one row is does not depend on the others."""
+    """Also for numbers of rows that do not fill a tile. A row does not depend on the others."""
     from stoker.kernels.triton.fused_layer import launch as launcher
 
     torch.manual_seed(0)
@@ -68,17 +68,17 @@ def test_the_large_batch_kernel_equals_its_linears(kind: str, shape: tuple[int, 
         assert launcher.supports_fused_layer(parts, rows)
         x, stream = torch.randn(rows, shape[0]).bfloat16().cuda(), torch.randn(rows, shape[1]).bfloat16().cuda()
         x[0, 3] *= 20
-        torch.full((1 << 24,), float("nan"), device="cuda")  # what is allocated next holds this
-        got = launcher.fused_layer(x, stream, parts)
-        assert max(errors(got, in_float64(x, stream, parts, weights))) < BOUND
-        others = torch.randperm(rows)
-        others[rows // 2] = rows // 2
-        moved = launcher.fused_layer(x[others].contiguous(), stream[others].contiguous(), parts)
-        for mine, theirs in zip(got, moved, strict=True):
-            assert mine is None or torch.equal(mine[others], theirs)
+        torch.full((1 << 24,), float("nan"), device="cuda")  # the next allocations hold these values
+        results = launcher.fused_layer(x, stream, parts)
+        assert max(errors(results, in_float64(x, stream, parts, weights))) < BOUND
+        order = torch.randperm(rows)
+        order[rows // 2] = rows // 2
+        permuted = launcher.fused_layer(x[order].contiguous(), stream[order].contiguous(), parts)
+        for one, other in zip(results, permuted, strict=True):
+            assert one is None or torch.equal(one[order], other)
 
 
-def test_rows_of_other_kinds_are_left_alone() -> None:
+def test_unsupported_numbers_of_rows_and_dtypes() -> None:
     from stoker.kernels.triton.fused_layer import launch as launcher
 
     parts, small = (problem(f"int4 int {group}", SHAPES[0], torch.bfloat16, False, False, "silu")[0] for group in (128, 32))
@@ -94,7 +94,7 @@ def test_rows_of_other_kinds_are_left_alone() -> None:
     ("form", "rows"), [("fp8", 1), ("dense", 3), ("int4 int", 1), ("int4 none 32", 2), ("int4 int", 27), ("int4 float 32", 27)]
 )
 def test_the_grid_barrier_works_in_every_replay(form: str, rows: int) -> None:
-    """Programs meet a few times a launch and leave their counters as they are: 200 replays of 8 launches end where the first one did."""
+    """Every launch leaves the counters of its barriers at zero: 200 replays of 8 launches give the results of the first launch."""
     from stoker.kernels.triton.fused_layer import launch as launcher
 
     torch.manual_seed(1)
@@ -104,11 +104,11 @@ def test_the_grid_barrier_works_in_every_replay(form: str, rows: int) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        many = [launcher.fused_layer(x, stream, parts) for _ in range(8)]
+        repeated = [launcher.fused_layer(x, stream, parts) for _ in range(8)]
     for _ in range(200):
         graph.replay()
     torch.cuda.synchronize()
-    for after, qkv in many:
+    for after, qkv in repeated:
         assert torch.equal(after, first[0])
         assert torch.equal(qkv, first[1])
 
@@ -116,18 +116,18 @@ def test_the_grid_barrier_works_in_every_replay(form: str, rows: int) -> None:
 @pytest.mark.parametrize(
     ("form", "rows"), [("bytes", 1), ("dense", 4), ("fp8", 3), ("int4 int", 2), ("int4 float 64", 3), ("int4 int", 12)]
 )
-def test_nan_stays_in_sight_and_in_its_row(form: str, rows: int) -> None:
+def test_nan_stays_in_its_row(form: str, rows: int) -> None:
     from stoker.kernels.triton.fused_layer import launch as launcher
 
     parts, _ = problem(form, SHAPES[0], torch.bfloat16, False, False, "silu")
     x, stream = torch.randn(rows, 256).bfloat16().cuda(), torch.randn(rows, 512).bfloat16().cuda()
     x[0, 7] = float("nan")
-    for made in launcher.fused_layer(x, stream, parts):
-        assert made[0].isnan().all()
-        assert not made[1:].isnan().any()
+    for result in launcher.fused_layer(x, stream, parts):
+        assert result[0].isnan().all()
+        assert not result[1:].isnan().any()
 
 
-def test_weights_of_other_kinds_are_left_alone() -> None:
+def test_unsupported_weights() -> None:
     from stoker.kernels.triton.fused_layer import launch as launcher
 
     parts, _ = problem("bytes", SHAPES[0], torch.bfloat16, False, False, "silu")

@@ -1,4 +1,4 @@
-"""Kernels on the device against float64, on fresh random ragged inputs."""
+"""Kernels on the device against float64, on random inputs of ragged batches. The sizes differ from run to run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from stoker.kernels.types import MEAN_TOKENS, AttentionParams, DrawParams, Fusio
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     assert not out.isnan().any()
-    return float((out.double().cpu() - want.double().cpu()).norm() / want.double().norm().cpu())
+    return float((out.double().cpu() - expected.double().cpu()).norm() / expected.double().norm().cpu())
 
 
 @pytest.mark.parametrize("dtype", BOUND)
@@ -39,13 +39,13 @@ def test_linear(rows: int, parts: str, dtype: torch.dtype) -> None:
         moved = [None if t is None else move(t) for t in (gain, residual)]  # type: ignore[operator]
         return Fusion(kind, moved[0], None, 1e-5, gate, moved[1])
 
-    want = linear_reference.linear(x.double(), weight.double(), None if bias is None else bias.double(), around(torch.Tensor.double))
-    got = ops.linear(x.cuda(), weight.cuda(), None if bias is None else bias.cuda(), around(torch.Tensor.cuda))
-    assert relative_error(got, want) < BOUND[dtype]
+    expected = linear_reference.linear(x.double(), weight.double(), None if bias is None else bias.double(), around(torch.Tensor.double))
+    result = ops.linear(x.cuda(), weight.cuda(), None if bias is None else bias.cuda(), around(torch.Tensor.cuda))
+    assert relative_error(result, expected) < BOUND[dtype]
 
 
 def ragged(rows: list[tuple[int, int]], kv_heads: int, size: int, block: int, dtype: torch.dtype) -> tuple[KVCache, ForwardBatch]:
-    """Rows of (queries, keys) over a cache whose unused places are NaN, in shuffled blocks."""
+    """Rows of (queries, keys) in shuffled blocks of a cache whose unused slots are NaN."""
     needed = [-(-keys // block) for _, keys in rows]
     order = torch.randperm(sum(needed) + 3)
     tables = torch.full((len(rows), max(needed)), 10**9, dtype=torch.int32)
@@ -83,36 +83,37 @@ def test_attention(sizes: tuple[int, int, int], features: dict, block: int, dtyp
     slopes = torch.rand(heads) * 0.2 if "alibi" in features else None
     sinks = torch.randn(heads) if "sinks" in features else None
     clean = KVCache(*(page.nan_to_num().double() for page in (cache.keys, cache.values)))  # type: ignore[union-attr]
-    want = attention_reference.attention(q.double(), clean, batch, AttentionParams(size**-0.5, **numbers, alibi_slopes=slopes, sinks=sinks))
+    params = AttentionParams(size**-0.5, **numbers, alibi_slopes=slopes, sinks=sinks)
+    expected = attention_reference.attention(q.double(), clean, batch, params)
     on_device = ForwardBatch(
         *(t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
         batch.num_decodes, batch.max_query_len, batch.max_seq_len,
     )  # fmt: skip
     moved = {"alibi_slopes": None if slopes is None else slopes.cuda(), "sinks": None if sinks is None else sinks.cuda()}
     params = AttentionParams(size**-0.5, **numbers, **moved)
-    got = ops.attention(q.cuda(), KVCache(cache.keys.cuda(), cache.values.cuda()), on_device, params)  # type: ignore[union-attr]
-    assert relative_error(got, want) < BOUND[dtype]
+    result = ops.attention(q.cuda(), KVCache(cache.keys.cuda(), cache.values.cuda()), on_device, params)  # type: ignore[union-attr]
+    assert relative_error(result, expected) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("sizes", "block"), [*((sizes, block) for sizes, _, block in SHAPES[: len(SIZES)]), ((32, 8, 80), 64), ((32, 8, 160), 64)]
-)  # the last two: two parts of a head in tiles of 64 rows
+)  # the last two: heads in two parts, in tiles of 64 rows
 def test_attention_over_8_bit_keys(sizes: tuple[int, int, int], block: int, cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    over_8_bits(sizes, {}, block, dtype, cache_dtype, 190)
+    check_8_bit_cache(sizes, {}, block, dtype, cache_dtype, 190)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("sizes", "features", "block", "most"),
+    ("sizes", "features", "block", "max_queries"),
     [*(case for size in SIZES[:2] for case in ((size, {}, 64, 190), (size, {}, 16, 1500))), (SIZES[0], {"window": 40}, 16, 190),
      (SIZES[1], {"softcap": 20.0}, 64, 190)],
 )  # fmt: skip
-def test_attention_over_e4m3_keys_less_their_mean(
-    sizes: tuple[int, int, int], features: dict, block: int, most: int, dtype: torch.dtype
+def test_attention_over_e4m3_keys_with_means(
+    sizes: tuple[int, int, int], features: dict, block: int, max_queries: int, dtype: torch.dtype
 ) -> None:  # fmt: skip
-    over_8_bits(sizes, features, block, dtype, torch.float8_e4m3fn, most, has_mean=True)
+    check_8_bit_cache(sizes, features, block, dtype, torch.float8_e4m3fn, max_queries, has_mean=True)
 
 
 @pytest.mark.parametrize("dtype", BOUND)
@@ -120,7 +121,7 @@ def test_attention_over_e4m3_keys_less_their_mean(
 @pytest.mark.parametrize("rows", [1, 8, 70])
 @pytest.mark.parametrize(("sizes", "features", "block"), SHAPES)
 def test_rope_attention(sizes: tuple[int, int, int], features: dict, block: int, rows: int, interleaved: bool, dtype: torch.dtype) -> None:
-    """Decode rows whose last key and value are in no cache yet."""
+    """Decode rows whose last key and value are not in the cache yet."""
     heads, kv_heads, size = sizes
     cache, batch = ragged([(1, random.randrange(1, 700)) for _ in range(rows)], kv_heads, size, block, dtype)
     last = batch.seq_lens.long() - 1
@@ -142,36 +143,44 @@ def test_rope_attention(sizes: tuple[int, int, int], features: dict, block: int,
     params = AttentionParams(size**-0.5, **numbers, alibi_slopes=slopes, sinks=sinks)
     q = rope_reference.rope_store(*qkv.clone().split(parts, 1), *rotary, clean, batch.slots)
     wide = KVCache(clean.keys.double(), clean.values.double())  # type: ignore[union-attr]
-    want = attention_reference.attention(q.double(), wide, batch, params)
+    expected = attention_reference.attention(q.double(), wide, batch, params)
     of_device = {"alibi_slopes": None if slopes is None else slopes.cuda(), "sinks": None if sinks is None else sinks.cuda()}
     params = AttentionParams(size**-0.5, **numbers, **of_device)
     moved_rotary = Rotary(on_device.positions, rotary.cos_sin.cuda(), interleaved)  # type: ignore[union-attr]
-    got = ops.rope_attention(*qkv.cuda().split(parts, 1), moved_rotary, moved, on_device, params)
-    assert relative_error(got, want) < BOUND[dtype]
+    result = ops.rope_attention(*qkv.cuda().split(parts, 1), moved_rotary, moved, on_device, params)
+    assert relative_error(result, expected) < BOUND[dtype]
     for pages, stored in ((moved.keys, clean.keys), (moved.values, clean.values)):
         assert relative_error(pages.nan_to_num(), stored) < BOUND[dtype]  # type: ignore[union-attr, arg-type]
 
 
-def over_8_bits(
-    sizes: tuple[int, int, int], features: dict, block: int, dtype: torch.dtype, cache_dtype: torch.dtype, most: int, has_mean: bool = False
+def check_8_bit_cache(
+    sizes: tuple[int, int, int],
+    features: dict,
+    block: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    max_queries: int,
+    has_mean: bool = False,
 ) -> None:
-    """Rows that end before, at and past the positions of a mean, some of a few queries, one of `most`."""
+    """Decode rows whose keys end before, at and after a multiple of MEAN_TOKENS, and prefill rows of 2, 70 and `max_queries` queries."""
     heads, kv_heads, size = sizes
-    rows = [(1, keys) for keys in (1, 1023, 1025, 2500)] + [(q, q + seen) for q, seen in ((2, 0), (70, 1000), (most, most + 1900))]
+    rows = [(1, keys) for keys in (1, 1023, 1025, 2500)] + [
+        (q, q + seen) for q, seen in ((2, 0), (70, 1000), (max_queries, max_queries + 1900))
+    ]
     cache, batch = ragged(rows, kv_heads, size, block, dtype)
-    # What a cache holds where nothing was stored is zeros here: 8 bits have no NaN, or attention would see it.
+    # Unused slots are zeros here: int8 has no NaN.
     pages = [page.nan_to_num().mul(1 if cache_dtype.is_floating_point else 30).to(cache_dtype) for page in (cache.keys, cache.values)]  # type: ignore[union-attr]
     scale = (torch.rand(kv_heads) / 4 + 0.5) / (1 if cache_dtype.is_floating_point else 30)
     means = (torch.randn(kv_heads, -(-int(batch.max_seq_len) // MEAN_TOKENS), size) * 3).bfloat16().float() if has_mean else None
     q = torch.randn(int(batch.query_starts[-1]), heads, size).to(dtype)
     params = AttentionParams(size**-0.5, **features)
-    want = attention_reference.attention(q.double(), KVCache(*pages, scale, scale, key_mean=means), batch, params)
+    expected = attention_reference.attention(q.double(), KVCache(*pages, scale, scale, key_mean=means), batch, params)
     on_device = ForwardBatch(
         *(t.cuda() for t in (batch.token_ids, batch.positions, batch.slots, batch.query_starts, batch.seq_lens, batch.block_tables)),
         batch.num_decodes, batch.max_query_len, batch.max_seq_len,
     )  # fmt: skip
     moved = KVCache(*(page.cuda() for page in pages), scale.cuda(), scale.cuda(), key_mean=None if means is None else means.cuda())
-    assert relative_error(ops.attention(q.cuda(), moved, on_device, params), want) < BOUND[torch.bfloat16]
+    assert relative_error(ops.attention(q.cuda(), moved, on_device, params), expected) < BOUND[torch.bfloat16]
 
 
 def test_sample_agrees_with_the_reference() -> None:
@@ -182,10 +191,10 @@ def test_sample_agrees_with_the_reference() -> None:
         top_p=torch.tensor([1.0, 0.9, 0.3, 1.0] * 16).roll(1), min_p=torch.tensor([0.0, 0.0, 0.1, 0.02] * 16).roll(2),
         seeds=torch.randint(-(2**62), 2**62, (rows,)), counters=torch.arange(rows, dtype=torch.int32), all_greedy=False,
     )  # fmt: skip
-    want = sampling_reference.sample(logits, params)
+    expected = sampling_reference.sample(logits, params)
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
     moved = DrawParams(**{name: getattr(params, name).cuda() for name in names}, all_greedy=False)
-    got = ops.sample(logits.cuda(), moved).cpu()
-    # float32 and float64 sums may put a draw that falls on an edge to either side of it.
-    assert (got == want).float().mean() > 0.95
-    assert bool((got == want)[params.temperature == 0].all())
+    result = ops.sample(logits.cuda(), moved).cpu()
+    # float32 and float64 sums differ, so a draw near the edge between two tokens may give either.
+    assert (result == expected).float().mean() > 0.95
+    assert bool((result == expected)[params.temperature == 0].all())

@@ -1,4 +1,4 @@
-"""No step waits for the device, whatever its rows ask for: torch raises where it would (torch.cuda.set_sync_debug_mode)."""
+"""No step waits for the device, with any request option: torch.cuda.set_sync_debug_mode("error") makes torch raise where it waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL: dict[str, Any] = {
     "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 15, "repetition_penalty": 1.2, "presence_penalty": 0.3,
     "frequency_penalty": 0.2, "logit_bias": {20: 2.0, 21: -100.0}, "min_tokens": 4, "logprobs": 2, "prompt_logprobs": 3,
 }  # fmt: skip
-ASKED: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {}, {"temperature": 1.0, "seed": 3}, {"logit_bias": {5: 1.0}}, {"repetition_penalty": 1.3}, {"min_tokens": 8}, {"logprobs": 4},
     {"bad_words": ((40,), (41, 42))}, {"prompt_logprobs": 0}, ALL, ALL | {"bad_words": ((40, 41),)},
 ]  # fmt: skip
@@ -39,14 +39,14 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("stalls")
     model = tiny.model(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     build(tiny.save(model, folder / "checkpoint"), folder / "engine", BuildConfig(device="cuda", limits=LIMITS), verify="files")
-    # Without reuse of prefixes the second round has the shapes of the first.
-    made = load_executor(folder / "engine", RuntimeConfig(kv_cache_tokens=4096, prefix_reuse=False), SynchronousMailbox)
-    yield made
-    made.close()
+    # Without prefix reuse the second round has the shapes of the first.
+    loaded = load_executor(folder / "engine", RuntimeConfig(kv_cache_tokens=4096, prefix_reuse=False), SynchronousMailbox)
+    yield loaded
+    loaded.close()
 
 
-def answers(executor: Executor, asked: list[dict[str, Any]], begin: int) -> list[list[int]]:
-    """The tokens of each; `begin` is the requests' first number."""
+def answers(executor: Executor, options: list[dict[str, Any]], begin: int) -> list[list[int]]:
+    """The tokens of one request per entry of `options`. Request ids are numbered from `begin`."""
     mailbox = executor.mailbox
     assert isinstance(mailbox, SynchronousMailbox)
     requests = [
@@ -54,7 +54,7 @@ def answers(executor: Executor, asked: list[dict[str, Any]], begin: int) -> list
             request_id=f"r{begin + i}", prompt_ids=[(7 * i + 3 * j) % 300 + 10 for j in range(5 + 9 * i)],
             params=SamplingParams(max_tokens=24, **params), end_ids=(2,),
         )
-        for i, params in enumerate(asked)
+        for i, params in enumerate(options)
     ]  # fmt: skip
     found: dict[str, list[SequenceOutput]] = {one.request_id: [] for one in requests}
     mailbox.submit(requests)
@@ -71,18 +71,18 @@ def answers(executor: Executor, asked: list[dict[str, Any]], begin: int) -> list
 def test_no_launch_waits(executor: Executor, monkeypatch: pytest.MonkeyPatch, guided: bool) -> None:
     if guided:
         pytest.importorskip("xgrammar", reason="guided decoding needs xgrammar")
-    asked = [*ASKED, {"guide": Guide("choice", json.dumps(["fox", "dog"]))}] if guided else ASKED
-    expected = answers(executor, asked, begin=100 * guided)  # kernels are compiled, graphs captured and buffers made
+    options = [*OPTIONS, {"guide": Guide("choice", json.dumps(["fox", "dog"]))}] if guided else OPTIONS
+    expected = answers(executor, options, begin=100 * guided)  # compiles kernels, captures graphs and allocates buffers
     runner: Any = executor.runner
     num_watched = 0
 
-    def watched(what: Any) -> Any:
+    def watched(method: Any) -> Any:
         def call(*args: Any) -> Any:
             nonlocal num_watched
             num_watched += 1
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return what(*args)
+                return method(*args)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -90,5 +90,5 @@ def test_no_launch_waits(executor: Executor, monkeypatch: pytest.MonkeyPatch, gu
 
     for name in ("add", "launch", "remove"):
         monkeypatch.setattr(runner, name, watched(getattr(runner, name)))
-    assert answers(executor, asked, begin=50 + 100 * guided) == expected
-    assert num_watched > 24 + 2 * len(asked)
+    assert answers(executor, options, begin=50 + 100 * guided) == expected
+    assert num_watched > 24 + 2 * len(options)

@@ -1,4 +1,4 @@
-"""Everything that a request may ask of the sampler, on the device. The oracle is the same checkpoint's engine on the CPU."""
+"""All sampling options on the device. The oracle is an engine of the same checkpoint on the CPU."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def llm(engines: dict[str, Path]) -> Iterator[LLM]:
-    with LLM(engines[DEVICE], kv_cache_tokens=8192) as made:
-        yield made
+    with LLM(engines[DEVICE], kv_cache_tokens=8192) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
 def oracle(engines: dict[str, Path]) -> Iterator[LLM]:
-    with LLM(engines["cpu"], kv_cache_tokens=8192, num_threads=1) as made:
-        yield made
+    with LLM(engines["cpu"], kv_cache_tokens=8192, num_threads=1) as loaded:
+        yield loaded
 
 
 def answers(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
@@ -77,14 +77,14 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_mixed_batch(llm: LLM, name:
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_draws_are_those_of_the_cpu(llm: LLM, oracle: LLM, name: str) -> None:
-    """The same seeds draw the same numbers. Logits differ in their last bits, so a draw at the edge between two tokens may fall to either
-    side, after which the texts part: one row of eight may."""
-    ours, theirs = answers(llm, SAMPLED[name]), answers(oracle, SAMPLED[name])
-    assert sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 1
+def test_draws_equal_the_cpu(llm: LLM, oracle: LLM, name: str) -> None:
+    """The same seeds give the same random numbers. Logits differ in their last bits, so a draw near the edge between two tokens may give
+    either, and all later tokens of that row differ. At most one row of eight may."""
+    on_device, on_cpu = answers(llm, SAMPLED[name]), answers(oracle, SAMPLED[name])
+    assert sum(a != b for a, b in zip(on_device, on_cpu, strict=True)) <= 1
 
 
-def test_log_probabilities_are_the_cpus(llm: LLM, oracle: LLM) -> None:
+def test_logprobs_equal_the_cpu(llm: LLM, oracle: LLM) -> None:
     params = SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0.7, seed=5, logprobs=5)
     for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
         choice = answer.choices[0]
@@ -97,7 +97,7 @@ def test_log_probabilities_are_the_cpus(llm: LLM, oracle: LLM) -> None:
             assert [p for _, p in ours.top] == pytest.approx([p for _, p in theirs.top], abs=2e-3)
 
 
-def test_prompt_log_probabilities_are_the_cpus(llm: LLM, oracle: LLM) -> None:
+def test_prompt_logprobs_equal_the_cpu(llm: LLM, oracle: LLM) -> None:
     params = SamplingParams(max_tokens=1, prompt_logprobs=3)
     ours, theirs = (made.generate(PROMPTS[-1], params).prompt_logprobs for made in (llm, oracle))
     assert ours is not None and theirs is not None and ours[0] is None and theirs[0] is None
@@ -106,13 +106,13 @@ def test_prompt_log_probabilities_are_the_cpus(llm: LLM, oracle: LLM) -> None:
         assert a.logprob == pytest.approx(b.logprob, abs=2e-3)
 
 
-def test_limits_of_a_draw_hold(llm: LLM) -> None:
-    """The token that was drawn is among the best k, and within the nucleus, of the distribution that the answer shows."""
+def test_draws_respect_top_k_and_top_p(llm: LLM) -> None:
+    """A drawn token is one of the k most probable; with top_k=1 or a tiny top_p it is the greedy token."""
     k = 4
     drawn = llm.generate(PROMPTS, SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=1.5, top_k=k, seed=2, logprobs=k))
     for answer in drawn:
-        for place in answer.choices[0].logprobs:
-            assert place.token_id in [token for token, _ in place.top]
+        for position in answer.choices[0].logprobs:
+            assert position.token_id in [token for token, _ in position.top]
     greedy = answers(llm, SamplingParams(max_tokens=NEW, ignore_eos=True))
     assert answers(llm, SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=2.0, top_k=1, seed=9)) == greedy
     assert answers(llm, SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=2.0, top_p=1e-6, seed=9)) == greedy

@@ -1,4 +1,4 @@
-"""Starting on the device: kernels that the build compiled, memory as the table says, and where a step's time goes."""
+"""Starts on the device: kernels that the build compiled, the memory table, and the breakdown of a step."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ def start(engine: Path, cache_dir: Path) -> dict[str, list[int]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_first_start_elsewhere_compiles_nothing(engine: Path, tmp_path: Path) -> None:
+def test_the_first_start_with_an_empty_cache_compiles_nothing(engine: Path, tmp_path: Path) -> None:
     first = start(engine, tmp_path / "fresh")
     print("kernels at the first start (cached, compiled):", first)
-    assert first["ready"][0] > 10 and first["ready"][1] == 0, "the launches of the warm-up are not those of the build"
-    assert first["end"][1] == 0, "steps launch kernels that the build did not foresee"
+    assert first["ready"][0] > 10 and first["ready"][1] == 0, "the warm-up launches kernels that the build did not compile"
+    assert first["end"][1] == 0, "steps launch kernels that the build did not compile"
     second = start(engine, tmp_path / "fresh")
     assert second["end"][1] == 0
 
 
-def test_the_launches_that_are_listed_are_those_of_the_device(engine: Path) -> None:
-    """Without the engine's file a start compiles; what it compiles has the folders that the build foresaw."""
+def test_the_ahead_of_time_trace_lists_all_launched_kernels(engine: Path) -> None:
+    """Without the archive in the engine a start compiles its kernels; their cache keys are among those that the build has compiled."""
     from stoker.kernels.triton.aot import kernel_cache as cache
 
     listed = {path.name for path in (engine.parent / "built").iterdir() if list(path.glob("*.cubin"))}
@@ -101,7 +101,7 @@ def test_the_launches_that_are_listed_are_those_of_the_device(engine: Path) -> N
     assert launched <= listed, [sorted(p.name for p in (engine.parent / "own" / folder).glob("*.json")) for folder in launched - listed]
 
 
-def test_memory_is_as_the_table_says(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_fit_the_memory_table(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=1 << 17), SynchronousMailbox)
     table = next(record.getMessage() for record in caplog.records if record.getMessage().startswith("memory of"))
@@ -114,11 +114,11 @@ def test_memory_is_as_the_table_says(engine: Path, caplog: pytest.LogCaptureFixt
     for count, length in ((64, 1024), (1, 4096), (64, 16)):
         run_batch(executor, random_requests(count, length, 8, executor.info.vocab_size, seed=count + length), 8)
     grown = (torch.cuda.max_memory_allocated() - allocated) / 2**30
-    assert grown <= rows["activations"] + 0.01, "a step took more than the largest step that was measured"
+    assert grown <= rows["activations"] + 0.01, "a step needed more memory than the largest step that was measured"
     executor.close()
 
 
-def test_a_breakdown_knows_every_product(engine: Path) -> None:
+def test_a_breakdown_lists_every_product(engine: Path) -> None:
     executor = load_executor(engine, RuntimeConfig(kv_cache_tokens=1 << 17, prefix_reuse=False), SynchronousMailbox)
     assert isinstance(executor.mailbox, SynchronousMailbox)
     executor.mailbox.submit(random_requests(32, 200, 120, executor.info.vocab_size, seed=1))
