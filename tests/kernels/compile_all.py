@@ -1,6 +1,6 @@
-"""Compile the launches that the tests bound, for sm_90, and print what each takes as JSON. Runs as a process of its own, uninterpreted.
+"""Compile the launches that test_compile.py checks for sm_90, and print the resources of each as JSON.
 
-Arguments: how the names of the wanted launches begin; none: all.
+A process of its own, without TRITON_INTERPRET. Arguments: prefixes of launch names; without arguments all are compiled.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def attend(
 
 
 def rope_attend(rows: int, interleaved: bool = False, size: int = 128, dim: int = 128) -> None:
-    """Decode rows whose keys and values are in no cache yet."""
+    """Decode rows whose last keys and values are not in the cache yet."""
     fused = meta(rows, 48 * size)
     heads = fused.view(rows, 48, size)
     batch = ForwardBatch(index(rows), index(rows), index(rows), index(rows + 1), index(rows), index(rows, 64), rows, 1, 4096)
@@ -93,7 +93,7 @@ def linear_of(rows: int, gated: bool, dtype: torch.dtype = BF16, n: int = 4096, 
 
 
 def quantized(kind: str, rows: int, gated: bool = False, n: int = 4096, k: int = 4096, group: int = 128, dtype: torch.dtype = BF16) -> None:
-    """The launches of one linear: n rows of weights, or twice as many gated ones after a norm."""
+    """The launches of one linear with n outputs; `gated`: after a norm, with 2 × n weight rows."""
     fusion = Fusion("rms", meta(k), None, 1e-5, "silu") if gated else PLAIN
     x, n = meta(rows, k, dtype=dtype), n * (2 if gated else 1)
     if kind in ("fp8", "fp8 weights"):
@@ -128,7 +128,7 @@ def experts(
 
 
 def int4_experts(rows: int, group: int, zero: str, count: int = 8, top_k: int = 2, n: int = 4096, k: int = 4096) -> None:
-    """The launches of an up and a down projection, each expert's features in an order of its own."""
+    """The launches of an up and a down projection; with `zero` \"int\" each expert has a column order of its own."""
     routing = Routing(meta(rows, top_k, dtype=FP32), index(rows * top_k), index(count + 1))
     grid = meta(count, n, k // group, dtype=torch.float16)
     zeros = {"none": None, "int": meta(*grid.shape, dtype=torch.uint8), "float": grid}[zero]
@@ -154,8 +154,8 @@ def block_experts(rows: int, count: int = 256, top_k: int = 8, n: int = 7168, k:
     moe.expert_down(meta(rows * top_k, k), weight, routing)
 
 
-def summed(ranks: int, is_two_shot: bool) -> None:
-    """A message of Llama-70B's rows."""
+def all_reduce_of(ranks: int, is_two_shot: bool) -> None:
+    """The all-reduce of 32 rows of Llama-70B."""
     inboxes = Inboxes([1 << 40] * ranks, 1, torch.device("meta"))
     all_reduce.sum_through_inbox(meta(32, 8192), meta(32, 8192), inboxes.two_shot if is_two_shot else inboxes.one_shot)
 
@@ -169,7 +169,7 @@ def fused_layer_of(
     form: str, zero: str = "none", *, rows: int = 1, group: int = 128, last: bool = False, biased: bool = False,
     sizes: tuple[int, ...] = (4096, 4096, 14336, 6144),
 ) -> None:  # fmt: skip
-    """A fused layer, by default of Llama-3.1-8B; sizes: heads' features, hidden, the MLP's, qkv."""
+    """A fused layer, by default of Llama-3.1-8B. `sizes`: features of the heads, of the residual stream, of the MLP, and of q, k and v."""
     heads, hidden, size, qkv = sizes
     norm = Fusion("rms", meta(hidden), None, 1e-5)
 
@@ -295,7 +295,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
         for dtype in (BF16, FP8, torch.int8)
         for rows in (1, 64, 2048)
     },
-    "experts torch.int8 by codes, 64 rows": lambda: experts(64, torch.int8, "token"),
+    "experts torch.int8 with int8 activations, 64 rows": lambda: experts(64, torch.int8, "token"),
     **{
         f"experts int4 in groups of {group}, {zero}, {rows} rows": (
             lambda rows=rows, group=group, zero=zero: int4_experts(rows, group, zero)  # type: ignore[misc]
@@ -312,7 +312,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     },
     **{f"experts block, {rows} rows": lambda rows=rows: block_experts(rows) for rows in (1, 64, 2048)},  # type: ignore[misc]
     **{
-        f"sum of {ranks} ranks {'in two shots' if two else 'in one shot'}": lambda ranks=ranks, two=two: summed(ranks, two)  # type: ignore[misc]
+        f"sum of {ranks} ranks {'in two shots' if two else 'in one shot'}": lambda ranks=ranks, two=two: all_reduce_of(ranks, two)  # type: ignore[misc]
         for ranks in (2, 4, 8)
         for two in (False, True)
     },
@@ -322,7 +322,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
 
 
 def from_a_signature() -> dict[str, object]:
-    """The same kernel by `compile_for`: the way of callers that have no launcher."""
+    """The embedding kernel by `compile_for`, from types instead of a launch."""
     constexprs = {"USE_PDL": True, "SIZE": 4096, "BLOCK": 2048}
     types = {"token_ids_ptr": "*i32", "table_ptr": "*bf16", "out_ptr": "*bf16", "vocab_size": "i32", "stride_row": "i64"}
     kernel = compile_for(embedding.embedding_kernel, types, constexprs, num_warps=8)

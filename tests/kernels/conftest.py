@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter here, which a kernel chooses when its module is first imported. Only this area imports them."""
+"""Kernels run in Triton's interpreter: TRITON_INTERPRET is read when a kernel's module is first imported, so it is set here."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ interpreter.install()
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launcher allocates holds NaN until a kernel writes it."""
+    """Memory that a launcher allocates holds NaN until a kernel writes it."""
     empty = torch.empty
 
     def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        made = empty(*args, **kwargs)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
 

@@ -1,4 +1,4 @@
-"""Run kernels on an emulated device: `fused_layer FORM`, for one form of weights, or `attention`. A process of its own, uninterpreted."""
+"""Run kernels on an emulated device: `fused_layer FORM`, for one weight format, or `attention`. A process without TRITON_INTERPRET."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from emulated.launch import emulating
 from fused_layer_cases import check, problem
 from oracle import Case
-from test_attention import test_splits_meet_though_a_result_says_nothing
+from test_attention import test_flags_of_results_whose_bits_are_all_zero
 
 from stoker.kernels.triton.attention.tiles import AttentionTile, Splits
 from stoker.kernels.triton.fused_layer.large_batch import launch as large_batch
@@ -17,68 +17,73 @@ from stoker.kernels.triton.fused_layer.small_batch import launch as small_batch
 from stoker.kernels.tuning.devices import tuning_for
 from stoker.kernels.types import FusedLayer
 
-Made = tuple[torch.Tensor, torch.Tensor | None]
-# (heads' features, hidden ones, the MLP's, qkv's): features that end inside a turn, programs without a tile, several tiles a program
+Results = tuple[torch.Tensor, torch.Tensor | None]
+# Features of the heads, of the residual stream, of the MLP, and of q, k and v: some end inside an iteration, some CTAs have no tile, and
+# others have several.
 SHAPE = (256, 512, 768, 320)
-# rows, dtype, biases, last, gate, programs
-FEW = [
+# rows, dtype, biases, last, gate, CTAs
+SMALL_BATCH_CASES = [
     (1, torch.bfloat16, False, False, "silu", 35),
     (2, torch.float16, True, True, "gelu_tanh", 5),
     (3, torch.bfloat16, True, False, "silu", 4),
     (4, torch.bfloat16, False, True, "silu", 6),
 ]
-SOME = [(6, torch.bfloat16, False, False, "silu", 4), (27, torch.bfloat16, True, False, "gelu_tanh", 7)]  # of int4
+LARGE_BATCH_CASES = [(6, torch.bfloat16, False, False, "silu", 4), (27, torch.bfloat16, True, False, "gelu_tanh", 7)]  # int4
 
 
-def run(x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, programs: int, seed: int) -> Made:
-    with emulating(seed, programs) as lost:
-        made = (small_batch.run_small_batch if len(x) <= small_batch.MAX_TOKENS else large_batch.run_large_batch)(x, stream, parts)
-    assert not any(lost[name] for name in lost if ".v2" in name or ".v4" in name), f"lanes meet in banks: {lost}"
-    return made
+def run(x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, num_ctas: int, seed: int) -> Results:
+    launch = small_batch.run_small_batch if len(x) <= small_batch.MAX_TOKENS else large_batch.run_large_batch
+    with emulating(seed, num_ctas) as conflicts:
+        results = launch(x, stream, parts)
+    assert not any(count for name, count in conflicts.items() if ".v2" in name or ".v4" in name), f"bank conflicts: {conflicts}"
+    return results
 
 
 def fused_layer(form: str) -> None:
     weights_dtype = {"dense": "bfloat16", "bytes": "int8"}.get(form.split()[0], form.split()[0])
-    most = tuning_for("NVIDIA H200", 90).tile("fused_layer_small_batch", weights_dtype).max_tokens
-    cases = FEW[:most] if not form.startswith("int4") else [FEW[0], FEW[most - 1], SOME[form.endswith("32")]]
-    for rows, dtype, biases, last, gate, programs in cases:
+    max_tokens = tuning_for("NVIDIA H200", 90).tile("fused_layer_small_batch", weights_dtype).max_tokens
+    cases = SMALL_BATCH_CASES[:max_tokens]
+    if form.startswith("int4"):
+        cases = [SMALL_BATCH_CASES[0], SMALL_BATCH_CASES[max_tokens - 1], LARGE_BATCH_CASES[form.endswith("32")]]
+    for rows, dtype, biases, last, gate, num_ctas in cases:
         parts, weights = problem(form, SHAPE, dtype, biases, last, gate, "cpu")
         x, stream = torch.randn(rows, SHAPE[0]).to(dtype), torch.randn(rows, SHAPE[1]).to(dtype)
         x[0, 3] *= 20
-        got = run(x, stream, parts, programs, rows)
-        check(form, got, x, stream, parts, weights)
-        if rows == most:
-            a_row_is_what_it_is_alone(got, x, stream, parts, programs)
-        if rows in (most, SOME[0][0]):
-            nan_stays_in_its_row(got, x, stream, parts, programs)
+        results = run(x, stream, parts, num_ctas, rows)
+        check(form, results, x, stream, parts, weights)
+        if rows == max_tokens:
+            check_last_row_alone(results, x, stream, parts, num_ctas)
+        if rows in (max_tokens, LARGE_BATCH_CASES[0][0]):
+            check_nan_stays_in_its_row(results, x, stream, parts, num_ctas)
 
 
-def a_row_is_what_it_is_alone(got: Made, x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, programs: int) -> None:
+def check_last_row_alone(results: Results, x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, num_ctas: int) -> None:
+    """A row does not depend on the other rows, nor on the number of CTAs."""
     last = slice(len(x) - 1, len(x))
-    for one, alone in zip(got, run(x[last], stream[last], parts, programs + 1, 1), strict=True):
-        assert one is None or (alone is not None and torch.equal(one[last], alone))
+    for batch, alone in zip(results, run(x[last], stream[last], parts, num_ctas + 1, 1), strict=True):
+        assert batch is None or (alone is not None and torch.equal(batch[last], alone))
 
 
-def nan_stays_in_its_row(got: Made, x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, programs: int) -> None:
-    """And in sight; the others are what the launch before made them, which left messages and counters as they were."""
+def check_nan_stays_in_its_row(results: Results, x: torch.Tensor, stream: torch.Tensor, parts: FusedLayer, num_ctas: int) -> None:
+    """The other rows equal those of the launch before, which must have left its flags and counters at zero."""
     x[0, 7] = float("nan")
-    for one, other in zip(got, run(x, stream, parts, programs, 0), strict=True):
-        assert one is None or (other is not None and other[0].isnan().all() and torch.equal(one[1:], other[1:]))
+    for before, after in zip(results, run(x, stream, parts, num_ctas, 0), strict=True):
+        assert before is None or (after is not None and after[0].isnan().all() and torch.equal(before[1:], after[1:]))
 
 
 def attend() -> None:
-    """Rows whose keys are in no cache yet; splits that combine by messages, with programs in any order, and by a counter."""
+    """Decode rows with new tokens. Splits combine by flags, with CTAs in any order, or by a counter."""
     half, wide = (
         Case([(1, 90), (1, 1), (1, 40), (1, 33)], block_size=32, dtype=torch.bfloat16),
         Case([(1, 70)], size=128, dtype=torch.float16),
     )
-    for case, dim, splits, programs in (
+    for case, dim, splits, num_ctas in (
         (half, 64, Splits(3), 132), (half, 64, Splits(8, 2), 132), (half, 64, Splits(4), 8), (wide, 128, Splits(4), 132),
     ):  # fmt: skip
-        with emulating(case.size, programs):
+        with emulating(case.size, num_ctas):
             attention.check(case, dim, False, AttentionTile(16, 16, 4, 2), splits)
     with emulating():
-        test_splits_meet_though_a_result_says_nothing()
+        test_flags_of_results_whose_bits_are_all_zero()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Fused layers to try kernels on, beside float64.
+"""Fused layers of all weight formats, and their results in float64.
 
-Triton is imported inside functions: where a process interprets it, that is decided before it is imported.
+Triton is imported inside functions, because a process that interprets it must set TRITON_INTERPRET before.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from stoker.quant.formats.int8 import quantize_rows
 from stoker.quant.linear_ops import PackedLinear
 
 FORMS = ["dense", "fp8", "bytes", "int4 none", "int4 int", "int4 float", "int4 int 64", "int4 none 32", "int4 float 32"]
-BOUND = 0.01  # of what is bfloat16 between linears, and nothing else
+BOUND = 0.01  # relative error, when only the activations between linears are rounded to bfloat16
 
 
 def linear(form: str, n: int, k: int, bias: bool, dtype: torch.dtype, device: str) -> tuple[PackedWeight, Tensor]:
-    """(the weight, as the kernels of a GPU read it, and in float64)."""
+    """The weight in the layout of the GPU kernels, and its values in float64."""
     weight = torch.randn(n, k, device=device) * k**-0.5 * torch.rand(n, 1, device=device).exp()
     given = torch.randn(n).bfloat16().to(device) if bias else None
     if form == "dense":
@@ -60,10 +60,10 @@ def int4_linear(kind: str, size: str, n: int, k: int, bias: Tensor | None, devic
 def problem(
     form: str, shape: tuple[int, ...], dtype: torch.dtype, biases: bool, last: bool, gate: str, device: str
 ) -> tuple[FusedLayer, list[Tensor]]:
-    """(the fused layer, its weights in float64). shape: heads' features, hidden ones, the MLP's, qkv's."""
+    """A fused layer, and its weights in float64. `shape`: features of the heads, of the residual stream, of the MLP, and of qkv."""
     heads, hidden, size, qkv = shape
     norm = lambda: Fusion("rms", (torch.rand(hidden) + 0.5).to(dtype).to(device), None, 1e-5)  # noqa: E731
-    made, wide = [], []
+    linears, wide = [], []
     for n, k, fusion in (
         (hidden, heads, PLAIN),
         (2 * size, hidden, replace(norm(), gate=gate)),
@@ -71,9 +71,9 @@ def problem(
         (qkv, hidden, norm()),
     ):
         weight, real = linear(form, n, k, biases, dtype, device)
-        made.append(FusedLinear(PackedLinear(weight), weight, fusion))
+        linears.append(FusedLinear(PackedLinear(weight), weight, fusion))
         wide.append(real)
-    return FusedLayer(*made[:3], None if last else made[3]), wide
+    return FusedLayer(*linears[:3], None if last else linears[3]), wide
 
 
 def in_float64(x: Tensor, stream: Tensor, parts: FusedLayer, weights: list[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Activations in the interpreter against the reference's table in float64."""
+"""Activations in the interpreter against the reference in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums over ranks between real processes: every rank runs the kernel in the interpreter, on inboxes in memory that they share."""
+"""All-reduce through inboxes between real processes: each rank runs the kernel in the interpreter, with inboxes in shared memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from stoker.kernels.triton import all_reduce
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
-MAX_BYTES = 8 << 10  # rank_exchange.py's
+MAX_BYTES = 8 << 10  # as in all_reduce_rank.py
 
 
 @pytest.mark.parametrize(("ranks", "rounds"), [(2, 2), (4, 1)])
 def test_ranks_sum_through_inboxes(ranks: int, rounds: int, tmp_path: Path) -> None:
-    """Every size, way and turn: right sums, and the same bits on every rank."""
+    """Several sizes and dtypes, one-shot and two-shot, over several turns: sums are correct, and bitwise equal on all ranks."""
     for rank in range(ranks):
         np.full(memory_bytes(ranks, MAX_BYTES) // 4, EMPTY, dtype=np.int32).tofile(tmp_path / f"inbox{rank}")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen([sys.executable, str(HERE / "rank_exchange.py"), *map(str, (rank, ranks, rounds, tmp_path))], env=environment,
+        subprocess.Popen([sys.executable, str(HERE / "all_reduce_rank.py"), *map(str, (rank, ranks, rounds, tmp_path))], env=environment,
                          stderr=subprocess.PIPE, text=True)
         for rank in range(ranks)
     ]  # fmt: skip
@@ -43,7 +43,7 @@ def test_ranks_sum_through_inboxes(ranks: int, rounds: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_both_ways_fill_the_memory_of_the_inboxes(ranks: int) -> None:
+def test_one_shot_and_two_shot_fill_the_memory_of_the_inboxes(ranks: int) -> None:
     inboxes = Inboxes([rank << 40 for rank in range(ranks)], 1, CPU)
     one, two = inboxes.one_shot, inboxes.two_shot
     assert one.addresses[1] == 1 << 40 and one.addresses[1] + one.num_bytes == two.addresses[1]
@@ -51,7 +51,7 @@ def test_both_ways_fill_the_memory_of_the_inboxes(ranks: int) -> None:
     assert one.num_slots == ranks and two.num_slots == ranks + 1
 
 
-class Two(Group):
+class PairGroup(Group):
     """A group whose other rank never writes."""
 
     size = 2
@@ -61,12 +61,12 @@ class Two(Group):
         self.inboxes = Inboxes([m.data_ptr() for m in self.memory], 0, CPU, MAX_BYTES)
 
 
-def test_inboxes_that_do_not_work_are_given_up_with_the_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_inboxes_that_do_not_work_are_disabled_with_the_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(all_reduce, "CHECK_POLLS", 3)
-    group = Two()
+    group = PairGroup()
     all_reduce.check_inboxes(group)
     assert group.inboxes is None and "sums through them are wrong" in caplog.text
-    monkeypatch.setattr(all_reduce, "sum_through_inbox", lambda *given, **more: 1 / 0)
-    group = Two()
+    monkeypatch.setattr(all_reduce, "sum_through_inbox", lambda *args, **kwargs: 1 / 0)
+    group = PairGroup()
     all_reduce.check_inboxes(group)
     assert group.inboxes is None and "division by zero" in caplog.text

@@ -21,7 +21,7 @@ from stoker.kernels.types import AttentionParams
 
 MIXED = [(1, 37), (1, 5), (1, 16), (3, 3), (13, 50)]
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-LESS: dict[str, Any] = {"mean": True, "cache_dtype": FP8, "heads": 3, "kv_heads": 1}
+WITH_MEANS: dict[str, Any] = {"mean": True, "cache_dtype": FP8, "heads": 3, "kv_heads": 1}
 
 CASES = {
     "mixed": Case(MIXED),
@@ -63,19 +63,19 @@ CASES = {
     "int8 bf16": Case(MIXED, cache_dtype=torch.int8, dtype=BF16, heads=8),
     "fp8 bf16": Case(MIXED, cache_dtype=FP8, dtype=BF16, size=128),
     "fp8 soft cap": Case(MIXED, cache_dtype=FP8, dtype=FP16, softcap=3.0),
-    "less a mean": Case([(1, 37), (1, 1), (1, 1024), (1, 1025), (2, 2), (9, 1029)], mean=True, cache_dtype=FP8, dtype=BF16),
-    "less a mean fp16": Case([(1, 2100), (5, 1040)], **LESS, dtype=FP16, block_size=64),
-    "less a mean int8": Case([(1, 37), (1, 1030), (5, 1030)], mean=True, cache_dtype=torch.int8),
-    "less a mean fp32": Case([(1, 1030), (2, 2050)], **LESS),
-    "less a mean, head 128": Case([(1, 1030), (3, 1030)], **LESS, size=128, dtype=BF16),
-    "less a mean, block 128": Case([(1, 1030), (9, 1100)], **LESS, dtype=BF16, block_size=128),
-    "less a mean, window": Case([(1, 1100), (1, 1024), (40, 1130), (3, 50)], **LESS, window=90, dtype=BF16),
-    "less a mean, window to the first": Case([(1, 20), (5, 21)], **LESS, window=20, dtype=BF16),
-    "less a mean, chunk": Case([(1, 1100), (40, 1130)], **LESS, chunk=48, dtype=BF16),
-    "less a mean, soft cap": Case([(1, 1030), (5, 1030)], **LESS, softcap=9.0, dtype=FP16),
-    "less a mean, alibi": Case([(1, 1030), (5, 1030)], **LESS, alibi=True, dtype=FP16),
-    "less a mean, sinks": Case([(1, 1030), (5, 1030)], **LESS, sinks=True, dtype=BF16),
-    "less a mean, prefix": Case([(9, 1040), (20, 40)], **LESS, prefix_lens=[1038, 13], dtype=BF16),
+    "key means": Case([(1, 37), (1, 1), (1, 1024), (1, 1025), (2, 2), (9, 1029)], mean=True, cache_dtype=FP8, dtype=BF16),
+    "key means fp16": Case([(1, 2100), (5, 1040)], **WITH_MEANS, dtype=FP16, block_size=64),
+    "key means int8": Case([(1, 37), (1, 1030), (5, 1030)], mean=True, cache_dtype=torch.int8),
+    "key means fp32": Case([(1, 1030), (2, 2050)], **WITH_MEANS),
+    "key means, head 128": Case([(1, 1030), (3, 1030)], **WITH_MEANS, size=128, dtype=BF16),
+    "key means, block 128": Case([(1, 1030), (9, 1100)], **WITH_MEANS, dtype=BF16, block_size=128),
+    "key means, window": Case([(1, 1100), (1, 1024), (40, 1130), (3, 50)], **WITH_MEANS, window=90, dtype=BF16),
+    "key means, window to the first": Case([(1, 20), (5, 21)], **WITH_MEANS, window=20, dtype=BF16),
+    "key means, chunk": Case([(1, 1100), (40, 1130)], **WITH_MEANS, chunk=48, dtype=BF16),
+    "key means, soft cap": Case([(1, 1030), (5, 1030)], **WITH_MEANS, softcap=9.0, dtype=FP16),
+    "key means, alibi": Case([(1, 1030), (5, 1030)], **WITH_MEANS, alibi=True, dtype=FP16),
+    "key means, sinks": Case([(1, 1030), (5, 1030)], **WITH_MEANS, sinks=True, dtype=BF16),
+    "key means, prefix": Case([(9, 1040), (20, 40)], **WITH_MEANS, prefix_lens=[1038, 13], dtype=BF16),
     "fp8 alibi": Case(MIXED, cache_dtype=FP8, dtype=FP16, alibi=True, size=80),
 }
 
@@ -96,14 +96,14 @@ def test_equals_float64(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1 << 20, 700, 1])
 @pytest.mark.parametrize(
-    "name", ["mixed", "latent", "window", "chunk", "soft cap, alibi", "sinks", "prefix", "prefix, window", "int8", "less a mean int8"]
+    "name", ["mixed", "latent", "window", "chunk", "soft cap, alibi", "sinks", "prefix", "prefix, window", "int8", "key means int8"]
 )
-def test_the_reference_takes_some_queries_at_a_time(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_splits_many_queries(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_MAX_SCORES", most)
     q, cache, batch, params = CASES[name].build()
     for pages in (cache.keys, cache.values):
         if pages is not None and pages.is_floating_point():
-            pages.nan_to_num_()  # on a CPU what was never written is finite, and multiplied by zero
+            pages.nan_to_num_()  # the reference multiplies unused slots by zero, so they must be finite
     batch.block_tables.clamp_(max=len(cache.keys) - 1)
     out = reference.attention(q, cache, batch, params)
     assert relative_error(out, expected_attention(q, cache, batch, params)) < TOLERANCE[CASES[name].dtype]
@@ -113,7 +113,7 @@ def test_the_reference_takes_some_queries_at_a_time(name: str, most: int, monkey
 def test_an_8_bit_cache_without_scales_has_scale_one(cache_dtype: torch.dtype) -> None:
     q, cache, batch, params = Case(MIXED, cache_dtype=cache_dtype, dtype=BF16).build()
     cache.key_scale = cache.value_scale = None
-    params = replace(params, scale=params.scale / 50)  # codes are larger than what they stand for
+    params = replace(params, scale=params.scale / 50)  # stored values without a scale are larger than the real ones of other cases
     out = kernels.attention(q, cache, batch, params)
     real = int(batch.query_starts[-1])
     assert relative_error(out[:real], expected_attention(q, cache, batch, params)) < TOLERANCE[BF16]
@@ -147,7 +147,7 @@ def test_random_combinations(seed: int) -> None:
         (AttentionTile(16, 64, 4, 2), Splits(16)),
     ],
 )
-def test_any_split_gives_the_same(tile: AttentionTile, splits: Splits) -> None:
+def test_results_do_not_depend_on_the_splits(tile: AttentionTile, splits: Splits) -> None:
     q, cache, batch, params = Case([(1, 90), (1, 1), (1, 40), (9, 60)], sinks=True, block_size=32).build()
     out = torch.empty(q.shape)
     kernels.decode(q, cache, batch, params, out, tile, splits)
@@ -157,17 +157,17 @@ def test_any_split_gives_the_same(tile: AttentionTile, splits: Splits) -> None:
 
 @pytest.mark.parametrize("splits", [Splits(1), Splits(3), Splits(8, 2), Splits(16)])
 @pytest.mark.parametrize("block_n", [16, 64, 128])
-def test_means_are_found_wherever_a_split_begins(block_n: int, splits: Splits) -> None:
+def test_key_means_in_splits_that_begin_anywhere(block_n: int, splits: Splits) -> None:
     tile = AttentionTile(16, block_n, 4, 2)
-    q, cache, batch, params = Case([(1, 2060), (1, 1), (1, 1023), (2, 1026)], **LESS, dtype=BF16, block_size=32).build()
+    q, cache, batch, params = Case([(1, 2060), (1, 1), (1, 1023), (2, 1026)], **WITH_MEANS, dtype=BF16, block_size=32).build()
     out = torch.empty(q.shape, dtype=BF16)
     kernels.decode(q, cache, batch, params, out, tile, splits)
     kernels.prefill(q, cache, batch, params, out, tile, splits)
     assert relative_error(out.flatten(1), expected_attention(q, cache, batch, params)) < TOLERANCE[BF16]
 
 
-def test_splits_meet_though_a_result_says_nothing() -> None:
-    """Of one key each, with scores of 0 and values of 0: all bits of such a result are zero, as those of a message that is not there."""
+def test_flags_of_results_whose_bits_are_all_zero() -> None:
+    """With one key per split, a score of 0 and a value of 0, all bits of a result are zero, like those of a word that was not written."""
     q, cache, batch, params = Case([(1, 64)], size=64, block_size=16, dtype=BF16).build()
     assert cache.values is not None
     q.zero_(), cache.values.zero_()
@@ -193,9 +193,9 @@ def test_caches_may_be_views_of_one_allocation() -> None:
 
 
 def test_splits_fill_the_device_and_cut_long_rows() -> None:
-    assert choose_splits(8, 16, 1024, 132) == Splits(16, 1)  # batch 1, context 1,024: a block each
+    assert choose_splits(8, 16, 1024, 132) == Splits(16, 1)  # batch 1, context 1,024: one block per split
     assert choose_splits(512, 16, 1024, 132) == Splits(1, 1)
-    assert choose_splits(8, 2000, 128_000, 132) == Splits(16, 1)  # one program a multiprocessor
+    assert choose_splits(8, 2000, 128_000, 132) == Splits(16, 1)  # one CTA per SM
     many = choose_splits(2048, 2000, 128_000, 132)
     assert many.count == 16 and many.min_tiles * 64 == LONG_SPLIT
 
@@ -203,8 +203,8 @@ def test_splits_fill_the_device_and_cut_long_rows() -> None:
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "size"), [(8192, 32, 8, 128), (8192, 128, 1, 576), (512, 32, 8, 128), (1, 32, 8, 128)]
 )
-def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step of `tokens` in 8 rows, of which one has 131,072 keys."""
+def test_scratch_memory_of_splits_is_bounded(tokens: int, heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch of a step with `tokens` tokens in 8 rows, of which one has 131,072 keys."""
     sizes: list[int] = []
     by_flags: list[bool] = []
 
@@ -230,7 +230,7 @@ def test_what_splits_leave_is_bounded(tokens: int, heads: int, kv_heads: int, si
     batch = ForwardBatch(*[index(tokens)] * 3, index(rows + 1), index(rows), tables, decodes, tokens, 1 << 17)
     kernels.attention(q, KVCache(pages, pages), batch, AttentionParams(0.1))
     assert sizes[0] <= kernels.MAX_SCRATCH_BYTES
-    assert sizes[0] > 0 or by_flags[0] or tokens * heads > 1 << 19, "few programs share a long row"
+    assert sizes[0] > 0 or by_flags[0] or tokens * heads > 1 << 19, "too few CTAs for a long row"
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_refused(change: dict[str, torch.Tensor], words: str) -> None:
         kernels.attention(change.get("q", q), cache, batch, AttentionParams(1.0))
 
 
-def test_latent_keys_are_stored_whole() -> None:
-    q, cache, batch, params = Case([(1, 5)], latent=True, **LESS).build()
+def test_latent_keys_are_stored_with_all_features() -> None:
+    q, cache, batch, params = Case([(1, 5)], latent=True, **WITH_MEANS).build()
     with pytest.raises(ValueError, match="its keys are the values too"):
         kernels.attention(q, cache, batch, params)

@@ -1,4 +1,4 @@
-"""Every kernel compiled for sm_90 without a GPU: registers, spills and shared memory as the assembler reports them."""
+"""Every kernel compiled for sm_90 without a GPU, with bounds of its registers, spills and shared memory as the assembler reports them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 from compile_all import LAUNCHES
 
-SHARED_LIMIT = 227 << 10  # bytes a program may take on sm_90
-SMALL = 48  # registers: 40 warps a multiprocessor, enough to hide memory's latency
-FOUR_PROGRAMS = 128  # registers: four decode programs of four warps a multiprocessor
+SHARED_LIMIT = 227 << 10  # bytes of one CTA on sm_90
+SMALL = 48  # registers: 40 warps per SM, enough to hide the latency of memory
+FOUR_CTAS = 128  # registers: four CTAs of four warps per SM
 
 # launch → (registers, spilled bytes) at most. Other launches: 255 and none.
 BOUNDS = {
     "norm": (SMALL, 0), "norm of heads": (SMALL, 0), "embedding": (SMALL, 0), "activate gelu": (SMALL, 0),
     "rope decode": (SMALL, 0), "rope prefill": (SMALL, 0),
-    "rope fp8": (72, 0), "rope int8": (72, 0),  # keys and queries are spread
-    "decode and rotate 1": (144, 0), "decode and rotate 64": (FOUR_PROGRAMS, 0),
-    "decode 1": (144, 0), "decode 64": (FOUR_PROGRAMS, 0), "decode 256": (FOUR_PROGRAMS, 0), "decode fp8": (FOUR_PROGRAMS, 0),
-    "decode fp8 512": (224, 0),  # nine programs of one warp
-    "decode int8": (144, 0), "decode 64 wide": (FOUR_PROGRAMS, 0), "decode 256 wide": (FOUR_PROGRAMS, 0),
+    "rope fp8": (72, 0), "rope int8": (72, 0),  # with the Hadamard transform of keys and queries
+    "decode and rotate 1": (144, 0), "decode and rotate 64": (FOUR_CTAS, 0),
+    "decode 1": (144, 0), "decode 64": (FOUR_CTAS, 0), "decode 256": (FOUR_CTAS, 0), "decode fp8": (FOUR_CTAS, 0),
+    "decode fp8 512": (224, 0),  # nine CTAs of one warp per SM
+    "decode int8": (144, 0), "decode 64 wide": (FOUR_CTAS, 0), "decode 256 wide": (FOUR_CTAS, 0),
     "decode latent": (192, 32),
-    "prefill latent": (255, 72),  # 0 or 68 by the machine that compiles: the same assembler orders it otherwise on another processor
-    # what is left is for the attention before, which runs while a fused layer's rings fill
-    # 16 warps; what is spilled lies outside the loops over blocks
+    "prefill latent": (255, 72),  # 0 or 68: the same assembler schedules differently on another processor
+    # Fused layers: the other registers are for attention, which still runs while the pipelines fill. The large-batch kernel has 16 warps;
+    # its spills are outside the loops over blocks.
     "fused layer of 6 rows": (128, 0), "fused layer of 16 rows, last, with biases": (128, 0),
     "fused layer of 32 rows": (128, 64), "fused layer of 64 rows": (128, 64),
     "fused layer of 64 rows 70B": (128, 64), "fused layer of 32 rows in groups of 32": (128, 64),
@@ -63,14 +63,13 @@ def test_fits_sm_90(group: tuple[str, ...], uninterpreted: Callable[..., str]) -
             assert kernel["registers"] <= registers, (name, kernel)
             assert kernel["spill_bytes"] <= spill, (name, kernel)
             assert kernel["shared_bytes"] <= SHARED_LIMIT, (name, kernel)
-        if name.startswith(
-            "fused layer"
-        ):  # its PTX places its buffers at the start of shared memory; Triton's scratch must come after them
+        # The PTX of a fused layer has its buffers at the start of shared memory; Triton's scratch must come after them.
+        if name.startswith("fused layer"):
             is_alone = launch["scratch"] is None and "rows" in name
             assert is_alone or launch["scratch"] >= launch["kernels"][0]["shared_bytes"] // 1024 * 1024
-        # 128 tokens are too few tiles of 64 rows: tiles of 16 fill the device and take 6 µs instead of 15, without wgmma.
+        # 128 tokens give too few tiles of 64 rows: tiles of 16 rows fill the device and need 6 µs instead of 15, without wgmma.
         if name.startswith("prefill") and name not in ("prefill fp32", "prefill 128 tokens"):
-            assert launch["wgmma"], f"{name} runs on the slower matrix path"
+            assert launch["wgmma"], f"{name} does not use wgmma"
 
 
 def test_every_launch_has_a_group_and_every_bound_a_launch() -> None:

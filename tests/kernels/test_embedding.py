@@ -1,4 +1,4 @@
-"""Embedding lookup in the interpreter."""
+"""Embedding lookup, `resolve` and `remember` in the interpreter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_nothing_to_do() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 1500])
-def test_tokens_that_were_not_read_back(count: int) -> None:
+def test_resolve(count: int) -> None:
     last = torch.randint(0, 5000, (33,), dtype=torch.int32)
     ids = torch.where(torch.rand(count) < 0.5, -1 - torch.randint(0, 33, (count,)), torch.randint(0, 5000, (count,))).int()
     want = [int(last[-1 - i]) if i < 0 else i for i in ids.tolist()]
@@ -44,8 +44,8 @@ def test_tokens_that_were_not_read_back(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 1500])
-def test_tokens_for_the_next_step(count: int) -> None:
-    """Rows in any order, padding in the place past the last, -1 where there was no token."""
+def test_remember(count: int) -> None:
+    """Rows in any order; padding goes to the element after the last row; -1 where a row has no token."""
     rows = torch.randperm(2000)[:count].int()
     rows[count // 2 :] = torch.where(torch.rand(count - count // 2) < 0.3, 2000, rows[count // 2 :])
     ids, before = torch.randint(-1, 5000, (count,), dtype=torch.int32), torch.randint(0, 5000, (2001,), dtype=torch.int32)
@@ -54,7 +54,7 @@ def test_tokens_for_the_next_step(count: int) -> None:
         want[row] = max(token_id, 0)
     kernels.remember(here, rows, ids)
     reference.remember(there, rows, ids)
-    assert here.tolist()[:-1] == there.tolist()[:-1] == want[:-1], "which of the padding's tokens stays is open"
+    assert here.tolist()[:-1] == there.tolist()[:-1] == want[:-1], "the token of the padding row is undefined, the others are not"
 
 
 @pytest.mark.parametrize("size", [5, 1500])

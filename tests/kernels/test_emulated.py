@@ -1,4 +1,4 @@
-"""Kernels that no interpreter runs, and what programs tell each other while they run, on an emulated device."""
+"""Kernels that the interpreter cannot run (Gluon, and CTAs that wait for each other), on an emulated device."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ FORMS = ["dense", "fp8", "bytes", "int4 int", "int4 float 64", "int4 none 32"]
 
 @pytest.mark.parametrize("what", [["attention"], *(["fused_layer", form] for form in FORMS)], ids=" ".join)
 def test_on_an_emulated_device(what: list[str], uninterpreted: Callable[..., str]) -> None:
-    """The program asserts; it prints nothing."""
+    """emulate.py asserts, and prints nothing."""
     assert not uninterpreted(Path(__file__).with_name("emulate.py"), *what)

@@ -48,7 +48,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device with the kernels' requirements and NUM_CTAS SMs."""
+    """`supports_fused_layer` on a device that meets the kernels' requirements and has NUM_CTAS SMs."""
     monkeypatch.setattr(requirements, "supports", lambda x, feature: True)
     for module in (small_batch, large_batch):
         monkeypatch.setattr(module, "num_sms", lambda device: NUM_CTAS)
@@ -93,7 +93,7 @@ def test_a_stage_has_room_for_the_scales_and_zeros_of_its_groups() -> None:
 @pytest.mark.parametrize("tokens", [8, 32])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_the_operand_has_the_features_of_the_weight_fragments(group_size: int, tokens: int) -> None:
-    """Byte i of a row's block is in lane i / 32 and word i % 32 / 4, the instruction; its bytes 0 and 2 are in the first core matrix."""
+    """Byte i of a row's block belongs to lane i / 32 and to instruction i % 32 / 4; bytes 0 and 2 of a word go to the first core matrix."""
     offsets = set()
     for byte in range(128):
         for side in range(2):

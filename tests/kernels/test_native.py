@@ -23,7 +23,7 @@ from stoker.kernels.reference import quant_int8 as int8_reference
 from stoker.kernels.reference import rope as rope_reference
 from stoker.kernels.types import PLAIN, AttentionParams, FusedLayer, FusedLinear, Fusion
 
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # of a single rounding to bfloat16
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # bfloat16: one rounding of the result
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C compiler is installed")
 
 
@@ -108,8 +108,8 @@ def fused(rows: int, out: int, size: int, dtype: torch.dtype, parts: str) -> Fus
     )
 
 
-def check(made: tuple[Callable, Tensor], rows: int, parts: str, dtype: torch.dtype = torch.float32) -> None:
-    run, weight = made
+def check(linear_and_weight: tuple[Callable, Tensor], rows: int, parts: str, dtype: torch.dtype = torch.float32) -> None:
+    run, weight = linear_and_weight
     size, out = weight.shape[1], weight.shape[0] // (2 if "g" in parts else 1)
     width = 2 * size if "i" in parts else size
     x = torch.randn(rows, width + 8).to(dtype)[:, :width]
@@ -136,14 +136,14 @@ def test_every_number_of_rows(rows: int, parts: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("parts", ["", "b", "l", "n", "gr", "ibr", "nbgr"])
 def test_every_fusion(parts: str, dtype: torch.dtype) -> None:
-    for made in (
+    for case in (
         dense(48, 96, torch.float32),
         dense(48, 96, torch.bfloat16),
         int8(48, 96),
         int4(48, 96, 64, "float"),
         grouped(48, 96, 64, True),
     ):
-        check(made, 3, parts, dtype)
+        check(case, 3, parts, dtype)
 
 
 @needs_compiler
@@ -152,8 +152,8 @@ def test_every_fusion(parts: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [1, 2, 15, 33, 130, 577])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_sizes_that_are_no_multiple_of_a_vector(rows: int, size: int, out: int) -> None:
-    for made in (dense(out, size, torch.float32), dense(out, size, torch.bfloat16), int8(out, size), grouped(out, size, 16, True)):
-        check(made, rows, "lr")
+    for case in (dense(out, size, torch.float32), dense(out, size, torch.bfloat16), int8(out, size), grouped(out, size, 16, True)):
+        check(case, rows, "lr")
     if size % 2 == 0:
         check(int4(out, size, 32, "int"), rows, "lr")
 
@@ -173,7 +173,7 @@ def test_int4_with_a_shorter_last_group(size: int, group: int, zero: str) -> Non
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("out", [17, 3000])
 @pytest.mark.parametrize("size", [128, 276])
-def test_many_rows_with_a_weight_that_is_widened_in_slices(size: int, out: int, dtype: torch.dtype) -> None:
+def test_70_rows_with_a_weight_that_is_widened_in_slices(size: int, out: int, dtype: torch.dtype) -> None:
     for zero in ("none", "int", "float"):
         check(int4(out, size, 64, zero), 70, "nb", dtype)
     for shifted in (False, True):
@@ -263,7 +263,7 @@ def test_the_number_of_threads_does_not_change_results() -> None:
 
 
 def fused_layer_of(form: str, dtype: torch.dtype, hidden: int = 96, inner: int = 136, heads: int = 64, last: bool = False) -> FusedLayer:
-    """A layer's linears, with biases, whose weights are of one form."""
+    """A fused layer with biases, all of whose weights have one format."""
 
     def one(rows: int, columns: int, fusion: Fusion = PLAIN) -> FusedLinear:
         bias = torch.randn(rows).to(dtype)
@@ -293,21 +293,21 @@ FORMS = ["float32", "bfloat16", "int8", "int8 in groups", "int4 none", "int4 int
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_fused_layer_equals_its_linears(form: str, last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit, for any number of rows and threads, of rows that lie apart, in one call."""
+    """Bitwise, for any number of rows and threads, with x of a larger row stride, in one call."""
     threads, parts = torch.get_num_threads(), fused_layer_of(form, dtype, hidden=480, inner=1000, heads=160, last=last)
-    most = next(rows for rows in range(100, 0, -1) if fused_layer.supports_fused_layer(parts, rows))
-    assert most == {"int8": quant_int8.max_rows(), "float32": 8, "bfloat16": 8}.get(form, 16)
-    given = {
+    max_rows = next(rows for rows in range(100, 0, -1) if fused_layer.supports_fused_layer(parts, rows))
+    assert max_rows == {"int8": quant_int8.max_rows(), "float32": 8, "bfloat16": 8}.get(form, 16)
+    inputs = {
         rows: (torch.randn(rows, 168).to(dtype)[:, :160], torch.randn(rows, 480).to(dtype))
         for rows in (1, 2, 3, 5, 7, 8, 15, 16)
-        if rows <= most
+        if rows <= max_rows
     }
-    expected = {rows: fused_layer_reference.fused_layer(*both, parts) for rows, both in given.items()}
+    expected = {rows: fused_layer_reference.fused_layer(*both, parts) for rows, both in inputs.items()}
     monkeypatch.setattr(fused_layer_reference, "fused_layer", lambda *given: pytest.fail("the reference ran"))
     try:
         for count in (1, 2, 3, 5):
             torch.set_num_threads(count)
-            for rows, (x, stream) in given.items():
+            for rows, (x, stream) in inputs.items():
                 before = stream.clone()
                 after, qkv = fused_layer.fused_layer(x, stream, parts)
                 assert torch.equal(after, expected[rows][0]) and torch.equal(stream, before)
@@ -354,7 +354,7 @@ def test_empty_and_unsupported_arguments() -> None:
     run, _ = int8(8, 32)
     assert run(torch.randn(0, 32), None, PLAIN).shape == (0, 8)
     x, (_, weight) = torch.randn(3, 64), dense(8, 32, torch.float32)
-    apart = weight.float().repeat(1, 2)[:, ::2]  # a weight with strides, float16, and rows whose features lie apart
+    apart = weight.float().repeat(1, 2)[:, ::2]  # not dense
     assert relative_error(linear.linear(x[:, :32], apart), x[:, :32].double() @ apart.double().t()) < 1e-6
     assert linear.linear(x.half()[:, :32], weight.half()).dtype == torch.float16
     assert relative_error(linear.linear(x[:, ::2], weight.float()), x[:, ::2].double() @ weight.t()) < 1e-6

@@ -1,4 +1,4 @@
-"""Rotation and the cache write in the interpreter: rotation against complex numbers in float64, the cache place by place."""
+"""Rotation and the cache write in the interpreter: rotation against complex numbers in float64, the cache slot by slot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def table(dim: int) -> Tensor:
 
 
 def expected_rotation(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
-    """A feature pair as a complex number, times cos + i sin."""
+    """Each pair of features as a complex number, times cos + i sin."""
     half = cos_sin.shape[1] // 2
     turn = torch.complex(*cos_sin.double()[positions.long()].chunk(2, -1))[:, None]
     x = x.double().clone()
@@ -53,16 +53,17 @@ def pages(kv_heads: int, block_size: int, size: int, dtype: torch.dtype) -> Tens
     return torch.full((7, kv_heads, block_size, size), 99.0, dtype=dtype)
 
 
-def read(cache: Tensor, slots: Tensor) -> Tensor:
+def read_slots(cache: Tensor, slots: Tensor) -> Tensor:
     """[T, kv_heads, D] at each slot."""
     return torch.stack([cache[int(s) // cache.shape[2], :, int(s) % cache.shape[2]] for s in slots])
 
 
 def untouched(cache: Tensor, slots: Tensor) -> Tensor:
-    keep = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool)
-    kept = slots[slots >= 0].long()
-    keep[kept // cache.shape[2], kept % cache.shape[2]] = False
-    return cache.transpose(1, 2)[keep]
+    """The values of all slots that are not in `slots`."""
+    is_untouched = torch.ones(cache.shape[0], cache.shape[2], dtype=torch.bool)
+    written = slots[slots >= 0].long()
+    is_untouched[written // cache.shape[2], written % cache.shape[2]] = False
+    return cache.transpose(1, 2)[is_untouched]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -84,8 +85,8 @@ def test_rotates_and_stores(
     want_q, want_k = (expected_rotation(x, positions, cos_sin, interleaved) if dim else x.double() for x in before[:2])
     stored = slots >= 0
     assert relative_error(out, want_q) < TOLERANCE[dtype]
-    assert relative_error(read(cache.keys, slots[stored]), want_k[stored]) < TOLERANCE[dtype]
-    assert torch.equal(read(cache.values, slots[stored]), before[2][stored])
+    assert relative_error(read_slots(cache.keys, slots[stored]), want_k[stored]) < TOLERANCE[dtype]
+    assert torch.equal(read_slots(cache.values, slots[stored]), before[2][stored])
     assert torch.equal(v, before[2])
     for part in (cache.keys, cache.values):
         assert (untouched(part, slots) == 99).all()
@@ -93,9 +94,9 @@ def test_rotates_and_stores(
 
 @pytest.mark.parametrize("tokens", [3, 70])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantizes_by_head(dtype: torch.dtype, tokens: int) -> None:
+def test_quantizes_with_a_scale_per_head(dtype: torch.dtype, tokens: int) -> None:
     q, k, v = fused(tokens, 4, 2, 64, 64, torch.bfloat16)
-    k *= 30  # some of it beyond the range, to be clamped
+    k *= 30  # some values are outside the range and are clamped
     key_scale, value_scale = torch.tensor([0.013, 0.4]), torch.tensor([0.01, 0.02])
     cache = KVCache(pages(2, 16, 64, dtype), pages(2, 16, 64, dtype), key_scale, value_scale)
     slots = torch.randperm(7 * 16)[:tokens].int()
@@ -104,11 +105,11 @@ def test_quantizes_by_head(dtype: torch.dtype, tokens: int) -> None:
     for stored, x, scale in ((cache.keys, k, key_scale), (cache.values, v, value_scale)):
         units = (x.float() / scale[:, None]).clamp(-limit, limit)
         want = units.round().to(torch.int8) if dtype == torch.int8 else units.to(dtype)
-        assert torch.equal(read(stored, slots).view(torch.int8), want.view(torch.int8))
+        assert torch.equal(read_slots(stored, slots).view(torch.int8), want.view(torch.int8))
 
 
 def transform_matrix(size: int, dim: int, interleaved: bool) -> Tensor:
-    """float64 [size, size]: the matrix of `reference.rope.hadamard_transform`, by the bits that two indices of a block have in common."""
+    """float64 [size, size]: the matrix of `reference.rope.hadamard_transform`, whose signs follow from the common bits of two indices."""
     matrix = torch.zeros(size, size, dtype=torch.float64)
 
     def fill(count: int, place: Callable[[int, int], int], halves: int) -> None:
@@ -130,7 +131,7 @@ def transform_matrix(size: int, dim: int, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("module", [kernels, reference], ids=["triton", "reference"])
-def test_balances_and_spreads_queries_and_keys(
+def test_balances_and_transforms_queries_and_keys(
     module: ModuleType, heads: int, kv_heads: int, size: int, dim: int, interleaved: bool, cache_dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -150,8 +151,8 @@ def test_balances_and_spreads_queries_and_keys(
     stored = slots >= 0
     want = ((keys * of_keys) @ matrix)[stored] / scale[:, None]
     limit = 127.0 if cache_dtype == torch.int8 else 448.0
-    error = (read(cache.keys, slots[stored]).double() - want.clamp(-limit, limit)).abs()
-    # Half a step of int8; half of an e4m3's last bit, 1 / 16, and half of the smallest one.
+    error = (read_slots(cache.keys, slots[stored]).double() - want.clamp(-limit, limit)).abs()
+    # int8: half a step. e4m3: half of the last fraction bit (1 / 16 of the value), and half of the smallest subnormal.
     assert (error <= (0.5001 if cache_dtype == torch.int8 else want.abs() / 15.99 + 2**-10)).all()
     for part in (cache.keys, cache.values):
         assert (untouched(part.view(torch.int8), slots) == 99).all()
@@ -160,7 +161,7 @@ def test_balances_and_spreads_queries_and_keys(
 @pytest.mark.parametrize(("size", "dim"), [(64, 64), (80, 32), (96, 72), (20, 0)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("module", [kernels, reference], ids=["triton", "reference"])
-def test_stores_all_keys_but_the_first_less_the_mean_of_their_positions(
+def test_subtracts_the_mean_of_the_position_from_all_keys_but_the_first(
     module: ModuleType, size: int, dim: int, interleaved: bool
 ) -> None:  # fmt: skip
     q, k, v = fused(6, 4, 2, size, size, torch.float32)
@@ -177,7 +178,7 @@ def test_stores_all_keys_but_the_first_less_the_mean_of_their_positions(
     missing = means.double()[:, positions // 1024].transpose(0, 1) * (positions > 0)[:, None, None]
     stored = slots >= 0
     want = (((keys * of_keys) @ matrix) / scale[:, None] - missing)[stored]
-    error = (read(cache.keys, slots[stored]).double() - want).abs()
+    error = (read_slots(cache.keys, slots[stored]).double() - want).abs()
     assert (error <= want.abs() / 15.99 + 2**-10).all()
 
 
@@ -195,7 +196,7 @@ def test_latent_cache_has_no_values() -> None:
     cache = KVCache(pages(1, 16, 576, torch.float32), None)
     kernels.rope_store(q, k, k[..., :512], positions, table(64), True, cache, slots)
     want = expected_rotation(before, positions, table(64), True)[:2]
-    assert relative_error(read(cache.keys, slots[:2]), want) < 1e-6
+    assert relative_error(read_slots(cache.keys, slots[:2]), want) < 1e-6
 
 
 def test_nothing_to_do() -> None:

@@ -1,4 +1,4 @@
-"""Rotation, the cache write and attention in one launch, in the interpreter, against each by itself in float64."""
+"""`rope_attention`, which rotates, stores and attends in one launch, in the interpreter against float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import TOLERANCE, Case, expected_attention, relative_error
-from test_rope import POSITIONS, expected_rotation, read, table
+from test_rope import POSITIONS, expected_rotation, read_slots, table
 from torch import Tensor
 
 from stoker.core.forward_batch import ForwardBatch, KVCache
@@ -23,14 +23,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {
     "half of 64": (Case(ROWS), 64, False),
     "half of 128": (Case(ROWS, size=128, dtype=BF16), 128, False),
-    "in turn": (Case(ROWS, size=128, dtype=BF16), 128, True),
+    "interleaved": (Case(ROWS, size=128, dtype=BF16), 128, True),
     "part of a head": (Case(ROWS, size=80, dtype=FP16), 32, False),
-    "part of a head, in turn": (Case(ROWS, size=96, dtype=FP16), 24, True),
+    "part of a head, interleaved": (Case(ROWS, size=96, dtype=FP16), 24, True),
     "halves that are no power of two": (Case(ROWS, size=96, dtype=BF16), 96, False),
     "halves of odd width": (Case(ROWS, size=40), 10, False),
     "no rotation": (Case(ROWS, alibi=True), 0, False),
-    "other values": (Case(ROWS, size=192, value_size=128, dtype=BF16), 64, False),
-    "one head of keys": (Case(ROWS, heads=5, kv_heads=1), 64, False),
+    "values of another size": (Case(ROWS, size=192, value_size=128, dtype=BF16), 64, False),
+    "one KV head": (Case(ROWS, heads=5, kv_heads=1), 64, False),
     "more heads than a tile holds": (Case(ROWS, heads=80, kv_heads=2, size=32, dtype=BF16), 32, False),
     "block 64": (Case(ROWS, block_size=64, dtype=BF16), 64, False),
     "window": (Case(ROWS, window=20, dtype=BF16), 64, False),
@@ -44,7 +44,7 @@ CASES = {
 
 
 def new_tokens(case: Case, dim: int, interleaved: bool) -> tuple[Any, ...]:
-    """A step whose rows' last keys are in no cache, and (what its k and v are, where they belong)."""
+    """The arguments of `rope_attention` for decode rows whose last keys and values are not in the cache yet: its slots hold NaN."""
     q, cache, batch, params = case.build()
     assert cache.values is not None
     places = batch.seq_lens.long() - 1
@@ -67,7 +67,7 @@ def new_tokens(case: Case, dim: int, interleaved: bool) -> tuple[Any, ...]:
 def expected(
     q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: KVCache, batch: ForwardBatch, params: AttentionParams
 ) -> tuple[Tensor, KVCache]:
-    """What attention gives, and the cache after it."""
+    """The result of attention, and the cache after the write."""
     assert cache.values is not None
     if rotary.cos_sin is not None:
         q, k = (expected_rotation(x, rotary.positions, rotary.cos_sin, rotary.interleaved).to(q.dtype) for x in (q, k))
@@ -81,16 +81,16 @@ def expected(
 
 def check(case: Case, dim: int, interleaved: bool, tile: AttentionTile | None = None, splits: Splits | None = None) -> None:
     q, k, v, rotary, cache, batch, params = new_tokens(case, dim, interleaved)
-    want, after = expected(q, k, v, rotary, cache, batch, params)
+    expected_out, after = expected(q, k, v, rotary, cache, batch, params)
     if tile is None:
-        got = kernels.rope_attention(q, k, v, rotary, cache, batch, params)
+        result = kernels.rope_attention(q, k, v, rotary, cache, batch, params)
     else:
         out = kernels._empty_output(q, cache)
         kernels.decode(q, cache, batch, params, out, tile, splits, kernels.StepTokens(k, v, rotary))
-        got = out.flatten(1)
-    assert relative_error(got, want) < TOLERANCE[case.dtype]
+        result = out.flatten(1)
+    assert relative_error(result, expected_out) < TOLERANCE[case.dtype]
     for pages, stored in ((cache.keys, after.keys), (cache.values, after.values)):
-        assert relative_error(read(pages, batch.slots), read(stored, batch.slots)) < TOLERANCE[case.dtype]
+        assert relative_error(read_slots(pages, batch.slots), read_slots(stored, batch.slots)) < TOLERANCE[case.dtype]
         for slot in batch.slots.tolist():
             pages[slot // case.block_size, :, slot % case.block_size] = stored[slot // case.block_size, :, slot % case.block_size]
         assert torch.equal(pages.nan_to_num(99.0), stored.nan_to_num(99.0))  # nothing else was written
@@ -104,7 +104,7 @@ def test_equals_float64(name: str) -> None:
 
 @pytest.mark.parametrize("splits", [Splits(1), Splits(2), Splits(3), Splits(8, 2), Splits(16)])
 @pytest.mark.parametrize("block_n", [16, 64])
-def test_any_split_gives_the_same(block_n: int, splits: Splits) -> None:
+def test_results_do_not_depend_on_the_splits(block_n: int, splits: Splits) -> None:
     check(Case([(1, 90), (1, 1), (1, 40), (1, 33)], sinks=True, block_size=32), 64, False, AttentionTile(16, block_n, 4, 2), splits)
 
 
@@ -134,8 +134,8 @@ def test_padding_rows_store_nothing_and_give_zeros() -> None:
 
 
 @pytest.mark.parametrize("case", [Case([(1, 37), (1, 5), (3, 20)], dtype=BF16), Case(ROWS, cache_dtype=torch.int8, dtype=BF16)])
-def test_other_steps_take_two_launches(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with prompts, and caches of other numbers than queries have."""
+def test_other_steps_use_two_launches(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prefill rows, and caches of another dtype than the queries."""
     q, cache, batch, params = case.build()
     k, v = (torch.randn(q.shape[0], case.kv_heads, case.size).to(q.dtype) for _ in range(2))
     seen: list[Tensor] = []

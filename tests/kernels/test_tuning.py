@@ -1,4 +1,4 @@
-"""Tuning tables: they choose what was measured, hostile files are refused, and other devices get safe tiles."""
+"""Tuning tables: measured shapes get their measured tiles, invalid files are rejected, and unknown devices get safe tiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stoker.kernels.tuning.table import TuningTable, encode_tuning_file, parse_t
 from stoker.kernels.tuning.tiles import LinearTile, QuantTile, SkinnyTile
 
 NUM_SMS = 132
-# {op: [[launch, fields of the chosen tile]]}, written by the code that had the tables in its source.
+# {op: [[launch, fields of the chosen tile]]}: the choices before the tables were moved from the source to JSON files.
 CHOICES: dict[str, list[Any]] = json.loads(Path(__file__).with_name("tile_choices.json").read_text())
 DEVICES = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", None]  # None: ahead-of-time compilation for sm_90
 
@@ -77,7 +77,7 @@ def test_every_file_of_the_package_is_valid() -> None:
     for name in names:
         parse_tuning_file(FOLDER / f"{name}.json")
     assert tuning_for("NVIDIA H200", 90).ceiling is not None
-    assert tuning_for("NVIDIA H100 80GB HBM3", 90).ceiling is None, "the bandwidth of an H200 is not that of an H100"
+    assert tuning_for("NVIDIA H100 80GB HBM3", 90).ceiling is None, "an H100 must not get the bandwidth of an H200"
 
 
 def test_an_unknown_device_has_safe_tiles_and_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,7 +92,7 @@ def test_an_unknown_device_has_safe_tiles_and_one_log_line(caplog: pytest.LogCap
             assert chosen(op, launch, tuning) is not None
 
 
-def test_an_engines_tiles_come_before_those_of_the_package(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tiles_of_an_engine_override_those_of_the_package(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     key, tile = ("dense_linear", "16-bit", (16, 6144, 4096, 0)), LinearTile(32, 64, 4, 4, 5, True)
     (tmp_path / "tuning.json").write_text(encode_tuning_file("NVIDIA H200", 90, {key: tile}, "a test"))
     use_engine_tuning(tmp_path, "NVIDIA H200")

@@ -1,4 +1,4 @@
-"""One rank of test_all_reduce: a process with the interpreter, whose inbox lies in memory that the other ranks' processes map too."""
+"""One rank of test_all_reduce.py: a process with the interpreter, whose inbox is a file that all ranks map into memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from stoker.distributed.inbox import Inboxes  # noqa: E402
 from stoker.kernels.triton.all_reduce import check_sums, sum_through_inbox  # noqa: E402
 
 HIDDEN = 96
-MAX_BYTES = 8 << 10  # small places: the interpreter is slow
-# (rows, dtype, two-shot, with a residual): sizes and ways mixed, so that units have taken different numbers of turns.
+MAX_BYTES = 8 << 10  # of a message: small, because the interpreter is slow
+# (rows, dtype, two-shot, with a residual): mixed, so that the units of an inbox are at different turns.
 CALLS = [
     (33, torch.bfloat16, False, True), (1, torch.bfloat16, False, True), (33, torch.bfloat16, True, True),
     (20, torch.float32, False, False), (12, torch.float16, False, True), (40, torch.bfloat16, True, True),
@@ -38,8 +38,8 @@ CALLS = [
 _load = InterpreterBuilder.create_masked_load
 
 
-def patient_load(self: InterpreterBuilder, *args: Any) -> Any:
-    """A look for what has not arrived leaves the core to those who send it."""
+def yielding_load(self: InterpreterBuilder, *args: Any) -> Any:
+    """A polling load sleeps, so that the ranks that send can run on the same core."""
     if args[-1]:  # is volatile
         time.sleep(2e-4)
     return _load(self, *args)
@@ -51,25 +51,25 @@ def mapped(path: Path) -> torch.Tensor:
 
 
 def message(call: int, turn: int, rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    made = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed((call * 10 + turn) * 10 + rank)).to(dtype)
-    made[0, :3] = torch.tensor([-0.0, float("inf"), 0.0])  # what stands for nothing; what swallows everything
-    return made
+    values = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed((call * 10 + turn) * 10 + rank)).to(dtype)
+    values[0, :3] = torch.tensor([-0.0, float("inf"), 0.0])  # -0.0 has the bits that mean "not arrived"
+    return values
 
 
 def main(rank: int, ranks: int, rounds: int, folder: Path) -> None:
-    InterpreterBuilder.create_masked_load = patient_load
+    InterpreterBuilder.create_masked_load = yielding_load
     memory = [mapped(folder / f"inbox{i}") for i in range(ranks)]
     inboxes = Inboxes([m.data_ptr() for m in memory], rank, torch.device("cpu"), MAX_BYTES)
     draw, sums = random.Random(rank), []
     for turn in range(rounds):
         for call, (rows, dtype, is_two_shot, adds) in enumerate(CALLS):
-            time.sleep(draw.choice((0.0, 0.0, 0.01)))  # ranks come early and late
+            time.sleep(draw.choice((0.0, 0.0, 0.01)))  # ranks arrive early and late
             residual = message(call, turn, 9, rows, dtype) if adds else None
-            mine = message(call, turn, rank, rows, dtype)
-            total = sum_through_inbox(mine, residual, inboxes.two_shot if is_two_shot else inboxes.one_shot)
-            wanted = sum(message(call, turn, r, rows, dtype).double() for r in range(ranks))
-            wanted = wanted if residual is None else wanted + residual.double()
-            assert torch.isinf(total[0, 1]) and relative_error(total[:, 2:], wanted[:, 2:]) < TOLERANCE[dtype], (call, turn)
+            own = message(call, turn, rank, rows, dtype)
+            total = sum_through_inbox(own, residual, inboxes.two_shot if is_two_shot else inboxes.one_shot)
+            expected = sum(message(call, turn, r, rows, dtype).double() for r in range(ranks))
+            expected = expected if residual is None else expected + residual.double()
+            assert torch.isinf(total[0, 1]) and relative_error(total[:, 2:], expected[:, 2:]) < TOLERANCE[dtype], (call, turn)
             sums.append(total)
     assert check_sums(inboxes, torch.device("cpu"), 1 << 20)
     torch.save(sums, folder / f"sums{rank}.pt")
