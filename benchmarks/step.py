@@ -26,7 +26,7 @@ from stoker.profiling.mailbox import SynchronousMailbox
 from stoker.runtime.executor import Executor
 from stoker.runtime.load import load_executor
 from stoker.runtime.worker.cuda_graphs import Graphs
-from stoker.runtime.worker.inputs import Shape, cut
+from stoker.runtime.worker.inputs import Shape, split_buffer
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def fill(graphs: Graphs, shape: Shape, context: int, block_size: int, num_tokens
     slots = tables[:, context // block_size] * block_size + context % block_size
     ids = np.random.default_rng(1).integers(10, 30_000, rows)  # equal tokens would select the same experts
     parts = [ids, where, slots, np.arange(rows + 1), where + 1, np.arange(rows), np.arange(rows), where + 1]
-    for buffer, part in zip(cut(graphs._static, tuple(map(len, parts))), parts, strict=True):
+    for buffer, part in zip(split_buffer(graphs._static, tuple(map(len, parts))), parts, strict=True):
         buffer.copy_(torch.from_numpy(part.astype(np.int32)))
     graphs._tables[:rows, :width].copy_(torch.from_numpy(tables))
 
