@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.base.config import Mapping
 from stoker.base.errors import ConfigError, RankError
-from stoker.distributed.world import World
+from stoker.distributed.world import World, address_of, join
 from stoker.runtime.worker.inputs import PackedStep, Shape
 from stoker.runtime.worker_group.channels import CHANNELS, select_channel
 from stoker.runtime.worker_group.channels.channel import HEADER_SIZE, ChannelAddress, ChannelKind, Numbers, PlanChannel, PlanReader
@@ -171,4 +172,26 @@ def test_the_hosts_of_the_ranks_select_the_channel(monkeypatch: pytest.MonkeyPat
 def test_a_world_has_the_host_of_each_rank() -> None:
     assert not World().spans_hosts
     size = Mapping(tensor_parallel=2).world_size
-    assert World(rank=1, size=size, hosts=("10.0.0.1", "10.0.0.2")).spans_hosts
+    hosts = ("10.0.0.1", "10.0.0.2")
+    assert World(rank=1, size=size, hosts=hosts).spans_hosts
+    assert [address_of(rank, hosts) for rank in range(2)] == list(hosts) and address_of(1, ("a", "a")) == "127.0.0.1"
+
+
+def test_ranks_with_different_addresses_join_one_world() -> None:
+    """127.0.0.1 and 127.0.0.2 represent two hosts."""
+    mapping, hosts, device = Mapping(tensor_parallel=2), ("127.0.0.1", "127.0.0.2"), torch.device("cpu")
+    server = dist.TCPStore(address_of(0, hosts), 0, is_master=True, wait_for_workers=False)
+    sums: dict[int, list[float]] = {}
+
+    def run(rank: int) -> None:
+        world = join(dist.TCPStore(address_of(0, hosts), server.port, is_master=False), rank, mapping, device, hosts=hosts)
+        assert world.hosts == hosts and world.spans_hosts
+        sums[rank] = world.tensor.all_reduce(torch.tensor([1.0 + rank])).tolist()
+        world.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sums == {0: [3.0], 1: [3.0]}

@@ -145,6 +145,22 @@ def test_growth_is_reserved_until_it_happens_or_the_sequence_retires(cache: KVCa
     assert not cache.grow(seq)
 
 
+def test_digests_depend_on_adapter_salt_and_all_tokens(cache: KVCacheManager) -> None:
+    def digests(tokens: list[int], salt: str = "", adapter: int = -1) -> list[bytes]:
+        request = TokenRequest(request_id="r", prompt_ids=tokens, params=SamplingParams(), cache_salt=salt, adapter=adapter)
+        index, parent, found = PrefixIndex(8), Sequence(0, request, 0, 0.0).prefix_root, []
+        for block in range(len(tokens) // SIZE):
+            parent = index.add((parent, pack(tokens[block * SIZE : (block + 1) * SIZE])), block)
+            found.append(parent.digest)
+        return found
+
+    prompt = [1] * SIZE + [2] * SIZE
+    variants = [prompt, [9, *prompt[1:]], [*prompt[:-1], 9]]
+    assert digests(prompt) == digests(prompt) and digests(prompt)[:1] == digests(prompt[:SIZE])
+    last = {digests(tokens, salt, adapter)[-1] for tokens in variants for salt in ("", "a", "(0, '')") for adapter in (-1, 0, 1)}
+    assert len(last) == len(variants) * 9
+
+
 class Colliding(bytes):
     """Chunks with equal hashes."""
 

@@ -62,6 +62,11 @@ def spans_hosts(hosts: Iterable[str]) -> bool:
     return len(set(hosts)) > 1
 
 
+def address_of(rank: int, hosts: tuple[str, ...]) -> str:
+    """The network address of a rank for the others: the loopback if all are on one host."""
+    return hosts[rank] if spans_hosts(hosts) else "127.0.0.1"
+
+
 def leader(mapping: Mapping) -> int:
     """The rank that plans and samples: the first rank of the last stage, which computes the logits."""
     return (mapping.pipeline_parallel - 1) * mapping.tensor_parallel
@@ -86,8 +91,7 @@ def join(
         return ALONE_WORLD
     tp, size = mapping.tensor_parallel, mapping.world_size
     hosts = hosts or (LOCAL_HOST,) * size
-    address = hosts[rank] if spans_hosts(hosts) else "127.0.0.1"
-    create = _Gloo(store, rank, address) if device.type == "cpu" else _Nccl(store, rank, size, device)
+    create = _Gloo(store, rank, address_of(rank, hosts)) if device.type == "cpu" else _Nccl(store, rank, size, device)
     everyone = create("everyone", range(size))
     index = rank // tp
     tensor: Group = SINGLE

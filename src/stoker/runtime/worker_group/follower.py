@@ -36,7 +36,8 @@ class FollowTask(msgspec.Struct):
     device: str
     config: RuntimeConfig
     hosts: tuple[str, ...]  # of all ranks
-    port: int  # of the rendezvous store on the leader's host
+    address: str  # of the rendezvous store
+    port: int
     channel: ChannelAddress
     status_fd: int
 
@@ -67,7 +68,7 @@ def follow(task: FollowTask) -> None:
     engine, device = Engine.open(task.engine), torch.device(task.device)
     use_device(device, task.config, engine.world_size)
     os.write(task.status_fd, JOINING)
-    store = dist.TCPStore("127.0.0.1", task.port, is_master=False)
+    store = dist.TCPStore(task.address, task.port, is_master=False)
     world = join(store, task.rank, engine.config.mapping, device, hosts=task.hosts, custom_all_reduce=task.config.custom_all_reduce)
     loaded = load_rank(engine, task.config, device, world)
     os.write(task.status_fd, LOADED)

@@ -22,7 +22,7 @@ from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError, RankError
 from stoker.base.logging import get_logger
-from stoker.distributed.world import LOCAL_HOST, World, join, leader
+from stoker.distributed.world import LOCAL_HOST, World, address_of, join, leader
 from stoker.engine.reader import Engine
 from stoker.runtime.worker.inputs import PackedStep
 from stoker.runtime.worker.rank import Capacity
@@ -136,9 +136,10 @@ class WorkerGroup:
         # The rendezvous of the ranks. The leader is also only a client: when a rank fails, the server is closed, and all ranks that wait
         # for it get an error immediately. It starts before anything can fail, because a client that finds no server retries for five
         # minutes.
-        self._rendezvous: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        address = address_of(self._leader, self._hosts)
+        self._rendezvous: dist.TCPStore | None = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         self._port = self._rendezvous.port
-        self._store = dist.TCPStore("127.0.0.1", self._port, is_master=False)
+        self._store = dist.TCPStore(address, self._port, is_master=False)
         self._step_timeout_s = config.step_timeout_s or STEP_TIMEOUT_S[self._device.type]
         self._failure: RankError | None = None
         self._failure_raised, self._closing = threading.Event(), threading.Event()
@@ -148,7 +149,7 @@ class WorkerGroup:
             for reader, rank in enumerate(others):
                 task = FollowTask(
                     engine=str(engine.path), rank=rank, reader=reader, device=str(devices[rank]), config=config, hosts=self._hosts,
-                    port=self._port, channel=self._channel.address, status_fd=-1,
+                    address=address, port=self._port, channel=self._channel.address, status_fd=-1,
                 )  # fmt: skip
                 fd = self._channel.address.fd
                 self._followers.append(Follower(task, (fd,) if fd >= 0 else ()))
