@@ -84,9 +84,16 @@ class HostedModel:
             asyncio.run_coroutine_threadsafe(self._run_request(request, sender), self.loop)
 
     def finalize(self) -> None:
-        """End the event loop."""
+        """Cancel the requests that are running, and end the event loop."""
+        self.wait(self._cancel_requests())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+
+    async def _cancel_requests(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_request(self, request: Any, sender: ResponseSender) -> None:
         """Respond to one request until it ends or its client cancels it."""
