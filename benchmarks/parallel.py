@@ -61,7 +61,7 @@ def plan(gpus: int) -> list[Step]:
     small, large = "llama-3.1-8b", "llama-3.1-70b"
     both = ("--latency", "1x1000,64x1000")
     steps = [
-        Step("all-reduce", gpus, 50, 15, [str(HERE / "allreduce.py"), "--ranks", widths]),
+        Step("all-reduce", gpus, 50, 15, [str(HERE / "kernels" / "all_reduce.py"), "--ranks", widths]),
         engine_step("8b bf16 tp4", Engine(small, 4), 45, *both, "--breakdown", "1x1000"),
         engine_step("8b bf16 tp2", Engine(small, 2), 45, *both),
         engine_step("8b bf16 tp2, nccl alone", Engine(small, 2), 45, *both, "--nccl"),

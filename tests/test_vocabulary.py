@@ -32,13 +32,13 @@ PENDING: tuple[str, ...] = (
     # -
     "tests/quant",
     # -
-    "benchmarks/kernels_linear.py",
+    "benchmarks/kernels/linear.py",
     # -
-    "benchmarks/kernels_quant.py",
+    "benchmarks/kernels/quantized.py",
     # -
-    "benchmarks/kernels_skinny.py",
+    "benchmarks/kernels/skinny.py",
     # -
-    "benchmarks/step_tiles.py",
+    "benchmarks/kernels/step_tiles.py",
 )
 
 # Words of identifiers, after splitting at underscores and capital letters, and the term to use instead.

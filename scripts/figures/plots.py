@@ -39,7 +39,9 @@ def step_time() -> Drawing:
     d.text(
         24, 394, "FP8: weights and cache. AWQ: int4 weights in groups of 128, 16-bit cache. Floor: bytes read ÷ 4.42 TB/s.", "small soft"
     )
-    d.text(24, 411, "Stoker: captured steps (benchmarks/step.py). vLLM: whole steps at 1,032 to 1,160 tokens of context.", "small soft")
+    d.text(
+        24, 411, "Stoker: captured steps (benchmarks/kernels/step.py). vLLM: whole steps at 1,032 to 1,160 tokens of context.", "small soft"
+    )
     return d
 
 
@@ -81,7 +83,7 @@ def fused_layer_time() -> Drawing:
         right.curve(f"floor, {suffix}", [(row["rows"], row["floor_us"]) for row in rows], "strong-grey", dash="5 4")
         right.curve(f"fused, {suffix}", [(row["rows"], row["fused_us"]) for row in rows], "strong-blue")
         right.curve(f"per linear, {suffix}", [(row["rows"], row["alone_us"]) for row in rows], "strong-rose")
-    d.text(24, 411, "benchmarks/fused_layer.py. Floor: bytes of the four weights ÷ 4.42 TB/s.", "small soft")
+    d.text(24, 411, "benchmarks/kernels/fused_layer.py. Floor: bytes of the four weights ÷ 4.42 TB/s.", "small soft")
     return d
 
 

@@ -28,7 +28,7 @@ def test_outside_of_git_the_commit_is_read_from_the_environment(monkeypatch: pyt
 
 
 def test_gpu_benchmarks_write_their_provenance() -> None:
-    for path in sorted(BENCHMARKS.glob("*.py")):
+    for path in sorted(BENCHMARKS.rglob("*.py")):
         source = path.read_text()
         if "torch.cuda" in source and "--json" in source:
             assert "provenance(" in source, f"{path.name} writes results without their provenance"

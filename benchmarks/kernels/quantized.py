@@ -1,6 +1,6 @@
 """Measures quantized linears and experts on one CUDA device with several tiles, compared with float64 and with the read bandwidth.
 
-    PYTHONPATH=src python benchmarks/kernels_quant.py [--formats fp8,int8,w8a8,int4/128,int4/32,block,moe] [--rows 1,16,32,64] [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels/quantized.py [--formats fp8,int8,w8a8,int4/128,int4/32,block,moe] [--rows 1,16]
 
 Shapes are those of Llama-3.1-8B and of three mixtures of experts. Times are medians of CUDA graph replays over rotating weights. A line
 prints the best tile for a row of `kernels/tuning/<device>.json`, and the time of the default tile.

@@ -1,6 +1,6 @@
 """Measures a decode step: the replay time of its CUDA graph, and the time of each kernel.
 
-PYTHONPATH=src python benchmarks/step.py --config benchmarks/models/llama-3.1-8b --rows 1,8,64 --context 1000 --profile
+PYTHONPATH=src python benchmarks/kernels/step.py --config benchmarks/models/llama-3.1-8b --rows 1,8,64 --context 1000 --profile
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def fill(graphs: Graphs, shape: Shape, context: int, block_size: int, num_tokens
     """Fill the buffers of the graph with rows of `context` tokens in scattered blocks."""
     rows, width = shape.rows, -(-(context + 1) // block_size)
     tables = np.random.default_rng(0).permutation(num_tokens // block_size)[: rows * width].reshape(rows, width).astype(np.int32)
-    where = np.full(rows, context, dtype=np.int32)
+    positions = np.full(rows, context, dtype=np.int32)
     slots = tables[:, context // block_size] * block_size + context % block_size
     ids = np.random.default_rng(1).integers(10, 30_000, rows)  # equal tokens would select the same experts
-    parts = [ids, where, slots, np.arange(rows + 1), where + 1, np.arange(rows), np.arange(rows), where + 1]
+    parts = [ids, positions, slots, np.arange(rows + 1), positions + 1, np.arange(rows), np.arange(rows), positions + 1]
     for buffer, part in zip(split_buffer(graphs._static, tuple(map(len, parts))), parts, strict=True):
         buffer.copy_(torch.from_numpy(part.astype(np.int32)))
     graphs._tables[:rows, :width].copy_(torch.from_numpy(tables))

@@ -1,6 +1,6 @@
 """Tunes and times the linears of a model for few rows on this GPU, compared with float64 and with the GEMM of PyTorch.
 
-PYTHONPATH=src python benchmarks/kernels_linear.py --model llama-3.1-8b --json linear.json
+PYTHONPATH=src python benchmarks/kernels/linear.py --model llama-3.1-8b --json linear.json
 """
 
 from __future__ import annotations

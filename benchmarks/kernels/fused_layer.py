@@ -1,6 +1,6 @@
 """Measures the fused layer kernel on one CUDA device, compared with its linears one by one, in CUDA graphs over rotating weights.
 
-    PYTHONPATH=src python benchmarks/fused_layer.py [--forms bfloat16,fp8,bytes,int4,int4/32] [--rows 1,8,16,32,64] [--tiles] [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels/fused_layer.py [--forms bfloat16,fp8,bytes,int4,int4/32] [--rows 1,8,16] [--tiles]
 
 Shapes of Llama-3.1-8B. More than four rows are measured for int4 only. The floor is the bytes of the weights ÷ 4.42 TB/s, the measured read
 bandwidth. --tiles also measures other tiles (small batch) and other split-K counts (large batch).

@@ -1,6 +1,6 @@
 """Measures norm, activation, embedding and rope + cache write on one CUDA device, compared with float64 and with the copy bandwidth.
 
-    PYTHONPATH=src python benchmarks/kernels_pointwise.py
+    PYTHONPATH=src python benchmarks/kernels/pointwise.py
 
 Shapes of Llama-3.1-8B in bfloat16 for 1, 64, 256 and 8,192 tokens. Times are medians of CUDA graph replays over rotating buffers.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kernels_attention import graph_time
+from attention import graph_time
 from torch import Tensor
 
 from stoker.core.forward_batch import KVCache

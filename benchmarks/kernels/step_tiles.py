@@ -1,8 +1,8 @@
 """Tunes the tiles of linears inside a captured decode step.
 
-    PYTHONPATH=src python benchmarks/step_tiles.py --config benchmarks/models/llama-3.1-8b --quantize FP8_KV --rows 1,8 [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels/step_tiles.py --config benchmarks/models/llama-3.1-8b --quantize FP8_KV --rows 1,8
 
-The best tile when one linear runs repeatedly (`kernels_skinny.py`) can differ from the best tile in a step, where the previous kernel
+The best tile when one linear runs repeatedly (`skinny.py`) can differ from the best tile in a step, where the previous kernel
 decides when and on which SMs its CTAs start. Linears are tuned one after another; then the best tiles of each are measured once more.
 `--ranks N` uses the shapes of one of N tensor-parallel ranks, without all-reduces. `--layers` limits the number of layers.
 """
@@ -24,16 +24,17 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-import kernels_skinny
+import skinny as skinny_benchmark
 import step
 import torch
-from kernels_skinny import Case, make
+from skinny import Case, make
 from torch import Tensor
 
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.cli.benchmark.results import provenance
+from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.aot.offline_target import compiling
 from stoker.kernels.triton.gemm.dense import launch as linear
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
@@ -76,7 +77,7 @@ class Linear:
 
     @property
     def case(self) -> Case:
-        """The same for `kernels_skinny`."""
+        """The same for `skinny.py`."""
         form, _, group = self.form.partition("/")
         parts = ("n" if self.fuses_norm else "r") + ("g" if self.gated else "")
         return Case(form, int(group or 0), self.name, self.n, self.k, parts, self.rows, False)
@@ -131,8 +132,8 @@ def _linear_tile(rows: int, n: int, k: int, gated: bool, itemsize: int, num_sms:
     return tile if isinstance(tile, LinearTile) else _rules[1](rows, n, k, gated, itemsize, num_sms, tuning)
 
 
-def _gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:
-    n, k = weight.shape
+def _gemv_tile(x: Tensor, weight: PackedWeight, fusion: Fusion) -> GemvTile | None:
+    n, k = weight.values.shape
     tile = chosen.get((n, k // CHUNK_BYTES, False)) if fusion.gate is None else None
     return _rules[2](x, weight, fusion) if tile is None else tile if isinstance(tile, GemvTile) else None
 
@@ -140,15 +141,15 @@ def _gemv_tile(x: Tensor, weight: Tensor, fusion: Fusion) -> GemvTile | None:
 def compile_tile(job: tuple[Linear, Tile]) -> None:
     one, tile = job
     if isinstance(tile, SkinnyTile):
-        kernels_skinny.compile_tile((one.case, tile))
+        skinny_benchmark.compile_tile((one.case, tile))
         return
     x, fusion, rows = make("meta", one.rows, one.k), one.case.fusion("meta"), one.n * (2 if one.gated else 1)
     with compiling():
         if isinstance(tile, LinearTile):
             linear.small_linear(x, make("meta", rows, one.k), None, fusion, tile)
         else:
-            weight, scale = make("meta", rows, one.k, dtype=torch.float8_e4m3fn), make("meta", rows, dtype=torch.float32)
-            quant_gemv.one_row(x, weight, scale, None, None, fusion, tile)
+            values, scale = make("meta", rows, one.k, dtype=torch.float8_e4m3fn), make("meta", rows, dtype=torch.float32)
+            quant_gemv.one_row(x, PackedWeight("fp8", values, scale, activations="token"), fusion, tile)
 
 
 def shapes(config: dict[str, Any], form: str, rows: int) -> list[Linear]:

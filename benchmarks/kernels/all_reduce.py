@@ -1,6 +1,6 @@
 """Measures all-reduce + residual + norm in a CUDA graph, as layers call them: every method, and NCCL with separate kernels after it.
 
-PYTHONPATH=src python benchmarks/allreduce.py --ranks 4,2 --json results.jsonl
+PYTHONPATH=src python benchmarks/kernels/all_reduce.py --ranks 4,2 --json results.jsonl
 
 Each method is first checked with random messages that a graph replays: correct sums, and the same bits on every rank.
 """

@@ -1,6 +1,6 @@
 """Skinny GEMMs on one CUDA device: every weight format checked against float64, and timed with each of a choice of tiles.
 
-    PYTHONPATH=src python benchmarks/kernels_skinny.py [--forms int4/128,int4/64,int4/32,int8,fp8] [--rows 1,8,32] [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels/skinny.py [--forms int4/128,int4/64,int4/32,int8,fp8] [--rows 1,8,32] [--json FILE]
 
 int4 in small groups with more than 8 tokens runs `gemm.skinny_int4` instead of `gemm.skinny`; with --int4-kernel so do fewer tokens. Shapes
 are those of --model, by default Llama-3.1-8B. Times are medians of CUDA graph replays over several copies of the weight, with PDL as in a

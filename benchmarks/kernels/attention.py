@@ -1,6 +1,6 @@
 """Measures paged attention on one CUDA device: compares it with float64, then times tiles and splits against the theoretical limits.
 
-    PYTHONPATH=src python benchmarks/kernels_attention.py [--json FILE]
+    PYTHONPATH=src python benchmarks/kernels/attention.py [--json FILE]
 
 Shapes are those of Llama-3.1-8B: 32 query heads, 8 key heads of 128, blocks of 64 tokens. Times are medians of CUDA graph replays over
 rotating caches, which together are several times the size of the L2 cache. Kernels are compiled before, in several processes.
