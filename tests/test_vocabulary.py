@@ -32,13 +32,9 @@ PENDING: tuple[str, ...] = (
     # -
     "tests/quant",
     # -
-    "benchmarks/kernels/linear.py",
-    # -
     "benchmarks/kernels/quantized.py",
     # -
     "benchmarks/kernels/skinny.py",
-    # -
-    "benchmarks/kernels/step_tiles.py",
 )
 
 # Words of identifiers, after splitting at underscores and capital letters, and the term to use instead.
