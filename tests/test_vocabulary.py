@@ -30,8 +30,6 @@ PENDING: tuple[str, ...] = (
     # -
     "tests/kernels/test_quant_linears.py",
     # -
-    "tests/quant",
-    # -
     "benchmarks/kernels/quantized.py",
     # -
     "benchmarks/kernels/skinny.py",

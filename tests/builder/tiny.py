@@ -22,9 +22,11 @@ CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}
 
 
 def model(model_type: str = "llama", seed: int = 0, **changes: Any) -> Any:
-    """A model of transformers with random weights, biases and norms included. `changes` replace SIZES."""
+    """A model of transformers with random weights, biases and norms included. `changes` replace those SIZES that its config has."""
     torch.manual_seed(seed)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | changes)).eval()
+    default = AutoConfig.for_model(model_type)
+    sizes = {name: size for name, size in SIZES.items() if hasattr(default, name)}
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes | changes)).eval()
     with torch.no_grad():
         for name, weight in made.named_parameters():
             weight.copy_(torch.randn_like(weight) * 0.1 + (1.0 if "norm" in name else 0.0))

@@ -1,4 +1,4 @@
-"""Every weight format: what it stores, how far that is from the weight, and what its linear computes."""
+"""Every weight format: its stored tensors, their error, and the results of its linears."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from stoker.quant.linear_ops import PackedExperts, PackedLinear
 from stoker.quant.named_recipes import ALIASES, RECIPES, find_recipe
 from stoker.quant.recipe import Recipe, decode_recipe, encode_recipe
 
-E4M3 = 2**-4  # half a step of three mantissa bits, relative
-# Format, the largest error of a weight in units of its row's (group's, block's) largest magnitude.
+E4M3 = 2**-4  # half a step of a value with three mantissa bits, relative
+# (format, largest error of a weight, relative to the largest magnitude)
 CASES: dict[str, tuple[Format, float]] = {
     "dense": (Dense(), 0.0),
     "int8": (Int8(), 0.5 / 127),
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Format, float]] = {
     "int4 offset 128": (Int4(group_size=128, zero="float", clip=False), 1.02 / 15),
     "int4 bfloat16 scales": (Int4(group_size=32, zero="int", scale_dtype="bfloat16", clip=False), 2.4 / 15),
     "awq": (AWQ(group_size=64, clip=False), 2.2 / 15),
-    "gptq": (GPTQ(group_size=64, act_order=False, clip=False), 2.0),  # a column makes up for others
+    "gptq": (GPTQ(group_size=64, act_order=False, clip=False), 2.0),  # columns correct the errors of others
     "smoothquant": (SmoothQuant(compensate=False), 0.5 / 127),
     "smoothquant compensated": (SmoothQuant(), 1.5 / 127),
     "smoothquant one scale": (SmoothQuant(per_channel=False, per_token=False), 0.1),
@@ -69,7 +69,7 @@ def multiplied(chosen: Format, spec: LinearSpec, stored: dict[str, Tensor], x: T
 
 
 def real_weight(chosen: Format, spec: LinearSpec, stored: dict[str, Tensor]) -> Tensor:
-    """The weight that the format's linear multiplies by, read off with unit vectors: more than the packed kernels take at once."""
+    """The weight by which the linear multiplies, from unit vectors. There are more of them than PyTorch's packed kernel is used for."""
     return multiplied(chosen, spec, stored, torch.eye(spec.in_features)).t()
 
 
@@ -89,10 +89,10 @@ def test_stored_tensors_are_as_declared(case: str, size: str) -> None:
 
 @pytest.mark.parametrize("size", ["even", "ragged"])
 @pytest.mark.parametrize("case", CASES)
-def test_weights_come_back_within_a_step(case: str, size: str) -> None:
+def test_quantized_weights_are_within_a_step_of_the_weight(case: str, size: str) -> None:
     (chosen, bound), (spec, weight, stats) = CASES[case], made(size)
     if chosen.needs_calibration or isinstance(chosen, (Fp8, BlockFp8)):
-        # Activations of unit vectors are exact when nothing rounds them but their own scale.
+        # Unit vectors are exact unless a static scale rounds them.
         chosen = _exact_activations(chosen)
     found = real_weight(chosen, spec, chosen.quantize(weight, spec, stats))
     largest = weight.abs().max()
@@ -110,7 +110,7 @@ def _exact_activations(chosen: Format) -> Format:
 @pytest.mark.parametrize("rows", [1, 5, 200])
 @pytest.mark.parametrize("case", [name for name, (chosen, _) in CASES.items() if not isinstance(chosen, (SmoothQuant, Fp8, BlockFp8))])
 @pytest.mark.parametrize("size", ["even", "ragged"])
-def test_weight_only_linears_multiply_by_what_is_stored(case: str, size: str, rows: int) -> None:
+def test_weight_only_linears_multiply_by_the_stored_weight(case: str, size: str, rows: int) -> None:
     chosen, (spec, weight, stats) = CASES[case][0], made(size)
     stored = chosen.quantize(weight, spec, stats)
     x, bias = torch.randn(rows, spec.in_features), torch.randn(spec.out_features)
@@ -141,27 +141,27 @@ def test_activations_are_rounded_to_eight_bits(chosen: Format, bound: float) -> 
     error = float((found - exact).norm() / exact.norm())
     assert 1e-4 < error < bound
     alone = torch.cat([multiplied(chosen, spec, stored, row[None]) for row in x])
-    assert torch.allclose(found, alone, atol=1e-4)  # a row's codes do not depend on its neighbours
+    assert torch.allclose(found, alone, atol=1e-4)  # the quantized values of a row do not depend on other rows
 
 
 @pytest.mark.parametrize("case", [n for n, (c, _) in CASES.items() if isinstance(c, (Int4, GroupedInt8, BlockFp8)) and n != "gptq"])
-def test_a_share_of_the_rows_or_columns_is_a_slice(case: str) -> None:
-    """Weights without statistics are rounded alike whole or in shares that end where units do."""
+def test_shards_are_slices(case: str) -> None:
+    """Without statistics, a shard that ends at units is quantized like the same slice of the whole weight."""
     chosen, (spec, weight, _) = CASES[case][0], made("even")
     stored, layout = chosen.quantize(weight, spec), chosen.layout(spec, torch.float32)
     rows, columns = slice(32, 64), slice(64, 128) if getattr(chosen, "group_size", 1) <= 64 else slice(0, 128)
     part = weight[rows, columns].contiguous()
-    share = chosen.quantize(part, msgspec.structs.replace(spec, parts=(32,), in_features=part.shape[1]))
+    shard = chosen.quantize(part, msgspec.structs.replace(spec, parts=(32,), in_features=part.shape[1]))
     for suffix, of in layout.items():
         cut = stored[suffix]
-        for axis, unit, wanted in ((of.row_axis, of.row_unit, rows), (of.col_axis, of.col_unit, columns)):
+        for axis, unit, indices in ((of.row_axis, of.row_unit, rows), (of.col_axis, of.col_unit, columns)):
             if axis is not None:
-                cut = cut.narrow(axis, wanted.start // unit, -(-(wanted.stop - wanted.start) // unit))
-        assert torch.equal(cut, share[suffix]), suffix
+                cut = cut.narrow(axis, indices.start // unit, -(-(indices.stop - indices.start) // unit))
+        assert torch.equal(cut, shard[suffix]), suffix
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "smoothquant one scale"])
-def test_experts_are_their_own_linears(case: str) -> None:
+def test_experts_compute_like_separate_linears(case: str) -> None:
     chosen, (spec, weight, stats) = CASES[case][0], made("experts")
     stored = chosen.quantize(weight, spec, stats)
     experts = chosen.load({k: v.clone() for k, v in stored.items()}, None)
@@ -179,26 +179,26 @@ def test_experts_are_their_own_linears(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_experts_on_a_device_run_together(case: str) -> None:
-    """One after another, the host would wait for how many rows each has."""
+def test_experts_on_a_device_are_one_op(case: str) -> None:
+    """One op per expert would require the host to wait for the number of rows of each."""
     chosen, (spec, _, _) = CASES[case][0], made("experts")
     stored = {suffix: torch.empty(row.shape, dtype=row.dtype, device="meta") for suffix, row in chosen.layout(spec, torch.bfloat16).items()}
     assert isinstance(chosen.load(stored, None), PackedExperts)
 
 
-def test_fusions_surround_a_quantized_product() -> None:
+def test_quantized_linears_accept_fusions() -> None:
     spec, weight, _ = made("even")
     x, residual, gain = torch.randn(3, 128), torch.randn(3, 48), torch.rand(128) + 0.5
     fusion = Fusion(norm_kind="rms", norm_weight=gain, norm_eps=1e-6, gate="silu", residual=residual)
     stored = Int8().quantize(weight, spec)
-    normed = torch.nn.functional.rms_norm(x, (128,), gain, 1e-6)
-    gate, up = multiplied(Int8(), spec, stored, normed).chunk(2, dim=-1)
+    normalized = torch.nn.functional.rms_norm(x, (128,), gain, 1e-6)
+    gate, up = multiplied(Int8(), spec, stored, normalized).chunk(2, dim=-1)
     found = Int8().load(dict(stored), None)(x, fusion)  # type: ignore[operator,call-arg]
     assert torch.allclose(found, torch.nn.functional.silu(gate) * up + residual, atol=1e-5)
 
 
 @pytest.mark.parametrize("chosen", [Int8(), GroupedInt8(group_size=16), GroupedInt8(shifted=True)], ids=str)
-def test_int8_rows_serve_as_an_embedding(chosen: Format) -> None:
+def test_int8_weights_support_embedding(chosen: Format) -> None:
     spec, weight, _ = made("even")
     op = chosen.load(chosen.quantize(weight, spec), None)
     ids = torch.tensor([3, 0, 95], dtype=torch.int32)
@@ -206,7 +206,7 @@ def test_int8_rows_serve_as_an_embedding(chosen: Format) -> None:
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_groups_of_int8_are_widened_where_no_kernel_reads_them(shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_int8_is_widened_without_a_kernel(shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, weight, _ = made("ragged")
     x, chosen = torch.randn(3, weight.shape[1]), GroupedInt8(group_size=64, shifted=shifted)
     stored = chosen.quantize(weight, spec)
@@ -218,7 +218,7 @@ def test_groups_of_int8_are_widened_where_no_kernel_reads_them(shifted: bool, mo
     )  # type: ignore[operator,call-arg]
 
 
-def test_int8_products_keep_sixteen_bits_of_the_activations() -> None:
+def test_int8_products_use_sixteen_bits_of_the_activations() -> None:
     spec, weight, _ = made("even")
     stored = Int8().quantize(weight, spec)
     x = torch.randn(4, 128) * torch.logspace(-3, 3, 4)[:, None]
@@ -228,16 +228,15 @@ def test_int8_products_keep_sixteen_bits_of_the_activations() -> None:
 
 
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
-def test_int4_codes_pack_two_a_byte_low_nibble_first(zero: str) -> None:
-    codes = torch.arange(16).repeat(2).view(1, 32)
-    packed = groups.pack(codes)
+def test_int4_packs_even_features_into_low_bits(zero: str) -> None:
+    packed = groups.pack(torch.arange(16).repeat(2).view(1, 32))
     assert packed[0, :3].tolist() == [0x10, 0x32, 0x54]
     weight = torch.linspace(-1, 1, 32)[None]
     stored = Int4(group_size=32, zero=zero, clip=False).quantize(weight, LinearSpec(name="x", in_features=32, parts=(1,)))  # type: ignore[arg-type]
     assert set(stored) == {"weight", "scale"} | {"none": set(), "int": {"zero"}, "float": {"offset"}}[zero]
 
 
-def test_clips_leave_less_squared_error() -> None:
+def test_clip_search_reduces_the_squared_error() -> None:
     spec, weight, stats = made("even")
     weight[:, ::37] *= 6
 
@@ -250,7 +249,7 @@ def test_clips_leave_less_squared_error() -> None:
     assert error(clipped, stats) < error(plain)
 
 
-def test_odd_inputs_and_misaligned_blocks_are_refused() -> None:
+def test_odd_inputs_and_misaligned_blocks_are_rejected() -> None:
     with pytest.raises(ConfigError, match="two input features per byte, which 33"):
         Int4().layout(LinearSpec(name="x", in_features=33, parts=(4,)), torch.float32)
     with pytest.raises(ConfigError, match="parts of 48, 16 rows do not consist of blocks of 32"):
@@ -262,13 +261,13 @@ def test_odd_inputs_and_misaligned_blocks_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
-def test_recipes_survive_config_json(name: str) -> None:
+def test_recipes_are_encoded_without_loss(name: str) -> None:
     recipe = find_recipe(name, {}, "int8")
     assert decode_recipe(json.loads(json.dumps(encode_recipe(recipe)))) == recipe
     assert recipe.kv_cache == "int8"
 
 
-def test_overrides_survive_config_json_with_their_own_types() -> None:
+def test_overrides_are_encoded_with_their_types() -> None:
     recipe = Recipe(default=AWQ(group_size=32), overrides={"*.out": GPTQ(act_order=False), "head": Fp8(activations="static")}, name="AWQ")
     again = decode_recipe(json.loads(json.dumps(encode_recipe(recipe))))
     assert again == recipe and type(again.overrides["*.out"]) is GPTQ
@@ -283,16 +282,16 @@ def test_overrides_survive_config_json_with_their_own_types() -> None:
         ("awq", "AWQ", None), ("int4_awq", "AWQ", None), ("gptq", "GPTQ", None), ("no_quant", "NO_QUANT", None),
     ],
 )  # fmt: skip
-def test_names_in_either_spelling(name: str, row: str, kv_cache: str | None) -> None:
+def test_recipe_names_ignore_case_and_have_aliases(name: str, row: str, kv_cache: str | None) -> None:
     recipe = find_recipe(name)
     assert (recipe.name, recipe.kv_cache) == (row, kv_cache)
 
 
-def test_aliases_name_rows() -> None:
+def test_aliases_refer_to_recipes() -> None:
     assert set(ALIASES.values()) <= {*RECIPES, "AS_STORED"}
 
 
-def test_settings_reach_the_format_or_are_refused() -> None:
+def test_settings_replace_fields_of_the_format_or_are_rejected() -> None:
     recipe = find_recipe("AWQ", {"group_size": "32", "zero": "none"})
     assert recipe.default == AWQ(group_size=32, zero="none") and recipe.overrides == {"embed": Int8(), "head": Int8()}
     assert find_recipe("smoothquant", {"alpha": 0.5, "per_token": "false"}).default == SmoothQuant(alpha=0.5, per_token=False)
@@ -306,15 +305,15 @@ def test_settings_reach_the_format_or_are_refused() -> None:
         find_recipe("FP9")
 
 
-def test_fp8_of_narrow_models_makes_up_for_its_rounding() -> None:
+def test_fp8_of_narrow_models_uses_error_compensation() -> None:
     assert find_recipe("FP8", narrow=True).default == Fp8(compensate=True)
     assert find_recipe("FP8").default == Fp8()
     assert find_recipe("FP8", {"compensate": "false"}, narrow=True).default == Fp8()
 
 
-def test_heads_have_eight_bits_where_the_layers_have_so_few() -> None:
+def test_heads_and_embeddings_have_int8_in_8_and_4_bit_recipes() -> None:
     head, table = (LinearSpec(name=name, in_features=64, parts=(320,), quantize=False) for name in ("head", "embed"))
     for name in ("WEIGHTS_ONLY_INT4", "WEIGHTS_ONLY_INT8", "AWQ", "GPTQ"):
         assert isinstance(find_recipe(name).format_for(head), Int8) and isinstance(find_recipe(name).format_for(table), Int8)
-    assert isinstance(find_recipe("FP8_KV").format_for(head), Int8)  # a table that is also the head stays as built
+    assert isinstance(find_recipe("FP8_KV").format_for(head), Int8)  # an embedding that is also the head is not quantized
     assert isinstance(find_recipe("FP8_KV").format_for(table), Dense) and isinstance(find_recipe(None).format_for(head), Dense)

@@ -1,4 +1,4 @@
-"""Builds that calibrate: their text, going on after an interruption, the cache's scales, and the accuracy gate."""
+"""Builds with calibration: their text, resuming after an interruption, scales of the cache, and the accuracy gate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {"calibration_size": 4, "calibration_seq_len": 64, "device": "cpu"}
 
 
-def test_shipped_text_is_cut_in_two_that_share_nothing() -> None:
+def test_calibration_text_and_held_out_text_are_disjoint() -> None:
     assert len(default_text()) > 200_000 and len(held_out_text()) == 24_000
     assert held_out_text()[:200] not in default_text()
 
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny.model(), tmp_path_factory.mktemp("quant") / "hf")
 
 
-def test_an_interrupted_calibration_goes_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_calibration_is_resumed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = BuildConfig(quantization="AWQ", kv_cache_dtype="int8", max_perplexity_increase=9.0, **QUICK)
     whole = build(checkpoint, tmp_path / "whole", config)
     real, saved = SavedLayers.save, []
@@ -65,12 +65,12 @@ def test_an_interrupted_calibration_goes_on(checkpoint: Path, tmp_path: Path, mo
     again = build(checkpoint, tmp_path / "again", config)
     assert saved == [0, 1, 1, 2]
     assert again.config.files["rank0.safetensors"] == whole.config.files["rank0.safetensors"]
-    assert not list((tmp_path / "cache").glob("calibration/*")), "what was kept for resuming is gone with the finished build"
+    assert not list((tmp_path / "cache").glob("calibration/*")), "a finished build removes what was saved for resuming"
     assert again.config.recipe.calibration == {"data": "default", "size": 4, "seq_len": 64}
 
 
 def interrupted(checkpoint: Path, out: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that is killed when its first layer is calibrated and kept."""
+    """A build that is interrupted after its first layer was calibrated and saved."""
     real = SavedLayers.save
 
     def failing(self: SavedLayers, index: int, *rest: Any) -> None:
@@ -89,21 +89,19 @@ def layers_saved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return saved
 
 
-def test_other_positions_do_not_go_on_where_these_stopped(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_with_other_rotary_settings_do_not_resume(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = BuildConfig(quantization="AWQ", max_perplexity_increase=9.0, **QUICK)
-    turned = msgspec.structs.replace(config, rotary_base=500.0)
+    other_base = msgspec.structs.replace(config, rotary_base=500.0)
     interrupted(checkpoint, tmp_path / "plain", config, monkeypatch)
     saved = layers_saved(monkeypatch)
-    build(checkpoint, tmp_path / "turned", turned)
-    assert saved == [0, 1, 2], "layers that were calibrated with other rotary positions are not this engine's"
+    build(checkpoint, tmp_path / "other_base", other_base)
+    assert saved == [0, 1, 2], "layers that were calibrated with other rotary positions are not reused"
     build(checkpoint, tmp_path / "plain", config)
-    assert saved == [0, 1, 2, 1, 2], "and what was kept for another build stays"
+    assert saved == [0, 1, 2, 1, 2], "the files of another build are not removed"
 
 
 @pytest.mark.parametrize("damaged", ["layer-0", "hidden-000001"])
-def test_what_was_kept_is_not_believed_when_it_is_damaged(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str
-) -> None:
+def test_damaged_saved_layers_are_not_used(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str) -> None:
     config = BuildConfig(quantization="AWQ", max_perplexity_increase=9.0, **QUICK)
     interrupted(checkpoint, tmp_path / "engine", config, monkeypatch)
     file = next((tmp_path / "cache" / "calibration").glob(f"*/*/{damaged}.safetensors"))
@@ -113,19 +111,19 @@ def test_what_was_kept_is_not_believed_when_it_is_damaged(
     assert saved == [0, 1, 2]
 
 
-def test_two_builds_at_once_do_not_disturb_each_other(checkpoint: Path, tmp_path: Path) -> None:
-    """Another process holds the lock of the same calibration, and its files are neither taken nor removed."""
+def test_concurrent_builds_do_not_interfere(checkpoint: Path, tmp_path: Path) -> None:
+    """Another process holds the lock of the same calibration. Its files are neither used nor removed."""
     config = BuildConfig(quantization="AWQ", max_perplexity_increase=9.0, **QUICK)
     prepared = add_fingerprint(prepare(checkpoint, config))
     tokens = calibration_windows(checkpoint, None, config.calibration_size, config.calibration_seq_len)
-    theirs = SavedLayers(calibration_folder(prepared.config), tokens).path
+    other_files = SavedLayers(calibration_folder(prepared.config), tokens).path
     hold = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", hold, f"{theirs}.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen([sys.executable, "-c", hold, f"{other_files}.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == b"held\n"
-        (theirs / "layer-0.new").write_bytes(b"half")
+        (other_files / "layer-0.new").write_bytes(b"half")
         build(checkpoint, tmp_path / "engine", config)
-        assert (theirs / "layer-0.new").read_bytes() == b"half"
-        assert not list(theirs.parent.glob(f"{theirs.name}-*")), "its own files are gone"
+        assert (other_files / "layer-0.new").read_bytes() == b"half"
+        assert not list(other_files.parent.glob(f"{other_files.name}-*")), "the files of this build are removed"
         other.stdin.close()
 
 
@@ -140,13 +138,13 @@ def test_cache_scales_are_measured_and_used(checkpoint: Path, tmp_path: Path, kv
     assert engine.kv_dtype == getattr(torch, kv_cache)
     assert scores[0].nll != scores[1].nll
     assert scores[0].perplexity == pytest.approx(scores[1].perplexity, rel=0.02)
-    # e4m3 has exponents of its own: only a scale that is far off would hurt it.
-    other = Loader(_Assumed(engine, 1.0 if kv_cache == "int8" else 1e-3), engine.config.recipe, torch.float32, CPU, SINGLE)
-    assumed = LayerwiseModel(engine.config.model, tokens).run(other)
-    assert abs(assumed.nll - scores[1].nll) > 3 * abs(scores[0].nll - scores[1].nll), "assumed scales would be worse"
+    # e4m3 values have exponents, so only a scale that is wrong by orders of magnitude matters.
+    other = Loader(_ConstantScale(engine, 1.0 if kv_cache == "int8" else 1e-3), engine.config.recipe, torch.float32, CPU, SINGLE)
+    constant = LayerwiseModel(engine.config.model, tokens).run(other)
+    assert abs(constant.nll - scores[1].nll) > 3 * abs(scores[0].nll - scores[1].nll), "a constant scale is worse"
 
 
-class _Assumed(TensorTable):
+class _ConstantScale(TensorTable):
     """The engine's tensors, with the same scale for every head."""
 
     def __init__(self, engine: Engine, scale: float) -> None:
@@ -157,7 +155,7 @@ class _Assumed(TensorTable):
         return torch.full_like(found, self.scale) if name.endswith(("key_scale", "value_scale")) else found
 
 
-def test_the_accuracy_check_reports_and_refuses(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_accuracy_check_reports_and_rejects(checkpoint: Path, tmp_path: Path) -> None:
     config = BuildConfig(quantization="WEIGHTS_ONLY_INT4", quantization_settings={"group_size": 128, "zero": "none"}, **QUICK)
     engine = build(checkpoint, tmp_path / "engine", msgspec.structs.replace(config, max_perplexity_increase=9.0))
     found = engine.config.checks["accuracy"]
@@ -166,27 +164,27 @@ def test_the_accuracy_check_reports_and_refuses(checkpoint: Path, tmp_path: Path
     assert 0 < found["greedy_agreement"] < 1
     strict = msgspec.structs.replace(config, max_perplexity_increase=found["increase"] - 0.01)
     with pytest.raises(EngineError, match=r"WEIGHTS_ONLY_INT4 increases perplexity by .*% is allowed.*--max-perplexity-increase"):
-        build(checkpoint, tmp_path / "refused", strict)
-    assert not (tmp_path / "refused").exists()
+        build(checkpoint, tmp_path / "rejected", strict)
+    assert not (tmp_path / "rejected").exists()
 
 
 @pytest.mark.parametrize(
-    ("after", "says"), [(math.nan, "results in an infinite or undefined perplexity"), (0.0, None), (1e-3, "and 0.0% is allowed")]
+    ("after", "message"), [(math.nan, "results in an infinite or undefined perplexity"), (0.0, None), (1e-3, "and 0.0% is allowed")]
 )
 def test_the_accuracy_check_at_its_edges(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float, says: str | None
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float, message: str | None
 ) -> None:
-    """Nothing may be lost: what loses nothing passes, what has no perplexity does not."""
+    """With an allowed increase of 0, no increase passes, and an undefined perplexity fails."""
     runs = iter((Scores(nll=100.0, count=50), Scores(nll=100.0 + after, count=50)))
     monkeypatch.setattr("stoker.builder.verification.accuracy._score", lambda *_: next(runs))
     config = BuildConfig(quantization="WEIGHTS_ONLY_INT8", max_perplexity_increase=0.0, **QUICK)
-    with pytest.raises(EngineError, match=says) if says else contextlib.nullcontext():
+    with pytest.raises(EngineError, match=message) if message else contextlib.nullcontext():
         build(checkpoint, tmp_path / "engine", config)
-    assert (tmp_path / "engine").exists() is (says is None)
+    assert (tmp_path / "engine").exists() is (message is None)
 
 
 @pytest.mark.parametrize("recipe", ["FP8", "WEIGHTS_KV_INT8"])
-def test_engines_of_several_ranks_are_measured_whole(recipe: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_the_accuracy_of_engines_with_several_ranks_is_that_of_one_rank(recipe: str, checkpoint: Path, tmp_path: Path) -> None:
     config = BuildConfig(quantization=recipe, max_perplexity_increase=9.0, **QUICK)
     split = msgspec.structs.replace(config, mapping=Mapping(tensor_parallel=2))
     one, two = (build(checkpoint, tmp_path / str(i), each).config.checks["accuracy"] for i, each in enumerate((config, split)))
@@ -195,13 +193,13 @@ def test_engines_of_several_ranks_are_measured_whole(recipe: str, checkpoint: Pa
     assert two["perplexity_after"] != two["perplexity_before"]
 
 
-def test_a_quantized_cache_alone_is_measured_too(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_accuracy_of_a_quantized_cache_is_measured(checkpoint: Path, tmp_path: Path) -> None:
     engine = build(checkpoint, tmp_path / "engine", BuildConfig(kv_cache_dtype="int8", **QUICK))
     found = engine.config.checks["accuracy"]
     assert 0 < abs(found["increase"]) < 0.01
 
 
-def test_perplexity_before_is_that_of_transformers(checkpoint: Path, tmp_path: Path) -> None:
+def test_perplexity_equals_that_of_transformers(checkpoint: Path, tmp_path: Path) -> None:
     engine = build(checkpoint, tmp_path / "engine", BuildConfig(device="cpu"), verify="files")
     ids = torch.randint(0, 320, (100,), generator=torch.Generator().manual_seed(5)).tolist()
     ours = LayerwiseModel(engine.config.model, split_windows(ids, 40)).run(engine.loader())
@@ -214,7 +212,7 @@ def test_perplexity_before_is_that_of_transformers(checkpoint: Path, tmp_path: P
     assert ours.nll == pytest.approx(float(sum(loss * count for loss, count in losses)), rel=1e-4)
 
 
-def test_without_a_tokenizer_nothing_is_calibrated(checkpoint: Path, tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_accuracy_check_is_skipped(checkpoint: Path, tmp_path: Path) -> None:
     prepared = prepare(checkpoint, BuildConfig(quantization="WEIGHTS_ONLY_INT8", **QUICK))
     assert check_accuracy(prepared, tmp_path, even_if_slow=True, progress=lambda *_: None).skipped == "there is no tokenizer"
 
@@ -233,28 +231,28 @@ def test_calibration_data_comes_from_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_calibration_data_comes_from_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no path is asked of the hub, for files of text alone."""
+    """Names that are no paths are downloaded from the hub, text files only."""
     (tmp_path / "train.jsonl").write_text('{"text": "first"}\n{"content": "second"}\n')
-    asked = []
+    requests = []
 
     def download(name: str, *, repo_type: str, allow_patterns: list[str]) -> str:
-        asked.append((name, repo_type, sorted(allow_patterns)))
+        requests.append((name, repo_type, sorted(allow_patterns)))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert read_text("someone/prose") == "first\n\nsecond"
-    assert asked == [("someone/prose", "dataset", ["*.json", "*.jsonl", "*.md", "*.txt"])]
+    assert requests == [("someone/prose", "dataset", ["*.json", "*.jsonl", "*.md", "*.txt"])]
 
 
-def test_calibration_data_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, says in (
+def test_calibration_data_without_text_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, message in (
         ("[1, 2]", "a row has no text"),
         ("null", "a row has no text"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "holds no text"),
     ):
         (tmp_path / "a.json").write_text(text)
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             read_text(str(tmp_path / "a.json"))
     with pytest.raises(ConfigError, match="calibration_data='' is empty"):
         read_text("")
@@ -264,14 +262,14 @@ def test_calibration_data_that_is_no_text_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(calibration_text, "MAX_BYTES", 100)
     rows = [{"text": "four words and ten"}] * 20
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert read_text(str(tmp_path / "b.jsonl")) == "\n\n".join(["four words and ten"] * 3), "of a long file the first rows that are whole"
+    assert read_text(str(tmp_path / "b.jsonl")) == "\n\n".join(["four words and ten"] * 3), "the first complete rows of a long file"
     (tmp_path / "c.json").write_text(json.dumps(rows))
     with pytest.raises(ConfigError, match=r"c\.json is larger than the 100 bytes of text that are read"):
         read_text(str(tmp_path / "c.json"))
 
 
 @pytest.mark.parametrize("text", ["the quick brown fox " * 2000, " " * 50_000, "x\n" * 20_000, "\x00\xff" * 9000, "one line"])
-def test_windows_of_a_long_text_are_those_of_all_of_it(checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_a_long_text_do_not_depend_on_what_follows(checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = split_windows(Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text, add_special_tokens=False).ids, 32, 4)
     monkeypatch.setattr(calibration_text, "CHARS_PER_TOKEN", 1)
     found = calibration_text.tokenize_windows(checkpoint, text, 4, 32)

@@ -1,4 +1,4 @@
-"""What calibration makes of measured inputs: statistics, scales that are free, ranges of the cache, and formats against plain rounding."""
+"""Calibration: statistics of inputs, scale folding, scales of the cache, and calibrated formats compared with plain rounding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def inputs(columns: int = 128, count: int = 600) -> Tensor:
-    """Correlated inputs, a few of them far larger than the rest, as layers of language models see."""
+    """Correlated inputs [count, columns], a few of them much larger than the others, as in language models."""
     torch.manual_seed(1)
     x = torch.randn(count, columns // 4) @ torch.randn(columns // 4, columns) * 0.3 + torch.randn(count, columns) * 0.3
     x[:, ::29] *= 20
@@ -47,13 +47,13 @@ def inputs(columns: int = 128, count: int = 600) -> Tensor:
 
 def measured(x: Tensor) -> InputStats:
     stats = InputStats.zeros(x.shape[1], CPU)
-    for piece in x.split(100):
-        stats.add(piece)
+    for rows in x.split(100):
+        stats.add(rows)
     return stats
 
 
 def output_error(chosen: Format, weight: Tensor, x: Tensor, stats: InputStats | None) -> float:
-    """Relative error of the outputs, with the format's own scaling of the inputs if it asks for one."""
+    """The relative error of the outputs, with the scale folding of the format if it has one."""
     spec = LinearSpec(name="x", in_features=weight.shape[1], parts=(weight.shape[0],))
     factors = None if stats is None else chosen.folding_factors(weight, spec, stats)
     if factors is None:
@@ -87,7 +87,7 @@ def test_blocks_are_the_grams_of_groups(columns: int) -> None:
 
 
 @pytest.mark.parametrize("zero", ["none", "int"])
-def test_awq_and_gptq_undo_most_of_the_error_of_rounding(zero: Any) -> None:
+def test_awq_and_gptq_have_less_error_than_rounding(zero: Any) -> None:
     x, weight = inputs(), torch.randn(64, 128)
     stats = measured(x)
     plain = output_error(Int4(group_size=128, zero=zero, clip=False), weight, x, None)
@@ -96,7 +96,7 @@ def test_awq_and_gptq_undo_most_of_the_error_of_rounding(zero: Any) -> None:
     assert output_error(GPTQ(group_size=128, zero=zero, act_order=False), weight, x, stats) < 0.6 * plain
 
 
-def test_fp8_makes_up_for_its_rounding() -> None:
+def test_error_compensation_of_fp8_reduces_the_error() -> None:
     x, weight = inputs(), torch.randn(64, 128)
     plain = output_error(Fp8(activations="none"), weight, x, None)
     assert output_error(Fp8(activations="none", compensate=True), weight, x, measured(x)) < 0.7 * plain
@@ -104,20 +104,22 @@ def test_fp8_makes_up_for_its_rounding() -> None:
 
 def test_rounding_columns_together_costs_little() -> None:
     x, weight = inputs(), torch.randn(16, 128)
-    by = ErrorCompensation(measured(x), 0.01, act_order=True)
-    errors = [float((x @ (by.round(weight, lambda v, _: (v * 4).round() / 4, step) - weight).t()).norm()) for step in (1, 16, 100)]
+    compensation = ErrorCompensation(measured(x), 0.01, act_order=True)
+    errors = [
+        float((x @ (compensation.round(weight, lambda v, _: (v * 4).round() / 4, step) - weight).t()).norm()) for step in (1, 16, 100)
+    ]
     plain = float((x @ ((weight * 4).round() / 4 - weight).t()).norm())
     assert errors[0] <= errors[1] * 1.1 and errors[1] < 0.8 * plain
 
 
-def test_the_exponent_of_smoothing_is_the_best_that_was_tried() -> None:
+def test_the_searched_exponent_is_about_the_best_one() -> None:
     x, weight = inputs(), torch.randn(64, 128)
     stats = measured(x)
     searched = output_error(SmoothQuant(), weight, x, stats)
     assert searched <= 1.05 * min(output_error(SmoothQuant(alpha=a), weight, x, stats) for a in (0.0, 0.3, 0.5, 0.8, 1.0))
 
 
-def test_one_scale_for_all_tokens_leaves_room() -> None:
+def test_a_static_input_scale_has_a_fixed_exponent() -> None:
     x, weight = inputs(), torch.randn(64, 128)
     spec = LinearSpec(name="x", in_features=128, parts=(64,))
     chosen = [SmoothQuant(per_token=False, alpha=alpha).folding_factors(weight, spec, measured(x)) for alpha in (None, 0.8)]
@@ -125,37 +127,37 @@ def test_one_scale_for_all_tokens_leaves_room() -> None:
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-def test_what_lasts_of_an_error_is_what_later_columns_cannot_make_up_for(act_order: bool) -> None:
-    """By least squares in float64 over the later columns, for each column on its own."""
+def test_the_remaining_error_is_what_later_columns_cannot_correct(act_order: bool) -> None:
+    """Compared with least squares in float64 over the later columns, for each column separately."""
     x = inputs(24)
-    stats, by = measured(x), ErrorCompensation(measured(x), 0.01, act_order)
+    stats, compensation = measured(x), ErrorCompensation(measured(x), 0.01, act_order)
     moment = x.double().t() @ x.double() / len(x)
     moment += torch.eye(24) * moment.diagonal().mean() * 0.01
-    lasting = by.remaining_error()
-    for place, column in enumerate(by.order.tolist()):
-        later = by.order[place + 1 :]
+    remaining = compensation.remaining_error()
+    for position, column in enumerate(compensation.order.tolist()):
+        later = compensation.order[position + 1 :]
         cross = moment[later, column]
-        left = moment[column, column] - cross @ torch.linalg.solve(moment[later][:, later], cross)
-        assert float(lasting[column]) == pytest.approx(float(left), rel=1e-2)
+        expected = moment[column, column] - cross @ torch.linalg.solve(moment[later][:, later], cross)
+        assert float(remaining[column]) == pytest.approx(float(expected), rel=1e-2)
     assert stats.count == 600
 
 
 @pytest.mark.parametrize("compensate", [False, True])
-def test_the_error_to_be_expected_of_weights_is_the_one_that_comes(compensate: bool) -> None:
-    """Compensation minimizes, and so foretells, the error of inputs with a little noise."""
+def test_the_expected_error_of_weights_is_the_measured_one(compensate: bool) -> None:
+    """Error compensation minimizes the error of inputs with a little noise, so the prediction is for those."""
     x, weight = inputs(), torch.randn(64, 128)
     stats, chosen = measured(x), SmoothQuant(compensate=compensate)
     spec = LinearSpec(name="x", in_features=128, parts=(64,))
-    lasting = ErrorCompensation(stats, 0.01, act_order=True).remaining_error() if compensate else stats.mean_square
-    expected = chosen._weight_error((weight,), torch.ones(128), lasting)
+    remaining = ErrorCompensation(stats, 0.01, act_order=True).remaining_error() if compensate else stats.mean_square
+    expected = chosen._weight_error((weight,), torch.ones(128), remaining)
     stored = chosen.quantize(weight, spec, stats)
-    wrong = stored["weight"].double() * stored["scale"].double()[:, None] - weight
+    difference = stored["weight"].double() * stored["scale"].double()[:, None] - weight
     noise = float(stats.mean_square.mean()) * 0.01 if compensate else 0.0
-    came = (x.double() @ wrong.t()).square().sum(1).mean() + noise * wrong.square().sum()
-    assert float(came) == pytest.approx(expected, rel=0.3)
+    error = (x.double() @ difference.t()).square().sum(1).mean() + noise * difference.square().sum()
+    assert float(error) == pytest.approx(expected, rel=0.3)
 
 
-def test_rows_of_a_part_share_a_scale_but_for_outliers() -> None:
+def test_rows_of_a_part_except_outliers_share_a_scale() -> None:
     weight = torch.randn(48, 128)
     weight[5] *= 50
     weight[32:] *= 7
@@ -165,23 +167,23 @@ def test_rows_of_a_part_share_a_scale_but_for_outliers() -> None:
     shared = torch.cat((scale[:5], scale[6:32]))
     assert shared.unique().numel() == 1 and scale[32:].unique().numel() == 1
     assert scale[5] == pytest.approx(float(weight[5].abs().max() / 127)) and scale[5] > 10 * shared[0]
-    wrong = (stored["weight"].double() * scale.double()[:, None] - weight).norm(dim=1) / weight.double().norm(dim=1)
-    assert wrong.max() < 0.02
+    errors = (stored["weight"].double() * scale.double()[:, None] - weight).norm(dim=1) / weight.double().norm(dim=1)
+    assert errors.max() < 0.02
     stacked = SmoothQuant(per_channel=False, compensate=False).quantize(torch.stack((weight, weight)), spec)
     assert torch.equal(stacked["scale"], torch.stack((scale, scale)))
 
 
-def test_int8_makes_up_for_its_rounding() -> None:
+def test_error_compensation_of_int8_reduces_the_error() -> None:
     x, weight = inputs(), torch.randn(64, 128)
     spec = LinearSpec(name="x", in_features=128, parts=(64,))
-    wrong = []
+    errors = []
     for compensate in (False, True):
         stored = SmoothQuant(compensate=compensate).quantize(weight, spec, measured(x))
-        wrong.append(float((x.double() @ (stored["weight"].double() * stored["scale"].double()[:, None] - weight).t()).norm()))
-    assert wrong[1] < 0.6 * wrong[0]
+        errors.append(float((x.double() @ (stored["weight"].double() * stored["scale"].double()[:, None] - weight).t()).norm()))
+    assert errors[1] < 0.6 * errors[0]
 
 
-def test_gptq_of_independent_inputs_is_rounding() -> None:
+def test_gptq_of_independent_inputs_is_plain_rounding() -> None:
     weight = torch.randn(8, 64)
     spec, ones = LinearSpec(name="x", in_features=64, parts=(8,)), torch.ones(64)
     stats = InputStats(torch.eye(64) * 9, ones, ones, torch.eye(64), 9)
@@ -189,13 +191,13 @@ def test_gptq_of_independent_inputs_is_rounding() -> None:
     assert all(torch.equal(ours[suffix], plain[suffix]) for suffix in plain)
 
 
-def test_gptq_takes_inputs_that_never_occur() -> None:
+def test_gptq_supports_inputs_that_are_always_zero() -> None:
     x = inputs()
     x[:, 5:9] = 0
     assert output_error(GPTQ(group_size=32), torch.randn(16, 128), x, measured(x)) < 0.2
 
 
-def test_smoothing_saves_activations_with_one_scale() -> None:
+def test_scale_folding_reduces_the_error_of_static_activations() -> None:
     x, weight = inputs(), torch.randn(64, 128)
     stats = measured(x)
     smooth = output_error(SmoothQuant(per_token=False), weight, x, stats)
@@ -203,7 +205,7 @@ def test_smoothing_saves_activations_with_one_scale() -> None:
     assert smooth < 0.5 * plain
 
 
-def test_calibrated_formats_without_measurements_are_refused() -> None:
+def test_calibrated_formats_require_measured_inputs() -> None:
     spec = LinearSpec(name="layers.0.mlp.up", in_features=64, parts=(8,))
     for chosen in (GPTQ(), SmoothQuant(per_token=False), Fp8(compensate=True)):
         with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up"):
@@ -213,13 +215,13 @@ def test_calibrated_formats_without_measurements_are_refused() -> None:
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},  # biases
-    "gemma2": {"head_dim": 8},  # norms on both sides
+    "gemma2": {"head_dim": 8},  # norms before and after the blocks
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "cohere": {},  # one norm for attention and MLP
-    "gpt_neox": {"num_key_value_heads": 6},  # two norms, side by side
+    "gpt_neox": {},  # two parallel norms
     "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48},  # relu
-    "olmo2": {},  # norms after
+    "olmo2": {},  # norms after the blocks
 }
 
 
@@ -229,10 +231,10 @@ def _dense_layer(prepared: BuildPlan, dense: Loader) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_folds_leave_a_layer_as_it_was(model_type: str, tmp_path: Path) -> None:
-    """Arbitrary factors, undone in norms and rows: the same stream comes out. A wrong fold changes it grossly."""
+def test_scale_folding_does_not_change_a_layer(model_type: str, tmp_path: Path) -> None:
+    """The residual stream is the same with arbitrary factors. A wrong fold would change it by far more than the tolerance."""
     made = tiny.model(model_type, **MODELS[model_type])
-    made.save_pretrained(tmp_path)  # experts in the hub's spelling
+    made.save_pretrained(tmp_path)  # with the names of the hub for experts
     prepared = prepare(tmp_path, BuildConfig(device="cpu"))
     model = prepared.config.model
     dense = Loader(CheckpointTensorSource(prepared.converter()), Recipe(), torch.float32, CPU, SINGLE)
@@ -258,7 +260,7 @@ def test_folds_leave_a_layer_as_it_was(model_type: str, tmp_path: Path) -> None:
         assert consumers >= {"layers.0.attention.qkv", "layers.0.attention.out"}
 
 
-def test_scales_of_a_cache_are_by_the_largest_of_each_head() -> None:
+def test_cache_scales_follow_the_largest_magnitude_of_each_head() -> None:
     queries, keys = torch.randn(2, 5, 6, 8), torch.randn(2, 3, 5, 8)
     stats = CacheStats(AttentionConfig(num_heads=6, num_kv_heads=3, head_size=8), "int8")
     for i in range(2):
@@ -266,11 +268,11 @@ def test_scales_of_a_cache_are_by_the_largest_of_each_head() -> None:
     found = stats.tensors()
     assert set(found) == {"key_scale", "value_scale", "key_balance"}
     assert torch.allclose(found["value_scale"], keys.abs().amax(dim=(0, 2, 3)) * 2 / 127)
-    kept = hadamard_transform(keys.transpose(1, 2).flatten(0, 1) * found["key_balance"][:, 0], 0, False)
-    assert torch.allclose(found["key_scale"], kept.abs().amax(dim=(0, 2)) / 127)
+    spread = hadamard_transform(keys.transpose(1, 2).flatten(0, 1) * found["key_balance"][:, 0], 0, False)
+    assert torch.allclose(found["key_scale"], spread.abs().amax(dim=(0, 2)) / 127)
 
 
-def test_scales_of_latent_keys_in_e4m3_are_powers_of_two_that_hold_the_largest() -> None:
+def test_e4m3_scales_of_latents_are_powers_of_two_that_cover_the_largest() -> None:
     latent = MLAConfig(num_heads=2, q_rank=None, kv_rank=6, rope_size=2, nope_size=4, v_size=4, rope=RopeConfig(dim=2), norm=NormConfig())
     keys, stats = torch.randn(2, 3, 5, 8) * 30, CacheStats(latent, "float8_e4m3fn")
     stats.add(torch.randn(5, 2, 8), keys, None)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints whose tensors or settings lie: refused by name, before or while they are read."""
+"""Pre-quantized checkpoints with invalid tensors or settings are rejected, and the error names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_quant_kept import CASES, FLOAT8, INT8, TOKEN, compressed, packed_checkpoint
+from test_prequantized_import import CASES, FLOAT8, INT8, TOKEN, compressed, packed_checkpoint
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError, StokerError
@@ -22,8 +22,8 @@ STEM = "model.layers.1.mlp.down_proj"
 Change = Callable[[Tensor], Tensor]
 
 
-def edited(path: Path, case: str, suffix: str, change: Change, **settings: Any) -> Path:
-    """A checkpoint of the case, one tensor of which is another."""
+def checkpoint_with(path: Path, case: str, suffix: str, change: Change, **settings: Any) -> Path:
+    """A checkpoint of the case in which one tensor is changed."""
     source, _ = packed_checkpoint(path, case, **settings)
     tensors = load_file(source / "model.safetensors")
     tensors[f"{STEM}.{suffix}"] = change(tensors[f"{STEM}.{suffix}"]).contiguous()
@@ -31,7 +31,7 @@ def edited(path: Path, case: str, suffix: str, change: Change, **settings: Any) 
     return source
 
 
-def spoiled(value: float) -> Change:
+def with_first_value(value: float) -> Change:
     def change(tensor: Tensor) -> Tensor:
         wide = tensor.float()
         wide.view(-1)[0] = value
@@ -50,10 +50,10 @@ def spoiled(value: float) -> Change:
         ("float-quantized static", "input_scale", float("nan")),
     ],
 )  # fmt: skip
-def test_scales_and_weights_that_are_no_numbers(case: str, suffix: str, value: float, quantization: str | None, tmp_path: Path) -> None:
+def test_nan_and_infinity_are_rejected(case: str, suffix: str, value: float, quantization: str | None, tmp_path: Path) -> None:
     if quantization is not None and suffix == "input_scale":
-        return  # not read then
-    source = edited(tmp_path / "hf", case, suffix, spoiled(value))
+        return  # builds without quantization do not read it
+    source = checkpoint_with(tmp_path / "hf", case, suffix, with_first_value(value))
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: {STEM}.*NaN or infinity"):
         build(source, tmp_path / "engine", BuildConfig(device="cpu", quantization=quantization), verify="files")
     assert not (tmp_path / "engine").exists()
@@ -62,20 +62,20 @@ def test_scales_and_weights_that_are_no_numbers(case: str, suffix: str, value: f
 @pytest.mark.parametrize(
     ("case", "change", "settings"),
     [
-        ("gptq", lambda g: g.flip(0), {}),  # an order that desc_act does not announce
-        ("gptq act-order", lambda g: torch.zeros_like(g), {}),  # one group of all
+        ("gptq", lambda g: g.flip(0), {}),  # an order without desc_act
+        ("gptq act-order", lambda g: torch.zeros_like(g), {}),  # all features in one group
         ("gptq act-order", lambda g: g + 1, {}),
         ("gptq act-order", lambda g: -g, {}),
         ("gptq 8 bits", lambda g: g.roll(1), {}),
     ],
 )
-def test_groups_that_are_not_those_of_group_size(case: str, change: Change, settings: dict[str, Any], tmp_path: Path) -> None:
-    source = edited(tmp_path / "hf", case, "g_idx", change, **settings)
+def test_wrong_group_indices_are_rejected(case: str, change: Change, settings: dict[str, Any], tmp_path: Path) -> None:
+    source = checkpoint_with(tmp_path / "hf", case, "g_idx", change, **settings)
     with pytest.raises(CheckpointError, match=rf"{STEM}\.g_idx does not assign features to groups of 32.*desc_act"):
         build(source, tmp_path / "engine", BuildConfig(device="cpu"), verify="files")
 
 
-def test_an_order_that_is_plain_may_be_announced(tmp_path: Path) -> None:
+def test_desc_act_with_the_natural_order_is_supported(tmp_path: Path) -> None:
     source, _ = packed_checkpoint(tmp_path / "hf", "gptq", desc_act=True)
     build(source, tmp_path / "engine", BuildConfig(device="cpu"), verify="files")
 
@@ -96,8 +96,8 @@ def test_an_order_that_is_plain_may_be_announced(tmp_path: Path) -> None:
         ("float-quantized static", "input_scale", lambda t: t.int(), r"input_scale \[1\] int32 does not fit"),
     ],
 )  # fmt: skip
-def test_misshapen_parts_are_named(case: str, suffix: str, change: Change, message: str, tmp_path: Path) -> None:
-    source = edited(tmp_path / "hf", case, suffix, change)
+def test_tensors_of_wrong_shape_or_dtype_are_named(case: str, suffix: str, change: Change, message: str, tmp_path: Path) -> None:
+    source = checkpoint_with(tmp_path / "hf", case, suffix, change)
     with pytest.raises(CheckpointError, match=rf"{STEM}\.{message}"):
         prepare(source, BuildConfig(device="cpu"))
 
@@ -111,7 +111,7 @@ def test_misshapen_parts_are_named(case: str, suffix: str, change: Change, messa
         (compressed(INT8) | {"format": "pack-quantized"}, "format='pack-quantized' of 8 bits is not supported"),
     ],
 )
-def test_settings_that_contradict_each_other(quantization: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_contradicting_settings_are_rejected(quantization: dict[str, Any], message: str, tmp_path: Path) -> None:
     source, _ = packed_checkpoint(tmp_path / "hf", "int-quantized", **quantization)
     with pytest.raises(CheckpointError, match=message):
         prepare(source, BuildConfig(device="cpu"))
@@ -121,7 +121,7 @@ WRONG = ("x", -1, 0, None, [], {}, 1.5, True, 10**12, [1, 2], [[]], {"a": 1}, fl
 
 
 @pytest.mark.parametrize("case", ["awq", "gptq act-order", "pack-quantized asymmetric", "float-quantized static", "fp8 blocks"])
-def test_wrong_values_of_settings_are_refused_or_harmless(case: str, tmp_path: Path) -> None:
+def test_wrong_values_of_settings_are_rejected_or_without_effect(case: str, tmp_path: Path) -> None:
     source, _ = packed_checkpoint(tmp_path / "hf", case)
     file = source / "config.json"
     config = json.loads(file.read_text())

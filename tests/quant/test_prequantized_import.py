@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already: packed here by their own definitions, read back without a change of value."""
+"""Pre-quantized checkpoints, packed here as their formats define, are imported without a change of values."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ from stoker.quant.formats.smoothquant import SmoothQuant
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-Packed = tuple[dict[str, Tensor], Tensor]  # the tensors of a module by suffix, and the weight they stand for
+Packed = tuple[dict[str, Tensor], Tensor]  # the tensors of a module by suffix, and the real weight
 
 
-def words(codes: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
-    """int32 of unsigned codes along the last axis; place i of a word holds code order[i] of its run."""
+def pack_words(values: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
+    """int32 words of unsigned values along the last axis. Bit field i of a word holds value order[i] of a run of len(order)."""
     count = len(order)
     bits = 32 // count
-    runs = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, count)
-    found = np.zeros(runs.shape[:-1], dtype=np.uint32)
-    for place, source in enumerate(order):
-        found |= runs[..., source] << np.uint32(place * bits)
-    return found.view(np.int32)
+    runs = values.astype(np.uint32).reshape(*values.shape[:-1], -1, count)
+    packed = np.zeros(runs.shape[:-1], dtype=np.uint32)
+    for field, source in enumerate(order):
+        packed |= runs[..., source] << np.uint32(field * bits)
+    return packed.view(np.int32)
 
 
-def grid(weight: Tensor, group: int, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes [out, in], float16 scales and integer zeros [out, groups]) of a plain asymmetric rounding."""
-    values = weight.numpy().reshape(weight.shape[0], -1, group)
-    low, high = values.min(-1).clip(max=0), values.max(-1).clip(min=0)
-    scale = ((high - low) / top).astype(np.float16)
-    zero = np.rint(-low / scale.astype(np.float32)).clip(1, top)
-    codes = (np.rint(values / scale.astype(np.float32)[..., None]) + zero[..., None]).clip(0, top)
-    return codes.reshape(weight.shape).astype(np.int64), scale, zero.astype(np.int64)
+def quantize_groups(weight: Tensor, group: int, largest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(values 0 to `largest` [out, in], float16 scales and integer zero points [out, groups]) of asymmetric rounding."""
+    groups = weight.numpy().reshape(weight.shape[0], -1, group)
+    low, high = groups.min(-1).clip(max=0), groups.max(-1).clip(min=0)
+    scale = ((high - low) / largest).astype(np.float16)
+    zero = np.rint(-low / scale.astype(np.float32)).clip(1, largest)
+    values = (np.rint(groups / scale.astype(np.float32)[..., None]) + zero[..., None]).clip(0, largest)
+    return values.reshape(weight.shape).astype(np.int64), scale, zero.astype(np.int64)
 
 
-def real(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, group_of: np.ndarray) -> Tensor:
-    return torch.from_numpy((codes - zero[:, group_of]).astype(np.float32) * scale.astype(np.float32)[:, group_of])
+def real_weight(values: np.ndarray, scale: np.ndarray, zero: np.ndarray, group_of: np.ndarray) -> Tensor:
+    return torch.from_numpy((values - zero[:, group_of]).astype(np.float32) * scale.astype(np.float32)[:, group_of])
 
 
 def awq(weight: Tensor, group: int) -> Packed:
-    codes, scale, zero = grid(weight, group, 15)
+    values, scale, zero = quantize_groups(weight, group, 15)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
-    stored = {"qweight": words(codes.T, order), "qzeros": words(zero.T, order), "scales": scale.T}
-    return _tensors(stored), real(codes, scale, zero, np.arange(weight.shape[1]) // group)
+    stored = {"qweight": pack_words(values.T, order), "qzeros": pack_words(zero.T, order), "scales": scale.T}
+    return _tensors(stored), real_weight(values, scale, zero, np.arange(weight.shape[1]) // group)
 
 
 def gptq(weight: Tensor, group: int, bits: int = 4, v2: bool = False, act_order: bool = False) -> Packed:
@@ -73,44 +73,49 @@ def gptq(weight: Tensor, group: int, bits: int = 4, v2: bool = False, act_order:
     order = np.random.default_rng(3).permutation(size) if act_order else np.arange(size)
     group_of = np.empty(size, dtype=np.int64)
     group_of[order] = np.arange(size) // group
-    codes, scale, zero = grid(weight[:, order], group, 2**bits - 1)
-    back = np.empty_like(codes)
-    back[:, order] = codes
-    qweight = words(back.reshape(len(weight), size).copy(), run).T
-    stored = {"qweight": qweight, "qzeros": words(zero.T - (0 if v2 else 1), run), "scales": scale.T, "g_idx": group_of.astype(np.int32)}
-    return _tensors(stored), real(back, scale, zero, group_of)
+    values, scale, zero = quantize_groups(weight[:, order], group, 2**bits - 1)
+    back = np.empty_like(values)
+    back[:, order] = values
+    qweight = pack_words(back.reshape(len(weight), size).copy(), run).T
+    stored = {
+        "qweight": qweight,
+        "qzeros": pack_words(zero.T - (0 if v2 else 1), run),
+        "scales": scale.T,
+        "g_idx": group_of.astype(np.int32),
+    }
+    return _tensors(stored), real_weight(back, scale, zero, group_of)
 
 
 def pack_quantized(weight: Tensor, group: int, symmetric: bool) -> Packed:
-    codes, scale, zero = grid(weight, group, 15)
+    values, scale, zero = quantize_groups(weight, group, 15)
     run = tuple(range(8))
     if symmetric:
         zero = np.full_like(zero, 8)
-    stored = {"weight_packed": words(codes, run), "weight_scale": scale, "weight_shape": np.array(weight.shape)}
+    stored = {"weight_packed": pack_words(values, run), "weight_scale": scale, "weight_shape": np.array(weight.shape)}
     if not symmetric:
-        stored["weight_zero_point"] = words(zero.T, run).T
-    return _tensors(stored), real(codes, scale, zero, np.arange(weight.shape[1]) // group)
+        stored["weight_zero_point"] = pack_words(zero.T, run).T
+    return _tensors(stored), real_weight(values, scale, zero, np.arange(weight.shape[1]) // group)
 
 
 def rows8(weight: Tensor, dtype: torch.dtype, whole: bool = False, suffix: str = "weight_scale", static: bool = False) -> Packed:
     limit = 127.0 if dtype == torch.int8 else 448.0
     scale = (weight.abs().amax() if whole else weight.abs().amax(1, keepdim=True)) / limit
-    codes = (weight / scale).round() if dtype == torch.int8 else weight / scale
-    stored = {"weight": codes.to(dtype), suffix: scale.reshape(1) if whole else scale}
+    values = (weight / scale).round() if dtype == torch.int8 else weight / scale
+    stored = {"weight": values.to(dtype), suffix: scale.reshape(1) if whole else scale}
     return stored | ({"input_scale": torch.tensor([0.05])} if static else {}), stored["weight"].float() * scale
 
 
 def blocks8(weight: Tensor, side: int) -> Packed:
     rows, columns = weight.shape
     scale = torch.empty(-(-rows // side), -(-columns // side))
-    codes, wide = torch.empty(rows, columns), torch.empty(rows, columns)
+    values, wide = torch.empty(rows, columns), torch.empty(rows, columns)
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
             part = (slice(i * side, (i + 1) * side), slice(j * side, (j + 1) * side))
             scale[i, j] = weight[part].abs().max() / 448
-            codes[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn).float()
-            wide[part] = codes[part] * scale[i, j]
-    return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scale}, wide
+            values[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn).float()
+            wide[part] = values[part] * scale[i, j]
+    return {"weight": values.to(torch.float8_e4m3fn), "weight_scale_inv": scale}, wide
 
 
 def _tensors(stored: dict[str, np.ndarray]) -> dict[str, Tensor]:
@@ -124,7 +129,7 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None) ->
 GROUPS32 = {"bits": 4, "group_size": 32}
 INT8, FLOAT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}, {"num_bits": 8, "type": "float", "strategy": "channel"}
 TOKEN = {"num_bits": 8, "dynamic": True, "strategy": "token"}
-# name: (quantization_config, how a weight is packed, the format it stays in)
+# name: (quantization_config, function that packs a weight, format of the engine)
 CASES: dict[str, tuple[dict[str, Any], Any, Format]] = {
     "awq": ({"quant_method": "awq", **GROUPS32}, lambda w: awq(w, 32), Int4(group_size=32, clip=False)),
     "gptq": ({"quant_method": "gptq", **GROUPS32}, lambda w: gptq(w, 32), Int4(group_size=32, clip=False)),
@@ -175,20 +180,20 @@ def packed_checkpoint(path: Path, case: str, **changes: Any) -> tuple[Path, dict
     return source, weights
 
 
-def fused(weights: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """The real weights of a layer's linears by engine name."""
+def fused_weights(weights: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """The real_weight weights of a layer's linears by engine name."""
 
-    def of(block: str, *names: str) -> Tensor:
+    def joined(block: str, *names: str) -> Tensor:
         return torch.cat([weights[f"model.layers.{layer}.{block}.{name}.weight"] for name in names])
 
-    qkv, up = of("self_attn", "q_proj", "k_proj", "v_proj"), of("mlp", "gate_proj", "up_proj")
-    return {"attention.qkv": qkv, "attention.out": of("self_attn", "o_proj"), "mlp.up": up, "mlp.down": of("mlp", "down_proj")}
+    qkv, up = joined("self_attn", "q_proj", "k_proj", "v_proj"), joined("mlp", "gate_proj", "up_proj")
+    return {"attention.qkv": qkv, "attention.out": joined("self_attn", "o_proj"), "mlp.up": up, "mlp.down": joined("mlp", "down_proj")}
 
 
 def check_weights(engine: Engine, weights: dict[str, Tensor]) -> None:
     stored = load_file(engine.path / "rank0.safetensors")
     for layer in range(3):
-        for name, expected in fused(weights, layer).items():
+        for name, expected in fused_weights(weights, layer).items():
             prefix = f"layers.{layer}.{name}."
             tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
             recipe = engine.config.recipe
@@ -200,7 +205,7 @@ def check_weights(engine: Engine, weights: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_quantized_checkpoints_stay_as_they_are(case: str, tmp_path: Path) -> None:
+def test_values_do_not_change(case: str, tmp_path: Path) -> None:
     source, weights = packed_checkpoint(tmp_path / "hf", case)
     engine = build(source, tmp_path / "engine", BuildConfig(device="cpu"), verify="files")
     assert engine.config.recipe.name == "AS_STORED"
@@ -210,7 +215,7 @@ def test_quantized_checkpoints_stay_as_they_are(case: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("case", ["awq", "gptq act-order", "int-quantized", "fp8 blocks", "pack-quantized"])
-def test_the_engine_says_what_the_real_weights_say(case: str, tmp_path: Path) -> None:
+def test_an_engine_scores_text_like_its_real_weights(case: str, tmp_path: Path) -> None:
     source, weights = packed_checkpoint(tmp_path / "hf", case)
     engine = build(source, tmp_path / "engine", BuildConfig(device="cpu"), verify="files")
     plain = tiny.save(tiny.model(**SIZES), tmp_path / "plain")
@@ -218,13 +223,13 @@ def test_the_engine_says_what_the_real_weights_say(case: str, tmp_path: Path) ->
     dense = build(plain, tmp_path / "dense", BuildConfig(device="cpu"), verify="files")
     widened = build(source, tmp_path / "widened", BuildConfig(device="cpu", quantization="NO_QUANT"), verify="files")
     tokens = split_windows(torch.randint(0, 320, (80,), generator=torch.Generator().manual_seed(1)).tolist(), 40)
-    kept, expected, wide = (LayerwiseModel(e.config.model, tokens).run(e.loader()) for e in (engine, dense, widened))
+    imported, expected, wide = (LayerwiseModel(e.config.model, tokens).run(e.loader()) for e in (engine, dense, widened))
     assert wide.nll == pytest.approx(expected.nll, rel=1e-5)
     # e4m3 activations are part of the block format.
-    assert kept.nll == pytest.approx(expected.nll, rel=2e-2 if case == "fp8 blocks" else 1e-3)
+    assert imported.nll == pytest.approx(expected.nll, rel=2e-2 if case == "fp8 blocks" else 1e-3)
 
 
-def test_kept_weights_are_cut_for_ranks_without_a_change(tmp_path: Path) -> None:
+def test_imported_weights_are_sharded_without_a_change(tmp_path: Path) -> None:
     source, weights = packed_checkpoint(tmp_path / "hf", "awq")
     engine = build(source, tmp_path / "engine", BuildConfig(device="cpu", mapping=Mapping(tensor_parallel=2)), verify="files")
     shards = [load_file(engine.path / f"rank{rank}.safetensors") for rank in range(2)]
@@ -234,7 +239,7 @@ def test_kept_weights_are_cut_for_ranks_without_a_change(tmp_path: Path) -> None
     assert torch.allclose(found, weights["model.layers.0.self_attn.o_proj.weight"], atol=1e-7)
 
 
-def test_a_quantized_cache_goes_with_weights_as_stored(tmp_path: Path) -> None:
+def test_a_quantized_cache_is_calibrated_for_imported_weights(tmp_path: Path) -> None:
     source, weights = packed_checkpoint(tmp_path / "hf", "gptq")
     config = BuildConfig(device="cpu", kv_cache_dtype="int8", calibration_size=2, calibration_seq_len=32)
     engine = build(source, tmp_path / "engine", config, verify="files")
@@ -257,13 +262,13 @@ def test_a_quantized_cache_goes_with_weights_as_stored(tmp_path: Path) -> None:
         ("awq", {"quant_method": "bitsandbytes"}, r"quantized already \(bitsandbytes\)"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(case: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_settings_are_rejected(case: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     source, _ = packed_checkpoint(tmp_path / "hf", case, **change)
     with pytest.raises(CheckpointError, match=message):
         build(source, tmp_path / "engine", BuildConfig(device="cpu"))
 
 
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     source, _ = packed_checkpoint(tmp_path / "hf", "gptq")
     tensors = load_file(source / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.scales"]
@@ -272,15 +277,15 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
         build(source, tmp_path / "engine", BuildConfig(device="cpu"))
 
 
-def test_as_stored_wants_something_stored(tmp_path: Path) -> None:
+def test_as_stored_requires_prequantized_weights(tmp_path: Path) -> None:
     source = tiny.save(tiny.model(), tmp_path / "hf")
     with pytest.raises(ConfigError, match="has no pre-quantized weights"):
         build(source, tmp_path / "engine", BuildConfig(device="cpu", quantization="as_stored"))
 
 
 @pytest.mark.parametrize("kind", PREQUANTIZED_BLOCKS, ids=lambda kind: kind.name)
-def test_gguf_blocks_hold_the_numbers_of_the_library(kind: gguf.GGMLQuantizationType) -> None:
-    """Random bytes are every code and scale there is; half-precision fields are kept finite."""
+def test_gguf_blocks_have_the_values_of_the_gguf_package(kind: gguf.GGMLQuantizationType) -> None:
+    """Of random bytes, which contain all values and scales. Half-precision fields are made finite."""
     size = gguf.GGML_QUANT_SIZES[kind][1]
     raw = np.random.default_rng(int(kind)).integers(0, 256, (12, 3, size), dtype=np.uint8)
     halves = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind.name, (0,))
@@ -293,7 +298,7 @@ def test_gguf_blocks_hold_the_numbers_of_the_library(kind: gguf.GGMLQuantization
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_gguf_files_are_kept_with_heads_in_their_own_order(kind: str, tmp_path: Path) -> None:
+def test_gguf_files_are_imported_with_heads_in_the_order_of_hugging_face(kind: str, tmp_path: Path) -> None:
     code = gguf.GGMLQuantizationType[kind]
     made = tiny.model(**SIZES)
     source = gguf_files.write(tmp_path / "m.gguf", made, code)
