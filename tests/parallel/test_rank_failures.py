@@ -30,7 +30,8 @@ from stoker.runtime.executor import Executor
 from stoker.runtime.request import TokenRequest
 from stoker.runtime.worker.rank import Capacity
 from stoker.runtime.worker_group.channels.shared_memory import NUM_SLOTS
-from stoker.runtime.worker_group.leader import Follower, WorkerGroup
+from stoker.runtime.worker_group.follower_process import FollowerProcess
+from stoker.runtime.worker_group.leader import WorkerGroup
 
 TWO = Mapping(tensor_parallel=2)
 
@@ -180,16 +181,16 @@ def test_started_processes_end_if_another_cannot_start(tmp_path: Path, monkeypat
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeper))
-    started: list[Follower] = []
-    init = Follower.__init__
+    started: list[FollowerProcess] = []
+    init = FollowerProcess.__init__
 
-    def first_only(self: Follower, *args: Any) -> None:
+    def first_only(self: FollowerProcess, *args: Any) -> None:
         if started:
             raise OSError("no more processes")
         init(self, *args)
         started.append(self)
 
-    monkeypatch.setattr(Follower, "__init__", first_only)
+    monkeypatch.setattr(FollowerProcess, "__init__", first_only)
     model = SimpleNamespace(config=SimpleNamespace(mapping=Mapping(tensor_parallel=3), limits=Limits()), path=tmp_path)
     with pytest.raises(OSError, match="no more processes"):
         WorkerGroup(model, RuntimeConfig(), Capacity(1, 1, 16, 32), [torch.device("cpu")] * 3)  # type: ignore[arg-type]

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from stoker.base import env
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError, RankError
 from stoker.base.logging import get_logger
@@ -28,6 +22,7 @@ from stoker.runtime.worker.inputs import PackedStep
 from stoker.runtime.worker.rank import Capacity
 from stoker.runtime.worker_group.channels import CHANNELS, select_channel
 from stoker.runtime.worker_group.follower import FollowTask
+from stoker.runtime.worker_group.follower_process import FollowerProcess
 from stoker.runtime.worker_group.records import END, ZERO_BLOCKS, encode_step, max_step_size
 
 log = get_logger(__name__)
@@ -35,7 +30,6 @@ log = get_logger(__name__)
 WATCH_INTERVAL_S = 0.2
 HEARTBEAT_TIMEOUT_S = 5.0  # a process without a heartbeat for this time is stopped or stuck
 STEP_TIMEOUT_S = {"cuda": 8.0, "cpu": 300.0}  # for one step of a follower; a step on a CPU may take minutes
-MAX_LOG_BYTES = 1 << 24  # of the log of each rank that is saved after a failure
 GRACE_S = 2.0  # time for this process to raise the error of a failed rank, after which it is terminated
 
 
@@ -56,66 +50,6 @@ def rank_devices(engine: Engine, config: RuntimeConfig) -> list[torch.device]:
         cure = f"Name {size} different devices of this machine, or build the engine for fewer ranks."
         raise ConfigError(f"{built}; devices={list(chosen)}, and this machine has {num_devices}.", cure=cure)
     return [torch.device("cuda", index) for index in chosen]
-
-
-class Follower:
-    """The process of one follower rank."""
-
-    def __init__(self, task: FollowTask, pass_fds: tuple[int, ...]) -> None:
-        self.rank, self.device = task.rank, task.device
-        # Unnamed, so that it disappears with the processes, however they end.
-        self._log = tempfile.TemporaryFile(prefix="stoker-rank-")  # noqa: SIM115
-        self._status, theirs = os.pipe()
-        task.status_fd = theirs
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "stoker.runtime.worker_group.follower"], stdin=subprocess.PIPE, stdout=self._log, stderr=self._log,
-                bufsize=0, pass_fds=(*pass_fds, theirs), start_new_session=True, env=env.child_environment(),
-            )  # fmt: skip
-        except BaseException:
-            os.close(self._status)
-            self._log.close()
-            raise
-        finally:
-            os.close(theirs)
-        data = msgspec.msgpack.encode(task)
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has ended, which the watch thread finds and reports
-            self.process.stdin.write(len(data).to_bytes(8, "little") + data)
-
-    def has_reported(self, timeout_s: float) -> bool:
-        """Wait for the next state that the process reports. False after `timeout_s` seconds, or if the process has ended."""
-        ready, _, _ = select.select([self._status], [], [], timeout_s)
-        return bool(ready) and os.read(self._status, 1) != b""
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        os.close(self._status)
-        self._log.close()
-
-    def save_log(self, folder: Path) -> None:
-        """Write the end of its output to a file in `folder`."""
-        (folder / f"rank{self.rank}.log").write_bytes(self._read_log())
-
-    def describe_failure(self, reason: str, folder: Path) -> str:
-        """The message of a RankError, with the last line of the log."""
-        lines = self._read_log().decode(errors="replace").strip().splitlines()
-        last = f" It ends with: {lines[-1]}" if lines else ""
-        return f"rank {self.rank} on {self.device} {reason}; its log is {folder / f'rank{self.rank}.log'}.{last}"
-
-    def _read_log(self) -> bytes:
-        """With pread, because the process writes at the file's own position."""
-        log = self._log.fileno()
-        return os.pread(log, MAX_LOG_BYTES, max(0, os.fstat(log).st_size - MAX_LOG_BYTES))
-
-    @property
-    def exit_reason(self) -> str:
-        code = self.process.returncode
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
 class WorkerGroup:
@@ -144,7 +78,7 @@ class WorkerGroup:
         self._failure: RankError | None = None
         self._failure_raised, self._closing = threading.Event(), threading.Event()
         self._positions: dict[int, tuple[int, float]] = {}  # reader → its last position, and since when it is there
-        self._followers: list[Follower] = []
+        self._followers: list[FollowerProcess] = []
         try:
             for reader, rank in enumerate(others):
                 task = FollowTask(
@@ -152,7 +86,7 @@ class WorkerGroup:
                     address=address, port=self._port, channel=self._channel.address, status_fd=-1,
                 )  # fmt: skip
                 fd = self._channel.address.fd
-                self._followers.append(Follower(task, (fd,) if fd >= 0 else ()))
+                self._followers.append(FollowerProcess(task, (fd,) if fd >= 0 else ()))
         except BaseException:
             self._kill_followers()
             raise
@@ -242,7 +176,7 @@ class WorkerGroup:
                 os._exit(1)
             return
 
-    def _describe_failure(self, failed: Follower, reason: str) -> str:
+    def _describe_failure(self, failed: FollowerProcess, reason: str) -> str:
         """Save the logs of all ranks, and return the error message."""
         folder = Path(tempfile.gettempdir())
         with contextlib.suppress(OSError):  # the failure is reported even if the disk is full
@@ -251,7 +185,7 @@ class WorkerGroup:
                 follower.save_log(folder)
         return failed.describe_failure(reason, folder)
 
-    def _find_failure(self) -> tuple[Follower, str] | None:
+    def _find_failure(self) -> tuple[FollowerProcess, str] | None:
         now = time.monotonic_ns()
         heartbeats, lags, positions = self._channel.heartbeats_ns(), self._channel.lags(), self._channel.positions()
         for reader, follower in enumerate(self._followers):
