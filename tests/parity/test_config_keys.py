@@ -104,7 +104,8 @@ class Oracle:
 
     def __init__(self, hf: dict[str, Any]) -> None:
         config = CONFIG_MAPPING[hf["model_type"]].from_dict(copy.deepcopy(hf))
-        self.model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation="eager").eval().float()
+        attention = "sdpa" if hf.get("alibi") else "eager"  # the eager attention of Falcon adds ALiBi twice
+        self.model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation=attention).eval().float()
         generator = torch.Generator().manual_seed(0)
         stored = set(self.model.state_dict())
         with torch.no_grad():

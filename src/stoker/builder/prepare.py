@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -40,7 +41,7 @@ def prepare(source: str | Path, settings: BuildConfig) -> BuildPlan:
     checkpoint = open_checkpoint(path, name, weights=not settings.dummy_weights)
     architecture, model = read_model(checkpoint, settings.versions, settings.ignored_config_keys)
     model = _apply_rotary_settings(model, settings)
-    quantization = checkpoint.config.get("quantization_config")
+    quantization = _quantization_config(checkpoint)
     checkpoint = dataclasses.replace(checkpoint, weights=CanonicalWeights(checkpoint.weights, architecture, quantization))
     target = _choose_target(settings)
     _check_mapping(settings.mapping, model)
@@ -97,6 +98,16 @@ def _apply_rotary_settings(model: ModelConfig, settings: BuildConfig) -> ModelCo
     if not settings.changes_positions:
         return model
     return override_rotary(model, base=settings.rotary_base, scaling=settings.rotary_scaling_type, factor=settings.rotary_scaling_factor)
+
+
+def _quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The quantization_config of config.json. Raises CheckpointError when it is not an object, because its weights would be misread."""
+    value = checkpoint.config.get("quantization_config")
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(
+            f"{checkpoint.name}: config.json: quantization_config={str(value)[:60]!r} is not an object.", cure="Correct config.json."
+        )
+    return value
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> str:

@@ -71,6 +71,12 @@ def replace_fields(
     return msgspec.structs.replace(config, layers=tuple(layers), **model)
 
 
+def value_or(hf: dict[str, Any], key: str, default: Any) -> Any:
+    """The value under `key`, or `default` when it is absent or null. Unlike with `or`, 0 and empty values are not replaced."""
+    value = hf.get(key)
+    return default if value is None else value
+
+
 def require_values(hf: dict[str, Any], **supported: Any) -> None:
     """Raise CheckpointError for a key whose value is not the supported one. Absent and null values are accepted."""
     for key, value in supported.items():
@@ -80,7 +86,7 @@ def require_values(hf: dict[str, Any], **supported: Any) -> None:
 
 def read_activation(hf: dict[str, Any], key: str = "hidden_act", default: str = "silu") -> str:
     """The activation under `key`, in the spelling of MLPConfig. Raises CheckpointError for one that is not implemented."""
-    name = hf.get(key) or default
+    name = value_or(hf, key, default)
     if name not in _ACTIVATIONS:
         raise CheckpointError(f"config.json: {key}={name!r} is not supported.", cure=f"Supported: {', '.join(_ACTIVATIONS)}.")
     return _ACTIVATIONS[name]
@@ -88,8 +94,8 @@ def read_activation(hf: dict[str, Any], key: str = "hidden_act", default: str = 
 
 def read_head_size(hf: dict[str, Any]) -> int:
     """Features of one attention head: `head_dim`, or else the hidden size divided by the number of heads."""
-    head_size: int = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    return head_size
+    head_size: int | None = hf.get("head_dim")
+    return hf["hidden_size"] // hf["num_attention_heads"] if head_size is None else head_size
 
 
 def read_layer_types(hf: dict[str, Any], num_layers: int) -> list[str]:
@@ -98,7 +104,10 @@ def read_layer_types(hf: dict[str, Any], num_layers: int) -> list[str]:
     From `layer_types` where it is given; otherwise every `sliding_window_pattern`-th layer has full attention.
     """
     step = hf["sliding_window_pattern"]
-    return hf.get("layer_types") or ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)]
+    layer_types: list[str] | None = hf.get("layer_types")
+    if layer_types is not None:
+        return layer_types
+    return ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)]
 
 
 def read_rope(
@@ -116,18 +125,16 @@ def read_rope(
     whole heads, and a partial_rotary_factor is rejected: transformers ignores it there. `kind` selects one of several sets of parameters:
     sliding_attention or full_attention.
     """
-    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    scaling = value_or(hf, "rope_scaling", value_or(hf, "rope_parameters", {}))
     if kind is not None and kind in scaling:
         scaling = scaling[kind] or {}
-    inner, outer = scaling.get("rope_theta"), hf.get("rope_theta")
-    theta = inner or outer or theta
+    theta = value_or(scaling, "rope_theta", value_or(hf, "rope_theta", theta))
     if partial is None:
         require_values(hf, partial_rotary_factor=1.0)
         require_values(scaling, partial_rotary_factor=1.0)
         fraction = 1.0
     else:
-        inner, outer = scaling.get("partial_rotary_factor"), hf.get("partial_rotary_factor")
-        fraction = inner or outer or partial
+        fraction = value_or(scaling, "partial_rotary_factor", value_or(hf, "partial_rotary_factor", partial))
     return apply_rope_scaling(RopeConfig(dim=int(dim * fraction), theta=float(theta), interleaved=interleaved), scaling, hf)
 
 
@@ -162,7 +169,7 @@ def _original_positions(method: str, scaling: dict[str, Any], hf: dict[str, Any]
 
 def read_max_positions(hf: dict[str, Any], rope: RopeConfig | None, key: str = "max_position_embeddings", default: int = 2048) -> int:
     """The longest supported sequence. For dynamic and yarn scaling, config.json may give the length before scaling."""
-    longest = hf.get(key) or default
+    longest: int = value_or(hf, key, default)
     if rope is not None and rope.scaling in ("dynamic", "yarn"):
         return max(longest, int(rope.original_max_positions * rope.factor))
     return longest

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
-from stoker.models.config_fields import read_activation, read_max_positions, read_rope, require_values, with_defaults
+from stoker.models.config_fields import read_activation, read_max_positions, read_rope, require_values, value_or, with_defaults
 from stoker.models.tensor_transforms import ungroup_qkv
 
 
@@ -25,7 +25,7 @@ def falcon_config(hf: dict[str, Any]) -> ModelConfig:
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
     attention = AttentionConfig(
         num_heads=heads,
-        num_kv_heads=(hf.get("num_kv_heads") or heads) if grouped else 1 if hf["multi_query"] else heads,
+        num_kv_heads=value_or(hf, "num_kv_heads", heads) if grouped else 1 if hf["multi_query"] else heads,
         head_size=size,
         qkv_bias=bias,
         out_bias=bias,
@@ -33,10 +33,10 @@ def falcon_config(hf: dict[str, Any]) -> ModelConfig:
         alibi=bool(hf["alibi"]),
         alibi_scale=size**-0.5 if hf["alibi"] else 1.0,
     )
-    width = hf.get("ffn_hidden_size") or 4 * hidden
+    width = value_or(hf, "ffn_hidden_size", 4 * hidden)
     mlp = MLPConfig(size=width, activation=read_activation(hf, "activation"), gated=False, up_bias=bias, down_bias=bias)
     parallel = grouped or hf["parallel_attn"]
-    num_norms = hf.get("num_ln_in_parallel_attn") or (2 if grouped else 1)
+    num_norms = value_or(hf, "num_ln_in_parallel_attn", 2 if grouped else 1)
     layer = LayerConfig(
         attention=attention, mlp=mlp, norm=norm, layout="parallel" if parallel else "pre", parallel_norms=num_norms if parallel else 1
     )

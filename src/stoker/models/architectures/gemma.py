@@ -12,7 +12,15 @@ from typing import Any
 from stoker.core.model_config import ModelConfig, NormConfig, RopeConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import llama_config, llama_names
-from stoker.models.config_fields import apply_rope_scaling, read_layer_types, read_rope, replace_fields, require_values, with_defaults
+from stoker.models.config_fields import (
+    apply_rope_scaling,
+    read_layer_types,
+    read_rope,
+    replace_fields,
+    require_values,
+    value_or,
+    with_defaults,
+)
 from stoker.models.tensor_transforms import add_one
 
 
@@ -76,7 +84,7 @@ def gemma3_config(hf: dict[str, Any], *, architecture: str = "Gemma3ForCausalLM"
 
 def gemma3_text_config(hf: dict[str, Any]) -> ModelConfig:
     """The language model of a multimodal checkpoint."""
-    text = hf.get("text_config") or {}
+    text = value_or(hf, "text_config", {})
     return gemma3_config({"tie_word_embeddings": hf.get("tie_word_embeddings", True)} | text, architecture="Gemma3ForConditionalGeneration")
 
 

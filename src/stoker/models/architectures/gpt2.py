@@ -12,7 +12,7 @@ import msgspec
 
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
-from stoker.models.config_fields import GPT_KEY_ALIASES, read_activation, replace_fields, require_values, with_defaults
+from stoker.models.config_fields import GPT_KEY_ALIASES, read_activation, replace_fields, require_values, value_or, with_defaults
 from stoker.models.tensor_transforms import transpose_conv1d, ungroup_qkv
 
 
@@ -25,7 +25,7 @@ def gpt2_config(hf: dict[str, Any], *, architecture: str = "GPT2LMHeadModel", kv
     scale = size**-0.5 if hf["scale_attn_weights"] else 1.0
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
     attention = AttentionConfig(num_heads=heads, num_kv_heads=kv_heads or heads, head_size=size, qkv_bias=True, out_bias=True, scale=scale)
-    width = hf.get("n_inner") or 4 * hf["n_embd"]
+    width = value_or(hf, "n_inner", 4 * hf["n_embd"])
     mlp = MLPConfig(size=width, activation=read_activation(hf, "activation_function"), gated=False, up_bias=True, down_bias=True)
     config = ModelConfig(
         architecture=architecture,

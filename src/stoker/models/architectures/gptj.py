@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, RopeConfig
 from stoker.models.architecture import Architecture, TensorNames
-from stoker.models.config_fields import GPT_KEY_ALIASES, read_activation, require_values, with_defaults
+from stoker.models.config_fields import GPT_KEY_ALIASES, read_activation, require_values, value_or, with_defaults
 
 
 @with_defaults(
@@ -20,7 +20,7 @@ def gptj_config(hf: dict[str, Any]) -> ModelConfig:
     norm = NormConfig(kind="layer", eps=hf["layer_norm_epsilon"], bias=True)
     rope = RopeConfig(dim=hf["rotary_dim"] or size, interleaved=True)
     attention = AttentionConfig(num_heads=heads, num_kv_heads=heads, head_size=size, rope=rope)
-    width = hf.get("n_inner") or 4 * hf["n_embd"]
+    width = value_or(hf, "n_inner", 4 * hf["n_embd"])
     mlp = MLPConfig(size=width, activation=read_activation(hf, "activation_function"), gated=False, up_bias=True, down_bias=True)
     return ModelConfig(
         architecture="GPTJForCausalLM",

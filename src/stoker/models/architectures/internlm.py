@@ -7,13 +7,13 @@ from typing import Any
 from stoker.core.model_config import ModelConfig
 from stoker.models.architecture import Architecture, TensorNames, Transformed
 from stoker.models.architectures.llama import IGNORED, llama_config, llama_names
-from stoker.models.config_fields import with_defaults
+from stoker.models.config_fields import value_or, with_defaults
 from stoker.models.tensor_transforms import ungroup_qkv
 
 
 @with_defaults(vocab_size=103168, bias=True, max_position_embeddings=2048)
 def internlm_config(hf: dict[str, Any]) -> ModelConfig:
-    rotary = hf.get("rotary") or {}
+    rotary = value_or(hf, "rotary", {})
     scaling = {"type": "dynamic", "factor": rotary.get("scaling_factor", 1.0)} if rotary.get("type") == "dynamic" else None
     hf = {"rope_theta": rotary.get("base", 10000), "rope_scaling": scaling} | hf
     return llama_config(hf, architecture="InternLMForCausalLM", qkv_bias=bool(hf["bias"]), out_bias=bool(hf["bias"]))

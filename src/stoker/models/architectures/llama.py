@@ -6,7 +6,15 @@ from typing import Any
 
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames
-from stoker.models.config_fields import read_activation, read_head_size, read_max_positions, read_rope, require_values, with_defaults
+from stoker.models.config_fields import (
+    read_activation,
+    read_head_size,
+    read_max_positions,
+    read_rope,
+    require_values,
+    value_or,
+    with_defaults,
+)
 
 IGNORED = ("*.rotary_emb.inv_freq",)
 
@@ -20,7 +28,7 @@ def llama_config(hf: dict[str, Any], *, architecture: str = "LlamaForCausalLM", 
     bias = bool(hf.get("attention_bias", False))
     settings: dict[str, Any] = {
         "num_heads": hf["num_attention_heads"],
-        "num_kv_heads": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "num_kv_heads": value_or(hf, "num_key_value_heads", hf["num_attention_heads"]),
         "head_size": size,
         "qkv_bias": bias,
         "out_bias": bias,

@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames
-from stoker.models.config_fields import require_values, with_defaults
+from stoker.models.config_fields import require_values, value_or, with_defaults
 
 
 @with_defaults(
@@ -15,7 +15,7 @@ from stoker.models.config_fields import require_values, with_defaults
     tie_word_embeddings=True,
 )  # fmt: skip
 def mpt_config(hf: dict[str, Any]) -> ModelConfig:
-    inner = hf.get("attn_config") or {}
+    inner = value_or(hf, "attn_config", {})
     require_values(hf, no_bias=True, embedding_fraction=1.0, logit_scale=None)
     require_values(
         inner,

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.core.model_config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig
 from stoker.models.architecture import Architecture, TensorNames
-from stoker.models.config_fields import read_activation, with_defaults
+from stoker.models.config_fields import read_activation, value_or, with_defaults
 
 OFFSET = 2  # the first two rows of the position table were used for padding
 
@@ -24,7 +24,7 @@ def opt_config(hf: dict[str, Any]) -> ModelConfig:
     norm = NormConfig(kind="layer", eps=1e-5, weight=affine, bias=affine)
     attention = AttentionConfig(num_heads=heads, num_kv_heads=heads, head_size=hidden // heads, qkv_bias=bias, out_bias=bias)
     mlp = MLPConfig(size=hf["ffn_dim"], activation=read_activation(hf, "activation_function"), gated=False, up_bias=bias, down_bias=bias)
-    embed_size = hf.get("word_embed_proj_dim") or hidden
+    embed_size = value_or(hf, "word_embed_proj_dim", hidden)
     return ModelConfig(
         architecture="OPTForCausalLM",
         vocab_size=hf["vocab_size"],
