@@ -38,7 +38,7 @@ from stoker.kernels.triton.gemm.quantized import int8 as quant_int8
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
 from stoker.kernels.triton.gemm.quantized.tiles import padded_tokens, quant_tile
 from stoker.kernels.triton.moe import launch as moe
-from stoker.kernels.triton.moe import library_gemm as moe_library
+from stoker.kernels.triton.moe import library_gemm
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import Fusion
 from stoker.profiling.tile_tuning import time_graph
@@ -129,10 +129,10 @@ class Case:
 
     def run(self, x: Tensor, stored: PackedWeight, fusion: Fusion, tile: QuantTile | None) -> Tensor:
         if self.form == "block":
-            return quant_linear.block_rows(x, stored, fusion, tile)
+            return quant_linear.block_fp8_activation_linear(x, stored, fusion, tile)
         if self.form.endswith(WIDENED):
-            return quant_linear.plain_rows(x, stored, fusion, tile)
-        return quant_linear.few_rows(x, stored, CODES[self.form], self.form, fusion, tile)
+            return quant_linear.plain_activation_linear(x, stored, fusion, tile)
+        return quant_linear.quantized_activation_linear(x, stored, CODES[self.form], self.form, fusion, tile)
 
 
 def make(device: str, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -284,18 +284,18 @@ def compare_methods(form: str) -> Iterator[dict[str, object]]:
 
 def methods_of(form: str, x: Tensor, stored: PackedWeight, fusion: Fusion) -> dict[str, Callable[[], Tensor]]:
     if form == "block":
-        return {"tiles": lambda: quant_linear.block_rows(x, stored, fusion)}
+        return {"tiles": lambda: quant_linear.block_fp8_activation_linear(x, stored, fusion)}
     methods: dict[str, Callable[[], Tensor]] = {}
     if form in ("fp8", "w8a8") or x.shape[0] <= 64:
-        methods["quantized activations"] = lambda: quant_linear.few_rows(x, stored, CODES[form], form, fusion)
+        methods["quantized activations"] = lambda: quant_linear.quantized_activation_linear(x, stored, CODES[form], form, fusion)
     if form == "fp8":
-        methods["library"] = lambda: quant_fp8.scaled_rows(x, stored, fusion)
+        methods["library"] = lambda: quant_fp8.library_fp8_linear(x, stored, fusion)
     elif form == "w8a8":
         values = integers("cuda", INT8, 127, *x.shape)
         methods["library, product only"] = lambda: torch._int_mm(values, stored.values.t())
     else:
-        methods["widened in tiles"] = lambda: quant_linear.plain_rows(x, stored, fusion)
-        methods["widened once"] = lambda: quant_linear.many_rows(x, stored, dequantizer(stored, x), fusion)
+        methods["widened in tiles"] = lambda: quant_linear.plain_activation_linear(x, stored, fusion)
+        methods["widened once"] = lambda: quant_linear.dequantized_linear(x, stored, dequantizer(stored, x), fusion)
     return methods
 
 
@@ -368,10 +368,10 @@ def library_note(x: Tensor, stored: PackedWeight, routing: Routing, down: bool, 
     if stored.format != "dense" and not (stored.format == "fp8" and stored.activations == "token"):
         return ""
     try:
-        us = time_graph(lambda: moe_library.product(x, stored, routing, is_sorted=down))
+        us = time_graph(lambda: library_gemm.expert_linear(x, stored, routing, is_sorted=down))
         if down:
             return f"  library {us:.1f}"
-        error = error_of(moe_library.product(x, stored, routing, is_sorted=down), project(x, stored, routing, down, tile).double())
+        error = error_of(library_gemm.expert_linear(x, stored, routing, is_sorted=down), project(x, stored, routing, down, tile).double())
         return f"  library {us:.1f} (differs by {error:.1e})"
     except (RuntimeError, AttributeError, TypeError) as problem:
         return f"  library: {str(problem).splitlines()[0]:.80}"

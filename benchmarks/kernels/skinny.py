@@ -34,7 +34,7 @@ from stoker.kernels.triton.device import device_tuning, num_sms
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
 from stoker.kernels.triton.gemm.quantized import launch as quant_linear
-from stoker.kernels.triton.gemm.quantized.activations import encode_rows
+from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, skinny_linear
 from stoker.kernels.triton.gemm.skinny.tiles import MAX_TOKENS, column_tiles, skinny_tile
 from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear
@@ -134,8 +134,8 @@ class Case:
             return quant_fp8.packed_linear(x, weight, fusion)
         name = f"int4/{self.group}" if self.group else "int8"
         if self.int4_kernel and self.group:
-            return quant_linear.plain_rows(x, weight, fusion)
-        return quant_linear.few_rows(x, weight, "digits", name, fusion)
+            return quant_linear.plain_activation_linear(x, weight, fusion)
+        return quant_linear.quantized_activation_linear(x, weight, "digits", name, fusion)
 
     def expected(self, x: Tensor, stored: PackedWeight, fusion: Fusion) -> Tensor:
         """float64, of the first rows of a large weight."""
@@ -148,8 +148,8 @@ class Case:
         if fusion.norm_kind:
             h = norm.norm(x.float(), fusion.norm_weight, None, fusion.norm_eps, "rms").double()
         if self.form == "fp8":
-            quantized = encode_rows(x, "fp8", self.k, norm_weight=fusion.norm_weight, eps=fusion.norm_eps)
-            h = quantized.codes.double() * quantized.scale.double()[:, None]
+            quantized = quantize_rows(x, "fp8", self.k, norm_weight=fusion.norm_weight, eps=fusion.norm_eps)
+            h = quantized.values.double() * quantized.scale.double()[:, None]
         late = replace(fusion, norm_kind=None, residual=None if fusion.residual is None else fusion.residual.double())
         return around(h, late, lambda v: v @ real.T)
 

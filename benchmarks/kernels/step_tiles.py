@@ -149,7 +149,7 @@ def compile_tile(job: tuple[Linear, Tile]) -> None:
             linear.small_linear(x, make("meta", rows, one.k), None, fusion, tile)
         else:
             values, scale = make("meta", rows, one.k, dtype=torch.float8_e4m3fn), make("meta", rows, dtype=torch.float32)
-            quant_gemv.one_row(x, PackedWeight("fp8", values, scale, activations="token"), fusion, tile)
+            quant_gemv.fp8_gemv(x, PackedWeight("fp8", values, scale, activations="token"), fusion, tile)
 
 
 def shapes(config: dict[str, Any], form: str, rows: int) -> list[Linear]:

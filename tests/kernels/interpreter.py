@@ -1,7 +1,7 @@
-"""Triton's interpreter, with the numerics of the device.
+"""Replaces parts of Triton's interpreter, so that it computes what a device computes.
 
-As shipped it truncates float32 → bfloat16 and float8 instead of rounding to nearest even, multiplies the bit patterns of bfloat16
-operands in `dot`, and cannot turn its one-element scalars into loop bounds under NumPy ≥ 2.4. These replacements convert through torch.
+Triton's own interpreter truncates float32 → bfloat16 and float8 instead of rounding to nearest even, multiplies the bit patterns of
+bfloat16 operands in `dot`, and cannot turn its one-element scalars into loop bounds under NumPy >= 2.4. The replacements use torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-# What NumPy lacks is kept as bit patterns: (the integers that hold them, the torch dtype they mean).
+# Types that NumPy lacks are stored as bit patterns: (dtype of the bit patterns, torch dtype of the values).
 BIT_PATTERNS = {
     tl.bfloat16: (np.int16, torch.bfloat16),
     tl.float8e4nv: (np.int8, torch.float8_e4m3fn),
@@ -25,29 +25,29 @@ _stock_dot = InterpreterBuilder.create_dot
 _stock_patch_tensor = interpreter._patch_lang_tensor
 
 
-def _widened(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+def _as_float(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
     if dtype not in BIT_PATTERNS:
         return data
-    bits, meaning = BIT_PATTERNS[dtype]
-    return torch.from_numpy(np.ascontiguousarray(data).view(bits)).view(meaning).float().numpy()
+    bits, torch_dtype = BIT_PATTERNS[dtype]
+    return torch.from_numpy(np.ascontiguousarray(data).view(bits)).view(torch_dtype).float().numpy()
 
 
 def _cast(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype, *_: Any) -> TensorHandle:
     source, target = src.dtype.scalar, dst_type.scalar
     if source not in BIT_PATTERNS and target not in BIT_PATTERNS:
         return _stock_cast(self, src, dst_type)
-    data = _widened(src.data, source)
+    data = _as_float(src.data, source)
     if target not in BIT_PATTERNS:
         return TensorHandle(data.astype(interpreter._get_np_dtype(target)), target)
-    bits, meaning = BIT_PATTERNS[target]
-    rounded = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(meaning)
+    bits, torch_dtype = BIT_PATTERNS[target]
+    rounded = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(torch_dtype)
     return TensorHandle(
         rounded.view(torch.int16 if bits is np.int16 else torch.int8).numpy().view(interpreter._get_np_dtype(target)), target
     )
 
 
 def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
-    wide = [TensorHandle(_widened(x.data, x.dtype.scalar), tl.float32) if x.dtype.scalar in BIT_PATTERNS else x for x in (a, b)]
+    wide = [TensorHandle(_as_float(x.data, x.dtype.scalar), tl.float32) if x.dtype.scalar in BIT_PATTERNS else x for x in (a, b)]
     # NumPy accumulates float16 products in the result's float32 only when the operands are widened first.
     return _stock_dot(self, *(TensorHandle(x.data.astype(d.data.dtype), d.dtype.scalar) for x in wide), d, *rest)
 
@@ -58,10 +58,10 @@ def _patch_tensor(tensor: type, scope: Any) -> None:
 
 
 def install() -> None:
-    np.seterr(all="ignore")  # float arithmetic on a device warns of nothing
+    np.seterr(all="ignore")  # float arithmetic on a device gives no warnings
     InterpreterBuilder.cast_impl = _cast
     InterpreterBuilder.create_fp_to_fp = _cast
     InterpreterBuilder.create_dot = _dot
     interpreter._patch_lang_tensor = _patch_tensor
     if not isinstance(tl.cdiv, interpreter.InterpretedFunction):
-        raise RuntimeError("triton was imported before its interpreter was asked for: set TRITON_INTERPRET=1, or run tests/kernels alone")
+        raise RuntimeError("triton was imported without its interpreter: set TRITON_INTERPRET=1, or run tests/kernels alone")

@@ -1,4 +1,4 @@
-"""Ragged paged batches with everything unused poisoned, and attention over them written out in float64."""
+"""Random paged batches, in which everything unused is poisoned, and attention over them in float64, key by key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """‖out − expected‖ / ‖expected‖; NaN and infinity anywhere make it NaN, which passes no bound."""
+    """‖out − expected‖ / ‖expected‖. NaN or infinity anywhere makes it NaN, which is not below any bound."""
     expected = expected.double()
     return float((out.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
@@ -61,10 +61,10 @@ class Case:
         fused = torch.full((tokens, self.heads * self.size + 32), float("nan"), dtype=self.dtype)
         q = fused[:, 16 : 16 + self.heads * self.size].view(tokens, self.heads, self.size)
         q[:] = torch.randn(q.shape).to(self.dtype)
-        nothing = torch.zeros(tokens, dtype=torch.int32)
+        zeros = torch.zeros(tokens, dtype=torch.int32)
         lens = int32([keys for _, keys in self.rows])
         batch = ForwardBatch(
-            nothing, nothing, nothing, starts, lens, table, decodes, max(n for n, _ in self.rows), int(lens.max()) + 7,
+            zeros, zeros, zeros, starts, lens, table, decodes, max(n for n, _ in self.rows), int(lens.max()) + 7,
             prefix_lens=None if self.prefix_lens is None else int32(self.prefix_lens),
         )  # fmt: skip
         params = AttentionParams(
@@ -94,7 +94,7 @@ class Case:
         return pages, scale
 
     def _forget_before_window(self, table: Tensor) -> None:
-        """Blocks that no query of the row can see any more belong to someone else."""
+        """Blocks that no query of the row can see any more may belong to other sequences."""
         if self.window is not None:
             for row, (queries, keys) in enumerate(self.rows):
                 table[row, : max(0, keys - queries - self.window + 1) // self.block_size] = NO_BLOCK
@@ -115,7 +115,7 @@ def expected_attention(q: Tensor, cache: KVCache, batch: ForwardBatch, params: A
             for head in range(heads):
                 kv_head = head // (heads // kv_heads)
                 keys, values = (torch.stack([pages[b, kv_head, i] for b, i in places]) for pages in real)
-                keys = keys + _missing(cache, kv_head, seen)
+                keys = keys + _subtracted_mean(cache, kv_head, seen)
                 scores = keys @ q[token, head].double() * params.scale
                 if params.softcap is not None:
                     scores = params.softcap * torch.tanh(scores / params.softcap)
@@ -132,8 +132,8 @@ def _real(pages: Tensor, scale: Tensor | None) -> Tensor:
     return pages.double() if scale is None else pages.double() * scale.double()[None, :, None, None]
 
 
-def _missing(cache: KVCache, kv_head: int, positions: list[int]) -> Tensor | float:
-    """What a head's stored keys lack, [keys, D]: the mean of their place, but for a sequence's first."""
+def _subtracted_mean(cache: KVCache, kv_head: int, positions: list[int]) -> Tensor | float:
+    """[keys, D]: the mean that was subtracted from a head's keys before they were stored; none from a sequence's first key."""
     if cache.key_mean is None or cache.key_scale is None:
         return 0.0
     means = [cache.key_mean[kv_head, at // MEAN_TOKENS].double() * (at > 0) for at in positions]

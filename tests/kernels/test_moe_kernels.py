@@ -14,7 +14,7 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import moe as reference
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.moe import launch as moe
-from stoker.kernels.triton.moe import library_gemm as moe_library
+from stoker.kernels.triton.moe import library_gemm
 from stoker.kernels.tuning.tiles import QuantTile
 
 ROUTINGS = [
@@ -136,9 +136,9 @@ def grouped_by_hand(rows: Tensor, weight: Tensor, scale: Tensor, scales: Tensor,
 @pytest.mark.parametrize("activations", [None, "token", "static"])
 def test_many_rows_go_through_the_library(activations: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as tiles give, in the same order; a rank's own experts, biases and few rows stay with the tiles."""
-    monkeypatch.setattr(moe_library, "supports", lambda x, feature: True)
+    monkeypatch.setattr(library_gemm, "supports", lambda x, feature: True)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_by_hand)
-    monkeypatch.setattr(moe_library, "LIBRARY_ROWS", dict.fromkeys(moe_library.LIBRARY_ROWS, 4))
+    monkeypatch.setattr(library_gemm, "LIBRARY_ROWS", dict.fromkeys(library_gemm.LIBRARY_ROWS, 4))
     experts, top_k, n, k, tokens = 5, 2, 32, 64, 23
     x, routing = torch.randn(tokens, k).bfloat16(), reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
     if activations is None:
@@ -152,12 +152,12 @@ def test_many_rows_go_through_the_library(activations: str | None, monkeypatch: 
             )
             for shape in ((n, k), (k, n))
         )  # fmt: skip
-    assert moe_library.takes(x, up, routing)
+    assert library_gemm.is_faster(x, up, routing)
     got = moe.expert_up(x, up, routing)
     assert relative_error(got, moe.expert_up(x, up, routing, QuantTile(16, 32))) < 1e-2
     assert relative_error(moe.expert_down(got, down, routing), moe.expert_down(got, down, routing, QuantTile(16, 32))) < 1e-2
-    assert not moe_library.takes(x, replace(up, bias=torch.randn(experts, n)), routing)
-    assert not moe_library.takes(x.float(), up, routing)
-    assert not moe_library.takes(x, up, Routing(routing.weights, routing.order, routing.offsets, is_whole=False))
-    monkeypatch.setattr(moe_library, "LIBRARY_ROWS", dict.fromkeys(moe_library.LIBRARY_ROWS, 12))
-    assert not moe_library.takes(x, up, routing)
+    assert not library_gemm.is_faster(x, replace(up, bias=torch.randn(experts, n)), routing)
+    assert not library_gemm.is_faster(x.float(), up, routing)
+    assert not library_gemm.is_faster(x, up, Routing(routing.weights, routing.order, routing.offsets, is_whole=False))
+    monkeypatch.setattr(library_gemm, "LIBRARY_ROWS", dict.fromkeys(library_gemm.LIBRARY_ROWS, 12))
+    assert not library_gemm.is_faster(x, up, routing)

@@ -18,7 +18,7 @@ from stoker.kernels.reference import quant_int4 as int4_reference
 from stoker.kernels.reference import quant_int8 as int8_reference
 from stoker.kernels.triton import activation
 from stoker.kernels.triton.gemm.dense import launch as linear
-from stoker.kernels.triton.gemm.quantized import activations as quant_codes
+from stoker.kernels.triton.gemm.quantized import activations as quant_activations
 from stoker.kernels.triton.gemm.quantized import fp8 as quant_fp8
 from stoker.kernels.triton.gemm.quantized import fp8_gemv as quant_gemv
 from stoker.kernels.triton.gemm.quantized import int4 as quant_int4
@@ -96,9 +96,9 @@ def test_int8_by_digits(m: int, tile: QuantTile, parts: str) -> None:
     weight, scale = int8_weight(rows, k)
     want = expected(x, weight.double() * scale.double()[:, None], bias, around)
     packed = PackedWeight("int8", weight, scale, bias=bias)
-    assert relative_error(quant_linear.few_rows(x, packed, "digits", "int8", around, tile), want) < 3e-4
+    assert relative_error(quant_linear.quantized_activation_linear(x, packed, "digits", "int8", around, tile), want) < 3e-4
     assert relative_error(int8_reference.packed_linear(x, packed, around), want) < 3e-4
-    assert not quant_linear.arrived(x.device).any()
+    assert not quant_linear.split_counters(x.device).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -111,7 +111,7 @@ def test_int8_by_default(m: int, dtype: torch.dtype) -> None:
 
 
 def test_int8_many_rows_and_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_int8, "DIGIT_ROWS", 40)
+    monkeypatch.setattr(quant_int8, "MAX_DIGIT_ROWS", 40)
     monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 128 * 48 * 4)
     x, bias, around, rows = problem(41, 150, 48, torch.float32, "nbgr")
     weight, scale = int8_weight(rows, 48)
@@ -132,7 +132,7 @@ def test_w8a8(m: int, tile: QuantTile | None, static: bool, parts: str) -> None:
     weight, scale = int8_weight(rows, k)
     step = torch.tensor([0.1]) if static else None
     packed = PackedWeight("int8", weight, scale, bias=bias, activations="static" if static else "token", input_scale=step)
-    got = quant_linear.few_rows(x, packed, "int8", "w8a8", around, tile)
+    got = quant_linear.quantized_activation_linear(x, packed, "int8", "w8a8", around, tile)
     want = int8_reference.packed_linear(x, packed, around)
     # Values that a norm's rounding carries over the middle between two codes differ by a step.
     assert relative_error(got, want) < (2e-3 if around.norm_kind else 1e-5)
@@ -174,7 +174,8 @@ def test_fp8_encodes_inside() -> None:
     weight, scale = fp8_weight(rows, 300)
     packed = PackedWeight("fp8", weight, scale, bias=bias, activations="token")
     inside, outside = (
-        quant_linear.few_rows(x, packed, "fp8", "fp8", around, QuantTile(32, 64, 2, encode=encode)) for encode in (True, False)
+        quant_linear.quantized_activation_linear(x, packed, "fp8", "fp8", around, QuantTile(32, 64, 2, encode=encode))
+        for encode in (True, False)
     )
     assert torch.equal(inside, outside)
 
@@ -227,13 +228,13 @@ def test_a_norm_that_no_kernel_folds_comes_once_and_after_the_inputs_gate(kind: 
 def test_a_row_in_chunks_is_a_row_at_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(3, 2 * 500).bfloat16(), torch.rand(500).bfloat16()
     given = (x, form, 512, 32, weight, 1e-5, None, "gelu")
-    whole = quant_codes.encode_rows(*given)
-    monkeypatch.setattr(quant_codes, "_WHOLE", 0)
-    monkeypatch.setattr(quant_codes, "_CHUNK", 128)
-    pieces = quant_codes.encode_rows(*given)
+    whole = quant_activations.quantize_rows(*given)
+    monkeypatch.setattr(quant_activations, "_MAX_ROW_IN_REGISTERS", 0)
+    monkeypatch.setattr(quant_activations, "_CHUNK", 128)
+    pieces = quant_activations.quantize_rows(*given)
     assert torch.allclose(whole.scale, pieces.scale, rtol=1e-6)
-    assert (whole.codes.float() - pieces.codes.float()).abs().max() <= (32 if form == "fp8" else 1)  # a step of the largest codes
-    assert (whole.codes.view(torch.int8) != pieces.codes.view(torch.int8)).float().mean() < 0.01
+    assert (whole.values.float() - pieces.values.float()).abs().max() <= (32 if form == "fp8" else 1)  # a step of the largest codes
+    assert (whole.values.view(torch.int8) != pieces.values.view(torch.int8)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -283,15 +284,15 @@ def test_int4_tiles(zero: str) -> None:
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
     packed = quant_int4.prepare_weight(weight)
     for tile in (QuantTile(32, 128, 2, encode=True), QuantTile(16, 256, 1), QuantTile(64, 64, 4, encode=True)):
-        assert relative_error(quant_linear.few_rows(x, packed, "digits", "int4/32", around, tile), want) < 1e-2
-    assert relative_error(quant_linear.plain_rows(x, packed, around, QuantTile(32, 128)), want) < 1e-2
+        assert relative_error(quant_linear.quantized_activation_linear(x, packed, "digits", "int4/32", around, tile), want) < 1e-2
+    assert relative_error(quant_linear.plain_activation_linear(x, packed, around, QuantTile(32, 128)), want) < 1e-2
 
 
 @pytest.mark.parametrize(("m", "group", "parts"), [(9, 32, "ng"), (33, 32, "br"), (17, 64, "br"), (35, 128, "ng")])
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
 def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: int, group: int) -> None:
     x, bias, around, rows = problem(m, 72, 648, torch.bfloat16, parts)
-    assert not quant_tuning.digits_pay(m, group)
+    assert not quant_tuning.digits_are_faster(m, group)
     weight = int4_weight(rows, 648, group, zero, bias)
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), bias, around)
     assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(weight), around), want) < 1e-2
@@ -303,20 +304,20 @@ def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: i
         (4, 32, torch.bfloat16, "skinny_linear"),
         (5, 32, torch.bfloat16, "skinny_int4_linear"),
         (64, 32, torch.float16, "skinny_int4_linear"),
-        (65, 32, torch.bfloat16, "many_rows"),
-        (9, 32, torch.float32, "few_rows"),
+        (65, 32, torch.bfloat16, "dequantized_linear"),
+        (9, 32, torch.float32, "quantized_activation_linear"),
         (1, 16, torch.bfloat16, "skinny_int4_linear"),
         (8, 64, torch.bfloat16, "skinny_linear"),
         (9, 64, torch.bfloat16, "skinny_int4_linear"),
         (8, 128, torch.bfloat16, "skinny_linear"),
-        (16, 128, torch.bfloat16, "few_rows"),
-        (17, 128, torch.bfloat16, "plain_rows"),
+        (16, 128, torch.bfloat16, "quantized_activation_linear"),
+        (17, 128, torch.bfloat16, "plain_activation_linear"),
     ],
 )
 def test_ways_of_int4(rows: int, group: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which kernel takes how many rows on a device; nothing runs."""
     taken: list[str] = []
-    for name in ("skinny_linear", "skinny_int4_linear", "few_rows", "plain_rows", "many_rows"):
+    for name in ("skinny_linear", "skinny_int4_linear", "quantized_activation_linear", "plain_activation_linear", "dequantized_linear"):
         monkeypatch.setattr(quant_int4, name, lambda *args, name=name: taken.append(name))
     codes, scale = torch.empty(64, 512, dtype=torch.uint8, device="meta"), torch.empty(64, 1024 // group, device="meta")
     weight = quant_int4.prepare_weight(PackedWeight("int4", codes, scale, None, group))
@@ -329,7 +330,7 @@ SKINNY_TILES = [SkinnyTile(4, 1, 8, 1), SkinnyTile(2, 2, 4, 4), SkinnyTile(2, 8,
 
 def skinny_results(x: Tensor, weight: PackedWeight, around: Fusion) -> list[Tensor]:
     made = [skinny_linear(x, weight, around, tile) for tile in SKINNY_TILES]
-    assert not quant_linear.arrived(x.device).any()
+    assert not quant_linear.split_counters(x.device).any()
     return made
 
 
@@ -371,7 +372,7 @@ def test_skinny_fp8(m: int, parts: str, static: bool) -> None:
 
 
 def test_int4_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_int4, "FEW_ROWS", 40)
+    monkeypatch.setattr(quant_int4, "MAX_SKINNY_ROWS", 40)
     monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 1)
     x, bias, around, rows = problem(41, 150, 90, torch.float32, "nbgr")
     for zero in ("none", "int", "float"):
@@ -384,7 +385,7 @@ def test_int4_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nan_is_not_hidden(form: str) -> None:
     x = torch.randn(3, 64)
     x[1, 5] = float("nan")
-    made = quant_codes.encode_rows(x, form, 64)
+    made = quant_activations.quantize_rows(x, form, 64)
     assert made.scale.isnan().tolist() == [False, True, False]
 
 

@@ -92,7 +92,7 @@ def check(
     choices = torch.randn(routing.order.shape[0], k).to(dtype)
     wanted = combined(rows_by_hand(rounded(choices), real, bias, routing), routing)  # type: ignore[operator]
     assert relative_error(moe.expert_down(choices, weight, routing, tile), wanted) <= bound
-    assert not quant_linear.arrived(tokens.device).any()
+    assert not quant_linear.split_counters(tokens.device).any()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_int4_digits(routed: str, zero: str, group: int, k: int) -> None:
 @pytest.mark.parametrize(("dtype", "group"), [(torch.bfloat16, 16), (torch.float16, 48), (torch.bfloat16, 128)])
 def test_int4_as_they_are(zero: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups too small for integers, and more rows than become digits: weights become the rows' dtype."""
-    monkeypatch.setattr(moe_operands, "digits_pay", lambda rows, group, bits: False)
+    monkeypatch.setattr(moe_operands, "digits_are_faster", lambda rows, group, bits: False)
     weight, real = int4(24, 240, group, zero)
     check(weight, real, ragged(*RAGGED["rank"]), dtype, TOLERANCE[dtype])
 
@@ -145,7 +145,7 @@ def test_int8_groups(routed: str, group: int, k: int, shifted: bool) -> None:
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_int8_groups_as_they_are(shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_operands, "digits_pay", lambda rows, group, bits: False)
+    monkeypatch.setattr(moe_operands, "digits_are_faster", lambda rows, group, bits: False)
     weight, real = int8_groups(24, 192, 32, shifted)
     check(weight, real, ragged(*RAGGED["rank"]), torch.bfloat16, TOLERANCE[torch.bfloat16])
     check(weight, real, ragged(*RAGGED["few"]), torch.bfloat16, TOLERANCE[torch.bfloat16], QuantTile(16, 64, 3))

@@ -37,7 +37,7 @@ def test_int4_digits(group: int, zero: str, m: int, parts: str, tile: SkinnyTile
     assert supports_skinny(x, packed) == (m <= 4 or group >= 64)
     expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, around)
     assert relative_error(skinny_linear(x, packed, around, tile), expected_y) < 1e-2
-    assert not quant_linear.arrived(x.device).any()
+    assert not quant_linear.split_counters(x.device).any()
 
 
 @pytest.mark.parametrize(("m", "parts", "tile"), CASES)
@@ -65,4 +65,4 @@ def test_int4_dequantized(group: int, zero: str, m: int, parts: str, tile: Skinn
     packed = quant_int4.prepare_weight(weight)
     expected_y = expected(x, dequantize_int4(weight, torch.float64), bias, around)
     assert relative_error(skinny_int4_linear(x, packed, around, tile), expected_y) < 1e-2
-    assert not quant_linear.arrived(x.device).any()
+    assert not quant_linear.split_counters(x.device).any()

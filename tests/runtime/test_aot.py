@@ -110,7 +110,7 @@ def constants(job: CompileJob) -> dict[str, object]:
     [
         (MIXTRAL, "WEIGHTS_ONLY_INT4", {}, Mapping(tensor_parallel=2, expert_parallel=True), "int4"),
         (MIXTRAL, "AWQ", {"group_size": 32}, Mapping(), "int4"),
-        (DEEPSEEK, "FP8_BLOCK", {"rows": 32, "columns": 32}, Mapping(), "block"),
+        (DEEPSEEK, "FP8_BLOCK", {"rows": 32, "columns": 32}, Mapping(), "block_fp8"),
     ],
 )
 def test_steps_of_quantized_experts_do_not_wait_for_the_device(
@@ -123,11 +123,11 @@ def test_steps_of_quantized_experts_do_not_wait_for_the_device(
         quantization=quantization, quantization_settings=settings,
     )  # fmt: skip
     engine = build(tmp_path, tmp_path / "engine", config, verify="none")
-    found = [constants(job) for job in launches(engine.path, 90) if job.name == "quant_linear_kernel"]
+    found = [constants(job) for job in launches(engine.path, 90) if job.name == "expert_linear_kernel"]
     experts = int(model.get("num_local_experts", 8)) // mapping.tensor_parallel  # type: ignore[call-overload]
-    grouped = [kernel for kernel in found if kernel["EXPERTS"] == experts]
-    assert grouped and {kernel["FORM"] for kernel in grouped} == {form}
-    assert {kernel["SCATTER"] for kernel in grouped} == {True, False}
+    assert found and {kernel["EXPERTS"].count for kernel in found} == {experts}  # type: ignore[attr-defined]
+    assert {kernel["FORMAT"].form for kernel in found} == {form}  # type: ignore[attr-defined]
+    assert {kernel["EXPERTS"].scatter for kernel in found} == {True, False}  # type: ignore[attr-defined]
 
 
 def test_a_fused_layer_kernel_is_compiled_into_the_cache_entry_of_its_launch(tmp_path: Path) -> None:

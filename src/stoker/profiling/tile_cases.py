@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
-from stoker.kernels.triton.gemm.quantized.launch import few_rows
+from stoker.kernels.triton.gemm.quantized.launch import quantized_activation_linear
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, skinny_linear
 from stoker.kernels.tuning.table import TileKey
 from stoker.kernels.tuning.tiles import TILE_OPS, QuantTile, SkinnyTile, Tile
@@ -109,6 +109,6 @@ def _one_byte_launch(
     ]
     fusion = Fusion(gate="silu" if gated else None)
     if isinstance(tile, QuantTile):
-        return lambda weight: few_rows(x, weight, form, dtype, fusion, tile), weights
+        return lambda weight: quantized_activation_linear(x, weight, form, dtype, fusion, tile), weights
     assert isinstance(tile, SkinnyTile)
     return lambda weight: skinny_linear(x, weight, fusion, tile), weights

@@ -1,8 +1,11 @@
-"""Mixture of experts on the GPU: which experts run, and over which rows, is decided and kept on the device.
+"""Mixture of experts on the GPU. Which experts run, and over which rows, is computed and stays on the device.
 
-The two projections are launches of the streaming kernel over tiles of the rows sorted by expert. How many tiles there are is known on
-the device only; the grid has as many as there may be, and each program finds its tile's expert from the offsets. So a small step reads the
-weights of the chosen experts once, at the speed of memory, and a large one is a grouped matrix product.
+    route           router logits -> Routing: the experts of each token, and all choices sorted by expert
+    expert_up       x [T, k], a row per token -> [T × top_k, n], a row per sorted choice
+    expert_down     [T × top_k, k], a row per sorted choice -> [T, n], the weighted sum of each token's choices
+
+A projection is one launch of `moe.kernel` over the tiles of all experts. A small step reads the weights of the chosen experts once, at the
+speed of memory; a large one is a grouped matrix product, for which `library_gemm` is used where it is faster.
 """
 
 from __future__ import annotations
@@ -14,25 +17,27 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.gemm.quantized.kernel import quant_linear_kernel
-from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, arrived, flags, kernel_form
+from stoker.kernels.triton.gemm.quantized.arguments import OutputPointers, QuantizedWeightFormat, WeightPointers
+from stoker.kernels.triton.gemm.quantized.launch import gemm_tile, product_format, quantized_weight_format, split_k_pointers
 from stoker.kernels.triton.gemm.quantized.tiles import largest_block
-from stoker.kernels.triton.moe import library_gemm as moe_library
-from stoker.kernels.triton.moe.operands import Operands, operands_of
-from stoker.kernels.triton.moe.routing_kernels import choose_kernel, clipped_gate_kernel, combine_kernel, sort_kernel
+from stoker.kernels.triton.moe import library_gemm
+from stoker.kernels.triton.moe.kernel import ExpertOptions, expert_linear_kernel
+from stoker.kernels.triton.moe.operands import ExpertOperands, expert_operands
+from stoker.kernels.triton.moe.routing_kernels import choose_experts_kernel, clipped_gate_kernel, combine_kernel, sort_choices_kernel
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import QuantTile
 
 _BLOCK = 1024
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 
 
 def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> Routing:
-    """See `ops.route`. Of experts with equal scores the first is chosen; a token with a NaN has NaN weights."""
+    """See `ops.route`. Of experts with equal scores the first is chosen. A token with a NaN logit gets NaN weights."""
     tokens, experts = logits.shape
-    if experts > MOST_EXPERTS or experts % params.num_groups:
+    if experts > MAX_EXPERTS or experts % params.num_groups:
         raise ValueError(
-            f"routing over {experts} experts in {params.num_groups} groups; takes equal groups of at most {MOST_EXPERTS} in all"
+            f"routing over {experts} experts in {params.num_groups} groups: the number of experts must be at most {MAX_EXPERTS} "
+            "and a multiple of the number of groups"
         )
     logits = logits.contiguous()
     weights = torch.empty((tokens, params.top_k), dtype=torch.float32, device=logits.device)
@@ -41,33 +46,49 @@ def route(logits: Tensor, correction: Tensor | None, params: RoutingParams) -> R
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=logits.device)
     groups = triton.next_power_of_2(params.num_groups)
     if tokens:
-        choose_kernel[(tokens,)](
-            logits, correction, weights, ids, params.score, params.renormalize, params.scale, NUM_EXPERTS=experts,
-            NUM_GROUPS=params.num_groups, TOP_GROUPS=params.top_groups, TOP2=params.group_score == "top2", TOP_K=params.top_k,
-            BLOCK_GROUPS=groups, BLOCK_SIZE=triton.next_power_of_2(experts // params.num_groups),
-            BLOCK_K=triton.next_power_of_2(params.top_k), num_warps=1, **pdl_launch_options(logits),
-        )  # fmt: skip
+        choose_experts_kernel[(tokens,)](
+            logits,
+            correction,
+            weights,
+            ids,
+            params.score,
+            params.renormalize,
+            params.scale,
+            NUM_EXPERTS=experts,
+            NUM_GROUPS=params.num_groups,
+            TOP_GROUPS=params.top_groups,
+            TOP2=params.group_score == "top2",
+            TOP_K=params.top_k,
+            BLOCK_GROUPS=groups,
+            BLOCK_SIZE=triton.next_power_of_2(experts // params.num_groups),
+            BLOCK_K=triton.next_power_of_2(params.top_k),
+            num_warps=1,
+            **pdl_launch_options(logits),
+        )
     block = min(_BLOCK, triton.next_power_of_2(max(1, ids.numel())))
-    sort_kernel[(experts + 1,)](ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl_launch_options(logits))
+    sort_choices_kernel[(experts + 1,)](
+        ids, order, offsets, ids.numel(), BLOCK=block, num_warps=max(1, block // 256), **pdl_launch_options(logits)
+    )
     return Routing(weights, order, offsets)
 
 
 def expert_up(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None) -> Tensor:
     """See `ops.expert_up`."""
-    if tile is None and moe_library.takes(x, weight, routing):
-        return moe_library.product(x, weight, routing, is_sorted=False)
+    if tile is None and library_gemm.is_faster(x, weight, routing):
+        return library_gemm.expert_linear(x, weight, routing, is_sorted=False)
     return _project(_operands(x, weight, routing, is_sorted=False), routing, False, x.dtype, tile)
 
 
 def expert_down(x: Tensor, weight: PackedWeight, routing: Routing, tile: QuantTile | None = None) -> Tensor:
     """See `ops.expert_down`."""
-    if tile is None and moe_library.takes(x, weight, routing):
-        return _combine(moe_library.product(x, weight, routing, is_sorted=True), routing, moe_library.places(routing))
+    if tile is None and library_gemm.is_faster(x, weight, routing):
+        y = library_gemm.expert_linear(x, weight, routing, is_sorted=True)
+        return _combine(y, routing, library_gemm.inverse_order(routing))
     return _combine(_project(_operands(x, weight, routing, is_sorted=True), routing, True, x.dtype, tile), routing)
 
 
-def _operands(x: Tensor, weight: PackedWeight, routing: Routing, *, is_sorted: bool) -> Operands:
-    return operands_of(x, weight, routing, tile_rows(routing.order.shape[0], routing.offsets.shape[0] - 1), is_sorted)
+def _operands(x: Tensor, weight: PackedWeight, routing: Routing, *, is_sorted: bool) -> ExpertOperands:
+    return expert_operands(x, weight, routing, tile_tokens(routing.order.shape[0], routing.offsets.shape[0] - 1), is_sorted)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -81,71 +102,89 @@ def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return out
 
 
-def _project(given: Operands, routing: Routing, down: bool, dtype: torch.dtype, tile: QuantTile | None) -> Tensor:
-    """Sorted rows through their experts: [T × k, n] in the order of routing.order, or by choice when `down`."""
-    x, weight = given.rows, given.weight
-    if not weight.values.is_contiguous() or x.stride(-1) != 1:
-        raise ValueError(f"experts take dense weights and rows; strides are {weight.values.stride()} and {x.stride()}")
-    rows, experts = routing.order.shape[0], weight.num_experts
+def _project(operands: ExpertOperands, routing: Routing, scatter: bool, dtype: torch.dtype, tile: QuantTile | None) -> Tensor:
+    """[T × k, n]: sorted rows through their experts, in the order of routing.order, or with `scatter` in the order of the choices."""
+    values, weight = operands.x.values_ptr, operands.weight
+    if not weight.values.is_contiguous() or values.stride(-1) != 1:
+        raise ValueError(
+            f"experts: weights of strides {weight.values.stride()} and activations of strides {values.stride()}: weights must be "
+            "contiguous, and the last stride of activations must be 1"
+        )
+    m, experts = routing.order.shape[0], weight.num_experts
     n, k = weight.out_features, weight.in_features
-    out = torch.empty((rows, n), dtype=dtype, device=x.device)
-    if rows == 0:
+    out = torch.empty((m, n), dtype=dtype, device=values.device)
+    if m == 0:
         return out
-    tokens = tile_rows(rows, experts)
-    m_tiles = min(experts + 2, rows) + rows // tokens
-    tile = tile or _tile(rows, tokens, given, experts)
-    programs = m_tiles * triton.cdiv(n, tile.block_n)
-    splits = tile.splits if programs <= MAX_TILES else 1
-    partial = counters = None
-    if splits > 1:
-        partial = torch.empty((programs, splits, tile.block_n, tokens), dtype=torch.float32, device=x.device)
-        counters = arrived(x.device)
-    quant_linear_kernel[(programs, splits)](
-        x, given.scale, given.sums, weight.values, weight.scale, weight.zero, weight.bias, None, out, partial, counters, None, None, None,
-        routing.order, routing.offsets, rows, m_tiles, n, k, x.stride(0), weight.values.stride(1), n, x.shape[1], 0.0,
-        GATED=False, ACT="silu", SPLITS=splits, DIGITS=given.digits, EXPERTS=experts, EXPERT_BLOCK=triton.next_power_of_2(experts + 2),
-        TOP_K=0 if given.is_sorted else routing.top_k, SCATTER=down, TOKENS=tokens, ENCODE=False, NORM=False, LIMIT=0.0, CHUNK=128,
-        **flags(x, weight, tile), **pdl_launch_options(x),
-    )  # fmt: skip
+    weight_format = quantized_weight_format(values, weight)
+    tokens = tile_tokens(m, experts)
+    m_tiles = min(experts + 2, m) + m // tokens  # each segment may have one tile that is not full
+    tile = tile or _tile(m, tokens, operands, weight_format)
+    num_tiles = m_tiles * triton.cdiv(n, tile.block_n)
+    tile_shape = gemm_tile(weight_format, tile, tokens, num_tiles)
+    expert_linear_kernel[(num_tiles, tile_shape.splits)](
+        operands.x,
+        WeightPointers(weight.values, weight.scale, weight.zero),
+        OutputPointers(weight.bias, None, out),
+        split_k_pointers(num_tiles, tile_shape, False, values.device),
+        routing.order,
+        routing.offsets,
+        m,
+        m_tiles,
+        n,
+        k,
+        values.stride(0),
+        weight.values.stride(1),
+        n,
+        values.shape[1],
+        FORMAT=weight_format,
+        TILE=tile_shape,
+        PRODUCT=product_format(values, weight_format, k, tile_shape, operands.digits),
+        EXPERTS=ExpertOptions(experts, triton.next_power_of_2(experts + 2), 0 if operands.is_sorted else routing.top_k, scatter),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **pdl_launch_options(values),
+    )
     return out
 
 
-def tile_rows(rows: int, experts: int) -> int:
-    """Rows of a tile: twice an expert's share when choices spread evenly, lest weights be read again for a few rows more."""
+def tile_tokens(rows: int, experts: int) -> int:
+    """Tokens of a tile: twice an expert's rows when choices are spread evenly. With fewer, an expert with some more rows than others would
+    read its weights twice."""
     return min(128, max(8, triton.next_power_of_2(2 * triton.cdiv(rows, experts))))
 
 
-def _tile(rows: int, tokens: int, given: Operands, experts: int) -> QuantTile:
-    weight, item = given.weight, given.rows.element_size()
-    form, group = kernel_form(given.rows, weight), weight.group_size
+def _tile(rows: int, tokens: int, operands: ExpertOperands, weight_format: QuantizedWeightFormat) -> QuantTile:
+    values, weight = operands.x.values_ptr, operands.weight
+    item, form, group = values.element_size(), weight_format.form, weight_format.group
     if item == 4:
-        return QuantTile(32, _depth(weight, form, 32), 1, 8 if form == "int4" else 4, 2)
-    if tokens > 64 and form in ("block", "groups"):  # sums and the product that is added to them: 128 rows of weights spill
-        return QuantTile(64, _depth(weight, form, 64), 1, 8 if form == "groups" else 4, 4 if group <= 128 else 2)
+        return QuantTile(32, _block_k(weight, form, 32), 1, 8 if form == "int4" else 4, 2)
+    if tokens > 64 and form in ("block_fp8", "grouped_int8"):
+        # The sums and the product that is added to them both take registers: tiles of 128 weight rows spill.
+        return QuantTile(64, _block_k(weight, form, 64), 1, 8 if form == "grouped_int8" else 4, 4 if group <= 128 else 2)
     if tokens > 64:
-        return QuantTile(128, _depth(weight, form, 128 // item), 1, 8, 2 if form == "int4" and group > 64 else 4)
-    block_k, splits = _depth(weight, form, max(64, 256 // item)), 1
-    programs = min(rows, experts) * triton.cdiv(weight.out_features, 64)
-    while programs * splits < 2 * num_sms(given.rows.device) and weight.in_features // (block_k * splits * 2) >= 4:
+        return QuantTile(128, _block_k(weight, form, 128 // item), 1, 8, 2 if form == "int4" and group > 64 else 4)
+    block_k, splits = _block_k(weight, form, max(64, 256 // item)), 1
+    num_tiles = min(rows, weight.num_experts) * triton.cdiv(weight.out_features, 64)
+    while num_tiles * splits < 2 * num_sms(values.device) and weight.in_features // (block_k * splits * 2) >= 4:
         splits *= 2
-    return QuantTile(64, block_k, splits, 8 if given.digits == 2 and tokens > 16 else 4, 4)
+    return QuantTile(64, block_k, splits, 8 if operands.digits == 2 and tokens > 16 else 4, 4)
 
 
-def _depth(weight: PackedWeight, form: str, most: int) -> int:
-    """Features of a tile: at most `most`, where the weight's groups leave a choice. int4 takes pairs of groups that fill the row."""
+def _block_k(weight: PackedWeight, form: str, limit: int) -> int:
+    """Input features of a tile: at most `limit`, as far as the groups of the weight allow. int4: whole pairs of groups that divide k."""
     k, group = weight.in_features, weight.group_size
     if form == "int4":
-        return largest_block(k, 2 * group, most)
-    if form == "groups":
-        return largest_block(triton.cdiv(k, group) * group, group, most)
-    return group if form == "block" else most
+        return largest_block(k, 2 * group, limit)
+    if form == "grouped_int8":
+        return largest_block(triton.cdiv(k, group) * group, group, limit)
+    return group if form == "block_fp8" else limit
 
 
-def _combine(y: Tensor, routing: Routing, places: Tensor | None = None) -> Tensor:
-    """The sums [T, size] of rows of y, which are choices, or lie at `places` [T × k]."""
+def _combine(y: Tensor, routing: Routing, rows: Tensor | None = None) -> Tensor:
+    """[T, size]: the weighted sum of each token's choices. `rows` int32 [T × k]: the row of y of each choice; None: row c is choice c."""
     tokens, size = routing.weights.shape[0], y.shape[1]
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     if tokens:
         grid = (tokens, triton.cdiv(size, _BLOCK))
-        combine_kernel[grid](y, places, routing.weights, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(y))
+        combine_kernel[grid](y, rows, routing.weights, out, size, TOP_K=routing.top_k, BLOCK=_BLOCK, num_warps=4, **pdl_launch_options(y))
     return out

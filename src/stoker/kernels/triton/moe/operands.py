@@ -1,4 +1,11 @@
-"""What the experts' projections multiply: rows as plain numbers or codes, and stacked weights as the streaming kernel reads them."""
+"""The operands of an expert projection: activations, unquantized or quantized, and stacked weights in a form that `moe.kernel` supports.
+
+`gather_features_kernel` (experts that were quantized with their input features in an order of their own):
+
+    out[c, i] = x[row(c), features[expert(c), i]]                 for each sorted choice c and feature i; see `moe.kernel` for row(c)
+
+Grid: choices × blocks of BLOCK features. Theoretical floor: one read and one write of x at the speed of memory. Not measured by itself.
+"""
 
 from __future__ import annotations
 
@@ -14,113 +21,141 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference.quant_fp8 import round_groups, widen_blocks
 from stoker.kernels.reference.quant_int4 import dequantize_int4
 from stoker.kernels.routing import Routing
-from stoker.kernels.triton.gemm.quantized.activations import encode_groups, encode_rows
+from stoker.kernels.triton.gemm.quantized.activations import quantize_groups, quantize_rows
+from stoker.kernels.triton.gemm.quantized.arguments import ActivationPointers
 from stoker.kernels.triton.gemm.quantized.fp8 import BLOCK_COLUMNS
-from stoker.kernels.triton.gemm.quantized.tiles import digits_pay
+from stoker.kernels.triton.gemm.quantized.tiles import digits_are_faster
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 _BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Operands:
-    """Both sides of a projection."""
+class ExpertOperands:
+    """Both operands of a projection."""
 
-    rows: Tensor  # [digits × M, K], plain or codes
+    x: ActivationPointers
     weight: PackedWeight  # [E, N, K]
-    scale: Tensor | None = None  # of codes: float32 [M], or [groups, M]
-    sums: Tensor | None = None  # of digits: float32 [groups, M]
-    digits: int = 1
-    is_sorted: bool = False  # a row a choice, in the order of routing.order; else a row a token
+    digits: int = 1  # int8 digits of an activation
+    is_sorted: bool = False  # x has a row per choice, in the order of routing.order; else a row per token
 
 
-def operands_of(x: Tensor, weight: PackedWeight, routing: Routing, tile_rows: int, is_sorted: bool) -> Operands:
-    """Operands of `tile_rows` rows a tile, for x with a row a token, or a row a choice with `is_sorted`."""
+def expert_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_tokens: int, is_sorted: bool) -> ExpertOperands:
+    """The operands for tiles of `tile_tokens` tokens. With `is_sorted` x has a row per sorted choice, else a row per token."""
     if weight.format == "dense":
-        return Operands(x, weight, is_sorted=is_sorted)
+        return _unquantized(x, weight, is_sorted)
     if weight.format == "int4":
-        return _int4(x, weight, routing, tile_rows, is_sorted)
+        return _int4_operands(x, weight, routing, tile_tokens, is_sorted)
     if weight.group_size:
-        return _blocks(x, weight, is_sorted) if weight.format == "fp8" else _digits(x, weight, tile_rows, is_sorted)
-    return _bytes(x, weight, is_sorted)
+        is_block_fp8 = weight.format == "fp8"
+        return _block_operands(x, weight, is_sorted) if is_block_fp8 else _group_operands(x, weight, tile_tokens, is_sorted)
+    return _row_scaled_operands(x, weight, is_sorted)
 
 
-def _bytes(x: Tensor, weight: PackedWeight, is_sorted: bool) -> Operands:
-    """Activations as codes of the weight's dtype, or the weights widened to them."""
+def _unquantized(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertOperands:
+    return ExpertOperands(ActivationPointers(x, None, None), weight, is_sorted=is_sorted)
+
+
+def _row_scaled_operands(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertOperands:
+    """Activations quantized to the weight's dtype, or unquantized against dequantized weights."""
     if weight.activations == "none":
-        return Operands(x, weight, is_sorted=is_sorted)
-    made = encode_rows(x, weight.format, x.shape[1], input_scale=weight.input_scale)
-    return Operands(made.codes, weight, made.scale, is_sorted=is_sorted)
+        return _unquantized(x, weight, is_sorted)
+    quantized = quantize_rows(x, weight.format, x.shape[1], input_scale=weight.input_scale)
+    return ExpertOperands(ActivationPointers(quantized.values, quantized.scale, None), weight, is_sorted=is_sorted)
 
 
-def _int4(x: Tensor, weight: PackedWeight, routing: Routing, tile_rows: int, is_sorted: bool) -> Operands:
-    """A few rows as digits, which multiply the values as they are. Groups that no tile has: weights widened in every call."""
+def _int4_operands(x: Tensor, weight: PackedWeight, routing: Routing, tile_tokens: int, is_sorted: bool) -> ExpertOperands:
+    """Weights in groups that no tile supports are dequantized in every call."""
     if weight.column_order is not None:
-        x, is_sorted = permuted_rows(x, weight.column_order, routing, is_sorted), True
+        x, is_sorted = gather_features(x, weight.column_order, routing, is_sorted), True
     if weight.layout == "stored":
-        return Operands(x, _widened(weight, x.dtype, dequantize_int4), is_sorted=is_sorted)
-    return _digits(x, weight, tile_rows, is_sorted)
+        return _unquantized(x, _dequantized(weight, x.dtype, dequantize_int4), is_sorted)
+    return _group_operands(x, weight, tile_tokens, is_sorted)
 
 
-def _digits(x: Tensor, weight: PackedWeight, tile_rows: int, is_sorted: bool) -> Operands:
-    """A few rows as digits of whole groups with the sum of each group's, more as they are, to be multiplied by widened weights."""
+def _group_operands(x: Tensor, weight: PackedWeight, tile_tokens: int, is_sorted: bool) -> ExpertOperands:
+    """Activations as digits of full groups for small tiles, else unquantized, to be multiplied by dequantized weights."""
     group = weight.group_size
-    if not digits_pay(tile_rows, group, 4 if weight.format == "int4" else 8):
-        return Operands(x, weight, is_sorted=is_sorted)
-    made = encode_rows(x, "digits", triton.cdiv(weight.in_features, group) * group, group)
-    return Operands(made.codes, weight, made.scale, made.sums, 2, is_sorted)
+    if not digits_are_faster(tile_tokens, group, 4 if weight.format == "int4" else 8):
+        return _unquantized(x, weight, is_sorted)
+    quantized = quantize_rows(x, "digits", triton.cdiv(weight.in_features, group) * group, group)
+    return ExpertOperands(ActivationPointers(quantized.values, quantized.scale, quantized.group_sums), weight, 2, is_sorted)
 
 
-def _blocks(x: Tensor, weight: PackedWeight, is_sorted: bool) -> Operands:
-    """e4m3 rows with a scale for each group of features. Blocks that no tile has: weights widened in every call."""
+def _block_operands(x: Tensor, weight: PackedWeight, is_sorted: bool) -> ExpertOperands:
+    """float8_e4m3fn activations with a scale per group of features. Weights in blocks that no tile supports are dequantized in every
+    call."""
     columns = weight.group_size
     if columns not in BLOCK_COLUMNS:
-        wide = _widened(weight, x.dtype, lambda expert, _: widen_blocks(expert))
-        return Operands(round_groups(x.float(), columns).to(x.dtype), wide, is_sorted=is_sorted)
-    made = encode_groups(x, columns)
-    return Operands(made.codes, weight, made.scale, is_sorted=is_sorted)
+        dequantized = _dequantized(weight, x.dtype, lambda expert, _: widen_blocks(expert))
+        return _unquantized(round_groups(x.float(), columns).to(x.dtype), dequantized, is_sorted)
+    quantized = quantize_groups(x, columns)
+    return ExpertOperands(ActivationPointers(quantized.values, quantized.scale, None), weight, is_sorted=is_sorted)
 
 
-def _widened(weight: PackedWeight, dtype: torch.dtype, widen: Callable[[PackedWeight, torch.dtype], Tensor]) -> PackedWeight:
-    """A dense weight [E, N, K] of the same values, widened one expert after another, because they are float32 in between."""
-    wide = torch.empty((weight.num_experts, weight.out_features, weight.in_features), dtype=dtype, device=weight.values.device)
-    for expert in range(len(wide)):
-        wide[expert] = widen(weight.expert(expert), dtype)
-    return PackedWeight("dense", wide, bias=weight.bias)
+def _dequantized(weight: PackedWeight, dtype: torch.dtype, dequantize: Callable[[PackedWeight, torch.dtype], Tensor]) -> PackedWeight:
+    """A dense weight [E, N, K] of the same values, one expert after another to limit the size of temporary float32 tensors."""
+    dense = torch.empty((weight.num_experts, weight.out_features, weight.in_features), dtype=dtype, device=weight.values.device)
+    for expert in range(len(dense)):
+        dense[expert] = dequantize(weight.expert(expert), dtype)
+    return PackedWeight("dense", dense, bias=weight.bias)
 
 
-def permuted_rows(x: Tensor, features: Tensor, routing: Routing, is_sorted: bool) -> Tensor:
-    """Each sorted choice's row of x with its features in its expert's order, [T × k, K]. `features` int32 [num_experts, K].
+def gather_features(x: Tensor, features: Tensor, routing: Routing, is_sorted: bool) -> Tensor:
+    """[T × k, K]: the row of x of each sorted choice, with its features in the order of its expert, `features` int32 [num_experts, K].
 
-    Rows that are no expert's here hold some order.
+    Rows of other ranks' choices are in the order of one of the experts here.
     """
     rows, (experts, k) = routing.order.shape[0], features.shape
     out = torch.empty((rows, k), dtype=x.dtype, device=x.device)
     if rows:
-        permute_kernel[(rows, triton.cdiv(k, _BLOCK))](
-            x, features, routing.order, routing.offsets, out, k, x.stride(0), EXPERTS=experts,
-            EXPERT_BLOCK=triton.next_power_of_2(experts), TOP_K=0 if is_sorted else routing.top_k, BLOCK=_BLOCK, num_warps=4,
+        gather_features_kernel[(rows, triton.cdiv(k, _BLOCK))](
+            x,
+            features,
+            routing.order,
+            routing.offsets,
+            out,
+            k,
+            x.stride(0),
+            EXPERTS=experts,
+            EXPERT_BLOCK=triton.next_power_of_2(experts),
+            TOP_K=0 if is_sorted else routing.top_k,
+            BLOCK=_BLOCK,
+            num_warps=4,
             **pdl_launch_options(x),
-        )  # fmt: skip
+        )
     return out
 
 
 @triton.jit
-def permute_kernel(
-    x, features, order, offsets, out, k, stride_x,
-    EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK features of a sorted choice. Its expert is the number of experts that end at or before it."""
-    row = tl.program_id(0)
+def gather_features_kernel(
+    # Pointers
+    x_ptr,  # [M, k]: a row per token, or with TOP_K = 0 a row per sorted choice
+    features_ptr,  # int32 [EXPERTS, k]
+    order_ptr,  # int32 [choices]
+    offsets_ptr,  # int32 [EXPERTS + 1]
+    out_ptr,  # [choices, k]
+    # Sizes
+    k,
+    stride_x,
+    # Constants
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,  # EXPERTS, rounded up to a power of two
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    choice = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    expert = tl.arange(0, EXPERT_BLOCK)
-    end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=1 << 30)
-    mine = tl.minimum(tl.sum((end <= row).to(tl.int32), 0), EXPERTS - 1)
-    source = row
+    # The expert of a choice is the number of experts that end at or before it.
+    index = tl.arange(0, EXPERT_BLOCK)
+    end = tl.load(offsets_ptr + 1 + index, mask=index < EXPERTS, other=1 << 30)
+    expert = tl.minimum(tl.sum((end <= choice).to(tl.int32), 0), EXPERTS - 1)
+    row = choice
     if TOP_K > 0:
-        source = tl.load(order + row) // TOP_K
-    place = tl.load(features + mine.to(tl.int64) * k + cols, mask=cols < k, other=0)
-    v = tl.load(x + source.to(tl.int64) * stride_x + place, mask=cols < k, other=0.0)
-    tl.store(out + row.to(tl.int64) * k + cols, v, mask=cols < k)
+        row = tl.load(order_ptr + choice) // TOP_K
+    feature = tl.load(features_ptr + expert.to(tl.int64) * k + cols, mask=cols < k, other=0)  # [BLOCK]
+    values = tl.load(x_ptr + row.to(tl.int64) * stride_x + feature, mask=cols < k, other=0.0)
+    tl.store(out_ptr + choice.to(tl.int64) * k + cols, values, mask=cols < k)

@@ -1,13 +1,34 @@
-"""Activations as the quantized linears read them: a norm applied, then rounded to fp8 or int8 codes, all in one pass over each row.
+"""Activation quantization: rows of activations rounded to FP8 or int8 in one pass, after an optional gate and RMS norm.
 
-`digits` stands for weight-only formats: an activation is two int8 digits, coarse × 254 + fine, in units of its row's largest magnitude
-÷ 32258. That is 15 bits and a sign, so the product is nearly that of the activation itself, while the matrix units multiply the stored
-integers as they are: no weight is ever widened, which is what holds small linears of 8-bit weights below the speed of memory.
+For each row x of k features (h is its input to the product; without a norm, h = x):
+
+    h    = x × rsqrt(mean(x²) + eps) × norm_weight
+    step = max |h| ÷ L, or the static `input_scale`              L: 448 (fp8), 127 (int8), 127 × 254 (digits)
+    q    = round(h ÷ step), clamped to ± L                       h ≈ q × step
+
+"digits" serve weight-only formats. The integer q of 16 bits is stored as two int8 digits in base 254,
+
+    q = 254 × coarse + fine,      coarse = round(q ÷ 254),  -127 <= coarse, fine <= 127
+
+so that W · q = 254 × (W · coarse) + W · fine: two int8 products with the stored integers W. No weight is converted to a wider dtype,
+which is what keeps small linears of 8-bit weights below the speed of memory, and 15 bits and a sign of each activation are retained.
+
+    values int8 [2 × M, padded k]:   row 0     | coarse digits of token 0     | 0 0 |     zeros from k to padded k
+                                     ...
+                                     row M     | fine digits of token 0       | 0 0 |
+                                     ...
+    group_sums float32 [groups, M]:  Σ q over each group of features; the zero point of a group is multiplied by it
+
+Grid of `quantize_rows_kernel`: one CTA per row. Of `quantize_groups_kernel`, which has a scale per row and group: rows × chunks.
+
+Theoretical floor: one read of x and one write of the values. A decode step is bounded by the launch itself (about 2 µs), which the linear
+kernel saves for one row by quantizing the row in each CTA (`QuantTile.encode`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,193 +38,271 @@ from torch import Tensor
 from stoker.kernels.triton.activation import activated
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
-FP8_LIMIT, INT8_LIMIT, COARSE = 448.0, 127.0, 254.0
-LIMITS = {"fp8": FP8_LIMIT, "int8": INT8_LIMIT, "digits": INT8_LIMIT * COARSE}
+FP8_MAX, INT8_MAX, DIGIT_BASE = 448.0, 127.0, 254.0
+LARGEST_VALUES = {"fp8": FP8_MAX, "int8": INT8_MAX, "digits": INT8_MAX * DIGIT_BASE}  # L above
 _CHUNK = 4096  # features in registers at a time
-_WHOLE = 32768  # a row of up to so many stays in registers
+_MAX_ROW_IN_REGISTERS = 32768  # rows of at most this many features are read once
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
-    """x [M, K] as codes."""
+class QuantizedActivations:
+    """Activations x [M, K], quantized: x ≈ values × scale."""
 
-    codes: Tensor  # int8 or float8_e4m3fn [M, padded K]; digits: [2 × M, padded K], the coarse ones first. Zeros past K
-    scale: Tensor  # float32 [M]: the value of a code (of a fine digit), or [groups, M] when each group of features has its own
-    sums: Tensor | None = None  # digits: float32 [groups, M], the sum of each group in fine units
+    values: Tensor  # int8 or float8_e4m3fn [M, padded K]; digits: [2 × M, padded K], the coarse ones first. Zeros past K
+    scale: Tensor  # float32 [M]: the real value of one unit (of a fine digit), or [groups, M] when each group of features has its own
+    group_sums: Tensor | None = None  # digits: float32 [groups, M], the sum of each group in units of the fine digit
+
+
+class QuantizedRow(NamedTuple):
+    """Where a kernel stores one quantized row."""
+
+    values_ptr: Any  # the row's values, or coarse digits
+    fine_offset: Any  # elements from a coarse digit to its fine digit
+    group_sums_ptr: Any  # the row's sum of group 0; None: no sums
+    stride_group: Any  # elements from the sum of a group to that of the next one
 
 
 @triton.jit
-def nearest(x):
+def round_half_even(x):
     """The nearest integer, to even on a tie, for |x| < 2^22: adding 1.5 × 2^23 leaves no fraction bits."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def row_values(x_row, norm_weight, cols, k, NORM: tl.constexpr, GATE: tl.constexpr):
-    """float32 (values of a row, the same times the norm's weight). With GATE, a row holds k gates, then the k that they gate."""
-    v = tl.load(x_row + cols, mask=cols < k, other=0.0).to(tl.float32)
+def row_values(x_row_ptr, norm_weight_ptr, cols, k, NORM: tl.constexpr, GATE: tl.constexpr):
+    """float32 (x, x × norm weight) of some features of a row. With GATE, the row holds k gates, then k values: x = act(gate) × value."""
+    x = tl.load(x_row_ptr + cols, mask=cols < k, other=0.0).to(tl.float32)
     if GATE is not None:
-        v = activated(v, GATE) * tl.load(x_row + k + cols, mask=cols < k, other=0.0).to(tl.float32)
-        v = v.to(x_row.dtype.element_ty).to(tl.float32)  # as it would have been stored
-    weighted = v
+        x = activated(x, GATE) * tl.load(x_row_ptr + k + cols, mask=cols < k, other=0.0).to(tl.float32)
+        x = x.to(x_row_ptr.dtype.element_ty).to(tl.float32)  # rounded as a kernel of its own would have stored it
+    weighted = x
     if NORM:
-        weighted = v * tl.load(norm_weight + cols, mask=cols < k, other=0.0).to(tl.float32)
-    return v, weighted
+        weighted = x * tl.load(norm_weight_ptr + cols, mask=cols < k, other=0.0).to(tl.float32)
+    return x, weighted
 
 
 @triton.jit
-def step_of(squares, most, input_scale, k, eps, NORM: tl.constexpr, LIMIT: tl.constexpr):
-    """(the norm's factor, the value of a code) from a row's sum of squares and its largest magnitude before that factor."""
+def quantization_step(squares, largest, input_scale_ptr, k, eps, NORM: tl.constexpr, LIMIT: tl.constexpr):
+    """(factor of the norm, step) of a row with the sum of squares `squares`, whose largest magnitude before that factor is `largest`."""
     factor = 1.0
     if NORM:
         factor = tl.rsqrt(squares / k + eps)
-    if input_scale is not None:
-        step = tl.load(input_scale)
+    if input_scale_ptr is not None:
+        step = tl.load(input_scale_ptr)
     else:
-        step = most * factor / LIMIT
-    # A maximum passes over NaN; the sum of squares does not.
+        step = largest * factor / LIMIT
+    # + squares × 0: a maximum ignores NaN, a sum does not.
     return factor, tl.maximum(step, 1e-12 if LIMIT < 1000 else 1e-30) + squares * 0.0
 
 
 @triton.jit
-def row_step(
-    x_row, norm_weight, input_scale, k, eps, NORM: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr, GATE: tl.constexpr = None
+def row_quantization_step(
+    x_row_ptr,
+    norm_weight_ptr,
+    input_scale_ptr,
+    k,
+    eps,
+    NORM: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GATE: tl.constexpr = None,
 ):
-    """`step_of` a row read in chunks."""
+    """`quantization_step` of a row that is read in chunks."""
     squares = tl.zeros([CHUNK], tl.float32)
-    most = tl.zeros([CHUNK], tl.float32)
+    largest = tl.zeros([CHUNK], tl.float32)
     for start in range(0, k, CHUNK):
-        v, weighted = row_values(x_row, norm_weight, start + tl.arange(0, CHUNK), k, NORM, GATE)
-        squares += v * v
-        most = tl.maximum(most, tl.abs(weighted))
-    return step_of(tl.sum(squares, 0), tl.max(most, 0), input_scale, k, eps, NORM, LIMIT)
+        x, weighted = row_values(x_row_ptr, norm_weight_ptr, start + tl.arange(0, CHUNK), k, NORM, GATE)
+        squares += x * x
+        largest = tl.maximum(largest, tl.abs(weighted))
+    return quantization_step(tl.sum(squares, 0), tl.max(largest, 0), input_scale_ptr, k, eps, NORM, LIMIT)
 
 
 @triton.jit
-def encode(
-    x_row, norm_weight, codes_row, to_fine, sums_row, rows, factor, step, k, begin, end,
-    NORM: tl.constexpr, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, GATE: tl.constexpr = None,
-):  # fmt: skip
-    """Codes of features begin : end (a multiple of GROUP, and past k where the codes are padded) of one row of `rows`.
-
-    Fine digits lie `to_fine` after the coarse ones. sums_row points to the row's sum of group 0.
-    """
+def quantize_row(
+    x_row_ptr,
+    norm_weight_ptr,
+    target,  # QuantizedRow
+    factor,
+    step,
+    k,
+    begin,
+    end,
+    NORM: tl.constexpr,
+    DIGITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GATE: tl.constexpr = None,
+):
+    """Store the quantized features begin : end of one row. `end` is a multiple of GROUP, beyond k where the values are padded."""
     for start in range(begin, end, CHUNK):
-        _, weighted = row_values(x_row, norm_weight, start + tl.arange(0, CHUNK), k, NORM, GATE)
-        store_codes(weighted * factor, codes_row, to_fine, sums_row, rows, step, start, end, DIGITS, GROUP, CHUNK)
+        _, weighted = row_values(x_row_ptr, norm_weight_ptr, start + tl.arange(0, CHUNK), k, NORM, GATE)
+        store_quantized(weighted * factor, target, step, start, end, DIGITS, GROUP, CHUNK)
 
 
 @triton.jit
-def store_codes(
-    v, codes_row, to_fine, sums_row, rows, step, start, end, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Codes of v, which are the CHUNK features from `start` on; those from `end` on belong to others."""
+def store_quantized(x, target, step, start, end, DIGITS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """Store x [CHUNK], the features from `start` on, quantized. Those from `end` on are not stored."""
     cols = start + tl.arange(0, CHUNK)
-    units = v * (1.0 / step)
-    place = codes_row + cols
+    units = x * (1.0 / step)
+    target_ptr = target.values_ptr + cols
     if DIGITS == 2:
-        units = nearest(tl.minimum(tl.maximum(units, -32258.0), 32258.0))
-        coarse = nearest(units / 254.0)
+        units = round_half_even(tl.minimum(tl.maximum(units, -32258.0), 32258.0))
+        coarse = round_half_even(units / 254.0)
         fine = units - coarse * 254.0
-        tl.store(place, coarse.to(tl.int8), mask=cols < end)
-        tl.store(place + to_fine, fine.to(tl.int8), mask=cols < end)
-        if sums_row is not None:
+        tl.store(target_ptr, coarse.to(tl.int8), mask=cols < end)
+        tl.store(target_ptr + target.fine_offset, fine.to(tl.int8), mask=cols < end)
+        if target.group_sums_ptr is not None:
             group = start // GROUP + tl.arange(0, CHUNK // GROUP)
-            tl.store(sums_row + group * rows, tl.sum(tl.reshape(units, (CHUNK // GROUP, GROUP)), 1), mask=group * GROUP < end)
+            sums = tl.sum(tl.reshape(units, (CHUNK // GROUP, GROUP)), 1)
+            tl.store(target.group_sums_ptr + group * target.stride_group, sums, mask=group * GROUP < end)
     else:
-        tl.store(place, rounded(units, codes_row.dtype.element_ty), mask=cols < end)
+        tl.store(target_ptr, round_to(units, target.values_ptr.dtype.element_ty), mask=cols < end)
 
 
 @triton.jit
-def rounded(units, DTYPE: tl.constexpr):
-    """The nearest codes within the range of DTYPE."""
+def round_to(units, DTYPE: tl.constexpr):
+    """The nearest values of DTYPE, int8 within ± 127 or float8_e4m3fn within ± 448."""
     if DTYPE == tl.int8:  # noqa: SIM300
-        return nearest(tl.minimum(tl.maximum(units, -127.0), 127.0)).to(tl.int8)
+        return round_half_even(tl.minimum(tl.maximum(units, -127.0), 127.0)).to(tl.int8)
     else:
         return tl.minimum(tl.maximum(units, -448.0), 448.0).to(DTYPE)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def encode_kernel(
-    x, norm_weight, input_scale, codes, scale, sums, rows, k, padded, stride_x, eps,
-    NORM: tl.constexpr, DIGITS: tl.constexpr, LIMIT: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr,
-    CHUNK: tl.constexpr, WHOLE: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: one row, with one scale. WHOLE: a chunk holds the row, which then is read once."""
+@triton.jit(do_not_specialize=["num_rows"])
+def quantize_rows_kernel(
+    # Pointers
+    x_ptr,  # [M, k], or with GATE [M, 2 × k]
+    norm_weight_ptr,  # [k] or None
+    input_scale_ptr,  # float32 [1]: a static scale, or None
+    values_ptr,  # [DIGITS × M, padded_k]
+    scale_ptr,  # float32 [M]
+    group_sums_ptr,  # float32 [padded_k / GROUP, M] or None
+    # Sizes
+    num_rows,  # M
+    k,
+    padded_k,
+    stride_x,
+    eps,
+    # Constants
+    NORM: tl.constexpr,
+    DIGITS: tl.constexpr,  # 2: coarse and fine digits; 1: one value per feature
+    LIMIT: tl.constexpr,  # the largest value
+    GROUP: tl.constexpr,  # features of a group; 1: no group sums
+    GATE: tl.constexpr,  # an activation or None
+    CHUNK: tl.constexpr,  # features in registers
+    SINGLE_CHUNK: tl.constexpr,  # a chunk holds the row, which is read once
+    USE_PDL: tl.constexpr,
+):
     row = tl.program_id(0)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    x_row = x + row.to(tl.int64) * stride_x
-    sums_row = sums
-    if sums is not None:
-        sums_row = sums + row
-    codes_row = codes + row.to(tl.int64) * padded
-    to_fine = tl.cast(rows, tl.int64) * padded
-    if WHOLE:
-        v, weighted = row_values(x_row, norm_weight, tl.arange(0, CHUNK), k, NORM, GATE)
-        factor, step = step_of(tl.sum(v * v, 0), tl.max(tl.abs(weighted), 0), input_scale, k, eps, NORM, LIMIT)
-        store_codes(weighted * factor, codes_row, to_fine, sums_row, rows, step, 0, padded, DIGITS, GROUP, CHUNK)
+    x_row_ptr = x_ptr + row.to(tl.int64) * stride_x
+    row_sums_ptr = group_sums_ptr
+    if group_sums_ptr is not None:
+        row_sums_ptr = group_sums_ptr + row
+    values_row_ptr = values_ptr + row.to(tl.int64) * padded_k
+    target = QuantizedRow(values_row_ptr, tl.cast(num_rows, tl.int64) * padded_k, row_sums_ptr, num_rows)
+    if SINGLE_CHUNK:
+        x, weighted = row_values(x_row_ptr, norm_weight_ptr, tl.arange(0, CHUNK), k, NORM, GATE)
+        factor, step = quantization_step(tl.sum(x * x, 0), tl.max(tl.abs(weighted), 0), input_scale_ptr, k, eps, NORM, LIMIT)
+        store_quantized(weighted * factor, target, step, 0, padded_k, DIGITS, GROUP, CHUNK)
     else:
-        factor, step = row_step(x_row, norm_weight, input_scale, k, eps, NORM, LIMIT, CHUNK, GATE)
-        encode(x_row, norm_weight, codes_row, to_fine, sums_row, rows, factor, step, k, 0, padded, NORM, DIGITS, GROUP, CHUNK, GATE)
-    tl.store(scale + row, step)
+        factor, step = row_quantization_step(x_row_ptr, norm_weight_ptr, input_scale_ptr, k, eps, NORM, LIMIT, CHUNK, GATE)
+        quantize_row(x_row_ptr, norm_weight_ptr, target, factor, step, k, 0, padded_k, NORM, DIGITS, GROUP, CHUNK, GATE)
+    tl.store(scale_ptr + row, step)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def encode_groups_kernel(x, codes, scale, rows, k, padded, stride_x, GROUP: tl.constexpr, CHUNK: tl.constexpr, USE_PDL: tl.constexpr):
-    """One program: CHUNK features of one row, e4m3 with a scale for each GROUP of them."""
+@triton.jit(do_not_specialize=["num_rows"])
+def quantize_groups_kernel(
+    x_ptr,  # [M, k]
+    values_ptr,  # float8_e4m3fn [M, padded_k]
+    scale_ptr,  # float32 [padded_k / GROUP, M]
+    num_rows,  # M
+    k,
+    padded_k,
+    stride_x,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,  # features of one CTA
+    USE_PDL: tl.constexpr,
+):
+    """float8_e4m3fn values of one row with a scale per GROUP features. A CTA has CHUNK features of the row."""
     row = tl.program_id(0).to(tl.int64)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     group = tl.program_id(1) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    v = tl.load(x + row * stride_x + cols, mask=cols < k, other=0.0).to(tl.float32)
-    step = tl.maximum(tl.max(tl.abs(v), 1) / 448.0, 1e-12) + tl.sum(v, 1) * 0.0
-    tl.store(scale + group.to(tl.int64) * rows + row, step, mask=group * GROUP < padded)
-    tl.store(codes + row * padded + cols, rounded(tl.div_rn(v, step[:, None]), codes.dtype.element_ty), mask=cols < padded)
+    x = tl.load(x_ptr + row * stride_x + cols, mask=cols < k, other=0.0).to(tl.float32)  # [groups of the chunk, GROUP]
+    step = tl.maximum(tl.max(tl.abs(x), 1) / 448.0, 1e-12) + tl.sum(x, 1) * 0.0  # NaN where a feature is NaN
+    tl.store(scale_ptr + group.to(tl.int64) * num_rows + row, step, mask=group * GROUP < padded_k)
+    target_ptr = values_ptr + row * padded_k + cols
+    tl.store(target_ptr, round_to(tl.div_rn(x, step[:, None]), values_ptr.dtype.element_ty), mask=cols < padded_k)
 
 
-def empty_codes(x: Tensor, form: str, padded: int, group: int = 0) -> Codes:
-    """What `encode_rows` fills."""
-    rows = x.shape[0] * (2 if form == "digits" else 1)
-    dtype = torch.float8_e4m3fn if form == "fp8" else torch.int8
-    codes = torch.empty((rows, padded), dtype=dtype, device=x.device)
-    sums = (
-        torch.empty((triton.cdiv(padded, group), x.shape[0]), dtype=torch.float32, device=x.device) if form == "digits" and group else None
+def empty_activations(x: Tensor, form: str, padded_k: int, group: int = 0) -> QuantizedActivations:
+    """Uninitialized memory for x, quantized as `form`."""
+    m, is_digits = x.shape[0], form == "digits"
+    values = torch.empty(
+        (m * (2 if is_digits else 1), padded_k), dtype=torch.float8_e4m3fn if form == "fp8" else torch.int8, device=x.device
     )
-    return Codes(codes, torch.empty(x.shape[0], dtype=torch.float32, device=x.device), sums)
+    group_sums = None
+    if is_digits and group:
+        group_sums = torch.empty((triton.cdiv(padded_k, group), m), dtype=torch.float32, device=x.device)
+    return QuantizedActivations(values, torch.empty(m, dtype=torch.float32, device=x.device), group_sums)
 
 
-def encode_rows(
-    x: Tensor, form: str, padded: int, group: int = 0,
-    norm_weight: Tensor | None = None, eps: float = 0.0, input_scale: Tensor | None = None, gate: str | None = None,
-) -> Codes:  # fmt: skip
-    """Codes of x [M, K], after an RMS norm when there is `norm_weight`. `form` is fp8, int8 or digits; `group` asks for digits' sums.
+def quantize_rows(
+    x: Tensor,
+    form: str,
+    padded_k: int,
+    group: int = 0,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    input_scale: Tensor | None = None,
+    gate: str | None = None,
+) -> QuantizedActivations:
+    """x [M, K] quantized with a scale per row, after an RMS norm when there is `norm_weight`.
 
-    With `gate`, x is [M, 2 × K], gates and what they gate: the codes are those of act(gate) × it.
+    `form` is "fp8", "int8" or "digits". `group`: features of a group of the weight, for which digits get their sums (0: none). With `gate`,
+    x is [M, 2 × K]: gates, then the values that act(gate) multiplies.
     """
-    made = empty_codes(x, form, padded, group)
-    whole = max(triton.next_power_of_2(padded), 2 * group, 128)
-    chunk = whole if whole <= _WHOLE else _CHUNK
+    result = empty_activations(x, form, padded_k, group)
+    row_chunk = max(triton.next_power_of_2(padded_k), 2 * group, 128)
+    chunk = row_chunk if row_chunk <= _MAX_ROW_IN_REGISTERS else _CHUNK
     if x.shape[0]:
-        encode_kernel[(x.shape[0],)](
-            x, norm_weight, input_scale, made.codes, made.scale, made.sums,
-            x.shape[0], x.shape[1] // (2 if gate else 1), padded, x.stride(0), eps,
-            NORM=norm_weight is not None, DIGITS=2 if form == "digits" else 1, LIMIT=LIMITS[form], GROUP=max(group, 1), GATE=gate,
-            CHUNK=chunk, WHOLE=chunk == whole, num_warps=min(16, max(1, chunk // 512)), **pdl_launch_options(x),
-        )  # fmt: skip
-    return made
+        quantize_rows_kernel[(x.shape[0],)](
+            x,
+            norm_weight,
+            input_scale,
+            result.values,
+            result.scale,
+            result.group_sums,
+            x.shape[0],
+            x.shape[1] // (2 if gate else 1),
+            padded_k,
+            x.stride(0),
+            eps,
+            NORM=norm_weight is not None,
+            DIGITS=2 if form == "digits" else 1,
+            LIMIT=LARGEST_VALUES[form],
+            GROUP=max(group, 1),
+            GATE=gate,
+            CHUNK=chunk,
+            SINGLE_CHUNK=chunk == row_chunk,
+            num_warps=min(16, max(1, chunk // 512)),
+            **pdl_launch_options(x),
+        )
+    return result
 
 
-def encode_groups(x: Tensor, group: int) -> Codes:
-    """e4m3 codes of x [M, K] with a scale for each `group` neighbours (a power of two): scale [groups, M]."""
+def quantize_groups(x: Tensor, group: int) -> QuantizedActivations:
+    """x [M, K] as float8_e4m3fn with a scale for each `group` (a power of two) neighbouring features: scale [groups, M]."""
     rows, k = x.shape
     groups = triton.cdiv(k, group)
-    codes = torch.empty((rows, groups * group), dtype=torch.float8_e4m3fn, device=x.device)
+    values = torch.empty((rows, groups * group), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
     chunk = max(group, min(2048, triton.next_power_of_2(k)))
     if rows:
-        encode_groups_kernel[(rows, triton.cdiv(k, chunk))](
-            x, codes, scale, rows, k, groups * group, x.stride(0), GROUP=group, CHUNK=chunk, num_warps=4, **pdl_launch_options(x)
+        quantize_groups_kernel[(rows, triton.cdiv(k, chunk))](
+            x, values, scale, rows, k, groups * group, x.stride(0), GROUP=group, CHUNK=chunk, num_warps=4, **pdl_launch_options(x)
         )
-    return Codes(codes, scale)
+    return QuantizedActivations(values, scale)

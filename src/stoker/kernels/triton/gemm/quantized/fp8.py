@@ -1,4 +1,13 @@
-"""Linears of float8_e4m3fn weights on the GPU: e4m3 × e4m3 in the matrix units, or weights widened for plain activations."""
+"""Linears of float8_e4m3fn weights on the GPU: float8 × float8 in the matrix units, or weights dequantized for unquantized activations.
+
+activations    rows           path
+quantized      1              `fp8_gemv`, where it is the fastest
+               up to 8        `gemm.skinny`
+               more than 64   the library's GEMM with a scale per row of both operands, in bfloat16
+               otherwise      `quantized_activation_linear`
+none           up to 512      `plain_activation_linear`
+               more           `dequantized_linear`
+"""
 
 from __future__ import annotations
 
@@ -9,66 +18,66 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_fp8 as reference
-from stoker.kernels.triton.gemm.quantized.activations import encode_rows
-from stoker.kernels.triton.gemm.quantized.fp8_gemv import gemv_tile, one_row
+from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
+from stoker.kernels.triton.gemm.quantized.fp8_gemv import fp8_gemv, gemv_tile
 from stoker.kernels.triton.gemm.quantized.launch import (
-    after,
-    block_rows,
+    apply_input_gate,
+    apply_output_fusion,
+    apply_unfused_norm,
+    block_fp8_activation_linear,
     check_residual,
-    few_rows,
-    many_rows,
-    plain_rows,
-    ungated,
-    without_layer_norm,
+    dequantized_linear,
+    plain_activation_linear,
+    quantized_activation_linear,
 )
-from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, MIDDLE_ROWS
+from stoker.kernels.triton.gemm.quantized.tiles import MAX_SKINNY_ROWS, MAX_UPCAST_ROWS
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.types import PLAIN, Fusion
 
-BLOCK_COLUMNS = (32, 64, 128, 256)  # features of a block that a tile can have
+BLOCK_COLUMNS = (32, 64, 128, 256)  # columns of a block that a tile can have
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """See `ops.prepare_weight`. The kernels read dense scales."""
+    """See `ops.prepare_weight`. The kernels require contiguous scales."""
     return replace(weight, scale=weight.scale.contiguous()) if weight.scale is not None else weight
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`. Blocks whose columns are no power of two from 32 to 256 run through plain torch."""
+    """See `ops.packed_linear`. Blocks with a number of columns that is not in BLOCK_COLUMNS are computed by the reference."""
     if weight.group_size:
-        return block_rows(x, weight, fusion) if weight.group_size in BLOCK_COLUMNS else reference.packed_linear(x, weight, fusion)
+        if weight.group_size in BLOCK_COLUMNS:
+            return block_fp8_activation_linear(x, weight, fusion)
+        return reference.packed_linear(x, weight, fusion)
     if weight.activations == "none":
-        if x.shape[0] <= MIDDLE_ROWS:
-            return plain_rows(x, weight, fusion)
+        if x.shape[0] <= MAX_UPCAST_ROWS:
+            return plain_activation_linear(x, weight, fusion)
         values, scale = weight.values, weight.scale
         assert scale is not None
-        return many_rows(x, weight, lambda a, b: (values[a:b].float() * scale[a:b, None]).to(x.dtype), fusion)
-    x, fusion = ungated(x, fusion) if x.shape[0] == 1 else (x, fusion)
-    one = gemv_tile(x, weight, fusion)
-    if one is not None:
+        return dequantized_linear(x, weight, lambda a, b: (values[a:b].float() * scale[a:b, None]).to(x.dtype), fusion)
+    x, fusion = apply_input_gate(x, fusion) if x.shape[0] == 1 else (x, fusion)
+    tile = gemv_tile(x, weight, fusion)
+    if tile is not None:
         check_residual(fusion, 1, weight.out_features)
-        return one_row(x, weight, fusion, one)
+        return fp8_gemv(x, weight, fusion, tile)
     if supports_skinny(x, weight):
         return skinny_linear(x, weight, fusion)
-    if x.shape[0] > FEW_ROWS and _library_takes(x, weight):
-        return scaled_rows(x, weight, fusion)
-    return few_rows(x, weight, "fp8", "fp8", fusion)
+    if x.shape[0] > MAX_SKINNY_ROWS and _library_supports(x, weight):
+        return library_fp8_linear(x, weight, fusion)
+    return quantized_activation_linear(x, weight, "fp8", "fp8", fusion)
 
 
-def scaled_rows(x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tensor:
-    """Many rows: the library's GEMM with a scale for each row of both operands."""
-    x, fusion = without_layer_norm(x, fusion)
-    made = encode_rows(
-        x, "fp8", weight.in_features, norm_weight=fusion.norm_weight, eps=fusion.norm_eps, input_scale=weight.input_scale,
-        gate=fusion.input_gate,
-    )  # fmt: skip
-    assert weight.scale is not None
+def library_fp8_linear(x: Tensor, weight: PackedWeight, fusion: Fusion) -> Tensor:
+    """The library's GEMM with a scale for each row of both operands."""
+    x, fusion = apply_unfused_norm(x, fusion)
+    k, scale = weight.in_features, weight.scale
+    assert scale is not None
+    q = quantize_rows(x, "fp8", k, 0, fusion.norm_weight, fusion.norm_eps, weight.input_scale, fusion.input_gate)
     y = torch._scaled_mm(
-        made.codes, weight.values.t(), made.scale[:, None], weight.scale[None, :], bias=weight.bias, out_dtype=x.dtype, use_fast_accum=True
+        q.values, weight.values.t(), q.scale[:, None], scale[None, :], bias=weight.bias, out_dtype=x.dtype, use_fast_accum=True
     )
-    return after(y, fusion)
+    return apply_output_fusion(y, fusion)
 
 
-def _library_takes(x: Tensor, weight: PackedWeight) -> bool:
-    """cuBLAS's FP8 product with scales by row makes bfloat16, of sides that are multiples of 16."""
+def _library_supports(x: Tensor, weight: PackedWeight) -> bool:
+    """cuBLAS multiplies FP8 with a scale per row to bfloat16 only, for sides that are multiples of 16."""
     return not x.is_cpu and x.dtype == torch.bfloat16 and weight.out_features % 16 == 0 and weight.in_features % 16 == 0

@@ -1,7 +1,17 @@
-"""Linears of groupwise int4 weights on the GPU.
+"""Linears of int4 weights in groups on the GPU.
 
-Stored codes pair neighbouring features in a byte. Here a byte pairs feature i of a group with feature i of the next group, so that the
-low nibbles of a tile are one group and the high ones the next: a tile unpacks with a mask and a shift, without moving anything.
+A stored byte holds two neighbouring features. `prepare_weight` rearranges the bytes once, at load (layout `paired` of `PackedWeight`): a
+byte holds feature i of a group in its low nibble, and feature i of the next group in its high nibble. A tile of bytes then unpacks to one
+tile of each group with a mask and a shift, without moving values between threads. With groups of G features:
+
+    byte of a row    | 0        1            ...  G - 1      | G            ...  2G - 1     | ...
+    low nibble       | f 0      f 1               f G - 1    | f 2G              f 3G - 1   |        even groups
+    high nibble      | f G      f G + 1           f 2G - 1   | f 3G              f 4G - 1   |        odd groups
+
+    scale, zero [groups, n]: transposed, so that the rows of a tile read neighbouring elements. The number of groups is even; the features
+    that fill the last groups up are multiplied by zeros.
+
+`dequantize_kernel`: the real values of some rows, for the library's GEMM. Grid: blocks of BLOCK_N rows × pairs of groups.
 """
 
 from __future__ import annotations
@@ -16,52 +26,57 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_int4 as reference
-from stoker.kernels.triton.gemm.quantized.launch import few_rows, many_rows, plain_rows, ungated
-from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, SMALLEST_INTEGER_GROUP, digits_pay
+from stoker.kernels.triton.gemm.quantized.launch import (
+    apply_input_gate,
+    dequantized_linear,
+    plain_activation_linear,
+    quantized_activation_linear,
+)
+from stoker.kernels.triton.gemm.quantized.tiles import MAX_SKINNY_ROWS, MIN_INT8_GROUP, digits_are_faster
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.gemm.skinny_int4.launch import skinny_int4_linear, supports_skinny_int4
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.triton.ptx.unpack import unpack_int4
 from stoker.kernels.types import PLAIN, Fusion
 
-LARGEST_GROUP = 128  # larger ones, and such as 48, are cut into some that share a scale
-SMALLEST_GROUP = 16  # the depth of a 16-bit matrix instruction
+MAX_GROUP = 128  # larger groups, and sizes such as 48, are split into power-of-2 groups with the same scale
+MIN_GROUP = 16  # the depth of a 16-bit matrix instruction
 
 
 def prepare_weight(weight: PackedWeight) -> PackedWeight:
-    """See `ops.prepare_weight`. The layout `paired` takes the place of the stored one, so that this can be freed.
+    """See `ops.prepare_weight`. The result does not refer to the given tensors, so that these can be freed.
 
-    Groups count as whole, and as an even number: what pads them is multiplied by zeros. Groups that no tile has nor shares (no multiple of
-    16: those that ranks cut) stay as stored.
+    Groups that are no multiple of MIN_GROUP, such as those that a shard boundary splits, are returned unchanged: no tile supports them.
     """
-    if weight.group_size % SMALLEST_GROUP:
+    if weight.group_size % MIN_GROUP:
         return weight
-    group = min(weight.group_size & -weight.group_size, LARGEST_GROUP)  # the largest power of two that divides it
-    grid = [weight.scale, weight.zero]
+    group = min(weight.group_size & -weight.group_size, MAX_GROUP)  # the largest power of two that divides it
+    tensors = [weight.scale, weight.zero]
     if weight.group_size > group:
-        grid = [None if t is None else t.repeat_interleave(weight.group_size // group, dim=-1) for t in grid]
+        tensors = [None if t is None else t.repeat_interleave(weight.group_size // group, dim=-1) for t in tensors]
     pairs = triton.cdiv(weight.in_features, 2 * group)
-    scale, zero = (None if t is None else F.pad(t, (0, 2 * pairs))[..., : 2 * pairs].transpose(-1, -2).contiguous() for t in grid)
-    return replace(weight, values=_paired(weight.values, pairs, group), scale=scale, zero=zero, group_size=group, layout="paired")
+    scale, zero = (None if t is None else F.pad(t, (0, 2 * pairs))[..., : 2 * pairs].transpose(-1, -2).contiguous() for t in tensors)
+    return replace(weight, values=_pair_groups(weight.values, pairs, group), scale=scale, zero=zero, group_size=group, layout="paired")
 
 
-def _paired(values: Tensor, pairs: int, group: int) -> Tensor:
-    """Stored values in the layout `paired`; experts one after another, because unpacked values need four bytes each."""
+def _pair_groups(values: Tensor, pairs: int, group: int) -> Tensor:
+    """Stored values in the layout `paired`. Experts are converted one after another: temporary tensors are larger than the weight."""
     if values.dim() == 3:
-        made = values.new_empty(*values.shape[:2], pairs * group)
-        for expert, target in zip(values, made, strict=True):
-            target.copy_(_paired(expert, pairs, group))
-        return made
-    each = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
-    each = F.pad(each, (0, pairs * 2 * group - each.shape[1])).unflatten(-1, (pairs, 2, group))
-    return (each[:, :, 0] | (each[:, :, 1] << 4)).flatten(1).contiguous()
+        paired = values.new_empty(*values.shape[:2], pairs * group)
+        for expert, target in zip(values, paired, strict=True):
+            target.copy_(_pair_groups(expert, pairs, group))
+        return paired
+    unpacked = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+    unpacked = F.pad(unpacked, (0, pairs * 2 * group - unpacked.shape[1])).unflatten(-1, (pairs, 2, group))
+    return (unpacked[:, :, 0] | (unpacked[:, :, 1] << 4)).flatten(1).contiguous()
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`. Few rows become two int8 digits each, which multiply values that no one widens; more meet widened values: in
-    registers (bands, tiles), and many of them in memory.
+    """See `ops.packed_linear`. By the number of rows, from low to high:
 
-    A weight that `prepare_weight` left as stored is widened in plain torch, every time.
+    digits against the stored integers (`gemm.skinny`, `quantized_activation_linear`), weights dequantized in registers
+    (`gemm.skinny_int4`, `plain_activation_linear`), weights dequantized in memory (`dequantized_linear`). A weight that `prepare_weight`
+    left unchanged is dequantized by the reference in every call.
     """
     if weight.layout == "stored":
         return reference.packed_linear(x, weight, fusion)
@@ -70,41 +85,56 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
         return skinny_linear(x, weight, fusion)
     if supports_skinny_int4(x, weight):
         return skinny_int4_linear(x, weight, fusion)
-    if rows <= FEW_ROWS:
-        if digits_pay(rows, group) or (x.dtype == torch.float32 and group >= SMALLEST_INTEGER_GROUP):
-            return few_rows(x, weight, "digits", f"int4/{group}", fusion)
-        return plain_rows(x, weight, fusion)
-    x, fusion = ungated(x, fusion)
-    return many_rows(x, weight, lambda a, b: dequantize_int4(weight, a, b, x.shape[1], x.dtype), fusion)
+    if rows <= MAX_SKINNY_ROWS:
+        if digits_are_faster(rows, group) or (x.dtype == torch.float32 and group >= MIN_INT8_GROUP):
+            return quantized_activation_linear(x, weight, "digits", f"int4/{group}", fusion)
+        return plain_activation_linear(x, weight, fusion)
+    x, fusion = apply_input_gate(x, fusion)
+    return dequantized_linear(x, weight, lambda a, b: dequantize_int4(weight, a, b, x.shape[1], x.dtype), fusion)
 
 
 @triton.jit(do_not_specialize=["first", "last"])
 def dequantize_kernel(
-    codes, scale, zero, out, first, last, n, size, stride_codes, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-    PACKED: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: a pair of groups of BLOCK_N rows from `first` on, into out [.., size]."""
+    # Pointers
+    packed_ptr,  # uint8 [n, stride_packed]
+    scale_ptr,  # [groups, n]
+    zero_ptr,  # [groups, n] or None
+    out_ptr,  # [last - first, size]
+    # Sizes
+    first,  # rows first : last of the weight
+    last,
+    n,
+    size,  # input features, without those that fill the last groups up
+    stride_packed,
+    # Constants
+    ZERO: tl.constexpr,  # zero kind: see `group_scales`
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr,  # True on a GPU: inline PTX; False in the interpreter: the equivalent Triton operations
+    USE_PDL: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = tl.program_id(1)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
-    source = tl.minimum(first + row, last - 1)
-    col = tl.arange(0, GROUP)[None, :]
-    low, high = unpack_int4(tl.load(codes + source.to(tl.int64)[:, None] * stride_codes + pair * GROUP + col), PACKED)
-    target = out + row.to(tl.int64)[:, None] * size + pair * (2 * GROUP) + col
+    weight_row = tl.minimum(first + row, last - 1)
+    byte = tl.arange(0, GROUP)[None, :]
+    packed = tl.load(packed_ptr + weight_row.to(tl.int64)[:, None] * stride_packed + pair * GROUP + byte)
+    low, high = unpack_int4(packed, PACKED)  # [BLOCK_N, GROUP]
+    target_ptr = out_ptr + row.to(tl.int64)[:, None] * size + pair * (2 * GROUP) + byte
     inside = (first + row < last)[:, None]
     for half in tl.static_range(2):
-        place = (2 * pair + half) * n + source
-        s = tl.load(scale + place).to(tl.float32)
+        offset = (2 * pair + half) * n + weight_row
+        scale = tl.load(scale_ptr + offset).to(tl.float32)
         value = (low if half == 0 else high).to(tl.float32)
         if ZERO == "none":
-            value = (value - 8.0) * s[:, None]
+            value = (value - 8.0) * scale[:, None]
         elif ZERO == "int":
-            value = (value - tl.load(zero + place).to(tl.float32)[:, None]) * s[:, None]
+            value = (value - tl.load(zero_ptr + offset).to(tl.float32)[:, None]) * scale[:, None]
         else:
-            value = value * s[:, None] + tl.load(zero + place).to(tl.float32)[:, None]
-        keep = inside & (pair * (2 * GROUP) + half * GROUP + col < size)
-        tl.store(target + half * GROUP, value.to(out.dtype.element_ty), mask=keep)
+            value = value * scale[:, None] + tl.load(zero_ptr + offset).to(tl.float32)[:, None]
+        mask = inside & (pair * (2 * GROUP) + half * GROUP + byte < size)
+        tl.store(target_ptr + half * GROUP, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def dequantize_int4(weight: PackedWeight, first: int, last: int, in_features: int, dtype: torch.dtype) -> Tensor:
@@ -112,7 +142,20 @@ def dequantize_int4(weight: PackedWeight, first: int, last: int, in_features: in
     n, half = weight.values.shape
     out = torch.empty((last - first, in_features), dtype=dtype, device=weight.values.device)
     dequantize_kernel[(triton.cdiv(last - first, 16), half // weight.group_size)](
-        weight.values, weight.scale, weight.zero, out, first, last, n, in_features, half,
-        ZERO=weight.zero_kind, GROUP=weight.group_size, BLOCK_N=16, PACKED=not out.is_cpu, num_warps=4, **pdl_launch_options(out),
-    )  # fmt: skip
+        weight.values,
+        weight.scale,
+        weight.zero,
+        out,
+        first,
+        last,
+        n,
+        in_features,
+        half,
+        ZERO=weight.zero_kind,
+        GROUP=weight.group_size,
+        BLOCK_N=16,
+        PACKED=not out.is_cpu,
+        num_warps=4,
+        **pdl_launch_options(out),
+    )
     return out

@@ -1,4 +1,11 @@
-"""Linears of int8 weights on the GPU, with activations as they are or int8 too."""
+"""Linears of int8 weights with a scale per row on the GPU, and int8 embedding tables.
+
+Unquantized activations are, by the number of rows: up to 8 multiplied by `gemm.skinny`, up to 256 as digits by the stored weights, more by
+`dequantized_linear`. Weights in groups are computed by the reference: formats dequantize them at load.
+
+`int8_rows_kernel`: out[i] = weight[ids[i]] × scale[ids[i]]. Grid: rows × blocks of BLOCK features. Theoretical floor: one read of each byte
+and one write of each result at the speed of memory. Not measured by itself.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +17,8 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.reference import quant_int8 as reference
 from stoker.kernels.triton.device import num_sms
-from stoker.kernels.triton.gemm.quantized.launch import few_rows, many_rows
-from stoker.kernels.triton.gemm.quantized.tiles import DIGIT_ROWS, FEW_ROWS, digits_tile
+from stoker.kernels.triton.gemm.quantized.launch import dequantized_linear, quantized_activation_linear
+from stoker.kernels.triton.gemm.quantized.tiles import MAX_DIGIT_ROWS, MAX_SKINNY_ROWS, digits_tile
 from stoker.kernels.triton.gemm.skinny.launch import skinny_linear, supports_skinny
 from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from stoker.kernels.types import PLAIN, Fusion
@@ -25,32 +32,31 @@ def prepare_weight(weight: PackedWeight) -> PackedWeight:
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Tensor:
-    """See `ops.packed_linear`. Without activation quantization, up to DIGIT_ROWS rows become two int8 digits each, so that the weights are
-    multiplied as they are stored. Weights in groups run through plain torch; formats widen them at load."""
+    """See `ops.packed_linear`."""
     if weight.group_size:
         return reference.packed_linear(x, weight, fusion)
     if weight.activations != "none":
-        return few_rows(x, weight, "int8", "w8a8", fusion)
+        return quantized_activation_linear(x, weight, "int8", "w8a8", fusion)
     if supports_skinny(x, weight):
         return skinny_linear(x, weight, fusion)
-    if x.shape[0] <= FEW_ROWS // 2:
-        return few_rows(x, weight, "digits", "int8", fusion)
-    if x.shape[0] <= DIGIT_ROWS:
+    if x.shape[0] <= MAX_SKINNY_ROWS // 2:
+        return quantized_activation_linear(x, weight, "digits", "int8", fusion)
+    if x.shape[0] <= MAX_DIGIT_ROWS:
         tile = digits_tile(x.shape[0], weight.out_features // (1 if fusion.gate is None else 2), num_sms(x.device))
-        return few_rows(x, weight, "digits", "int8", fusion, tile)
-    return many_rows(x, weight, lambda a, b: dequantize_int8(weight, a, b, x.dtype), fusion)
+        return quantized_activation_linear(x, weight, "digits", "int8", fusion, tile)
+    return dequantized_linear(x, weight, lambda a, b: dequantize_int8(weight, a, b, x.dtype), fusion)
 
 
 def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """See `ops.packed_embedding`."""
     if weight.group_size:
         return reference.packed_embedding(token_ids, weight, dtype)
-    return _rows(weight.values, _scales(weight), dtype, token_ids)
+    return _dequantize_rows(weight.values, _scales(weight), dtype, token_ids)
 
 
 def dequantize_int8(weight: PackedWeight, first: int, last: int, dtype: torch.dtype) -> Tensor:
     """Rows first : last of the real weight, which has no groups."""
-    return _rows(weight.values[first:last], _scales(weight)[first:last], dtype, None)
+    return _dequantize_rows(weight.values[first:last], _scales(weight)[first:last], dtype, None)
 
 
 def _scales(weight: PackedWeight) -> Tensor:
@@ -59,22 +65,31 @@ def _scales(weight: PackedWeight) -> Tensor:
 
 
 @triton.jit
-def int8_rows_kernel(weight, scale, ids, out, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
-    """One program: BLOCK features of one row of out. A row that is not in the table is zeros."""
+def int8_rows_kernel(
+    weight_ptr,  # int8 [num_rows, SIZE]
+    scale_ptr,  # float32 [num_rows]
+    ids_ptr,  # [rows of out], or None: row i of out is row i of the weight
+    out_ptr,  # [.., SIZE]
+    num_rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Ids that are not in the table give rows of zeros."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(USE_PDL)
     pdl_launch_dependents(USE_PDL)
     source = row
-    if ids is not None:
-        source = tl.load(ids + row).to(tl.int64)
+    if ids_ptr is not None:
+        source = tl.load(ids_ptr + row).to(tl.int64)
     inside = (cols < SIZE) & (source >= 0) & (source < num_rows)
-    codes = tl.load(weight + source * SIZE + cols, mask=inside, other=0)
-    step = tl.load(scale + source, mask=(source >= 0) & (source < num_rows), other=0.0)
-    tl.store(out + row * SIZE + cols, (codes.to(tl.float32) * step).to(out.dtype.element_ty), mask=cols < SIZE)
+    values = tl.load(weight_ptr + source * SIZE + cols, mask=inside, other=0)
+    scale = tl.load(scale_ptr + source, mask=(source >= 0) & (source < num_rows), other=0.0)
+    tl.store(out_ptr + row * SIZE + cols, (values.to(tl.float32) * scale).to(out_ptr.dtype.element_ty), mask=cols < SIZE)
 
 
-def _rows(weight: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor | None) -> Tensor:
+def _dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor | None) -> Tensor:
     """Rows `ids` [T], or all rows, of weight int8 [N, K] × scale float32 [N] in `dtype`."""
     size = weight.shape[1]
     out = torch.empty((weight.shape[0] if ids is None else ids.shape[0], size), dtype=dtype, device=weight.device)

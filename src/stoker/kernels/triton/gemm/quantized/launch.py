@@ -1,4 +1,10 @@
-"""The launch that quantized linears share: activations made into what the weights are multiplied by, then one streaming kernel."""
+"""The launches that quantized linears share, by what the activations become:
+
+quantized_activation_linear    FP8, int8 or digits with a scale per token; weights are multiplied as they are stored
+block_fp8_activation_linear    FP8 with a scale per token and group of features
+plain_activation_linear        unquantized; weights are dequantized in registers
+dequantized_linear             unquantized; weights are dequantized in memory for the library's GEMM
+"""
 
 from __future__ import annotations
 
@@ -13,172 +19,230 @@ from torch import Tensor
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton import activation, norm
 from stoker.kernels.triton.device import device_tuning, num_sms
-from stoker.kernels.triton.gemm.quantized.activations import LIMITS, Codes, empty_codes, encode_groups, encode_rows
-from stoker.kernels.triton.gemm.quantized.kernel import quant_linear_kernel
-from stoker.kernels.triton.gemm.quantized.tiles import FEW_ROWS, middle_tile, padded_tokens, quant_tile, widened_tile
+from stoker.kernels.triton.gemm.quantized.activations import (
+    LARGEST_VALUES,
+    empty_activations,
+    quantize_groups,
+    quantize_rows,
+)
+from stoker.kernels.triton.gemm.quantized.arguments import (
+    ActivationPointers,
+    GemmTile,
+    OutputPointers,
+    ProductFormat,
+    QuantizedWeightFormat,
+    QuantizeOptions,
+    SplitKPointers,
+    UnquantizedRow,
+    WeightPointers,
+)
+from stoker.kernels.triton.gemm.quantized.kernel import quantized_linear_kernel
+from stoker.kernels.triton.gemm.quantized.tiles import MAX_SKINNY_ROWS, dequantizing_tile, large_tile, padded_tokens, quant_tile
 from stoker.kernels.triton.pdl import pdl_launch_options
 from stoker.kernels.tuning.tiles import QuantTile
 from stoker.kernels.types import Fusion
 
-MOST_TOKENS = 128  # of one tile
-MAX_TILES = 1 << 16
-_CHUNK = 4096
-_SCRATCH_BYTES = 128 << 20  # of a weight widened for the library's GEMM
+MAX_COLUMNS = 128  # of a tile: tokens × digits × 2 for a gate
+MAX_TILES = 1 << 16  # of a launch with split-K
+_CHUNK = 4096  # features in registers when a CTA quantizes its activations
+_SCRATCH_BYTES = 128 << 20  # of a dequantized weight
 
 
-def few_rows(x: Tensor, weight: PackedWeight, codes: str, tuned: str, fusion: Fusion, tile: QuantTile | None = None) -> Tensor:
-    """Rows as `codes` (fp8, int8, digits), against weights streamed once for each FEW_ROWS of them. `tuned`: whose table of tiles."""
-    x, fusion = without_layer_norm(x, fusion)
-    digits = 2 if codes == "digits" else 1
+def quantized_activation_linear(
+    x: Tensor, weight: PackedWeight, form: str, tuning_key: str, fusion: Fusion, tile: QuantTile | None = None
+) -> Tensor:
+    """x quantized as `form` (fp8, int8 or digits) with a scale per token. `tuning_key` is the dtype whose tuning table has the tiles."""
+    x, fusion = apply_unfused_norm(x, fusion)
+    digits = 2 if form == "digits" else 1
     gated = fusion.gate is not None
-    most = MOST_TOKENS // digits // (2 if gated else 1)
-    n, k = weight.out_features // (2 if gated else 1), weight.in_features
+    max_tokens = MAX_COLUMNS // digits // (2 if gated else 1)
+    n, k, group = weight.out_features // (2 if gated else 1), weight.in_features, weight.group_size
     rows = 1 if x.shape[0] == 1 else padded_tokens(x.shape[0])
-    if tile is None and x.shape[0] <= FEW_ROWS:
-        tile = quant_tile(tuned, rows, n, k, gated, num_sms(x.device), device_tuning(x.device), weight.group_size)
+    if tile is None and x.shape[0] <= MAX_SKINNY_ROWS:
+        tile = quant_tile(tuning_key, rows, n, k, gated, num_sms(x.device), device_tuning(x.device), group)
     elif tile is None:
-        tile = middle_tile(most, 1, weight.group_size, k)
-    tokens = min(padded_tokens(x.shape[0], digits, tile.columns), most)
-    made: Codes
-    raw = None
+        tile = large_tile(max_tokens, 1, group, k)
+    tokens = min(padded_tokens(x.shape[0], digits, tile.columns), max_tokens)
+    unquantized = None
     if tile.encode and x.shape[0] == 1:
-        x, fusion = ungated(x, fusion)
-        made, raw = empty_codes(x, codes, k, weight.group_size), x
+        x, fusion = apply_input_gate(x, fusion)
+        quantized, unquantized = empty_activations(x, form, k, group), x
     else:
-        made = encode_rows(x, codes, k, weight.group_size, fusion.norm_weight, fusion.norm_eps, weight.input_scale, fusion.input_gate)
-    return launch(
-        made.codes, weight, tile, fusion, x, tokens, row_scale=made.scale, sums=made.sums, digits=digits, raw=raw, limit=LIMITS[codes]
-    )
+        quantized = quantize_rows(x, form, k, group, fusion.norm_weight, fusion.norm_eps, weight.input_scale, fusion.input_gate)
+    operand = ActivationPointers(quantized.values, quantized.scale, quantized.group_sums)
+    return launch(operand, weight, tile, fusion, x, tokens, digits, unquantized, LARGEST_VALUES[form])
 
 
-def block_rows(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: QuantTile | None = None) -> Tensor:
-    """e4m3 rows with a scale for each group of features, as many as there are."""
-    x = normed(x, fusion)
-    made = encode_groups(x, weight.group_size)
+def block_fp8_activation_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: QuantTile | None = None) -> Tensor:
+    """x as float8_e4m3fn with a scale for each group of features, for any number of rows."""
+    x = apply_input_fusion(x, fusion)
+    quantized = quantize_groups(x, weight.group_size)
     gated = fusion.gate is not None
-    most = MOST_TOKENS // (2 if gated else 1)
-    if tile is None and x.shape[0] <= FEW_ROWS:
-        n = weight.out_features // (2 if gated else 1)
-        rows = padded_tokens(x.shape[0])
+    max_tokens = MAX_COLUMNS // (2 if gated else 1)
+    if tile is None and x.shape[0] <= MAX_SKINNY_ROWS:
+        n, rows = weight.out_features // (2 if gated else 1), padded_tokens(x.shape[0])
         tile = quant_tile("block", rows, n, weight.in_features, gated, num_sms(x.device), device_tuning(x.device))
-    tile = tile or middle_tile(most, 1)
-    tokens = min(padded_tokens(x.shape[0], 1, tile.columns), most)
-    return launch(made.codes, weight, tile, replace(fusion, norm_kind=None), x, tokens, row_scale=made.scale)
+    tile = tile or large_tile(max_tokens, 1)
+    tokens = min(padded_tokens(x.shape[0], 1, tile.columns), max_tokens)
+    operand = ActivationPointers(quantized.values, quantized.scale, None)
+    return launch(operand, weight, tile, replace(fusion, norm_kind=None), x, tokens)
 
 
-def plain_rows(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: QuantTile | None = None) -> Tensor:
-    """Rows as they are: a tile of weights becomes their dtype in registers."""
-    x = normed(x, fusion)
-    tokens = min(padded_tokens(x.shape[0]), MOST_TOKENS // (1 if fusion.gate is None else 2))
+def plain_activation_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: QuantTile | None = None) -> Tensor:
+    """x unquantized: each tile of weights is converted to its dtype in registers."""
+    x = apply_input_fusion(x, fusion)
+    gated = fusion.gate is not None
+    tokens = min(padded_tokens(x.shape[0]), MAX_COLUMNS // (2 if gated else 1))
+    k, group = weight.in_features, weight.group_size
     if tile is None and weight.format == "int4" and x.element_size() == 2:
-        n = weight.out_features // (1 if fusion.gate is None else 2)
-        tile = widened_tile(tokens, n, weight.in_features, weight.group_size, fusion.gate is not None, num_sms(x.device))
-    tile = tile or middle_tile(tokens, x.element_size(), weight.group_size, weight.in_features)
-    return launch(x, weight, tile, replace(fusion, norm_kind=None), x, tokens)
+        tile = dequantizing_tile(tokens, weight.out_features // (2 if gated else 1), k, group, gated, num_sms(x.device))
+    tile = tile or large_tile(tokens, x.element_size(), group, k)
+    return launch(ActivationPointers(x, None, None), weight, tile, replace(fusion, norm_kind=None), x, tokens)
 
 
-def many_rows(x: Tensor, weight: PackedWeight, widen: Callable[[int, int], Tensor], fusion: Fusion) -> Tensor:
-    """The library's GEMM over a weight widened some rows at a time: widen(first, last) gives those rows in x's dtype."""
-    x, n, bias = normed(x, fusion), weight.out_features, weight.bias
+def dequantized_linear(x: Tensor, weight: PackedWeight, dequantize: Callable[[int, int], Tensor], fusion: Fusion) -> Tensor:
+    """The library's GEMM over some rows of the weight at a time: dequantize(first, last) returns those rows in x's dtype."""
+    x, n, bias = apply_input_fusion(x, fusion), weight.out_features, weight.bias
     out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
     step = max(128, _SCRATCH_BYTES // (x.shape[1] * x.element_size()) // 128 * 128)
     for first in range(0, n, step):
         last = min(n, first + step)
-        torch.mm(x, widen(first, last).t(), out=out[:, first:last])
-    return after(out if bias is None else out.add_(bias), fusion)
+        torch.mm(x, dequantize(first, last).t(), out=out[:, first:last])
+    return apply_output_fusion(out if bias is None else out.add_(bias), fusion)
 
 
 def launch(
-    x: Tensor, weight: PackedWeight, tile: QuantTile, fusion: Fusion, like: Tensor, tokens: int, *,
-    row_scale: Tensor | None = None, sums: Tensor | None = None, digits: int = 1, raw: Tensor | None = None, limit: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """One launch over all of `like`'s rows. `fusion`'s norm counts only where `raw` is encoded by the kernel."""
-    m = like.shape[0]
+    operand: ActivationPointers,
+    weight: PackedWeight,
+    tile: QuantTile,
+    fusion: Fusion,
+    x: Tensor,
+    tokens: int,
+    digits: int = 1,
+    unquantized: Tensor | None = None,
+    limit: float = 0.0,
+) -> Tensor:
+    """One launch over all rows of x, `tokens` of them per tile. `operand` is x as it is multiplied.
+
+    With `unquantized` [1, k], the kernel fills `operand` itself with values of at most `limit`, and applies the RMS norm of `fusion`. Else
+    the norm was applied before.
+    """
+    m = x.shape[0]
     gated = fusion.gate is not None
     n, k = weight.out_features // (2 if gated else 1), weight.in_features
     check_residual(fusion, m, n)
-    out = torch.empty((m, n), dtype=like.dtype, device=like.device)
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if m == 0:
         return out
+    values = operand.values_ptr
     m_tiles = triton.cdiv(m, tokens)
-    programs = m_tiles * triton.cdiv(n, tile.block_n)
-    splits = tile.splits if programs <= MAX_TILES else 1
-    partial = counters = None
-    if splits > 1:
-        partial = torch.empty((programs, splits, (2 if gated else 1) * tile.block_n, tokens), dtype=torch.float32, device=like.device)
-        counters = arrived(like.device)
-    norm_weight = fusion.norm_weight if raw is not None and fusion.norm_kind else None
-    quant_linear_kernel[(programs, splits)](
-        x, row_scale, sums, weight.values, weight.scale, weight.zero, weight.bias, fusion.residual, out, partial, counters,
-        raw, norm_weight, weight.input_scale, None, None,
-        m, m_tiles, n, k, x.stride(0), weight.values.stride(-2), n, like.shape[1], fusion.norm_eps,
-        GATED=gated, ACT=fusion.gate or "silu", SPLITS=splits, DIGITS=digits, TOKENS=tokens,
-        EXPERTS=0, EXPERT_BLOCK=1, TOP_K=0, SCATTER=False,
-        ENCODE=raw is not None, NORM=norm_weight is not None, LIMIT=limit,
-        CHUNK=min(_CHUNK, max(triton.next_power_of_2(k), 128)),
-        **flags(x, weight, tile), **pdl_launch_options(like),
-    )  # fmt: skip
+    num_tiles = m_tiles * triton.cdiv(n, tile.block_n)
+    weight_format = quantized_weight_format(values, weight)
+    tile_shape = gemm_tile(weight_format, tile, tokens, num_tiles)
+    row = options = None
+    if unquantized is not None:
+        norm_weight = fusion.norm_weight if fusion.norm_kind else None
+        row = UnquantizedRow(unquantized, norm_weight, weight.input_scale)
+        options = QuantizeOptions(norm_weight is not None, limit, min(_CHUNK, max(triton.next_power_of_2(k), 128)))
+    quantized_linear_kernel[(num_tiles, tile_shape.splits)](
+        operand,
+        WeightPointers(weight.values, weight.scale, weight.zero),
+        OutputPointers(weight.bias, fusion.residual, out),
+        split_k_pointers(num_tiles, tile_shape, gated, x.device),
+        row,
+        m,
+        m_tiles,
+        n,
+        k,
+        values.stride(0),
+        weight.values.stride(0),
+        n,
+        x.shape[1],
+        fusion.norm_eps,
+        FORMAT=weight_format,
+        TILE=tile_shape,
+        PRODUCT=product_format(values, weight_format, k, tile_shape, digits),
+        QUANTIZE=options,
+        GATED=gated,
+        ACTIVATION=fusion.gate or "silu",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **pdl_launch_options(x),
+    )
     return out
 
 
-def kernel_form(x: Tensor, weight: PackedWeight) -> str:
-    """The kernel's FORM: how it multiplies an operand x with a weight.
+def quantized_weight_format(values: Tensor, weight: PackedWeight) -> QuantizedWeightFormat:
+    """How a weight is multiplied by the activations `values`."""
+    form = _weight_form(values, weight)
+    has_row_scale = form in ("direct", "upcast") and weight.scale is not None
+    return QuantizedWeightFormat(form, has_row_scale, max(1, weight.group_size), weight.block_rows, weight.zero_kind)
 
-    int4 and groups (int8): each group's product is scaled. block: each block's. same: operand and weight have one dtype. wide: values are
-    widened to x's dtype.
-    """
+
+def _weight_form(values: Tensor, weight: PackedWeight) -> str:
     if weight.format == "int4":
         return "int4"
     if weight.group_size:
-        return "block" if weight.format == "fp8" else "groups"
-    return "same" if x.dtype == weight.values.dtype else "wide"
+        return "block_fp8" if weight.format == "fp8" else "grouped_int8"
+    return "direct" if values.dtype == weight.values.dtype else "upcast"
 
 
-def flags(x: Tensor, weight: PackedWeight, tile: QuantTile) -> dict[str, object]:
-    """The kernel's constants that follow from the weight, the operand and the tile."""
-    form, group, k = kernel_form(x, weight), weight.group_size, weight.in_features
-    block_k = group if form == "block" else tile.block_k
-    units = block_k // (group * (2 if form == "int4" else 1)) if form in ("int4", "groups") else 1
-    return {
-        "FORM": form,
-        "BY_ROW": form in ("same", "wide") and weight.scale is not None,
-        "GROUP": max(1, group),
-        "BLOCK_ROWS": weight.block_rows,
-        "UNITS": units,
-        "ZERO": weight.zero_kind,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": block_k,
-        "EVEN_K": k % block_k == 0 and x.shape[1] >= k,
-        "PACKED": not x.is_cpu,
-        "IMPRECISE": block_k if x.dtype == torch.float8_e4m3fn and form != "wide" else None,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+def gemm_tile(weight_format: QuantizedWeightFormat, tile: QuantTile, tokens: int, num_tiles: int) -> GemmTile:
+    """The tile of a launch over `num_tiles` tiles."""
+    form, group = weight_format.form, weight_format.group
+    block_k = group if form == "block_fp8" else tile.block_k
+    groups = block_k // (2 * group) if form == "int4" else block_k // group if form == "grouped_int8" else 1
+    return GemmTile(tokens, tile.block_n, block_k, groups, tile.splits if num_tiles <= MAX_TILES else 1)
 
 
-def without_layer_norm(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
-    """A norm that needs a pass of its own applied, and the gate before it; an RMS norm left to the encoding."""
+def product_format(values: Tensor, weight_format: QuantizedWeightFormat, k: int, tile: GemmTile, digits: int) -> ProductFormat:
+    """How the activations `values` are multiplied by a weight of k input features."""
+    is_fp8_product = values.dtype == torch.float8_e4m3fn and weight_format.form != "upcast"
+    return ProductFormat(
+        digits=digits,
+        even_k=k % tile.block_k == 0 and values.shape[1] >= k,
+        packed=not values.is_cpu,
+        imprecise=tile.block_k if is_fp8_product else None,
+        precision="ieee" if values.dtype == torch.float32 else "tf32",
+    )
+
+
+def split_k_pointers(num_tiles: int, tile: GemmTile, gated: bool, device: torch.device) -> SplitKPointers:
+    """Memory for the split-K slices of a launch."""
+    if tile.splits == 1:
+        return SplitKPointers(None, None)
+    partial = torch.empty((num_tiles, tile.splits, (2 if gated else 1) * tile.block_n, tile.tokens), dtype=torch.float32, device=device)
+    return SplitKPointers(partial, split_counters(device))
+
+
+@cache
+def split_counters(device: torch.device) -> Tensor:
+    """Counters of finished split-K slices, one per tile. Every launch leaves them at zero. Launches of a device run one after another."""
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+
+def apply_unfused_norm(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
+    """Apply a norm that the quantization cannot, and the gate before it. Returns (x, the remaining fusion)."""
     if not fusion.needs_separate_norm:
         return x, fusion
-    return normed(x, fusion), replace(fusion, norm_kind=None, norm_weight=None, input_gate=None)
+    return apply_input_fusion(x, fusion), replace(fusion, norm_kind=None, norm_weight=None, input_gate=None)
 
 
-def ungated(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
-    """The input's gate applied."""
+def apply_input_gate(x: Tensor, fusion: Fusion) -> tuple[Tensor, Fusion]:
+    """Apply the gate of the input. Returns (x, the remaining fusion)."""
     return (x, fusion) if fusion.input_gate is None else (activation.gated(x, fusion.input_gate), replace(fusion, input_gate=None))
 
 
-def normed(x: Tensor, fusion: Fusion) -> Tensor:
-    """x as the product takes it: the input's gate and the norm applied."""
-    x, fusion = ungated(x, fusion)
+def apply_input_fusion(x: Tensor, fusion: Fusion) -> Tensor:
+    """Apply the gate of the input and the norm."""
+    x, fusion = apply_input_gate(x, fusion)
     if fusion.norm_kind is None:
         return x
     return norm.norm(x, fusion.norm_weight, fusion.norm_bias, fusion.norm_eps, fusion.norm_kind)
 
 
-def after(y: Tensor, fusion: Fusion) -> Tensor:
-    """The fusion's gate and residual, for products that a library made."""
+def apply_output_fusion(y: Tensor, fusion: Fusion) -> Tensor:
+    """Apply the gate and the residual to the result of a library's product."""
     if fusion.gate is not None:
         y = activation.gated(y, fusion.gate)
     return y if fusion.residual is None else y.add_(fusion.residual)
@@ -186,10 +250,6 @@ def after(y: Tensor, fusion: Fusion) -> Tensor:
 
 def check_residual(fusion: Fusion, m: int, n: int) -> None:
     if fusion.residual is not None and (fusion.residual.shape != (m, n) or not fusion.residual.is_contiguous()):
-        raise ValueError(f"the residual must be dense [{m}, {n}]; it is {tuple(fusion.residual.shape)}")
-
-
-@cache
-def arrived(device: torch.device) -> Tensor:
-    """Counters of finished splits, one a tile; every launch leaves them at zero. Launches of one device run one after another."""
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        raise ValueError(
+            f"residual of shape {tuple(fusion.residual.shape)} and strides {fusion.residual.stride()}: must be contiguous [{m}, {n}]"
+        )

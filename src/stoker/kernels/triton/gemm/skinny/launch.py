@@ -8,8 +8,8 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import device_tuning, num_sms
-from stoker.kernels.triton.gemm.quantized.activations import encode_rows
-from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, arrived, check_residual, without_layer_norm
+from stoker.kernels.triton.gemm.quantized.activations import quantize_rows
+from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, apply_unfused_norm, check_residual, split_counters
 from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedTokens, QuantizedWeight, SplitKScratch, TileShape, WeightFormat
 from stoker.kernels.triton.gemm.skinny.kernel import skinny_gemm_kernel
 from stoker.kernels.triton.gemm.skinny.tiles import MAX_TOKENS, MAX_TOKENS_SMALL_GROUPS, column_tiles, skinny_tile
@@ -41,9 +41,9 @@ def skinny_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyT
 
     The launch that quantizes x also applies the norm and the input gate.
     """
-    x, fusion = without_layer_norm(x, fusion)
+    x, fusion = apply_unfused_norm(x, fusion)
     values, group, activations = weight.values, weight.group_size, ACTIVATION_FORMS[weight.format]
-    tokens = encode_rows(
+    tokens = quantize_rows(
         x, activations, weight.in_features, group, fusion.norm_weight, fusion.norm_eps, weight.input_scale, fusion.input_gate
     )
     gated, m = fusion.gate is not None, x.shape[0]
@@ -61,9 +61,9 @@ def skinny_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: SkinnyT
         assert num_tiles <= MAX_TILES
         sums = 128 * tile.m_tiles * columns // digits
         partial = torch.empty((num_tiles, tile.splits, sums), dtype=torch.float32, device=x.device)
-        scratch = SplitKScratch(partial, arrived(x.device))
+        scratch = SplitKScratch(partial, split_counters(x.device))
     skinny_gemm_kernel[grid](
-        QuantizedTokens(tokens.codes, tokens.scale, tokens.sums, tokens.codes.stride(0)),
+        QuantizedTokens(tokens.values, tokens.scale, tokens.group_sums, tokens.values.stride(0)),
         QuantizedWeight(values, weight.scale, weight.zero, values.stride(0), weight.out_features),
         Epilogue(weight.bias, fusion.residual, out),
         scratch,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
 from stoker.kernels.triton.device import device_tuning, num_sms
-from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, arrived, check_residual, without_layer_norm
+from stoker.kernels.triton.gemm.quantized.launch import MAX_TILES, apply_unfused_norm, check_residual, split_counters
 from stoker.kernels.triton.gemm.skinny.arguments import Epilogue, QuantizedWeight, SplitKScratch, TileShape, WeightFormat
 from stoker.kernels.triton.gemm.skinny.launch import CHUNK_BYTES, has_whole_chunks
 from stoker.kernels.triton.gemm.skinny_int4.arrange import arrange_tokens_kernel
@@ -49,7 +49,7 @@ def skinny_int4_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: Sk
         assert grid[0] <= MAX_TILES
         sums = 128 * tile.m_tiles * columns * tile.num_warps
         partial = torch.empty((grid[0], tile.splits, sums), dtype=torch.float32, device=x.device)
-        scratch = SplitKScratch(partial, arrived(x.device))
+        scratch = SplitKScratch(partial, split_counters(x.device))
     skinny_int4_gemm_kernel[grid](
         tokens,
         QuantizedWeight(weight.values, weight.scale, weight.zero, weight.values.stride(0), weight.out_features),
@@ -72,7 +72,7 @@ def skinny_int4_linear(x: Tensor, weight: PackedWeight, fusion: Fusion, tile: Sk
 
 def arrange_tokens(x: Tensor, weight: PackedWeight, fusion: Fusion, tiles: int) -> Tensor:
     """x [m, k] after the norm and the input gate, in the layout of `arrange`: [8 × tiles, padded k] elements."""
-    x, fusion = without_layer_norm(x, fusion)
+    x, fusion = apply_unfused_norm(x, fusion)
     out = torch.empty((8 * tiles, weight.in_features), dtype=x.dtype, device=x.device)
     has_norm = fusion.norm_weight is not None
     whole_row = max(128, triton.next_power_of_2(weight.in_features))

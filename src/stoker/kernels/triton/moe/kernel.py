@@ -1,0 +1,178 @@
+"""Projections of a mixture of experts: the tiles of all experts in one launch, over rows that are sorted by expert.
+
+    out[c] = x[row(c)] · W[expert(c)]ᵀ + bias[expert(c)]                  for each of the m sorted choices c
+
+    order     int32 [m]              choices sorted by expert: choice number order[c] is at place c
+    offsets   int32 [experts + 1]    choices offsets[e] : offsets[e + 1] belong to expert e of this rank
+    row(c)    order[c] // top_k (up projection: x has a row per token), or c (down projection: x has a row per sorted choice)
+    out       [m, n]: row c, or with SCATTER row order[c], so that the rows of a token are neighbours again
+
+Grid: (m_tiles × ceil(n / BLOCK_N), SPLITS). How many token tiles there are is known on the device only. The grid has as many as there can
+be, and each CTA finds its tile in a list that it computes from the offsets (`find_expert_tile`); CTAs without a tile exit.
+
+    segments of the sorted choices    | other ranks | expert 0         | expert 1 |  expert 2 (none)  | ... | other ranks |
+    boundaries                        0      offsets[0]           offsets[1]  offsets[2] = offsets[3]   offsets[E]         m
+    token tiles of TOKENS             |  0  |   1   |  2   |  3  |4|  5   | 6 |
+
+    Every segment begins with a new tile. Tiles of other ranks' choices store zeros.
+
+The product and the epilogue are those of the linears: `gemm.quantized.products`, `gemm.quantized.epilogue`.
+
+Theoretical floor: of few rows the bytes of the chosen experts' weights at the speed of memory, of many rows the arithmetic. Reached on an
+H200 (docs/performance.md): Mixtral-8x7B decodes at 82 % of its roofline with one row, at 90 % with 64 rows over all experts. Its up
+projection with 128 rows per expert takes 501 µs in FP8 and 744 in bfloat16; `library_gemm` has the product where it is faster.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from stoker.kernels.triton.gemm.quantized.arguments import GemmSizes, OutputPointers, TokenTile, WeightPointers
+from stoker.kernels.triton.gemm.quantized.epilogue import store_or_combine
+from stoker.kernels.triton.gemm.quantized.kernel import split_k_slice, tile_of_cta, weight_rows
+from stoker.kernels.triton.gemm.quantized.products import multiply
+from stoker.kernels.triton.pdl import pdl_launch_dependents, pdl_wait
+
+
+class ExpertOptions(NamedTuple):
+    """Constants: how choices are spread over experts."""
+
+    count: int  # experts of this rank
+    segments: int  # count + 2 segments, rounded up to a power of two
+    top_k: int  # x has a row per token, which has this many choices; 0: a row per sorted choice
+    scatter: bool  # results are stored in the order of the choices, not of the experts
+
+
+@triton.jit
+def find_expert_tile(tile, offsets_ptr, num_rows, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """(expert, first row, end) of a token tile. Expert -1: rows of other ranks. end <= first: there is no such tile.
+
+    Segment 0 has the rows before offsets[0], segment e + 1 those of expert e, the last one those from offsets[count] on.
+    """
+    COUNT: tl.constexpr = EXPERTS.count
+    SEGMENTS: tl.constexpr = EXPERTS.segments
+    segment = tl.arange(0, SEGMENTS)
+    begin = tl.load(offsets_ptr + segment - 1, mask=(segment > 0) & (segment < COUNT + 2), other=0)
+    end = tl.load(offsets_ptr + segment, mask=segment < COUNT + 1, other=num_rows)
+    end = tl.where(segment < COUNT + 2, end, begin)
+    tiles = tl.where(segment < COUNT + 2, (end - begin + TOKENS - 1) // TOKENS, 0)  # tiles of each segment
+    tiles_end = tl.cumsum(tiles, 0)
+    segment_of_tile = tl.sum((tiles_end <= tile).to(tl.int32), 0)
+    is_segment = segment == segment_of_tile
+    first_row = tl.sum(tl.where(is_segment, begin + (tile - tiles_end + tiles) * TOKENS, 0), 0)
+    end_row = tl.sum(tl.where(is_segment, end, 0), 0)
+    expert = tl.where((segment_of_tile > 0) & (segment_of_tile <= COUNT), segment_of_tile - 1, -1)
+    return expert, first_row, end_row
+
+
+@triton.jit
+def expert_scale_offset(expert, n, k, FORMAT: tl.constexpr):
+    """Elements from the scales (and zeros) of expert 0 to those of `expert`."""
+    FORM: tl.constexpr = FORMAT.form
+    if FORM == "int4":
+        return expert.to(tl.int64) * (k // FORMAT.group) * n
+    elif FORM == "grouped_int8":
+        return expert.to(tl.int64) * n * tl.cdiv(k, FORMAT.group)
+    elif FORM == "block_fp8":
+        return expert.to(tl.int64) * tl.cdiv(n, FORMAT.block_rows) * tl.cdiv(k, FORMAT.group)
+    else:
+        return expert * n
+
+
+@triton.jit(do_not_specialize=["m", "m_tiles"])
+def expert_linear_kernel(
+    # Groups of pointers
+    x,  # ActivationPointers
+    weight,  # WeightPointers
+    output,  # OutputPointers, without a residual
+    split_k,  # SplitKPointers
+    # Pointers
+    order_ptr,  # int32 [m]
+    offsets_ptr,  # int32 [experts + 1]
+    # Sizes and strides
+    m,  # choices
+    m_tiles,
+    n,
+    k,  # input features, as padded in the weight
+    stride_x,
+    stride_weight,
+    stride_out,
+    num_features,  # input features of the activations
+    # Groups of constants
+    FORMAT: tl.constexpr,  # QuantizedWeightFormat
+    TILE: tl.constexpr,  # GemmTile
+    PRODUCT: tl.constexpr,  # ProductFormat
+    EXPERTS: tl.constexpr,  # ExpertOptions
+    USE_PDL: tl.constexpr,
+):
+    BLOCK_N: tl.constexpr = TILE.block_n
+    TOKENS: tl.constexpr = TILE.tokens
+    DIGITS: tl.constexpr = PRODUCT.digits
+    tile_idx = tl.program_id(0)
+    split = tl.program_id(1)
+    m_tile, n_tile = tile_of_cta(tile_idx, m_tiles, tl.cdiv(n, BLOCK_N))
+    rows = weight_rows(n_tile, n, TILE)
+    pdl_wait(USE_PDL)
+    pdl_launch_dependents(USE_PDL)
+
+    expert, first, end_row = find_expert_tile(m_tile, offsets_ptr, m, EXPERTS, TOKENS)
+    if first >= end_row:
+        return
+    choice = first + tl.arange(0, TOKENS)  # [TOKENS]: places in `order`
+    inside = choice < end_row
+    out_row = choice
+    if EXPERTS.scatter:
+        out_row = tl.load(order_ptr + tl.minimum(choice, end_row - 1))
+    if expert < 0:
+        zeros = tl.zeros([BLOCK_N, TOKENS], tl.float32).to(output.out_ptr.dtype.element_ty)
+        offset = out_row.to(tl.int64)[None, :] * stride_out + rows.row[:, None]
+        tl.store(output.out_ptr + offset, zeros, mask=rows.inside[:, None] & inside[None, :])
+        return
+    num_rows = m
+    x_row = tl.minimum(choice, end_row - 1)
+    column = tl.arange(0, DIGITS * TOKENS)
+    column_row = tl.minimum(first + column // DIGITS, end_row - 1)
+    if EXPERTS.top_k > 0:
+        num_rows = m // EXPERTS.top_k
+        x_row = tl.load(order_ptr + x_row) // EXPERTS.top_k
+        column_row = tl.load(order_ptr + column_row) // EXPERTS.top_k
+    column_row += column % DIGITS * num_rows
+    tokens = TokenTile(out_row, inside, x_row, column_row, num_rows)
+    values_ptr = weight.values_ptr + expert.to(tl.int64) * n * stride_weight
+    scale_ptr, zero_ptr = weight.scale_ptr, weight.zero_ptr
+    if scale_ptr is not None:
+        scale_ptr += expert_scale_offset(expert, n, k, FORMAT)
+    if zero_ptr is not None:
+        zero_ptr += expert_scale_offset(expert, n, k, FORMAT)
+    expert_weight = WeightPointers(values_ptr, scale_ptr, zero_ptr)
+    bias_ptr = output.bias_ptr
+    if bias_ptr is not None:
+        bias_ptr += expert * n
+
+    begin, end = split_k_slice(split, k, TILE)
+    sizes = GemmSizes(n, k, num_features, stride_x, stride_weight, stride_out)
+    acc, _ = multiply(x, expert_weight, tokens, rows, begin, end, sizes, FORMAT, TILE, PRODUCT, False)
+    x_scale = None
+    if x.scale_ptr is not None:  # noqa: SIM102 - a pointer that is None, then a constant
+        if FORMAT.form != "block_fp8":
+            x_scale = tl.load(x.scale_ptr + tokens.x_row)  # [TOKENS]
+    store_or_combine(
+        acc,
+        acc,
+        tile_idx,
+        split,
+        split_k,
+        scale_ptr,
+        x_scale,
+        OutputPointers(bias_ptr, None, output.out_ptr),
+        tokens,
+        rows,
+        sizes,
+        TILE,
+        FORMAT.has_row_scale,
+        False,
+        "silu",
+    )
