@@ -1,6 +1,6 @@
-"""Print the cache keys of launches of `compile_all` as JSON: {launch: [key, ...]}. Runs as a process of its own, uninterpreted.
+"""Print the cache keys of launches of `compile_all` as JSON: {launch: [key, ...]}. Runs in a process without the interpreter.
 
-Arguments: the names of the launches, in the order in which they are listed.
+Arguments: the names of the launches, which are launched in this order.
 """
 
 from __future__ import annotations

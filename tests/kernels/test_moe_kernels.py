@@ -1,4 +1,4 @@
-"""Experts in the interpreter: routing against its reference, projections against float64 for each token by itself."""
+"""Experts in the interpreter: routing compared with its reference, projections with float64 products of each choice."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ROUTINGS = [
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize(("experts", "params"), ROUTINGS)
 def test_route(experts: int, params: RoutingParams, tokens: int, correction: bool) -> None:
-    logits, sway = torch.randn(tokens, experts), torch.rand(experts) * 0.1 if correction else None
-    got, want = moe.route(logits, sway, params), reference.route(logits, sway, params)
+    logits, added = torch.randn(tokens, experts), torch.rand(experts) * 0.1 if correction else None
+    got, want = moe.route(logits, added, params), reference.route(logits, added, params)
     assert torch.equal(got.order, want.order)
     assert torch.equal(got.offsets, want.offsets)
     assert torch.allclose(got.weights, want.weights, rtol=1e-5)
@@ -44,7 +44,7 @@ def test_more_choices_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(got.order, want.order) and torch.equal(got.offsets, want.offsets)
 
 
-def test_a_token_with_nan_stays_inside() -> None:
+def test_a_token_with_nan_is_routed_to_existing_experts() -> None:
     logits = torch.randn(3, 8)
     logits[1, 2] = float("nan")
     got = moe.route(logits, None, RoutingParams(2))
@@ -53,8 +53,8 @@ def test_a_token_with_nan_stays_inside() -> None:
     assert got.offsets[-1] == 6
 
 
-def experts_by_hand(x: Tensor, up: Tensor, up_bias: Tensor | None, routing: Routing, experts: range) -> Tensor:
-    """[T × k, N] float64, by choice; zeros for experts that are elsewhere."""
+def expected_by_choice(x: Tensor, up: Tensor, up_bias: Tensor | None, routing: Routing, experts: range) -> Tensor:
+    """[T × k, N] float64, by choice; zeros for choices of other ranks."""
     out = torch.zeros(routing.order.numel(), up.shape[1], dtype=torch.float64)
     bounds = routing.offsets.tolist()
     for i, _ in enumerate(experts):
@@ -71,20 +71,20 @@ def test_projections(tokens: int, experts: int, top_k: int, splits: int, ranks: 
     x, bias = torch.randn(tokens, k).to(dtype), torch.randn(experts, n).to(dtype)
     weight = (torch.randn(experts, n, k) * k**-0.5).to(dtype)
     routing = reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
-    mine = range(experts)
-    if ranks:  # experts 1 : 3 are here
-        mine = range(1, 3)
+    local = range(experts)
+    if ranks:  # this rank has experts 1 : 3
+        local = range(1, 3)
         routing = Routing(routing.weights, routing.order, routing.offsets[1:4].contiguous(), is_whole=False)
-    weight, bias = weight[mine.start : mine.stop], bias[mine.start : mine.stop]
+    weight, bias = weight[local.start : local.stop], bias[local.start : local.stop]
     tile = QuantTile(16, 32, splits) if splits else None
-    by_choice = experts_by_hand(x.repeat_interleave(top_k, 0), weight, bias, routing, mine)
+    by_choice = expected_by_choice(x.repeat_interleave(top_k, 0), weight, bias, routing, local)
     packed = PackedWeight("dense", weight, bias=bias)
     up = moe.expert_up(x, packed, routing, tile)
     assert relative_error(up, by_choice[routing.order.long()]) < TOLERANCE[dtype]
     assert relative_error(reference.expert_up(x, packed, routing), by_choice[routing.order.long()]) < TOLERANCE[dtype]
-    down = (torch.randn(len(mine), k, n) * n**-0.5).to(dtype)
+    down = (torch.randn(len(local), k, n) * n**-0.5).to(dtype)
     inner = up.new_empty(up.shape).index_copy_(0, routing.order.long(), up)
-    each = experts_by_hand(inner, down, None, routing, mine).unflatten(0, (tokens, top_k))
+    each = expected_by_choice(inner, down, None, routing, local).unflatten(0, (tokens, top_k))
     want = (each * routing.weights.double()[..., None]).sum(1)
     assert relative_error(moe.expert_down(up, PackedWeight("dense", down), routing, tile), want) < TOLERANCE[dtype]
 
@@ -104,8 +104,8 @@ def test_quantized_projections(tokens: int, dtype: torch.dtype, activations: str
     routing = reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))
     up = moe.expert_up(x, stored, routing)
     assert relative_error(up, reference.expert_up(x, stored, routing)) < 3e-4
-    turned = weight.transpose(1, 2).contiguous()
-    down = PackedWeight(name, turned, torch.rand(experts, k) * 0.01 + 0.001, **options)  # type: ignore[arg-type]
+    transposed = weight.transpose(1, 2).contiguous()
+    down = PackedWeight(name, transposed, torch.rand(experts, k) * 0.01 + 0.001, **options)  # type: ignore[arg-type]
     assert relative_error(moe.expert_down(up, down, routing), reference.expert_down(up, down, routing)) < 3e-4
 
 
@@ -120,13 +120,13 @@ def test_no_tokens() -> None:
     assert moe.expert_down(torch.zeros(0, 8), PackedWeight("dense", torch.zeros(4, 6, 8)), routing).shape == (0, 6)
 
 
-def test_refused() -> None:
+def test_groups_of_different_sizes_are_rejected() -> None:
     with pytest.raises(ValueError, match="10 experts in 4 groups"):
         moe.route(torch.zeros(1, 10), None, RoutingParams(2, num_groups=4))
 
 
-def grouped_by_hand(rows: Tensor, weight: Tensor, scale: Tensor, scales: Tensor, *, offs: Tensor, **options: object) -> Tensor:
-    """torch._scaled_grouped_mm, which has no CPU."""
+def scaled_grouped_mm(rows: Tensor, weight: Tensor, scale: Tensor, scales: Tensor, *, offs: Tensor, **options: object) -> Tensor:
+    """torch._scaled_grouped_mm, which has no CPU implementation."""
     out, bounds = torch.zeros(len(rows), weight.shape[-1]), [0, *offs.tolist()]
     for i, (start, stop) in enumerate(pairwise(bounds)):
         out[start:stop] = (rows[start:stop].float() @ weight[i].float()) * scale[start:stop, None] * scales[i]
@@ -134,10 +134,10 @@ def grouped_by_hand(rows: Tensor, weight: Tensor, scale: Tensor, scales: Tensor,
 
 
 @pytest.mark.parametrize("activations", [None, "token", "static"])
-def test_many_rows_go_through_the_library(activations: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as tiles give, in the same order; a rank's own experts, biases and few rows stay with the tiles."""
+def test_library_for_many_rows_per_expert(activations: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results equal those of the tiles. Experts of one rank, biases and fewer rows are not multiplied by the library."""
     monkeypatch.setattr(library_gemm, "supports", lambda x, feature: True)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_by_hand)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     monkeypatch.setattr(library_gemm, "LIBRARY_ROWS", dict.fromkeys(library_gemm.LIBRARY_ROWS, 4))
     experts, top_k, n, k, tokens = 5, 2, 32, 64, 23
     x, routing = torch.randn(tokens, k).bfloat16(), reference.route(torch.randn(tokens, experts), None, RoutingParams(top_k))

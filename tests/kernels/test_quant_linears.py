@@ -1,4 +1,4 @@
-"""Quantized linears in the interpreter: against float64 over the values that the codes stand for, and against the references."""
+"""Quantized linears in the interpreter, compared with float64 products of the dequantized weights, and with the references."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stoker.kernels.triton.gemm.skinny.launch import skinny_linear
 from stoker.kernels.tuning.tiles import QuantTile, SkinnyTile
 from stoker.kernels.types import PLAIN, Fusion
 
-PARTS = ["", "l", "br", "nbgr"]
+PARTS = ["", "l", "br", "nbgr"]  # n: RMS norm, l: layer norm, b: bias, g: gate, r: residual
 
 
 def fusion(m: int, n: int, k: int, dtype: torch.dtype, parts: str) -> Fusion:
@@ -45,7 +45,7 @@ def fusion(m: int, n: int, k: int, dtype: torch.dtype, parts: str) -> Fusion:
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, around: Fusion, rounded: object = lambda h: h) -> Tensor:
-    """float64, `rounded` standing for what becomes of activations."""
+    """float64. `rounded` rounds the activations as the linear does."""
     h = x.double()
     if around.norm_kind == "layer":
         h = h - h.mean(-1, keepdim=True)
@@ -110,7 +110,7 @@ def test_int8_by_default(m: int, dtype: torch.dtype) -> None:
     assert relative_error(quant_int8.packed_linear(x, PackedWeight("int8", weight, scale, bias=bias), around), want) < TOLERANCE[dtype]
 
 
-def test_int8_many_rows_and_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_dequantized_and_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quant_int8, "MAX_DIGIT_ROWS", 40)
     monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 128 * 48 * 4)
     x, bias, around, rows = problem(41, 150, 48, torch.float32, "nbgr")
@@ -134,7 +134,7 @@ def test_w8a8(m: int, tile: QuantTile | None, static: bool, parts: str) -> None:
     packed = PackedWeight("int8", weight, scale, bias=bias, activations="static" if static else "token", input_scale=step)
     got = quant_linear.quantized_activation_linear(x, packed, "int8", "w8a8", around, tile)
     want = int8_reference.packed_linear(x, packed, around)
-    # Values that a norm's rounding carries over the middle between two codes differ by a step.
+    # Activations that the rounding of the norm moves past the middle between two quantized values differ by one step.
     assert relative_error(got, want) < (2e-3 if around.norm_kind else 1e-5)
     if not static and not around.norm_kind:
         assert relative_error(got, expected(x, weight.double() * scale.double()[:, None], bias, around, to_int8)) < 1e-4
@@ -157,7 +157,7 @@ def test_fp8(m: int, activations: str, parts: str) -> None:
 
 @pytest.mark.parametrize("activations", ["token", "static"])
 @pytest.mark.parametrize(("n", "k", "parts"), [(24, 160, ""), (37, 4092, "br"), (300, 1028, "nbr"), (5, 64, "n")])
-def test_fp8_one_row(n: int, k: int, parts: str, activations: str) -> None:
+def test_fp8_gemv(n: int, k: int, parts: str, activations: str) -> None:
     x, bias, around, _ = problem(1, n, k, torch.bfloat16, parts)
     weight, scale = fp8_weight(n, k)
     step = torch.tensor([0.05]) if activations == "static" else None
@@ -169,44 +169,44 @@ def test_fp8_one_row(n: int, k: int, parts: str, activations: str) -> None:
     assert quant_fp8.packed_linear(x, replace(packed, activations="token", input_scale=None), around).isnan().all()
 
 
-def test_fp8_encodes_inside() -> None:
+def test_fp8_quantized_by_the_linear_equals_quantized_before() -> None:
     x, bias, around, rows = problem(1, 40, 300, torch.bfloat16, "nbgr")
     weight, scale = fp8_weight(rows, 300)
     packed = PackedWeight("fp8", weight, scale, bias=bias, activations="token")
-    inside, outside = (
+    by_linear, before = (
         quant_linear.quantized_activation_linear(x, packed, "fp8", "fp8", around, QuantTile(32, 64, 2, encode=encode))
         for encode in (True, False)
     )
-    assert torch.equal(inside, outside)
+    assert torch.equal(by_linear, before)
 
 
 @pytest.mark.parametrize("m", [1, 3, 66])
-def test_a_gate_on_the_input_is_one_on_the_output_before(m: int) -> None:
+def test_an_input_gate_equals_a_gate_applied_before(m: int) -> None:
     gates, bias, around, rows = problem(m, 24, 320, torch.bfloat16, "br")
     x = activation.gated(gates, "silu")
-    late = replace(around, input_gate="silu")
+    with_input_gate = replace(around, input_gate="silu")
     weight, scale = fp8_weight(rows, 160)
     for kind in ("token", "none"):
         packed = PackedWeight("fp8", weight, scale, bias=bias, activations=kind)
-        assert torch.equal(quant_fp8.packed_linear(gates, packed, late), quant_fp8.packed_linear(x, packed, around))
+        assert torch.equal(quant_fp8.packed_linear(gates, packed, with_input_gate), quant_fp8.packed_linear(x, packed, around))
     packed = PackedWeight("int8", *int8_weight(rows, 160), bias=bias)
-    assert torch.equal(quant_int8.packed_linear(gates, packed, late), quant_int8.packed_linear(x, packed, around))
+    assert torch.equal(quant_int8.packed_linear(gates, packed, with_input_gate), quant_int8.packed_linear(x, packed, around))
     plain = activation_reference.gated(gates, "silu")
-    assert torch.equal(int8_reference.packed_linear(gates, packed, late), int8_reference.packed_linear(plain, packed, around))
-    wide = torch.randn(rows, 160).to(x.dtype)
-    assert torch.equal(linear.linear(gates, wide, bias, late), linear.linear(x, wide, bias, around))
+    assert torch.equal(int8_reference.packed_linear(gates, packed, with_input_gate), int8_reference.packed_linear(plain, packed, around))
+    dense = torch.randn(rows, 160).to(x.dtype)
+    assert torch.equal(linear.linear(gates, dense, bias, with_input_gate), linear.linear(x, dense, bias, around))
 
 
 @pytest.mark.parametrize("m", [1, 3, 66])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_a_norm_that_no_kernel_folds_comes_once_and_after_the_inputs_gate(kind: str, m: int) -> None:
-    """A layer norm, and an RMS norm without weights: of a row, of rows that are streamed, of many."""
+def test_unfused_norms_are_applied_once_and_after_the_input_gate(kind: str, m: int) -> None:
+    """A layer norm, and an RMS norm without weights, for each range of rows."""
     x, bias = torch.randn(m, 128) * 5, torch.randn(24)
-    gain = (torch.rand(64) + 0.5, torch.randn(64)) if kind == "layer" else (None, None)
-    around = Fusion(kind, *gain, norm_eps=1e-5, input_gate="silu")
+    parameters = (torch.rand(64) + 0.5, torch.randn(64)) if kind == "layer" else (None, None)
+    around = Fusion(kind, *parameters, norm_eps=1e-5, input_gate="silu")
     int8, fp8 = PackedWeight("int8", *int8_weight(24, 64), bias=bias), PackedWeight("fp8", *fp8_weight(24, 64), bias=bias)
     int4 = int4_weight(24, 64, 32, "int", bias)
-    wide = torch.randn(24, 64) / 8
+    dense = torch.randn(24, 64) / 8
 
     def product(h: Tensor) -> Tensor:
         return h @ int4_reference.dequantize_int4(int4).T + bias
@@ -218,23 +218,23 @@ def test_a_norm_that_no_kernel_folds_comes_once_and_after_the_inputs_gate(kind: 
         (quant_fp8, fp8_reference, fp8, 1e-5),
     ):
         assert relative_error(kernel.packed_linear(x, packed, around), reference.packed_linear(x, packed, around)) < most, kernel
-    assert relative_error(linear.linear(x, wide, bias, around), linear_reference.linear(x, wide, bias, around)) < 1e-5
+    assert relative_error(linear.linear(x, dense, bias, around), linear_reference.linear(x, dense, bias, around)) < 1e-5
     want = linear_reference.around(x, around, product)
     assert relative_error(quant_int4.packed_linear(x, quant_int4.prepare_weight(int4), around), want) < 5e-4
     assert torch.equal(ops.around(x, around, product), want)
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "digits"])
-def test_a_row_in_chunks_is_a_row_at_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_quantized_in_chunks_equal_rows_quantized_at_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(3, 2 * 500).bfloat16(), torch.rand(500).bfloat16()
-    given = (x, form, 512, 32, weight, 1e-5, None, "gelu")
-    whole = quant_activations.quantize_rows(*given)
+    arguments = (x, form, 512, 32, weight, 1e-5, None, "gelu")
+    at_once = quant_activations.quantize_rows(*arguments)
     monkeypatch.setattr(quant_activations, "_MAX_ROW_IN_REGISTERS", 0)
     monkeypatch.setattr(quant_activations, "_CHUNK", 128)
-    pieces = quant_activations.quantize_rows(*given)
-    assert torch.allclose(whole.scale, pieces.scale, rtol=1e-6)
-    assert (whole.values.float() - pieces.values.float()).abs().max() <= (32 if form == "fp8" else 1)  # a step of the largest codes
-    assert (whole.values.view(torch.int8) != pieces.values.view(torch.int8)).float().mean() < 0.01
+    in_chunks = quant_activations.quantize_rows(*arguments)
+    assert torch.allclose(at_once.scale, in_chunks.scale, rtol=1e-6)
+    assert (at_once.values.float() - in_chunks.values.float()).abs().max() <= (32 if form == "fp8" else 1)  # one step of the largest values
+    assert (at_once.values.view(torch.int8) != in_chunks.values.view(torch.int8)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -251,11 +251,11 @@ def test_block_fp8(m: int, block: tuple[int, int], parts: str) -> None:
 
 def int4_weight(rows: int, k: int, group: int, zero: str, bias: Tensor | None = None) -> PackedWeight:
     groups = -(-k // group)
-    codes, scale = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), (torch.rand(rows, groups) + 0.5) / (5 * k**0.5)
+    values, scale = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8), (torch.rand(rows, groups) + 0.5) / (5 * k**0.5)
     zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8) if zero == "int" else None
     if zero == "float":
         zeros = (-torch.rand(rows, groups) / k**0.5).half()
-    return PackedWeight("int4", codes, scale.half(), zeros, group, bias=bias)
+    return PackedWeight("int4", values, scale.half(), zeros, group, bias=bias)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_int4(m: int, parts: str, group: int, k: int, zero: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_int4_rows_that_lie_apart_on_a_cpu(dtype: torch.dtype) -> None:
+def test_int4_reference_with_strided_rows(dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, 136).to(dtype)[:, :128], int4_weight(24, 128, 32, "int")
     want = expected(x, int4_reference.dequantize_int4(weight, torch.float64), None, PLAIN)
     assert relative_error(int4_reference.packed_linear(x, int4_reference.prepare_weight(weight)), want) < 1e-2
@@ -290,7 +290,7 @@ def test_int4_tiles(zero: str) -> None:
 
 @pytest.mark.parametrize(("m", "group", "parts"), [(9, 32, "ng"), (33, 32, "br"), (17, 64, "br"), (35, 128, "ng")])
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
-def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: int, group: int) -> None:
+def test_int4_dequantized_in_registers(parts: str, zero: str, m: int, group: int) -> None:
     x, bias, around, rows = problem(m, 72, 648, torch.bfloat16, parts)
     assert not quant_tuning.digits_are_faster(m, group)
     weight = int4_weight(rows, 648, group, zero, bias)
@@ -299,7 +299,7 @@ def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: i
 
 
 @pytest.mark.parametrize(
-    ("rows", "group", "dtype", "way"),
+    ("rows", "group", "dtype", "launcher"),
     [
         (4, 32, torch.bfloat16, "skinny_linear"),
         (5, 32, torch.bfloat16, "skinny_int4_linear"),
@@ -314,24 +314,24 @@ def test_int4_widened_for_rows_that_digits_cost_more(parts: str, zero: str, m: i
         (17, 128, torch.bfloat16, "plain_activation_linear"),
     ],
 )
-def test_ways_of_int4(rows: int, group: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which kernel takes how many rows on a device; nothing runs."""
-    taken: list[str] = []
+def test_int4_launcher_by_rows(rows: int, group: int, dtype: torch.dtype, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher that packed_linear calls on a device. Nothing runs."""
+    called: list[str] = []
     for name in ("skinny_linear", "skinny_int4_linear", "quantized_activation_linear", "plain_activation_linear", "dequantized_linear"):
-        monkeypatch.setattr(quant_int4, name, lambda *args, name=name: taken.append(name))
-    codes, scale = torch.empty(64, 512, dtype=torch.uint8, device="meta"), torch.empty(64, 1024 // group, device="meta")
-    weight = quant_int4.prepare_weight(PackedWeight("int4", codes, scale, None, group))
+        monkeypatch.setattr(quant_int4, name, lambda *args, name=name: called.append(name))
+    values, scale = torch.empty(64, 512, dtype=torch.uint8, device="meta"), torch.empty(64, 1024 // group, device="meta")
+    weight = quant_int4.prepare_weight(PackedWeight("int4", values, scale, None, group))
     quant_int4.packed_linear(torch.empty(rows, 1024, dtype=dtype, device="meta"), weight)
-    assert taken == [way]
+    assert called == [launcher]
 
 
 SKINNY_TILES = [SkinnyTile(4, 1, 8, 1), SkinnyTile(2, 2, 4, 4), SkinnyTile(2, 8, 1, 2)]
 
 
 def skinny_results(x: Tensor, weight: PackedWeight, around: Fusion) -> list[Tensor]:
-    made = [skinny_linear(x, weight, around, tile) for tile in SKINNY_TILES]
+    results = [skinny_linear(x, weight, around, tile) for tile in SKINNY_TILES]
     assert not quant_linear.split_counters(x.device).any()
-    return made
+    return results
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_skinny_fp8(m: int, parts: str, static: bool) -> None:
         assert relative_error(got, want) < (3e-3 if around.norm_kind else 1e-5)
 
 
-def test_int4_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quant_int4, "MAX_SKINNY_ROWS", 40)
     monkeypatch.setattr(quant_linear, "_SCRATCH_BYTES", 1)
     x, bias, around, rows = problem(41, 150, 90, torch.float32, "nbgr")
@@ -382,21 +382,21 @@ def test_int4_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "digits"])
-def test_nan_is_not_hidden(form: str) -> None:
+def test_a_row_with_nan_gets_a_nan_scale(form: str) -> None:
     x = torch.randn(3, 64)
     x[1, 5] = float("nan")
-    made = quant_activations.quantize_rows(x, form, 64)
-    assert made.scale.isnan().tolist() == [False, True, False]
+    quantized = quant_activations.quantize_rows(x, form, 64)
+    assert quantized.scale.isnan().tolist() == [False, True, False]
 
 
-def test_nothing_to_do() -> None:
+def test_no_rows() -> None:
     weight, scale = int8_weight(8, 32)
     assert quant_int8.packed_linear(torch.zeros(0, 32), PackedWeight("int8", weight, scale)).shape == (0, 8)
     fp8 = PackedWeight("fp8", weight.float().to(torch.float8_e4m3fn), scale, activations="token")
     assert quant_fp8.packed_linear(torch.zeros(0, 32), fp8).shape == (0, 8)
 
 
-def test_refused() -> None:
+def test_a_residual_of_another_shape_is_rejected() -> None:
     weight, scale = int8_weight(8, 32)
     with pytest.raises(ValueError, match="residual"):
         quant_int8.packed_linear(torch.zeros(1, 32), PackedWeight("int8", weight, scale), Fusion(residual=torch.zeros(1, 5)))

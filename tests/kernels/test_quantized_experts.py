@@ -1,4 +1,4 @@
-"""Int4, grouped int8 and block FP8 experts in the interpreter: random ragged routings against float64, an expert after another."""
+"""Int4, grouped int8 and block FP8 experts in the interpreter: random ragged routings, compared with float64 products."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ from stoker.kernels.triton.moe import operands as moe_operands
 from stoker.kernels.tuning.tiles import QuantTile
 
 EXPERTS = 5
-# (rows of each expert, those before this rank's, those after it): experts without rows, tiles that are full, and more tiles than one.
-RAGGED = {"one": ([0, 1, 0, 0, 1], 0, 0), "few": ([3, 0, 9, 1, 5], 0, 0), "rank": ([0, 2, 12, 0, 1], 4, 5), "elsewhere": ([0] * 5, 2, 2)}
+# (rows of each expert, rows of earlier ranks, rows of later ranks): experts without rows, with full tiles, and with several tiles.
+ROUTINGS = {
+    "one": ([0, 1, 0, 0, 1], 0, 0),
+    "all": ([3, 0, 9, 1, 5], 0, 0),
+    "rank": ([0, 2, 12, 0, 1], 4, 5),
+    "other ranks": ([0] * 5, 2, 2),
+}
 
 
-def ragged(counts: list[int], before: int, after: int, top_k: int = 2) -> Routing:
-    """Choices in any order: what an expert gets, and whose a choice is, are independent here."""
+def random_routing(counts: list[int], before: int, after: int, top_k: int = 2) -> Routing:
+    """Choices in random order: which token a choice belongs to does not depend on its expert."""
     total = sum(counts) + before + after
     offsets = torch.tensor([0, *counts]).cumsum(0).int() + before
     return Routing(torch.rand(total // top_k, top_k), torch.randperm(total).int(), offsets)
 
 
 def int4(n: int, k: int, group: int, zero: str, ordered: bool = False) -> tuple[PackedWeight, Tensor]:
-    """(Experts, as packed; the real weights, float64 [EXPERTS, n, k], of features in x's order)."""
+    """(packed experts, the real weights: float64 [EXPERTS, n, k], features in the order of x)."""
     groups = -(-k // group)
     codes = torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8)
     scale = ((torch.rand(EXPERTS, n, groups) + 0.5) / (5 * k**0.5)).half()
@@ -65,8 +70,8 @@ def blocks(n: int, k: int, block: tuple[int, int]) -> tuple[PackedWeight, Tensor
     return packed, torch.stack([widen_blocks(packed.expert(e)) for e in range(EXPERTS)]).double()
 
 
-def rows_by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """float64 of sorted rows; zeros for rows of experts that are elsewhere."""
+def expected_rows(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+    """float64 of sorted rows; zeros for rows of other ranks."""
     out = torch.zeros(len(x), weight.shape[1], dtype=torch.float64)
     for e, (start, stop) in enumerate(zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True)):
         out[start:stop] = x[start:stop].double() @ weight[e].T + (0 if bias is None else bias[e].double())
@@ -82,89 +87,90 @@ def check(
     weight: PackedWeight, real: Tensor, routing: Routing, dtype: torch.dtype, bound: float, tile: QuantTile | None = None,
     rounded: object = lambda x: x,
 ) -> None:  # fmt: skip
-    """Up and down through the same experts. `rounded` stands for what becomes of activations."""
+    """An up and a down projection by the same experts. `rounded` rounds the activations as the projection does."""
     _, n, k = real.shape
     bias = torch.randn(EXPERTS, n).to(dtype)
     weight = replace(weight, bias=bias)
     tokens = torch.randn(routing.weights.shape[0], k + 8).to(dtype)[:, :k]
-    wanted = rows_by_hand(rounded(tokens)[routing.order.long() // routing.top_k], real, bias, routing)  # type: ignore[operator]
-    assert relative_error(moe.expert_up(tokens, weight, routing, tile), wanted) <= bound
+    want = expected_rows(rounded(tokens)[routing.order.long() // routing.top_k], real, bias, routing)  # type: ignore[operator]
+    assert relative_error(moe.expert_up(tokens, weight, routing, tile), want) <= bound
     choices = torch.randn(routing.order.shape[0], k).to(dtype)
-    wanted = combined(rows_by_hand(rounded(choices), real, bias, routing), routing)  # type: ignore[operator]
-    assert relative_error(moe.expert_down(choices, weight, routing, tile), wanted) <= bound
+    want = combined(expected_rows(rounded(choices), real, bias, routing), routing)  # type: ignore[operator]
+    assert relative_error(moe.expert_down(choices, weight, routing, tile), want) <= bound
     assert not quant_linear.split_counters(tokens.device).any()
 
 
 @pytest.mark.parametrize(
     ("routed", "zero", "group", "k"),
     [
-        ("one", "none", 32, 192), ("one", "float", 64, 130), ("few", "int", 64, 130), ("few", "float", 32, 64),
-        ("rank", "int", 128, 300), ("rank", "float", 64, 192), ("rank", "none", 256, 300), ("elsewhere", "int", 32, 64),
+        ("one", "none", 32, 192), ("one", "float", 64, 130), ("all", "int", 64, 130), ("all", "float", 32, 64),
+        ("rank", "int", 128, 300), ("rank", "float", 64, 192), ("rank", "none", 256, 300), ("other ranks", "int", 32, 64),
     ],
 )  # fmt: skip
 def test_int4_digits(routed: str, zero: str, group: int, k: int) -> None:
     weight, real = int4(40, k, group, zero)
-    check(weight, real, ragged(*RAGGED[routed]), torch.float32, 5e-4)
+    check(weight, real, random_routing(*ROUTINGS[routed]), torch.float32, 5e-4)
 
 
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
 @pytest.mark.parametrize(("dtype", "group"), [(torch.bfloat16, 16), (torch.float16, 48), (torch.bfloat16, 128)])
-def test_int4_as_they_are(zero: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups too small for integers, and more rows than become digits: weights become the rows' dtype."""
+def test_int4_dequantized_in_registers(zero: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups too small for int8 products, and more rows than digits are used for."""
     monkeypatch.setattr(moe_operands, "digits_are_faster", lambda rows, group, bits: False)
     weight, real = int4(24, 240, group, zero)
-    check(weight, real, ragged(*RAGGED["rank"]), dtype, TOLERANCE[dtype])
+    check(weight, real, random_routing(*ROUTINGS["rank"]), dtype, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("routed", ["few", "rank"])
+@pytest.mark.parametrize("routed", ["all", "rank"])
 @pytest.mark.parametrize("tile", [QuantTile(16, 64, 3), QuantTile(32, 128, 1)])
 def test_int4_tiles(routed: str, tile: QuantTile) -> None:
     weight, real = int4(24, 256, 32, "int")
-    check(weight, real, ragged(*RAGGED[routed]), torch.bfloat16, TOLERANCE[torch.bfloat16], tile)
+    check(weight, real, random_routing(*ROUTINGS[routed]), torch.bfloat16, TOLERANCE[torch.bfloat16], tile)
 
 
 @pytest.mark.parametrize("group", [32, 12])
-@pytest.mark.parametrize("routed", ["few", "rank"])
-def test_int4_in_each_experts_order(routed: str, group: int) -> None:
+@pytest.mark.parametrize("routed", ["all", "rank"])
+def test_int4_with_an_order_of_features_per_expert(routed: str, group: int) -> None:
     weight, real = int4(24, 96, group, "int", ordered=True)
-    check(weight, real, ragged(*RAGGED[routed]), torch.float32, 5e-4)
+    check(weight, real, random_routing(*ROUTINGS[routed]), torch.float32, 5e-4)
 
 
-def test_int4_groups_that_no_tile_has() -> None:
+def test_int4_groups_that_no_tile_supports() -> None:
     weight, real = int4(24, 60, 12, "float")
     assert weight.layout == "stored"
-    check(weight, real, ragged(*RAGGED["rank"]), torch.float32, 1e-5)
+    check(weight, real, random_routing(*ROUTINGS["rank"]), torch.float32, 1e-5)
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize(("routed", "group", "k"), [("one", 32, 192), ("rank", 64, 130), ("few", 16, 60), ("rank", 256, 300)])
+@pytest.mark.parametrize(("routed", "group", "k"), [("one", 32, 192), ("rank", 64, 130), ("all", 16, 60), ("rank", 256, 300)])
 def test_int8_groups(routed: str, group: int, k: int, shifted: bool) -> None:
     weight, real = int8_groups(24, k, group, shifted)
-    check(weight, real, ragged(*RAGGED[routed]), torch.float32, 5e-4)
+    check(weight, real, random_routing(*ROUTINGS[routed]), torch.float32, 5e-4)
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_int8_groups_as_they_are(shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_groups_dequantized_in_registers(shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_operands, "digits_are_faster", lambda rows, group, bits: False)
     weight, real = int8_groups(24, 192, 32, shifted)
-    check(weight, real, ragged(*RAGGED["rank"]), torch.bfloat16, TOLERANCE[torch.bfloat16])
-    check(weight, real, ragged(*RAGGED["few"]), torch.bfloat16, TOLERANCE[torch.bfloat16], QuantTile(16, 64, 3))
+    check(weight, real, random_routing(*ROUTINGS["rank"]), torch.bfloat16, TOLERANCE[torch.bfloat16])
+    check(weight, real, random_routing(*ROUTINGS["all"]), torch.bfloat16, TOLERANCE[torch.bfloat16], QuantTile(16, 64, 3))
 
 
-@pytest.mark.parametrize("routed", RAGGED)
+@pytest.mark.parametrize("routed", ROUTINGS)
 @pytest.mark.parametrize("block", [(16, 32), (128, 64), (3, 5)])
 def test_blocks(routed: str, block: tuple[int, int]) -> None:
-    """The last: a block that no tile has."""
+    """No tile supports the last block."""
     weight, real = blocks(40, 150, block)
-    check(weight, real, ragged(*RAGGED[routed]), torch.float32, 1e-5, rounded=lambda x: round_groups(x.float(), block[1]))
+    check(weight, real, random_routing(*ROUTINGS[routed]), torch.float32, 1e-5, rounded=lambda x: round_groups(x.float(), block[1]))
 
 
 def test_block_tiles() -> None:
     weight, real = blocks(40, 192, (128, 64))
-    check(weight, real, ragged(*RAGGED["rank"]), torch.bfloat16, 1e-2, QuantTile(16, 64, 3), lambda x: round_groups(x.float(), 64))
+    routing = random_routing(*ROUTINGS["rank"])
+    check(weight, real, routing, torch.bfloat16, 1e-2, QuantTile(16, 64, 3), lambda x: round_groups(x.float(), 64))
 
 
-def test_a_packed_expert_is_the_packed_linear() -> None:
+def test_a_packed_expert_equals_the_packed_linear() -> None:
     codes = torch.randint(0, 256, (3, 24, 50), dtype=torch.uint8)
     stored = PackedWeight("int4", codes, torch.rand(3, 24, 4), torch.randint(0, 16, (3, 24, 4), dtype=torch.uint8), 32)
     stacked = quant_int4.prepare_weight(stored)
@@ -182,8 +188,8 @@ def stored_int4(ordered: bool) -> PackedWeight:
 
 
 @pytest.mark.parametrize("kind", ["int4", "int4 in an order", "int8", "blocks"])
-def test_the_reference_agrees(kind: str) -> None:
-    routing, bias, x = ragged(*RAGGED["rank"]), torch.randn(EXPERTS, 24), torch.randn(12, 64)
+def test_equal_to_the_reference(kind: str) -> None:
+    routing, bias, x = random_routing(*ROUTINGS["rank"]), torch.randn(EXPERTS, 24), torch.randn(12, 64)
     stored = (
         stored_int4("order" in kind)
         if "int4" in kind
@@ -191,15 +197,15 @@ def test_the_reference_agrees(kind: str) -> None:
     )
     stored = replace(stored, bias=bias)
     prepared = quant_int4.prepare_weight(stored) if stored.format == "int4" else stored
-    wanted = reference.expert_up(x, stored, routing)
-    assert relative_error(moe.expert_up(x, prepared, routing), wanted) < 5e-4
+    want = reference.expert_up(x, stored, routing)
+    assert relative_error(moe.expert_up(x, prepared, routing), want) < 5e-4
     sorted_rows = torch.randn(24, 64)
-    wanted = reference.expert_down(sorted_rows, stored, routing)
-    assert relative_error(moe.expert_down(sorted_rows, prepared, routing), wanted) < 5e-4
+    want = reference.expert_down(sorted_rows, stored, routing)
+    assert relative_error(moe.expert_down(sorted_rows, prepared, routing), want) < 5e-4
 
 
 def test_no_rows() -> None:
-    nothing = Routing(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int32), torch.zeros(EXPERTS + 1, dtype=torch.int32))
+    empty = Routing(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int32), torch.zeros(EXPERTS + 1, dtype=torch.int32))
     for weight, _ in (int4(24, 64, 32, "int", ordered=True), blocks(24, 64, (128, 64))):
-        assert moe.expert_up(torch.zeros(0, 64), weight, nothing).shape == (0, 24)
-        assert moe.expert_down(torch.zeros(0, 64), weight, nothing).shape == (0, 24)
+        assert moe.expert_up(torch.zeros(0, 64), weight, empty).shape == (0, 24)
+        assert moe.expert_down(torch.zeros(0, 64), weight, empty).shape == (0, 24)

@@ -10,11 +10,11 @@
 Grid: (m_tiles × ceil(n / BLOCK_N), SPLITS). How many token tiles there are is known on the device only. The grid has as many as there can
 be, and each CTA finds its tile in a list that it computes from the offsets (`find_expert_tile`); CTAs without a tile exit.
 
-    segments of the sorted choices    | other ranks | expert 0         | expert 1 |  expert 2 (none)  | ... | other ranks |
-    boundaries                        0      offsets[0]           offsets[1]  offsets[2] = offsets[3]   offsets[E]         m
-    token tiles of TOKENS             |  0  |   1   |  2   |  3  |4|  5   | 6 |
+    segments of the sorted choices    | earlier ranks |     expert 0     | expert 1 | expert 2: none |  ...  | later ranks |
+    segment starts at                 0               offsets[0]         offsets[1] offsets[2]               offsets[E]
+    token tiles                       |   0   |   1   |   2   |  3  |  4 |    5     |                |  ...  |   t   | t + 1 |
 
-    Every segment begins with a new tile. Tiles of other ranks' choices store zeros.
+Every segment starts with a new tile, and its last tile may not be full. Tiles of other ranks' choices store zeros.
 
 The product and the epilogue are those of the linears: `gemm.quantized.products`, `gemm.quantized.epilogue`.
 

@@ -21,8 +21,9 @@ which is what keeps small linears of 8-bit weights below the speed of memory, an
 
 Grid of `quantize_rows_kernel`: one CTA per row. Of `quantize_groups_kernel`, which has a scale per row and group: rows × chunks.
 
-Theoretical floor: one read of x and one write of the values. A decode step is bounded by the launch itself (about 2 µs), which the linear
-kernel saves for one row by quantizing the row in each CTA (`QuantTile.encode`).
+Theoretical floor: one read of x and one write of the values at the speed of memory. With few rows the launch itself takes longer: about
+1 µs in a decode step of one row (AWQ of Llama-3.1-8B on an H200, 128 launches: 2.13 ms per step, 2.00 without them). The linear kernel
+saves this launch for one row where it is faster to quantize the row in each CTA (`QuantTile.encode`).
 """
 
 from __future__ import annotations
