@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping as Environment
 from pathlib import Path
 
-from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, Format
-from stoker.deploy.engine import has_deployment_file, read_config
+from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, Format, has_configuration_file
+from stoker.deploy.engine import read_config
 
 
 def is_checkpoint(path: Path) -> bool:
-    """A config.json that names a model, or a GGUF file. A folder with a deployment file has the format of that file instead."""
+    """A config.json that names a model, or a GGUF file. A folder with a configuration file has the format of that file."""
     if path.suffix == ".gguf" and path.is_file():
         return True
-    if not path.is_dir() or has_deployment_file(path):
+    if not path.is_dir() or has_configuration_file(path):
         return False
     config = read_config(path)
     if "format_version" in config:

@@ -131,6 +131,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 class Format(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment format.
 
+    file: name of the file that configures a folder. Empty: the format has no such file.
     recognise: whether a path has this format.
     load(path, environment): reads it. Raises ConfigError with file, line, key and cure for a value that is not supported.
     complete(deployment, local): fills in settings that depend on the checkpoint or engine, once it is the local directory `local`.
@@ -139,6 +140,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
+    file: str = ""
     recognise: Callable[[Path], bool]
     load: Callable[[Path, Environment[str, str]], Deployment]
     complete: Callable[[Deployment, Path], Deployment] | None = None
@@ -148,13 +150,23 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 FORMATS: Registry[Format] = Registry("deployment format")
 
 
+def configuration_files() -> tuple[str, ...]:
+    """Names of the files that configure a folder, of all formats."""
+    return tuple(row.file for row in map(FORMATS.get, FORMATS) if row.file)
+
+
+def has_configuration_file(path: Path) -> bool:
+    """Whether a folder has the configuration file of a format, which decides even beside an engine or checkpoint."""
+    return any((path / name).is_file() for name in configuration_files())
+
+
 def find_format(path: Path) -> Format:
     """The format of `path`. Raises ConfigError when no format, or more than one, recognises it."""
-    found = [FORMATS.get(name) for name in FORMATS if FORMATS.get(name).recognise(path)]
+    found = [row for row in map(FORMATS.get, FORMATS) if row.recognise(path)]
     if len(found) == 1:
         return found[0]
     if not found:
-        configs = [name for name in ("config.json", "config.yaml") if (path / name).is_file()]
+        configs = [name for name in ("config.json", *configuration_files()) if (path / name).is_file()]
         damaged = f" Its {' and its '.join(configs)} is damaged or belongs to another program." if configs else ""
         raise ConfigError(f"{path} is none of: {', '.join(FORMATS)}.{damaged}", cure="Name an engine, a checkpoint or a deployment folder.")
     names = " and of ".join(row.name for row in found)

@@ -8,25 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from stoker.base.errors import ConfigError
-from stoker.deploy.deployment import FORMATS, Deployment, EngineSource, Format
+from stoker.deploy.deployment import FORMATS, Deployment, EngineSource, Format, has_configuration_file
 
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 64 << 20
 
 
 def is_engine(path: Path) -> bool:
-    """A config.json of an engine. A folder with a deployment file has the format of that file instead."""
-    return "format_version" in read_config(path) and not has_deployment_file(path)
+    """A config.json of an engine. A folder with a configuration file has the format of that file."""
+    return "format_version" in read_config(path) and not has_configuration_file(path)
 
 
 def load_engine(path: Path, environment: Environment[str, str]) -> Deployment:
     """A deployment of the engine with default settings."""
     return Deployment(format="engine", path=str(path), source=EngineSource(location=str(path)))
-
-
-def has_deployment_file(path: Path) -> bool:
-    """Whether the folder has the configuration file of another deployment format."""
-    return (path / "serving.properties").is_file() or (path / "config.yaml").is_file()
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from stoker.deploy.deployment import configuration_files
+
 _SUFFIXES = re.compile(r"\.(gguf|tar|tar\.gz|tgz|tar\.bz2|tar\.xz)$", re.IGNORECASE)
 
 
@@ -15,7 +17,7 @@ def model_name_of(location: str | Path) -> str:
     For a configuration file (serving.properties, config.yaml) it is the name of its folder.
     """
     path = Path(location).expanduser()
-    if path.is_file() and path.suffix in (".properties", ".yaml"):
+    if path.is_file() and path.name in configuration_files():
         path = path.parent
     if path.exists():
         return _SUFFIXES.sub(

@@ -12,7 +12,7 @@ import msgspec
 from stoker.base.config import Mapping
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.deploy import sources
-from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, EngineSource, find_format
+from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, EngineSource, configuration_files, find_format
 from stoker.deploy.engine import read_config
 from stoker.deploy.lmi.load import CONTAINER, load_lmi
 from stoker.deploy.secrets import find_secret, secret_places
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # (action, amount done, total amount or None). Amounts are bytes of downloads and weights, and otherwise steps.
 Progress = Callable[[str, int, int | None], None]
 
-_CONFIGURATION_SUFFIXES = (".gguf", ".properties", ".yaml")
 _VERSION_KEYS = ("baichuan_model_version", "chatglm_model_version", "gpt_model_version")
 _ROTARY_KEYS = ("rotary_base", "rotary_dim", "rotary_scaling_type", "rotary_scaling_factor")
 
@@ -46,7 +45,7 @@ def read_deployment(location: str | Path | None, environment: Environment[str, s
     if location is None:
         return _read_container(environment)
     path = Path(location).expanduser()
-    if not path.is_dir() and path.suffix not in _CONFIGURATION_SUFFIXES:
+    if not path.is_dir() and path.suffix != ".gguf" and path.name not in configuration_files():
         if not path.exists() and "/" not in str(location):  # models of the hub have an owner, so this is a misspelt path
             raise ConfigError(f"{location} does not exist.", cure="Name a directory, a .gguf file, ORG/NAME or s3://BUCKET/PREFIX.")
         path = sources.resolve(str(location), token=find_secret("HF_TOKEN", environment), progress=progress)

@@ -8,7 +8,7 @@ import msgspec
 
 from stoker.base.errors import ConfigError
 from stoker.base.fields.errors import InvalidValueError
-from stoker.deploy.deployment import Origin, PlacedError
+from stoker.deploy.deployment import Origin, PlacedError, has_configuration_file
 from stoker.deploy.syntax.pbtxt import Message, Scalar, read_message
 from stoker.server.protocols.kserve.model_config import KINDS
 
@@ -42,7 +42,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_model_repository(path: Path) -> bool:
     """A folder of model folders, without a configuration file of another format."""
-    if not path.is_dir() or any((path / name).exists() for name in ("serving.properties", "config.yaml", "config.json")):
+    if not path.is_dir() or has_configuration_file(path) or (path / "config.json").exists():
         return False
     return any(path.glob(f"*/{CONFIG}"))
 
