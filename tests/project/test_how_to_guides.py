@@ -72,3 +72,20 @@ def test_device(tmp_path: Path) -> None:
     path.write_text(code_of("device", "json"))
     file, table = parse_tuning_file(path)
     assert file.device_names == ("NVIDIA L40S",) and table.shared_bytes == 101376
+
+
+@pytest.mark.parametrize(
+    ("guide", "number", "file"),
+    [
+        ("kernel", 0, "kernels/ops.py"),
+        ("option-key", 0, "base/config.py"),
+        ("quantization-format", 0, "quant/formats/int8.py"),
+        ("quantization-format", 1, "quant/formats/int8.py"),
+        ("quantization-format", 2, "quant/named_recipes.py"),
+        ("sampling-feature", 1, "server/protocols/openai/fields.py"),
+    ],
+)
+def test_snippets_are_quotations(guide: str, number: int, file: str) -> None:
+    source = (GUIDES.parents[1] / "src" / "stoker" / file).read_text()
+    lines = [line.strip() for line in code_of(guide, number=number).splitlines() if line.strip()]
+    assert lines and [line for line in lines if line not in source] == []
