@@ -13,7 +13,7 @@ from stoker.base.errors import ConfigError
 from stoker.core.specs import LinearSpec
 from stoker.kernels.routing import RoutingParams
 from stoker.kernels.types import Fusion
-from stoker.quant import int4_groups as groups
+from stoker.quant import groups
 from stoker.quant.calibration.input_stats import InputStats
 from stoker.quant.format import FORMATS, Format
 from stoker.quant.formats.awq import AWQ

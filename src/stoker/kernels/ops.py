@@ -6,6 +6,10 @@ Every op has a function here, a launcher and a kernel in `triton/`, and a refere
     CUDA tensors     the Triton launcher, or the reference for ops without one
     CPU tensors      the C kernel where there is one and a compiler is installed, else the reference
     meta tensors     after `use_launchers`, the Triton launchers: they list or compile kernels ahead of time (`triton.aot`)
+
+A format of quantized weights (`PackedWeight.format`) is one module per implementation, which is found by its name:
+`reference/quant_<format>.py`, `triton/gemm/quantized/<format>.py` and `native/quant_<format>.py`. Each has `prepare_weight` and
+`packed_linear`.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from stoker.kernels.reference import norm as norm_ref
 from stoker.kernels.reference import quant_int8 as int8_ref
 from stoker.kernels.reference import rope as rope_ref
 from stoker.kernels.reference import sampling as sampling_ref
-from stoker.kernels.reference.linear import weight_format
+from stoker.kernels.reference.linear import format_reference
 from stoker.kernels.routing import Routing, RoutingParams
 from stoker.kernels.types import PLAIN, AttentionParams, DrawParams, FusedLayer, Fusion, Rotary
 
@@ -51,7 +55,7 @@ def _by_format(package: str, prefix: str) -> dict[ModuleType, ModuleType]:
     names = [module.name for module in pkgutil.iter_modules(reference.__path__) if module.name.startswith("quant_")]
     formats = [name.removeprefix("quant_") for name in names]
     found = {name for module in pkgutil.iter_modules(import_module(package).__path__) if (name := module.name)}
-    return {weight_format(name): import_module(f"{package}.{prefix}{name}") for name in formats if prefix + name in found}
+    return {format_reference(name): import_module(f"{package}.{prefix}{name}") for name in formats if prefix + name in found}
 
 
 def use_launchers() -> None:
@@ -200,7 +204,7 @@ def prepare_weight(weight: PackedWeight) -> PackedWeight:
     """
     if weight.format == "dense":
         return weight
-    return _pick(weight.values, weight_format(weight.format)).prepare_weight(weight)
+    return _pick(weight.values, format_reference(weight.format)).prepare_weight(weight)
 
 
 def supports_int8_groups(weight: PackedWeight) -> bool:
@@ -229,7 +233,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, fusion: Fusion = PLAIN) -> Te
     """
     if weight.format == "dense":
         return _pick(x, linear_ref).linear(x, weight.values, weight.bias, fusion)
-    module, order = _pick(x, weight_format(weight.format)), weight.column_order
+    module, order = _pick(x, format_reference(weight.format)), weight.column_order
     if order is None:
         return module.packed_linear(x, weight, fusion)
     return around(x, fusion, lambda rows: module.packed_linear(rows.index_select(-1, order), weight))
@@ -239,7 +243,7 @@ def packed_embedding(token_ids: Tensor, weight: PackedWeight, dtype: torch.dtype
     """Rows of a packed weight [vocab, hidden], dense or int8, in `dtype` (dense: in its own), for int32 `token_ids` [T]."""
     if weight.format == "dense":
         return embedding(token_ids, weight.values)
-    return _pick(weight.values, weight_format(weight.format)).packed_embedding(token_ids, weight, dtype)
+    return _pick(weight.values, format_reference(weight.format)).packed_embedding(token_ids, weight, dtype)
 
 
 def supports_fused_layer(layer: FusedLayer, rows: int) -> bool:

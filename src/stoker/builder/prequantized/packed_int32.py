@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.quant import int4_groups as groups
+from stoker.quant import groups
 from stoker.quant.formats.int4 import GROUP_SIZES
 
 _FALLBACK_GROUP = 128

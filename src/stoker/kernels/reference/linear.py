@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fusion: Fusion
 
 
 @cache
-def weight_format(name: str) -> ModuleType:
+def format_reference(name: str) -> ModuleType:
     """The reference of a format of quantized weights: the module `quant_<name>` of this package."""
     return import_module(f"stoker.kernels.reference.quant_{name}")
 

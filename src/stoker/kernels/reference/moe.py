@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.core.packed_weight import PackedWeight
-from stoker.kernels.reference.linear import weight_format
+from stoker.kernels.reference.linear import format_reference
 from stoker.kernels.routing import Routing, RoutingParams
 
 
@@ -84,7 +84,7 @@ def _product(x: Tensor, weight: PackedWeight) -> Tensor:
         return F.linear(x, weight.values, weight.bias)
     if weight.column_order is not None:
         x = x.index_select(1, weight.column_order)
-    return weight_format(weight.format).packed_linear(x, weight)
+    return format_reference(weight.format).packed_linear(x, weight)
 
 
 def clipped_gate(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

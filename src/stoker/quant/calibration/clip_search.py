@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stoker.quant import int4_groups as groups
-from stoker.quant.int4_groups import Zero
+from stoker.quant import groups
+from stoker.quant.groups import Zero
 
 NUM_CLIPS = 10  # candidates
 MAX_CLIP = 0.5  # the candidates clip less than this fraction of a group's extremes
@@ -14,7 +14,7 @@ NUM_REFINEMENTS = 2  # least-squares iterations after the search
 
 
 def search_clip(split: Tensor, zero: Zero, dtype: torch.dtype, blocks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(scale, base) [..., out, groups, 1] of groups [..., out, groups, group_size], as `int4_groups.grid` returns them.
+    """(scale, base) [..., out, groups, 1] of groups [..., out, groups, group_size], as `groups.grid` returns them.
 
     `blocks` [groups, group_size, group_size] is the mean of x xᵀ within each group. After clipping the extremes by several fractions, the
     scale is replaced by the least-squares scale of the quantized values, which are then rounded again, where that reduces the error.

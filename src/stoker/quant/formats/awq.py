@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.core.specs import LinearSpec
-from stoker.quant import int4_groups as groups
+from stoker.quant import groups
 from stoker.quant.calibration.error_compensation import ErrorCompensation
 from stoker.quant.calibration.input_stats import InputStats
 from stoker.quant.format import FORMATS

@@ -12,12 +12,12 @@ from stoker.base.config import check_choice
 from stoker.base.errors import ConfigError
 from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
-from stoker.quant import int4_groups as groups
+from stoker.quant import groups
 from stoker.quant.calibration.clip_search import search_clip
 from stoker.quant.calibration.error_compensation import ErrorCompensation
 from stoker.quant.calibration.input_stats import InputStats
 from stoker.quant.format import FORMATS, Format, Layout
-from stoker.quant.int4_groups import SCALE_DTYPES, Zero
+from stoker.quant.groups import SCALE_DTYPES, Zero
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 

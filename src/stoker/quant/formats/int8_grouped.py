@@ -11,10 +11,10 @@ from stoker.core.packed_weight import PackedWeight
 from stoker.core.specs import LinearSpec
 from stoker.kernels import ops
 from stoker.kernels.reference.quant_int8 import widen_groups
-from stoker.quant import int4_groups as groups
+from stoker.quant import groups
 from stoker.quant.format import FORMATS, Format, Layout
 from stoker.quant.formats.int8 import INT8_UNIT
-from stoker.quant.int4_groups import SCALE_DTYPES
+from stoker.quant.groups import SCALE_DTYPES
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 

@@ -14,7 +14,7 @@ import gguf
 import torch
 from torch import Tensor
 
-from stoker.quant import int4_groups as groups
+from stoker.quant import groups
 from stoker.quant.format import Format
 from stoker.quant.formats.int4 import Int4
 from stoker.quant.formats.int8_grouped import GroupedInt8

@@ -1,4 +1,4 @@
-"""The arithmetic of int4 in groups: input features that are neighbours share a scale, and a zero point or an offset."""
+"""Groups of neighbouring input features that share a scale, and the arithmetic of int4 in groups."""
 
 from __future__ import annotations
 
