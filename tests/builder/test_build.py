@@ -221,8 +221,8 @@ def test_an_interrupted_build_leaves_no_files(tmp_path: Path, llama: Path, stage
         ({"max_perplexity_increase": float("inf")}, "max_perplexity_increase=inf is refused"),
         ({"max_perplexity_increase": 0.1}, "nothing is quantized"),
         ({"compute_capability": "9.0"}, "compute_capability='9.0' is refused: device=cpu has none"),
-        ({"quantization": "GPTQ", "quantization_settings": {"damp": "nan"}}, "damp=nan is refused"),
-        ({"quantization": "GPTQ", "quantization_settings": {"damp": -1}}, "damp=-1.0 is refused"),
+        ({"quantization": "GPTQ", "quantization_settings": {"damp": "nan"}}, "damp=nan is not above 0"),
+        ({"quantization": "GPTQ", "quantization_settings": {"damp": -1}}, "damp=-1.0 is not above 0"),
     ],
 )
 def test_settings_without_effect_or_out_of_range_are_refused(llama: Path, given: dict, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import tiny
 import typer
 from typer.testing import CliRunner
 
-from stoker.base.config import Limits
+from stoker.base.config import Limits, Mapping
+from stoker.base.errors import ConfigError
 from stoker.builder.build import build
 from stoker.builder.config import BuildConfig
 from stoker.builder.estimate import estimate
@@ -61,6 +63,25 @@ def test_a_large_model_is_estimated_from_its_config(tmp_path: Path) -> None:
     assert found.largest_batch == int(((80 << 30) - found.weights - found.activations) * 0.9) // (5120 * 131072)
 
 
+def test_a_config_alone_describes_block_scaled_fp8(tmp_path: Path) -> None:
+    """DeepSeek R1 on 16 devices: 42.05 GiB of weights each, and not the 81.7 GiB of bfloat16."""
+    shutil.copy(Path(__file__).parents[1] / "parity" / "published" / "DeepSeek-R1.json", tmp_path / "config.json")
+    settings = BuildConfig(dummy_weights=True, device="cuda", dtype="bfloat16", mapping=Mapping(tensor_parallel=16))
+    config = prepare(tmp_path, settings).config
+    assert config.recipe.name == "AS_STORED"
+    assert round(estimate(config, memory=80 << 30).weights / 2**30, 2) == 42.05
+
+
+def test_methods_that_need_the_weights_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 96,
+        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert prepare(tmp_path, BuildConfig(dummy_weights=True, device="cuda")).config.recipe.name == "NO_QUANT"
+    assert "quantization_config (awq) is not used without weights" in caplog.text
+
+
 def run(*arguments: str) -> str:
     result = CliRunner().invoke(APP, list(arguments), env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -73,8 +94,8 @@ def test_build_and_inspect_commands(tmp_path: Path, llama: Path) -> None:
     dry = run("build", str(llama), "--dry-run", "--device", "cpu", "--max-batch-size", "4")
     assert "largest batch of full sequences that fits" in dry and "4 of 4" in dry and "exit 0" in dry
     assert not Path(engine).exists()
-    small = run("build", str(llama), "--dry-run", "--device", "cuda", "--memory-gib", "0.0001")
-    assert "0 of 256" in small and "exit 1" in small
+    with pytest.raises(ConfigError, match=r"the engine does not fit: weights .* per device, which has .*Use more devices"):
+        run("build", str(llama), "--dry-run", "--device", "cuda", "--memory-gib", "0.0001")
     assert "name the engine directory" in run("build", str(llama))
     built = run("build", str(llama), "-o", engine, "--dtype", "float32", "--max-input-len", "64")
     assert "Greedy tokens equal to the checkpoint's: 32 of 32" in built and "exit 0" in built

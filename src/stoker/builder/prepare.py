@@ -56,7 +56,7 @@ def prepare(source: str | Path, settings: BuildConfig) -> BuildPlan:
         checkpoint=CheckpointOrigin(name=name, fingerprint=""),
     )
     plans = {} if settings.dummy_weights else plan_tensors(architecture, model, checkpoint.weights)
-    config = msgspec.structs.replace(config, recipe=choose_recipe(settings, config, plans, checkpoint))
+    config = msgspec.structs.replace(config, recipe=choose_recipe(settings, config, plans, checkpoint, architecture))
     check_shards(config)
     return BuildPlan(checkpoint=checkpoint, settings=settings, config=config, tensor_plans=plans)
 

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import msgspec
 
 from stoker.base.errors import ConfigError
+from stoker.base.logging import get_logger
 from stoker.builder.checkpoint.checkpoint import Checkpoint
 from stoker.builder.config import BuildConfig
 from stoker.builder.conversion.import_linear import import_format
 from stoker.builder.conversion.shard_plan import fit_recipe_to_shards
-from stoker.builder.conversion.tensor_plan import TensorPlan
+from stoker.builder.conversion.tensor_plan import TensorPlan, is_transformed
+from stoker.builder.prequantized.fp8 import block_size
 from stoker.core.model_config import ModelConfig
 from stoker.core.specs import LinearSpec
 from stoker.engine.config import EngineConfig
 from stoker.layers.decoder import declare, layer_specs
+from stoker.models import Architecture
 from stoker.quant.format import Format
+from stoker.quant.formats.block_fp8 import BlockFp8
 from stoker.quant.formats.dense import Dense
 from stoker.quant.formats.int8_grouped import GroupedInt8
 from stoker.quant.named_recipes import NARROW_HIDDEN_SIZE, canonical_recipe_name, find_recipe
 from stoker.quant.recipe import AS_STORED, Recipe
 
+log = get_logger(__name__)
 
-def choose_recipe(settings: BuildConfig, config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint) -> Recipe:
+
+def choose_recipe(
+    settings: BuildConfig, config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint, architecture: Architecture
+) -> Recipe:
     """The recipe of the engine `config`, with the calibration settings, and with groups that fit the shards.
 
     Raises ConfigError for a quantization that is unknown, or does not apply to the model or the checkpoint.
     """
-    recipe = _requested_or_stored(settings, config, plans, checkpoint)
+    recipe = _requested_or_stored(settings, config, plans, checkpoint, architecture)
     if settings.max_perplexity_increase is not None and not changes_values(recipe):
         raise ConfigError("max_perplexity_increase is refused: nothing is quantized.", cure="Leave it out, or name a quantization.")
     config = msgspec.structs.replace(config, recipe=_with_calibration(settings, config, recipe))
@@ -48,13 +57,15 @@ def is_calibrated(model: ModelConfig, recipe: Recipe) -> bool:
     return recipe.kv_cache is not None or any(recipe.format_for(spec).needs_calibration for spec in linears)
 
 
-def _requested_or_stored(settings: BuildConfig, config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint) -> Recipe:
+def _requested_or_stored(
+    settings: BuildConfig, config: EngineConfig, plans: dict[str, TensorPlan], checkpoint: Checkpoint, architecture: Architecture
+) -> Recipe:
     requested = settings.quantization and canonical_recipe_name(settings.quantization)
     if requested not in (None, AS_STORED):
         is_narrow = config.model.hidden_size <= NARROW_HIDDEN_SIZE and not config.model.requires_whole_prompt and not settings.dummy_weights
         return find_recipe(requested, settings.quantization_settings, settings.kv_cache_dtype, is_narrow)
     unquantized = find_recipe(None, settings.quantization_settings, settings.kv_cache_dtype)
-    stored = _stored_recipe(config, plans, checkpoint) if plans else None
+    stored = _stored_recipe(config, plans, checkpoint) if plans else _described_recipe(config, checkpoint, architecture)
     if stored is None and requested is not None:
         raise ConfigError(f"{checkpoint.name} has no pre-quantized weights that can be imported.", cure="Name a quantization.")
     return unquantized if stored is None else msgspec.structs.replace(stored, kv_cache=unquantized.kv_cache)
@@ -72,6 +83,34 @@ def _stored_recipe(config: EngineConfig, plans: dict[str, TensorPlan], checkpoin
     recipe = Recipe(default=default, name=AS_STORED)
     overrides = {spec.name: formats[spec.name] for spec in linears if recipe.format_for(spec) != formats[spec.name]}
     return None if set(formats.values()) == {Dense()} else msgspec.structs.replace(recipe, overrides=overrides)
+
+
+def _described_recipe(config: EngineConfig, checkpoint: Checkpoint, architecture: Architecture) -> Recipe | None:
+    """The recipe that quantization_config describes, for a build without weights. Only block-scaled FP8 needs no tensor to be known.
+
+    Logs a warning for other methods, because sizes and speed are then those of unquantized weights.
+    """
+    quantization = checkpoint.config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    block = quantization.get("weight_block_size")
+    if quantization.get("quant_method") != "fp8" or not isinstance(block, list):
+        log.warning(
+            "%s: the quantization_config (%s) is not used without weights. Name a quantization instead, such as FP8 or AWQ.",
+            checkpoint.name,
+            quantization.get("quant_method", "unknown"),
+        )
+        return None
+    rows, columns = block_size(block)
+    names = architecture.tensor_names(config.model)
+    overrides: dict[str, Format] = {}
+    for spec in declare(config.model).values():
+        if isinstance(spec, LinearSpec) and spec.quantize:
+            if is_transformed(f"{spec.name}.weight", names):
+                overrides[spec.name] = Dense()
+            elif (common := math.gcd(rows, *spec.parts)) != rows and len(spec.parts) > 1:
+                overrides[spec.name] = BlockFp8(rows=common, columns=columns)
+    return Recipe(default=BlockFp8(rows=rows, columns=columns), overrides=overrides, name=AS_STORED)
 
 
 def _with_dtype(chosen: Format, dtype: str) -> Format:

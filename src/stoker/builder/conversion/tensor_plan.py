@@ -58,6 +58,11 @@ def dense_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{spec.name}.bias": spec.bias_shape} if spec.bias else shapes
 
 
+def is_transformed(name: str, names: TensorNames) -> bool:
+    """Whether the engine tensor `name` is computed by a function, and not only concatenated."""
+    return isinstance(_look_up(name, names)[0], Transformed)
+
+
 def combine_sources(plan: TensorPlan, tensors: list[Tensor], config: ModelConfig) -> Tensor:
     """The engine tensor, or one expert of it, from the tensors of one tuple of `plan.sources`."""
     if plan.transformed is not None:

@@ -23,9 +23,7 @@ def read_fp8(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) ->
     With `weight_block_size`, `weight_scale_inv` has one scale per block [rows, columns]; despite its name, weights are multiplied by it.
     Otherwise `weight_scale` has one scale, and `input_scale`, if present, is the static scale of activations.
     """
-    block = quantization.get("weight_block_size")
-    if block is not None and not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise CheckpointError(f"quantization_config: weight_block_size={block!r} is not [rows, columns].", cure=DOWNLOAD_AGAIN)
+    block = block_size(quantization["weight_block_size"]) if quantization.get("weight_block_size") is not None else None
     is_static = quantization.get("activation_scheme", "static") == "static"
     found = {}
     for name, info in tensors.items():
@@ -38,7 +36,14 @@ def read_fp8(tensors: Mapping[str, TensorInfo], quantization: dict[str, Any]) ->
     return found
 
 
-def _in_blocks(tensors: Mapping[str, TensorInfo], name: str, scale: str, block: list[int]) -> PrequantizedWeight:
+def block_size(value: Any) -> tuple[int, int]:
+    """(rows, columns) of the value of weight_block_size. Raises CheckpointError when it is not two positive numbers."""
+    if not (isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)):
+        raise CheckpointError(f"quantization_config: weight_block_size={value!r} is not [rows, columns].", cure=DOWNLOAD_AGAIN)
+    return value[0], value[1]
+
+
+def _in_blocks(tensors: Mapping[str, TensorInfo], name: str, scale: str, block: tuple[int, int]) -> PrequantizedWeight:
     out_features, in_features = tensors[name].shape
     check_tensor(tensors, scale, (-(-out_features // block[0]), -(-in_features // block[1])), *FLOATS)
     chosen = BlockFp8(rows=block[0], columns=block[1])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.base.config import Limits, Mapping
+from stoker.base.errors import ConfigError
 from stoker.builder.config import BuildConfig
 
 if TYPE_CHECKING:
@@ -164,7 +165,17 @@ def _dry_run(checkpoint: str, config: BuildConfig, memory_gib: float | None) -> 
     sizes = estimate(prepared.config, None if memory_gib is None else int(memory_gib * 2**30))
     Console().print(name_value_table(f"Engine of {prepared.config.checkpoint.name}", _estimate_rows(sizes, prepared.config.limits)))
     if not sizes.fits:
-        raise typer.Exit(1)
+        raise ConfigError(_why_nothing_fits(sizes, prepared.config.limits), cure=_MORE_MEMORY)
+
+
+_MORE_MEMORY = "Use more devices (--tensor-parallel, --pipeline-parallel), a quantization with fewer bits, or a lower --max-input-len."
+
+
+def _why_nothing_fits(sizes: Estimate, limits: Limits) -> str:
+    """Compares what one sequence of full length needs with the memory of the device."""
+    parts = f"weights {_format_size(sizes.weights)}, activations {_format_size(sizes.activations)}"
+    need = f"{parts} and the KV cache of one sequence of {limits.max_seq_len} tokens {_format_size(sizes.kv_sequence)}"
+    return f"the engine does not fit: {need} per device, which has {_format_size(sizes.memory or 0)}, of which a part stays unused."
 
 
 def _estimate_rows(sizes: Estimate, limits: Limits) -> list[tuple[str, str]]:
