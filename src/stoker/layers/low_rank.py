@@ -26,8 +26,8 @@ class LowRankDelta:
     input by factors which the engine does not store, so adapters of the original model fit engines of the other formats only.
     """
 
-    a: Tensor  # [adapters, rank, in_features]
-    b: Tensor  # [adapters, out_features, rank]
+    a: Tensor  # [adapters, rank, in_features], in the model's dtype
+    b: Tensor  # [adapters, out_features, rank], in the model's dtype
     scaling: Tensor  # float32 [adapters]
 
     def __call__(self, x: Tensor, adapter_ids: Tensor) -> Tensor:
