@@ -30,5 +30,5 @@ def test_representative_launches_compile_and_fit(capability: int, uninterpreted:
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_only_sm_90_meets_the_requirements_of_sm_90_kernels(capability: int) -> None:
     met = {name for name, requirement in REQUIREMENTS.items() if requirement.is_met(capability)}
-    assert met == ({"pdl"} if capability >= 90 else set())
+    assert met == ({"pdl", "bf16x2_arithmetic"} if capability >= 90 else set())
     assert all(requirement.is_met(90) for requirement in REQUIREMENTS.values())

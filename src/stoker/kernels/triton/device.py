@@ -35,6 +35,8 @@ class Requirement(NamedTuple):
 REQUIREMENTS = {
     # griddepcontrol.wait and griddepcontrol.launch_dependents; see `pdl`.
     "pdl": Requirement(90),
+    # sub.bf16x2 and mul.bf16x2. Older devices have fma.rn.bf16x2 only; see `ptx.packed_arithmetic`.
+    "bf16x2_arithmetic": Requirement(90),
     # wgmma.mma_async exists in sm_90a only: sm_100 has tcgen05 instead.
     "wgmma": Requirement(90, 90),
     # wgmma, and the shared memory of an H100 or H200 (227 KiB per CTA), for which the fused layer kernels are laid out.

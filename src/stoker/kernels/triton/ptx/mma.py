@@ -30,6 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.kernels.triton.ptx.packed_arithmetic import has_bf16x2_arithmetic, multiply, subtract
 from stoker.kernels.triton.ptx.registers import float32_registers, int32_registers, ptx, ptx_text
 
 
@@ -92,7 +93,7 @@ def dequantize_int4(words, scale_zero, SIDE: tl.constexpr, XTYPE: tl.constexpr, 
     if ZERO == "float":
         offset = pack_twice(scale_zero[1].to(DTYPE))
     types: tl.constexpr = int32_registers(8)
-    code: tl.constexpr = _dequantize_int4(SIDE, XTYPE, ZERO == "float")
+    code: tl.constexpr = _dequantize_int4(SIDE, XTYPE, ZERO == "float", has_bf16x2_arithmetic())
     return tl.inline_asm_elementwise(
         code,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r",
@@ -179,10 +180,9 @@ def _load_fragment(offset):
 
 
 @triton.constexpr_function
-def _dequantize_int4(side, xtype, is_float):
+def _dequantize_int4(side, xtype, is_float, is_native):
     """PTX of `dequantize_int4`. Results $0 … $7; words $8 … $11; scale $12, zero + bias $13, offset $14, each twice in its register."""
     bias, pair = ("0x43004300", "bf16x2") if xtype == "bfloat16" else ("0x64006400", "f16x2")  # 128 and 1024, twice
-    rounding = ".rn" if pair == "bf16x2" else ""
     lines = ["{ .reg .b32 t;"]
     for word in range(4):
         for odd in range(2):
@@ -191,11 +191,11 @@ def _dequantize_int4(side, xtype, is_float):
                 lines.append(f"shr.b32 t, {source}, {shift};")  # the nibbles of bytes odd and odd + 2 to bits 0–3 and 16–19
                 source = "t"
             lines.append(f"lop3.b32 t, {source}, 0x000f000f, {bias}, 0xea;")  # (source & mask) | bias: bias + q, twice
-            lines.append(f"sub{rounding}.{pair} t, t, $13;")  # q - zero, exact
+            lines.append(subtract(pair, "t", "t", "$13", is_native))  # q - zero, exact
             if is_float:
                 lines.append(f"fma.rn.{pair} {result}, t, $12, $14;")  # q × scale + offset
             else:
-                lines.append(f"mul{rounding}.{pair} {result}, t, $12;")  # (q - zero) × scale
+                lines.append(multiply(pair, result, "t", "$12", is_native))  # (q - zero) × scale
     return "\n".join([*lines, "}"])
 
 

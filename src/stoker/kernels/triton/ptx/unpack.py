@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.kernels.triton.ptx.packed_arithmetic import has_bf16x2_arithmetic, multiply, subtract
 from stoker.kernels.triton.ptx.registers import ptx, ptx_text
 
 
@@ -51,10 +52,10 @@ def dequantize_16bit(values, zero, scale, offset):
     """(values - zero) × scale, + offset unless it is None, two 16-bit numbers per register. Triton would widen them to 32 bits."""
     PAIR: tl.constexpr = "bf16x2" if values.dtype == tl.bfloat16 else "f16x2"
     if offset is None:
-        code: tl.constexpr = _dequantize_16bit(PAIR, False)
+        code: tl.constexpr = _dequantize_16bit(PAIR, False, has_bf16x2_arithmetic())
         return tl.inline_asm_elementwise(code, "=r,r,r,r", [values, zero, scale], dtype=values.dtype, is_pure=True, pack=2)
     else:
-        code_offset: tl.constexpr = _dequantize_16bit(PAIR, True)
+        code_offset: tl.constexpr = _dequantize_16bit(PAIR, True, has_bf16x2_arithmetic())
         return tl.inline_asm_elementwise(code_offset, "=r,r,r,r,r", [values, zero, scale, offset], dtype=values.dtype, is_pure=True, pack=2)
 
 
@@ -73,7 +74,8 @@ def unpack_8bit(values, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     int8 to float16: q + 128, an unsigned byte, becomes the low byte of 1024, and 1152 is subtracted.
     """
     if PACKED and values.dtype == tl.int8 and tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise(_INT8_TO_BF16, "=&r,=&r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
+        code: tl.constexpr = _int8_to_bf16(has_bf16x2_arithmetic())
+        return tl.inline_asm_elementwise(code, "=&r,=&r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
     elif PACKED and values.dtype == tl.int8 and tl.float16 == DTYPE:
         return tl.inline_asm_elementwise(_INT8_TO_F16, "=&r,=&r,r", [values], dtype=tl.float16, is_pure=True, pack=4)
     else:
@@ -102,18 +104,6 @@ _UNPACK_INT4_F16 = ptx(
     "lop3.b32 $1, t, 0x000f000f, 0x64006400, 0xea; }",
 )
 
-_INT8_TO_BF16 = ptx(
-    "{ .reg .b32 t, u, a, b;",
-    "prmt.b32 t, $2, 0, 0x4140;",  # bytes 0 and 1, one per half
-    "prmt.b32 u, $2, 0, 0x4342;",  # bytes 2 and 3
-    "lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea;",  # 128 + the low seven bits
-    "lop3.b32 b, t, 0x00800080, 0x43004300, 0xea;",  # 128, or 256 where the sign bit is set
-    "sub.rn.bf16x2 $0, a, b;",
-    "lop3.b32 a, u, 0x007f007f, 0x43004300, 0xea;",
-    "lop3.b32 b, u, 0x00800080, 0x43004300, 0xea;",
-    "sub.rn.bf16x2 $1, a, b; }",
-)
-
 _INT8_TO_F16 = ptx(
     "{ .reg .b32 t, u, c;",
     "xor.b32 t, $2, 0x80808080;",  # q + 128, unsigned
@@ -127,6 +117,21 @@ _INT8_TO_F16 = ptx(
 
 
 @triton.constexpr_function
-def _dequantize_16bit(pair, has_offset):
-    last = f"fma.rn.{pair} $0, t, $3, $4; }}" if has_offset else f"mul.rn.{pair} $0, t, $3; }}"
-    return ptx_text("{ .reg .b32 t;", f"sub.rn.{pair} t, $1, $2;", last)
+def _int8_to_bf16(is_native):
+    return ptx_text(
+        "{ .reg .b32 t, u, a, b;",
+        "prmt.b32 t, $2, 0, 0x4140;",  # bytes 0 and 1, one per half
+        "prmt.b32 u, $2, 0, 0x4342;",  # bytes 2 and 3
+        "lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea;",  # 128 + the low seven bits
+        "lop3.b32 b, t, 0x00800080, 0x43004300, 0xea;",  # 128, or 256 where the sign bit is set
+        subtract("bf16x2", "$0", "a", "b", is_native),
+        "lop3.b32 a, u, 0x007f007f, 0x43004300, 0xea;",
+        "lop3.b32 b, u, 0x00800080, 0x43004300, 0xea;",
+        subtract("bf16x2", "$1", "a", "b", is_native) + " }",
+    )
+
+
+@triton.constexpr_function
+def _dequantize_16bit(pair, has_offset, is_native):
+    last = f"fma.rn.{pair} $0, t, $3, $4;" if has_offset else multiply(pair, "$0", "t", "$3", is_native)
+    return ptx_text("{ .reg .b32 t;", subtract(pair, "t", "$1", "$2", is_native), last + " }")
