@@ -173,7 +173,7 @@ def test_text_to_ids_and_back(hosted: Any) -> None:
     assert ids.shape == (1, 5) and outputs(encoded)["REQUEST_OUTPUT_LEN"].tolist() == [[5]]
     request = Request(TOKENS_BATCH=ids[:, None], SEQUENCE_LENGTH=np.array([[5]], np.int32))
     (decoded,) = respond(hosted(TokenizerModel, "postprocessing"), request)
-    assert outputs(decoded)["OUTPUT"].tolist() == [["hi é".encode()]]
+    assert outputs(decoded)["OUTPUT"].tolist() == ["hi é".encode()]
 
 
 def test_an_error_is_the_last_response(hosted: Any) -> None:
@@ -219,7 +219,7 @@ def bls_backend() -> Backend:
 def test_bls_streams_whole_characters(hosted: Any) -> None:
     model = hosted(BLSModel, "tensorrt_llm_bls", bls_backend())
     request = Request(text_input=text("x"), max_tokens=np.array([[3]], np.int32), stream=np.array([[True]]))
-    texts = [outputs(response)["text_output"].item().decode() for response in respond(model, request)]
+    texts = [outputs(response)["text_output"][0].decode() for response in respond(model, request)]
     assert texts == ["a", "", "é"]
 
 

@@ -183,6 +183,25 @@ def test_joined_stream_equals_the_whole_text(server: RunningServer, model: str) 
     assert ("sequence_id" in results[0].get_response().parameters) == (model == "ensemble")
 
 
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+@pytest.mark.parametrize("values", [{}, {"return_log_probs": True}], ids=["text", "scores"])
+def test_texts_have_one_axis(server: RunningServer, model: str, values: dict[str, Any]) -> None:
+    """Clients read output[0].decode() and batch_index[0][0], as end_to_end_grpc_client.py of tensorrtllm_backend does."""
+    inputs = {"text_input": PROMPT, "max_tokens": 100, **values}
+    with Stream(server) as stream:
+        stream.send(model, **inputs, stream=True)
+        parts = [result.as_numpy("text_output")[0].decode() for result in stream.rest()]
+        stream.send(model, **inputs)
+        (whole,) = stream.rest()
+    assert "".join(parts) == TEXT and whole.as_numpy("text_output").shape == (1,)
+    assert whole.as_numpy("batch_index")[0][0] == whole.as_numpy("sequence_index")[0][0] == 0
+    for client, url in ((thttp, server.http), (tgrpc, server.grpc)):
+        connection = client.InferenceServerClient(url)
+        result = connection.infer(model, tensors(client, **inputs, num_return_sequences=2))
+        connection.close()
+        assert result.as_numpy("text_output").shape == (2,) and result.as_numpy("cum_log_probs").shape == (1, 2)
+
+
 def test_a_stream_carries_many_requests(server: RunningServer) -> None:
     with Stream(server) as stream:
         for i in range(20):
@@ -264,6 +283,7 @@ def test_rows_of_a_batch_are_combined(server: RunningServer) -> None:
     both = np.array([[b"The"], [b"The dog"]], object)
     result = client.infer("ensemble", tensors(thttp, text_input=both, max_tokens=column(100, 100)))
     assert [item.decode() for item in result.as_numpy("text_output").flat] == ["The" + TEXT, "The dog" + TEXT]
+    assert result.as_numpy("text_output").shape == (2,)
     before = client.infer("preprocessing", tensors(thttp, QUERY=both, REQUEST_OUTPUT_LEN=column(1, 1)))
     assert before.as_numpy("STOP_WORDS_IDS").shape == (2, 2, 0) and before.as_numpy("EMBEDDING_BIAS").shape == (2, 0)
     client.close()

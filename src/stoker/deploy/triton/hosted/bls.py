@@ -64,7 +64,7 @@ class BLSModel(HostedModel):
     def _response(self, result: Tensors, texts: list[str]) -> Response:
         declared = [tensor.name for tensor in self.model.outputs]
         outputs = {name: result[name] for name in declared if name in result}
-        return Response(outputs=outputs | {"text_output": text_array([text.encode() for text in texts], (1, len(texts)))})
+        return Response(outputs=outputs | {"text_output": text_array([text.encode() for text in texts], (len(texts),))})
 
     async def _decode(self, result: Tensors, previous_ids: list[int] | None) -> list[str]:
         """The text of each beam. When streaming, the ids are appended to `previous_ids`, and all of them are decoded."""

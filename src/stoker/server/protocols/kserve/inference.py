@@ -12,6 +12,7 @@ from stoker.server.protocols.kserve.model_config import Tensor, TritonModel
 from stoker.server.protocols.kserve.tensors.dtypes import text_array
 
 TEXT = "text_output"
+TEXT_SHAPE = (1,)  # of one text: postprocessing flattens rows and beams, so its output has no batch axis
 MAX_CACHED = 256
 
 Parameters: TypeAlias = dict[str, Any]  # bool, int, float or str by name
@@ -42,7 +43,7 @@ class Response(msgspec.Struct, kw_only=True):
     final: bool = False  # no response of this request follows
     row: int = 0  # index in the batch
     index: int = 0  # index of the sequence in its row
-    # If not None: text_output [1, 1], the last tensor. `outputs` are then the other tensors, which many responses share.
+    # If not None: text_output of TEXT_SHAPE, the last tensor. `outputs` are then the other tensors, which many responses share.
     text: str | None = None
 
     @property
@@ -51,7 +52,7 @@ class Response(msgspec.Struct, kw_only=True):
 
     def tensors(self) -> Tensors:
         """All output tensors, including the text."""
-        return self.outputs if self.text is None else self.outputs | {TEXT: text_array([self.text.encode()], (1, 1))}
+        return self.outputs if self.text is None else self.outputs | {TEXT: text_array([self.text.encode()], TEXT_SHAPE)}
 
 
 Responses: TypeAlias = AsyncGenerator[list[Response], None]  # each item is a list of responses that are available together

@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.http.infer import refuse_extensions
-from stoker.server.protocols.kserve.inference import TEXT, Inference, Parameters, Response, ServedModel, Tensors, encoding_cache
+from stoker.server.protocols.kserve.inference import TEXT, TEXT_SHAPE, Inference, Parameters, Response, ServedModel, Tensors, encoding_cache
 from stoker.server.protocols.kserve.tensors import dtypes
 from stoker.server.protocols.kserve.tensors.signature import check_tensors
 
@@ -137,7 +137,7 @@ class Encoder:
         fields = [self._head, self._parameters(tuple(parameters.items()))]
         fields += [self._output(name, array.shape) for name, array in response.outputs.items()]
         if response.text is not None:
-            fields.append(self._output(TEXT, (1, 1)))
+            fields.append(self._output(TEXT, TEXT_SHAPE))
         for array in response.outputs.values():
             raw = dtypes.to_raw(array)
             fields += (_RAW_OUTPUT, varint(len(raw)), raw)

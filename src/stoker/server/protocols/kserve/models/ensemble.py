@@ -13,7 +13,7 @@ from stoker.server.protocols.kserve.tensors.input_row import InputRow
 
 
 class Ensemble(GeneratingModel):
-    """text_input to text_output. The service tokenizes and detokenizes, so no tensors are passed between models."""
+    """text_input to text_output [beams]. The service tokenizes and detokenizes, so no tensors are passed between models."""
 
     own_outputs = ("text_output",)
 
@@ -23,7 +23,7 @@ class Ensemble(GeneratingModel):
 
     def tensors(self, planned: PlannedRow, parts: list[SequencePart], prompt_ids: list[int], service: Service) -> Tensors:
         texts = [self.text(planned, part, prompt_ids, service) for part in parts]
-        return {"text_output": text_array([text.encode() for text in texts], (1, len(texts)))}
+        return {"text_output": text_array([text.encode() for text in texts], (len(texts),))}
 
     def is_shown(self, delta: Delta) -> bool:
         return bool(delta.text) or delta.finish_reason is not None

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import numpy as np
 
-from stoker.server.protocols.kserve.inference import Response, Responses
+from stoker.server.protocols.kserve.inference import TEXT, Response, Responses
 
 _PADDED_WITH_ID = ("output_ids",)
 
@@ -43,7 +43,7 @@ async def _forward(stream: Responses, arrived: asyncio.Queue[list[Response] | Ex
 
 
 async def gather_responses(stream: Responses, pad_id: int) -> Responses:
-    """One response with all rows along axis 0 and the sequences of a row along axis 1."""
+    """One response with all rows along axis 0 and the sequences of a row along axis 1. text_output has one axis with all of them."""
     async with aclosing(stream) as batches:
         responses = [response async for batch in batches for response in batch]
     for response in responses:
@@ -60,6 +60,8 @@ def _concatenate_output(name: str, rows: list[list[Response]], pad_id: int) -> n
     pad = pad_id if name in _PADDED_WITH_ID else 0
     if name in ("batch_index", "sequence_index"):
         return _stack([row[0].outputs[name] for row in rows], 0, pad)
+    if name == TEXT:
+        return _stack([response.outputs[name] for row in rows for response in row], 0, pad)
     return _stack([_stack([response.outputs[name] for response in row], 1, pad) for row in rows], 0, pad)
 
 

@@ -75,7 +75,7 @@ class Preprocessing(TokenizerModel):
 
 
 class Postprocessing(TokenizerModel):
-    """Converts token ids [rows, beams, tokens] to texts [rows, beams]. Passes the log-probabilities and logits of release 0.8 through."""
+    """Converts token ids [rows, beams, tokens] to texts [rows × beams]. Passes the log-probabilities and logits of release 0.8 through."""
 
     def outputs(self, inference: Inference, service: Service) -> Tensors:
         texts = []
@@ -89,7 +89,7 @@ class Postprocessing(TokenizerModel):
                 raise RequestError("SEQUENCE_LENGTH", length, f"the row has {len(ids)} tokens")
             texts.append(service.decode(ids[:length].tolist(), skip_special_tokens=self._settings.skip_special_tokens).encode())
         passed = {f"OUT_{role}": array for role, array in inference.inputs.items() if role not in ("TOKENS_BATCH", "SEQUENCE_LENGTH")}
-        return {"OUTPUT": text_array(texts, lengths.shape)} | passed
+        return {"OUTPUT": text_array(texts, (len(texts),))} | passed
 
 
 def _column(values: list[int]) -> np.ndarray:
