@@ -1,4 +1,4 @@
-"""What each instruction does to a program: a function of the program and of the threads that take part (None: all)."""
+"""What each instruction does: a function of the CTA and of its active threads (None: all)."""
 
 from __future__ import annotations
 
@@ -12,27 +12,57 @@ from emulated import arithmetic
 from emulated.arithmetic import COMPARES, PLAIN, TYPES, Values
 from emulated.operands import Mask, Read, Step, read, write
 from emulated.parse import Instruction, Operand
-from emulated.products import group_products, products
+from emulated.products import warp_products, warpgroup_products
 from emulated.transfers import barriers, copies, exchange, matrices, memory
 
 if TYPE_CHECKING:
     from emulated.program import Program
 
-NOTHING = {"griddepcontrol", "createpolicy", "fence", "prefetch", "nanosleep"}
-MODIFIERS = {"rn", "ftz", "lo", "wide", "approx", "full", "NaN"}  # of arithmetic; what is flushed or approximate is exact here
-OTHER_ROUNDING = {"rz", "rm", "rp", "rna", "sat", "relu"}  # of conversions, where nearest even or the nearest whole number is known
+NOTHING = {"createpolicy", "prefetch", "nanosleep"}
+MODIFIERS = {"rn", "ftz", "lo", "wide", "approx", "full", "NaN"}  # of arithmetic; flushed and approximate results are exact here
+OTHER_ROUNDING = {"rz", "rm", "rp", "rna", "sat", "relu"}  # of conversions; only nearest even and the nearest integer are implemented
 
 
 def step(one: Instruction) -> Step:
-    """Raises NotImplementedError for an instruction that no kernel here had yet."""
+    """Raises NotImplementedError for an instruction that no kernel has used yet."""
     parts = one.name.split(".")
     if parts[0] in NOTHING:
         return lambda program, mask: None
-    for known in (memory, copies, barriers, exchange, matrices, products, group_products, _moves, _conversion, _special, _plain):
+    for known in (
+        memory,
+        copies,
+        barriers,
+        exchange,
+        matrices,
+        warp_products,
+        warpgroup_products,
+        _fence,
+        _dependent_launch,
+        _moves,
+        _conversion,
+        _special,
+        _plain,
+    ):
         made = known(one, parts)
         if made is not None:
             return made
     raise NotImplementedError(one.text)
+
+
+def _fence(one: Instruction, parts: list[str]) -> Step | None:
+    """Proxy fences. Fences between CTAs are not implemented: all kernels use atomics with release and acquire."""
+    if parts[0] != "fence" or parts[1:3] != ["proxy", "async"]:
+        return None
+    spaces = {space.partition("::")[0] for space in parts[3:]} or {"global", "shared"}
+    return lambda program, mask: program.proxy_fence(spaces, mask)
+
+
+def _dependent_launch(one: Instruction, parts: list[str]) -> Step | None:
+    if one.name == "griddepcontrol.wait":
+        return lambda program, mask: program.clock.wait_for_predecessor(mask)
+    if one.name == "griddepcontrol.launch_dependents":
+        return lambda program, mask: setattr(program.clock, "has_triggered", True)
+    return None
 
 
 def elementwise(to: Operand, sources: Iterable[Read], formula: Callable[..., Values]) -> Step:

@@ -1,10 +1,10 @@
-"""Launches of Triton's and Gluon's kernels, on tensors of this machine."""
+"""Launches of Triton and Gluon kernels on an emulated device, with tensors of the host."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -15,25 +15,31 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from emulated.memory import Tensors
+from emulated.ordering import History
 from emulated.parse import parse
-from emulated.program import run_grid
+from emulated.program import Launch, run_grid
+from emulated.stream import Stream
 from stoker.kernels.triton.aot.offline_target import compilation_target
 
 
 @contextmanager
-def emulating(seed: int = 0, programs: int = 132, capability: int = 90) -> Iterator[Counter[str]]:
-    """Let launches in the block run here, as on a device of `programs` multiprocessors. seed: of the order in which programs take turns.
+def emulating(
+    seed: int = 0, num_ctas: int = 132, capability: int = 90, edit_ptx: Callable[[str, str], str] = lambda name, ptx: ptx
+) -> Iterator[Counter[str]]:
+    """Run the launches of the block on an emulated device of `num_ctas` SMs, as launches of one stream.
 
-    Yields what accesses to shared memory lose in its banks, by instruction.
+    seed: of the order in which CTAs run. edit_ptx: (kernel, PTX) → the PTX to run.
+    Yields the bank conflicts in shared memory, by instruction.
     """
-    compile_only, lost = JITFunction.run, Counter[str]()
+    compile_only, conflicts, stream = JITFunction.run, Counter[str](), Stream()
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
         names = self.signature.parameters
-        given = self.signature.bind(*args, **{name: value for name, value in kwargs.items() if name in names})
-        given.apply_defaults()
-        _launch(compiled, list(given.arguments.values()), grid, seed, lost)
+        bound = self.signature.bind(*args, **{name: value for name, value in kwargs.items() if name in names})
+        bound.apply_defaults()
+        ptx = edit_ptx(compiled.metadata.name, compiled.asm["ptx"])
+        _launch(compiled, ptx, list(bound.arguments.values()), grid, seed, conflicts, stream)
 
     with ExitStack() as patches:
         patches.enter_context(compilation_target(capability))
@@ -41,27 +47,33 @@ def emulating(seed: int = 0, programs: int = 132, capability: int = 90) -> Itera
         patches.enter_context(mock.patch.object(torch.Tensor, "is_cpu", False, create=True))
         for name, module in list(sys.modules.items()):
             if name.startswith("stoker.kernels.triton.") and hasattr(module, "num_sms"):
-                patches.enter_context(mock.patch.object(module, "num_sms", lambda device: programs))
-        yield lost
+                patches.enter_context(mock.patch.object(module, "num_sms", lambda device: num_ctas))
+        yield conflicts
 
 
-def _launch(compiled: CompiledKernel, given: list[Any], grid: tuple[int, ...], seed: int, lost: Counter[str]) -> None:
-    kernel = parse(compiled.asm["ptx"])
+def _launch(
+    compiled: CompiledKernel, ptx: str, arguments: list[Any], grid: tuple[int, ...], seed: int, conflicts: Counter[str], stream: Stream
+) -> None:
+    kernel = parse(ptx)
     kinds = list(compiled.src.signature.values())
-    flat = [(kind, value) for kind, value in zip(_flat(kinds), _flat(given, kinds), strict=True) if kind != "constexpr"]
+    flat = [(kind, value) for kind, value in zip(_flat(kinds), _flat(arguments, kinds), strict=True) if kind != "constexpr"]
     tensors = Tensors([value for _, value in flat if isinstance(value, torch.Tensor)])
     params = {}
-    for name, (kind, value) in zip(kernel.params, flat, strict=False):  # Triton's own, after these, are not used
+    for name, (kind, value) in zip(kernel.params, flat, strict=False):  # Triton's own parameters follow, and are not used
         if isinstance(value, torch.Tensor):
             value = tensors.address(value)
         params[name] = np.array([value], np.float32 if kind == "fp32" else np.int64).view(np.uint32 if kind == "fp32" else np.uint64)
     x, y, z = (*grid, 1, 1)[:3]
-    run_grid(kernel, params, tensors.memory, compiled.metadata.shared, (x, y, z), seed, lost)
-    tensors.give_back()
+    memory, granule, is_dependent = tensors.memory, kernel.granule("global"), bool(compiled.metadata.launch_pdl)
+    pending = stream.begin(tensors, granule, is_dependent)
+    memory.history = History("global", len(memory.data), memory.begin, granule, kernel.has_async_proxy, pending)
+    clocks = run_grid(Launch(kernel, params, memory, compiled.metadata.shared, (x, y, z), seed, is_dependent, conflicts))
+    stream.end(tensors, memory.history, clocks, is_dependent)
+    tensors.copy_back()
 
 
 def _flat(values: Any, like: Any = None) -> Iterator[Any]:
-    """Tuples one by one; what `like` has as one is one."""
+    """Values with tuples flattened as far as `like` has tuples."""
     for i, value in enumerate(values):
         other = value if like is None else like[i]
         if isinstance(other, tuple):

@@ -1,12 +1,16 @@
-"""A device's memory: tensors at addresses of their own, with nothing between them that may be read."""
+"""A device's memory: tensors at separate addresses, with gaps between them that no kernel may access."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from emulated.ordering import History
 
 Bytes = NDArray[np.uint8]
 Addresses = NDArray[np.int64]
@@ -14,19 +18,24 @@ BEGIN, APART = 1 << 20, 1 << 12
 
 
 class Memory:
-    """Bytes from address `begin` on. Every access is inside something allocated, and aligned to its size."""
+    """Bytes from address `begin` on. Every access must be inside an allocation, and aligned to its size.
 
-    def __init__(self, size: int, begin: int = 0, is_there: bool = True) -> None:
+    history: which accesses are ordered; set before a kernel runs.
+    """
+
+    history: History
+
+    def __init__(self, size: int, begin: int = 0, is_allocated: bool = True) -> None:
         self.begin = begin
-        self.data: Bytes = np.full(size, 0xFF, np.uint8)  # NaN, or -1: what nobody wrote shows
-        self.is_there = np.full(size, is_there)
+        self.data: Bytes = np.full(size, 0xFF, np.uint8)  # NaN, or -1, until it is stored
+        self.is_allocated = np.full(size, is_allocated)
         self.num_stores = 0
 
     def _places(self, addresses: Addresses, size: int) -> NDArray[np.int64]:
         assert not (addresses % size).any(), f"an access of {size} bytes is not aligned"
         places = (addresses - self.begin)[:, None] + np.arange(size)
-        assert ((places >= 0) & (places < len(self.data))).all() and self.is_there[places].all(), (
-            f"{size} bytes are read or written outside of all tensors, at {[hex(a) for a in addresses[:4]]}"
+        assert ((places >= 0) & (places < len(self.data))).all() and self.is_allocated[places].all(), (
+            f"{size} bytes are loaded or stored outside of all tensors, at {[hex(a) for a in addresses[:4]]}"
         )
         return places
 
@@ -39,40 +48,52 @@ class Memory:
         self.num_stores += 1
 
 
-def needless_turns(addresses: Addresses, size: int) -> int:
-    """Of whole warps' accesses of `size` bytes a thread to shared memory: turns beyond those that 128 bytes a turn ask for.
+def bank_conflicts(addresses: Addresses, size: int) -> int:
+    """The bank conflicts of whole warps' accesses of `size` bytes per thread to shared memory: cycles beyond one for every 128 bytes.
 
-    Lanes take part together as far as 128 bytes go. Two of their words in one of the 32 banks are two turns, unless they are the same.
+    Two different words of lanes that access together, 128 bytes of them, take two cycles if they are in the same of the 32 banks.
     """
-    lanes, words = min(32, 128 // size), max(size // 4, 1)
-    asked = (addresses.reshape(-1, lanes, 1) // 4 + np.arange(words)).reshape(-1, lanes * words)
-    asked.sort(axis=1)
-    is_new = np.diff(asked, axis=1, prepend=-1) != 0
-    counts = np.zeros((len(asked), 32), np.int64)
-    np.add.at(counts, (np.arange(len(asked))[:, None], asked % 32), is_new)
+    if not len(addresses):
+        return 0
+    return _bank_conflicts((addresses - (addresses[0] & ~127)).tobytes(), size)
+
+
+@lru_cache(1 << 14)
+def _bank_conflicts(from_first: bytes, size: int) -> int:
+    """Of addresses less a multiple of 128."""
+    addresses, lanes, words = np.frombuffer(from_first, np.int64), min(32, 128 // size), max(size // 4, 1)
+    accessed = (addresses.reshape(-1, lanes, 1) // 4 + np.arange(words)).reshape(-1, lanes * words)
+    accessed.sort(axis=1)
+    is_new = np.diff(accessed, axis=1, prepend=np.iinfo(np.int64).min) != 0
+    counts = np.zeros((len(accessed), 32), np.int64)
+    np.add.at(counts, (np.arange(len(accessed))[:, None], accessed % 32), is_new)
     return int((counts.max(1) - 1).sum())
 
 
 class Tensors:
     """A device's memory with copies of tensors in it."""
 
-    def __init__(self, given: list[torch.Tensor]) -> None:
-        self._storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in given}
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         self._places, end = dict[int, int](), BEGIN + APART
         for key, storage in self._storages.items():
             self._places[key] = end
             end += -(-storage.nbytes() // 256) * 256 + APART
         self.memory = Memory(end - BEGIN, BEGIN, False)
         for key, storage in self._storages.items():
-            self.memory.is_there[self._range(key)] = True
+            self.memory.is_allocated[self._range(key)] = True
             self.memory.data[self._range(key)] = _bytes(storage)
 
     def address(self, tensor: torch.Tensor) -> int:
         start = tensor.untyped_storage().data_ptr()
         return self._places[start] + tensor.data_ptr() - start
 
-    def give_back(self) -> None:
-        """Write what the device did into the tensors."""
+    def places(self) -> Iterator[tuple[int, Any, slice]]:
+        """(key, storage, place in the memory's data) of each tensor's storage."""
+        return ((key, storage, self._range(key)) for key, storage in self._storages.items())
+
+    def copy_back(self) -> None:
+        """Copy the memory into the tensors."""
         for key, storage in self._storages.items():
             _bytes(storage)[:] = self.memory.data[self._range(key)]
 

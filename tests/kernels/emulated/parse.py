@@ -41,8 +41,8 @@ class Instruction:
     target: int = -1
 
     @property
-    def looks_at_others(self) -> bool:
-        """Whether what others have done meanwhile, warps or programs, decides what it gives."""
+    def depends_on_others(self) -> bool:
+        """Whether other warps or CTAs may change its result, so that they should run before it."""
         return self.name.startswith(("ld.acquire", "ld.relaxed", "ld.volatile", "atom", "mbarrier.try_wait"))
 
 
@@ -53,6 +53,14 @@ class Kernel:
     params: list[str] = field(default_factory=list)
     threads: int = 0
 
+    def granule(self, space: str) -> int:
+        """The bytes of the smallest store to global or shared memory, at most 16."""
+        return min((size for one in self.instructions if (size := _stored_bytes(one, space))), default=16)
+
+    @property
+    def has_async_proxy(self) -> bool:
+        return any(one.name.startswith(("wgmma.mma", "cp.async.bulk")) for one in self.instructions)
+
 
 @dataclass(slots=True)
 class _Scope:
@@ -62,8 +70,25 @@ class _Scope:
     labels: dict[str, int] = field(default_factory=dict)
 
 
+def _stored_bytes(one: Instruction, space: str) -> int:
+    """What a thread stores with one instruction in global or shared memory, at most 16 bytes; 0: nothing."""
+    parts = one.name.split(".")
+    if parts[0] in ("st", "atom") and space in parts:
+        vector = next((int(part[1:]) for part in parts if part in ("v2", "v4", "v8")), 1)
+        return min(16, vector * int(parts[-1].lstrip("bufs")) // 8)
+    if space == "shared" and one.name.startswith("stmatrix"):
+        return 2
+    if space == "shared" and one.name.startswith("mbarrier.init"):
+        return 8
+    if space == "shared" and one.name.startswith("cp.async.c") and len(one.operands) > 2:
+        size = one.operands[2]
+        assert isinstance(size, int)
+        return size
+    return 0
+
+
 def parse(ptx: str) -> Kernel:
-    """The entry of a module that has one. Raises ValueError at what is not understood."""
+    """The entry of a module that has one."""
     ptx = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.S)
     ptx = re.sub(r"^\s*\.(loc|pragma)\b[^\n]*$", "", ptx, flags=re.M)
     signature, _, rest = ptx.partition(".entry")[2].partition(")")

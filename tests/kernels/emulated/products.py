@@ -1,4 +1,4 @@
-"""Matrix instructions: of a warp (mma) and of four together (wgmma). PTX ISA 8.7, "Warp Level Matrix Instructions" and after."""
+"""Matrix instructions of a warp (mma) and of a warpgroup (wgmma). PTX ISA 8.7, "Warp Level Matrix Instructions" and after."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 Register = NDArray[Any]  # one element a thread
 _LANE = np.arange(32)
-_ROW, _TURN = _LANE // 4, _LANE % 4  # the row (or column) and the place along the features that a lane holds
+_ROW, _TURN = _LANE // 4, _LANE % 4  # the row (or column) and the position along k of a lane's values
 
 
-def products(one: Instruction, parts: list[str]) -> Step | None:
+def warp_products(one: Instruction, parts: list[str]) -> Step | None:
     if parts[:2] != ["mma", "sync"]:
         return None
     to, *operands = one.operands
@@ -30,15 +30,15 @@ def products(one: Instruction, parts: list[str]) -> Step | None:
     a, b, c = ([read(part, kind) for part in operand] for operand, kind in zip(operands, ("b32", "b32", into), strict=True))  # type: ignore[union-attr]
 
     def run(program: Program, mask: Mask) -> None:
-        sums = multiply(*([part(program) for part in given] for given in (a, b, c)), kinds[left], kinds[right])
+        sums = multiply(*([part(program) for part in operand] for operand in (a, b, c)), kinds[left], kinds[right])
         for register, values in zip(to, sums, strict=True):  # type: ignore[arg-type]
             write(program, register, values, mask)
 
     return run
 
 
-def group_products(one: Instruction, parts: list[str]) -> Step | None:
-    """wgmma with the left operand in registers and the right one in shared memory, bricks of 8 columns × 16 bytes without a swizzle."""
+def warpgroup_products(one: Instruction, parts: list[str]) -> Step | None:
+    """wgmma with A in registers and B in shared memory, core matrices of 8 columns × 16 bytes without a swizzle."""
     if parts[0] != "wgmma":
         return None
     if parts[1] != "mma_async":
@@ -51,29 +51,29 @@ def group_products(one: Instruction, parts: list[str]) -> Step | None:
     where, is_added = read(descriptor, "u64"), read(adds, "pred")
 
     def run(program: Program, mask: Mask) -> None:
-        given = [part(program).copy() for part in left]
         described, added = where(program).copy(), is_added(program).copy()
 
         def arrive(threads: NDArray[np.int64]) -> None:
             assert len(threads) == 32, "all lanes of a warp multiply"
-            mine, keeps = int(described[threads[0]]), added[threads[0]]
-            assert mine >> 62 == 0, "a swizzle"
-            start, along, across = (16 * (mine >> shift & 0x3FFF) for shift in (0, 16, 32))
+            descriptor, adds_to = int(described[threads[0]]), added[threads[0]]
+            assert descriptor >> 62 == 0, "a swizzle"
+            start, along, across = (16 * (descriptor >> shift & 0x3FFF) for shift in (0, 16, 32))
             column, half = np.arange(columns)[:, None], np.arange(2)
             places = start + column // 8 * across + column % 8 * 16 + half * along
-            words = program.shared.load(places.ravel(), 16).reshape(columns, 32).view(np.uint32)
-            rows_here = [register[threads] for register in given]
-            written = np.isin(program.thread, threads)
-            for tile in range(columns // 8):  # as so many instructions of a warp
-                registers = range(4 * tile, 4 * tile + 4)
-                before = [sums[i](program)[threads] if keeps else np.zeros(32, np.float32) for i in registers]
-                right = [words[8 * tile + _ROW, 4 * half + _TURN] for half in range(2)]
-                for i, values in zip(registers, multiply(rows_here, right, before, torch.bfloat16, torch.bfloat16), strict=True):
-                    whole = sums[i](program).copy()
-                    whole[threads] = values
-                    write(program, to[i], whole, written)
+            program.shared.history.async_load(program.clock, int(threads[0]), places.ravel(), 16)
+            right = _real(program.shared.load(places.ravel(), 16).view(np.int32), torch.bfloat16).reshape(columns, 16)
+            features = np.zeros((16, 16))  # A [row, k]
+            for i, part in enumerate(left):  # read only now: until the group is waited for, the registers must not change
+                row, k = _ROW[:, None] + 8 * (i % 2), 2 * _TURN[:, None] + np.arange(2) + 8 * (i // 2)
+                features[row, k] = _elements(part(program)[threads], torch.bfloat16, 1, 2)[0]
+            product = features @ right.T
+            for i, part in enumerate(sums):
+                whole = part(program).copy()
+                values = product[_ROW + 8 * (i % 4 // 2), i // 4 * 8 + 2 * _TURN + i % 2]
+                whole[threads] = (whole[threads] + values if adds_to else values).astype(np.float32)
+                write(program, to[i], whole, None)
 
-        program.products.ask(mask, arrive)
+        program.products.issue(mask, arrive)
 
     return run
 
@@ -94,4 +94,9 @@ def multiply(a: Sequence[Register], b: Sequence[Register], c: Sequence[Register]
 
 
 def _elements(register: Register, dtype: torch.dtype, warps: int, each: int) -> Register:
-    return torch.from_numpy(register.view(np.int32).copy()).view(dtype).double().numpy().reshape(warps, 32, each)
+    return _real(register.view(np.int32), dtype).reshape(warps, 32, each)
+
+
+def _real(words: Register, dtype: torch.dtype) -> Register:
+    """float64 of the packed values of int32 words, in the order of memory."""
+    return torch.from_numpy(words.copy()).view(dtype).double().numpy()

@@ -1,4 +1,4 @@
-"""What goes on by itself while a program runs, and is waited for: copies, and products of four warps."""
+"""Asynchronous operations: copies and products of wgmma, which threads wait for in groups, and mbarriers, which count arrivals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Action = Callable[[], None]
 
 
 class Queue:
-    """What each warp has asked for and not waited for. It is done as late as waiting allows, so that who does not wait is found."""
+    """The operations that each warp has issued. They are done as late as waiting allows, so that a missing wait shows."""
 
     def __init__(self, num_warps: int) -> None:
         self._open: list[list[Action]] = [[] for _ in range(num_warps)]
@@ -24,43 +24,49 @@ class Queue:
     def _warps(self, mask: Mask) -> list[int]:
         return [w for w in range(len(self._open)) if mask is None or mask[32 * w : 32 * w + 32].any()]
 
-    def ask(self, mask: Mask, action: Callable[[Threads], None]) -> None:
-        """action: of the threads of one warp that take part."""
+    def issue(self, mask: Mask, action: Callable[[Threads], None]) -> None:
+        """action: of the active threads of one warp."""
         for warp in self._warps(mask):
             lanes = np.arange(32 * warp, 32 * warp + 32)
             self._open[warp].append(partial(action, lanes if mask is None else lanes[mask[lanes]]))
 
-    def close(self, mask: Mask) -> None:
-        """What was asked for since the last call is a group."""
+    def commit(self, mask: Mask) -> None:
+        """Make the operations that were issued since the last call a group."""
         for warp in self._warps(mask):
             self._groups[warp].append(self._open[warp])
             self._open[warp] = []
 
-    def wait(self, mask: Mask, after: int) -> None:
-        """For all groups but the last `after`."""
+    def wait(self, mask: Mask, pending: int) -> None:
+        """For all groups but the last `pending`."""
         for warp in self._warps(mask):
-            while len(self._groups[warp]) > after:
+            while len(self._groups[warp]) > pending:
                 for action in self._groups[warp].pop(0):
                     action()
 
 
 class Arrivals:
-    """A barrier in shared memory (mbarrier): its phase ends when all have come and all bytes are there."""
+    """An mbarrier in shared memory. Its phase ends when all threads have arrived and all bytes have been copied.
 
-    def __init__(self, count: int) -> None:
+    number: its index in `Clock.observed`.
+    """
+
+    def __init__(self, count: int, number: int) -> None:
+        self.number = number
         self._count = self._missing = count
         self._bytes = self._phase = 0
         self._copies: list[Action] = []
-        self._asked_again = False
+        self._was_polled = False
+
+    @property
+    def has_pending_copies(self) -> bool:
+        return bool(self._copies)
 
     def expect(self, num_bytes: int) -> None:
-        """Come, and expect bytes before the phase ends."""
+        """Arrive, and expect bytes before the phase ends."""
         self._missing -= 1
         self._bytes += num_bytes
 
-    def bring(self, num_bytes: int, copy: Action) -> None:
-        """A copy on its way."""
-
+    def issue_copy(self, num_bytes: int, copy: Action) -> None:
         def arrive() -> None:
             copy()
             self._bytes -= num_bytes
@@ -68,12 +74,12 @@ class Arrivals:
         self._copies.append(arrive)
 
     def has_ended(self, parity: int) -> bool:
-        """Whether the phase of that parity has; on the way, at first not."""
-        if self._phase % 2 == parity and self._copies and self._asked_again:
+        """Whether the phase of that parity has ended. The first poll of a phase with copies fails."""
+        if self._phase % 2 == parity and self._copies and self._was_polled:
             for copy in self._copies:
                 copy()
             self._copies.clear()
-        self._asked_again = True
+        self._was_polled = True
         if self._missing == 0 and self._bytes == 0:
-            self._missing, self._phase, self._asked_again = self._count, self._phase + 1, False
+            self._missing, self._phase, self._was_polled = self._count, self._phase + 1, False
         return self._phase % 2 != parity

@@ -1,4 +1,4 @@
-"""Loads and stores, copies that go on by themselves, and what lanes of a warp give each other."""
+"""Loads and stores, asynchronous copies, mbarriers, and exchanges between the lanes of a warp."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulated.arithmetic import TYPES, Values
-from emulated.memory import needless_turns
+from emulated.memory import bank_conflicts
 from emulated.operands import Mask, Read, Step, addresses_of, read, write
 from emulated.parse import Instruction, Operand, Place
 from emulated.queues import Arrivals
@@ -71,6 +71,7 @@ def matrices(one: Instruction, parts: list[str]) -> Step | None:
         for number in range(len(registers)):
             threads, found = places(program, mask, number)
             values = np.zeros(program.num_threads, np.uint32)
+            program.shared.history.load(program.clock, np.repeat(threads, 2), found.ravel(), 2)
             values[threads] = program.shared.load(found.ravel(), 2).reshape(-1, 4).view(np.uint32).ravel()
             made.append(values)
         for register, values in zip(registers, made, strict=True):
@@ -82,7 +83,9 @@ def matrices(one: Instruction, parts: list[str]) -> Step | None:
         for number, source in enumerate(sources):
             threads, found = places(program, mask, number)
             values = np.broadcast_to(source(program), program.num_threads)[threads]
-            program.shared.store(found.ravel(), np.ascontiguousarray(values).view(np.uint8).reshape(-1, 2))
+            _checked_store(
+                program, program.shared, np.repeat(threads, 2), found.ravel(), np.ascontiguousarray(values).view(np.uint8).reshape(-1, 2)
+            )
 
     return load if parts[0] == "ldmatrix" else store
 
@@ -103,63 +106,90 @@ def _take_param(one: Instruction, kind: str) -> Step:
 
 def _load(one: Instruction, parts: list[str]) -> Step:
     registers = one.operands[0] if isinstance(one.operands[0], tuple) else one.operands[:1]
-    at, of, kind = _where(one.operands[1], parts)
+    at, memory_of, kind = _where(one.operands[1], parts)
+    is_strong, acquires, is_incoherent = _is_strong(parts), "acquire" in parts, "nc" in parts
 
     def load(program: Program, mask: Mask) -> None:
         size = np.dtype(kind).itemsize * len(registers)
-        found = np.zeros((program.num_threads, len(registers)), kind)
-        mine = slice(None) if mask is None else mask
-        _count_turns(program, one, at(program), mask, size)
-        found[mine] = np.ascontiguousarray(of(program).load(at(program)[mine], size)).view(kind)
-        for register, column in zip(registers, found.T, strict=True):
+        loaded = np.zeros((program.num_threads, len(registers)), kind)
+        active = slice(None) if mask is None else mask
+        memory, addresses, threads = memory_of(program), at(program)[active], program.thread[active]
+        _count_bank_conflicts(program, one, at(program), mask, size)
+        memory.history.load(program.clock, threads, addresses, size, is_strong)
+        if acquires:
+            for thread, address in zip(threads, addresses, strict=True):
+                memory.history.acquire(program.clock, int(thread), int(address))
+        assert not (is_incoherent and memory.history.was_stored(addresses, size)), f"a launch stores what {one.text} loads"
+        loaded[active] = np.ascontiguousarray(memory.load(addresses, size)).view(kind)
+        for register, column in zip(registers, loaded.T, strict=True):
             write(program, register, np.ascontiguousarray(column), mask)
 
     return load
 
 
+def _is_strong(parts: list[str]) -> bool:
+    """Whether an access is strong in a scope that includes the other CTAs."""
+    return not {"acquire", "relaxed", "release", "volatile"}.isdisjoint(parts) and "cta" not in parts
+
+
 def _store(one: Instruction, parts: list[str]) -> Step:
-    given = one.operands[1] if isinstance(one.operands[1], tuple) else one.operands[1:]
-    at, of, _ = _where(one.operands[0], parts)
-    sources = [read(register, parts[-1]) for register in given]
+    stored = one.operands[1] if isinstance(one.operands[1], tuple) else one.operands[1:]
+    at, memory_of, _ = _where(one.operands[0], parts)
+    sources = [read(register, parts[-1]) for register in stored]
+    releases = "release" in parts
 
     def store(program: Program, mask: Mask) -> None:
         columns = [np.broadcast_to(source(program), program.num_threads) for source in sources]
         values = np.ascontiguousarray(np.stack(columns, 1)).view(np.uint8)
-        mine = slice(None) if mask is None else mask
-        _count_turns(program, one, at(program), mask, values.shape[1])
-        of(program).store(at(program)[mine], values[mine])
+        active = slice(None) if mask is None else mask
+        addresses, threads = at(program)[active], program.thread[active]
+        _count_bank_conflicts(program, one, at(program), mask, values.shape[1])
+        _checked_store(program, memory_of(program), threads, addresses, values[active])
+        if releases:
+            for thread, address in zip(threads, addresses, strict=True):
+                memory_of(program).history.release(program.clock, int(thread), int(address))
 
     return store
 
 
-def _count_turns(program: Program, one: Instruction, addresses: NDArray[np.int64], mask: Mask, size: int) -> None:
-    """Of warps all of whose lanes take part."""
+def _checked_store(
+    program: Program, memory: Memory, threads: NDArray[np.int64], addresses: NDArray[np.int64], values: NDArray[np.uint8]
+) -> None:
+    before = memory.load(addresses, values.shape[1])
+    memory.history.store(program.clock, threads, addresses, values, before)
+    memory.store(addresses, values)
+
+
+def _count_bank_conflicts(program: Program, one: Instruction, addresses: NDArray[np.int64], mask: Mask, size: int) -> None:
+    """Of warps with all lanes active."""
     if "shared" not in one.name:
         return
     whole = addresses.reshape(-1, 32) if mask is None else addresses.reshape(-1, 32)[mask.reshape(-1, 32).all(1)]
-    program.turns[one.name] += needless_turns(whole.ravel(), size)
+    program.bank_conflicts[one.name] += bank_conflicts(whole.ravel(), size)
 
 
 def _add_atomically(one: Instruction, parts: list[str]) -> Step:
     """One thread after another."""
     assert parts[-2] == "add", one.text
-    at, of, kind = _where(one.operands[1], parts)
+    at, memory_of, kind = _where(one.operands[1], parts)
     added = read(one.operands[2], parts[-1])
+    semantics = next((part for part in parts if part in ("acquire", "release", "acq_rel")), "relaxed") if "cta" not in parts else "relaxed"
 
     def add(program: Program, mask: Mask) -> None:
         before = np.zeros(program.num_threads, kind)
-        amounts = np.broadcast_to(added(program), program.num_threads)
+        amounts, memory = np.broadcast_to(added(program), program.num_threads), memory_of(program)
         for thread in program.thread if mask is None else np.flatnonzero(mask):
             place = at(program)[thread : thread + 1]
-            before[thread] = of(program).load(place, before.itemsize).view(kind)[0, 0]
-            of(program).store(place, (before[thread : thread + 1] + amounts[thread]).view(np.uint8)[None])
+            memory.history.atomic(program.clock, int(thread), int(place[0]), before.itemsize, semantics)
+            before[thread] = memory.load(place, before.itemsize).view(kind)[0, 0]
+            memory.store(place, (before[thread : thread + 1] + amounts[thread]).view(np.uint8)[None])
         write(program, one.operands[0], before, mask)
 
     return add
 
 
 def _where(place: Operand, parts: list[str]) -> tuple[Read, Callable[[Program], Memory], Any]:
-    """(addresses, the memory they are of, the type of what lies there)"""
+    """(addresses, their memory, the type of the values there)"""
     assert isinstance(place, Place)
     if "shared" in parts:
         return addresses_of(place, "u32"), lambda program: program.shared, TYPES[parts[-1]]
@@ -183,17 +213,22 @@ def copies(one: Instruction, parts: list[str]) -> Step | None:
 
     def copy(program: Program, mask: Mask) -> None:
         into, out_of = target(program), origin(program)
-        there = np.broadcast_to(count(program), program.num_threads).astype(np.int64)
-        assert np.isin(there if mask is None else there[mask], (0, size)).all()
+        copied = np.broadcast_to(count(program), program.num_threads).astype(np.int64)  # bytes of each thread; the others become zeros
+        assert np.isin(copied if mask is None else copied[mask], (0, size)).all()
+        issuing = program.thread if mask is None else np.flatnonzero(mask)
+        loading = issuing[copied[issuing] > 0]
+        program.shared.history.issue_copy(program.clock, issuing, into[issuing], size)
+        program.memory.history.load_by_copy(program.clock, loading, out_of[loading], size)
 
         def arrive(threads: NDArray[np.int64]) -> None:
-            given = np.zeros((len(threads), size), np.uint8)
-            kept = there[threads] > 0
-            if kept.any():
-                given[kept] = program.memory.load(out_of[threads[kept]], size)
-            program.shared.store(into[threads], given)
+            values = np.zeros((len(threads), size), np.uint8)
+            has_source = copied[threads] > 0
+            if has_source.any():
+                values[has_source] = program.memory.load(out_of[threads[has_source]], size)
+            program.shared.history.store_by_copy(program.clock, threads, into[threads], size)
+            program.shared.store(into[threads], values)
 
-        program.copies.ask(mask, arrive)
+        program.copies.issue(mask, arrive)
 
     return copy
 
@@ -203,18 +238,28 @@ def _bulk_copy(target: Read, origin: Read, size: Operand, barrier: Operand) -> S
     arrivals = addresses_of(barrier, "u32")
 
     def copy(program: Program, mask: Mask) -> None:
-        for thread in program.thread if mask is None else np.flatnonzero(mask):
+        for thread in map(int, program.thread if mask is None else np.flatnonzero(mask)):
             into, out_of = (part(program)[thread] + np.arange(0, size, 16) for part in (target, origin))
-            arrive = lambda into=into, out_of=out_of: program.shared.store(into, program.memory.load(out_of, 16))  # noqa: E731
-            program.arrivals[int(arrivals(program)[thread])].bring(size, arrive)
+            at = int(arrivals(program)[thread])
+            barrier = program.arrivals[at]
+            program.shared.history.async_load(program.clock, thread, np.array([at]), 8)
+            program.memory.history.async_load(program.clock, thread, out_of, 16)
+            program.shared.history.issue_bulk_copy(program.clock, thread, into, 16)
+            program.clock.observed[barrier.number][:] = False
+
+            def arrive(into: NDArray[np.int64] = into, out_of: NDArray[np.int64] = out_of, number: int = barrier.number) -> None:
+                program.shared.history.store_by_bulk_copy(into, 16, number)
+                program.shared.store(into, program.memory.load(out_of, 16))
+
+            barrier.issue_copy(size, arrive)
 
     return copy
 
 
 def queued(one: Instruction, parts: list[str], queue: Callable[[Program], Any]) -> Step | None:
-    """Closing a group of what was asked for, and waiting for groups."""
+    """Committing a group of operations, and waiting for groups."""
     if "commit_group" in parts:
-        return lambda program, mask: queue(program).close(mask)
+        return lambda program, mask: queue(program).commit(mask)
     if "wait_group" in parts:
         return lambda program, mask: queue(program).wait(mask, one.operands[0])
     return None
@@ -232,17 +277,27 @@ def barriers(one: Instruction, parts: list[str]) -> Step | None:
 
     def run(program: Program, mask: Mask) -> None:
         passed = np.zeros(program.num_threads, bool)
-        known: dict[int, bool] = {}
-        for thread in program.thread if mask is None else np.flatnonzero(mask):
-            address = int(at(program)[thread])
+        ended: dict[int, bool] = {}
+        threads = program.thread if mask is None else np.flatnonzero(mask)
+        history, addresses = program.shared.history, at(program)
+        if parts[1] == "init":
+            history.store(
+                program.clock, threads, addresses[threads], np.zeros((len(threads), 8), np.uint8), np.ones((len(threads), 8), np.uint8)
+            )
+        else:
+            history.load(program.clock, threads, addresses[threads], 8)
+        for thread in threads:
+            address = int(addresses[thread])
             if parts[1] == "init":
-                program.arrivals[address] = Arrivals(number)
+                program.arrivals[address] = Arrivals(number, len(program.clock.observed))
+                program.clock.observed.append(np.zeros(program.num_threads, bool))
             elif parts[1] == "arrive":
                 program.arrivals[address].expect(number)
             else:
-                if address not in known:
-                    known[address] = program.arrivals[address].has_ended(number)
-                passed[thread] = known[address]
+                if address not in ended:
+                    ended[address] = program.arrivals[address].has_ended(number)
+                passed[thread] = ended[address]
+                program.clock.observed[program.arrivals[address].number][thread] |= ended[address]
         if parts[1] == "try_wait":
             write(program, one.operands[0], passed, mask)
 
