@@ -85,7 +85,7 @@ def stoker() -> Iterator[Ports]:
         address, grpc = f"ipc://{folder}/executor", free_port()
         executor = subprocess.Popen([sys.executable, str(HERE / "triton_stub_executor.py"), address, str(PACE_S)])
         task = FrontendTask(folder, "stub", ServerSettings(), address, [listener.fileno()], f"127.0.0.1:{grpc}")
-        start = Child.start("frontend", "stoker.server.processes.frontend", task, pass_fds=[listener.fileno()])
+        start = Child.start("frontend", "stoker.server.processes.frontend_entry", task, pass_fds=[listener.fileno()])
         frontend = asyncio.run_coroutine_threadsafe(start, loop).result(30)
         try:
             wait_ready(listener.getsockname()[1])

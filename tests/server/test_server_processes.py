@@ -144,7 +144,7 @@ async def test_a_killed_executor_ends_the_server(engine: Path, tmp_path: Path) -
 
 async def test_counters_of_two_frontends_and_the_second_signal(engine: Path, tmp_path: Path) -> None:
     async with serve(engine, tmp_path, num_frontends=2, drain_timeout_s=60) as served:
-        assert len(served.children("stoker.server.processes.frontend")) == 2
+        assert len(served.children("stoker.server.processes.frontend_entry")) == 2
         for _ in range(6):
             async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
                 assert (await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code == 200

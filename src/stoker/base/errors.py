@@ -98,6 +98,18 @@ class DependencyError(StokerError):
         super().__init__(f"{what} needs the package {package}, which is not installed.", cure=f"Run: pip install 'stoker[{extra}]'.")
 
 
+class UnsupportedVersionError(StokerError):
+    """The installed version of a package lacks a part that Stoker uses. `lowest` and `highest` are tested versions."""
+
+    code = "unsupported_version"
+
+    def __init__(self, package: str, version: str, lowest: str, highest: str, problem: str) -> None:
+        super().__init__(
+            f"{package} {version} is not supported: it {problem}. Stoker was tested with {lowest} to {highest}.",
+            cure=f"Run: pip install '{package}>={lowest},<={highest}'.",
+        )
+
+
 def first_line(problem: Exception) -> str:
     """The first line of another library's exception, without its full stop, to be quoted in a message."""
     return next(iter(str(problem).splitlines()), type(problem).__name__).rstrip(".")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from stoker.base.config import Mapping
 from stoker.base.logging import get_logger
+from stoker.base.private_api import check_private_api
 from stoker.distributed.collectives import ProcessGroup
 from stoker.distributed.group import SINGLE, Group
 from stoker.distributed.pipeline import ALONE, LinkedStage, Stage
@@ -110,6 +111,7 @@ def join(
 def _group(inner: dist.ProcessGroup, device: torch.device, has_peer_memory: bool, check: Callable[[], None]) -> Group:
     if device.type == "cpu" or not has_peer_memory:
         return ProcessGroup(inner, device, check)
+    check_private_api("stoker.distributed.symmetric")
     from stoker.distributed.symmetric import SymmetricGroup
 
     try:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.base.errors import CheckpointError, first_line
+from stoker.base.private_api import check_private_api
 from stoker.builder.checkpoint.chunked_file import ChunkedFile
 from stoker.builder.checkpoint.json_file import DOWNLOAD_AGAIN
 from stoker.builder.checkpoint.weights import CheckpointWeights, TensorInfo
@@ -55,6 +55,9 @@ class PickledWeights(CheckpointWeights):
 
 def _unpickle_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file. Raises CheckpointError when the pickle is damaged, contains code, or contains anything but tensors."""
+    check_private_api("stoker.builder.checkpoint.pytorch_bin")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     try:
         with FakeTensorMode() if _is_zip(path) else contextlib.nullcontext():
             loaded: Any = torch.load(path, map_location="cpu", weights_only=True)

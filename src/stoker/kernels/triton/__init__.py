@@ -1,3 +1,7 @@
-from stoker.kernels.triton import cache_keys
+from stoker.base.private_api import check_private_api
+
+check_private_api("stoker.kernels.triton")
+
+from stoker.kernels.triton import cache_keys  # noqa: E402
 
 cache_keys.install()

@@ -13,9 +13,9 @@ import urllib.parse
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from stoker.server.http.cycle import CYCLE, Cycle
+from stoker.server.http.library import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers; the parser itself has no limit
 MAX_PIPELINED = 256  # pipelined requests of one connection

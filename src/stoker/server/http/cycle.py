@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
+from stoker.server.http.library import HEADER_RE, HEADER_VALUE_RE, STATUS_LINE, RequestResponseCycle
 
 CYCLE = "stoker.cycle"  # key in the scope's extensions
 _BODYLESS = (204, 304)

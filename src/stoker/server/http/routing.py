@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
-from starlette.routing import compile_path
-
 from stoker.server.errors import MethodError, RouteError
+from stoker.server.http.library import compile_path
 
 MAX_CACHED = 256  # cached results
 

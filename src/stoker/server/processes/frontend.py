@@ -7,7 +7,6 @@ import contextlib
 import gc
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import uvicorn
 import uvloop
 
 from stoker.base.errors import DependencyError, StokerError
-from stoker.base.logging import configure, get_logger
+from stoker.base.logging import get_logger
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
@@ -47,7 +46,6 @@ class HttpServer(uvicorn.Server):
 
 
 def main() -> int:
-    configure()
     task, report_ready = receive_task()
     try:
         uvloop.run(serve(task, report_ready))
@@ -133,7 +131,3 @@ async def load_service(task: FrontendTask, metrics: FrontendMetrics) -> Service:
 async def unload_service(service: Service) -> None:
     assert isinstance(service, MeteredService) and isinstance(service.inner, GenerationService)
     await service.inner.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

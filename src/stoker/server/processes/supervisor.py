@@ -184,7 +184,7 @@ class Supervisor:
         shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
         executor_task = ExecutorTask(str(self._engine), self._runtime, self._address)
         executor = Child.start("executor", "stoker.server.processes.executor", executor_task)
-        frontend = "stoker.server.processes.frontend"
+        frontend = "stoker.server.processes.frontend_entry"
         return [executor, *(Child.start("frontend", frontend, task, pass_fds=fds, environment=shared) for _ in range(count))]
 
     async def _end(self, executor: Child, frontends: list[Child], *, failing: bool) -> None:

@@ -1,0 +1,3 @@
+from stoker.base.private_api import check_private_api
+
+check_private_api("stoker.kernels.triton.aot")

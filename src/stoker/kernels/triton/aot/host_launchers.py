@@ -1,8 +1,9 @@
 """The host libraries that launch kernels.
 
-When a kernel is first launched, Triton builds a small C library that parses its arguments, one for each list of argument types. Here these
-libraries are built ahead of time from the types alone, several at once (0.3 s each). An engine does not carry them, because to load one
-would run foreign code: they are built on the machine that loads the engine.
+Until Triton 3.6, a small C library parses the arguments of each list of argument types, and is built when a kernel with these types is
+first launched. Here these libraries are built ahead of time from the types alone, several at once (0.3 s each). An engine does not carry
+them, because to load one would run foreign code: they are built on the machine that loads the engine. Triton 3.7 and later have one library
+for all kernels, and nothing is built here.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def build_launcher(signature: LaunchSignature, cache: Path) -> None:
     On a machine without a CUDA driver it is linked against an empty libcuda.so.1 and not loaded. Without a C compiler nothing is built,
     and the first launch reports it.
     """
+    if not hasattr(driver, "make_launcher"):
+        return  # Triton 3.7 and later
     types, descriptors = dict(enumerate(signature.types)), msgspec.json.decode(signature.descriptors)
     if shutil.which(_compiler()) is None or _is_built(driver.make_launcher({}, types, descriptors), cache):
         return

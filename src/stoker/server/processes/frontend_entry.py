@@ -1,0 +1,24 @@
+"""Entry point of a frontend process. `frontend` is imported in a function, so that an unsupported library is reported in one line."""
+
+from __future__ import annotations
+
+import sys
+
+from stoker.base.errors import StokerError
+from stoker.base.logging import configure, get_logger
+
+log = get_logger(__name__)
+
+
+def main() -> int:
+    configure()
+    try:
+        from stoker.server.processes.frontend import main
+    except StokerError as error:
+        log.error("%s", error)
+        return 1
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
