@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= 2
 
-.PHONY: help demo serve test test-fast coverage triton check docs wheel setup clean
+.PHONY: help demo serve test test-fast coverage bounds triton check docs wheel setup clean
 
 # Tests without a model that is trained or downloaded, and without processes that serve one. FAST_SKIPS are files of these folders that take long.
 FAST := tests/test_architecture.py tests/test_vocabulary.py tests/project tests/unit tests/base tests/engine tests/deploy \
@@ -37,6 +37,9 @@ coverage: $(VENV)/.installed-dev  ## Line coverage of the torch-free packages; f
 	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal $(COVERAGE)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+bounds: $(VENV)/.installed-dev  ## A smoke test with the lowest and the highest allowed dependencies (downloads packages)
+	$(BIN)/python scripts/bounds.py
 
 triton: $(VENV)/.installed-dev  ## A real Triton server with the repository REPO (stoker export triton ENGINE REPO)
 	$(BIN)/python scripts/real_triton.py $(REPO)
