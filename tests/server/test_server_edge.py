@@ -17,6 +17,7 @@ from stoker.server.settings import ServerSettings
 
 BODY = {"prompt": "hi", "max_tokens": 4}
 KEY = "secret-key-1"
+JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ KEY = "secret-key-1"
 async def test_invalid_bodies(body: bytes, message: str) -> None:
     async with asgi_client(ScriptedService()) as client:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-            answer = await client.post(path, content=body)
+            answer = await client.post(path, content=body, headers=JSON)
             error = answer.json()["error"]
             assert answer.status_code == 400 and error["code"] == "bad_json" and message in error["message"]
 
@@ -53,7 +54,7 @@ async def test_a_long_body_is_refused_before_it_is_read() -> None:
             for _ in range(64):
                 yield b"x" * (1 << 16)
 
-        assert (await client.post("/v1/completions", content=chunks())).status_code == 413
+        assert (await client.post("/v1/completions", content=chunks(), headers=JSON)).status_code == 413
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
     assert len(service.requests) == 1
 

@@ -16,8 +16,8 @@ from stoker.server.http import request_context
 
 HEALTH = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = b'{"prompt": "hi", "max_tokens": 3}'
-COMPLETION = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+COMPLETION = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
@@ -184,7 +184,11 @@ async def test_the_response_to_head_has_no_body() -> None:
 async def test_streams_of_http_1_0_have_no_chunks() -> None:
     body = b'{"prompt": "hi", "max_tokens": 3, "stream": true}'
     async with connected() as (reader, writer):
-        writer.write(b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\nconnection: keep-alive\r\n\r\n" % len(body) + body)
+        writer.write(
+            b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: keep-alive\r\n\r\n"
+            % len(body)
+            + body
+        )
         head, _, rest = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
         assert b"transfer-encoding" not in head and b"connection: close" in head
         assert rest.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
@@ -206,7 +210,11 @@ async def test_a_client_that_does_not_read_pauses_its_stream(disconnects: bool) 
     body = b'{"prompt": "hi", "max_tokens": 20000, "stream": true, "logprobs": 3}'
     async with live_server(service) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1 << 12)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            % len(body)
+            + body
+        )
         before = -1
         while before < num_read:
             before = num_read

@@ -17,6 +17,7 @@ USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 INVOKE = "/invocations"
 PREDICT = "/v1/models/model:predict"
+JSON = {"content-type": "application/json"}
 PACKED = {"content-type": "application/octet-stream"}
 
 
@@ -45,7 +46,7 @@ async def test_nesting_near_the_limit_of_the_parser(path: str) -> None:
     async with asgi_client(ScriptedService()) as client:
         for depth in range(900, 1000):
             body = f'{{"prompt": "hi", "inputs": "hi", "text_input": "hi", "max_tokens": {nested(depth)}, "parameters": {nested(depth)}}}'
-            answer = await client.post(path, content=body)
+            answer = await client.post(path, content=body, headers=JSON)
             assert 400 <= answer.status_code < 500 or b"data" in answer.content or b"JSON buffer" in answer.content, answer.text
 
 

@@ -10,6 +10,7 @@ from live_http import asgi_client, events
 from scripted_service import ScriptedService
 
 from stoker.base.types import FinishReason
+from stoker.frontend.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOLS = [
@@ -246,6 +247,8 @@ async def test_the_template_receives_arguments_of_earlier_calls_as_objects() -> 
     await post(service, {"messages": messages})
     calls = service.rendered[0][0][1]["tool_calls"]
     assert [item["function"]["arguments"] for item in calls] == [{"x": 1}, "{"]
+    render = ChatTemplate("{{ '>' + messages[1].tool_calls[0].function.arguments + '<' }}", {}).render
+    assert render(service.rendered[0][0], max_chars=100) == '>{"x": 1}<', "DeepSeek's templates concatenate the arguments"
 
 
 @pytest.mark.parametrize(

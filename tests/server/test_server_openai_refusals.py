@@ -143,3 +143,49 @@ def test_every_row_has_a_description_and_harmless_values_pass() -> None:
             assert row.meaning if row.status == "accepted" else row.reason
             for value in row.harmless:
                 assert table.check({row.name: value}) == {}
+
+
+PAGE = "https://page.example"
+SIMPLE = ["text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data; boundary=b", None]
+
+
+def typed(content_type: str | None) -> dict[str, str]:
+    return {} if content_type is None else {"content-type": content_type}
+
+
+@pytest.mark.parametrize("content_type", [*SIMPLE, "application/xml", "application/jsonp"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_openai_routes_read_json_only(path: str, content_type: str | None) -> None:
+    service = ScriptedService()
+    async with asgi_client(service) as client:
+        answer = await client.post(path, content=b'{"prompt": "hi"}', headers=typed(content_type))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (415, "unsupported_media_type", "invalid_request_error")
+    assert "application/json" in error["message"] and (content_type is None or content_type.split(";")[0] in error["message"])
+    assert not service.requests
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
+async def test_content_types_of_json(content_type: str) -> None:
+    async with asgi_client(ScriptedService("!")) as client:
+        answer = await client.post("/v1/completions", content=b'{"prompt": "hi"}', headers=typed(content_type))
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("content_type", SIMPLE)
+@pytest.mark.parametrize(
+    "path", ["/invocations", "/v2/models/tiny/generate", "/v1/models/tiny:predict", "/v2/repository/models/tiny/unload"]
+)
+async def test_a_web_page_cannot_post_without_preflight(path: str, content_type: str | None) -> None:
+    """Clients of these protocols post with any content type; browsers add Origin, and send no preflight request for these types."""
+    body = b'{"inputs": "hi", "text_input": "hi", "prompt": "hi", "max_tokens": 2}'
+    service = ScriptedService("!")
+    async with asgi_client(service) as client:
+        answer = await client.post(path, content=body, headers={"origin": PAGE, **typed(content_type)})
+        assert answer.status_code == 415 and "application/json" in answer.text
+        assert not service.requests
+        allowed = await client.post(path, content=body, headers=typed(content_type))
+        assert allowed.status_code != 415
+    async with asgi_client(ScriptedService("!"), cors_origins=(PAGE,)) as client:
+        allowed = await client.post(path, content=body, headers={"origin": PAGE, **typed(content_type)})
+        assert allowed.status_code != 415

@@ -11,17 +11,35 @@ MAX_ROLE_CHARS = 64
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
+class NoContent(str):
+    """The content of a message without text. It is empty text that also equals None.
+
+    Some templates concatenate content without a test for None, and others recognize tool calls by a content of None. Both render.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
 def check_messages(messages: Any, *, max_chars: int) -> list[dict[str, Any]]:
     """Copies of the messages with one string as content; text parts are joined by newlines. Raises RequestError.
 
-    An assistant message with tool_calls may have no content. Other keys (name, tool_calls, …) stay for the template.
+    An assistant message with tool_calls may have no content; its content is then NoContent. Other keys (name, tool_calls, …) stay for
+    the template.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages", messages, "it must be a list of at least one message")
     if len(messages) > MAX_MESSAGES:
         raise RequestError("messages", messages, f"there are {len(messages)} messages, and the limit is {MAX_MESSAGES}")
     checked = [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    size = sum(len(message["content"] or "") for message in checked)
+    size = sum(len(message["content"]) for message in checked)
     if size > max_chars:
         raise RequestError(
             "messages", messages, f"they have {size} characters, and the limit of the model is {max_chars}", cure="Shorten them."
@@ -38,10 +56,10 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     return {**message, "content": _text(message, f"{field}.content")}
 
 
-def _text(message: dict[str, Any], field: str) -> str | None:
+def _text(message: dict[str, Any], field: str) -> str:
     content = message.get("content")
     if content is None and message.get("tool_calls"):
-        return None
+        return NoContent()
     if isinstance(content, list):
         return "\n".join(_part_text(part, f"{field}[{i}]") for i, part in enumerate(content))
     if not isinstance(content, str):

@@ -9,10 +9,11 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stoker.base.errors import EngineError, RequestError
-from stoker.frontend.chat_messages import check_messages
+from stoker.frontend.chat_messages import NoContent, check_messages
 
 MAX_TEMPLATE_CHARS = 1 << 20
 CONTINUE_MARK = "\ue000continue\ue001 "  # private-use characters, which no template uses; the space shows whether the template strips text
@@ -38,13 +39,16 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
+        environment.tests["none"] = lambda value: value is None or isinstance(value, NoContent)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateError as error:
             raise EngineError(f"the chat template cannot be compiled: {error}.", cure="Correct tokenizer_config.json.") from None
         self._special_tokens = dict(special_tokens)
+        self._reads_tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(jinja2.nodes.Name))
 
     def render(
         self,
@@ -61,7 +65,7 @@ class ChatTemplate:
         """The text of the prompt. `values` are variables of the template, such as enable_thinking.
 
         `continue_final_message` leaves the last message open so that the model continues it. Raises RequestError for invalid messages,
-        for a template that fails, and for more than `max_chars` characters.
+        for a template that fails, for `tools` that the template does not render, and for more than `max_chars` characters.
         """
         if "chat_template" in values:
             raise RequestError(
@@ -74,6 +78,9 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message", True, "it cannot be combined with add_generation_prompt", cure="Set one of them to false."
             )
+        if tools and not self._reads_tools:
+            limit, cure = "the chat template of the model does not render tools", "Describe them in a message, or use response_format."
+            raise RequestError("tools", tools, limit, cure=cure)
         messages = check_messages(messages, max_chars=max_chars)
         if continue_final_message:
             _mark_end(messages)
@@ -100,7 +107,7 @@ class ChatTemplate:
 
 def _mark_end(messages: list[dict[str, Any]]) -> None:
     last = messages[-1]
-    if last["content"] is None:
+    if isinstance(last["content"], NoContent):
         raise RequestError("continue_final_message", True, "the last message has no text to continue")
     last["content"] += CONTINUE_MARK
 

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from stoker.base.errors import StokerError
 from stoker.base.logging import get_logger
-from stoker.server.errors import RouteError, describe
+from stoker.server.errors import ContentTypeError, RouteError, describe
 from stoker.server.http.authentication import check_key
 from stoker.server.http.request_context import RequestContext
 from stoker.server.http.routing import Routes
@@ -17,6 +17,9 @@ from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.registry import PROTOCOLS
 
 log = get_logger(__name__)
+
+# Content types that a web page may post to another origin without a preflight request ("" is none at all).
+WITHOUT_PREFLIGHT = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 
 
 def make_app(context: Context) -> Any:
@@ -60,9 +63,21 @@ class Application:
         if port and (scope.get("server") or ("", 0))[1] == port and not scope["path"].startswith(("/metrics", "/health")):
             raise RouteError(scope["path"])
 
+    def _check_origin(self, http: RequestContext) -> None:
+        """Raise ContentTypeError if a web page posts with a content type for which browsers send no preflight request.
+
+        Browsers add Origin to each POST. Clients of KServe, SageMaker and Truss, which also post with such types, do not.
+        """
+        origin = http.headers.get(b"origin")
+        if http.method != "POST" or origin is None or http.content_type not in WITHOUT_PREFLIGHT:
+            return
+        if not {"*", origin.decode("latin-1")} & set(self._context.settings.cors_origins):
+            raise ContentTypeError(http.content_type)
+
     async def handle(self, protocol: Protocol, endpoint: Endpoint, http: RequestContext) -> None:
         """Run the endpoint's handler and count its response. A client that has disconnected counts as status 499."""
         try:
+            self._check_origin(http)
             if not endpoint.open:
                 check_key(http, self._context.settings.api_keys)
             await endpoint.handler(http)

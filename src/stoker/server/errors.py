@@ -41,6 +41,17 @@ class AuthenticationError(StokerError):
     code = "invalid_api_key"
 
 
+class ContentTypeError(StokerError):
+    """The content type of a request is not one that its route reads."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+    def __init__(self, content_type: str) -> None:
+        has = f"the content type {content_type[:80]!r} is" if content_type else "a request without Content-Type is"
+        super().__init__(f"{has} refused here.", cure="Send JSON with Content-Type: application/json.")
+
+
 class BodyTooLargeError(StokerError):
     """A request's body exceeds max_request_bytes."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.server.errors import BodyError, BodyTimeoutError, BodyTooLargeError
+from stoker.server.errors import BodyError, BodyTimeoutError, BodyTooLargeError, ContentTypeError
 from stoker.server.http.cycle import CYCLE, Cycle
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -89,9 +89,17 @@ class RequestContext:
                     size += len(message.get("body", b""))
                     more = message.get("more_body", False)
 
+    @property
+    def content_type(self) -> str:
+        """The media type of the body in lower case, without parameters; empty if the request has no Content-Type."""
+        return self.headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+
     async def json(self) -> dict[str, Any]:
-        """The body as a JSON object. Raises BodyError with the reason and the byte offset."""
-        value = decode_json(await self.body())
+        """The body as a JSON object. Raises ContentTypeError, and BodyError with the reason and the byte offset."""
+        body = await self.body()
+        if self.content_type != "application/json" and not self.content_type.endswith("+json"):
+            raise ContentTypeError(self.content_type)
+        value = decode_json(body)
         if not isinstance(value, dict):
             raise BodyError(f"the body is a JSON {_json_name(value)}, not an object.", cure="Send {…}.")
         return value

@@ -15,7 +15,7 @@ BINARY = b"application/octet-stream"
 
 def is_binary(http: RequestContext) -> bool:
     """Whether the body is msgpack. The response then is, too. As in the Truss server, the path does not matter."""
-    return http.headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == BINARY
+    return http.content_type == BINARY.decode()
 
 
 async def read_object(http: RequestContext) -> dict[str, Any]:

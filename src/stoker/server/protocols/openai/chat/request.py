@@ -26,6 +26,23 @@ _RESERVED_VALUES = ("messages", "tools", "documents", "add_generation_prompt", "
 _SWITCHES = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
 
 
+class CallArguments(dict[str, Any]):
+    """The arguments of an earlier tool call as an object, which most templates expect. Concatenation with text uses the JSON text.
+
+    DeepSeek's templates concatenate the arguments, as they are text in OpenAI's API.
+    """
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
 class ChatCall(msgspec.Struct):
     """A checked request whose prompt is tokenized."""
 
@@ -147,4 +164,6 @@ def _parse_arguments(call: Any) -> Any:
         arguments = json.loads(function["arguments"])
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": CallArguments(arguments, function["arguments"])}}
