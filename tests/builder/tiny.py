@@ -18,7 +18,10 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
     "tie_word_embeddings": False,
 }  # fmt: skip
-CHAT = "{% for t in tools or [] %}{{ t['function']['name'] }}\n{% endfor %}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+CHAT = (
+    "{% for t in tools or [] %}{{ t['function']['name'] }}\n{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+)
 
 
 def model(model_type: str = "llama", seed: int = 0, **changes: Any) -> Any:

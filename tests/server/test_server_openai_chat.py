@@ -44,8 +44,13 @@ def joined(chunks: list[Any]) -> list[dict[str, Any]]:
             choice["content"] += delta.get("content", "")
             choice["reasoning_content"] += delta.get("reasoning_content", "")
             for call in delta.get("tool_calls", []):
-                assert call.pop("index") == len(choice["tool_calls"])
-                choice["tool_calls"].append(call)
+                index = call.pop("index")
+                if "id" in call:
+                    assert index == len(choice["tool_calls"])
+                    choice["tool_calls"].append(call)
+                else:
+                    assert index == len(choice["tool_calls"]) - 1 and list(call["function"]) == ["arguments"]
+                    choice["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
             choice["finish_reason"] = part["finish_reason"]
             choice["logprobs"] += (part["logprobs"] or {"content": []})["content"]
     assert all(choice["finish_reason"] for choice in choices.values())
@@ -137,6 +142,71 @@ async def test_other_formats_of_calls(parser: str, answer: str, content: str | N
     (choice,) = await whole_and_streamed((answer,), {"tools": TOOLS}, group, tool_parser=parser)
     assert choice["message"]["content"] == content
     assert [call["function"]["name"] for call in choice["message"].get("tool_calls", [])] == calls
+
+
+WEATHER = '{"name": "weather", "arguments": {"city": "Oslo, and more of it"}}'
+FORCED = {"type": "function", "function": {"name": "weather"}}
+STREAMED = {
+    "hermes": f"<tool_call>{WEATHER}</tool_call>",
+    "llama3": WEATHER.replace("arguments", "parameters"),
+    "mistral": f"[TOOL_CALLS][{WEATHER}]",
+    "required": f"[{WEATHER.replace('arguments', 'parameters')}]",
+    "forced": '{"city": "Oslo, and more of it"}',
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+async def test_arguments_are_streamed_before_the_call_is_complete(name: str) -> None:
+    body: dict[str, Any] = {"tools": TOOLS, "stream": True}
+    if name in ("required", "forced"):
+        body["tool_choice"] = "required" if name == "required" else FORCED
+    service = ScriptedService(STREAMED[name], max_output_len=1024)
+    chunks = await post(service, body, tool_parser=name if "tool_choice" not in body else None)
+    deltas = [call for chunk in chunks[:-1] for part in chunk["choices"] for call in part["delta"].get("tool_calls", [])]
+    assert deltas[0]["function"]["name"] == "weather" and all(list(delta) == ["index", "function"] for delta in deltas[1:])
+    arguments = [delta["function"]["arguments"] for delta in deltas]
+    assert len(arguments) > 20 and json.loads("".join(arguments)) == {"city": "Oslo, and more of it"}
+    assert max(map(len, arguments)) <= 2, "a token is one byte, so each part has about one"
+
+
+@pytest.mark.parametrize("group", [1, 5, 1000])
+@pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral", "required"])
+@pytest.mark.parametrize("after", ["", '{"na', '{"name": "time", "arguments": {"zone": "Eur'])
+async def test_complete_calls_survive_truncation(parser: str, after: str, group: int) -> None:
+    """With an incomplete call as its last one if its arguments have started; OpenAI's finish_reason is then length."""
+    first, second = (text.replace("arguments", "parameters") if parser in ("llama3", "required") else text for text in (WEATHER, after))
+    formats = {
+        "hermes": "<tool_call>{}</tool_call><tool_call>{}",
+        "llama3": "{}; {}",
+        "mistral": "[TOOL_CALLS][{}, {}",
+        "required": "[{}, {}",
+    }
+    answer = formats[parser].replace("{}", first, 1).replace("{}", second)
+    body = {"tools": TOOLS, "max_tokens": len(answer), **({"tool_choice": "required"} if parser == "required" else {})}
+    (choice,) = await whole_and_streamed((answer + "x" * 50,), body, group, tool_parser=None if parser == "required" else parser)
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert calls[0] == {"name": "weather", "arguments": '{"city": "Oslo, and more of it"}'}
+    assert [call["name"] for call in calls] == ["weather", "time"][: 2 if "Eur" in after else 1]
+    assert len(calls) == 1 or calls[1]["arguments"] == '{"zone": "Eur'
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("group", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "time", "arguments": {"x": "a\nb"}}', '{"x": "a\\u000ab"}'),  # a raw newline inside a string
+        ('{"arguments": {"x": 1}, "name": "time"}', '{"x": 1}'),
+        ('{"name": "time", "arguments": "{\\"x\\": 1}"}', '{"x": 1}'),
+        ('{"name": "time"}', "{}"),
+        ('{"name": "time", "arguments": {"x": 1}', '{"x": 1}'),  # the last brace is missing
+        ('{"id": "7", "type": "function", "name": "time", "arguments": {"x": "}"}}', '{"x": "}"}'),
+    ],
+)
+async def test_forms_of_a_call_object(text: str, arguments: str, group: int) -> None:
+    (choice,) = await whole_and_streamed((f"<tool_call>{text}</tool_call>",), {"tools": TOOLS}, group, tool_parser="hermes")
+    assert choice["message"]["content"] is None
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [{"name": "time", "arguments": arguments}]
 
 
 async def test_special_tokens_are_text_only_if_a_parser_needs_them() -> None:

@@ -43,8 +43,9 @@ def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text}
     num_calls = 0
     if call.parsed:
-        parts = call.parser().push(choice.text, last=True)
-        message, num_calls = message_object(parts, reasoning=call.settings.reasoning_parser is not None), len(parts.calls)
+        parser = call.parser()
+        message = message_object(parser.push(choice.text, last=True), reasoning=call.settings.reasoning_parser is not None)
+        num_calls = parser.num_calls
     finish_reason = _finish_reason(call, choice, num_calls)
     return {"index": choice.index, "message": message, "logprobs": _logprobs(call, choice.logprobs), "finish_reason": finish_reason}
 
@@ -94,13 +95,12 @@ class _Stream:
         parser = self._parsers[delta.index]
         scores = self._scores.setdefault(delta.index, [])
         scores += delta.logprobs
-        num_calls = parser.num_calls
         new: dict[str, Any] = {"content": delta.text}
         if self._call.parsed:
             parts = parser.push(delta.text, last=delta.finish_reason is not None)
             if started and not parts and delta.finish_reason is None:
                 return ""
-            new = delta_object(parts, num_calls)
+            new = delta_object(parts)
         new |= {} if started else {"role": "assistant"}
         logprobs = _logprobs(self._call, scores)
         scores.clear()

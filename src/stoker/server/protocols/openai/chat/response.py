@@ -13,7 +13,7 @@ from stoker.server.protocol import Context
 from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.chat.request import ChatCall, read_chat_call
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
-from stoker.server.protocols.openai.parsers.answer import AnswerParser, AnswerParts, delta_object, message_object
+from stoker.server.protocols.openai.parsers.answer import delta_object, message_object
 
 
 async def chat(http: RequestContext, context: Context, service: Service, body: dict[str, Any]) -> None:
@@ -37,12 +37,13 @@ async def _whole(call: ChatCall) -> bytes:
 def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=call.service.ready)
-    parts = call.parser().push(choice.text, last=True) if call.parsed else AnswerParts(choice.text)
+    parser = call.parser()
+    parts = parser.push(choice.text, last=True)
     return {
         "index": choice.index,
         "message": message_object(parts, reasoning=call.settings.reasoning_parser is not None),
         "logprobs": None if call.num_top is None else wire.chat_logprobs(call.service, choice.logprobs, call.num_top),
-        "finish_reason": call.finish_reason(choice.finish_reason, len(parts.calls)),
+        "finish_reason": call.finish_reason(choice.finish_reason, parser.num_calls),
         "stop_reason": wire.stop_reason(choice.finish_reason, choice.stop_reason),
     }
 
@@ -57,7 +58,7 @@ class _Stream:
         head = {**call.head, "object": "chat.completion.chunk"}
         self._chunks = Chunks(head, chat=True, include_usage=self._options.include_usage)
         self._plain = not (call.parsed or call.num_top is not None or self._options.continuous_usage_stats)
-        self._parsers = [call.parser() if call.parsed else AnswerParser(None, None, one_call=False) for _ in range(call.request.params.n)]
+        self._parsers = [call.parser() for _ in range(call.request.params.n)]
         self._scores: list[list[TokenLogprobs]] = [
             [] for _ in self._parsers
         ]  # log-probabilities of tokens whose text the parser holds back
@@ -91,7 +92,6 @@ class _Stream:
         """A chunk with the parts that the parser returns; empty while it holds all text back."""
         parser, scores = self._parsers[delta.index], self._scores[delta.index]
         scores += delta.logprobs
-        num_calls = parser.num_calls
         parts = parser.push(delta.text, last=delta.finish_reason is not None)
         if not parts and delta.finish_reason is None and not self._options.continuous_usage_stats:
             return b""
@@ -99,7 +99,7 @@ class _Stream:
         if self._call.num_top is not None and (parts or delta.finish_reason is not None):
             logprobs = wire.chat_logprobs(self._call.service, scores, self._call.num_top)
             scores.clear()
-        return self._choice(delta, delta_object(parts, num_calls), logprobs)
+        return self._choice(delta, delta_object(parts), logprobs)
 
     def _choice(self, delta: Delta, new: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
         reason = delta.finish_reason

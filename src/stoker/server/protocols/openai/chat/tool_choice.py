@@ -10,7 +10,8 @@ import msgspec
 from stoker.base.errors import RequestError
 from stoker.base.types import Guide
 from stoker.server.protocols.openai.parsers.tools import TOOL_PARSERS
-from stoker.server.protocols.openai.parsers.tools.parser import ToolCall, ToolParser, read_json
+from stoker.server.protocols.openai.parsers.tools.json_calls import JsonCalls
+from stoker.server.protocols.openai.parsers.tools.parser import Schemas, ToolCall, ToolParser
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -21,12 +22,13 @@ class ToolUse(msgspec.Struct, frozen=True):
     forced: str = ""
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool["function"]["name"] for tool in self.tools)
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Name of each tool → JSON schema of its arguments."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in self.tools}
 
     def guide(self) -> Guide | None:
         """The grammar that enforces a call with the modes "forced" and "required"; otherwise None."""
-        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in self.tools}
+        schemas = self.schemas
         if self.mode == "forced":
             return Guide("json_schema", json.dumps(schemas[self.forced]))
         if self.mode == "required":
@@ -42,32 +44,48 @@ class ToolUse(msgspec.Struct, frozen=True):
         if self.mode == "none":
             return None
         if self.mode != "auto":
-            return GuidedParser(self.names, self.forced)
+            return ForcedParser(self.schemas, self.forced) if self.mode == "forced" else RequiredParser(self.schemas)
         if name is None:
             cure = f"Start the server with --tool-parser {' | '.join(TOOL_PARSERS)}."
             raise RequestError("tools", self.tools, "the server has no parser for the model's tool calls", cure=cure)
-        return TOOL_PARSERS.get(name)(self.names)
+        return TOOL_PARSERS.get(name)(self.schemas)
 
 
-class GuidedParser(ToolParser):
-    """Parses an answer that a grammar constrains to JSON: the arguments of one function, or a list of names and parameters."""
+class ForcedParser(ToolParser):
+    """Parses an answer that a grammar constrains to the arguments of one function."""
 
-    def __init__(self, names: frozenset[str], forced: str) -> None:
-        super().__init__(names)
-        self._forced = forced
-        self._held = ""
+    def __init__(self, schemas: Schemas, name: str) -> None:
+        super().__init__(schemas)
+        self._name = name
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        return "", []
+    def _advance(self) -> bool:
+        if not self._num_calls and self._held.strip():
+            self.open_call(self._name)
+            self._held = self._held.lstrip()
+        if self._num_calls:
+            end = len(self._held.rstrip())  # white space at the end is not part of the arguments
+            self.add_arguments(self._held[:end])
+            self._held = self._held[end:]
+        return False
 
     def flush(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        if self._forced:
-            return "", [ToolCall(self.new_id(), self._forced, held.strip())]
-        values = read_json(held)  # None if max_tokens truncated the JSON
-        calls = [self.call(value, "parameters") for value in values] if isinstance(values, list) else []
-        return ("", [call for call in calls if call is not None]) if calls else (held, [])
+        self._held = ""
+        if not self._num_calls:
+            self.open_call(self._name)
+        return self._take_output()
+
+
+class RequiredParser(ToolParser):
+    """Parses an answer that a grammar constrains to a list of names and parameters. Other text is content."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
+        self._start_section()
+        self._reader = JsonCalls(self, opening="[", closing="]", separators=",")
+
+    def _advance(self) -> bool:
+        self._consume(self._reader.push(self._held))
+        return False
 
 
 def read_tools(values: dict[str, Any]) -> ToolUse:
@@ -80,11 +98,11 @@ def read_tools(values: dict[str, Any]) -> ToolUse:
         return ToolUse(tools if choice != "none" else [], choice if tools else "none")
     name = choice.get("function", {}).get("name") if isinstance(choice, dict) and isinstance(choice.get("function", {}), dict) else None
     use = ToolUse(tools, "forced", name if isinstance(name, str) else "")
-    if use.forced not in use.names:
+    if use.forced not in use.schemas:
         raise RequestError(
             "tool_choice",
             choice,
-            f"it must be none, auto, required or name one of the tools: {', '.join(sorted(use.names)) or 'there are none'}",
+            f"it must be none, auto, required or name one of the tools: {', '.join(sorted(use.schemas)) or 'there are none'}",
         )
     return use
 

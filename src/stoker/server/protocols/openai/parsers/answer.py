@@ -1,4 +1,4 @@
-"""Splits the text of an answer into reasoning, content and tool calls. The result does not depend on how the text is chunked."""
+"""Splits the text of an answer into reasoning, content and tool calls. The joined result does not depend on how the text is chunked."""
 
 from __future__ import annotations
 
@@ -27,24 +27,37 @@ def message_object(parts: AnswerParts, *, reasoning: bool) -> dict[str, Any]:
     if reasoning:
         result["reasoning_content"] = parts.reasoning or None
     if parts.calls:
-        result["tool_calls"] = [_tool_call(call) for call in parts.calls]
+        result["tool_calls"] = [_tool_call(call) for call in _joined(parts.calls)]
     return result
 
 
-def delta_object(parts: AnswerParts, num_calls: int) -> dict[str, Any]:
-    """OpenAI's `delta` of new parts; `num_calls` tool calls preceded them."""
+def delta_object(parts: AnswerParts) -> dict[str, Any]:
+    """OpenAI's `delta` of new parts. The first part of a tool call has its id and name, later ones only more arguments."""
     result: dict[str, Any] = {}
     if parts.reasoning:
         result["reasoning_content"] = parts.reasoning
     if parts.content:
         result["content"] = parts.content
     if parts.calls:
-        result["tool_calls"] = [{"index": num_calls + i, **_tool_call(call)} for i, call in enumerate(parts.calls)]
+        result["tool_calls"] = [{"index": call.index, **_tool_call(call)} for call in parts.calls]
     return result
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
+    if not call.id:
+        return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _joined(parts: list[ToolCall]) -> list[ToolCall]:
+    """Whole calls from their parts, which are in order."""
+    calls: list[ToolCall] = []
+    for part in parts:
+        if part.id:
+            calls.append(msgspec.structs.replace(part))
+        else:
+            calls[-1].arguments += part.arguments
+    return calls
 
 
 class AnswerParser:
@@ -54,7 +67,7 @@ class AnswerParser:
         self._reasoning = reasoning
         self._tools = tools
         self._one_call = one_call
-        self.num_calls = 0
+        self.num_calls = 0  # that have started
 
     def push(self, text: str, *, last: bool) -> AnswerParts:
         """Add text. Returns the parts that are certain; with `last`, everything that is left."""
@@ -68,10 +81,7 @@ class AnswerParser:
         if last:
             more, more_calls = self._tools.flush()
             content, calls = content + more, calls + more_calls
-        return AnswerParts(content, reasoning, self._limit_calls(calls))
-
-    def _limit_calls(self, calls: list[ToolCall]) -> list[ToolCall]:
         if self._one_call:
-            calls = calls[: max(0, 1 - self.num_calls)]
-        self.num_calls += len(calls)
-        return calls
+            calls = [call for call in calls if call.index == 0]
+        self.num_calls = max([self.num_calls, *(call.index + 1 for call in calls)])
+        return AnswerParts(content, reasoning, calls)

@@ -5,46 +5,48 @@
 
 from __future__ import annotations
 
-from stoker.server.protocols.openai.parsers.tools.parser import ToolCall, ToolParser, read_first_json
+from stoker.server.protocols.openai.parsers.tools.json_calls import JsonCalls
+from stoker.server.protocols.openai.parsers.tools.parser import Schemas, ToolParser
 
 TAG = "<|python_tag|>"
 
 
 class Llama3Parser(ToolParser):
-    """Holds back an answer that starts like a call until its end."""
+    """An answer that starts with an object is a call if the object names a tool of the request."""
 
     needs_special_tokens = True
 
-    def __init__(self, names: frozenset[str]) -> None:
-        super().__init__(names)
-        self._held = ""
+    def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
+        self._reader: JsonCalls | None = None
         self._plain = False
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+    def accepts(self, name: str) -> bool:
+        return name in self._schemas
+
+    def _advance(self) -> bool:
         if self._plain:
-            return text, []
-        self._held += text
+            self._text, self._held = self._text + self._held, ""
+            return False
+        if self._reader is None and not self._detect_start():
+            return self._plain
+        assert self._reader is not None
+        self._consume(self._reader.push(self._held))
+        if self._reader.ended:
+            self._end_section()
+            self._plain = True
+        return self._plain
+
+    def _detect_start(self) -> bool:
+        """Start the section of calls if the answer starts like one. Otherwise it is plain text, or more text is needed."""
         start = self._held.lstrip()
-        if not start or start.startswith("{") or TAG.startswith(start[: len(TAG)]):
-            return "", []
-        self._plain = True
-        held, self._held = self._held, ""
-        return held, []
-
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        calls = self._calls(held.strip().removeprefix(TAG).strip())
-        return ("", calls) if calls else (held, [])
-
-    def _calls(self, text: str) -> list[ToolCall]:
-        """The calls if the whole `text` consists of calls of existing tools; otherwise an empty list."""
-        calls = []
-        while text:
-            value, end = read_first_json(text)
-            key = "parameters" if isinstance(value, dict) and "parameters" in value else "arguments"
-            call = self.call(value, key)
-            if call is None or call.name not in self.names:
-                return []
-            calls.append(call)
-            text = text[end:].lstrip().removeprefix(";").lstrip()
-        return calls
+        if not start or (len(start) < len(TAG) and TAG.startswith(start)):
+            return False
+        tag = TAG if start.startswith(TAG) else ""
+        if not tag and not start.startswith("{"):
+            self._plain = True
+            return False
+        self._start_section()
+        self._consume(len(self._held) - len(start) + len(tag))
+        self._reader = JsonCalls(self, separators=";")
+        return True

@@ -2,58 +2,60 @@
 
 from __future__ import annotations
 
-from stoker.server.protocols.openai.parsers.markers import partial_marker_start
-from stoker.server.protocols.openai.parsers.tools.parser import ToolCall, ToolParser, read_first_json, read_json, short_id
+import re
 
-MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+from stoker.server.protocols.openai.parsers.tools.json_calls import JsonCalls, JsonScanner
+from stoker.server.protocols.openai.parsers.tools.parser import Schemas, ToolParser, short_id
+
+MARKER = "[TOOL_CALLS]"
+# [ARGS] is optional, because the first releases with this format omit it.
+_HEADER = re.compile(r"([^\s{}\[\]]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
 class MistralParser(ToolParser):
-    """Holds back everything after the first [TOOL_CALLS] until the end of the answer."""
+    """Each [TOOL_CALLS] starts a list of calls, or one call."""
 
     needs_special_tokens = True
 
-    def __init__(self, names: frozenset[str]) -> None:
-        super().__init__(names)
-        self._held = ""
-        self._inside = False
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        if self._inside:
-            return "", []
-        if (start := self._held.find(MARKER)) >= 0:
-            self._inside = True
-            plain, self._held = self._held[:start].rstrip(), self._held[start:]
-        else:
-            end = len(self._held[: partial_marker_start(self._held, MARKER)].rstrip())
-            plain, self._held = self._held[:end], self._held[end:]
-        return plain, []
-
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        calls = self._calls(held) if self._inside else []
-        return ("", calls) if calls else (held, [])
+    def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
+        self._reader: JsonCalls | None = None
+        self._arguments: JsonScanner | None = None
 
     def new_id(self) -> str:
         return short_id()
 
-    def _calls(self, text: str) -> list[ToolCall]:
-        """The calls if the whole `text` consists of calls; otherwise an empty list."""
-        calls: list[ToolCall | None] = []
-        for part in text.split(MARKER)[1:]:
-            part = part.strip()
-            if part.startswith("["):
-                values = read_json(part)
-                calls += [self.call(value) for value in values] if isinstance(values, list) else [None]
-            else:
-                calls.append(self._named(part))
-        return [call for call in calls if call is not None] if all(calls) else []
+    def _advance(self) -> bool:
+        if not self._inside:
+            self._reader = self._arguments = None
+            return self._find_section(MARKER)
+        if self._reader is None and self._arguments is None:
+            self._skip_space()
+            if not self._held or (self._held[0] != "[" and not self._read_header()):
+                return False
+            if self._arguments is None:
+                self._reader = JsonCalls(self, opening="[", closing="]", separators=",")
+        ended = self._push_list(self._reader) if self._reader is not None else self._push_arguments()
+        if ended:
+            self._end_section()
+        return ended
 
-    def _named(self, part: str) -> ToolCall | None:
-        """The call of name[ARGS]{…}. [ARGS] is optional, because the first releases with this format omit it."""
-        brace = part.find("{")
-        name = part[:brace].removesuffix(ARGS).partition(CALL_ID)[0].strip()
-        value, end = read_first_json(part[brace:]) if brace > 0 else (None, 0)
-        whole = brace + end == len(part)
-        return self.call({"name": name, "arguments": value}) if isinstance(value, dict) and whole else None
+    def _read_header(self) -> bool:
+        """Open the call of name[ARGS] if its arguments have started."""
+        if (match := _HEADER.match(self._held)) is None:
+            return False
+        self.open_call(match[1])
+        self._consume(match.end())
+        self._arguments = JsonScanner()
+        return True
+
+    def _push_list(self, reader: JsonCalls) -> bool:
+        self._consume(reader.push(self._held))
+        return reader.ended
+
+    def _push_arguments(self) -> bool:
+        assert self._arguments is not None
+        text, used = self._arguments.push(self._held)
+        self.add_arguments(text)
+        self._consume(used)
+        return self._arguments.done or self._arguments.broken

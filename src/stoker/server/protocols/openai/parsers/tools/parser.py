@@ -1,4 +1,4 @@
-"""The interface of tool-call parsers, which separate whole calls from text. The result does not depend on how the text is chunked."""
+"""The interface of tool-call parsers, which separate calls from text. The joined result does not depend on how the text is chunked."""
 
 from __future__ import annotations
 
@@ -6,50 +6,116 @@ import json
 import secrets
 import string
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
+from stoker.server.protocols.openai.parsers.markers import partial_marker_start
+
+Schemas = Mapping[str, dict[str, Any]]  # name of each tool → JSON schema of its arguments
 
 _ALPHABET = string.ascii_letters + string.digits
 
 
 class ToolCall(msgspec.Struct):
-    """One call. `arguments` is JSON text, as in OpenAI's API."""
+    """One call, or a new part of it. Only the first part has an id and a name. Joined `arguments` are JSON text, as in OpenAI's API."""
 
-    id: str
-    name: str
-    arguments: str
+    index: int  # number of the call in the answer, from 0
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
 
 
 class ToolParser(ABC):
-    """The parser of one answer. `names` are the tools of the request."""
+    """The parser of one answer.
+
+    A subclass implements `_advance`, which consumes the held text and emits text and calls. A section is the text from the start of a
+    possible call: `_start_section`, then `_consume`, then `_end_section`. A section without a call is text.
+    """
 
     needs_special_tokens = False  # True if the markers are special tokens, which must then be part of the text
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self.names = names
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
+        self._held = ""  # text that is not consumed yet
+        self._inside = False  # whether a section has started
+        self._section: str | None = None  # the text of the section; None once it contains a call
+        self._num_calls = 0
+        self._text = ""  # new text and calls since the last push
+        self._calls: list[ToolCall] = []
 
-    @abstractmethod
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add text. Returns (new text, new calls)."""
+        """Add text. Returns (new text, new calls and parts of calls)."""
+        self._held += text
+        while self._advance():
+            pass
+        return self._take_output()
 
-    @abstractmethod
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """End the text. Returns the remaining (text, calls). What starts like a call but is none is text."""
+        """End the text. Returns the remaining (text, calls). A call that was emitted in part remains as it is."""
+        held, self._held = self._held, ""
+        if not self._inside or self._section is not None:
+            self._text += (self._section or "") + held
+        self._inside, self._section = False, None
+        return self._take_output()
 
-    def call(self, value: Any, arguments_key: str = "arguments") -> ToolCall | None:
-        """The call of an object {"name": …, "arguments": …}; None for any other value."""
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-            return None
-        arguments = value.get(arguments_key, {})
-        try:
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        except RecursionError:
-            return None
-        return ToolCall(self.new_id(), _unicode(value["name"]), _unicode(text))
+    def accepts(self, name: str) -> bool:
+        """Whether an object of this name is a call. Formats without markers accept only the tools of the request."""
+        return bool(name)
+
+    def open_call(self, name: str, call_id: str | None = None) -> None:
+        """Emit the start of a call."""
+        self._section = None
+        self._calls.append(ToolCall(self._num_calls, "", call_id or self.new_id(), valid_unicode(name)))
+        self._num_calls += 1
+
+    def add_arguments(self, text: str) -> None:
+        """Emit more arguments of the last call."""
+        if self._calls and self._calls[-1].index == self._num_calls - 1:
+            self._calls[-1].arguments += text
+        elif text:
+            self._calls.append(ToolCall(self._num_calls - 1, text))
 
     def new_id(self) -> str:
         return "call_" + secrets.token_hex(12)
+
+    @abstractmethod
+    def _advance(self) -> bool:
+        """Consume held text. Returns False when nothing more is certain before the next push."""
+
+    def _start_section(self) -> None:
+        self._inside, self._section = True, ""
+
+    def _end_section(self) -> None:
+        self._text += self._section or ""
+        self._inside, self._section = False, None
+
+    def _consume(self, size: int) -> None:
+        """Remove held text that belongs to the section."""
+        if self._section is not None:
+            self._section += self._held[:size]
+        self._held = self._held[size:]
+
+    def _find_section(self, marker: str) -> bool:
+        """Start a section at `marker`. Text before it is emitted, without white space before the marker. Returns whether it was found."""
+        if (start := self._held.find(marker)) >= 0:
+            self._text += self._held[:start].rstrip()
+            self._held = self._held[start:]
+            self._start_section()
+            self._consume(len(marker))
+            return True
+        end = len(self._held[: partial_marker_start(self._held, marker)].rstrip())
+        self._text, self._held = self._text + self._held[:end], self._held[end:]
+        return False
+
+    def _skip_space(self) -> None:
+        self._consume(len(self._held) - len(self._held.lstrip()))
+
+    def _take_output(self) -> tuple[str, list[ToolCall]]:
+        text, calls = self._text, self._calls
+        self._text, self._calls = "", []
+        return text, calls
 
 
 def short_id() -> str:
@@ -57,9 +123,14 @@ def short_id() -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
-def _unicode(text: str) -> str:
+def valid_unicode(text: str) -> str:
     """The text with U+FFFD instead of lone surrogates, which JSON escapes can contain and UTF-8 cannot."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def json_text(value: Any) -> str:
+    """The JSON text of a value; the value itself if it is text."""
+    return valid_unicode(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def read_json(text: str) -> Any:
@@ -68,11 +139,3 @@ def read_json(text: str) -> Any:
         return json.loads(text, strict=False)  # models write raw newlines inside strings
     except (ValueError, RecursionError):
         return None
-
-
-def read_first_json(text: str) -> tuple[Any, int]:
-    """(the JSON value at the start of `text`, the index of its end); (None, 0) if there is none."""
-    try:
-        return json.JSONDecoder(strict=False).raw_decode(text)
-    except (ValueError, RecursionError):
-        return None, 0
