@@ -109,7 +109,9 @@ async def test_tool_calls_and_reasoning_of_invocations(group: int) -> None:
     deltas = [line["delta"] for line in lines]
     assert "".join(delta.get("content") or "" for delta in deltas) == "Let me look."
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
-    assert [call["function"] for delta in deltas for call in delta.get("tool_calls", [])] == [call["function"] for call in calls]
+    parts = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [part["index"] for part in parts] == [0] * len(parts) and parts[0]["function"]["name"] == "weather"
+    assert "".join(part["function"]["arguments"] for part in parts) == calls[0]["function"]["arguments"]
     assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     assert sum(len(line["logprobs"]["content"]) for line in lines) == len(whole["logprobs"]["content"]) == len(text)
 

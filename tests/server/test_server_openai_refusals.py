@@ -8,6 +8,7 @@ import pytest
 from live_http import asgi_client
 from scripted_service import ScriptedService
 
+from stoker.base.errors import RequestError
 from stoker.server.protocols.openai.fields import TABLES
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -59,7 +60,9 @@ async def refused(path: str, body: dict[str, Any], status: int = 400, **settings
             "request_id": [5],
             "bad_words": ["x"],
             "ignore_eos": [0],
-            "detokenize": [False],
+            "detokenize": [0],
+            "truncation_side": ["middle"],
+            "return_token_ids": ["yes"],
             "allowed_token_ids": [[1]],
             "response_format": ["json"],
             "guided_choice": [[]],
@@ -102,6 +105,13 @@ async def test_an_invalid_value_is_refused_with_the_name_of_its_field(field: str
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+        ({"detokenize": False, "stop": ["x"]}, "stop"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function"}]}}},
+            "tool_choice.allowed_tools.tools[0]",
+        ),
+        ({"stream": True, "stream_options": {"include_obfuscation": "no"}}, "stream_options.include_obfuscation"),
     ],
 )
 async def test_invalid_chat_requests(fields: dict[str, Any], param: str) -> None:
@@ -189,3 +199,22 @@ async def test_a_web_page_cannot_post_without_preflight(path: str, content_type:
     async with asgi_client(ScriptedService("!"), cors_origins=(PAGE,)) as client:
         allowed = await client.post(path, content=body, headers={"origin": PAGE, **typed(content_type)})
         assert allowed.status_code != 415
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "param"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}, "prompt", "messages"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 5}, "max_tokens", "max_completion_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 5}, "max_tokens", "max_tokens"),
+        ("/v1/completions", {"prompt": "hi", "n": 2, "use_beam_search": True}, "beam_width", "n"),
+        ("/v1/completions", {"prompt": "hi", "best_of": 2, "use_beam_search": True}, "beam_width", "best_of"),
+        ("/v1/completions", {"prompt": "hi"}, "prompt", "prompt"),
+    ],
+)
+async def test_errors_of_the_service_name_what_the_client_sent(path: str, body: dict[str, Any], field: str, param: str) -> None:
+    service = ScriptedService()
+    service.error = RequestError(field, 7, "it is too large", cure="Use less.")
+    async with asgi_client(service) as client:
+        error = (await client.post(path, json=body)).json()["error"]
+    assert error["param"] == param and error["message"].startswith(f"{param}=") and error["message"].endswith("it is too large. Use less.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -259,7 +259,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Prefixes are shared only between requests of the same salt."""
 
     truncate_prompt_tokens: int | None = None
-    """Use only this number of prompt tokens, the last ones."""
+    """Use only this number of prompt tokens: the last ones, or the first ones with truncation_side="right"."""
+
+    truncation_side: Literal["left", "right"] = "left"
+    """The side on which `truncate_prompt_tokens` removes tokens."""
 
 
 def _whole(params: Any, name: str, low: int, high: int | None = None) -> None:

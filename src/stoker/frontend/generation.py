@@ -114,7 +114,7 @@ class GenerationService(Service):
         """The request as token ids, checked against the limits of the engine. The time spent here counts towards its deadline."""
         arrival = time.monotonic()
         check_request(request, self.info)
-        prompt_ids = truncate_prompt(await self._prompt_ids(request), request.truncate_prompt_tokens)
+        prompt_ids = truncate_prompt(await self._prompt_ids(request), request.truncate_prompt_tokens, request.truncation_side)
         check_prompt(prompt_ids, request.params, self.info)
         left_s = None if request.timeout_s is None else max(0.0, request.timeout_s - (time.monotonic() - arrival))
         return TokenRequest(

@@ -23,6 +23,8 @@ async def encode_prompt(
     return truncate_prompt(ids, truncate_prompt_tokens)
 
 
-def truncate_prompt(token_ids: list[int], num_tokens: int | None) -> list[int]:
-    """The last `num_tokens` ids; all of them for None. `num_tokens` is at least 1."""
-    return token_ids if num_tokens is None else token_ids[-num_tokens:]
+def truncate_prompt(token_ids: list[int], num_tokens: int | None, side: str = "left") -> list[int]:
+    """The last `num_tokens` ids, or the first ones if `side` is "right"; all of them for None. `num_tokens` is at least 1."""
+    if num_tokens is None:
+        return token_ids
+    return token_ids[:num_tokens] if side == "right" else token_ids[-num_tokens:]

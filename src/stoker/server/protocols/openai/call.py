@@ -35,6 +35,17 @@ class OpenAICall(msgspec.Struct, kw_only=True):
     stream: bool
     options: StreamOptions
     request_fields: dict[str, Any]  # fields of GenerationRequest other than prompt, params and request_id
+    prompt_logprobs: bool  # the response has the member prompt_logprobs, which is null if the request's field is
+
+    @property
+    def detokenize(self) -> bool:
+        """Whether the response contains text."""
+        return self.values.get("detokenize") is not False
+
+    @property
+    def token_ids(self) -> bool:
+        """Whether the response contains token ids."""
+        return self.values.get("return_token_ids") is True
 
     def generation(self, prompt: str | list[int], index: int | None, **fields: Any) -> GenerationRequest:
         """The GenerationRequest of one prompt; `index` distinguishes the prompts of one call."""
@@ -56,6 +67,8 @@ def read_openai_call(
         params |= _beam_params(values)
     if stream and "prompt_logprobs" in values:
         raise RequestError("prompt_logprobs", values["prompt_logprobs"], "it is not streamed", cure="Set stream=false.")
+    if values.get("detokenize") is False and "stop" in values:
+        raise RequestError("stop", values["stop"], "detokenize=false produces no text", cure="Use stop_token_ids.")
     return OpenAICall(
         values=values,
         params=SamplingParams(**params),
@@ -63,7 +76,20 @@ def read_openai_call(
         stream=stream,
         options=_stream_options(values, stream),
         request_fields=_request_fields(values, service, settings),
+        prompt_logprobs="prompt_logprobs" in body and not stream,
     )
+
+
+def client_error(error: RequestError, body: dict[str, Any]) -> RequestError:
+    """The error with the name and value of the field that the client sent, if Stoker's own name differs."""
+    sent = {
+        "prompt": "messages",
+        "max_tokens": "max_completion_tokens",
+        "beam_width": "best_of" if "best_of" in body else "n",
+    }.get(error.field, error.field)
+    if error.field in body or sent not in body:
+        return error
+    return RequestError(sent, body[sent], error.limit, cure=error.cure)
 
 
 def _converted(values: dict[str, Any], service: Service) -> dict[str, Any]:
@@ -93,12 +119,17 @@ def _stream_options(values: dict[str, Any], stream: bool) -> StreamOptions:
         return StreamOptions()
     if not stream:
         raise RequestError("stream_options", options, "it requires stream=true")
-    return StreamOptions(**STREAM_OPTIONS.check(options, prefix="stream_options."))
+    checked = STREAM_OPTIONS.check(options, prefix="stream_options.")
+    continuous = checked.get("continuous_usage_stats", False)
+    include_usage = checked.get("include_usage", continuous)
+    return StreamOptions(include_usage, continuous and include_usage)
 
 
 def _request_fields(values: dict[str, Any], service: Service, settings: ServerSettings) -> dict[str, Any]:
     """Fields of GenerationRequest other than prompt, params and request_id."""
-    fields: dict[str, Any] = {name: values[name] for name in ("priority", "cache_salt", "add_special_tokens") if name in values}
+    fields: dict[str, Any] = {
+        name: values[name] for name in ("priority", "cache_salt", "add_special_tokens", "truncation_side") if name in values
+    }
     fields["timeout_s"] = values.get("timeout_s", settings.request_timeout_s)
     if (num_tokens := values.get("truncate_prompt_tokens")) is not None:
         fields["truncate_prompt_tokens"] = service.info.limits.max_input_len if num_tokens == -1 else num_tokens

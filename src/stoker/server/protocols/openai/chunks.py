@@ -38,9 +38,11 @@ class Chunks:
             self._before.append(self._head + b'{"index":%d,' % len(self._before) + inner)
         return self._before[index] + _json(text) + self._after
 
-    def choice(self, choice: dict[str, Any], usage: Usage | None = None) -> bytes:
-        """A chunk with one choice, and the usage so far if it is not None."""
+    def choice(self, choice: dict[str, Any], usage: Usage | None = None, prompt_ids: str | list[int] | None = None) -> bytes:
+        """A chunk with one choice, and the usage so far and the prompt's token ids unless they are None."""
         end = self._end if usage is None else b'],"usage":' + _json(wire.usage_object(usage)) + b"}\n\n"
+        if prompt_ids is not None:
+            end = b'],"prompt_token_ids":' + _json(prompt_ids) + end[1:]
         return self._head + _json(choice) + end
 
     def usage(self, usage: Usage) -> bytes:

@@ -30,7 +30,7 @@ _GRAMMAR = Text(MAX_GRAMMAR_CHARS)
 BOTH: tuple[FieldRow, ...] = (
     accepted("model", MODEL_NAME, "a name listed by /v1/models; default: the first of them"),
     accepted("stream", FLAG, "server-sent events instead of one response; default false"),
-    accepted("stream_options", OBJECT, "include_usage and continuous_usage_stats; requires stream"),
+    accepted("stream_options", OBJECT, "include_usage, continuous_usage_stats, include_obfuscation; requires stream"),
     accepted("max_tokens", _TOKEN_COUNT, "default: 16 (completions), what fits the engine (chat); 0 with echo scores the prompt"),
     accepted("min_tokens", _TOKEN_COUNT, "tokens before the answer may end; default 0", "min_tokens"),
     accepted("temperature", Real(0, 100), "default 1; 0 is greedy decoding", "temperature"),
@@ -54,10 +54,13 @@ BOTH: tuple[FieldRow, ...] = (
         "add_special_tokens", FLAG, "add the tokenizer's own prefix; default: true (completions), false (chat, whose template writes it)"
     ),
     accepted("truncate_prompt_tokens", Whole(-1, MAX_TOKENS), "use only the last N prompt tokens; -1: as many as the engine accepts"),
+    accepted("truncation_side", exactly("left", "right"), "right: truncate_prompt_tokens keeps the first N tokens; default left"),
     accepted("use_beam_search", FLAG, "beam search with best_of or n beams; not with stream"),
     accepted("length_penalty", Real(-100, 100), "beam search: score ÷ length ** length_penalty; default 1", "length_penalty"),
     accepted("early_stopping", FLAG, "beam search: end when enough candidates have ended; default false", "early_stopping"),
     accepted("prompt_logprobs", _TOP_COUNT, "log-probabilities of the prompt tokens; not with stream", "prompt_logprobs"),
+    accepted("detokenize", FLAG, "false: no text; set return_token_ids; default true"),
+    accepted("return_token_ids", FLAG, "responses contain token_ids and prompt_token_ids; default false"),
     accepted("response_format", OBJECT, "type text, json_object, structural_tag, or json_schema (with json_schema.schema)"),
     accepted("structured_outputs", OBJECT, "one of json, regex, choice, grammar, json_object, structural_tag"),
     accepted("guided_json", ANYTHING, "a JSON schema, as an object or text"),
@@ -79,7 +82,6 @@ BOTH: tuple[FieldRow, ...] = (
     no_effect("service_tier", Text(64), "there is one tier; `priority` orders requests"),
     no_effect("spaces_between_special_tokens", FLAG, "no space is added or removed around special tokens"),
     no_effect("separate_reasoning", exactly(True), "the server option --reasoning-parser separates reasoning"),
-    rejected("detokenize", "responses are text", True),
     rejected("allowed_token_ids", "it is not supported", alternative="Use logit_bias or a grammar."),
     rejected("kv_transfer_params", "prefill and decode run in one executor"),
     rejected("disaggregated_params", "prefill and decode run in one executor"),
@@ -103,13 +105,14 @@ CHAT_ONLY: tuple[FieldRow, ...] = (
     accepted("logprobs", FLAG, "log-probabilities of each token; default false"),
     accepted("top_logprobs", _TOP_COUNT, "and of this many best tokens; requires logprobs"),
     accepted("tools", ListOf(OBJECT, 128), "functions that the model may call"),
-    accepted("tool_choice", ANYTHING, 'auto, none, required, or {"type": "function", "function": {"name": …}}'),
+    accepted("tool_choice", ANYTHING, 'auto, none, required, {"type": "function", "function": {"name": …}}, or allowed_tools'),
+    accepted("echo", FLAG, "the answer begins with the last message if it has the same role; default false"),
     accepted("parallel_tool_calls", FLAG, "false returns only the first call; default true"),
     accepted("chat_template_kwargs", OBJECT, "switches of the chat template, such as enable_thinking"),
     accepted("reasoning_effort", Text(64), "passed to the chat template"),
     accepted("documents", ListOf(OBJECT, MAX_ITEMS), "passed to the chat template"),
-    accepted("add_generation_prompt", FLAG, "the prompt ends where the assistant's turn begins; default true"),
-    accepted("continue_final_message", FLAG, "the model continues the last message; requires add_generation_prompt=false"),
+    accepted("add_generation_prompt", FLAG, "the prompt ends where the assistant's turn begins; default: not continue_final_message"),
+    accepted("continue_final_message", FLAG, "the model continues the last message; default false"),
     rejected("chat_template", "a request cannot supply a template", alternative="Leave it out; the model's own template is used."),
     rejected("functions", "it was replaced by tools", alternative="Use tools."),
     rejected("function_call", "it was replaced by tool_choice", alternative="Use tool_choice."),
@@ -129,7 +132,8 @@ TABLES: dict[EndpointName, FieldTable[FieldRow]] = {
 STREAM_OPTIONS = FieldTable(
     [
         accepted("include_usage", FLAG, "a last chunk without choices contains the usage"),
-        accepted("continuous_usage_stats", FLAG, "every chunk contains the usage so far"),
+        accepted("continuous_usage_stats", FLAG, "every chunk contains the usage so far; no effect with include_usage=false"),
+        no_effect("include_obfuscation", FLAG, "chunks are not padded"),
     ]
 )
 

@@ -14,6 +14,7 @@ from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.openai import fields
 from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.call import client_error
 from stoker.server.protocols.openai.chat.response import chat
 from stoker.server.protocols.openai.completions.response import complete
 from stoker.server.protocols.openai.parsers.reasoning import REASONING_PARSERS
@@ -30,7 +31,7 @@ class ModelError(NotFoundError):
 class OpenAI(Protocol):
     """Completions, chat completions, models, tokenization. Raises ConfigError for an unknown tool or reasoning parser."""
 
-    prefixes = ("/v1", "/tokenize", "/detokenize")
+    prefixes = ("/v1", "/tokenize", "/detokenize", "/load")
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -46,17 +47,24 @@ class OpenAI(Protocol):
             Endpoint("POST", "/v1/chat/completions", self.chat_completions),
             Endpoint("GET", "/v1/models", self.models),
             Endpoint("GET", "/v1/models/{model:path}", self.model),
+            Endpoint("GET", "/load", self.load),
             Endpoint("POST", "/tokenize", self.tokenize),
             Endpoint("POST", "/detokenize", self.detokenize),
         ]
 
     async def completions(self, http: RequestContext) -> None:
         body = await http.json()
-        await complete(http, self.context, self._service(body), body)
+        try:
+            await complete(http, self.context, self._service(body), body)
+        except RequestError as error:
+            raise client_error(error, body) from None
 
     async def chat_completions(self, http: RequestContext) -> None:
         body = await http.json()
-        await chat(http, self.context, self._service(body), body)
+        try:
+            await chat(http, self.context, self._service(body), body)
+        except RequestError as error:
+            raise client_error(error, body) from None
 
     async def models(self, http: RequestContext) -> None:
         rows = [self._model_object(model.name, model.service) for model in self.context.repository.models() if model.service is not None]
@@ -65,6 +73,12 @@ class OpenAI(Protocol):
     async def model(self, http: RequestContext) -> None:
         name = http.path["model"]
         await http.respond(200, wire.encode(self._model_object(name, self._named(name))))
+
+    async def load(self, http: RequestContext) -> None:
+        """The number of requests that run or wait, as in vLLM."""
+        services = [model.service for model in self.context.repository.models() if model.service is not None and model.ready]
+        stats = [await service.stats() for service in services]
+        await http.respond(200, wire.encode({"server_load": sum(each.num_running + each.num_waiting for each in stats)}))
 
     async def tokenize(self, http: RequestContext) -> None:
         """Convert {"prompt": text} or {"messages": […]} to token ids. add_special_tokens has the same defaults as in generation."""
@@ -121,4 +135,5 @@ class OpenAI(Protocol):
 
 
 def _template_values(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: values[name] for name in ("add_generation_prompt", "continue_final_message") if name in values}
+    chosen: dict[str, Any] = {name: values[name] for name in ("add_generation_prompt", "continue_final_message") if name in values}
+    return {"add_generation_prompt": False, **chosen} if chosen.get("continue_final_message") else chosen

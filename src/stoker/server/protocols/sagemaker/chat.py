@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any
 
+from stoker.base.errors import RequestError
 from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Service
 from stoker.server.errors import sequence_error
@@ -19,10 +20,15 @@ from stoker.server.protocols.sagemaker.reply import JSON_LINES, Reply
 from stoker.server.protocols.sagemaker.tokens import finish_name
 from stoker.server.settings import ServerSettings
 
+_OPENAI_ONLY = {"echo": False, "return_token_ids": False, "detokenize": True}  # field → the value that requests nothing
+
 
 async def chat(reply: Reply, service: Service, body: dict[str, Any], settings: ServerSettings) -> None:
     """Generate and respond. As in the DJL server, `model` is ignored, because the path selects the model. Raises RequestError."""
     call = await read_chat_call({name: value for name, value in body.items() if name != "model"}, service, settings)
+    for name, harmless in _OPENAI_ONLY.items():
+        if call.common.values.get(name, harmless) is not harmless:
+            raise RequestError(name, call.common.values[name], "responses of this format have no member for it", cure="Leave it out.")
     if call.common.stream:
         await _Stream(reply, call).run()
     else:

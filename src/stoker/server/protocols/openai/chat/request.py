@@ -52,6 +52,8 @@ class ChatCall(msgspec.Struct):
     tools: ToolUse
     settings: ServerSettings
     opened: bool  # the prompt ends with <think>
+    role: str  # of the answer
+    echo: str  # text of the last message that precedes the answer
     head: dict[str, Any]  # members that every response object starts with
 
     @property
@@ -85,10 +87,11 @@ async def read_chat_call(body: dict[str, Any], service: Service, settings: Serve
     prompt = service.render_chat(_messages(values.get("messages")), **_template_values(values, tools))
     ids = await encode_prompt(service, prompt, add_special_tokens=values.get("add_special_tokens", False))
     request = common.generation(ids, None)
-    request.prompt = ids = truncate_prompt(ids, request.truncate_prompt_tokens)
+    request.prompt = ids = truncate_prompt(ids, request.truncate_prompt_tokens, request.truncation_side)
     request.params = msgspec.structs.replace(common.params, **_params(values, tools, len(ids), service, settings))
     head = {"id": f"chatcmpl-{common.request_id}", "object": "chat.completion", "created": int(time.time()), "model": service.model_name}
-    call = ChatCall(common, service, request, tools, settings, prompt.rstrip().endswith(OPEN), head)
+    role, echo = _role_and_echo(values)
+    call = ChatCall(common, service, request, tools, settings, prompt.rstrip().endswith(OPEN), role, echo, head)
     parser = tools.parser(settings.tool_parser)
     if parser is not None and parser.needs_special_tokens:
         request.params = msgspec.structs.replace(request.params, skip_special_tokens=False)
@@ -134,9 +137,25 @@ def _template_values(values: dict[str, Any], tools: ToolUse) -> dict[str, Any]:
                 f"chat_template_kwargs.{name}", extra[name], "it is not a switch of the template", cure=f"Set {name} in the request itself."
             )
     template_values: dict[str, Any] = {name: values[name] for name in _SWITCHES if name in values}
+    if values.get("continue_final_message"):
+        template_values.setdefault("add_generation_prompt", False)
     if "documents" in values:
         template_values["documents"] = list(values["documents"])
     return {**extra, **template_values, "tools": tools.tools or None}
+
+
+def _role_and_echo(values: dict[str, Any]) -> tuple[str, str]:
+    """The role of the answer, and the text of the last message if `echo` is set and the message has this role.
+
+    Without a generation prompt, the role is that of the last message. The messages have been checked.
+    """
+    last = values["messages"][-1]
+    continued = values.get("continue_final_message", False)
+    role = "assistant" if values.get("add_generation_prompt", not continued) else last["role"]
+    if not values.get("echo") or last["role"] != role:
+        return role, ""
+    content = last.get("content") or ""
+    return role, content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _messages(messages: Any) -> Any:

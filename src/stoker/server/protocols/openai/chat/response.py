@@ -29,8 +29,11 @@ async def chat(http: RequestContext, context: Context, service: Service, body: d
 async def _whole(call: ChatCall) -> bytes:
     completion = await call.service.complete(call.request)
     body = {**call.head, "choices": [_choice(call, choice) for choice in completion.choices], "usage": wire.usage_object(completion.usage)}
-    if "prompt_logprobs" in call.common.values:
-        body["prompt_logprobs"] = wire.prompt_logprobs(call.service, completion.prompt_logprobs or [])
+    if call.common.prompt_logprobs:
+        entries = completion.prompt_logprobs
+        body["prompt_logprobs"] = wire.prompt_logprobs(call.service, entries) if entries is not None else None
+    if call.common.token_ids:
+        body["prompt_token_ids"] = call.request.prompt
     return wire.encode(body)
 
 
@@ -38,10 +41,12 @@ def _choice(call: ChatCall, choice: Choice) -> dict[str, Any]:
     if choice.finish_reason is FinishReason.ERROR:
         raise sequence_error(choice.error, ready=call.service.ready)
     parser = call.parser()
-    parts = parser.push(choice.text, last=True)
+    parts = parser.push(choice.text if call.common.detokenize else "", last=True)
+    parts.content = call.echo + parts.content
     return {
+        **({"token_ids": choice.token_ids} if call.common.token_ids else {}),
         "index": choice.index,
-        "message": message_object(parts, reasoning=call.settings.reasoning_parser is not None),
+        "message": message_object(parts, role=call.role, reasoning=call.settings.reasoning_parser is not None),
         "logprobs": None if call.num_top is None else wire.chat_logprobs(call.service, choice.logprobs, call.num_top),
         "finish_reason": call.finish_reason(choice.finish_reason, parser.num_calls),
         "stop_reason": wire.stop_reason(choice.finish_reason, choice.stop_reason),
@@ -57,7 +62,9 @@ class _Stream:
         self._options = call.common.options
         head = {**call.head, "object": "chat.completion.chunk"}
         self._chunks = Chunks(head, chat=True, include_usage=self._options.include_usage)
-        self._plain = not (call.parsed or call.num_top is not None or self._options.continuous_usage_stats)
+        self._plain = call.common.detokenize and not (
+            call.parsed or call.num_top is not None or self._options.continuous_usage_stats or call.common.token_ids
+        )
         self._parsers = [call.parser() for _ in range(call.request.params.n)]
         self._scores: list[list[TokenLogprobs]] = [
             [] for _ in self._parsers
@@ -92,8 +99,9 @@ class _Stream:
         """A chunk with the parts that the parser returns; empty while it holds all text back."""
         parser, scores = self._parsers[delta.index], self._scores[delta.index]
         scores += delta.logprobs
-        parts = parser.push(delta.text, last=delta.finish_reason is not None)
-        if not parts and delta.finish_reason is None and not self._options.continuous_usage_stats:
+        parts = parser.push(delta.text if self._call.common.detokenize else "", last=delta.finish_reason is not None)
+        always = self._options.continuous_usage_stats or (self._call.common.token_ids and delta.token_ids)
+        if not parts and delta.finish_reason is None and not always:
             return b""
         logprobs = None
         if self._call.num_top is not None and (parts or delta.finish_reason is not None):
@@ -104,12 +112,17 @@ class _Stream:
     def _choice(self, delta: Delta, new: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
         reason = delta.finish_reason
         choice: dict[str, Any] = {"index": delta.index, "delta": new, "logprobs": logprobs, "finish_reason": None}
+        if self._call.common.token_ids:
+            choice["token_ids"] = delta.token_ids
         if reason is not None:
             choice["finish_reason"] = self._call.finish_reason(reason, self._parsers[delta.index].num_calls)
             choice["stop_reason"] = wire.stop_reason(reason, delta.stop_reason)
         return self._chunks.choice(choice, self._usage if self._options.continuous_usage_stats else None)
 
     def _role_chunk(self, index: int) -> bytes:
-        """The first chunk of a choice, which contains only its role."""
-        role = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._chunks.choice(role, Usage(self._usage.prompt_tokens) if self._options.continuous_usage_stats else None)
+        """The first chunk of a choice, which contains its role and the echo; that of the first choice also has the prompt's token ids."""
+        delta = {"role": self._call.role, "content": self._call.echo}
+        role = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        prompt_ids = self._call.request.prompt if self._call.common.token_ids and index == 0 else None
+        usage = Usage(self._usage.prompt_tokens) if self._options.continuous_usage_stats else None
+        return self._chunks.choice(role, usage, prompt_ids)

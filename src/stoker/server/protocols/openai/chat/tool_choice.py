@@ -92,6 +92,8 @@ def read_tools(values: dict[str, Any]) -> ToolUse:
     """Check both fields. Raises RequestError."""
     tools = [_check_tool(tool, f"tools[{i}]") for i, tool in enumerate(values.get("tools", ()))]
     choice = values.get("tool_choice", "auto" if tools else "none")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed_tools(choice, tools)
     if choice in ("none", "auto", "required"):
         if choice == "required" and not tools:
             raise RequestError("tool_choice", choice, "there are no tools")
@@ -105,6 +107,26 @@ def read_tools(values: dict[str, Any]) -> ToolUse:
             f"it must be none, auto, required or name one of the tools: {', '.join(sorted(use.schemas)) or 'there are none'}",
         )
     return use
+
+
+def _allowed_tools(choice: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The tools that tool_choice allows, and its mode."""
+    allowed = choice.get("allowed_tools")
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    listed = allowed.get("tools") if isinstance(allowed, dict) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list):
+        limit = 'it must be {"mode": "auto" or "required", "tools": […]}'
+        raise RequestError("tool_choice.allowed_tools", allowed, limit)
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    chosen = []
+    for i, item in enumerate(listed):
+        function = item.get("function") if isinstance(item, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in by_name:
+            limit = f"it must name one of the tools: {', '.join(sorted(by_name)) or 'there are none'}"
+            raise RequestError(f"tool_choice.allowed_tools.tools[{i}]", item, limit)
+        chosen.append(by_name[name])
+    return chosen, mode
 
 
 def _check_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:

@@ -50,7 +50,8 @@ async def read_completion_call(body: dict[str, Any], service: Service, context: 
         raise RequestError("prompt", None, "it is missing")
     prompts = read_prompts(values["prompt"])
     requests = [common.generation(prompt, i if len(prompts) > 1 else None) for i, prompt in enumerate(prompts)]
-    echoes = [await _echo(service, request) if echo else "" for request in requests]
+    echoes = [await _echo(service, request) if echo or common.token_ids else "" for request in requests]
+    echoes = echoes if echo else [""] * len(requests)
     head = {"id": f"cmpl-{common.request_id}", "object": "text_completion", "created": int(time.time()), "model": service.model_name}
     return CompletionCall(common, service, requests, echoes, num_choices, score_only, head)
 
@@ -78,6 +79,6 @@ async def _echo(service: Service, request: GenerationRequest) -> str:
     text = request.prompt if isinstance(request.prompt, str) else None
     ids = await encode_prompt(service, text, add_special_tokens=request.add_special_tokens) if text is not None else request.prompt
     assert isinstance(ids, list)
-    request.prompt = truncate_prompt(ids, request.truncate_prompt_tokens)
+    request.prompt = truncate_prompt(ids, request.truncate_prompt_tokens, request.truncation_side)
     truncated = len(request.prompt) < len(ids)
     return service.decode(request.prompt, skip_special_tokens=False) if text is None or truncated else text

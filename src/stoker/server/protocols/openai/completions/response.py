@@ -55,8 +55,8 @@ def _choice(
     builder = _ChoiceBuilder(call, prompt_index)
     delta = Delta(choice.index, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason)
     result = builder.choice(prompt_index * call.num_choices + index, delta, prompt_logprobs)
-    if "prompt_logprobs" in call.common.values:
-        result["prompt_logprobs"] = wire.prompt_logprobs(call.service, prompt_logprobs or [])
+    if call.common.prompt_logprobs:
+        result["prompt_logprobs"] = wire.prompt_logprobs(call.service, prompt_logprobs) if prompt_logprobs is not None else None
     return result
 
 
@@ -72,11 +72,12 @@ class _ChoiceBuilder:
     def choice(self, index: int, delta: Delta, prompt_logprobs: list[TokenLogprobs | None] | None) -> dict[str, Any]:
         """The object for new text. `index` numbers the choices of all prompts."""
         call, with_answer = self._call, not self._call.score_only
-        text = delta.text if with_answer else ""
+        text = delta.text if with_answer and call.common.detokenize else ""
         logprobs: list[TokenLogprobs | None] = [*delta.logprobs] if with_answer else []
         if not self.started:
             text = call.echoes[self._prompt_index] + text
             logprobs = [*((prompt_logprobs or []) if call.echoes[self._prompt_index] else []), *logprobs]
+        ids = self._token_ids(delta) if call.common.token_ids else {}
         self.started = True
         reason = delta.finish_reason
         finish = None if reason is None else wire.FINISH[reason] if with_answer else "length"
@@ -86,7 +87,15 @@ class _ChoiceBuilder:
             "logprobs": self._logprobs.object(logprobs, self._first_id()) if call.logprobs else None,
             "finish_reason": finish,
             "stop_reason": wire.stop_reason(reason, delta.stop_reason) if reason is not None and with_answer else None,
+            **ids,
         }
+
+    def _token_ids(self, delta: Delta) -> dict[str, Any]:
+        """vLLM's members: the new ids, and those of the prompt in the first object."""
+        ids: dict[str, Any] = {"token_ids": [] if self._call.score_only else delta.token_ids}
+        if not self.started:
+            ids["prompt_token_ids"] = self._call.requests[self._prompt_index].prompt
+        return ids
 
     def _first_id(self) -> int:
         prompt = self._call.requests[self._prompt_index].prompt
@@ -101,7 +110,9 @@ class _Stream:
         self._call = call
         self._options = call.common.options
         self._chunks = Chunks(call.head, chat=False, include_usage=self._options.include_usage)
-        self._plain = not (call.logprobs or call.score_only or self._options.continuous_usage_stats)
+        self._plain = not (
+            call.logprobs or call.score_only or call.common.token_ids or not call.common.detokenize or self._options.continuous_usage_stats
+        )
         self._builders = [
             [_ChoiceBuilder(call, prompt_index) for _ in range(call.num_choices)] for prompt_index in range(len(call.requests))
         ]

@@ -21,9 +21,9 @@ class AnswerParts(msgspec.Struct):
         return bool(self.content or self.reasoning or self.calls)
 
 
-def message_object(parts: AnswerParts, *, reasoning: bool) -> dict[str, Any]:
+def message_object(parts: AnswerParts, *, reasoning: bool, role: str = "assistant") -> dict[str, Any]:
     """OpenAI's `message` of a whole answer. With `reasoning`, it has the member reasoning_content even if that is null."""
-    result: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls or parts.reasoning else "")}
+    result: dict[str, Any] = {"role": role, "content": parts.content or (None if parts.calls or parts.reasoning else "")}
     if reasoning:
         result["reasoning_content"] = parts.reasoning or None
     if parts.calls:
