@@ -91,7 +91,7 @@ def _described_recipe(config: EngineConfig, checkpoint: Checkpoint, architecture
     Logs a warning for other methods, because sizes and speed are then those of unquantized weights.
     """
     quantization = checkpoint.config.get("quantization_config")
-    if not isinstance(quantization, dict):
+    if quantization is None:
         return None
     block = quantization.get("weight_block_size")
     if quantization.get("quant_method") != "fp8" or not isinstance(block, list):
