@@ -10,7 +10,7 @@ import pytest
 from live_http import asgi_client
 from scripted_service import ScriptedService
 
-from stoker.server.protocols.openai.parsers.tools import TOOL_PARSERS
+from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.protocols.truss.options import TrussOptions
 
 USER = [{"role": "user", "content": "hi"}]

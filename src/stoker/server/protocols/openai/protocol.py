@@ -12,13 +12,13 @@ from stoker.frontend.service import Service
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
+from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
+from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.protocols.openai import fields
 from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.call import client_error
 from stoker.server.protocols.openai.chat.response import chat
 from stoker.server.protocols.openai.completions.response import complete
-from stoker.server.protocols.openai.parsers.reasoning import REASONING_PARSERS
-from stoker.server.protocols.openai.parsers.tools import TOOL_PARSERS
 
 
 class ModelError(NotFoundError):

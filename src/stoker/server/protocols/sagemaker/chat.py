@@ -12,9 +12,10 @@ from stoker.base.errors import RequestError
 from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Service
 from stoker.server.errors import sequence_error
+from stoker.server.protocols.common.parsers.answer import AnswerParser
 from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.chat.message import delta_object, message_object
 from stoker.server.protocols.openai.chat.request import ChatCall, read_chat_call
-from stoker.server.protocols.openai.parsers.answer import AnswerParser, delta_object, message_object
 from stoker.server.protocols.sagemaker.dialects import encode
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, Reply
 from stoker.server.protocols.sagemaker.tokens import finish_name

@@ -12,13 +12,14 @@ from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason, GenerationRequest
 from stoker.frontend.prompts import encode_prompt, truncate_prompt
 from stoker.frontend.service import Service
+from stoker.server.protocols.common.chat.tools import ToolUse
 from stoker.server.protocols.common.guides import read_guide
+from stoker.server.protocols.common.parsers.answer import AnswerParser
+from stoker.server.protocols.common.parsers.reasoning import OPEN, REASONING_PARSERS
 from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.call import OpenAICall, read_openai_call
-from stoker.server.protocols.openai.chat.tool_choice import ToolUse, read_tools
+from stoker.server.protocols.openai.chat.tool_choice import read_tools
 from stoker.server.protocols.openai.fields import MAX_TOKENS
-from stoker.server.protocols.openai.parsers.answer import AnswerParser
-from stoker.server.protocols.openai.parsers.reasoning import OPEN, REASONING_PARSERS
 from stoker.server.settings import ServerSettings
 
 _RESERVED_VALUES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "max_chars")

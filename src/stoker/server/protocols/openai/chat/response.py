@@ -11,9 +11,9 @@ from stoker.server.errors import describe, sequence_error
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context
 from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.chat.message import delta_object, message_object
 from stoker.server.protocols.openai.chat.request import ChatCall, read_chat_call
 from stoker.server.protocols.openai.chunks import DONE, Chunks, event
-from stoker.server.protocols.openai.parsers.answer import delta_object, message_object
 
 
 async def chat(http: RequestContext, context: Context, service: Service, body: dict[str, Any]) -> None:

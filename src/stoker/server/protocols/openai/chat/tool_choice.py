@@ -1,91 +1,11 @@
-"""The fields tools and tool_choice: the functions that the template receives, and the parser of the answer."""
+"""The fields tools and tool_choice of OpenAI's API."""
 
 from __future__ import annotations
 
-import json
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from stoker.base.errors import RequestError
-from stoker.base.types import Guide
-from stoker.server.protocols.openai.parsers.tools import TOOL_PARSERS
-from stoker.server.protocols.openai.parsers.tools.json_calls import JsonCalls
-from stoker.server.protocols.openai.parsers.tools.parser import Schemas, ToolCall, ToolParser
-
-
-class ToolUse(msgspec.Struct, frozen=True):
-    """The checked fields. `tools` are passed to the template. With mode "forced", the model must call the function `forced`."""
-
-    tools: list[dict[str, Any]]
-    mode: Literal["none", "auto", "required", "forced"]
-    forced: str = ""
-
-    @property
-    def schemas(self) -> dict[str, dict[str, Any]]:
-        """Name of each tool → JSON schema of its arguments."""
-        return {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in self.tools}
-
-    def guide(self) -> Guide | None:
-        """The grammar that enforces a call with the modes "forced" and "required"; otherwise None."""
-        schemas = self.schemas
-        if self.mode == "forced":
-            return Guide("json_schema", json.dumps(schemas[self.forced]))
-        if self.mode == "required":
-            calls = [
-                {"type": "object", "properties": {"name": {"const": name}, "parameters": schema}, "required": ["name", "parameters"]}
-                for name, schema in schemas.items()
-            ]
-            return Guide("json_schema", json.dumps({"type": "array", "minItems": 1, "items": {"anyOf": calls}}))
-        return None
-
-    def parser(self, name: str | None) -> ToolParser | None:
-        """A new parser for one choice; `name` is of TOOL_PARSERS. Raises RequestError if a parser is needed and the server has none."""
-        if self.mode == "none":
-            return None
-        if self.mode != "auto":
-            return ForcedParser(self.schemas, self.forced) if self.mode == "forced" else RequiredParser(self.schemas)
-        if name is None:
-            cure = f"Start the server with --tool-parser {' | '.join(TOOL_PARSERS)}."
-            raise RequestError("tools", self.tools, "the server has no parser for the model's tool calls", cure=cure)
-        return TOOL_PARSERS.get(name)(self.schemas)
-
-
-class ForcedParser(ToolParser):
-    """Parses an answer that a grammar constrains to the arguments of one function."""
-
-    def __init__(self, schemas: Schemas, name: str) -> None:
-        super().__init__(schemas)
-        self._name = name
-
-    def _advance(self) -> bool:
-        if not self._num_calls and self._held.strip():
-            self.open_call(self._name)
-            self._held = self._held.lstrip()
-        if self._num_calls:
-            end = len(self._held.rstrip())  # white space at the end is not part of the arguments
-            self.add_arguments(self._held[:end])
-            self._held = self._held[end:]
-        return False
-
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        self._held = ""
-        if not self._num_calls:
-            self.open_call(self._name)
-        return self._take_output()
-
-
-class RequiredParser(ToolParser):
-    """Parses an answer that a grammar constrains to a list of names and parameters. Other text is content."""
-
-    def __init__(self, schemas: Schemas) -> None:
-        super().__init__(schemas)
-        self._start_section()
-        self._reader = JsonCalls(self, opening="[", closing="]", separators=",")
-
-    def _advance(self) -> bool:
-        self._consume(self._reader.push(self._held))
-        return False
+from stoker.server.protocols.common.chat.tools import ToolUse
 
 
 def read_tools(values: dict[str, Any]) -> ToolUse:

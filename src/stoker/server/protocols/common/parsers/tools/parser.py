@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.server.protocols.openai.parsers.markers import partial_marker_start
+from stoker.server.protocols.common.parsers.markers import partial_marker_start
 
 Schemas = Mapping[str, dict[str, Any]]  # name of each tool → JSON schema of its arguments
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from stoker.server.protocols.openai.parsers.tools.json_calls import JsonCalls
-from stoker.server.protocols.openai.parsers.tools.parser import Schemas, ToolParser
+from stoker.server.protocols.common.parsers.tools.json_calls import JsonCalls
+from stoker.server.protocols.common.parsers.tools.parser import Schemas, ToolParser
 
 TAG = "<|python_tag|>"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.base.registry import Registry
-from stoker.server.protocols.openai.parsers.markers import partial_marker_start
+from stoker.server.protocols.common.parsers.markers import partial_marker_start
 
 OPEN, CLOSE = "<think>", "</think>"
 

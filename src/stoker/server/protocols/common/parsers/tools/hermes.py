@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.server.protocols.openai.parsers.tools.tagged_json import TaggedJsonParser
+from stoker.server.protocols.common.parsers.tools.tagged_json import TaggedJsonParser
 
 
 class HermesParser(TaggedJsonParser):

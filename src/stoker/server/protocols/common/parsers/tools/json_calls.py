@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from stoker.server.protocols.openai.parsers.tools.parser import ToolParser, json_text, read_json
+from stoker.server.protocols.common.parsers.tools.parser import ToolParser, json_text, read_json
 
 MAX_HEADER_CHARS = 2048
 _STRING = r'"(?:[^"\\]|\\.)*"'

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from stoker.server.protocols.openai.parsers.reasoning import ReasoningParser
-from stoker.server.protocols.openai.parsers.tools.parser import ToolCall, ToolParser
+from stoker.server.protocols.common.parsers.reasoning import ReasoningParser
+from stoker.server.protocols.common.parsers.tools.parser import ToolCall, ToolParser
 
 
 class AnswerParts(msgspec.Struct):
@@ -21,35 +19,7 @@ class AnswerParts(msgspec.Struct):
         return bool(self.content or self.reasoning or self.calls)
 
 
-def message_object(parts: AnswerParts, *, reasoning: bool, role: str = "assistant") -> dict[str, Any]:
-    """OpenAI's `message` of a whole answer. With `reasoning`, it has the member reasoning_content even if that is null."""
-    result: dict[str, Any] = {"role": role, "content": parts.content or (None if parts.calls or parts.reasoning else "")}
-    if reasoning:
-        result["reasoning_content"] = parts.reasoning or None
-    if parts.calls:
-        result["tool_calls"] = [_tool_call(call) for call in _joined(parts.calls)]
-    return result
-
-
-def delta_object(parts: AnswerParts) -> dict[str, Any]:
-    """OpenAI's `delta` of new parts. The first part of a tool call has its id and name, later ones only more arguments."""
-    result: dict[str, Any] = {}
-    if parts.reasoning:
-        result["reasoning_content"] = parts.reasoning
-    if parts.content:
-        result["content"] = parts.content
-    if parts.calls:
-        result["tool_calls"] = [{"index": call.index, **_tool_call(call)} for call in parts.calls]
-    return result
-
-
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    if not call.id:
-        return {"function": {"arguments": call.arguments}}
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _joined(parts: list[ToolCall]) -> list[ToolCall]:
+def joined_calls(parts: list[ToolCall]) -> list[ToolCall]:
     """Whole calls from their parts, which are in order."""
     calls: list[ToolCall] = []
     for part in parts:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from stoker.server.protocols.openai.parsers.tools.json_calls import JsonCalls, JsonScanner
-from stoker.server.protocols.openai.parsers.tools.parser import Schemas, ToolParser, short_id
+from stoker.server.protocols.common.parsers.tools.json_calls import JsonCalls, JsonScanner
+from stoker.server.protocols.common.parsers.tools.parser import Schemas, ToolParser, short_id
 
 MARKER = "[TOOL_CALLS]"
 # [ARGS] is optional, because the first releases with this format omit it.

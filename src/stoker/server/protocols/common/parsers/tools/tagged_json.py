@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from stoker.server.protocols.openai.parsers.tools.json_calls import JsonCalls
-from stoker.server.protocols.openai.parsers.tools.parser import Schemas, ToolParser
+from stoker.server.protocols.common.parsers.tools.json_calls import JsonCalls
+from stoker.server.protocols.common.parsers.tools.parser import Schemas, ToolParser
 
 
 class TaggedJsonParser(ToolParser):
