@@ -1,0 +1,48 @@
+"""Messages for chat templates, which have the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class CallArguments(dict[str, Any]):
+    """The arguments of an earlier tool call as an object, which most templates expect. Concatenation with text uses the JSON text.
+
+    DeepSeek's templates concatenate the arguments, as they are text in OpenAI's API.
+    """
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def with_parsed_arguments(messages: Any) -> Any:
+    """The messages with the arguments of earlier tool calls as objects instead of JSON text. The service checks everything else."""
+    return [_with_parsed_arguments(message) for message in messages] if isinstance(messages, list) else messages
+
+
+def _with_parsed_arguments(message: Any) -> Any:
+    if not isinstance(message, dict) or message.get("role") != "assistant" or not isinstance(message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_parse_arguments(call) for call in message["tool_calls"]]}
+
+
+def _parse_arguments(call: Any) -> Any:
+    """A tool call with its arguments as an object; unchanged if they are not the JSON of an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": CallArguments(arguments, function["arguments"])}}

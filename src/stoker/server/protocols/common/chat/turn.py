@@ -1,0 +1,83 @@
+"""A chat request that is ready to generate: its prompt is rendered and tokenized, and parsers for its answer are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stoker.base.errors import RequestError
+from stoker.base.types import GenerationRequest
+from stoker.frontend.prompts import encode_prompt, truncate_prompt
+from stoker.frontend.service import Service
+from stoker.server.protocols.common.chat.tools import ToolUse
+from stoker.server.protocols.common.parsers.answer import AnswerParser
+from stoker.server.protocols.common.parsers.reasoning import OPEN, REASONING_PARSERS
+from stoker.server.settings import ServerSettings
+
+
+class ChatTurn(msgspec.Struct, kw_only=True):
+    """A checked request whose prompt is tokenized."""
+
+    service: Service
+    settings: ServerSettings
+    request: GenerationRequest
+    tools: ToolUse
+    one_call: bool  # only the first call of an answer is returned
+    opened: bool  # the prompt ends with <think>
+
+    @property
+    def parsed(self) -> bool:
+        """Whether the text of the answer is parsed for reasoning or tool calls."""
+        return self.settings.reasoning_parser is not None or self.tools.mode != "none"
+
+    def parser(self) -> AnswerParser:
+        """A new parser for one choice."""
+        name = self.settings.reasoning_parser
+        reasoning = REASONING_PARSERS.get(name)(self.opened) if name is not None else None
+        return AnswerParser(reasoning, self.tools.parser(self.settings.tool_parser), one_call=self.one_call)
+
+
+async def prepare_turn(
+    request: GenerationRequest,
+    messages: Any,
+    service: Service,
+    settings: ServerSettings,
+    *,
+    tools: ToolUse,
+    template_values: dict[str, Any],
+    max_tokens: int | None,
+    one_call: bool = False,
+) -> ChatTurn:
+    """Render `messages`, which have the form of OpenAI's API, and tokenize the prompt. `request` is modified.
+
+    `max_tokens` of None stands for as many tokens as fit the engine after the prompt. The template adds the special tokens unless
+    `request` has add_special_tokens. Raises RequestError.
+    """
+    prompt = service.render_chat(messages, **template_values, tools=tools.tools or None)
+    ids = await encode_prompt(service, prompt, add_special_tokens=request.add_special_tokens)
+    request.prompt = ids = truncate_prompt(ids, request.truncate_prompt_tokens, request.truncation_side)
+    changed: dict[str, Any] = {"max_tokens": max_tokens if max_tokens is not None else _default_max_tokens(len(ids), service, settings)}
+    if (guide := tools.guide()) is not None:
+        if request.params.guide is not None:
+            limit = "it constrains the answer, and another field does too"
+            raise RequestError("tool_choice", tools.forced or tools.mode, limit, cure="Use one of them.")
+        changed["guide"] = guide
+    if (parser := tools.parser(settings.tool_parser)) is not None and parser.needs_special_tokens:
+        changed["skip_special_tokens"] = False
+    request.params = msgspec.structs.replace(request.params, **changed)
+    return ChatTurn(
+        service=service,
+        settings=settings,
+        request=request,
+        tools=tools,
+        one_call=one_call,
+        opened=prompt.rstrip().endswith(OPEN),
+    )
+
+
+def _default_max_tokens(num_prompt: int, service: Service, settings: ServerSettings) -> int:
+    """The setting, or as many tokens as fit the engine after the prompt."""
+    if settings.default_max_tokens is not None:
+        return settings.default_max_tokens
+    return max(1, min(service.info.limits.max_output_len, service.max_seq_len - num_prompt))
