@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +25,14 @@ BUILD_SOURCES = ("base", "core", "quant", "layers", "models", "engine", "builder
 # Several test processes run in parallel, so each computes on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Write the markers `compatibility` to JUnit reports, where scripts/compatibility.py reads them."""
+    for item in items:
+        for mark in item.iter_markers("compatibility"):
+            installed = mark.kwargs.get("version") or version(mark.kwargs["client"])
+            item.user_properties.append(("compatibility", json.dumps({**mark.kwargs, "installed": installed})))
 
 
 @pytest.fixture(autouse=True)

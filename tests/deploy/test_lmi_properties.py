@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from stoker.base.errors import ConfigError
 from stoker.deploy.syntax.properties import MAX_BYTES, format_line, parse
 
+JAVA_PROPERTIES = pytest.mark.compatibility(
+    protocol="LMI and SageMaker", client="java.util.Properties", version="17", feature="serving.properties are read as Java reads them"
+)
+
 JAVA = json.loads(Path(__file__).with_name("lmi_java_properties.json").read_text())
 
 
@@ -20,6 +24,7 @@ def values(data: bytes) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("text, pairs", JAVA, ids=range(len(JAVA)))
+@JAVA_PROPERTIES
 def test_equals_java(text: str, pairs: list | None) -> None:
     if pairs is None:
         with pytest.raises(ConfigError, match="is not an escape"):
@@ -28,6 +33,7 @@ def test_equals_java(text: str, pairs: list | None) -> None:
         assert values(text.encode()) == dict(pairs)
 
 
+@JAVA_PROPERTIES
 def test_recorded_file() -> None:
     # the file of the recording "serving.properties + OPTION_*"; UTF-8 text is read as UTF-8, unlike in Java
     data = (

@@ -14,6 +14,13 @@ from stoker.deploy.triton.fill import fill_template
 from stoker.deploy.triton.keys import KEYS
 from stoker.deploy.triton.load import load_repository
 
+REPOSITORIES = pytest.mark.compatibility(
+    protocol="Triton",
+    client="model repositories of tensorrtllm_backend",
+    version="0.5, 0.8, 0.18, 1.x",
+    feature="all models, filled and unfilled",
+)
+
 FILLED = (
     "triton_max_batch_size:64,decoupled_mode:true,max_queue_delay_microseconds:100,max_queue_size:32,preprocessing_instance_count:3,"
     "postprocessing_instance_count:2,bls_instance_count:5,engine_dir:/engine,tokenizer_dir:/tokenizer,batching_strategy:inflight_fused_batching,"
@@ -48,6 +55,7 @@ def line_of(error):
 
 
 @pytest.mark.parametrize("era", templates.ERAS)
+@REPOSITORIES
 def test_every_generation_loads(tmp_path, era):
     folder = templates.write(tmp_path, filled(era))
     assert find_format(folder).name == "triton"
@@ -70,6 +78,7 @@ def test_every_generation_loads(tmp_path, era):
 
 
 @pytest.mark.parametrize("era", templates.ERAS)
+@REPOSITORIES
 def test_unfilled_values_count_as_unset_with_a_warning(tmp_path, era):
     """Only the two required keys are filled. Each other variable has a warning."""
     files = templates.repository(era)

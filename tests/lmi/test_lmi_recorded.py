@@ -14,6 +14,13 @@ from lmi_recordings import Recorded, RecordedService, read_formatted, read_recor
 
 from stoker.server.protocols.sagemaker.options import LMIOptions
 
+CURRENT = pytest.mark.compatibility(
+    protocol="LMI and SageMaker",
+    client="DJL Serving with LMI, recorded",
+    version="0.36",
+    feature="formatters, routes, errors, TGI compatibility, byte for byte",
+)
+
 _REFUSED = "a request that the engine refuses returns 200"
 _MESSAGES = "empty `messages` are accepted"
 # Exchanges in which the real server has a bug, each with the row of docs/sagemaker.md that documents Stoker's response.
@@ -71,6 +78,7 @@ def normalized(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("case", cases("01-*", "02-*", "04-*", "03-*"))
+@CURRENT
 async def test_rolling_batch(case: Recorded) -> None:
     async with asgi_client(RecordedService(), protocols=("sagemaker",)) as client:
         answer = await replay(case, client)
@@ -82,6 +90,7 @@ async def test_rolling_batch(case: Recorded) -> None:
 
 
 @pytest.mark.parametrize("case", cases("09-*"))
+@CURRENT
 async def test_tgi_compat(case: Recorded) -> None:
     async with asgi_client(RecordedService(), protocols=("sagemaker",), options=LMIOptions(tgi_compat=True)) as client:
         answer = await replay(case, client)
@@ -97,6 +106,7 @@ ROUTES = (
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.title) for c in read_recordings("05-*") if c.title in ROUTES])
+@CURRENT
 async def test_routes(case: Recorded) -> None:
     async with asgi_client(RecordedService(), protocols=("sagemaker",)) as client:
         answer = await replay(case, client)
@@ -109,6 +119,12 @@ def test_all_routes_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["0.26", "0.27"])
+@pytest.mark.compatibility(
+    protocol="LMI and SageMaker",
+    client="DJL Serving with LMI, recorded",
+    version="0.26, 0.27",
+    feature="formatters of earlier releases, byte for byte",
+)
 async def test_formatters_of_earlier_releases(dialect: Any) -> None:
     found = [case for case in read_formatted(f"0*-formatters-{dialect}.txt") if "chat" not in case.formatter]
     assert len(found) == {"0.26": 8, "0.27": 10}[dialect]
@@ -124,6 +140,7 @@ async def test_formatters_of_earlier_releases(dialect: Any) -> None:
 @pytest.mark.parametrize(
     "case", [c for c in read_formatted("08-*") if "chat" in c.formatter and not deviates(c.title)], ids=lambda case: case.title
 )
+@CURRENT
 async def test_chat_formatters(case: Any) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": case.steps, "stream": case.formatter == "jsonlines_chat"}
     body |= {"logprobs": True, "top_logprobs": 1} if case.parameters.get("logprobs") else {}
@@ -150,6 +167,7 @@ ASYNC_TITLES = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.title) for c in read_recordings("06-*") if c.title in ASYNC_TITLES])
+@CURRENT
 async def test_async_dialect(case: Recorded) -> None:
     """Responses equal the recording except for two values of `details`.
 

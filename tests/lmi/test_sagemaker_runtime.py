@@ -17,6 +17,10 @@ from lmi_recordings import FAILED, FOLDER, RecordedService
 
 from stoker.server.protocols.sagemaker import eventstream
 
+pytestmark = pytest.mark.compatibility(
+    protocol="LMI and SageMaker", client="boto3", feature="invoke_endpoint, invoke_endpoint_with_response_stream, errors"
+)
+
 RECORDED = Path(FOLDER / "sagemaker-eventstream-bytes.txt").read_text()
 
 

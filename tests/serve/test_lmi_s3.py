@@ -25,6 +25,8 @@ from stoker.deploy.lmi.package import package
 from stoker.deploy.prepare import PreparedEngine, prepare_engine, read_deployment
 from stoker.engine.reader import Engine
 
+S3 = pytest.mark.compatibility(protocol="LMI and SageMaker", client="boto3", feature="models and model data in S3, then invoke_endpoint")
+
 PROPERTIES = "option.model_id=s3://models/{}\noption.tensor_parallel_degree=1\noption.max_rolling_batch_size=4\n"
 
 
@@ -68,6 +70,7 @@ def prepare(folder: Path, prefix: str) -> PreparedEngine:
     return prepare_engine(read_deployment(folder, {}), {})
 
 
+@S3
 def test_a_checkpoint(s3: Any, checkpoint: Path, tmp_path: Path) -> None:
     put(s3, checkpoint, "llama")
     found = prepare(tmp_path / "lmi", "llama")
@@ -76,6 +79,7 @@ def test_a_checkpoint(s3: Any, checkpoint: Path, tmp_path: Path) -> None:
     assert prepare(tmp_path / "again", "llama").engine == found.engine, "built once"
 
 
+@S3
 def test_the_prebuilt_layout(s3: Any, archive: Path, tmp_path: Path) -> None:
     """A prefix with tensorrt_llm/, with and without other objects."""
     with tarfile.open(archive) as tar:
@@ -111,6 +115,7 @@ def test_a_truncated_archive(s3: Any, archive: Path, tmp_path: Path) -> None:
         read_deployment("s3://models/cut/model.tar.gz", {})
 
 
+@S3
 def test_from_model_data_to_boto3(s3: Any, archive: Path) -> None:
     """As documented by LMI: model data in S3, an endpoint, and sagemaker-runtime, with another endpoint_url only."""
     s3.upload_file(str(archive), "models", "prefix/mymodel.tar.gz")

@@ -24,6 +24,11 @@ from stoker.cli.server_process import running_server
 from stoker.server.processes.supervisor import serve
 from stoker.server.settings import ServerSettings
 
+PARAMETERS = pytest.mark.compatibility(
+    protocol="OpenAI", client="openai", feature="n, seed, echo, log-probabilities, logit_bias, stop, usage"
+)
+GUIDED = pytest.mark.compatibility(protocol="OpenAI", client="openai", feature="guided decoding, response_format, forced tool calls")
+
 KEY = "an-api-key"
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["S", "M"]}}, "required": ["ok", "size"]}
 TOOLS = [
@@ -128,6 +133,7 @@ GUIDES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", GUIDES)
+@GUIDED
 def test_guided_decoding(name: str, client: openai.OpenAI) -> None:
     extra, pattern = GUIDES[name]
     answer = complete(client, extra_body=extra, max_tokens=40, temperature=1, seed=1).choices[0]
@@ -136,6 +142,7 @@ def test_guided_decoding(name: str, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@GUIDED
 def test_json_schema(stream: bool, client: openai.OpenAI) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "size", "strict": True, "schema": SCHEMA}}
     values: dict[str, Any] = {"response_format": format, "temperature": 0.2, "max_tokens": 60}
@@ -147,6 +154,7 @@ def test_json_schema(stream: bool, client: openai.OpenAI) -> None:
     assert type(found["ok"]) is bool and found["size"] in ("S", "M")
 
 
+@GUIDED
 def test_json_object(client: openai.OpenAI) -> None:
     """The text begins with an object, even if it is incomplete."""
     text = chat(client, response_format={"type": "json_object"}, max_tokens=20).choices[0].message.content
@@ -160,6 +168,7 @@ def test_an_invalid_guide_is_refused(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "heating"}}])
+@GUIDED
 def test_forced_tools(choice: Any, client: openai.OpenAI) -> None:
     message = chat(client, tools=TOOLS, tool_choice=choice, max_tokens=64, temperature=0.5).choices[0].message
     assert message.tool_calls, message
@@ -168,6 +177,7 @@ def test_forced_tools(choice: Any, client: openai.OpenAI) -> None:
     assert json.loads(call.arguments) in ({"unit": "C"}, {"unit": "F"})
 
 
+@PARAMETERS
 def test_n_and_best_of(client: openai.OpenAI) -> None:
     values: dict[str, Any] = {"temperature": 1, "seed": 5, "logprobs": 0}
     choices = complete(client, n=3, **values).choices
@@ -182,11 +192,13 @@ def mean_score(choice: Any) -> float:
     return sum(scores) / len(scores)
 
 
+@PARAMETERS
 def test_seeds_repeat(client: openai.OpenAI) -> None:
     one, two, other = (complete(client, temperature=1, seed=seed).choices[0].text for seed in (7, 7, 8))
     assert one == two != other
 
 
+@PARAMETERS
 def test_echo_logprobs_and_scoring(client: openai.OpenAI) -> None:
     echoed = complete(client, echo=True, logprobs=2, max_tokens=2).choices[0]
     assert echoed.text.startswith("the quick brown fox")
@@ -197,6 +209,7 @@ def test_echo_logprobs_and_scoring(client: openai.OpenAI) -> None:
     assert scored.logprobs.token_logprobs[1:] == pytest.approx(echoed.logprobs.token_logprobs[1 : len(scored.logprobs.tokens)], abs=1e-4)
 
 
+@PARAMETERS
 def test_logit_bias_and_stop(client: openai.OpenAI, http: httpx.Client) -> None:
     (token,) = http.post("/tokenize", json={"prompt": "z", "add_special_tokens": False}).json()["tokens"]
     assert complete(client, logit_bias={str(token): 100}).choices[0].text == "z" * 8
@@ -204,6 +217,7 @@ def test_logit_bias_and_stop(client: openai.OpenAI, http: httpx.Client) -> None:
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", "zzz")
 
 
+@PARAMETERS
 def test_usage_of_streams_and_of_the_cache(client: openai.OpenAI) -> None:
     prompt = "a prompt of some length that fills whole blocks: " * 2
     first, second = (complete(client, prompt=prompt).usage for _ in range(2))

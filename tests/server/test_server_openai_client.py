@@ -11,6 +11,8 @@ from scripted_service import ScriptedService
 
 from stoker.base.errors import QueueFullError
 
+pytestmark = pytest.mark.compatibility(protocol="OpenAI", client="openai", feature="models, completions, chat, streams, tool calls, errors")
+
 KEY = "secret-key-1"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 

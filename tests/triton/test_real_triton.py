@@ -28,7 +28,13 @@ from stoker.base.types import SamplingParams
 from stoker.deploy.deployment import EngineInfo
 from stoker.deploy.triton.export import export_triton
 
-pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.timeout(300),
+    pytest.mark.compatibility(
+        protocol="Triton", client="tritonserver", version="2.51", feature="an exported repository with Stoker's executor in the real server"
+    ),
+]
 
 PROMPT = "the quick brown"
 START_S = 60.0

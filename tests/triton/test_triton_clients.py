@@ -21,6 +21,19 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from stoker.server.protocols.kserve.model_config import KINDS, TritonOptions
 from stoker.server.protocols.kserve.models.catalogue import default_models
 
+TENSORS = pytest.mark.compatibility(
+    protocol="Triton",
+    client="tritonclient",
+    feature="inputs and outputs of ensemble, tensorrt_llm, preprocessing, postprocessing and tensorrt_llm_bls",
+)
+STREAMS = pytest.mark.compatibility(protocol="Triton", client="tritonclient", feature="gRPC: decoupled streams, stop tensor, cancellation")
+UNARY = pytest.mark.compatibility(
+    protocol="Triton", client="tritonclient", feature="gRPC: unary requests, asyncio clients, errors, API keys"
+)
+CONTROL = pytest.mark.compatibility(
+    protocol="Triton", client="tritonclient", feature="health, metadata, statistics, metrics and model control"
+)
+
 PROMPT = "The dog"
 
 
@@ -94,6 +107,7 @@ def final(result: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
+@CONTROL
 def test_metadata_and_control(server: RunningServer, kind: str) -> None:
     client = (thttp if kind == "http" else tgrpc).InferenceServerClient(getattr(server, kind))
     options = {} if kind == "http" else {"as_json": True}
@@ -119,6 +133,7 @@ def test_metadata_and_control(server: RunningServer, kind: str) -> None:
 
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+@pytest.mark.compatibility(protocol="Triton", client="tritonclient", feature="HTTP: binary and JSON tensors, gzip and deflate")
 def test_http_infer(server: RunningServer, binary: bool, compression: str | None) -> None:
     client = thttp.InferenceServerClient(server.http)
     inputs = tensors(thttp, text_input=PROMPT, max_tokens=100)
@@ -149,6 +164,7 @@ def test_http_infer(server: RunningServer, binary: bool, compression: str | None
     client.close()
 
 
+@UNARY
 def test_grpc_infer_and_asyncio_clients(server: RunningServer) -> None:
     client = tgrpc.InferenceServerClient(server.grpc)
     assert text(client.infer("ensemble", tensors(tgrpc, text_input=PROMPT, max_tokens=100))) == PROMPT + TEXT
@@ -173,6 +189,7 @@ def test_grpc_infer_and_asyncio_clients(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+@STREAMS
 def test_joined_stream_equals_the_whole_text(server: RunningServer, model: str) -> None:
     with Stream(server) as stream:
         stream.send(model, "s1", text_input=PROMPT, max_tokens=100, stream=True)
@@ -185,6 +202,7 @@ def test_joined_stream_equals_the_whole_text(server: RunningServer, model: str) 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 @pytest.mark.parametrize("values", [{}, {"return_log_probs": True}], ids=["text", "scores"])
+@STREAMS
 def test_texts_have_one_axis(server: RunningServer, model: str, values: dict[str, Any]) -> None:
     """Clients read output[0].decode() and batch_index[0][0], as end_to_end_grpc_client.py of tensorrtllm_backend does."""
     inputs = {"text_input": PROMPT, "max_tokens": 100, **values}
@@ -202,6 +220,7 @@ def test_texts_have_one_axis(server: RunningServer, model: str, values: dict[str
         assert result.as_numpy("text_output").shape == (2,) and result.as_numpy("cum_log_probs").shape == (1, 2)
 
 
+@STREAMS
 def test_a_stream_carries_many_requests(server: RunningServer) -> None:
     with Stream(server) as stream:
         for i in range(20):
@@ -216,6 +235,7 @@ def test_a_stream_carries_many_requests(server: RunningServer) -> None:
     assert parts == {f"r{i}": TEXT for i in range(20)}
 
 
+@TENSORS
 def test_three_models_by_hand_equal_the_ensemble(server: RunningServer) -> None:
     client = tgrpc.InferenceServerClient(server.grpc)
     words = {"STOP_WORDS_DICT": ["here"], "BAD_WORDS_DICT": ["cat"], "EMBEDDING_BIAS_WORDS": ["a"], "EMBEDDING_BIAS_WEIGHTS": [1.5]}
@@ -245,6 +265,7 @@ def test_three_models_by_hand_equal_the_ensemble(server: RunningServer) -> None:
     assert set(sent.params.bad_words) == {tuple(tokenizer().encode(word, add_special_tokens=False)) for word in ("cat", " cat")}
 
 
+@TENSORS
 def test_token_ids_stop_words_scores_and_sequences(server: RunningServer) -> None:
     ids = tokenizer().encode(TEXT, add_special_tokens=False)
     word = ids[6:9]
@@ -269,6 +290,7 @@ def test_token_ids_stop_words_scores_and_sequences(server: RunningServer) -> Non
     until(lambda: not server.executor.running)  # the rest of the sequence was cancelled
 
 
+@TENSORS
 def test_rows_of_a_batch_are_combined(server: RunningServer) -> None:
     client = thttp.InferenceServerClient(server.http)
     ids = np.array([[5, 6, 7, 0], [5, 6, 7, 8]], np.int32)
@@ -295,6 +317,7 @@ def test_rows_of_a_batch_are_combined(server: RunningServer) -> None:
     assert sum(map(final, results)) == 1
 
 
+@STREAMS
 def test_accumulate_tokens() -> None:
     options = TritonOptions(models=default_models(), accumulate_tokens=True)
     with running(options=options) as server, Stream(server) as stream:
@@ -305,6 +328,7 @@ def test_accumulate_tokens() -> None:
         assert "".join(map(text, stream.rest())) == TEXT
 
 
+@STREAMS
 def test_stop_tensor_and_cancelled_stream_end_the_request() -> None:
     with running(endless, step_s=0.002) as server:
         with Stream(server) as stream:
@@ -326,6 +350,7 @@ def test_stop_tensor_and_cancelled_stream_end_the_request() -> None:
         until(lambda: not server.executor.running and not len(server.core.in_flight))
 
 
+@STREAMS
 def test_duplicate_ids_priority_and_timeout() -> None:
     with running(endless, step_s=0.002) as server, Stream(server) as stream:
         stream.send("ensemble", "twice", text_input=PROMPT, max_tokens=250, stream=True, options={"priority": 7})
@@ -341,6 +366,7 @@ def test_duplicate_ids_priority_and_timeout() -> None:
         other.close()
 
 
+@UNARY
 def test_grpc_errors_are_the_recorded_ones() -> None:
     recorded = dict(
         line.split(": ", 1) for line in (Path(__file__).parent / "recorded" / "50_grpc_errors.out").read_text().splitlines() if line
@@ -365,6 +391,7 @@ def test_grpc_errors_are_the_recorded_ones() -> None:
         client.close()
 
 
+@CONTROL
 def test_explicit_model_control() -> None:
     options = TritonOptions(models=default_models(), unary=True, model_control="explicit")
     with running(options=options) as server:
@@ -382,6 +409,7 @@ def test_explicit_model_control() -> None:
         client.close()
 
 
+@CONTROL
 def test_metrics_under_both_names(server: RunningServer) -> None:
     import httpx
 
@@ -414,6 +442,7 @@ def test_metrics_under_both_names(server: RunningServer) -> None:
         assert any(f"nv_trt_llm_{name}" in key and label in key and 'model="tensorrt_llm"' in key for key in counts)
 
 
+@UNARY
 def test_api_keys_over_grpc() -> None:
     key = "a-key-of-this-server"
     with running(api_keys=(key,)) as server:

@@ -17,6 +17,13 @@ from stoker.server.protocols.health.protocol import Health
 from stoker.server.protocols.kserve.core import Core
 from stoker.server.protocols.kserve.http.protocol import KServeHTTP
 
+pytestmark = pytest.mark.compatibility(
+    protocol="Triton",
+    client="HTTP requests recorded from tritonserver",
+    version="2.51",
+    feature="every route of the HTTP API, bodies byte for byte",
+)
+
 RECORDED = Path(__file__).parent / "recorded"
 # Responses that cannot be equal, for the reasons in docs/triton.md. Each has its own test.
 DIFFERENT = {"01_server_meta", "07_stats_gen", "07b_stats_all", "21b_root", "40_metrics"}

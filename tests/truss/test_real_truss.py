@@ -26,7 +26,13 @@ from stoker.base.types import SamplingParams
 from stoker.cli.main import main
 from stoker.cli.server_process import running_server
 
-pytestmark = [pytest.mark.truss, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.truss,
+    pytest.mark.timeout(300),
+    pytest.mark.compatibility(
+        protocol="Truss", client="truss", version="0.18.35", feature="an exported Truss in the real model server, equal to stoker serve"
+    ),
+]
 
 PROMPT = "the quick brown"
 PREDICT = "/v1/models/model:predict"

@@ -18,6 +18,16 @@ from stoker.deploy.prepare import build_config, prepare_engine, read_deployment
 from stoker.deploy.secrets import Secret
 from stoker.deploy.sources import hub
 
+PACKAGE = pytest.mark.compatibility(
+    protocol="Truss", client="truss, recorded", version="0.18.35", feature="the package's verdict on configurations, and its defaults"
+)
+DOCUMENTED = pytest.mark.compatibility(
+    protocol="Truss",
+    client="configurations of Truss's documentation",
+    version="trt_llm.build, trt_llm.serve",
+    feature="each section, every quantization, secrets, packages",
+)
+
 DOCUMENTS = Path(__file__).parent / "documents"
 SECRET = "hf_abcdefghijklmnop"
 
@@ -61,6 +71,7 @@ BUILD, SERVE = document(BOTH).split("  serve:")[0], "trt_llm:\n  serve:" + docum
 OLDEST = "model_metadata:\n  tensor_parallelism: 1\n  engine_repository: org/engine\n  tokenizer_repository: org/tok\n"
 
 
+@DOCUMENTED
 def test_the_build_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, shown = dry_run(folder(tmp_path, BUILD), monkeypatch, capsys)
     assert status == 0
@@ -71,6 +82,7 @@ def test_the_build_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert all(f"plugin_configuration.{name}" in shown for name in ("multi_block_mode", "paged_kv_cache", "use_fused_mlp"))
 
 
+@DOCUMENTED
 def test_the_serve_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, shown = dry_run(folder(tmp_path, SERVE), monkeypatch, capsys)
     assert status == 0 and "/path/to/engine" in shown and "/path/to/tokenizer" in shown and "served as it is" in shown
@@ -78,6 +90,7 @@ def test_the_serve_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         prepare_engine(read_deployment(folder(tmp_path, SERVE), {}), {})
 
 
+@DOCUMENTED
 def test_both_sections_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, shown = dry_run(folder(tmp_path, document(BOTH)), monkeypatch, capsys)
     assert status == 2 and "exclude each other" in shown and "line 2" in shown and "line 17" in shown
@@ -86,6 +99,7 @@ def test_both_sections_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("name", [
     "NO_QUANT", "WEIGHTS_ONLY_INT8", "WEIGHTS_KV_INT8", "WEIGHTS_ONLY_INT4", "WEIGHTS_KV_INT4", "SMOOTH_QUANT", "FP8", "FP8_KV",
 ])  # fmt: skip
+@DOCUMENTED
 def test_every_documented_quantization_reaches_the_builder(tmp_path: Path, name: str) -> None:
     deployment = read_deployment(folder(tmp_path, BUILD.replace("WEIGHTS_KV_INT8", name)), {})
     config = build_config(deployment)
@@ -94,6 +108,7 @@ def test_every_documented_quantization_reaches_the_builder(tmp_path: Path, name:
     assert config.kv_cache_dtype == {"WEIGHTS_KV_INT8": "int8", "WEIGHTS_KV_INT4": "int8", "FP8_KV": "float8_e4m3fn"}.get(name)
 
 
+@DOCUMENTED
 def test_the_oldest_with_its_secrets_and_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +135,7 @@ REJECTED = {"lookahead decoding": "speculative decoding is not served", "encoder
 
 
 @pytest.mark.parametrize("title, shape, accepted", [s for s in SHAPES if s[1]], ids=[s[0] for s in SHAPES if s[1]])
+@PACKAGE
 def test_recorded_shapes(tmp_path: Path, title: str, shape: re.Match[str], accepted: bool) -> None:
     path = folder(tmp_path, re.sub(r"^  ", "", shape[1], flags=re.M))
     message = next((text for name, text in REJECTED.items() if title.startswith(name)), None)
@@ -135,6 +151,7 @@ def test_number_of_shapes() -> None:
     assert len([s for s in SHAPES if s[1]]) >= 17
 
 
+@PACKAGE
 def test_the_package_s_dump_of_all_defaults(tmp_path: Path) -> None:
     text = next((DOCUMENTS.parent / "recorded").glob("16-*")).read_text()
     dumps = [json.loads(found) for found in re.findall(r"dump, with defaults: (\{.*\})$", text, re.M)]

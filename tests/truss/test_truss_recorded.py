@@ -18,6 +18,10 @@ from stoker.server.application import make_app
 from stoker.server.processes.loading import LoadingServer
 from stoker.server.settings import ServerSettings
 
+pytestmark = pytest.mark.compatibility(
+    protocol="Truss", client="truss, recorded", version="0.18.35", feature="responses of the model server, byte for byte"
+)
+
 # Exchanges in which Stoker deviates from the real server. docs/truss.md documents the response, and test_truss_predict.py tests it.
 DEVIATIONS = {
     "HEAD /", "GET /health", "GET /health/ready", "GET /v1/models", "GET /v1/models/model/", "GET /metrics", "GET /metrics/",
