@@ -1,4 +1,4 @@
-"""Generates the tables of fields in docs/{openai,sagemaker,truss}.md from the field tables: run `python scripts/tables.py`.
+"""Generates the tables of fields in docs/ from the field tables: run `python scripts/tables.py`.
 
 A table is the text between <!-- table: NAME --> and <!-- end -->.
 """
@@ -13,11 +13,12 @@ from typing import Any
 from stoker.base.fields.table import FieldRow
 from stoker.deploy.lmi import keys as lmi
 from stoker.server.protocols.openai import fields
+from stoker.server.protocols.openai.responses import fields as responses
 from stoker.server.protocols.sagemaker import parameters as sagemaker
 from stoker.server.protocols.truss import parameters as truss
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("sagemaker.md", "openai.md", "truss.md")
+PAGES = ("sagemaker.md", "openai.md", "responses.md", "truss.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -76,6 +77,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "truss": lambda: _fields("field", truss.TABLE),
     "both": lambda: _fields("field", fields.BOTH),
     "completions": lambda: _fields("field", fields.COMPLETIONS_ONLY),
+    "responses": lambda: _fields("field", (*responses.OWN, *responses.OTHER)),
+    "responses_extensions": lambda: _fields("field", responses.EXTENSIONS),
     "chat": lambda: _fields("field", fields.CHAT_ONLY),
 }
 

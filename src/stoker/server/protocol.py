@@ -14,6 +14,7 @@ from stoker.server.errors import Failure
 from stoker.server.http.request_context import JSON, RequestContext
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.settings import ServerSettings
+from stoker.server.state_directory import StateDirectory
 
 Handler = Callable[[RequestContext], Awaitable[None]]
 
@@ -33,11 +34,18 @@ class Context(msgspec.Struct, frozen=True):
     repository: ModelRepository
     settings: ServerSettings
     metrics: FrontendMetrics
-    shared: dict[str, Any] = {}  # state that the transports of one protocol share (HTTP and gRPC), by the protocol's name
+    shared: dict[str, Any] = {}  # objects that protocols or their transports share, by name
 
     def default_service(self) -> Service:
         """The service of requests that name no model, which is the first model's. Raises UnavailableError if it is not ready."""
         return self.repository.service(self.repository.first())
+
+    def state_directory(self) -> StateDirectory:
+        """The directory for stored responses, files and batches. The first call opens it. Raises ConfigError."""
+        if "state" not in self.shared:
+            self.shared["state"] = StateDirectory(self.settings.state_dir)
+        state: StateDirectory = self.shared["state"]
+        return state
 
 
 class Protocol(ABC):

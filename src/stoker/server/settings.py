@@ -34,6 +34,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: str | None = None
     tool_parser: str | None = None  # format of the model's tool calls: llama3, hermes, qwen, mistral; None: tools are refused
     reasoning_parser: str | None = None  # format of the model's reasoning: qwen3, deepseek_r1; None: reasoning remains in the text
+    state_dir: str | None = None  # directory of stored responses, files and batches; None: a temporary one of this server
+    max_stored_bytes: int = 1 << 30  # of stored responses, and of files; each
     options: msgspec.Struct | None = None  # TritonOptions, LMIOptions or TrussOptions
 
     def __post_init__(self) -> None:
@@ -42,6 +44,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 check_range(name, getattr(self, name), 0, 65535)
         check_range("num_frontends", self.num_frontends, 1, 256)
         check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
+        check_range("max_stored_bytes", self.max_stored_bytes, 1 << 20, 1 << 50)
         if self.default_max_tokens is not None:
             check_range("default_max_tokens", self.default_max_tokens, 1, 1 << 24)
         for name in ("request_timeout_s", "load_timeout_s"):

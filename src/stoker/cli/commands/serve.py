@@ -36,6 +36,8 @@ SERVER_HELP = {
     "num_frontends": "Number of processes that parse requests, tokenize and stream.",
     "max_request_bytes": "Maximum size of a request; larger ones are rejected with status 413.",
     "drain_timeout_s": "Seconds that requests in flight may take after a stop signal.",
+    "state_dir": "Directory for stored responses, files and batches. Default: a temporary one, which is deleted when the server stops.",
+    "max_stored_bytes": "Maximum size of stored responses, whose oldest ones are then deleted, and of files, which are then rejected.",
     "cors_origins": "Allow web pages of this origin to send requests; * allows all. Repeatable.",
     "tls_certificate": "A PEM file. With --tls-key, the server uses HTTPS.",
     "tls_key": "A PEM file with the private key of --tls-certificate.",

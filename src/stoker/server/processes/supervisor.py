@@ -21,6 +21,7 @@ from stoker.server.http.tls import check_tls
 from stoker.server.processes.child import Child
 from stoker.server.processes.tasks import ExecutorTask, FrontendTask
 from stoker.server.settings import ServerSettings
+from stoker.server.state_directory import StateDirectory
 
 log = get_logger(__name__)
 
@@ -43,12 +44,15 @@ def serve(
     After the first signal no new connections are accepted, and requests in flight have drain_timeout_s to end. The second signal stops
     the server at once. `tokenizer` is a directory whose tokenizer replaces the engine's own. `listeners` are the sockets of `listen` if
     they are open already. `announce` is called with one line that contains the URL when the server is ready. Raises ConfigError if an
-    address or the certificate cannot be used.
+    address, the certificate or the state directory cannot be used.
     """
+    if settings.state_dir is not None:
+        StateDirectory(settings.state_dir).close()
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(listener) for listener in listeners or listen(settings)]
         grpc = stack.enter_context(reserve(settings.host, settings.grpc_port)) if settings.grpc_port is not None else None
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
+        settings = msgspec.structs.replace(settings, state_dir=settings.state_dir or str(Path(run_dir) / "state"))
         supervisor = Supervisor(Path(engine), runtime, settings, listeners, grpc, Path(run_dir), announce)
         supervisor.tokenizer = Path(tokenizer or engine)
         return asyncio.run(supervisor.run())

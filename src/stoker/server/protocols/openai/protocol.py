@@ -19,6 +19,7 @@ from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.call import client_error
 from stoker.server.protocols.openai.chat.response import chat
 from stoker.server.protocols.openai.completions.response import complete
+from stoker.server.protocols.openai.responses.endpoints import Responses
 
 
 class ModelError(NotFoundError):
@@ -45,6 +46,7 @@ class OpenAI(Protocol):
         return [
             Endpoint("POST", "/v1/completions", self.completions),
             Endpoint("POST", "/v1/chat/completions", self.chat_completions),
+            *Responses(self.context, self._service).endpoints(),
             Endpoint("GET", "/v1/models", self.models),
             Endpoint("GET", "/v1/models/{model:path}", self.model),
             Endpoint("GET", "/load", self.load),

@@ -23,9 +23,9 @@ class CallArguments(dict[str, Any]):
         return other + self._text
 
 
-def with_parsed_arguments(messages: Any) -> Any:
+def with_parsed_arguments(messages: list[Any]) -> list[Any]:
     """The messages with the arguments of earlier tool calls as objects instead of JSON text. The service checks everything else."""
-    return [_with_parsed_arguments(message) for message in messages] if isinstance(messages, list) else messages
+    return [_with_parsed_arguments(message) for message in messages]
 
 
 def _with_parsed_arguments(message: Any) -> Any:

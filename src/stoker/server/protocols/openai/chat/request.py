@@ -11,14 +11,13 @@ from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason
 from stoker.frontend.service import Service
 from stoker.server.protocols.common.chat.messages import with_parsed_arguments
+from stoker.server.protocols.common.chat.template_values import read_template_kwargs
 from stoker.server.protocols.common.chat.turn import ChatTurn, prepare_turn
 from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.call import OpenAICall, read_openai_call
 from stoker.server.protocols.openai.chat.tool_choice import read_tools
 from stoker.server.protocols.openai.fields import MAX_TOKENS
 from stoker.server.settings import ServerSettings
-
-_RESERVED_VALUES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "max_chars")
 
 _SWITCHES = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
 
@@ -46,13 +45,14 @@ async def read_chat_call(body: dict[str, Any], service: Service, settings: Serve
     common = read_openai_call("chat", body, service, settings, max_tokens=MAX_TOKENS)  # prepare_turn sets the default
     values = common.values
     tools = read_tools(values)
-    if "messages" not in values:
-        raise RequestError("messages", None, "it is missing")
+    messages = values.get("messages")
+    if not isinstance(messages, list):
+        raise RequestError("messages", messages, "it is missing" if messages is None else "it must be a list of at least one message")
     common.params = msgspec.structs.replace(common.params, **_params(values))
     request = common.generation("", None, add_special_tokens=values.get("add_special_tokens", False))
     turn = await prepare_turn(
         request,
-        with_parsed_arguments(values["messages"]),
+        with_parsed_arguments(messages),
         service,
         settings,
         tools=tools,
@@ -84,18 +84,12 @@ def _max_tokens(values: dict[str, Any]) -> int | None:
 
 def _template_values(values: dict[str, Any]) -> dict[str, Any]:
     """The variables of the chat template. Raises RequestError for a reserved name in chat_template_kwargs."""
-    extra = values.get("chat_template_kwargs", {})
-    for name in _RESERVED_VALUES:
-        if name in extra:
-            raise RequestError(
-                f"chat_template_kwargs.{name}", extra[name], "it is not a switch of the template", cure=f"Set {name} in the request itself."
-            )
     template_values: dict[str, Any] = {name: values[name] for name in _SWITCHES if name in values}
     if values.get("continue_final_message"):
         template_values.setdefault("add_generation_prompt", False)
     if "documents" in values:
         template_values["documents"] = list(values["documents"])
-    return {**extra, **template_values}
+    return {**read_template_kwargs(values), **template_values}
 
 
 def _role_and_echo(values: dict[str, Any]) -> tuple[str, str]:

@@ -1,0 +1,69 @@
+"""Builds messages for a chat template from the items of APIs in which a turn consists of separate parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.server.protocols.common.chat.messages import with_parsed_arguments
+
+
+class Conversation:
+    """Messages in the form of OpenAI's chat API. Consecutive parts of the assistant's turn become one message.
+
+    Instructions before the first other message are joined to one system message, because many templates read only the first one.
+    """
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+        self._names: dict[str, str] = {}  # id of each call → name of its function
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages, with the arguments of calls in the form that templates expect."""
+        return with_parsed_arguments([_with_content(message) for message in self._messages])
+
+    def add_system(self, text: str) -> None:
+        """Instructions of the developer."""
+        if self._messages and all(message["role"] == "system" for message in self._messages):
+            self._messages[-1]["content"] += "\n\n" + text
+        else:
+            self._messages.append({"role": "system", "content": text})
+
+    def add_user(self, text: str) -> None:
+        self._messages.append({"role": "user", "content": text})
+
+    def add_result(self, call_id: str, text: str) -> None:
+        """The result of a tool call."""
+        message = {"role": "tool", "tool_call_id": call_id, "content": text}
+        self._messages.append({**message, **({"name": self._names[call_id]} if call_id in self._names else {})})
+
+    def start_assistant(self) -> None:
+        """Start a message of the assistant, so that parts that follow do not join the one before."""
+        self._messages.append({"role": "assistant"})
+
+    def add_answer(self, text: str) -> None:
+        """Text of the assistant's turn."""
+        message = self._assistant()
+        message["content"] = f"{message['content']}\n{text}" if message.get("content") else text
+
+    def add_reasoning(self, text: str) -> None:
+        """Reasoning of the assistant's turn, which templates read as reasoning_content."""
+        message = self._assistant()
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def add_call(self, call_id: str, name: str, arguments: str) -> None:
+        """A tool call of the assistant's turn. `arguments` is JSON text."""
+        self._names[call_id] = name
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._assistant().setdefault("tool_calls", []).append(call)
+
+    def _assistant(self) -> dict[str, Any]:
+        """The message of the present assistant's turn."""
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self.start_assistant()
+        return self._messages[-1]
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with empty content if it has neither content nor calls, which templates require."""
+    return message if "content" in message or "tool_calls" in message else {**message, "content": ""}

@@ -1,0 +1,200 @@
+"""The endpoints of the Responses API: create a response, and retrieve, cancel and delete stored ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.parse
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from stoker.base.errors import QueueFullError, RequestError, StokerError
+from stoker.frontend.service import Service
+from stoker.server.errors import describe
+from stoker.server.http.request_context import RequestContext
+from stoker.server.protocol import Context, Endpoint
+from stoker.server.protocols.common.chat.answer import Answer
+from stoker.server.protocols.common.client_names import with_client_name
+from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.responses.events import ResponseEvents, encode_event
+from stoker.server.protocols.openai.responses.fields import COUNT_TABLE, TABLE
+from stoker.server.protocols.openai.responses.objects import response_object
+from stoker.server.protocols.openai.responses.request import ResponseCall, read_response_call
+from stoker.server.protocols.openai.responses.store import ResponseStore, StoredResponse, unix_time
+
+MAX_BACKGROUND = 256  # responses in the background per frontend process
+CANCEL_POLL_S = 0.5  # how often a response in the background checks whether another process has cancelled it
+
+# Stoker's own names of fields: those of this API.
+_CLIENT_NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "guide": "text", "guide.text": "text"}
+
+FindService = Callable[[dict[str, Any]], Service]
+
+
+class Responses:
+    """The endpoints below /v1/responses. `find_service` returns the service of the model that a request names."""
+
+    def __init__(self, context: Context, find_service: FindService) -> None:
+        self._context = context
+        self._find_service = find_service
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of responses in the background, by id
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("POST", "/v1/responses", self.create),
+            Endpoint("POST", "/v1/responses/input_tokens", self.count_tokens),
+            Endpoint("GET", "/v1/responses/{response_id}", self.retrieve),
+            Endpoint("DELETE", "/v1/responses/{response_id}", self.delete),
+            Endpoint("POST", "/v1/responses/{response_id}/cancel", self.cancel),
+            Endpoint("GET", "/v1/responses/{response_id}/input_items", self.list_input),
+        ]
+
+    async def create(self, http: RequestContext) -> None:
+        """Check the request, generate, and respond: whole, streamed, or at once for a response in the background."""
+        values = TABLE.check(await http.json())
+        try:
+            async with http.cancel_on_disconnect():
+                await self._create(http, values)
+        except RequestError as error:
+            raise with_client_name(error, _CLIENT_NAMES, values) from None
+
+    async def count_tokens(self, http: RequestContext) -> None:
+        """The number of tokens of the prompt of a request."""
+        values = COUNT_TABLE.check(await http.json())
+        try:
+            call = await self._read_call(values)
+        except RequestError as error:
+            raise with_client_name(error, _CLIENT_NAMES, values) from None
+        await http.respond(200, wire.encode({"object": "response.input_tokens", "input_tokens": len(call.turn.request.prompt)}))
+
+    async def retrieve(self, http: RequestContext) -> None:
+        query = dict(urllib.parse.parse_qsl(http.query.decode("latin-1")))
+        if query.get("stream") == "true":
+            raise RequestError("stream", True, "a stored response is not streamed", cure="Retrieve it without stream.")
+        await http.respond(200, wire.encode(self._store.get(http.path["response_id"]).body))
+
+    async def delete(self, http: RequestContext) -> None:
+        response_id = http.path["response_id"]
+        self._store.delete(response_id)
+        self._end_background(response_id)
+        await http.respond(200, wire.encode({"id": response_id, "object": "response", "deleted": True}))
+
+    async def cancel(self, http: RequestContext) -> None:
+        """Cancel a response in the background. One that has ended already is returned as it is."""
+        stored = self._store.get(http.path["response_id"])
+        if not stored.body["background"]:
+            cure = "Close the connection of the request instead."
+            raise RequestError("response_id", stored.body["id"], "only a response with background=true can be cancelled", cure=cure)
+        if self._store.finish({**stored.body, "status": "cancelled"}):
+            self._end_background(stored.body["id"])
+        await http.respond(200, wire.encode(self._store.get(stored.body["id"]).body))
+
+    async def list_input(self, http: RequestContext) -> None:
+        """The items of a response's input, and of the conversation before it: newest first, or in their order with order=asc."""
+        stored = self._store.get(http.path["response_id"])
+        query = dict(urllib.parse.parse_qsl(http.query.decode("latin-1")))
+        await http.respond(200, wire.encode(list_page([*stored.context, *stored.input], query)))
+
+    async def _create(self, http: RequestContext, values: dict[str, Any]) -> None:
+        call = await self._read_call(values)
+        if values.get("background"):
+            await http.respond(200, wire.encode(self._start_background(call)))
+        elif values.get("stream"):
+            await self._stream(http, call)
+        else:
+            await http.respond(200, wire.encode(await self._whole(call)))
+
+    async def _read_call(self, values: dict[str, Any]) -> ResponseCall:
+        return await read_response_call(values, self._find_service(values), self._context.settings, self._store)
+
+    @property
+    def _store(self) -> ResponseStore:
+        """The store, which is opened by the first request."""
+        shared = self._context.shared
+        if "responses" not in shared:
+            shared["responses"] = ResponseStore(self._context.state_directory(), self._context.settings.max_stored_bytes)
+        store: ResponseStore = shared["responses"]
+        return store
+
+    async def _whole(self, call: ResponseCall) -> dict[str, Any]:
+        events, answer = ResponseEvents(call, unix_time()), Answer(call.turn)
+        async with aclosing(answer.stream()) as batches:
+            async for batch in batches:
+                events.push(batch)
+        events.finish(answer)
+        self._save(call, events.response)
+        return events.response
+
+    async def _stream(self, http: RequestContext, call: ResponseCall) -> None:
+        events, answer = ResponseEvents(call, unix_time()), Answer(call.turn)
+        try:
+            async with aclosing(answer.stream()) as batches:
+                async for batch in batches:
+                    new = [] if http.started else events.start()
+                    if not http.started:
+                        await http.open_stream()
+                    if new := [*new, *events.push(batch)]:
+                        await http.send(b"".join(map(encode_event, new)))
+            last = events.finish(answer)
+        except StokerError as error:
+            if not http.started:
+                raise
+            last = events.fail(describe(error))
+        self._save(call, events.response)
+        await http.send(b"".join(map(encode_event, last)))
+        await http.close_stream()
+
+    def _save(self, call: ResponseCall, body: dict[str, Any]) -> None:
+        if call.store:
+            self._store.put(StoredResponse(body, call.input, call.context))
+
+    def _start_background(self, call: ResponseCall) -> dict[str, Any]:
+        if len(self._tasks) >= MAX_BACKGROUND:
+            raise QueueFullError(len(self._tasks), MAX_BACKGROUND, 1.0)
+        created = unix_time()
+        queued = response_object(call, "queued", created)
+        self._save(call, queued)
+        task = self._tasks[call.id] = asyncio.create_task(self._run_background(call, created))
+        task.add_done_callback(lambda _: self._tasks.pop(call.id, None))
+        return queued
+
+    def _end_background(self, response_id: str) -> None:
+        if (task := self._tasks.get(response_id)) is not None:
+            task.cancel()
+
+    async def _run_background(self, call: ResponseCall, created: int) -> None:
+        """Generate, and store the result. Ends early once the response is cancelled or deleted, also by another process."""
+        events, answer = ResponseEvents(call, created), Answer(call.turn)
+        self._store.finish(events.response)
+        checked = time.monotonic()
+        try:
+            async with aclosing(answer.stream()) as batches:
+                async for batch in batches:
+                    events.push(batch)
+                    if time.monotonic() - checked > CANCEL_POLL_S:
+                        if not self._store.is_unfinished(call.id):
+                            return
+                        checked = time.monotonic()
+            events.finish(answer)
+        except Exception as error:
+            events.fail(describe(error))
+        self._store.finish(events.response)
+
+
+def list_page(items: list[dict[str, Any]], query: dict[str, str]) -> dict[str, Any]:
+    """One page of a list, by the query parameters order, after and limit. Raises RequestError."""
+    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise RequestError("order", order, "it must be asc or desc")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= 100:
+        raise RequestError("limit", limit, "it must be a whole number from 1 to 100")
+    ordered = items if order == "asc" else items[::-1]
+    if (after := query.get("after")) is not None:
+        place = next((i for i, item in enumerate(ordered) if item["id"] == after), None)
+        if place is None:
+            raise RequestError("after", after, "the list has no item with this id")
+        ordered = ordered[place + 1 :]
+    page = ordered[: int(limit)]
+    ids = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return {"object": "list", "data": page, "has_more": len(page) < len(ordered), **ids}
