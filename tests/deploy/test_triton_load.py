@@ -462,3 +462,16 @@ def test_settings_have_their_origin(tmp_path):
     setting = next(s for s in llm(tmp_path, max_num_sequences="7").settings if s.name == "max_num_sequences")
     assert (setting.section, setting.value) == ("runtime", 7)
     assert re.fullmatch(r".*/tensorrt_llm/config\.pbtxt:\d+", str(setting.origin))
+
+
+def test_instances_of_the_tokenizer_models_are_frontends(tmp_path):
+    """The larger of the two counts, with its origin. Counts of models that have no instances in Stoker are noted."""
+    deployment = load_repository(templates.write(tmp_path, filled("0.18")), {})
+    assert deployment.server.num_frontends == 3
+    setting = next(s for s in deployment.settings if s.name == "num_frontends")
+    assert re.fullmatch(r".*/preprocessing/config\.pbtxt:\d+", str(setting.origin)) and setting.key == "instance_group.count"
+    assert any(n.key == "instance_group.count" and "tensorrt_llm_bls" in n.origin.source for n in deployment.notes)
+    assert llm(tmp_path / "alone").server.num_frontends == 1
+    many = "preprocessing_instance_count:257"
+    with pytest.raises(ConfigError, match=r"requests 257 instances of preprocessing.*Use at most 256"):
+        load_repository(templates.write(tmp_path / "many", filled("0.18", many)), {})

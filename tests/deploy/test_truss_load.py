@@ -148,6 +148,11 @@ def test_packages_of_the_oldest_generation(tmp_path: Path) -> None:
     runtime = deployment.runtime
     assert (runtime.kv_cache_tokens, runtime.kv_cache_fraction, runtime.max_num_sequences, runtime.overlap) == (10_000, 0.1, 64, True)
     assert any(n.key == "gpt_model_type" for n in deployment.notes)
+    assert deployment.server.num_frontends == 1
+    for name, count in (("preprocessing", 2), ("postprocessing", 4)):
+        (folder.parent / name).mkdir()
+        (folder.parent / name / "config.pbtxt").write_text(f'name: "{name}"\ninstance_group [ {{ count: {count} kind: KIND_CPU }} ]\n')
+    assert load(tmp_path, OLDEST).server.num_frontends == 4
     (folder / "config.pbtxt").write_text(PACKAGES.replace('"64"', '"many"'))
     refuse(tmp_path, OLDEST, "max_num_sequences")
 

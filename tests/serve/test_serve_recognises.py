@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import tarfile
 import threading
@@ -160,6 +161,26 @@ def test_dry_run_refuses_what_a_start_refuses(tmp_path: Path, capsys: pytest.Cap
     engine = folder(tmp_path / "engine", "config.json", '{"format_version": 999}')
     assert stoker("serve", engine, "--dry-run") == 1
     assert "engine format 999" in capsys.readouterr().err
+
+
+def test_dry_run_refuses_settings_that_the_engine_does_not_accept(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = build(checkpoint, tmp_path / "engine", BuildConfig(device="cpu", dummy_weights=True), verify="none").path
+    info = EngineInfo(path=str(engine), architecture="LlamaForCausalLM", vocab_size=320)
+    config = export_triton(info, tmp_path / "triton", {}) and tmp_path / "triton" / "tensorrt_llm" / "config.pbtxt"
+    written = config.read_text()
+    beams = re.sub(r'("max_beam_width".*?string_value: )"1"', r'\1"9"', written, count=1, flags=re.DOTALL)
+    for text, options, error in [
+        (beams, (), "max_beam_width=9 is above 1, the limit of the engine"),
+        (written, ("--devices", "0,1"), "devices=[0, 1] name GPUs, and"),
+        (written, ("--max-batch-size", "100000"), "max_batch_size=100000 is above the engine's"),
+        (written.replace(str(engine), str(tmp_path / "nowhere")), (), "which does not exist"),
+    ]:
+        config.write_text(text)
+        for dry_run in (("--dry-run",), ()):
+            assert stoker("serve", tmp_path / "triton", *options, *dry_run, "--port", "0", "--grpc-port", "0", "--metrics-port", "0")
+            assert error in capsys.readouterr().err, (error, dry_run)
 
 
 QUANTIZED = {

@@ -35,6 +35,16 @@ VARIABLES = {
         Variable("TRITON_CACHE_DIR", "STOKER_CACHE/kernels", "Directory of the kernels that Triton compiled."),
         Variable("OMP_NUM_THREADS", "number of usable cores", "CPU threads for computation; the first number of a list."),
         Variable("CC", "gcc", "C compiler of Triton's launchers, which are compiled ahead of time."),
+        Variable(
+            "OMPI_COMM_WORLD_RANK",
+            "",
+            "Set by Open MPI. `stoker tritonserver` serves in the process of rank 0; the others wait for its end.",
+        ),
+        Variable("OMPI_COMM_WORLD_SIZE", "", "Set by Open MPI: the number of processes, which must be 1 or the engine's number of ranks."),
+        Variable("PMI_RANK", "", "The same as OMPI_COMM_WORLD_RANK; set by MPICH and Intel MPI."),
+        Variable("PMI_SIZE", "", "The same as OMPI_COMM_WORLD_SIZE; set by MPICH and Intel MPI."),
+        Variable("SLURM_PROCID", "", "The same as OMPI_COMM_WORLD_RANK; set by srun."),
+        Variable("SLURM_NTASKS", "", "The same as OMPI_COMM_WORLD_SIZE; set by srun."),
         Variable("PROMETHEUS_MULTIPROC_DIR", "", "Set by Stoker for servers with several frontend processes: files of shared metrics."),
     )
 }
@@ -71,6 +81,28 @@ def native() -> bool:
 def log_level() -> str:
     """STOKER_LOG in upper case."""
     return text("STOKER_LOG", "info").upper()
+
+
+def set_log_level(level: str) -> None:
+    """Set STOKER_LOG for this process and its children."""
+    os.environ["STOKER_LOG"] = level.lower()
+
+
+class JobProcess(msgspec.Struct, frozen=True):
+    """This process among those that mpirun or srun started: `rank` from 0 to `size` - 1. `variable` names the rank's variable."""
+
+    rank: int = 0
+    size: int = 1
+    variable: str = ""
+
+
+def job_process() -> JobProcess:
+    """The rank of this process in an MPI or Slurm job; rank 0 of 1 outside of a job. Open MPI's variables precede Slurm's."""
+    for rank, size in (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        found = (text(rank), text(size))
+        if all(value.isascii() and value.isdigit() and len(value) < 10 for value in found):
+            return JobProcess(int(found[0]), int(found[1]), rank)
+    return JobProcess()
 
 
 def hub_token() -> str | None:

@@ -14,6 +14,7 @@ import msgspec
 
 from stoker.base import env
 from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.deploy import prepare
 from stoker.deploy.deployment import Deployment, EngineInfo, EngineSource
@@ -58,6 +59,7 @@ def prepare_server(deployment: Deployment, progress: prepare.Progress | None = N
     for note in deployment.notes:
         log.log(logging.WARNING if note.severity == "warning" else logging.INFO, "%s", note)
     prepared = prepare.prepare_engine(deployment, env.child_environment(), progress)
+    _check_start(prepared.engine, deployment)
     return PreparedServer(
         engine=prepared.engine,
         settings=_with_models(deployment.server, prepared.engine),
@@ -73,10 +75,16 @@ def engine_is_missing(deployment: Deployment) -> bool:
 
 
 def check_engine(deployment: Deployment) -> None:
-    """Raise EngineError when a local engine directory is incomplete or has another format version, so that no start would accept it."""
+    """Raise the error of a start that would not accept the deployment's local engine. Without a local engine, only paths are checked.
+
+    A start refuses a missing or incomplete engine, one of another format version or for other devices or ranks, and settings above its
+    limits.
+    """
+    prepare.check_locations(deployment)
     path = _local_engine(deployment)
     if path is not None:
-        Engine.open(path)
+        prepare.check_ranks(deployment, path)
+        _check_start(path, deployment)
 
 
 def engine_info(path: Path) -> EngineInfo:
@@ -96,6 +104,20 @@ def override_fields(base: S, settings: S, explicit: frozenset[str] | None = None
         name: value for name in names if (value := getattr(settings, name)) != getattr(default, name) or explicit is not None
     }  # fmt: skip
     return msgspec.structs.replace(base, **changed)
+
+
+def _check_start(path: Path, deployment: Deployment) -> None:
+    """Raise ConfigError or EngineError if the engine does not run on this machine with the deployment's settings."""
+    from stoker.runtime.load import check_start
+
+    engine, options = Engine.open(path), deployment.server.options
+    check_start(engine, deployment.runtime)
+    beams, limit = options.max_beam_width if isinstance(options, TritonOptions) else 1, engine.config.limits.max_beam_width
+    if beams > limit:
+        raise ConfigError(
+            f"{deployment.path}: max_beam_width={beams} is above {limit}, the limit of the engine {path}.",
+            cure=f"Lower it, or build the engine with --max-beam-width {beams}.",
+        )
 
 
 def _local_engine(deployment: Deployment) -> Path | None:

@@ -65,16 +65,24 @@ def prepare_engine(deployment: Deployment, environment: Environment[str, str], p
 
     Raises CheckpointError, ConfigError or EngineError. No message contains the value of a secret.
     """
+    check_locations(deployment)
     source = deployment.source
     location = source.location if isinstance(source, EngineSource) else source.checkpoint
-    if isinstance(source, EngineSource) and Path(location).is_absolute() and not Path(location).exists():
-        raise ConfigError(f"{deployment.path} names the engine {location}, which does not exist.", cure="Correct the path.")
     local = fetch_location(location, source, environment, progress)
     complete = FORMATS.get(deployment.format).complete
     if complete is not None:
         deployment = complete(deployment, local)
     engine = _engine(deployment, local, environment, progress)
     return PreparedEngine(engine=engine, deployment=deployment, tokenizer=_tokenizer(deployment, engine, environment, progress))
+
+
+def check_locations(deployment: Deployment) -> None:
+    """Raise ConfigError if the deployment names an absolute path of an engine or a tokenizer that does not exist."""
+    source = deployment.source
+    engine = source.location if isinstance(source, EngineSource) else None
+    for kind, location in (("engine", engine), ("tokenizer", deployment.tokenizer)):
+        if location and Path(location).is_absolute() and not Path(location).exists():
+            raise ConfigError(f"{deployment.path} names the {kind} {location}, which does not exist.", cure="Correct the path.")
 
 
 def _engine(deployment: Deployment, local: Path, environment: Environment[str, str], progress: Progress | None) -> Path:
@@ -84,7 +92,7 @@ def _engine(deployment: Deployment, local: Path, environment: Environment[str, s
         return _build(deployment, local, environment, progress)
     directory = Path(source.location) if isinstance(source, EngineSource) else local
     engine = directory if directory.is_dir() else local
-    _check_ranks(deployment, engine)
+    check_ranks(deployment, engine)
     return engine
 
 
@@ -146,7 +154,7 @@ def _build(deployment: Deployment, local: Path, environment: Environment[str, st
     return build_cached(local, config, verify="files" if changed else "auto", progress=progress, kernels=compile_kernels).path
 
 
-def _check_ranks(deployment: Deployment, engine: Path) -> None:
+def check_ranks(deployment: Deployment, engine: Path) -> None:
     """Raise ConfigError when the engine was built for other ranks than the deployment requires."""
     from stoker.engine.reader import Engine
 

@@ -32,8 +32,7 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
     """
     started = time.monotonic()
     engine = Engine.open(path)
-    devices = rank_devices(engine, config)
-    _check(engine, config)
+    devices = check_start(engine, config)
     capacity = Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
     ranks = WorkerGroup(engine, config, capacity, devices) if len(devices) > 1 else None
     try:
@@ -44,6 +43,16 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
         raise
     log.info("%s is ready on %s after %.1f s", Path(path).name, ", ".join(dict.fromkeys(map(str, devices))), time.monotonic() - started)
     return executor
+
+
+def check_start(engine: Engine, config: RuntimeConfig) -> list[torch.device]:
+    """The device of each rank. Loads nothing. Raises ConfigError or EngineError if the engine cannot run with `config` on this machine."""
+    devices = rank_devices(engine, config)
+    for device in devices:
+        engine.check_device(device)
+    _check(engine, config)
+    Capacity.of(engine.config.limits, engine.config.model.max_positions, config)
+    return devices
 
 
 def _close_after_error(ranks: WorkerGroup, error: BaseException) -> None:

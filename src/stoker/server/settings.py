@@ -9,6 +9,7 @@ from stoker.base.errors import ConfigError
 
 MIN_KEY_CHARS = 8
 MAX_TIMEOUT_S = 1 << 24
+MAX_FRONTENDS = 256
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("http_port", "grpc_port", "metrics_port"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0, 65535)
-        check_range("num_frontends", self.num_frontends, 1, 256)
+        check_range("num_frontends", self.num_frontends, 1, MAX_FRONTENDS)
         check_range("max_request_bytes", self.max_request_bytes, 1 << 10, 1 << 32)
         check_range("max_stored_bytes", self.max_stored_bytes, 1 << 20, 1 << 50)
         if self.default_max_tokens is not None:

@@ -21,6 +21,12 @@ COMMANDS = (
     Command("package", f"{_HERE}.package:COMMANDS", "Write an engine as one file for a hosting service.", "stoker package lmi engine"),
     Command("triton", f"{_HERE}.triton:COMMANDS", "Check, fill and measure Triton model repositories.", "stoker triton lint repo"),
     Command("launch", f"{_HERE}.launch:launch", "Serve a Triton repository on Triton's ports.", "stoker launch --model_repo repo"),
+    Command(
+        "tritonserver",
+        f"{_HERE}.tritonserver:tritonserver",
+        "Serve a repository with tritonserver's options.",
+        "stoker tritonserver --model-repository=repo",
+    ),
     Command("client", f"{_HERE}.client:client", "Send a request to a Triton server.", 'stoker client "Once upon a time" -S'),
     Command("bench", f"{_HERE}.bench:COMMANDS", "Measure latency, throughput or a server.", "stoker bench throughput engine"),
     Command("doctor", f"{_HERE}.doctor:doctor", "Report what this machine can run, and why not.", "stoker doctor"),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from stoker.base import env, logging
-from stoker.base.config import RuntimeConfig
+from stoker.base import env
 from stoker.base.errors import ConfigError
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
@@ -44,36 +41,27 @@ def launch(
 
       stoker launch --model_repo repo --world_size 2 --grpc_port 9001 --log --log-file server.log
     """
-    from stoker.cli.prepare_server import engine_info, prepare_server, read_deployment
-    from stoker.server.processes.supervisor import serve
+    from stoker.cli.repository_server import (
+        check_no_tritonserver,
+        check_world_size,
+        logging_to,
+        prepare_repository,
+        serve_repository,
+        with_options,
+    )
 
     addresses = ServerSettings(host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
-    deployment = read_deployment(model_repo, ServerSettings(), RuntimeConfig())
-    if not isinstance(deployment.server.options, TritonOptions | None):
-        raise ConfigError(f"{model_repo} is of the format {deployment.format}.", cure=f"Serve it: stoker serve {model_repo}.")
-    prepared = prepare_server(deployment)
-    options = prepared.settings.options
-    assert isinstance(options, TritonOptions)
-    _check_world_size(world_size, engine_info(prepared.engine).mapping.world_size)
+    prepared, options = prepare_repository(model_repo)
+    check_world_size("--world_size", world_size, prepared)
     _check_model_name(tensorrt_llm_model_name, options)
     if not force:
-        _check_no_tritonserver()
+        check_no_tritonserver()
     if tritonserver is not None:
         _execute_tritonserver(tritonserver, model_repo, addresses, log_file if log else None)
-    settings = msgspec.structs.replace(
-        prepared.settings, host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port,
-        options=msgspec.structs.replace(options, model_control=model_control),
-    )  # fmt: skip
-    with _logging_to(log_file if log else None):
-        raise typer.Exit(serve(prepared.engine, prepared.runtime, settings, typer.echo, tokenizer=prepared.tokenizer))
-
-
-def _check_world_size(requested: int | None, num_ranks: int) -> None:
-    if requested not in (None, num_ranks):
-        raise ConfigError(
-            f"--world_size {requested}: the engine has {num_ranks} rank{'s' if num_ranks > 1 else ''}.",
-            cure=f"Use {num_ranks}, or build another engine.",
-        )
+    ports = {"host": host, "http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
+    settings = with_options(msgspec.structs.replace(prepared.settings, **ports), options, model_control=model_control)
+    with logging_to(log_file if log else None, "DEBUG" if log else "INFO"):
+        raise typer.Exit(serve_repository(prepared, settings, typer.echo))
 
 
 def _check_model_name(requested: str | None, options: TritonOptions) -> None:
@@ -81,17 +69,6 @@ def _check_model_name(requested: str | None, options: TritonOptions) -> None:
     names = {name for name in (requested or "").split(",") if name}
     if model is not None and names - {model.name}:
         raise ConfigError(f"--tensorrt_llm_model_name {requested}: the repository's model is {model.name}.", cure=f"Use {model.name}.")
-
-
-def _check_no_tritonserver() -> None:
-    """Raise ConfigError when a tritonserver process exists, as launch_triton_server.py does: it would still hold GPU memory."""
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            name = path.read_text().strip()
-        except OSError:  # the process has ended
-            continue
-        if name == "tritonserver":
-            raise ConfigError(f"tritonserver is already running as process {path.parent.name}.", cure="Stop it, or launch with --force.")
 
 
 def _execute_tritonserver(program: Path, repository: Path, addresses: ServerSettings, log_file: Path | None) -> None:
@@ -103,22 +80,3 @@ def _execute_tritonserver(program: Path, repository: Path, addresses: ServerSett
         *([] if log_file is None else ["--log-verbose=3", f"--log-file={log_file}"]),
     ]  # fmt: skip
     os.execve(command[0], command, env.child_environment())
-
-
-@contextmanager
-def _logging_to(file: Path | None) -> Iterator[None]:
-    """Log at level DEBUG to `file` inside the block, from this process and its children; without a file, at INFO to stderr."""
-    if file is None:
-        if not env.text("STOKER_LOG"):
-            logging.configure("INFO")
-        yield
-        return
-    logging.configure("DEBUG")
-    with file.open("ab") as target:
-        original_stderr = os.dup(2)
-        os.dup2(target.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(original_stderr, 2)
-            os.close(original_stderr)

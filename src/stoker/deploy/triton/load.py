@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from stoker.deploy.devices import visible_gpus
 from stoker.deploy.syntax.pbtxt import Scalar
 from stoker.deploy.triton.dependent_settings import RepositoryContent, runtime_config, triton_options
 from stoker.deploy.triton.keys import KEYS, LLM, ParameterRow, models_with_key
-from stoker.deploy.triton.model_config import read_model_config
+from stoker.deploy.triton.model_config import frontends, read_model_config
 from stoker.deploy.triton.repository import ModelFile, read_models
 from stoker.deploy.triton.scalars import warn
 from stoker.server.settings import ServerSettings
@@ -108,6 +108,13 @@ class CollectedParameters:
                 name, origin = f"{file.name}.{field.name}", file.origin(field.value.line)
                 self.settings.append(Setting(section="server", name=name, value=field.value.text, origin=origin))
 
+    def add_frontends(self, files: Iterable[ModelFile]) -> None:
+        """Set the number of frontends, which is the larger count of preprocessing and postprocessing."""
+        found = [setting for file in files if (setting := frontends(file, [])) is not None]
+        if found:
+            self.settings.append(largest := max(found, key=lambda setting: setting.value))
+            self.values["server.num_frontends"] = largest.value
+
 
 def load_repository(path: Path, environment: Mapping[str, str]) -> Deployment:
     """The deployment of a repository. `environment` decides which GPUs are visible. Raises ConfigError with file, line, key and cure."""
@@ -120,6 +127,7 @@ def load_repository(path: Path, environment: Mapping[str, str]) -> Deployment:
     for file in files.values():
         collected.add_all(file)
         collected.report_fields(file)
+    collected.add_frontends(files.values())
     content = RepositoryContent(files=files, models=models, values=collected.values, notes=collected.notes)
     options, runtime = triton_options(content), runtime_config(content, visible_gpus(environment))
     server = ServerSettings(grpc_port=8001, metrics_port=8002, protocols=("kserve",), options=options, **content.section("server"))

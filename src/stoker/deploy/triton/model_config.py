@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from stoker.deploy.deployment import Note
+from stoker.deploy.deployment import Note, Setting
 from stoker.deploy.syntax.pbtxt import Message
 from stoker.deploy.triton.proto_fields import check_field
 from stoker.deploy.triton.repository import ModelFile
 from stoker.deploy.triton.scalars import flag_field, text_field, whole_field, whole_scalar
 from stoker.deploy.triton.tensors import read_tensors
 from stoker.server.protocols.kserve.model_config import MAX_BATCH_SIZE, MAX_INSTANCES, QueuePolicy, Step, TritonModel
+from stoker.server.settings import MAX_FRONTENDS
 
 UNFILLED_BATCH_SIZE = 128  # as in the first templates
 
@@ -54,16 +55,32 @@ def decoupled(file: ModelFile, notes: list[Note]) -> bool:
 
 
 def instances(file: ModelFile, notes: list[Note]) -> int:
-    """The number of instances in all groups. tensorrt_llm has one, which consists of all ranks."""
+    """The number of instances in all groups. tensorrt_llm has one, which consists of all ranks.
+
+    Those of preprocessing and postprocessing are frontends.
+    """
     count = 0
     for group in file.message.messages("instance_group"):
         count += whole_field(file, group, "count", notes, 1, MAX_INSTANCES) or 1
-    limit = 1 if file.kind == "tensorrt_llm" else MAX_INSTANCES
+    limit = {"tensorrt_llm": 1, "preprocessing": MAX_FRONTENDS, "postprocessing": MAX_FRONTENDS}.get(file.kind or "", MAX_INSTANCES)
     if count > limit:
         line = file.message.message("instance_group").line
         cure = "Set count: 1, and start a server per replica." if limit == 1 else f"Use at most {limit}."
         raise file.error(line, f"instance_group requests {count} instances of {file.name}.", cure)
+    if count > 1 and limit == MAX_INSTANCES:
+        text = "the model runs in the frontends, whose number is the count of preprocessing and postprocessing"
+        origin = file.origin(file.message.message("instance_group").line)
+        notes.append(Note(severity="info", key="instance_group.count", text=text, origin=origin))
     return max(count, 1)
+
+
+def frontends(file: ModelFile, notes: list[Note]) -> Setting | None:
+    """The number of frontends that the instances of preprocessing or postprocessing make; None if the file has no instance_group."""
+    groups = file.message.messages("instance_group")
+    if file.kind not in ("preprocessing", "postprocessing") or not groups:
+        return None
+    count = instances(file, notes)
+    return Setting(section="server", name="num_frontends", value=count, origin=file.origin(groups[0].line), key="instance_group.count")
 
 
 def queue(file: ModelFile, notes: list[Note]) -> QueuePolicy | None:

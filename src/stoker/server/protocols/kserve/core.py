@@ -10,6 +10,7 @@ from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, Responses, ServedModel
+from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.models.catalogue import Catalogue, build_catalogue
 from stoker.server.protocols.kserve.trace_and_log import LogSettings
 
@@ -24,6 +25,8 @@ class Core:
 
     def __init__(self, context: Context, catalogue: Catalogue | None = None) -> None:
         self.context = context
+        configured = context.settings.options
+        self.options = configured if isinstance(configured, TritonOptions) else TritonOptions()
         self.in_flight = InFlight()
         self.catalogue = catalogue or build_catalogue(context, self.in_flight)
         self.counts = context.metrics.triton
@@ -36,6 +39,11 @@ class Core:
             context.shared["kserve"] = core or cls(context)
         shared: Core = context.shared["kserve"]
         return shared
+
+    @property
+    def ready(self) -> bool:
+        """Whether all loaded models are ready. Without strict_readiness, the server is always ready."""
+        return not self.options.strict_readiness or all(served.unloaded or served.ready() for served in self.catalogue.all())
 
     async def responses(self, served: ServedModel, inference: Inference) -> Responses:
         """Run an inference and count it. Responses of an ensemble have the sequence parameters that Triton adds."""

@@ -23,8 +23,8 @@ EXTENSIONS = (
 )
 
 
-def server() -> dict[str, Any]:
-    return {"name": "stoker", "version": importlib.metadata.version("stoker"), "extensions": list(EXTENSIONS)}
+def server(name: str) -> dict[str, Any]:
+    return {"name": name, "version": importlib.metadata.version("stoker"), "extensions": list(EXTENSIONS)}
 
 
 def metadata(served: ServedModel) -> dict[str, Any]:

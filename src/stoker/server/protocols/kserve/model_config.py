@@ -91,11 +91,23 @@ class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
     accumulate_tokens: bool = False  # each streamed text_output of tensorrt_llm_bls contains all text so far
     unary: bool = False  # decoupled models also accept infer calls that do not stream; for engines without a repository
     model_control: str = "none"  # explicit: clients may load and unload models
+    load_models: tuple[str, ...] = ("*",)  # explicit: the models to load at the start, with the models of their steps; *: all
+    strict_readiness: bool = True  # the server is ready when all of its loaded models are
+    server_name: str = "stoker"  # in the metadata of the server
 
     def __post_init__(self) -> None:
         check_range("max_beam_width", self.max_beam_width, 1, 1024)
         check_choice("decoding_mode", self.decoding_mode, DECODING_MODES)
         check_choice("model_control", self.model_control, CONTROL_MODES)
+
+    def loaded_at_start(self) -> frozenset[str]:
+        """The names of the models that are loaded at the start."""
+        names = [m.name for m in self.models] if self.model_control != "explicit" or "*" in self.load_models else self.load_models
+        return frozenset(name for loaded in names for name in self.with_steps(loaded))
+
+    def with_steps(self, name: str) -> list[str]:
+        """The name of a model and those of the models that it runs as an ensemble."""
+        return [name, *(step.model_name for model in self.models if model.name == name for step in model.steps)]
 
     def of_kind(self, kind: str) -> TritonModel | None:
         return next((m for m in self.models if m.kind == kind), None)

@@ -91,13 +91,13 @@ class KServeGRPC:
         return pb.ServerLiveResponse(live=True)
 
     async def ready(self, request: Any, context: Any) -> Any:
-        return pb.ServerReadyResponse(ready=self._core.context.repository.ready)
+        return pb.ServerReadyResponse(ready=self._core.ready)
 
     async def model_ready(self, request: Any, context: Any) -> Any:
         return pb.ModelReadyResponse(ready=self._find(request).state == "READY")
 
     async def server(self, request: Any, context: Any) -> Any:
-        return pb.ServerMetadataResponse(**described.server())
+        return pb.ServerMetadataResponse(**described.server(self._core.options.server_name))
 
     async def metadata(self, request: Any, context: Any) -> Any:
         return json_format.ParseDict(described.metadata(self._find(request)), pb.ModelMetadataResponse())

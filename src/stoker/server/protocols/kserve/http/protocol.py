@@ -76,13 +76,13 @@ class KServeHTTP(Protocol):
         return endpoints
 
     async def server(self, http: RequestContext) -> None:
-        await http.respond(200, _encode(described.server()))
+        await http.respond(200, _encode(described.server(self._core.options.server_name)))
 
     async def live(self, http: RequestContext) -> None:
         await http.respond(200, content_type=PLAIN)
 
     async def ready(self, http: RequestContext) -> None:
-        await http.respond(200 if self.context.repository.ready else 503, content_type=PLAIN)
+        await http.respond(200 if self._core.ready else 503, content_type=PLAIN)
 
     async def model_ready(self, http: RequestContext) -> None:
         try:

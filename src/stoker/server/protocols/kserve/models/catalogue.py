@@ -63,6 +63,9 @@ def build_catalogue(context: Context, in_flight: InFlight) -> Catalogue:
     configured = context.settings.options if isinstance(context.settings.options, TritonOptions) else None
     options = configured or TritonOptions(models=default_models(), unary=True, max_beam_width=MAX_BEAM_WIDTH)
     models = [_served(model, context, options, in_flight) for model in options.models]
+    loaded = options.loaded_at_start()
+    for served in models:
+        served.unloaded = served.model.name not in loaded
     if options.unary:
         used_names = {served.model.name for served in models}
         names = [model.name for model in context.repository.models() if model.name not in used_names]

@@ -1,0 +1,162 @@
+"""`stoker tritonserver`: serves a Triton repository with the command line of Triton's server program."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from stoker.base import env
+from stoker.base.errors import ConfigError
+from stoker.base.fields.errors import InvalidValueError
+from stoker.base.logging import get_logger
+from stoker.deploy.triton.server_options import SERVER_OPTIONS, ServerOption
+from stoker.server.protocols.kserve.model_config import TritonOptions
+
+log = get_logger(__name__)
+
+_SETTINGS = ("host", "http_port", "grpc_port", "metrics_port", "drain_timeout_s", "max_request_bytes")
+_NOTICE = {"no effect": "It has no effect: ", "rejected": "Other values than {} are rejected: "}
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate the command with an option for each row of SERVER_OPTIONS. It receives the given ones by name, as text."""
+    names = {row.name.replace("-", "_"): row.name for row in SERVER_OPTIONS}
+
+    def run(**arguments: Any) -> None:
+        command({names[name]: value for name, value in arguments.items() if value not in (None, [], False)})
+
+    parameters = [_parameter(name, SERVER_OPTIONS[option]) for name, option in names.items()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def _parameter(name: str, row: ServerOption) -> inspect.Parameter:
+    metavar = None if row.argument == "flag" else "VALUE"
+    option = typer.Option(f"--{row.name}", help=_help(row), metavar=metavar, show_default=False)
+    kind: Any = {"one": str | None, "many": list[str], "flag": bool}[row.argument]
+    default: Any = {"one": None, "many": [], "flag": False}[row.argument]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _help(row: ServerOption) -> str:
+    if row.status == "accepted":
+        return row.meaning
+    harmless = ", ".join(str(value).lower() for value in row.harmless)
+    notice = _NOTICE[row.status].format(harmless) if harmless or row.status == "no effect" else "It is rejected: "
+    return f"{notice}{row.reason}."
+
+
+@_options
+def tritonserver(given: dict[str, Any]) -> None:
+    """Serve a Triton model repository in the foreground. The options are those of Triton's own server program.
+
+    `stoker-tritonserver` is the same command as a program of its own, for tools that accept the path of a tritonserver:
+    `launch_triton_server.py --tritonserver $(which stoker-tritonserver)`. In a job of several processes (mpirun, srun), rank 0 starts all
+    ranks of the engine and serves; the other processes wait for its end.
+
+    Examples:
+
+      stoker tritonserver --model-repository=repo
+
+      stoker tritonserver --model-repository=repo --model-control-mode=explicit --load-model=ensemble
+
+      stoker tritonserver --model-repository=repo --http-port=9000 --log-verbose=1 --log-file=triton.log
+    """
+    values = _parse(given)
+    from stoker.cli.job_ranks import wait_for_first_rank
+    from stoker.cli.repository_server import logging_to
+
+    process = env.job_process()
+    with logging_to(Path(values["log_file"]) if "log_file" in values else None, _log_level(values)):
+        for name, reason in values["notes"]:
+            log.debug("--%s has no effect: %s", name, reason)
+        if process.rank > 0:
+            wait_for_first_rank(process)
+        else:
+            raise typer.Exit(_serve(values, process.size))
+
+
+def _serve(values: dict[str, Any], num_processes: int) -> int:
+    from stoker.cli.repository_server import check_world_size, prepare_repository, serve_repository, with_options
+
+    prepared, options = prepare_repository(_repository(values))
+    check_world_size("the number of processes", num_processes if num_processes > 1 else None, prepared)
+    changes = {name.removeprefix("options."): value for name, value in values.items() if name.startswith("options.")}
+    settings = msgspec.structs.replace(prepared.settings, **_addresses(values))
+    settings = with_options(settings, options, **changes, load_models=_load_models(values, options))
+    return serve_repository(prepared, settings, typer.echo)
+
+
+def _parse(given: dict[str, Any]) -> dict[str, Any]:
+    """Target → value of the accepted options, and `notes`: (name, reason) of those without effect. Raises ConfigError."""
+    values: dict[str, Any] = {"notes": []}
+    for name, texts in given.items():
+        row = SERVER_OPTIONS[name]
+        try:
+            checked = [row.parse(text) for text in (texts if isinstance(texts, list) else [str(texts)])]
+        except InvalidValueError as error:
+            raise error.config_error(f"--{name}") from None
+        if row.status == "no effect":
+            values["notes"].append((name, row.reason))
+        elif row.status == "accepted":
+            many = [*values.get(row.target, []), *checked] if row.argument == "many" else None
+            _set(values, row, checked[-1] if many is None else many)
+    if "load_models" in values and values.get("options.model_control") != "explicit":
+        raise ConfigError("--load-model requires --model-control-mode=explicit.", cure="Add it, or leave --load-model out.")
+    return values
+
+
+def _set(values: dict[str, Any], row: ServerOption, value: Any) -> None:
+    if row.argument != "many" and values.get(row.target, value) != value:
+        raise ConfigError(f"--{row.name}={value} contradicts {values[row.target]}, which another option sets.", cure="Make the two equal.")
+    values[row.target] = value
+
+
+def _repository(values: dict[str, Any]) -> Path:
+    found = dict.fromkeys(values.get("repository", []))
+    if len(found) != 1:
+        text = f"--model-repository names {len(found)} repositories." if found else "--model-repository is missing."
+        raise ConfigError(text, cure="Name the repository of one engine.")
+    return Path(next(iter(found)))
+
+
+def _addresses(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ServerSettings. Ports are Triton's by default, and the server listens on all addresses."""
+    fields: dict[str, Any] = {"host": "0.0.0.0", "http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
+    fields |= {name: values[name] for name in _SETTINGS if name in values}
+    closed = {f"{kind}_port": None for kind in ("grpc", "metrics") if values.get(f"allow_{kind}") is False}
+    return fields | closed
+
+
+def _load_models(values: dict[str, Any], options: TritonOptions) -> tuple[str, ...]:
+    """The models to load at the start. Raises ConfigError for an unknown one."""
+    names = values.get("load_models", [] if values.get("options.model_control") == "explicit" else ["*"])
+    known = [model.name for model in options.models]
+    for name in names:
+        if name not in ("*", *known):
+            raise ConfigError(f"--load-model={name}: the repository has no such model.", cure=f"Use one of: {', '.join(known)}.")
+    return tuple(names)
+
+
+def _log_level(values: dict[str, Any]) -> str:
+    if values.get("log_verbose", 0) > 0:
+        return "DEBUG"
+    if values.get("log_info", True):
+        return "INFO"
+    return "WARNING" if values.get("log_warning", True) else "ERROR"
+
+
+def main() -> int:
+    """The program stoker-tritonserver: the command with all options of the command line."""
+    from stoker.cli.main import main as run_stoker
+
+    sys.argv.insert(1, "tritonserver")
+    return run_stoker()

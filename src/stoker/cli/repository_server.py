@@ -1,0 +1,93 @@
+"""Serves a Triton repository in the foreground: the common part of `stoker launch` and `stoker tritonserver`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stoker.base import env, logging
+from stoker.base.config import RuntimeConfig
+from stoker.base.errors import ConfigError
+from stoker.server.protocols.kserve.model_config import TritonOptions
+from stoker.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from stoker.cli.prepare_server import PreparedServer
+
+_PR_SET_NAME = 15  # of prctl(2)
+
+
+def prepare_repository(repository: Path) -> tuple[PreparedServer, TritonOptions]:
+    """The server of a model repository, and its options. Raises ConfigError for a folder of another format."""
+    from stoker.cli.prepare_server import prepare_server, read_deployment
+
+    deployment = read_deployment(repository, ServerSettings(), RuntimeConfig())
+    if not isinstance(deployment.server.options, TritonOptions | None):
+        raise ConfigError(f"{repository} is of the format {deployment.format}.", cure=f"Serve it: stoker serve {repository}.")
+    prepared = prepare_server(deployment)
+    assert isinstance(prepared.settings.options, TritonOptions)
+    return prepared, prepared.settings.options
+
+
+def check_world_size(name: str, requested: int | None, prepared: PreparedServer) -> None:
+    """Raise ConfigError if the number of ranks that `name` requests is not the engine's. None requests no number."""
+    from stoker.cli.prepare_server import engine_info
+
+    num_ranks = engine_info(prepared.engine).mapping.world_size
+    if requested not in (None, num_ranks):
+        raise ConfigError(
+            f"{name} {requested}: the engine has {num_ranks} rank{'s' if num_ranks > 1 else ''}.",
+            cure=f"Use {num_ranks}, or build another engine.",
+        )
+
+
+def serve_repository(prepared: PreparedServer, settings: ServerSettings, announce: Callable[[str], None]) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit status. The process is named tritonserver: scripts search for it with pgrep."""
+    from stoker.server.processes.supervisor import serve
+
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"tritonserver", 0, 0, 0)
+    return serve(prepared.engine, prepared.runtime, settings, announce, tokenizer=prepared.tokenizer)
+
+
+def with_options(settings: ServerSettings, options: TritonOptions, **changes: object) -> ServerSettings:
+    """`settings` with `options`, of which the fields `changes` are replaced."""
+    return msgspec.structs.replace(settings, options=msgspec.structs.replace(options, **changes))
+
+
+def check_no_tritonserver() -> None:
+    """Raise ConfigError when a tritonserver process exists, as launch_triton_server.py does: it would still hold GPU memory."""
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            name = path.read_text().strip()
+        except OSError:  # the process has ended
+            continue
+        if name == "tritonserver":
+            raise ConfigError(f"tritonserver is already running as process {path.parent.name}.", cure="Stop it, or launch with --force.")
+
+
+@contextmanager
+def logging_to(file: Path | None, level: str = "INFO") -> Iterator[None]:
+    """Log at `level` inside the block, from this process and its children: appended to `file`, or to standard error without a file.
+
+    STOKER_LOG takes precedence over `level` INFO.
+    """
+    if level != "INFO" or not env.text("STOKER_LOG"):
+        env.set_log_level(level)
+        logging.configure()
+    if file is None:
+        yield
+        return
+    with file.open("ab") as target:
+        original_stderr = os.dup(2)
+        os.dup2(target.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(original_stderr, 2)
+            os.close(original_stderr)

@@ -1,0 +1,167 @@
+"""`stoker tritonserver`: the options of Triton's server program, and the commands that launch_triton_server.py runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from test_triton_commands import Run, run
+
+from stoker.base.config import Limits, Mapping
+from stoker.builder.build import build
+from stoker.builder.config import BuildConfig
+from stoker.cli.prepare_server import engine_info
+from stoker.deploy.triton.export import export_triton
+
+__all__ = ["run"]  # the fixture
+
+MPIRUN = Path(sysconfig.get_path("scripts")) / "mpirun"
+SETTINGS = {"decoupled_mode": "true", "max_tokens_in_paged_kv_cache": "4096"}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A repository for a tiny engine of one or two ranks."""
+    import tiny
+
+    folder = tmp_path_factory.mktemp("tritonserver")
+    checkpoint = tiny.save(tiny.model(), folder / "checkpoint")
+    limits = Limits(max_batch_size=8, max_input_len=128, max_output_len=128, max_num_tokens=256, tokens_per_block=16)
+
+    @functools.cache
+    def create(ranks: int) -> Path:
+        config = BuildConfig(dtype="float32", device="cpu", limits=limits, mapping=Mapping(tensor_parallel=ranks))
+        engine = build(checkpoint, folder / f"engine-{ranks}", config, verify="files").path
+        export_triton(engine_info(engine), folder / f"repo-{ranks}", SETTINGS)
+        return folder / f"repo-{ranks}"
+
+    return create
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """The console script stoker-tritonserver, as an installation writes it."""
+    script = tmp_path / "stoker-tritonserver"
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom stoker.cli.commands.tritonserver import main\nsys.exit(main())\n")
+    script.chmod(0o755)
+    return script
+
+
+@contextlib.contextmanager
+def started(command: list[str]) -> Iterator[tuple[dict[str, str], subprocess.Popen[str], list[str]]]:
+    """(addresses by service, process, log lines) of a server once it is ready. At the end it is stopped and must leave no process."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    addresses: dict[str, str] = {}
+    try:
+        assert process.stdout is not None
+        while len(addresses) < 3:
+            lines.append(process.stdout.readline())
+            assert lines[-1], "".join(lines)
+            if found := re.search(r"Started (\w+)(?: Service)? at ([\d.]+:\d+)", lines[-1]):
+                addresses[found[1]] = found[2]
+        yield addresses, process, lines
+    finally:
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=60)
+        lines += rest.splitlines(keepends=True)
+
+
+def launcher_command(program: Path, repository: Path, world_size: int, *more: str) -> list[str]:
+    """The command that launch_triton_server.py (TensorRT-LLM 1.x) runs: one program per rank, each with all ports."""
+    ports = ["--grpc-port=0", "--http-port=0", "--metrics-port=0"]
+    command = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe"]
+    for rank in range(world_size):
+        command += ["-n", "1", str(program), f"--model-repository={repository}", *ports]
+        if rank:
+            command += ["--model-control-mode=explicit", "--load-model=tensorrt_llm"]
+        command += [*ports, "--http-address=127.0.0.1", *more]
+        command += ["--disable-auto-complete-config", f"--backend-config=python,shm-region-prefix-name=prefix{rank}_", ":"]
+    return command
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="the package openmpi is not installed")
+def test_the_launcher_starts_two_ranks(repository: Callable[[int], Path], program: Path) -> None:
+    """Rank 0 serves an engine of two ranks. The other process ends with it, and mpirun ends."""
+    with started(launcher_command(program, repository(2), 2)) as (addresses, process, lines):
+        body = {"text_input": "the quick", "max_tokens": 5}
+        answer = httpx.post(f"http://{addresses['HTTPService']}/v2/models/ensemble/generate", json=body, timeout=30).json()
+        assert answer["model_name"] == "ensemble" and answer["text_output"]
+        named = [path.parent for path in Path("/proc").glob("[0-9]*/comm") if path.read_text() == "tritonserver\n"]
+        ours = [path for path in named if str(program).encode() in (path / "cmdline").read_bytes()]
+        assert len(ours) == 1, "pgrep tritonserver finds the server"
+        os.kill(int(ours[0].name), signal.SIGTERM)  # rank 0 alone; mpirun itself receives no signal
+        process.wait(60)
+    log = "".join(lines)
+    assert process.returncode == 0 and "rank 1 of 2 waits" in log and "Traceback" not in log, log
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="the package openmpi is not installed")
+def test_a_number_of_processes_that_is_not_the_engines_is_rejected(repository: Callable[[int], Path], program: Path) -> None:
+    done = subprocess.run(launcher_command(program, repository(1), 3), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "stoker: the number of processes 3: the engine has 1 rank. Use 1, or build another engine." in done.stderr
+
+
+def test_options_of_the_server_have_effect(repository: Callable[[int], Path], program: Path, tmp_path: Path) -> None:
+    """Without mpirun, in explicit mode: only the models of --load-model are loaded. The log is in the file."""
+    options = ["--model-control-mode=explicit", "--load-model", "preprocessing", "--id=mine", "--allow-metrics=true", "--log-verbose=1"]
+    with started([*launcher_command(program, repository(1), 1)[5:-1], *options]) as (addresses, process, lines):
+        http = f"http://{addresses['HTTPService']}"
+        assert httpx.get(f"{http}/v2").json()["name"] == "mine"
+        states = {row["name"]: row["state"] for row in httpx.post(f"{http}/v2/repository/index").json()}
+        assert [name for name, state in states.items() if state == "READY"] == ["preprocessing"]
+        assert httpx.get(f"{http}/v2/health/ready").status_code == 200
+    assert process.returncode == 0 and any("--backend-config has no effect" in line for line in lines)
+    log = tmp_path / "log.txt"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = ["--http-address=127.0.0.1", f"--http-port={taken.getsockname()[1]}", "--log-verbose=1", f"--log-file={log}"]
+        command = [str(program), f"--model-repository={repository(1)}", *address, "--log-format=ISO8601"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "cannot be used" in done.stderr and "--log-format has no effect" not in done.stderr
+    assert "--log-format has no effect: the log has one format" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ((), "--model-repository is missing"),
+        (("--model-repository=a", "--model-repository=b"), "names 2 repositories. Name the repository of one engine."),
+        (("--model-repository=a", "--load-model=x"), "--load-model requires --model-control-mode=explicit."),
+        (("--model-control-mode=poll",), "it must be one of none, explicit"),
+        (("--exit-on-error=maybe",), "--exit-on-error=maybe is refused: it must be true or false"),
+        (("--http-port=99999",), "it must be a whole number from 0 to 65535"),
+        (("--http-address=127.0.0.1", "--grpc-address=0.0.0.0"), "contradicts 127.0.0.1"),
+        (("--grpc-use-ssl=true",), "Use HTTPS and gRPC with TLS: stoker serve REPOSITORY --tls-certificate"),
+        (("--rate-limit=execution_count",), "Set max_queue_size in config.pbtxt."),
+    ],
+)
+def test_options_are_checked_before_anything_is_read(args: tuple[str, ...], error: str, run: Run) -> None:
+    status, _, err = run("tritonserver", *args)
+    assert status == 2 and error in err and "Traceback" not in err
+
+
+def test_an_unknown_model_and_option(run: Run, repository: Callable[[int], Path]) -> None:
+    explicit = (f"--model-repository={repository(1)}", "--model-control-mode=explicit")
+    status, _, err = run("tritonserver", *explicit, "--load-model=nope")
+    assert status == 2 and "--load-model=nope: the repository has no such model. Use one of: ensemble" in err
+    status, _, err = run("tritonserver", "--http-prot=1")
+    assert status == 2 and "--http-port" in err
