@@ -50,6 +50,7 @@ class Running:
             [TokenLogprobs(token, -0.5) for token in new] if params.logprobs is not None else [],
             cached_tokens=len(self.request.prompt_ids) // 2 if first else 0,
             prompt_logprobs=[None] if first and params.prompt_logprobs is not None else None,
+            queue_s=0.25 if first else 0.0,
         )
 
 

@@ -6,14 +6,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_executor import FakeExecutor, Script, info
 
 from stoker.base.errors import QueueFullError, RequestError, StokerError, UnavailableError
-from stoker.base.types import Delta, FinishReason, GenerationRequest, SamplingParams
+from stoker.base.types import Delta, FinishReason, GenerationRequest, SamplingParams, Timings
 from stoker.frontend.generation import GenerationService
+from stoker.frontend.stopwatch import Stopwatch
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.request import ErrorInfo
 from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
@@ -70,8 +72,43 @@ async def test_joined_stream_equals_the_completion(tokenizer: Tokenizer, group: 
     assert deltas[0].usage is not None
     assert (deltas[0].usage.prompt_tokens, deltas[0].usage.cached_tokens) == (size, size // 2)
     assert deltas[-1].usage == whole.usage
+    assert whole.timings is not None and [delta.timings is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
     assert whole.usage.completion_tokens == sum(len(choice.token_ids) for choice in whole.choices)
     assert whole.prompt_logprobs == [None]
+
+
+async def test_timings(tokenizer: Tokenizer) -> None:
+    """`queue_s` is the executor's; the rest is consistent with the usage."""
+    async with serving(tokenizer, answer_with(tokenizer), step_s=0.002) as (service, _):
+        for values in ({"n": 2}, {"max_tokens": 1}):
+            completion = await service.complete(make_request(**values))
+            timings, count = completion.timings, completion.usage.completion_tokens
+            assert timings is not None and timings.queue_s == 0.25
+            assert 0 < timings.time_to_first_token_s <= timings.total_s
+            assert timings.tokens_per_s == pytest.approx(count / timings.total_s)
+            gaps = max(len(choice.token_ids) for choice in completion.choices) - 1
+            assert timings.time_per_output_token_s * gaps == pytest.approx(timings.total_s - timings.time_to_first_token_s if gaps else 0)
+
+
+def test_the_clock_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submitted at 100 s; the first token after 2 s, the last one after 10 s."""
+    now = [100.0]
+    monkeypatch.setattr("stoker.frontend.stopwatch.time", SimpleNamespace(monotonic=lambda: now[0]))
+    stopwatch = Stopwatch()
+    for now[0], queue_s in ((102.0, 0.5), (106.0, 9.0)):
+        stopwatch.token(queue_s)
+    now[0] = 110.0
+    assert stopwatch.timings([5, 3]) == Timings(0.5, 2.0, 10.0, 0.8, 2.0)
+    assert Stopwatch().timings([0]) == Timings(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+async def test_bad_words_that_are_strings_become_token_ids(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, answer_with(tokenizer)) as (service, executor):
+        await service.complete(make_request(bad_words=["fox", (5, 6)]))
+        with pytest.raises(RequestError, match="bad_words="):
+            await service.complete(make_request(bad_words=[""]))
+    expected = {(5, 6), *(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("fox", " fox"))}
+    assert set(executor.requests[0].params.bad_word_ids) == expected
 
 
 @pytest.mark.parametrize("group", [1, 2, 7, 100])

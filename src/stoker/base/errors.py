@@ -27,6 +27,10 @@ class ConfigError(StokerError):
     code = "bad_config"
 
 
+class ConfigTypeError(ConfigError, TypeError):
+    """A setting has a value of a wrong type, or a name that does not exist."""
+
+
 class CheckpointError(StokerError):
     """A checkpoint is incomplete, damaged or not supported."""
 
@@ -50,6 +54,10 @@ class RequestError(StokerError):
         self.value = value
         self.limit = limit
         super().__init__(f"{field}={_shorten(value)} is refused: {limit}.", cure=cure)
+
+
+class RequestTypeError(RequestError, TypeError):
+    """A field of a request has a value of a wrong type."""
 
 
 class NotFoundError(StokerError):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import enum
-import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal, cast
 
 import msgspec
 
-from stoker.base.errors import RequestError
+from stoker.base.errors import RequestError, RequestTypeError
+from stoker.base.param_checks import check_lists, check_number, check_numbers_by_token, check_type, check_whole_number
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 64
 CHANGE_LOGITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "guide")  # of SamplingParams
+FLAGS = ("early_stopping", "ignore_eos", "include_stop", "skip_special_tokens")  # fields of SamplingParams
 
 
 class FinishReason(enum.StrEnum):
@@ -37,111 +39,97 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen, and when a sequence ends. Construction raises RequestError for a value that is out of range.
+    """How tokens are chosen, and when a sequence ends.
 
+    Construction raises RequestError for a value that is out of range. For a value of another type, the error is a TypeError, too.
     Defaults are greedy decoding of 16 tokens, as in OpenAI's completions except for the temperature.
+
+    Attributes:
+        max_tokens: Largest number of new tokens, at least 1.
+        min_tokens: Number of new tokens before an end id, stop id or stop string may end the sequence.
+        n: Number of independent sequences for the prompt, 1 to 64.
+        temperature: 0 to 100. 0 selects the token of the largest logit (greedy).
+        top_k: Draw from the `top_k` tokens of the largest logits. 0: no limit.
+        top_p: Draw from the smallest set of tokens whose probabilities sum to `top_p`, in (0, 1]. 1: no limit.
+        min_p: Tokens of less than `min_p` × the largest probability are excluded.
+        seed: The same seed gives the same tokens, whatever else is in the batch. None: a random seed.
+        repetition_penalty: Values above 1 make tokens of the prompt and the output less likely (CTRL, arXiv 1909.05858).
+        presence_penalty: Subtracted once from the logit of each token that was generated.
+        frequency_penalty: Subtracted from the logit of a token for each time that it was generated.
+        logit_bias: Token id → value that is added to its logit.
+        stop: A string, or several, that end the sequence. The text does not contain them unless `include_stop` is set.
+        stop_token_ids: Token ids that end the sequence.
+        bad_words: Words that are never generated: a string, or a list of strings and of lists of token ids. A string is tokenized as
+            written and after a space.
+        include_stop: Whether the text contains the stop string.
+        ignore_eos: Whether the model's end-of-sequence ids are treated as ordinary tokens.
+        skip_special_tokens: Whether special tokens are left out of the text.
+        logprobs: k: return the log-probabilities of the chosen token and of the k most likely ones. None: no log-probabilities.
+        prompt_logprobs: The same for the tokens of the prompt.
+        beam_width: Above 1: beam search. An engine refuses more than its `max_beam_width`.
+        length_penalty: Beam search: the score of a candidate is divided by length ** `length_penalty`.
+        early_stopping: Beam search: whether to stop when `beam_width` candidates have ended.
+        guide: A grammar that the text must match.
     """
 
     max_tokens: int = 16
-    """Largest number of new tokens, at least 1."""
-
     min_tokens: int = 0
-    """Number of new tokens before an end id, stop id or stop string may end the sequence."""
-
     n: int = 1
-    """Number of independent sequences for the prompt, 1 to 64."""
-
     temperature: float = 0.0
-    """0 to 100. 0 selects the token of the largest logit (greedy)."""
-
     top_k: int = 0
-    """Draw from the `top_k` tokens of the largest logits. 0: no limit."""
-
     top_p: float = 1.0
-    """Draw from the smallest set of tokens whose probabilities sum to `top_p`, in (0, 1]. 1: no limit."""
-
     min_p: float = 0.0
-    """Tokens of less than `min_p` × the largest probability are excluded."""
-
     seed: int | None = None
-    """The same seed gives the same tokens, whatever else is in the batch. None: a random seed."""
-
     repetition_penalty: float = 1.0
-    """Values above 1 make tokens of the prompt and the output less likely (CTRL, arXiv 1909.05858)."""
-
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token that was generated."""
-
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token for each time that it was generated."""
-
     logit_bias: dict[int, float] = {}
-    """Token id → value that is added to its logit."""
-
-    stop: tuple[str, ...] = ()
-    """Strings that end the sequence. The text does not contain them unless `include_stop` is set."""
-
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the sequence."""
-
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that are never completed."""
-
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: str | Sequence[str | Sequence[int]] = ()
     include_stop: bool = False
-    """Whether the text contains the stop string."""
-
     ignore_eos: bool = False
-    """Whether the model's end-of-sequence ids are treated as ordinary tokens."""
-
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text."""
-
     logprobs: int | None = None
-    """k: return the log-probabilities of the chosen token and of the k most likely ones. None: no log-probabilities."""
-
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt."""
-
     beam_width: int = 1
-    """Above 1: beam search. An engine refuses more than its `max_beam_width`."""
-
     length_penalty: float = 1.0
-    """Beam search: the score of a candidate is divided by length ** `length_penalty`."""
-
     early_stopping: bool = False
-    """Beam search: whether to stop when `beam_width` candidates have ended."""
-
     guide: Guide | None = None
-    """A grammar that the text must match."""
 
     def __post_init__(self) -> None:
         if self.guide is not None:
+            if not isinstance(self.guide, Guide):
+                raise RequestTypeError("guide", self.guide, "it must be a Guide")
             self.guide.check()
-        _whole(self, "max_tokens", 1)
-        _whole(self, "min_tokens", 0, self.max_tokens)
-        _whole(self, "n", 1, MAX_CHOICES)
-        _number(self, "temperature", 0.0, 100.0)
-        _whole(self, "top_k", 0)
-        _number(self, "top_p", 0.0, 1.0, above=True)
-        _number(self, "min_p", 0.0, 1.0)
-        _number(self, "repetition_penalty", 0.0, 100.0, above=True)
-        _number(self, "presence_penalty", -100.0, 100.0)
-        _number(self, "frequency_penalty", -100.0, 100.0)
-        _number(self, "length_penalty", -100.0, 100.0)
-        _whole(self, "beam_width", 1, 64)
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise RequestError("seed", self.seed, "it must fit 64 bits")
+        check_lists(self)
+        check_whole_number(self, "max_tokens", 1)
+        check_whole_number(self, "min_tokens", 0, self.max_tokens)
+        check_whole_number(self, "n", 1, MAX_CHOICES)
+        check_number(self, "temperature", 0.0, 100.0)
+        check_whole_number(self, "top_k", 0)
+        check_number(self, "top_p", 0.0, 1.0, above=True)
+        check_number(self, "min_p", 0.0, 1.0)
+        check_number(self, "repetition_penalty", 0.0, 100.0, above=True)
+        check_number(self, "presence_penalty", -100.0, 100.0)
+        check_number(self, "frequency_penalty", -100.0, 100.0)
+        check_number(self, "length_penalty", -100.0, 100.0)
+        check_whole_number(self, "beam_width", 1, 64)
+        if self.seed is not None:
+            check_type(self, "seed", int, "a whole number")
+            if not -(2**63) <= self.seed < 2**64:
+                raise RequestError("seed", self.seed, "it must fit 64 bits")
+        for name in FLAGS:
+            check_type(self, name, bool, "True or False")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(self, name, 0, MAX_LOGPROBS)
+                check_whole_number(self, name, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError("stop", list(self.stop), f"at most {MAX_STOP_STRINGS} stop strings")
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_CHARS:
                 raise RequestError("stop", text, f"a stop string has 1 to {MAX_STOP_CHARS} characters")
-        for bias in self.logit_bias.values():
-            if math.isnan(bias) or abs(bias) == math.inf:
-                raise RequestError("logit_bias", bias, "it must be a finite number")
+        check_numbers_by_token(self, "logit_bias")
 
     @property
     def greedy(self) -> bool:
@@ -153,9 +141,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return [name for name in CHANGE_LOGITS if getattr(self, name) != getattr(_NEUTRAL, name)]
 
     @property
+    def bad_word_ids(self) -> tuple[tuple[int, ...], ...]:
+        """`bad_words` of a request that the frontend has prepared: it has replaced strings by token ids."""
+        return cast("tuple[tuple[int, ...], ...]", self.bad_words)
+
+    @property
     def token_ids_by_field(self) -> dict[str, list[int]]:
         """The token ids in each field that contains some. Admission checks that the vocabulary of the engine has them."""
-        bad_words = [token for words in self.bad_words for token in words]
+        bad_words = [token for word in self.bad_word_ids for token in word]
         return {"logit_bias": [*self.logit_bias], "stop_token_ids": [*self.stop_token_ids], "bad_words": bad_words}
 
 
@@ -203,6 +196,25 @@ class Usage(msgspec.Struct):
     """Tokens of the prompt whose keys and values were reused."""
 
 
+class Timings(msgspec.Struct, frozen=True):
+    """When a request was computed. All times are in seconds; the clock starts when the request is submitted, before tokenization."""
+
+    queue_s: float
+    """Time that the first sequence waited in the executor before its prompt was computed."""
+
+    time_to_first_token_s: float
+    """Time until the first token arrived. Equal to `total_s` if there is no token."""
+
+    total_s: float
+    """Time until the last token arrived."""
+
+    tokens_per_s: float
+    """Generated tokens of all sequences divided by `total_s`."""
+
+    time_per_output_token_s: float
+    """Mean time between two tokens of a sequence, after the first one. 0 for fewer than two tokens."""
+
+
 class Delta(msgspec.Struct):
     """New tokens and text of one sequence since the last emission. Joined deltas are the whole answer."""
 
@@ -232,6 +244,9 @@ class Delta(msgspec.Struct):
 
     error: str | None = None
     """The message when finish_reason is ERROR."""
+
+    timings: Timings | None = None
+    """Set in the last delta of the request."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -263,22 +278,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     truncation_side: Literal["left", "right"] = "left"
     """The side on which `truncate_prompt_tokens` removes tokens."""
-
-
-def _whole(params: Any, name: str, low: int, high: int | None = None) -> None:
-    value = getattr(params, name)
-    if type(value) is not int:
-        raise RequestError(name, value, "it must be a whole number")
-    if value < low or (high is not None and value > high):
-        raise RequestError(name, value, f"it must be between {low} and {high}" if high is not None else f"it must be at least {low}")
-
-
-def _number(params: Any, name: str, low: float, high: float, *, above: bool = False) -> None:
-    value = getattr(params, name)
-    if type(value) not in (int, float) or math.isnan(value):
-        raise RequestError(name, value, "it must be a finite number")
-    if not (low < value if above else low <= value) or value > high:
-        raise RequestError(name, value, f"it must be {'above' if above else 'at least'} {low:g} and at most {high:g}")
 
 
 _NEUTRAL = SamplingParams()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,6 +59,7 @@ SAMPLING_HELP = {
 TEMPLATE_SETTINGS = typer.Option("--set", help="A template variable or parameter as name:value; separate several with commas. Repeatable.")
 
 Function = Callable[..., Any]
+_STRINGS = str | Sequence[str]  # a field of this type is a repeatable option
 _INDICES = tuple[int, ...] | None  # a field of this type is one option with commas
 _FLAGS = {"http_port": "port", "protocols": "protocol", "cors_origins": "cors-origin"}  # fields whose option has another name
 
@@ -121,7 +122,7 @@ def _option(struct: type[msgspec.Struct], name: str, text: str, defaults: dict[s
     field = next(field for field in msgspec.structs.fields(struct) if field.name == name)
     default = defaults.get(name, field.default)
     annotation: Any = typing.get_type_hints(struct)[name]
-    if typing.get_origin(annotation) is tuple:
+    if typing.get_origin(annotation) is tuple or annotation == _STRINGS:
         annotation, default = list[str], list(default)
     if annotation == _INDICES:
         annotation = str | None

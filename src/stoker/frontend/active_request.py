@@ -5,6 +5,7 @@ from __future__ import annotations
 from stoker.base.errors import UnavailableError
 from stoker.base.types import Delta, FinishReason, Usage
 from stoker.frontend.sequence_text import SequenceText
+from stoker.frontend.stopwatch import Stopwatch
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import ExecutorClient
 from stoker.runtime.request import SequenceOutput, TokenRequest
@@ -13,15 +14,16 @@ from stoker.runtime.request import SequenceOutput, TokenRequest
 class ActiveRequest:
     """One request with `n` sequences.
 
-    The first delta carries the usage of the prompt, the last one the whole usage. A sequence that ends with a stop string is
-    cancelled in the executor, which does not see text.
+    The first delta carries the usage of the prompt, the last one the whole usage and the timings. A sequence that ends with a stop string
+    is cancelled in the executor, which does not see text.
     """
 
-    def __init__(self, task: TokenRequest, tokenizer: Tokenizer, client: ExecutorClient) -> None:
+    def __init__(self, task: TokenRequest, tokenizer: Tokenizer, client: ExecutorClient, stopwatch: Stopwatch) -> None:
         params = task.params
         self.started = False
         self._task = task
         self._client = client
+        self._stopwatch = stopwatch
         self._texts = [SequenceText(i, params, tokenizer.detokenizer(params.skip_special_tokens)) for i in range(params.n)]
         self._cached_tokens: int | None = None
 
@@ -47,6 +49,7 @@ class ActiveRequest:
         text = self._texts[output.index]
         if text.num_tokens == 0 and output.token_ids:
             self._record_cached_tokens(output.cached_tokens)
+            self._stopwatch.token(output.queue_s)
         delta = text.push(output)
         delta.prompt_logprobs = output.prompt_logprobs
         if text.stopped_by_text and not self.finished:
@@ -64,7 +67,9 @@ class ActiveRequest:
         if not self.started:
             deltas[0].usage = usage
         if self.finished:
-            usage.completion_tokens = sum(text.num_tokens for text in self._texts)
+            lengths = [text.num_tokens for text in self._texts]
+            usage.completion_tokens = sum(lengths)
             deltas[-1].usage = usage
+            deltas[-1].timings = self._stopwatch.timings(lengths)
         self.started = True
         return deltas

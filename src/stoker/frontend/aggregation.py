@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.base.types import Delta, FinishReason, TokenLogprobs, Usage
+from stoker.base.types import Delta, FinishReason, Timings, TokenLogprobs, Usage
 from stoker.frontend.service import Choice, Completion
 from stoker.runtime.request import TokenRequest
 
@@ -16,6 +16,7 @@ class Aggregator:
         self._texts: list[list[str]] = [[] for _ in self._choices]
         self._usage = Usage(prompt_tokens=len(task.prompt_ids))
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._timings: Timings | None = None
 
     def add(self, deltas: list[Delta]) -> None:
         """Append the next deltas of the stream."""
@@ -27,6 +28,7 @@ class Aggregator:
             if delta.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason, choice.error = delta.finish_reason, delta.stop_reason, delta.error
             self._usage = delta.usage or self._usage
+            self._timings = delta.timings
             if delta.prompt_logprobs is not None:
                 self._prompt_logprobs = delta.prompt_logprobs
 
@@ -34,4 +36,4 @@ class Aggregator:
         """The completion of all deltas."""
         for choice, texts in zip(self._choices, self._texts, strict=True):
             choice.text = "".join(texts)
-        return Completion(self._task.request_id, self._task.prompt_ids, self._choices, self._usage, self._prompt_logprobs)
+        return Completion(self._task.request_id, self._task.prompt_ids, self._choices, self._usage, self._prompt_logprobs, self._timings)

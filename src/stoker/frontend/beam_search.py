@@ -18,6 +18,7 @@ from stoker.base.types import MAX_LOGPROBS, FinishReason, SamplingParams, TokenL
 from stoker.frontend.executor_errors import to_error
 from stoker.frontend.sequence_text import SequenceText
 from stoker.frontend.service import Choice, Completion
+from stoker.frontend.stopwatch import Stopwatch
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import ExecutorClient
 from stoker.runtime.request import ErrorInfo, SequenceOutput, TokenRequest
@@ -96,10 +97,11 @@ class BeamSearch:
 class BeamDriver:
     """Runs the beam search of one request on an executor."""
 
-    def __init__(self, task: TokenRequest, client: ExecutorClient, tokenizer: Tokenizer) -> None:
+    def __init__(self, task: TokenRequest, client: ExecutorClient, tokenizer: Tokenizer, stopwatch: Stopwatch) -> None:
         self._task = task
         self._client = client
         self._tokenizer = tokenizer
+        self._stopwatch = stopwatch
         self._deadline = None if task.timeout_s is None else time.monotonic() + task.timeout_s
         self._end_ids = frozenset(task.end_ids) | frozenset(task.params.stop_token_ids)
         self._search = BeamSearch(task.params, self._end_ids, self._stops if task.params.stop else lambda ids: False)
@@ -142,8 +144,9 @@ class BeamDriver:
             return [output async for outputs in batches for output in outputs][-1]
 
     def _check(self, outputs: list[SequenceOutput]) -> None:
-        """Retain the first output for the usage, raise errors, and end the search when a request was cancelled or timed out."""
+        """Retain the first output and its time, raise errors, and end the search when a request was cancelled or timed out."""
         self._first = self._first or outputs[0]
+        self._stopwatch.token(outputs[0].queue_s)
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
                 raise to_error(output.error or ErrorInfo("internal_error", "a beam failed"))
@@ -154,9 +157,9 @@ class BeamDriver:
         beams = self._search.finished if self._ended is None else self._search.finished + self._search.running
         choices = [self._choice(i, beam) for i, beam in enumerate(beams[: self._task.params.n])]
         usage = Usage(len(self._task.prompt_ids), sum(len(c.token_ids) for c in choices), self._first.cached_tokens if self._first else 0)
-        return Completion(
-            self._task.request_id, self._task.prompt_ids, choices, usage, self._first.prompt_logprobs if self._first else None
-        )
+        timings = self._stopwatch.timings([len(choice.token_ids) for choice in choices])
+        prompt_logprobs = self._first.prompt_logprobs if self._first else None
+        return Completion(self._task.request_id, self._task.prompt_ids, choices, usage, prompt_logprobs, timings)
 
     def _choice(self, index: int, beam: Beam) -> Choice:
         ended_by_id = bool(beam.ids) and beam.ids[-1] in self._end_ids

@@ -9,16 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.types import Delta, GenerationRequest
 from stoker.frontend.active_request import ActiveRequest
 from stoker.frontend.admission import check_ids, check_prompt, check_request
 from stoker.frontend.aggregation import Aggregator
+from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.beam_search import BeamDriver, check_beams
 from stoker.frontend.chat_template import ChatTemplate
 from stoker.frontend.executor_errors import raise_refusal
 from stoker.frontend.prompts import INLINE_CHARS, truncate_prompt
 from stoker.frontend.service import Completion, Service
+from stoker.frontend.stopwatch import Stopwatch
 from stoker.frontend.tokenizer import Tokenizer
 from stoker.runtime.client import ExecutorClient, ExecutorInfo
 from stoker.runtime.request import ExecutorStats, TokenRequest
@@ -60,8 +64,9 @@ class GenerationService(Service):
                 "beam_width", request.params.beam_width, "beams are not streamed", cure="Send the request without streaming."
             )
         with _Active(self):
-            task = await self._prepare(request)
-            async with aclosing(self._deltas(task)) as stream:
+            stopwatch = Stopwatch()
+            task = await self._prepare(request, stopwatch)
+            async with aclosing(self._deltas(task, stopwatch)) as stream:
                 async for deltas in stream:
                     yield deltas
 
@@ -69,10 +74,11 @@ class GenerationService(Service):
         with _Active(self):
             if request.params.beam_width > 1:
                 check_beams(request.params, self.tokenizer.end_ids)
-            task = await self._prepare(request)
+            stopwatch = Stopwatch()
+            task = await self._prepare(request, stopwatch)
             if task.params.beam_width > 1:
-                return await self._search_beams(task)
-            return await self._join(task)
+                return await self._search_beams(task, stopwatch)
+            return await self._join(task, stopwatch)
 
     def cancel(self, request_id: str) -> None:
         if (driver := self._beams.get(request_id)) is not None:
@@ -110,13 +116,13 @@ class GenerationService(Service):
         await self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _prepare(self, request: GenerationRequest) -> TokenRequest:
+    async def _prepare(self, request: GenerationRequest, stopwatch: Stopwatch) -> TokenRequest:
         """The request as token ids, checked against the limits of the engine. The time spent here counts towards its deadline."""
-        arrival = time.monotonic()
+        request = self._with_bad_word_ids(request)
         check_request(request, self.info)
         prompt_ids = truncate_prompt(await self._prompt_ids(request), request.truncate_prompt_tokens, request.truncation_side)
         check_prompt(prompt_ids, request.params, self.info)
-        left_s = None if request.timeout_s is None else max(0.0, request.timeout_s - (time.monotonic() - arrival))
+        left_s = None if request.timeout_s is None else max(0.0, request.timeout_s - (time.monotonic() - stopwatch.started))
         return TokenRequest(
             request_id=request.request_id,
             prompt_ids=prompt_ids,
@@ -126,6 +132,16 @@ class GenerationService(Service):
             timeout_s=left_s,
             cache_salt=request.cache_salt,
         )
+
+    def _with_bad_word_ids(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with bad words that are strings replaced by their token ids."""
+        params = request.params
+        words = [word for word in params.bad_words if isinstance(word, str)]
+        if not words:
+            return request
+        ids = tuple(word for word in params.bad_words if not isinstance(word, str))
+        params = msgspec.structs.replace(params, bad_words=(*bad_word_ids("bad_words", words, self), *ids))
+        return msgspec.structs.replace(request, params=params)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
         prompt = request.prompt
@@ -141,8 +157,8 @@ class GenerationService(Service):
             self._threads, lambda: self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
         )
 
-    async def _deltas(self, task: TokenRequest) -> AsyncGenerator[list[Delta], None]:
-        request = ActiveRequest(task, self.tokenizer, self._client)
+    async def _deltas(self, task: TokenRequest, stopwatch: Stopwatch) -> AsyncGenerator[list[Delta], None]:
+        request = ActiveRequest(task, self.tokenizer, self._client, stopwatch)
         try:
             async with aclosing(self._client.generate(task)) as batches:
                 async for outputs in batches:
@@ -157,9 +173,9 @@ class GenerationService(Service):
                 raise
             yield request.fail(error)
 
-    async def _join(self, task: TokenRequest) -> Completion:
+    async def _join(self, task: TokenRequest, stopwatch: Stopwatch) -> Completion:
         """The joined deltas. Equal to joining `_deltas`, without the cost of a generator between."""
-        request, aggregator = ActiveRequest(task, self.tokenizer, self._client), Aggregator(task)
+        request, aggregator = ActiveRequest(task, self.tokenizer, self._client, stopwatch), Aggregator(task)
         try:
             async with aclosing(self._client.generate(task)) as batches:
                 async for outputs in batches:
@@ -174,10 +190,10 @@ class GenerationService(Service):
             aggregator.add(request.fail(error))
         return aggregator.completion()
 
-    async def _search_beams(self, task: TokenRequest) -> Completion:
+    async def _search_beams(self, task: TokenRequest, stopwatch: Stopwatch) -> Completion:
         if task.request_id in self._beams:
             raise RequestError("request_id", task.request_id, "a request with this id is in flight", cure="Use a new id.")
-        driver = self._beams[task.request_id] = BeamDriver(task, self._client, self.tokenizer)
+        driver = self._beams[task.request_id] = BeamDriver(task, self._client, self.tokenizer, stopwatch)
         try:
             return await driver.run()
         finally:

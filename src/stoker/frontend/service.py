@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.types import Delta, FinishReason, GenerationRequest, TokenLogprobs, Usage
+from stoker.base.types import Delta, FinishReason, GenerationRequest, Timings, TokenLogprobs, Usage
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.request import ExecutorStats
 
@@ -55,6 +55,9 @@ class Completion(msgspec.Struct):
 
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry per prompt token, when requested; None for the first token."""
+
+    timings: Timings | None = None
+    """Time in the queue, time to first token, and speed. None only for answers that the server combined from several requests."""
 
 
 class Service(ABC):

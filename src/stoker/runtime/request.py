@@ -48,6 +48,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     cached_tokens: int = 0  # in the first output: prompt tokens whose keys and values came from the cache
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the first output, if requested
     error: ErrorInfo | None = None  # with finish_reason ERROR
+    queue_s: float = 0.0  # in the first output: seconds between the arrival and the first admission
 
 
 class ExecutorStats(msgspec.Struct, kw_only=True):
@@ -124,6 +125,7 @@ class Sequence:
         "prefix",
         "prefix_root",
         "priority",
+        "queue_s",
         "request",
         "request_id",
         "row",
@@ -154,6 +156,7 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.num_in_flight = 0  # planned steps that contain it and are not committed
+        self.queue_s = 0.0  # seconds that it waited before it was first admitted
         self.num_cached = 0  # prompt tokens reused when it was first admitted
         self.num_hashed = 0  # blocks that are in the prefix index
         self.blocks: list[int] = []  # the block table

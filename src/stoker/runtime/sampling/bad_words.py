@@ -17,7 +17,7 @@ class BadWords(Ban):
         return bool(params.bad_words)
 
     def banned(self, seq: Sequence) -> list[int]:
-        return [word[-1] for word in seq.params.bad_words if _completes(seq, word)]
+        return [word[-1] for word in seq.params.bad_word_ids if _completes(seq, word)]
 
 
 def _completes(seq: Sequence, word: tuple[int, ...]) -> bool:

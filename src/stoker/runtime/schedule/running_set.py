@@ -52,6 +52,7 @@ class RunningSet:
         if seq.adapter != NO_ADAPTER:
             self.num_with_adapter += 1
         if not seq.num_preemptions:
+            seq.queue_s = now - seq.arrival
             seq.num_cached = seq.num_computed
             self.num_reused_tokens += seq.num_cached
 

@@ -1,0 +1,35 @@
+"""Measures when a request was queued, when its first token arrived and when it ended."""
+
+from __future__ import annotations
+
+import time
+
+from stoker.base.types import Timings
+
+
+class Stopwatch:
+    """The clock of one request. Create it when the request is submitted."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self._queue_s = 0.0
+        self._first: float | None = None
+
+    def token(self, queue_s: float) -> None:
+        """Tokens arrived. `queue_s` of the first ones counts."""
+        if self._first is None:
+            self._first = time.monotonic()
+            self._queue_s = queue_s
+
+    def timings(self, lengths: list[int]) -> Timings:
+        """The timings of a request that ended now. `lengths`: number of generated tokens of each sequence."""
+        total_s = time.monotonic() - self.started
+        first_s = total_s if self._first is None else self._first - self.started
+        gaps = max(lengths, default=0) - 1
+        return Timings(
+            queue_s=self._queue_s,
+            time_to_first_token_s=first_s,
+            total_s=total_s,
+            tokens_per_s=sum(lengths) / total_s if total_s > 0 else 0.0,
+            time_per_output_token_s=(total_s - first_s) / gaps if gaps > 0 else 0.0,
+        )
