@@ -11,6 +11,7 @@ from scripted_service import ScriptedService
 
 from stoker.base.types import FinishReason
 from stoker.frontend.chat_template import ChatTemplate
+from stoker.server.protocols.common.chat.messages import with_parsed_arguments
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOLS = [
@@ -355,3 +356,29 @@ async def test_a_deadline_is_the_stop_reason() -> None:
     service._plan = plan_with_deadline  # type: ignore[method-assign]
     choice = (await post(service, {}))["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "length", "deadline")
+
+
+@pytest.mark.parametrize("guide", [{"guided_regex": ".*"}, {"tools": TOOLS, "tool_choice": "required"}])
+async def test_an_answer_that_a_grammar_constrains_starts_without_reasoning(guide: dict[str, Any]) -> None:
+    """Although the prompt, or the parser, opens the reasoning. Otherwise, the whole answer would be reasoning."""
+    body = {**guide, "chat_template_kwargs": {"ending": "<think>\n"}}
+    for parser in ("qwen3", "deepseek_r1"):
+        answer = '[{"name": "time", "parameters": {}}]'
+        (choice,) = await whole_and_streamed((answer,), body, 3, reasoning_parser=parser)
+        assert choice["message"]["reasoning_content"] is None
+        assert choice["message"]["content"] == answer or choice["message"]["tool_calls"][0]["function"]["name"] == "time"
+
+
+async def test_special_tokens_are_text_if_the_reasoning_parser_needs_them() -> None:
+    for parser, skip in (("qwen3", True), ("gpt_oss", False)):
+        service = ScriptedService("!")
+        await post(service, {}, reasoning_parser=parser)
+        assert [request.params.skip_special_tokens for request in service.requests] == [skip]
+
+
+def test_arguments_of_earlier_calls_print_as_json() -> None:
+    """InternLM's template prints them."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": true}'}}
+    messages = with_parsed_arguments([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
+    render = ChatTemplate("{{ messages[1].tool_calls[0].function.arguments | string }}", {}).render
+    assert render(messages, max_chars=100) == '{"x": true}'

@@ -12,6 +12,8 @@ import typer
 from stoker.base import env, logging
 from stoker.base.config import RuntimeConfig
 from stoker.cli.options import explicit_parameters, read_lines, runtime_options, struct_options
+from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
+from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -41,8 +43,8 @@ SERVER_HELP = {
     "cors_origins": "Allow web pages of this origin to send requests; * allows all. Repeatable.",
     "tls_certificate": "A PEM file. With --tls-key, the server uses HTTPS.",
     "tls_key": "A PEM file with the private key of --tls-certificate.",
-    "tool_parser": "Format of the model's tool calls: llama3, hermes, qwen or mistral. Default: requests with tools are rejected.",
-    "reasoning_parser": "Format of the model's reasoning: qwen3 or deepseek_r1. Default: reasoning stays in the text.",
+    "tool_parser": f"Format of the model's tool calls: {', '.join(TOOL_PARSERS)}. Default: requests with tools are rejected.",
+    "reasoning_parser": f"Format of the model's reasoning: {', '.join(REASONING_PARSERS)}. Default: reasoning stays in the text.",
 }
 
 

@@ -10,6 +10,8 @@ from stoker.base.fields.table import FieldRow, FieldTable, accepted, no_effect, 
 from stoker.base.fields.values import Anything, Choice, Flag, Line, Real, Whole, names
 from stoker.deploy import quantization
 from stoker.deploy.locations import Location
+from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
+from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 
 _FLAG, _TEXT, _ANY = Flag(), Line(allow_empty=True), Anything(hidden=True)
 _COUNT = Whole(1, 1 << 24)
@@ -25,6 +27,16 @@ _DTYPES = Choice(
         "auto": None,
     }
 )
+# vLLM's names of parsers, where they differ: name → Stoker's name
+VLLM_TOOL_PARSERS = {
+    "llama3_json": "llama3",
+    "llama4_json": "llama3",
+    "pythonic": "llama4_pythonic",
+    "openai": "gpt_oss",
+    "minimax": "minimax_m1",
+    "phi4_mini_json": "phi4_mini",
+}
+VLLM_REASONING_PARSERS = {"deepseek_v3": "deepseek_v31", "openai_gptoss": "gpt_oss"}
 POLICIES = Choice({"max_utilization": "max_utilization", "guaranteed_no_evict": "guaranteed_no_evict", "static_batch": "static"})
 BAICHUAN = names("v1_7b", "v1_13b", "v2_7b", "v2_13b")
 CHATGLM = names(
@@ -263,11 +275,16 @@ _SERVER = (
     ),
     accepted(
         "option.tool_call_parser",
-        Choice({"llama3": "llama3", "llama3_json": "llama3", "hermes": "hermes", "qwen": "qwen", "mistral": "mistral"}),
+        Choice({**{name: name for name in TOOL_PARSERS}, **VLLM_TOOL_PARSERS}),
         "format of tool calls in the output of the model; default: tools are rejected",
         "server.tool_parser",
     ),
-    accepted("option.reasoning_parser", names("qwen3", "deepseek_r1"), "default: reasoning is part of the text", "server.reasoning_parser"),
+    accepted(
+        "option.reasoning_parser",
+        Choice({**{name: name for name in REASONING_PARSERS}, **VLLM_REASONING_PARSERS}),
+        "default: reasoning is part of the text",
+        "server.reasoning_parser",
+    ),
     no_effect("option.enable_auto_tool_choice", _FLAG, "option.tool_call_parser enables it"),
     no_effect("option.enable_reasoning", _FLAG, "option.reasoning_parser enables it"),
     accepted("option.tgi_compat", _FLAG, target="options.tgi_compat"),

@@ -7,14 +7,17 @@ from typing import Any
 
 
 class CallArguments(dict[str, Any]):
-    """The arguments of an earlier tool call as an object, which most templates expect. Concatenation with text uses the JSON text.
+    """The arguments of an earlier tool call as an object, which most templates expect. Their text is the JSON text.
 
-    DeepSeek's templates concatenate the arguments, as they are text in OpenAI's API.
+    DeepSeek's templates concatenate the arguments with text, and InternLM's print them, as they are text in OpenAI's API.
     """
 
     def __init__(self, values: dict[str, Any], text: str) -> None:
         super().__init__(values)
         self._text = text
+
+    def __str__(self) -> str:
+        return self._text
 
     def __add__(self, other: str) -> str:
         return self._text + other

@@ -12,7 +12,7 @@ from stoker.frontend.prompts import encode_prompt, truncate_prompt
 from stoker.frontend.service import Service
 from stoker.server.protocols.common.chat.tools import ToolUse
 from stoker.server.protocols.common.parsers.answer import AnswerParser
-from stoker.server.protocols.common.parsers.reasoning import OPEN, REASONING_PARSERS
+from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
 from stoker.server.settings import ServerSettings
 
 
@@ -24,7 +24,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
     request: GenerationRequest
     tools: ToolUse
     one_call: bool  # only the first call of an answer is returned
-    opened: bool  # the prompt ends with <think>
+    opened: bool  # the answer starts inside the reasoning
 
     @property
     def parsed(self) -> bool:
@@ -63,7 +63,9 @@ async def prepare_turn(
             limit = "it constrains the answer, and another field does too"
             raise RequestError("tool_choice", tools.forced or tools.mode, limit, cure="Use one of them.")
         changed["guide"] = guide
-    if (parser := tools.parser(settings.tool_parser)) is not None and parser.needs_special_tokens:
+    parser = tools.parser(settings.tool_parser)
+    reasoning = REASONING_PARSERS.get(settings.reasoning_parser) if settings.reasoning_parser is not None else None
+    if any(each is not None and each.needs_special_tokens for each in (parser, reasoning)):
         changed["skip_special_tokens"] = False
     request.params = msgspec.structs.replace(request.params, **changed)
     return ChatTurn(
@@ -72,8 +74,13 @@ async def prepare_turn(
         request=request,
         tools=tools,
         one_call=one_call,
-        opened=prompt.rstrip().endswith(OPEN),
+        opened=reasoning is not None and not _starts_with_answer(request) and reasoning.opened_by(prompt),
     )
+
+
+def _starts_with_answer(request: GenerationRequest) -> bool:
+    """Whether a grammar constrains the answer from its first token, so that it contains no reasoning."""
+    return request.params.guide is not None and request.params.guide.kind != "structural_tag"
 
 
 def _default_max_tokens(num_prompt: int, service: Service, settings: ServerSettings) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stoker.server.protocols.common.parsers.reasoning import ReasoningParser
+from stoker.server.protocols.common.parsers.reasoning.parser import ReasoningParser
 from stoker.server.protocols.common.parsers.tools.parser import ToolCall, ToolParser
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.server.protocols.common.parsers.tools.json_calls import JsonCalls
+from stoker.server.protocols.common.parsers.calls.json_calls import JsonCalls
 from stoker.server.protocols.common.parsers.tools.parser import Schemas, ToolCall, ToolParser
 
 

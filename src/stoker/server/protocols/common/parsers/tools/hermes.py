@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from stoker.server.protocols.common.parsers.tools.tagged_json import TaggedJsonParser
+from stoker.server.protocols.common.parsers.calls.tagged_json import TaggedJsonParser
 
 
 class HermesParser(TaggedJsonParser):
     """One call between each pair of markers."""
 
-    open, close = "<tool_call>", "</tool_call>"
+    opens, closes = ("<tool_call>",), ("</tool_call>",)

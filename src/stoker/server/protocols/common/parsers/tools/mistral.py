@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stoker.server.protocols.common.parsers.tools.json_calls import JsonCalls, JsonScanner
+from stoker.server.protocols.common.parsers.calls.json_calls import JsonCalls, JsonScanner
 from stoker.server.protocols.common.parsers.tools.parser import Schemas, ToolParser, short_id
 
 MARKER = "[TOOL_CALLS]"

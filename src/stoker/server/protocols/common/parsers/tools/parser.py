@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.server.protocols.common.parsers.markers import partial_marker_start
+from stoker.server.protocols.common.parsers.markers import first_marker, partial_marker_start
 
 Schemas = Mapping[str, dict[str, Any]]  # name of each tool → JSON schema of its arguments
 
@@ -42,6 +42,7 @@ class ToolParser(ABC):
         self._inside = False  # whether a section has started
         self._section: str | None = None  # the text of the section; None once it contains a call
         self._num_calls = 0
+        self._ids: set[str] = set()
         self._text = ""  # new text and calls since the last push
         self._calls: list[ToolCall] = []
 
@@ -65,9 +66,12 @@ class ToolParser(ABC):
         return bool(name)
 
     def open_call(self, name: str, call_id: str | None = None) -> None:
-        """Emit the start of a call."""
+        """Emit the start of a call. An id that an earlier call of the answer has is replaced."""
         self._section = None
-        self._calls.append(ToolCall(self._num_calls, "", call_id or self.new_id(), valid_unicode(name)))
+        if not call_id or call_id in self._ids:
+            call_id = self.new_id()
+        self._ids.add(call_id)
+        self._calls.append(ToolCall(self._num_calls, "", call_id, valid_unicode(name)))
         self._num_calls += 1
 
     def add_arguments(self, text: str) -> None:
@@ -97,17 +101,20 @@ class ToolParser(ABC):
             self._section += self._held[:size]
         self._held = self._held[size:]
 
-    def _find_section(self, marker: str) -> bool:
-        """Start a section at `marker`. Text before it is emitted, without white space before the marker. Returns whether it was found."""
-        if (start := self._held.find(marker)) >= 0:
-            self._text += self._held[:start].rstrip()
-            self._held = self._held[start:]
-            self._start_section()
-            self._consume(len(marker))
-            return True
-        end = len(self._held[: partial_marker_start(self._held, marker)].rstrip())
+    def _find_section(self, *markers: str) -> bool:
+        """Start a section at the first of the markers, with the white space before it. Earlier text is emitted.
+
+        Returns whether a marker was found.
+        """
+        found = first_marker(self._held, markers)
+        start = found[0] if found is not None else partial_marker_start(self._held, *markers)
+        end = len(self._held[:start].rstrip())
         self._text, self._held = self._text + self._held[:end], self._held[end:]
-        return False
+        if found is None:
+            return False
+        self._start_section()
+        self._consume(start - end + len(found[1]))
+        return True
 
     def _skip_space(self) -> None:
         self._consume(len(self._held) - len(self._held.lstrip()))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from stoker.server.protocols.common.parsers.tools.json_calls import JsonCalls
+from stoker.server.protocols.common.parsers.calls.json_calls import JsonCalls
+from stoker.server.protocols.common.parsers.markers import is_partial
 from stoker.server.protocols.common.parsers.tools.parser import Schemas, ToolParser
 
 
 class TaggedJsonParser(ToolParser):
-    """Reads OPEN {call} {call} … CLOSE, or OPEN [{call}, …] CLOSE with `is_list`. CLOSE may be missing.
+    """Reads OPEN {call} {call} … CLOSE, where OPEN is one of `opens` and CLOSE one of `closes`, or missing.
 
-    White space before OPEN is removed.
+    `separators` are characters that may precede, separate and follow the objects. White space before OPEN is removed.
     """
 
-    open: ClassVar[str]
-    close: ClassVar[str] = ""
-    is_list: ClassVar[bool] = False
+    opens: ClassVar[tuple[str, ...]]
+    closes: ClassVar[tuple[str, ...]] = ()
+    separators: ClassVar[str] = ""
 
     def __init__(self, schemas: Schemas) -> None:
         super().__init__(schemas)
@@ -24,10 +25,9 @@ class TaggedJsonParser(ToolParser):
 
     def _advance(self) -> bool:
         if not self._inside:
-            if not self._find_section(self.open):
+            if not self._find_section(*self.opens):
                 return False
-            opening, closing, separators = ("[", "]", ",") if self.is_list else ("", "", "")
-            self._reader = JsonCalls(self, opening=opening, closing=closing, separators=separators)
+            self._reader = JsonCalls(self, separators=self.separators)
         assert self._reader is not None
         if not self._reader.ended:
             self._consume(self._reader.push(self._held))
@@ -37,9 +37,9 @@ class TaggedJsonParser(ToolParser):
         """End the section at CLOSE, or where text follows instead. Returns False if more text is needed to tell the two apart."""
         if self._section is None:  # a section without a call is text, including its white space
             self._skip_space()
-            if len(self._held) < len(self.close) and self.close.startswith(self._held):
+            if is_partial(self._held, *self.closes):
                 return False
-            if self._held.startswith(self.close):
-                self._consume(len(self.close))
+            if (close := next((close for close in self.closes if self._held.startswith(close)), None)) is not None:
+                self._consume(len(close))
         self._end_section()
         return True

@@ -1,0 +1,10 @@
+"""Reasoning of Kimi K2 Thinking: <think>…</think>, and tool calls may start before </think>."""
+
+from __future__ import annotations
+
+from stoker.server.protocols.common.parsers.reasoning.think import ThinkParser
+
+
+class KimiK2Reasoning(ThinkParser):
+    needs_special_tokens = True
+    interrupts = ("<|tool_calls_section_begin|>",)

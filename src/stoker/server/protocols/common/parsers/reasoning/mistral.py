@@ -1,0 +1,10 @@
+"""Reasoning of Magistral: [THINK]…[/THINK]."""
+
+from __future__ import annotations
+
+from stoker.server.protocols.common.parsers.reasoning.parser import MarkedReasoningParser
+
+
+class MistralReasoning(MarkedReasoningParser):
+    needs_special_tokens = True
+    opens, closes = ("[THINK]",), ("[/THINK]",)

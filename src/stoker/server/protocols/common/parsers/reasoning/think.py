@@ -1,0 +1,19 @@
+"""Reasoning between <think> and </think>, the format of Qwen, DeepSeek, GLM, MiniMax and Intern-S1."""
+
+from __future__ import annotations
+
+from stoker.server.protocols.common.parsers.reasoning.parser import MarkedReasoningParser
+
+
+class ThinkParser(MarkedReasoningParser):
+    """For models that reason or answer immediately. The prompt may end with <think>."""
+
+    opens, closes = ("<think>",), ("</think>",)
+
+
+class DeepSeekR1Parser(ThinkParser):
+    """For models whose answers start with reasoning, also if neither the prompt nor the answer contains <think>."""
+
+    @classmethod
+    def opened_by(cls, prompt: str) -> bool:
+        return True
