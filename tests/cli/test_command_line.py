@@ -51,7 +51,7 @@ FAILURES = [
     (["generate", "ENGINE", "hi", "--max-tokens", "65"], 2, "max_tokens=65 is refused: the engine's max_output_len is 64."),
     (["generate", "ENGINE", "--file", "NOWHERE"], 2, "cannot be read"),
     (["generate", "ENGINE", "hi", "--max-batch-size", "9"], 2, "Build the engine with --max-batch-size 9."),
-    (["generate", "NOWHERE", "hi"], 1, "is not an engine: it does not exist."),
+    (["generate", "NOWHERE", "hi"], 1, "does not exist. Correct the path."),
     (["generate", "ENGINE", "hi", "--devices", "0"], 2, "devices=[0] name GPUs, and"),
     (["generate", "ENGINE", "hi", "--devices", "0;1"], 2, "devices='0;1' is refused. Write indices with commas between them: 0,1."),
     (["serve", "NOWHERE"], 1, "does not exist."),
@@ -59,7 +59,7 @@ FAILURES = [
     (["serve", "DAMAGED"], 2, "Its config.json is damaged or belongs to another program."),
     (["serve", "ENGINE", "--port", "65536"], 2, "http_port=65536 is refused. Use a whole number from 0 to 65535."),
     (["serve", "ENGINE", "--host", "no-such-host.invalid", "--port", "0"], 2, "cannot be used"),
-    (["inspect", "NOWHERE"], 1, "is not an engine"),
+    (["inspect", "NOWHERE"], 1, "does not exist."),
     (["build", "NOWHERE", "-o", "OUT"], 1, "NOWHERE"),
     (["bench", "throughput", "ENGINE", "--input-len", "5000"], 2, "input_len=5000 is refused."),
     (["bench", "latency", "ENGINE", "--breakdown"], 2, "--breakdown measures a GPU, and this engine runs on the CPU. Leave it out."),
@@ -119,7 +119,7 @@ def test_an_error_is_one_line_with_the_cure(args: list[str], status: int, says: 
         (["serve", "e", "--prot", "1"], "No such option: --prot"),
         (["generate", "e", "hi", "--max-tokens", "many"], "'--max-tokens'"),
         (["generate", "e"], "give at least one, or --file"),
-        (["bench", "serving"], "give an engine, or --url of a running server"),
+        (["bench", "serving"], "give a model, or --url of a running server"),
     ],
 )
 def test_wrong_usage_has_status_2_and_a_suggestion(args: list[str], says: str, run: Run) -> None:

@@ -21,18 +21,20 @@ from stoker.cli.command_table import Command, command_group, load_command, split
 from stoker.cli.commands import COMMANDS
 from stoker.cli.commands.serve import SERVER_HELP
 from stoker.cli.main import SUMMARY, global_options
-from stoker.cli.options import RUNTIME_HELP, SAMPLING_HELP
+from stoker.cli.options import BUILD_HELP, RUNTIME_HELP, SAMPLING_HELP
+from stoker.deploy.build_settings import BuildSettings
 from stoker.server.settings import ServerSettings
 
 # Fields that are not options, with the reason.
 NOT_OPTIONS = {
+    BuildSettings: {},
     RuntimeConfig: {"kv_cache_dtype": "chosen when the engine is built"},
     SamplingParams: dict.fromkeys(
         ("logit_bias", "stop_token_ids", "bad_words", "include_stop", "skip_special_tokens", "logprobs", "prompt_logprobs", "beam_width",
          "length_penalty", "early_stopping", "guide"), "available in the API",
     ),
     ServerSettings: {
-        "api_keys": "read from a file, --api-keys, because other users of the machine can see arguments",
+        "api_keys": "collected from the file of --api-keys, --api-key and STOKER_API_KEY",
         "options": "set by deployment formats",
     },
 }  # fmt: skip
@@ -122,7 +124,8 @@ def test_help_imports_no_command_and_nothing_heavy(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("struct", "helps"), [(RuntimeConfig, RUNTIME_HELP), (SamplingParams, SAMPLING_HELP), (ServerSettings, SERVER_HELP)]
+    ("struct", "helps"),
+    [(RuntimeConfig, RUNTIME_HELP), (SamplingParams, SAMPLING_HELP), (ServerSettings, SERVER_HELP), (BuildSettings, BUILD_HELP)],
 )
 def test_every_setting_is_an_option_or_has_a_reason(struct: type[msgspec.Struct], helps: dict[str, str]) -> None:
     assert set(helps) | set(NOT_OPTIONS[struct]) == set(struct.__struct_fields__)

@@ -85,7 +85,10 @@ async def test_api_keys() -> None:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/v2/health/ready")).status_code == 200
         for key in (KEY, "secret-key-2"):
-            assert (await client.post("/v1/completions", json=BODY, headers={"authorization": f"Bearer {key}"})).status_code == 200
+            for headers in ({"authorization": f"Bearer {key}"}, {"authorization": f"Api-Key {key}"}, {"x-api-key": key}):
+                assert (await client.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
+        both = {"authorization": "Bearer wrong-key", "x-api-key": KEY}
+        assert (await client.post("/v1/completions", json=BODY, headers=both)).status_code == 401
 
 
 async def test_cors() -> None:

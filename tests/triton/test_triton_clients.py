@@ -453,7 +453,8 @@ def test_api_keys_over_grpc() -> None:
             with pytest.raises(InferenceServerException) as found:
                 client.infer("ensemble", inputs, headers=headers)
             assert found.value.status() == "StatusCode.UNAUTHENTICATED"
-        assert text(client.infer("ensemble", inputs, headers={"authorization": f"Bearer {key}"})) == PROMPT + TEXT
+        for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+            assert text(client.infer("ensemble", inputs, headers=headers)) == PROMPT + TEXT
         client.close()
         with Stream(server) as stream, pytest.raises(InferenceServerException, match="API key"):
             stream.next()  # the stream is refused when it opens

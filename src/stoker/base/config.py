@@ -157,6 +157,15 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"step_timeout_s={self.step_timeout_s} is refused.", cure="Use seconds, from 1 to 86400.")
 
 
+def check_within_limits(limits: Limits, runtime: RuntimeConfig) -> None:
+    """Raise ConfigError for a runtime setting above the limit of the engine."""
+    for name in ("max_batch_size", "max_num_tokens"):
+        requested, built = getattr(runtime, name), getattr(limits, name)
+        if requested is not None and requested > built:
+            cure = f"Build the engine with --{name.replace('_', '-')} {requested}."
+            raise ConfigError(f"{name}={requested} is above the engine's {built}.", cure=cure)
+
+
 def check_range(name: str, value: Any, low: int, high: int) -> None:
     """Raise ConfigError unless `value` is a whole number in [low, high]."""
     if type(value) is not int or not low <= value <= high:

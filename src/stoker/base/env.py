@@ -27,6 +27,7 @@ VARIABLES = {
         Variable("STOKER_CACHE", "XDG_CACHE_HOME/stoker", "Directory of built engines, compiled kernels and interrupted calibrations."),
         Variable("STOKER_THREADS", "OMP_NUM_THREADS", "CPU threads for computation."),
         Variable("STOKER_NATIVE", "1", "0 disables the C kernels for the CPU; PyTorch computes instead."),
+        Variable("STOKER_API_KEY", "", "API key that servers require, and that Stoker's clients send. It is never printed."),
         Variable("STOKER_PYTHON", "this interpreter", "Python interpreter of the executor that a Triton or Truss server starts."),
         Variable("STOKER_COMMIT", "git describe", "Commit to record in benchmark results, on a machine without git."),
         Variable("HF_TOKEN", "", "Access token for the Hugging Face hub. It is never printed."),
@@ -108,6 +109,11 @@ def job_process() -> JobProcess:
 def hub_token() -> str | None:
     """The access token of the Hugging Face hub: HF_TOKEN or HUGGING_FACE_HUB_TOKEN."""
     return text("HF_TOKEN") or text("HUGGING_FACE_HUB_TOKEN") or None
+
+
+def api_key() -> str | None:
+    """STOKER_API_KEY."""
+    return text("STOKER_API_KEY").strip() or None
 
 
 def commit() -> str | None:

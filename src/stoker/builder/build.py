@@ -26,6 +26,7 @@ def build(
     out: str | Path,
     config: BuildConfig = BuildConfig(),
     *,
+    name: str | None = None,
     force: bool = False,
     verify: str = "auto",
     progress: Progress | None = None,
@@ -34,9 +35,10 @@ def build(
     """Build the engine of checkpoint `source` in directory `out`.
 
     Args:
-        source: A checkpoint directory, a GGUF file, or a hub id.
+        source: A checkpoint directory or a GGUF file.
         out: The engine directory.
         config: The settings of the engine.
+        name: Name of the checkpoint, such as its hub id. Default: the name of the path.
         force: Replace an engine in `out`.
         verify: `files` reads back what was written; `auto` also compares greedy tokens with the checkpoint's, and measures accuracy, where
             that is quick; `full` always does; `none` does nothing.
@@ -50,7 +52,7 @@ def build(
     out = Path(out)
     check_output(out, force)
     progress = progress or _no_progress
-    plan = add_fingerprint(prepare(source, config), progress)
+    plan = add_fingerprint(prepare(source, config, name), progress)
     return _build(plan, out, verify, progress, kernels, force=force)
 
 
@@ -58,6 +60,7 @@ def build_cached(
     source: str | Path,
     config: BuildConfig = BuildConfig(),
     *,
+    name: str | None = None,
     verify: str = "auto",
     progress: Progress | None = None,
     kernels: CompileKernels | None = None,
@@ -65,7 +68,7 @@ def build_cached(
     """The engine of `source` from the cache, where it is built if necessary. Arguments and exceptions are those of `build`."""
     check_choice("verify", verify, VERIFY)
     progress = progress or _no_progress
-    plan = add_fingerprint(prepare(source, config), progress)
+    plan = add_fingerprint(prepare(source, config, name), progress)
     return cached_engine(plan.config, lambda path: _build(plan, path, verify, progress, kernels, force=True))
 
 

@@ -17,12 +17,12 @@ from stoker.base.errors import CheckpointError, ConfigError
 from stoker.builder.build_plan import BuildPlan
 from stoker.builder.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from stoker.builder.checkpoint.fingerprint import fingerprint
-from stoker.builder.checkpoint.hub import locate_checkpoint
+from stoker.builder.checkpoint.location import locate_checkpoint
 from stoker.builder.config import BuildConfig, fit_limits
 from stoker.builder.conversion.canonical_names import CanonicalWeights
 from stoker.builder.conversion.shard_plan import check_shards
 from stoker.builder.conversion.tensor_plan import plan_tensors
-from stoker.builder.recipe import choose_recipe
+from stoker.builder.recipe import check_recipe, choose_recipe
 from stoker.core.model_config import ModelConfig, MoEConfig
 from stoker.engine.config import CheckpointOrigin, EngineConfig, Target
 from stoker.models import Architecture, check_version, resolve_architecture
@@ -32,12 +32,13 @@ from stoker.models.rotary_override import override_rotary
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
-def prepare(source: str | Path, settings: BuildConfig) -> BuildPlan:
-    """Open the checkpoint `source` (a path or a hub id) and plan its build.
+def prepare(source: str | Path, settings: BuildConfig, name: str | None = None) -> BuildPlan:
+    """Open the checkpoint at the path `source` and plan its build. `name` is the checkpoint's name; by default that of the path.
 
     Raises CheckpointError or ConfigError for anything that would stop the build later. Reads headers, not weights.
     """
-    path, name = locate_checkpoint(source)
+    check_recipe(settings.quantization, settings.quantization_settings, settings.kv_cache_dtype)
+    path, name = locate_checkpoint(source, name)
     checkpoint = open_checkpoint(path, name, weights=not settings.dummy_weights)
     architecture, model = read_model(checkpoint, settings.versions, settings.ignored_config_keys)
     model = _apply_rotary_settings(model, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import msgspec
 
@@ -42,6 +43,12 @@ def choose_recipe(
         raise ConfigError("max_perplexity_increase is refused: nothing is quantized.", cure="Leave it out, or name a quantization.")
     config = msgspec.structs.replace(config, recipe=_with_calibration(settings, config, recipe))
     return fit_recipe_to_shards(config)
+
+
+def check_recipe(quantization: str | None, settings: dict[str, Any], kv_cache_dtype: str | None) -> None:
+    """Raise ConfigError for a quantization, one of its settings, or a dtype of the KV cache that does not exist. Reads no checkpoint."""
+    requested = quantization and canonical_recipe_name(quantization)
+    find_recipe(None if requested == AS_STORED else requested, settings, kv_cache_dtype)
 
 
 def changes_values(recipe: Recipe) -> bool:

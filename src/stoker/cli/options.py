@@ -19,15 +19,16 @@ import typer
 from stoker.base.config import POLICIES, RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.types import SamplingParams
+from stoker.deploy.build_settings import BuildSettings
 
 # Field of RuntimeConfig: help text of its option.
 RUNTIME_HELP = {
     "device": "cpu or cuda. Default: the device that the engine was built for.",
     "devices": "GPU index of each rank, among the visible GPUs, such as 0,1. Default: the first ones.",
     "policy": f"Scheduling policy: {', '.join(POLICIES[:-1])} or {POLICIES[-1]}.",
-    "max_batch_size": "Maximum number of sequences per step; at most the engine's.",
+    "max_batch_size": "Maximum number of sequences per step; at most the engine's. An engine of a checkpoint is built for it.",
     "max_num_sequences": "Maximum number of sequences that hold KV blocks. Default: max_batch_size.",
-    "max_num_tokens": "Maximum number of tokens per step; at most the engine's.",
+    "max_num_tokens": "Maximum number of tokens per step; at most the engine's. An engine of a checkpoint is built for it.",
     "chunked_prefill": "Split long prompts over several steps and batch them with decodes.",
     "prefix_reuse": "Reuse cached KV blocks for prompts with the same beginning.",
     "kv_cache_tokens": "Size of the KV cache in tokens.",
@@ -56,12 +57,30 @@ SAMPLING_HELP = {
     "stop": "A string that ends the answer. Repeatable.",
     "ignore_eos": "Continue after the model's end token.",
 }
+# Field of BuildSettings: help text of its option. They apply when MODEL is a checkpoint.
+BUILD_HELP = {
+    "quantization": "For a checkpoint: name of a quantization, such as FP8.",
+    "dtype": "For a checkpoint: float32, float16 or bfloat16. Default: the checkpoint's, or float32 for a CPU.",
+    "kv_cache_dtype": "For a checkpoint: auto, int8 or float8_e4m3fn. Default: chosen by the quantization.",
+    "max_input_len": "For a checkpoint: maximum number of prompt tokens per request.",
+    "max_output_len": "For a checkpoint: maximum number of new tokens per request.",
+    "max_total_len": "For a checkpoint: maximum number of prompt and new tokens together.",
+    "max_beam_width": "For a checkpoint: maximum number of beams per request.",
+    "tensor_parallel": "For a checkpoint: number of devices that each layer is split over.",
+    "pipeline_parallel": "For a checkpoint: number of devices that the layers are distributed over.",
+    "trust_remote_code": "For a checkpoint: allow Python code from it to run.",
+}
 TEMPLATE_SETTINGS = typer.Option("--set", help="A template variable or parameter as name:value; separate several with commas. Repeatable.")
 
 Function = Callable[..., Any]
 _STRINGS = str | Sequence[str]  # a field of this type is a repeatable option
 _INDICES = tuple[int, ...] | None  # a field of this type is one option with commas
-_FLAGS = {"http_port": "port", "protocols": "protocol", "cors_origins": "cors-origin"}  # fields whose option has another name
+_FLAGS = {
+    "quantization": "quantize",
+    "http_port": "port",
+    "protocols": "protocol",
+    "cors_origins": "cors-origin",
+}  # fields whose option has another name
 
 
 def struct_options(struct: type[msgspec.Struct], name: str, helps: dict[str, str], **defaults: Any) -> Callable[[Function], Function]:
@@ -132,6 +151,8 @@ def _option(struct: type[msgspec.Struct], name: str, text: str, defaults: dict[s
 
 def _flag(name: str, annotation: Any) -> str:
     flag = _FLAGS.get(name, name.replace("_", "-"))
+    if annotation == (bool | None):
+        return flag
     return f"{flag}/--no-{flag}" if annotation is bool else flag
 
 
@@ -153,4 +174,5 @@ def sampling_options(**defaults: Any) -> Callable[[Function], Function]:
     return struct_options(SamplingParams, "params", SAMPLING_HELP, **defaults)
 
 
+build_options = struct_options(BuildSettings, "build", BUILD_HELP)
 runtime_options = struct_options(RuntimeConfig, "runtime", RUNTIME_HELP)

@@ -17,10 +17,13 @@ from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.deploy import prepare
+from stoker.deploy.build_settings import BuildSettings, apply_build_settings
 from stoker.deploy.deployment import Deployment, EngineInfo, EngineSource
 from stoker.deploy.model_name import model_name_of
+from stoker.deploy.runtime_checks import check_device, check_runtime, with_runtime_limits
 from stoker.deploy.triton.export import five_models
 from stoker.engine.reader import Engine
+from stoker.server.names import check_names
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
 
@@ -44,14 +47,22 @@ def read_deployment(
     runtime: RuntimeConfig,
     explicit: frozenset[str] | None = None,
     progress: prepare.Progress | None = None,
+    build: BuildSettings = BuildSettings(),
 ) -> Deployment:
     """The deployment that a path or address requests, with the command line's settings applied. Its engine is not fetched or built.
 
     `explicit` names the fields that were set on the command line; they override the folder's settings. None: the fields that differ from
-    their default. Raises ConfigError, and CheckpointError for an address that cannot be fetched.
+    their default. Raises ConfigError, before anything is read if possible, and CheckpointError for an address that cannot be fetched.
     """
-    deployment = prepare.read_deployment(path, env.child_environment(), progress)
-    return _with_name(_override(deployment, settings, runtime, explicit), path)
+    environment = env.child_environment()
+    check_names(settings)
+    check_device(runtime.device, environment)
+    prepare.check_build(build)
+    deployment = apply_build_settings(prepare.read_deployment(path, environment, progress), build)
+    requested = override_fields(RuntimeConfig(), runtime, explicit)
+    deployment = _override(with_runtime_limits(deployment, requested), settings, runtime, explicit)
+    check_runtime(deployment, environment)
+    return _with_name(deployment, path)
 
 
 def prepare_server(deployment: Deployment, progress: prepare.Progress | None = None) -> PreparedServer:

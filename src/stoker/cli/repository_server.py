@@ -14,6 +14,7 @@ import msgspec
 from stoker.base import env, logging
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import ConfigError
+from stoker.cli.api_keys import collect_keys
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
 
@@ -48,11 +49,15 @@ def check_world_size(name: str, requested: int | None, prepared: PreparedServer)
 
 
 def serve_repository(prepared: PreparedServer, settings: ServerSettings, announce: Callable[[str], None]) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit status. The process is named tritonserver: scripts search for it with pgrep."""
+    """Serve until SIGINT or SIGTERM. Returns the exit status. The process is named tritonserver: scripts search for it with pgrep.
+
+    Clients must send the API key in STOKER_API_KEY, if it is set.
+    """
     from stoker.server.processes.supervisor import serve
 
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"tritonserver", 0, 0, 0)
-    return serve(prepared.engine, prepared.runtime, settings, announce, tokenizer=prepared.tokenizer)
+    protected = msgspec.structs.replace(settings, api_keys=collect_keys([], None))
+    return serve(prepared.engine, prepared.runtime, protected, announce, tokenizer=prepared.tokenizer)
 
 
 def with_options(settings: ServerSettings, options: TritonOptions, **changes: object) -> ServerSettings:

@@ -83,6 +83,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint and the settings of the engine to build from it."""
 
     checkpoint: str  # a local directory, a hub id, or an s3:// or http(s):// address
+    name: str = ""  # the name that the engine records of its checkpoint; empty: that of `checkpoint`
     revision: str | None = None
     digest: str | None = None  # sha256 of an archive, if the format states it
     token_secret: str | None = None  # *name* of the secret with the access token of a private repository, never its value

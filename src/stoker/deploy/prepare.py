@@ -12,9 +12,12 @@ import msgspec
 from stoker.base.config import Mapping
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.deploy import sources
+from stoker.deploy.build_settings import BuildSettings
+from stoker.deploy.cached_engines import find_cached_engine
 from stoker.deploy.deployment import FORMATS, BuildOptions, Deployment, EngineSource, configuration_files, find_format
 from stoker.deploy.engine import read_config
 from stoker.deploy.lmi.load import CONTAINER, load_lmi
+from stoker.deploy.model_name import checkpoint_name_of
 from stoker.deploy.secrets import find_secret, secret_places
 from stoker.deploy.sources.hub import AccessError
 
@@ -44,14 +47,32 @@ def read_deployment(location: str | Path | None, environment: Environment[str, s
     """
     if location is None:
         return _read_container(environment)
+    path = local_path(location, environment, progress)
+    deployment = find_format(path).load(path, environment)
+    if deployment.format == "checkpoint" and isinstance(deployment.source, BuildOptions):
+        source = msgspec.structs.replace(deployment.source, name=checkpoint_name_of(location))
+        deployment = msgspec.structs.replace(deployment, source=source)
+    return deployment
+
+
+def local_path(location: str | Path, environment: Environment[str, str], progress: Progress | None = None) -> Path:
+    """The local directory or file of `location`, which is fetched and unpacked if necessary, or the cached engine of this name or id.
+
+    Raises ConfigError and CheckpointError.
+    """
     path = Path(location).expanduser()
     if not path.is_dir() and path.suffix != ".gguf" and path.name not in configuration_files():
-        if not path.exists() and "/" not in str(location):  # models of the hub have an owner, so this is a misspelt path
-            raise ConfigError(f"{location} does not exist.", cure="Name a directory, a .gguf file, ORG/NAME or s3://BUCKET/PREFIX.")
+        if not path.exists() and "/" not in str(location):  # models of the hub have an owner
+            if (engine := find_cached_engine(str(location))) is not None:
+                return engine
+            raise ConfigError(
+                f"{location} does not exist.",
+                cure="Name a directory, a .gguf file, ORG/NAME or s3://BUCKET/PREFIX, or an engine of stoker list.",
+            )
         path = sources.resolve(str(location), token=find_secret("HF_TOKEN", environment), progress=progress)
     if not path.exists():
         raise ConfigError(f"{path} does not exist.", cure="Correct the path.")
-    return find_format(path).load(path, environment)
+    return path
 
 
 def _read_container(environment: Environment[str, str]) -> Deployment:
@@ -141,6 +162,14 @@ def build_config(deployment: Deployment, tokenizer: Path | None = None) -> Build
     )
 
 
+def check_build(settings: BuildSettings) -> None:
+    """Raise ConfigError for a quantization or a dtype of the KV cache that does not exist. Imports torch if one is set."""
+    if settings.quantization is not None or settings.kv_cache_dtype is not None:
+        from stoker.builder.recipe import check_recipe
+
+        check_recipe(settings.quantization, {}, settings.kv_cache_dtype)
+
+
 def _build(deployment: Deployment, local: Path, environment: Environment[str, str], progress: Progress | None) -> Path:
     from stoker.builder.build import build_cached
     from stoker.runtime.aot import compile_kernels
@@ -151,7 +180,8 @@ def _build(deployment: Deployment, local: Path, environment: Environment[str, st
     config = build_config(deployment, tokenizer)
     changed = config.rotary_base is not None or config.rotary_scaling_type is not None
     # With other rotary positions, greedy tokens cannot be compared with those of the checkpoint.
-    return build_cached(local, config, verify="files" if changed else "auto", progress=progress, kernels=compile_kernels).path
+    name, verify = options.name or checkpoint_name_of(options.checkpoint), "files" if changed else "auto"
+    return build_cached(local, config, name=name, verify=verify, progress=progress, kernels=compile_kernels).path
 
 
 def check_ranks(deployment: Deployment, engine: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ def cached_engine(config: EngineConfig, build: Callable[[Path], object]) -> Engi
     """
     path = env.cache_dir() / "engines" / content_address(config)
     if (engine := _open_intact(path)) is not None:
+        _mark_used(path)
         return engine
     path.parent.mkdir(parents=True, exist_ok=True)
     with _acquire(FileLock(path.with_name(path.name + ".lock")), path):
@@ -35,6 +38,12 @@ def cached_engine(config: EngineConfig, build: Callable[[Path], object]) -> Engi
             shutil.rmtree(stale, ignore_errors=True)
         build(path)
         return Engine.open(path)
+
+
+def _mark_used(path: Path) -> None:
+    """Set the time of modification of a cached engine, by which unused ones are found. A cache that cannot be written is left as it is."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def _acquire(lock: FileLock, path: Path) -> FileLock:

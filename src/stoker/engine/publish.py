@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stoker.base.errors import EngineError
+from stoker.base.process import start_time
 from stoker.engine.config import EngineConfig, encode_engine_config
 from stoker.engine.reader import CONFIG_FILE, is_engine
 
@@ -36,10 +37,10 @@ def workspace(out: Path) -> Iterator[Path]:
     for path in workspaces_of(out):
         host, _, process = path.name.removeprefix(_prefix(out)).rpartition("-")
         pid, _, started = process.removesuffix(_REPLACED).partition(".")
-        if host == socket.gethostname() and _start_time(pid) != started:
+        if host == socket.gethostname() and start_time(pid) != started:
             shutil.rmtree(path, ignore_errors=True)
     own_pid = str(os.getpid())
-    work = out.with_name(f"{_prefix(out)}{socket.gethostname()}-{own_pid}.{_start_time(own_pid)}")
+    work = out.with_name(f"{_prefix(out)}{socket.gethostname()}-{own_pid}.{start_time(own_pid)}")
     work.mkdir()
     try:
         yield work
@@ -87,14 +88,3 @@ def write_config(directory: Path, config: EngineConfig) -> None:
 
 def _prefix(out: Path) -> str:
     return f".{out.name}.building-"
-
-
-def _start_time(pid: str) -> str | None:
-    """When a process started, in clock ticks since boot (proc(5)); None when there is no such process.
-
-    A process id alone is ambiguous: a restarted container uses the same ones.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None

@@ -1,5 +1,5 @@
 """A small HTTP client for JSON answers and event streams. It records arrival times and costs little per request, so that a benchmark with
-many concurrent streams measures the server and not the client."""
+many concurrent streams measures the server and not the client. It sends the API key in STOKER_API_KEY."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
+from stoker.base import env
 from stoker.base.errors import ConfigError, StokerError, UnavailableError
 
 DONE = b"[DONE]"  # OpenAI's marker at the end of a stream
@@ -57,6 +58,8 @@ async def _request(url: str, path: str, body: dict[str, Any] | None) -> AsyncGen
     data = b"" if body is None else json.dumps(body).encode()
     method, target = "GET" if body is None else "POST", address.path.rstrip("/") + path
     head = f"{method} {target} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
+    if (key := env.api_key()) is not None:
+        head += f"Authorization: Bearer {key}\r\n"
     if body is not None:
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     tls = address.scheme == "https" or None

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.base.config import Limits, Mapping
+from stoker.base.config import Limits, Mapping, check_choice
 from stoker.base.errors import ConfigError
-from stoker.builder.config import BuildConfig
+from stoker.builder.config import VERIFY, BuildConfig
+from stoker.cli.engines import fetch_checkpoint, write_progress_line
+from stoker.cli.output.tables import format_size
 
 if TYPE_CHECKING:
     from stoker.builder.estimate import Estimate
@@ -19,7 +21,7 @@ _DEFAULTS = Limits()
 
 
 def build(
-    checkpoint: Annotated[str, typer.Argument(help="A Hugging Face directory, a .gguf file or a hub id.")],
+    checkpoint: Annotated[str, typer.Argument(help="A Hugging Face directory, a .gguf file, a hub id, an archive or an address.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The engine directory to write.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16. Default: the checkpoint's, or float32 for a CPU.")
@@ -122,16 +124,19 @@ def build(
 def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, verify: str, kernels: bool) -> None:
     from rich.console import Console
 
-    from stoker.builder.build import build as build_engine
-    from stoker.cli.output.progress import ProgressBars
-    from stoker.runtime.aot import compile_kernels
+    from stoker.cli.output.progress import shown_progress
+    from stoker.engine.publish import check_output
 
-    console = Console(stderr=True)
-    with ProgressBars(console) as bars:
-        engine = build_engine(
-            checkpoint, output, config, force=force, verify=verify, progress=bars, kernels=compile_kernels if kernels else None
-        )
-    console.print(_summary(engine), markup=False, soft_wrap=True)
+    check_choice("verify", verify, VERIFY)
+    with shown_progress("building", write_progress_line) as progress:
+        check_output(output, force)
+        path, name = fetch_checkpoint(checkpoint, config, progress)
+        from stoker.builder.build import build as build_engine
+        from stoker.runtime.aot import compile_kernels
+
+        compile_now = compile_kernels if kernels else None
+        engine = build_engine(path, output, config, name=name, force=force, verify=verify, progress=progress, kernels=compile_now)
+    Console(stderr=True).print(_summary(engine), markup=False, soft_wrap=True)
 
 
 def _summary(engine: Engine) -> str:
@@ -159,9 +164,12 @@ def _dry_run(checkpoint: str, config: BuildConfig, memory_gib: float | None) -> 
 
     from stoker.builder.estimate import estimate
     from stoker.builder.prepare import prepare
+    from stoker.cli.output.progress import shown_progress
     from stoker.cli.output.tables import name_value_table
 
-    prepared = prepare(checkpoint, config)
+    with shown_progress("reading", write_progress_line) as progress:
+        path, name = fetch_checkpoint(checkpoint, config, progress)
+        prepared = prepare(path, config, name)
     sizes = estimate(prepared.config, None if memory_gib is None else int(memory_gib * 2**30))
     Console().print(name_value_table(f"Engine of {prepared.config.checkpoint.name}", _estimate_rows(sizes, prepared.config.limits)))
     if not sizes.fits:
@@ -173,30 +181,22 @@ _MORE_MEMORY = "Use more devices (--tensor-parallel, --pipeline-parallel), a qua
 
 def _why_nothing_fits(sizes: Estimate, limits: Limits) -> str:
     """Compares what one sequence of full length needs with the memory of the device."""
-    parts = f"weights {_format_size(sizes.weights)}, activations {_format_size(sizes.activations)}"
-    need = f"{parts} and the KV cache of one sequence of {limits.max_seq_len} tokens {_format_size(sizes.kv_sequence)}"
-    return f"the engine does not fit: {need} per device, which has {_format_size(sizes.memory or 0)}, of which a part stays unused."
+    parts = f"weights {format_size(sizes.weights)}, activations {format_size(sizes.activations)}"
+    need = f"{parts} and the KV cache of one sequence of {limits.max_seq_len} tokens {format_size(sizes.kv_sequence)}"
+    return f"the engine does not fit: {need} per device, which has {format_size(sizes.memory or 0)}, of which a part stays unused."
 
 
 def _estimate_rows(sizes: Estimate, limits: Limits) -> list[tuple[str, str]]:
-    memory = "unknown: set --memory-gib" if sizes.memory is None else _format_size(sizes.memory)
+    memory = "unknown: set --memory-gib" if sizes.memory is None else format_size(sizes.memory)
     batch = "unknown" if sizes.largest_batch is None else f"{sizes.largest_batch} of {limits.max_batch_size}"
     return [
         ("parameters", f"{sizes.parameters:,}"),
-        *((f"file {name}", _format_size(size)) for name, size in sizes.files.items()),
-        ("device memory: weights", _format_size(sizes.weights)),
-        (f"device memory: activations of {limits.max_num_tokens} tokens", _format_size(sizes.activations)),
-        ("KV cache per token", _format_size(sizes.kv_token)),
-        (f"KV cache per sequence of {limits.max_seq_len} tokens", _format_size(sizes.kv_sequence)),
-        (f"KV cache of {limits.max_batch_size} such sequences", _format_size(sizes.kv_limits)),
+        *((f"file {name}", format_size(size)) for name, size in sizes.files.items()),
+        ("device memory: weights", format_size(sizes.weights)),
+        (f"device memory: activations of {limits.max_num_tokens} tokens", format_size(sizes.activations)),
+        ("KV cache per token", format_size(sizes.kv_token)),
+        (f"KV cache per sequence of {limits.max_seq_len} tokens", format_size(sizes.kv_sequence)),
+        (f"KV cache of {limits.max_batch_size} such sequences", format_size(sizes.kv_limits)),
         ("memory of the device", memory),
         ("largest batch of full sequences that fits", batch),
     ]
-
-
-def _format_size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.2f} GiB"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -13,7 +12,9 @@ import typer
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import RequestError
 from stoker.base.types import SamplingParams
-from stoker.cli.options import runtime_options, sampling_options
+from stoker.cli.engines import Model, running_llm
+from stoker.cli.options import build_options, runtime_options, sampling_options
+from stoker.deploy.build_settings import BuildSettings
 
 if TYPE_CHECKING:
     from stoker.frontend.llm import LLM
@@ -22,14 +23,16 @@ HELP = "An empty line or Ctrl-D ends the conversation, /reset starts it anew, Ct
 Messages = list[dict[str, Any]]
 
 
+@build_options
 @runtime_options
 @sampling_options(max_tokens=512)
 def chat(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     *,
     params: SamplingParams,
     runtime: RuntimeConfig,
+    build: BuildSettings,
 ) -> None:
     """Chat with a model. Answers stream, and each message is sent with the conversation so far.
 
@@ -44,9 +47,7 @@ def chat(
     """
     if params.n != 1:
         raise RequestError("n", params.n, "a conversation has one answer")
-    from stoker.frontend.llm import LLM
-
-    with LLM(engine, **msgspec.structs.asdict(runtime)) as llm:
+    with running_llm(model, runtime, build) as llm:
         llm.chat_prompt([{"role": "user", "content": "Hello"}])  # raises here when the model has no chat template
         if _is_terminal():
             typer.echo(HELP, err=True)

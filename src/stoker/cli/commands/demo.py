@@ -15,6 +15,7 @@ from rich.console import Console
 from stoker.base import env, logging
 from stoker.base.config import Limits, RuntimeConfig
 from stoker.cli import default_model
+from stoker.cli.api_keys import collect_keys
 from stoker.cli.output.progress import ProgressBars
 
 LIMITS = Limits(max_batch_size=16, max_input_len=2048, max_output_len=1024, max_num_tokens=2048, tokens_per_block=16)
@@ -88,5 +89,5 @@ def _serve_until_stopped(engine: Path, port: int) -> None:
 
     if not env.text("STOKER_LOG"):
         logging.configure("INFO")
-    settings = ServerSettings(http_port=port, model_name=default_model.NAME)
+    settings = ServerSettings(http_port=port, model_name=default_model.NAME, api_keys=collect_keys([], None))
     raise typer.Exit(serve(engine, RuntimeConfig(kv_cache_tokens=KV_CACHE_TOKENS), settings, announce))

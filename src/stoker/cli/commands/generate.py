@@ -12,17 +12,20 @@ import typer
 from stoker.base.config import RuntimeConfig
 from stoker.base.errors import RequestError
 from stoker.base.types import FinishReason, SamplingParams
-from stoker.cli.options import read_lines, runtime_options, sampling_options
+from stoker.cli.engines import Model, running_llm
+from stoker.cli.options import build_options, read_lines, runtime_options, sampling_options
+from stoker.deploy.build_settings import BuildSettings
 
 if TYPE_CHECKING:
     from stoker.frontend.llm import LLM, Prompt
     from stoker.frontend.service import Completion
 
 
+@build_options
 @runtime_options
 @sampling_options(max_tokens=64)
 def generate(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. Several are batched.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with one prompt a line.")] = None,
     as_chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user message through the chat template.")] = False,
@@ -32,6 +35,7 @@ def generate(
     *,
     params: SamplingParams,
     runtime: RuntimeConfig,
+    build: BuildSettings,
 ) -> None:
     """Complete prompts and print the answers. The answer to a single prompt streams.
 
@@ -48,9 +52,7 @@ def generate(
     texts = [*(prompts or []), *(read_lines(file, "prompt") if file is not None else [])]
     if not texts:
         raise typer.BadParameter("give at least one, or --file", param_hint="PROMPTS")
-    from stoker.frontend.llm import LLM
-
-    with LLM(engine, **msgspec.structs.asdict(runtime)) as llm:
+    with running_llm(model, runtime, build) as llm:
         inputs: list[Prompt] = [llm.chat_prompt([{"role": "user", "content": text}]) if as_chat else text for text in texts]
         if len(inputs) == 1 and params.n == 1 and not as_json:
             asyncio.run(_print_stream(llm, inputs[0], params))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from stoker.cli.engines import Model, prepare_engine
 
 if TYPE_CHECKING:
     from stoker.engine.config import EngineConfig
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print config.json instead of a table.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="List the stored tensors.")] = False,
@@ -32,6 +33,7 @@ def inspect(
     from stoker.engine.config import encode_engine_config
     from stoker.engine.reader import Engine
 
+    engine = prepare_engine(model)
     opened = Engine.open(engine, verify=verify)
     if as_json:
         typer.echo(encode_engine_config(opened.config), nl=False)

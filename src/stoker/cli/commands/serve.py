@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import typer
 
 from stoker.base import env, logging
 from stoker.base.config import RuntimeConfig
-from stoker.cli.options import explicit_parameters, read_lines, runtime_options, struct_options
+from stoker.cli.api_keys import collect_keys
+from stoker.cli.options import build_options, explicit_parameters, runtime_options, struct_options
+from stoker.deploy.build_settings import BuildSettings
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from stoker.cli.prepare_server import PreparedServer
+    from stoker.deploy.deployment import Deployment
     from stoker.deploy.prepare import Progress
 
 log = logging.get_logger(__name__)
@@ -48,6 +51,7 @@ SERVER_HELP = {
 }
 
 
+@build_options
 @runtime_options
 @struct_options(ServerSettings, "settings", SERVER_HELP)
 def serve(
@@ -55,17 +59,25 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="An engine, a checkpoint, a .gguf file, a Triton, LMI or Truss folder, or the address of one. "
+            help="An engine, a checkpoint folder, a .gguf file, a Triton, LMI or Truss folder, a hub id, an archive or an address. "
             "Default: /opt/ml/model, where SageMaker puts a container's model."
         ),
     ] = None,
     api_keys: Annotated[
         Path | None, typer.Option(help="A file with one API key a line. Clients must send one of them as bearer token.")
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An API key; repeatable. Other users of this machine can see it in the list of processes: prefer --api-keys, or the "
+            "variable STOKER_API_KEY, which holds one key."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print each setting and where it was read from, and do not serve.")] = False,
     *,
     settings: ServerSettings,
     runtime: RuntimeConfig,
+    build: BuildSettings,
 ) -> None:
     """Serve a model over HTTP: the OpenAI, Triton (KServe v2) and SageMaker protocols on one port, Prometheus metrics at /metrics.
 
@@ -84,43 +96,54 @@ def serve(
     if not env.text("STOKER_LOG"):
         logging.configure("WARNING" if dry_run else "INFO")
     explicit = explicit_parameters(context)
+    settings = msgspec.structs.replace(settings, api_keys=collect_keys(api_key or [], api_keys))
+    if settings.api_keys:
+        explicit |= {"api_keys"}
+    arguments = ServeArguments(model, settings, runtime, build, explicit)
     if dry_run:
-        return _print_report(model, settings, runtime, explicit)
-    if api_keys is not None:
-        settings = msgspec.structs.replace(settings, api_keys=tuple(read_lines(api_keys, "key")))
-    raise typer.Exit(_serve(model, settings, runtime, explicit))
+        return _print_report(arguments)
+    raise typer.Exit(_serve(arguments))
 
 
-def _print_report(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, explicit: frozenset[str]) -> None:
+class ServeArguments(NamedTuple):
+    """What the command line requests. `explicit` names the parameters that it contains."""
+
+    model: str | None
+    settings: ServerSettings
+    runtime: RuntimeConfig
+    build: BuildSettings
+    explicit: frozenset[str]
+
+    def read_deployment(self, progress: Progress | None = None) -> Deployment:
+        """The deployment of the model with the settings of the command line."""
+        from stoker.cli.prepare_server import read_deployment
+
+        return read_deployment(self.model, self.settings, self.runtime, self.explicit, progress, self.build)
+
+
+def _print_report(arguments: ServeArguments) -> None:
     from stoker.cli.output.deployment_report import deployment_report
-    from stoker.cli.prepare_server import check_engine, read_deployment
+    from stoker.cli.prepare_server import check_engine
 
-    deployment = read_deployment(model, settings, runtime, explicit)
+    deployment = arguments.read_deployment()
     check_engine(deployment)
-    typer.echo("\n".join(deployment_report(deployment, explicit)))
+    typer.echo("\n".join(deployment_report(deployment, arguments.explicit)))
 
 
-def _serve(model: str | None, settings: ServerSettings, runtime: RuntimeConfig, explicit: frozenset[str]) -> int:
-    from rich.console import Console
+def _serve(arguments: ServeArguments) -> int:
+    from stoker.cli.output.progress import shown_progress
 
-    from stoker.cli.output.progress import ProgressBars, ProgressLog
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return _run(*_prepare(model, settings, runtime, explicit, ProgressLog(log.info)))
-    with ProgressBars(console) as bars:
-        prepared = _prepare(model, settings, runtime, explicit, bars)
+    with shown_progress("preparing", log.info) as progress:
+        prepared = _prepare(arguments, progress)
     return _run(*prepared)
 
 
-def _prepare(
-    model: str | None, settings: ServerSettings, runtime: RuntimeConfig, explicit: frozenset[str], progress: Progress
-) -> tuple[PreparedServer, list[socket.socket]]:
+def _prepare(arguments: ServeArguments, progress: Progress) -> tuple[PreparedServer, list[socket.socket]]:
     """The engine and the listening sockets. While an engine is fetched or built, the ports answer that the model is loading."""
-    from stoker.cli.prepare_server import engine_is_missing, prepare_server, read_deployment
+    from stoker.cli.prepare_server import engine_is_missing, prepare_server
     from stoker.server.processes.supervisor import listen
 
-    deployment = read_deployment(model, settings, runtime, explicit, progress)
+    deployment = arguments.read_deployment(progress)
     listeners = listen(deployment.server)
     if not engine_is_missing(deployment):
         return prepare_server(deployment, progress), listeners

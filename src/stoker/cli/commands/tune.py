@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from stoker.cli.engines import Model, prepare_engine
+
 
 def tune(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     list_shapes: Annotated[bool, typer.Option("--list", help="Only list the shapes that would be measured. Needs no GPU.")] = False,
 ) -> None:
     """Measure kernel tiles for the shapes of an engine on this machine's GPU, and write the fastest to tuning.json in its directory.
@@ -33,6 +34,7 @@ def tune(
     from stoker.runtime.aot import target_capability
 
     console = Console()
+    engine = prepare_engine(model)
     opened = Engine.open(engine)
     if opened.config.target.device != "cuda":
         cure = "Build it with --device cuda."

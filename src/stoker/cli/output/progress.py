@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 
 class ProgressBars:
-    """One progress bar per stage, shown while the `with` block runs and only when `console` is a terminal."""
+    """One progress bar per stage, shown while the `with` block runs and only when `console` is a terminal.
 
-    def __init__(self, console: Console) -> None:
+    With `status`, a first line shows it with the elapsed time, also while no stage makes progress.
+    """
+
+    def __init__(self, console: Console, status: str | None = None) -> None:
         columns = (
+            SpinnerColumn(finished_text=" "),
             TextColumn("{task.description:>10}"),
             BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
+            _Percentage(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
+        self._status = None if status is None else self._progress.add_task(status, total=None)
 
     def __enter__(self) -> ProgressBars:
         self._progress.start()
@@ -31,9 +49,26 @@ class ProgressBars:
         self._progress.stop()
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
-        if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(stage, total=total)
+        with self._lock:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._tasks[stage], completed=done, total=total)
+
+    def set_status(self, status: str) -> None:
+        """Replace the text of the first line, and remove the bars of the stages so far."""
+        if self._status is not None:
+            self._progress.update(self._status, description=status)
+        with self._lock:
+            for task in self._tasks.values():
+                self._progress.remove_task(task)
+            self._tasks.clear()
+
+
+class _Percentage(ProgressColumn):
+    """The percentage of a task whose total is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("     " if task.total is None else f"{task.percentage:>3.0f} %")
 
 
 class ProgressLog:
@@ -51,3 +86,17 @@ class ProgressLog:
                 return
             self._reported[stage] = tenths
         self._write_line(f"{stage}: {10 * tenths} %" if total else f"{stage}: started")
+
+    def set_status(self, status: str) -> None:
+        """A log has lines of stages only."""
+
+
+@contextmanager
+def shown_progress(status: str, write_line: Callable[[str], object]) -> Iterator[ProgressBars | ProgressLog]:
+    """Bars below the line `status` when stderr is a terminal; otherwise `write_line` receives a line for each tenth of a stage."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield ProgressLog(write_line)
+        return
+    with ProgressBars(console, status) as bars:
+        yield bars

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from stoker.base.errors import CheckpointError
 from stoker.deploy.secrets import Secret
-from stoker.deploy.sources.store import Counter, Store
+from stoker.deploy.sources.store import Store
 
 # Files that no build reads: those of other frameworks, and pictures.
 _NEVER = (
@@ -38,6 +40,7 @@ def fetch(repository: str, revision: str | None, token: Secret | None, store: St
     Without a network, the snapshot in the cache of the hub is used. Raises CheckpointError with the repository and local alternatives.
     """
     from huggingface_hub import HfApi, errors, snapshot_download
+    from huggingface_hub.utils import filter_repo_objects
 
     value = token.reveal() if token else None
     network: tuple[type[Exception], ...] = (OSError, getattr(errors, "HTTPError", OSError))
@@ -46,7 +49,9 @@ def fetch(repository: str, revision: str | None, token: Secret | None, store: St
         ignored = _ignored([file.rfilename for file in info.siblings or []])
         sizes = [file.size or 0 for file in info.siblings or []]
         store.check_size(repository, sum(sizes), len(sizes))
-        bar = _progress_class(repository, store)
+        wanted = set(filter_repo_objects([file.rfilename for file in info.siblings or []], ignore_patterns=ignored))
+        num_bytes = sum(file.size or 0 for file in info.siblings or [] if file.rfilename in wanted)
+        bar = _progress_class(lambda done: store.progress(repository, done, num_bytes))
         folder = snapshot_download(repository, revision=info.sha, token=value, ignore_patterns=ignored, tqdm_class=bar)
     except CheckpointError:
         raise
@@ -90,19 +95,28 @@ def _cached_snapshot(repository: str, revision: str | None, error: Exception) ->
     ) from None
 
 
-def _progress_class(repository: str, store: Store) -> Any:
-    """A tqdm class that reports bytes to the progress function of the store, without output."""
+def _progress_class(report: Callable[[int], None]) -> Any:
+    """A tqdm class without output that calls `report` with the number of bytes so far.
+
+    huggingface_hub has bars of the same bytes, for those that are received and those that are written: the largest count is reported.
+    """
     from tqdm.auto import tqdm
+
+    lock, counts = Lock(), [0]
 
     class Reporter(tqdm):  # type: ignore[misc]  # tqdm has no types
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counter = Counter(repository, kwargs.get("total") or None, store.progress) if kwargs.get("unit") == "B" else None
+            self._counts_bytes, self._done = kwargs.get("unit") == "B", 0
             kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:
-            if self._counter is not None and n:
-                self._counter.add(int(n))
+            if self._counts_bytes and n:
+                with lock:
+                    self._done += int(n)
+                    if self._done > counts[0]:
+                        counts[0] = self._done
+                        report(self._done)
             return bool(super().update(n))
 
     return Reporter

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -47,6 +49,8 @@ class Store:
                     partial.rename(entry)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.utime(entry)  # the time of the last use
         return entry
 
     def check_size(self, name: str, num_bytes: int, num_files: int = 1) -> None:

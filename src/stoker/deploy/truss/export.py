@@ -14,6 +14,7 @@ import yaml
 
 from stoker.base.errors import ConfigError
 from stoker.deploy.deployment import EngineInfo
+from stoker.deploy.model_name import model_name_of
 from stoker.deploy.triton.export import export_triton
 
 REPOSITORY = Path("packages") / "tensorrt_llm_model_repository"
@@ -63,7 +64,7 @@ def _config(engine: EngineInfo, options: Environment[str, str]) -> dict[str, Any
     ranks, location = engine.mapping.world_size, (REPOSITORY / _ENGINE).as_posix()
     kind = options.get("accelerator") or _ACCELERATOR
     return {
-        "model_name": options.get("model_name") or Path(engine.path).name,
+        "model_name": options.get("model_name") or model_name_of(engine.path),
         "python_version": "py311",
         "requirements": ["stoker[grpc]", "httpx"],
         "resources": {"use_gpu": False} if kind == "none" else {"accelerator": f"{kind}:{ranks}", "use_gpu": True},

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from stoker.base import env
-from stoker.base.config import Limits, RuntimeConfig
-from stoker.base.errors import ConfigError
+from stoker.base.config import Limits, RuntimeConfig, check_within_limits
 from stoker.base.logging import get_logger
 from stoker.core.model_config import ModelConfig
 from stoker.distributed.world import World
@@ -36,11 +35,7 @@ class Capacity:
     @staticmethod
     def of(limits: Limits, max_positions: int, config: RuntimeConfig) -> Capacity:
         """The limits of a run with `config`. Raises ConfigError for a runtime setting above the limit of the engine."""
-        for name in ("max_batch_size", "max_num_tokens"):
-            requested, built = getattr(config, name), getattr(limits, name)
-            if requested is not None and requested > built:
-                cure = f"Build the engine with --{name.replace('_', '-')} {requested}."
-                raise ConfigError(f"{name}={requested} is above the engine's {built}.", cure=cure)
+        check_within_limits(limits, config)
         batch = config.max_batch_size or limits.max_batch_size
         return Capacity(
             max_batch_size=batch,

@@ -19,6 +19,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.server.http.tls import check_tls
 from stoker.server.processes.child import Child
+from stoker.server.processes.running import registered
 from stoker.server.processes.tasks import ExecutorTask, FrontendTask
 from stoker.server.settings import ServerSettings
 from stoker.server.state_directory import StateDirectory
@@ -143,7 +144,8 @@ class Supervisor:
         for listener in self._listeners:
             listener.close()
         ready = asyncio.gather(*(child.ready() for child in self._children))
-        failed = await self._watch(ready, started)
+        with registered(self.url, self._name, self._engine):
+            failed = await self._watch(ready, started)
         if failed is not None:
             log.error("the %s %s; the server stops.", failed.name, failed.ending)
         await self._end(executor, frontends, failing=failed is executor and ready.done())

@@ -14,15 +14,18 @@ from stoker.base.config import RuntimeConfig, check_range
 from stoker.cli.benchmark.breakdown import check_gpu, decode_breakdown
 from stoker.cli.benchmark.executor import ExecutorBenchmark, run_with_progress
 from stoker.cli.benchmark.results import check_output_file, percentile, print_results, provenance
-from stoker.cli.options import runtime_options
+from stoker.cli.engines import Model, prepare_engine
+from stoker.cli.options import build_options, runtime_options
+from stoker.deploy.build_settings import BuildSettings
 
 SHORT_OUTPUT_LEN = 4  # new tokens of the run that is subtracted
 NUM_FIRST_TOKEN_RUNS = 3
 
 
+@build_options
 @runtime_options
 def latency(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     batch: Annotated[list[int], typer.Option(help="Number of concurrent sequences. Repeatable.")] = [1, 8],  # noqa: B006
     context: Annotated[list[int], typer.Option(help="Prompt tokens of each sequence. Repeatable.")] = [128],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Number of decode steps that are timed.")] = 32,
@@ -32,6 +35,7 @@ def latency(
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     *,
     runtime: RuntimeConfig,
+    build: BuildSettings,
 ) -> None:
     """Measure time to first token and decode step time, by batch size and context length.
 
@@ -47,6 +51,7 @@ def latency(
     """
     check_range("steps", steps, 4, 1 << 20)
     check_output_file(json)
+    engine = prepare_engine(model, runtime, build)
     benchmark = ExecutorBenchmark(engine, runtime)
     if breakdown:
         check_gpu(benchmark)

@@ -22,6 +22,7 @@ from stoker.base.errors import ConfigError, StokerError
 from stoker.cli.benchmark.results import check_output_file, percentile, print_results, provenance
 from stoker.cli.clients.http import events, get, post
 from stoker.cli.clients.metrics import read_metrics
+from stoker.cli.engines import MODEL_HELP, prepare_engine
 from stoker.cli.output.progress import ProgressBars
 from stoker.cli.server_process import running_server
 
@@ -40,13 +41,13 @@ class RequestTimes:
 
 
 def serving(
-    engine: Annotated[Path | None, typer.Argument(help="An engine directory; it is served for the measurement.")] = None,
+    model: Annotated[str | None, typer.Argument(help=f"{MODEL_HELP} It is served for the measurement.")] = None,
     url: Annotated[str | None, typer.Option(help="Measure this running server instead.")] = None,
     concurrency: Annotated[list[int], typer.Option(help="Number of requests in flight. Repeatable.")] = [1, 4, 16],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Number of consecutive requests of each client.")] = 2,
     input_len: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 64,
     output_len: Annotated[int, typer.Option(help="New tokens of each request; none ends earlier.")] = 64,
-    options: Annotated[str, typer.Option(help="Further options of `stoker serve ENGINE`.")] = "",
+    options: Annotated[str, typer.Option(help="Further options of `stoker serve MODEL`.")] = "",
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
 ) -> None:
     """Measure latency percentiles and tokens per second of a server, by concurrency.
@@ -61,8 +62,8 @@ def serving(
 
       stoker bench serving --url http://127.0.0.1:8000 --input-len 512
     """
-    if (engine is None) == (url is None):
-        raise typer.BadParameter("give an engine, or --url of a running server", param_hint="ENGINE")
+    if (model is None) == (url is None):
+        raise typer.BadParameter("give a model, or --url of a running server", param_hint="MODEL")
     if url is not None and options:
         raise typer.BadParameter("they have no effect on the running server of --url", param_hint="--options")
     check_output_file(json)
@@ -70,6 +71,7 @@ def serving(
     for name, values in (("concurrency", concurrency), ("rounds", [rounds]), ("input_len", [input_len]), ("output_len", [output_len])):
         for value in values:
             check_range(name, value, 1, MAX_COUNT)
+    engine = None if model is None else prepare_engine(model)
     with contextlib.ExitStack() as stack:
         server_url = url if engine is None else stack.enter_context(running_server(engine, server_options))
         assert server_url is not None

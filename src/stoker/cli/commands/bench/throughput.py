@@ -12,12 +12,15 @@ from stoker.base.config import RuntimeConfig
 from stoker.cli.benchmark.breakdown import check_gpu, load_breakdown
 from stoker.cli.benchmark.executor import ExecutorBenchmark, run_with_progress
 from stoker.cli.benchmark.results import check_output_file, percentile, print_results, provenance
-from stoker.cli.options import runtime_options
+from stoker.cli.engines import Model, prepare_engine
+from stoker.cli.options import build_options, runtime_options
+from stoker.deploy.build_settings import BuildSettings
 
 
+@build_options
 @runtime_options
 def throughput(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     requests: Annotated[list[int], typer.Option(help="Number of requests, submitted at once. Repeatable.")] = [16],  # noqa: B006
     input_len: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 128,
     output_len: Annotated[int, typer.Option(help="New tokens of each request; none ends earlier.")] = 128,
@@ -27,6 +30,7 @@ def throughput(
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     *,
     runtime: RuntimeConfig,
+    build: BuildSettings,
 ) -> None:
     """Measure tokens per second when many requests are submitted at once, without a server.
 
@@ -39,6 +43,7 @@ def throughput(
       stoker bench throughput engine --requests 16 --requests 256 --json throughput.json
     """
     check_output_file(json)
+    engine = prepare_engine(model, runtime, build)
     benchmark = ExecutorBenchmark(engine, runtime)
     if breakdown:
         check_gpu(benchmark)

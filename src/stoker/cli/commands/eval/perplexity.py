@@ -9,16 +9,23 @@ from typing import Annotated
 
 import typer
 
-from stoker.base.errors import ConfigError
+from stoker.base.config import DEVICES, RuntimeConfig, check_choice
+from stoker.base.errors import ConfigError, EngineError
+from stoker.cli.engines import Model, prepare_engine
+from stoker.cli.options import build_options
+from stoker.deploy.build_settings import BuildSettings
 
 
+@build_options
 def perplexity(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     text: Annotated[Path, typer.Option(help="A UTF-8 text file.")],
     window: Annotated[int, typer.Option(min=2, help="Tokens per window. Windows are independent and have no BOS token.")] = 1024,
     max_bytes: Annotated[int | None, typer.Option(min=1, help="Use only the first bytes of the text. Default: all.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the device that the engine was built for.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    build: BuildSettings,
 ) -> None:
     """Measure the perplexity of an engine on a text.
 
@@ -30,25 +37,26 @@ def perplexity(
 
       stoker eval perplexity engine --text book.txt --max-bytes 100000 --json
     """
+    if device is not None:
+        check_choice("device", device, DEVICES)
+    content = _read_text(text, max_bytes)
+    engine = prepare_engine(model, RuntimeConfig(device=device), build)
+
     import torch
     from rich.console import Console
     from tokenizers import Tokenizer
 
     from stoker.base import env
-    from stoker.base.config import DEVICES, check_choice
-    from stoker.base.errors import EngineError
     from stoker.cli.output.progress import ProgressBars
     from stoker.engine.layerwise import LayerwiseModel, split_windows
     from stoker.engine.reader import Engine
 
-    if device is not None:
-        check_choice("device", device, DEVICES)
     opened = Engine.open(engine)
     opened.check_world(1)
     if not (engine / "tokenizer.json").is_file():
         raise EngineError(f"{engine} has no tokenizer.", cure="Build it again with --tokenizer.")
     tokenizer = Tokenizer.from_file(str(engine / "tokenizer.json"))
-    token_ids = tokenizer.encode(_read_text(text, max_bytes), add_special_tokens=False).ids
+    token_ids = tokenizer.encode(content, add_special_tokens=False).ids
     token_windows = split_windows(token_ids, window)
     if not token_windows:
         raise ConfigError(f"{text} has less than two tokens.", cure="Name a longer text.")
@@ -63,7 +71,7 @@ def perplexity(
         }  # fmt: skip
         typer.echo(json.dumps(result))
     else:
-        typer.echo(f"{engine}: perplexity {scores.perplexity:.3f} over {scores.count} tokens in {len(token_windows)} windows of {window}")
+        typer.echo(f"{model}: perplexity {scores.perplexity:.3f} over {scores.count} tokens in {len(token_windows)} windows of {window}")
 
 
 def _read_text(file: Path, max_bytes: int | None) -> str:

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from stoker.cli.engines import Model, prepare_engine
 from stoker.cli.options import TEMPLATE_SETTINGS, parse_template_settings
 
 
 def triton(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     repository: Annotated[Path, typer.Argument(help="The folder to write.")],
     settings: Annotated[list[str], TEMPLATE_SETTINGS] = [],  # noqa: B006
 ) -> None:
@@ -28,5 +29,5 @@ def triton(
     from stoker.cli.prepare_server import engine_info
     from stoker.deploy.triton.export import export_triton
 
-    for file in export_triton(engine_info(engine), repository, parse_template_settings(settings)):
+    for file in export_triton(engine_info(prepare_engine(model)), repository, parse_template_settings(settings)):
         typer.echo(file)

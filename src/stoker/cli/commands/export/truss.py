@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
+from stoker.cli.engines import Model, prepare_engine
 from stoker.cli.options import TEMPLATE_SETTINGS, parse_template_settings
 
 
 def truss(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     folder: Annotated[Path, typer.Argument(help="The folder to write.")],
     accelerator: Annotated[
         str, typer.Option(help="The platform's name of the GPU; one is requested for each rank of the engine. none: run on the CPU.")
     ] = "A100",
-    model_name: Annotated[str | None, typer.Option(help="The name that OpenAI clients use. Default: the engine's folder name.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="The name that OpenAI clients use. Default: the name of the model.")] = None,
     settings: Annotated[list[str], TEMPLATE_SETTINGS] = [],  # noqa: B006
 ) -> None:
     """Write config.yaml, model/model.py, and packages/ with a Triton repository and the engine.
@@ -36,5 +37,5 @@ def truss(
     from stoker.deploy.truss.export import export_truss
 
     options = parse_template_settings(settings) | {"accelerator": accelerator} | ({"model_name": model_name} if model_name else {})
-    for file in export_truss(engine_info(engine), folder, options):
+    for file in export_truss(engine_info(prepare_engine(model)), folder, options):
         typer.echo(file)

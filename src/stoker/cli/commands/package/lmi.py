@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from stoker.base.errors import ConfigError
+from stoker.cli.engines import Model, prepare_engine
 
 
 def lmi(
-    engine: Annotated[Path, typer.Argument(help="An engine directory.")],
+    model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The .tar.gz or .tar file to write.")] = Path("model.tar.gz"),
     settings: Annotated[
         list[str], typer.Option("--set", help="A further line of serving.properties, such as option.tgi_compat=true. Repeatable.")
@@ -37,6 +38,7 @@ def lmi(
     if wrong := next((pair for pair in settings if "=" not in pair), None):
         raise ConfigError(f"--set {wrong!r} has no value.", cure="Write option.name=value.")
     pairs = dict(pair.split("=", 1) for pair in settings)
+    info = engine_info(prepare_engine(model))
     with ProgressBars(Console(stderr=True)) as bars:
-        digest = package(engine_info(engine), output, pairs, force=force, progress=bars)
+        digest = package(info, output, pairs, force=force, progress=bars)
     typer.echo(f"{output}  sha256 {digest}")

@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.logging import get_logger
 from stoker.server.errors import describe
-from stoker.server.http.authentication import check_authorization
+from stoker.server.http.authentication import check_headers
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve import metadata as described
 from stoker.server.protocols.kserve import trace_and_log as settings
@@ -240,9 +240,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpci
         handler = await continuation(details)
         if details.method.rpartition("/")[2] in OPEN_METHODS:
             return handler
-        authorization = next((value for key, value in details.invocation_metadata if key == "authorization"), "")
+        headers = {name.encode(): value.encode() for name, value in details.invocation_metadata if isinstance(value, str)}
         try:
-            check_authorization(authorization.encode(), self._keys)
+            check_headers(headers, self._keys)
         except StokerError as error:
             return _refusing_handler(handler, client_message(error))
         return handler

@@ -1,0 +1,79 @@
+"""The engine that a command runs: from the MODEL argument, which is fetched and built if necessary, with progress on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from stoker.base import env
+from stoker.base.config import RuntimeConfig
+from stoker.deploy.build_settings import BuildSettings
+
+if TYPE_CHECKING:
+    from stoker.builder.config import BuildConfig
+    from stoker.deploy.prepare import Progress
+    from stoker.frontend.llm import LLM
+
+MODEL_HELP = (
+    "An engine or its name in `stoker list`, a checkpoint folder, a .gguf file, a deployment folder, a hub id, an archive or an address."
+)
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+
+
+def prepare_engine(model: str, runtime: RuntimeConfig = RuntimeConfig(), build: BuildSettings = BuildSettings()) -> Path:
+    """The engine directory of `model`. Shows progress until it is ready. Raises what `deploy.local_engine.find_engine` raises."""
+    from stoker.cli.output.progress import shown_progress
+
+    with shown_progress("preparing", write_progress_line) as progress:
+        from stoker.deploy.local_engine import find_engine
+
+        return find_engine(model, runtime=runtime, build=build, progress=progress)
+
+
+def prepare_files(model: str) -> Path:
+    """The local path of the files of `model`, which are fetched if necessary; no engine is built. Shows progress until they are there."""
+    from stoker.cli.output.progress import shown_progress
+    from stoker.deploy.prepare import local_path
+
+    with shown_progress("fetching", write_progress_line) as progress:
+        return local_path(model, env.child_environment(), progress)
+
+
+@contextmanager
+def running_llm(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterator[LLM]:
+    """The engine of `model`, loaded in this process. Shows progress until it is loaded."""
+    from stoker.cli.output.progress import shown_progress
+
+    with shown_progress("preparing", write_progress_line) as progress:
+        from stoker.deploy.local_engine import find_engine
+        from stoker.frontend.llm import LLM
+
+        engine = find_engine(model, runtime=runtime, build=build, progress=progress)
+        progress.set_status("loading")
+        llm = LLM(engine, **msgspec.structs.asdict(runtime))
+    with llm:
+        yield llm
+
+
+def fetch_checkpoint(location: str, config: BuildConfig, progress: Progress) -> tuple[Path, str]:
+    """(local path, name) of the checkpoint to build an engine from. Settings are checked first.
+
+    Raises ConfigError for a quantization that does not exist, and what `deploy.sources.resolve` raises.
+    """
+    from stoker.builder.recipe import check_recipe
+    from stoker.deploy.model_name import checkpoint_name_of
+    from stoker.deploy.prepare import local_path
+
+    check_recipe(config.quantization, config.quantization_settings, config.kv_cache_dtype)
+    return local_path(location, env.child_environment(), progress), checkpoint_name_of(location)
+
+
+def write_progress_line(line: str) -> None:
+    """Print a line of progress on stderr."""
+    print(f"stoker: {line}", file=sys.stderr, flush=True)

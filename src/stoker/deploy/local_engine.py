@@ -1,0 +1,43 @@
+"""From any location to a local engine directory. Commands and programs that run a model use this one function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from stoker.base import env
+from stoker.base.config import RuntimeConfig
+from stoker.deploy.build_settings import BuildSettings, apply_build_settings
+from stoker.deploy.prepare import Progress, check_build, prepare_engine, read_deployment
+from stoker.deploy.runtime_checks import check_device, check_runtime, with_runtime_limits
+
+
+def find_engine(
+    location: str | Path,
+    *,
+    runtime: RuntimeConfig = RuntimeConfig(),
+    build: BuildSettings = BuildSettings(),
+    progress: Progress | None = None,
+) -> Path:
+    """The engine directory of `location`, which is fetched and built if necessary. Built engines are cached.
+
+    Args:
+        location: An engine, a checkpoint folder, a .gguf file, a Triton, LMI or Truss folder, a tar archive, a hub id, or an address.
+        runtime: How the engine will be run. Its device and batch sizes also determine an engine that is built.
+        build: Settings of an engine that is built. They are refused for a location that is an engine.
+        progress: Receives (stage, done, total or None) from several threads.
+
+    Raises:
+        ConfigError for a location or setting that is not supported, before anything is fetched or built if possible; CheckpointError for a
+        checkpoint that is absent or damaged; EngineError for an engine that is.
+    """
+    environment = env.child_environment()
+    check_device(runtime.device, environment)
+    check_build(build)
+    deployment = read_deployment(location, environment, progress)
+    deployment = with_runtime_limits(apply_build_settings(deployment, build), runtime)
+    given = {name: value for name in ("device", "max_batch_size", "max_num_tokens") if (value := getattr(runtime, name)) is not None}
+    deployment = msgspec.structs.replace(deployment, runtime=msgspec.structs.replace(deployment.runtime, **given))
+    check_runtime(deployment, environment)
+    return prepare_engine(deployment, environment, progress).engine

@@ -1,0 +1,59 @@
+"""Rejects runtime settings that an engine or this machine cannot satisfy, before anything is fetched, built or started. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as Environment
+from pathlib import Path
+
+import msgspec
+
+from stoker.base.config import Limits, RuntimeConfig, check_within_limits
+from stoker.base.errors import ConfigError
+from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
+from stoker.deploy.devices import visible_gpus
+from stoker.deploy.engine import read_config
+
+DXG = Path("/dev/dxg")  # the GPU of the Windows Subsystem for Linux, which has no /dev/nvidia0
+
+
+def check_runtime(deployment: Deployment, environment: Environment[str, str]) -> None:
+    """Raise ConfigError when the deployment's runtime settings exceed its local engine, or name a device that is absent.
+
+    An engine that is not local yet is checked when it is loaded.
+    """
+    runtime, source = deployment.runtime, deployment.source
+    check_device(runtime.device, environment)
+    config = read_config(Path(source.location).expanduser()) if isinstance(source, EngineSource) else {}
+    try:
+        limits = msgspec.convert(config["limits"], Limits)
+        target = str(config["target"]["device"])
+    except (KeyError, TypeError, msgspec.ValidationError):  # absent or damaged: opening the engine says what is wrong
+        return
+    check_within_limits(limits, runtime)
+    if runtime.device is not None and runtime.device != target:
+        message = f"device={runtime.device!r} is refused: {deployment.path} is an engine for {target}."
+        raise ConfigError(message, cure=f"Leave it out, or build an engine with --device {runtime.device}.")
+    check_device(target, environment)
+
+
+def check_device(device: str | None, environment: Environment[str, str]) -> None:
+    """Raise ConfigError for cuda on a machine without a visible GPU."""
+    if device == "cuda" and not visible_gpus(environment) and not DXG.exists():
+        raise ConfigError(
+            "device='cuda' is refused: no GPU is visible on this machine.",
+            cure="Use --device cpu with an engine or checkpoint for the CPU, or run stoker doctor to see why.",
+        )
+
+
+def with_runtime_limits(deployment: Deployment, runtime: RuntimeConfig) -> Deployment:
+    """The deployment with the limits of its build raised to the batch sizes that `runtime` requests, so that the engine satisfies them."""
+    source = deployment.source
+    if not isinstance(source, BuildOptions):
+        return deployment
+    raised = {
+        name: max(getattr(source.limits, name), getattr(runtime, name))
+        for name in ("max_batch_size", "max_num_tokens")
+        if getattr(runtime, name) is not None
+    }
+    limits = msgspec.structs.replace(source.limits, **raised)
+    return msgspec.structs.replace(deployment, source=msgspec.structs.replace(source, limits=limits))
