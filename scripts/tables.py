@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from stoker.base.fields.table import FieldRow
+from stoker.deploy.lmi import environment as lmi_environment
 from stoker.deploy.lmi import keys as lmi
+from stoker.deploy.truss import keys as truss_keys
 from stoker.server.protocols.openai import fields
 from stoker.server.protocols.openai.responses import fields as responses
 from stoker.server.protocols.sagemaker import parameters as sagemaker
@@ -33,7 +35,11 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _keys() -> str:
-    rows = ((f"`{row.name}`", row.status, _description(row, _setting_name(row))) for row in lmi.TABLE)
+    return _key_rows(lmi.TABLE)
+
+
+def _key_rows(table: Iterable[FieldRow]) -> str:
+    rows = ((f"`{row.name}`", row.status, _description(row, _setting_name(row))) for row in table)
     return _table(("key", "status", "setting, or reason"), rows)
 
 
@@ -43,12 +49,15 @@ def _setting_name(row: FieldRow) -> str:
 
 
 def _environment() -> str:
-    above = ((f"`{name}`", f"`{key}`", "takes precedence over the file") for name, key in lmi.OVERRIDES.items())
-    below = ((f"`{name}`", f"`{key}`", "used if the file does not set the key") for name, key in lmi.ENVIRONMENT.items())
+    above = ((f"`{name}`", f"`{key}`", "takes precedence over the file") for name, key in lmi_environment.OVERRIDES.items())
+    below = ((f"`{name}`", f"`{key}`", "used if the file does not set the key") for name, key in lmi_environment.ENVIRONMENT.items())
     rest = (
         ("`SAGEMAKER_MAX_PAYLOAD_IN_MB`", "`max_request_size`", "takes precedence over the file; in MiB"),
         ("`OPTION_NAME`", "`option.name`", "used if neither the file nor a variable above sets the key"),
-        ("`SERVING_NAME`", "`name`", "used if nothing else sets the key"),
+        ("`ARGS_NAME`", "`name`", "the same as `OPTION_NAME`"),
+        ("`SERVING_NAME`", "`name`", "used if none of these sets the key"),
+        *((f"`{name}`", f"`{key}`", "used if nothing else sets the key") for name, key in lmi_environment.FALLBACKS.items()),
+        ("`SAGEMAKER_SECURE_MODE`", "", "`true`: `SAGEMAKER_SECURITY_CONTROLS` apply to `SAGEMAKER_UNTRUSTED_CHANNELS`"),
         ("`HF_TOKEN`", "", "access token for private repositories; used only for downloads"),
     )
     return _table(("variable", "key", "precedence"), (*above, *below, *rest))
@@ -72,6 +81,7 @@ def _spelled(value: Any) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "keys": _keys,
+    "truss_keys": lambda: _key_rows(truss_keys.TABLE),
     "environment": _environment,
     "parameters": lambda: _fields("parameter", sagemaker.TABLE),
     "truss": lambda: _fields("field", truss.TABLE),

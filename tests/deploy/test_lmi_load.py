@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stoker.base.config import RequestLimits
 from stoker.base.errors import ConfigError, EngineError
 from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
 from stoker.deploy.devices import visible_gpus
@@ -175,8 +176,10 @@ ACCEPTED = {
     "load_on_devices": ("3", "runtime.devices", (3,)),
     "max_request_size": ("2000", "server.max_request_bytes", 2000),
     "http_port": ("9000", "server.http_port", 9000),
+    "cors_allowed_origin": ("https://a.example,*", "server.cors_origins", ("https://a.example", "*")),
     "option.model_id": ("org/other", "build.checkpoint", "org/other"),
     "option.s3url": ("s3://bucket/prefix", "build.checkpoint", "s3://bucket/prefix"),
+    "option.model_dir": ("s3://bucket/directory", "build.checkpoint", "s3://bucket/directory"),
     "option.revision": ("abc", "build.revision", "abc"),
     "option.trust_remote_code": ("true", "build.trust_remote_code", True),
     "option.dtype": ("fp16", "build.dtype", "float16"),
@@ -225,6 +228,8 @@ ACCEPTED = {
     "option.predict_timeout": ("33", "server.request_timeout_s", 33),
 }
 TOGETHER = {  # accepted only together with others; tested below
+    "certificate_file",
+    "private_key_file",
     "option.rotary_scaling_type",
     "option.rotary_scaling_factor",
     "option.smoothquant_alpha",
@@ -260,7 +265,7 @@ def test_accepted(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> 
     text, path, value = ACCEPTED[key]
     if key == "load_on_devices":
         monkeypatch.setattr("stoker.deploy.lmi.load.visible_gpus", lambda environment: 1)
-    prefix = "" if key in ("option.model_id", "option.s3url") else MODEL
+    prefix = "" if key in ("option.model_id", "option.s3url", "option.model_dir") else MODEL
     deployment = load(tmp_path, f"{prefix}{key}={text}\n")
     assert value_at(deployment, path) == value
     variable = key.upper().replace(".", "_") if key.startswith("option.") else f"SERVING_{key.upper()}"
@@ -291,7 +296,7 @@ def test_no_effect_has_a_reason(tmp_path: Path, key: str) -> None:
 def test_rejected_by_name(tmp_path: Path, key: str) -> None:
     row = TABLE[key]
     rejected = next(s for s in ("true", "7", "0.5", "something") if _reads(row, s) and row.type.parse(s) not in row.harmless)
-    message = refuse(tmp_path, f"{MODEL}{key}={rejected}\n", r"serving\.properties:2: option\.")
+    message = refuse(tmp_path, f"{MODEL}{key}={rejected}\n", r"serving\.properties:2: ")
     assert key in message and row.reason in message
     for harmless in row.harmless:
         load(tmp_path, f"{MODEL}{key}={str(harmless).lower()}\n")
@@ -309,6 +314,12 @@ def test_devices_without_a_gpu_are_noted(tmp_path: Path) -> None:
     deployment = load(tmp_path, MODEL + "load_on_devices=0\n")
     assert deployment.runtime.devices is None
     assert next(n for n in deployment.notes if n.key == "load_on_devices").text == "no GPU is visible; all ranks run on the CPU"
+
+
+def test_https(tmp_path: Path) -> None:
+    deployment = load(tmp_path, MODEL + "certificate_file=cert.pem\nprivate_key_file=key.pem\n")
+    assert (deployment.server.tls_certificate, deployment.server.tls_key) == ("cert.pem", "key.pem")
+    refuse(tmp_path, MODEL + "certificate_file=cert.pem\n", "tls_key is not set")
 
 
 def test_quantization_settings(tmp_path: Path) -> None:
@@ -426,28 +437,74 @@ def test_variables_of_a_python_process_are_refused_and_not_printed(tmp_path: Pat
     assert "hunter2" not in refuse(tmp_path, MODEL + "option.env=TOKEN=hunter2\n", "option.env=.hidden. is refused")
 
 
-def engine_at(root: Path) -> Path:
+def engine_at(root: Path, **limits: int) -> Path:
     engine = root / "tensorrt_llm" / "1"
     engine.mkdir(parents=True)
-    (engine / "config.json").write_text("{}")
+    (engine / "config.json").write_text(json.dumps({"format_version": 1, "limits": limits}))
     return engine
 
 
+BUILT = {"max_batch_size": 8, "max_num_tokens": 512, "max_input_len": 100, "max_output_len": 50, "max_beam_width": 2}
+
+
 def test_prebuilt_in_the_model_folder(tmp_path: Path) -> None:
-    engine = engine_at(tmp_path)
-    deployment = load(tmp_path, "option.max_input_len=5\noption.max_num_sequences=3\n")
+    engine = engine_at(tmp_path, **BUILT)
+    deployment = load(tmp_path, "option.dtype=fp16\noption.max_num_sequences=3\n")
     assert deployment.source == EngineSource(location=str(engine))
     assert deployment.runtime.max_num_sequences == 3
-    note = next(n for n in deployment.notes if n.key == "option.max_input_len")
+    note = next(n for n in deployment.notes if n.key == "option.dtype")
     assert "built already" in note.text
     assert not any(s.section == "build" for s in deployment.settings)
+
+
+# Property → the setting that it lowers.
+LOWER = {
+    "option.max_rolling_batch_size=4": ("runtime", "max_batch_size", 4),
+    "option.max_num_tokens=256": ("runtime", "max_num_tokens", 256),
+    "option.max_input_len=60": ("server", "max_input_len", 60),
+    "option.max_output_len=50": ("server", "max_output_len", None),  # equal to that of the engine
+    "option.max_output_len=10": ("server", "max_output_len", 10),
+    "option.max_seq_len=80": ("server", "max_total_len", 80),
+    "option.max_beam_width=1": ("server", "max_beam_width", 1),
+}
+
+
+@pytest.mark.parametrize("line", LOWER)
+def test_a_prebuilt_engine_accepts_lower_limits(tmp_path: Path, line: str) -> None:
+    engine_at(tmp_path, **BUILT)
+    section, name, value = LOWER[line]
+    deployment = load(tmp_path, line + "\n")
+    owner = deployment.runtime if section == "runtime" else deployment.server.request_limits
+    assert getattr(owner, name) == value
+    assert not deployment.notes
+    assert [(s.section, s.value) for s in deployment.settings if s.name == name] == ([(section, value)] if value else [])
+
+
+def test_higher_limits_than_those_of_a_prebuilt_engine(tmp_path: Path) -> None:
+    """Higher limits of requests are refused. Higher limits of a step have no effect, because requests wait for later steps."""
+    engine_at(tmp_path, **BUILT)
+    refuse(tmp_path, "option.max_input_len=101\n", "properties:1: option.max_input_len=101 is refused: .* built with max_input_len=100")
+    refuse(tmp_path, "option.max_seq_len=151\n", "built with max_total_len=150")
+    refuse(tmp_path, "option.max_beam_width=3\n", "Set it to at most 2")
+    deployment = load(tmp_path, "option.max_rolling_batch_size=32\n")
+    assert deployment.runtime.max_batch_size is None
+    assert [note.text for note in deployment.notes] == ["the engine was built with max_batch_size=8, which applies"]
+
+
+def test_damaged_limits_of_a_prebuilt_engine(tmp_path: Path) -> None:
+    (engine_at(tmp_path) / "config.json").write_text('{"format_version": 1, "limits": {"max_input_len": "x"}}')
+    with pytest.raises(EngineError, match=r"config\.json is damaged"):
+        load(tmp_path, "")
 
 
 def test_prebuilt_that_model_id_names(tmp_path: Path) -> None:
     engine = engine_at(tmp_path / "repo")
     assert load(tmp_path, f"option.model_id={tmp_path / 'repo'}\n").source == EngineSource(location=str(engine))
-    fetched = complete_lmi(load(tmp_path, "option.model_id=s3://bucket/prebuilt\n"), tmp_path / "repo")
+    assert load(tmp_path, f"option.model_id={engine}\n").source == EngineSource(location=str(engine))
+    remote = load(tmp_path, "option.model_id=s3://bucket/prebuilt\noption.max_output_len=9\n")
+    fetched = complete_lmi(remote, tmp_path / "repo")
     assert fetched.source == EngineSource(location=str(engine))
+    assert fetched.server.request_limits == RequestLimits(max_output_len=9)
 
 
 def test_relative_paths_are_of_the_model_folder(tmp_path: Path) -> None:
@@ -458,6 +515,7 @@ def test_relative_paths_are_of_the_model_folder(tmp_path: Path) -> None:
 
 def test_engines_of_tensorrt_are_refused(tmp_path: Path) -> None:
     engine = engine_at(tmp_path)
+    (engine / "config.json").write_text("{}")
     (engine / "trt_llm_model_float16_tp2_rank0.engine").write_bytes(b"ftrt")
     with pytest.raises(EngineError, match="engine of TensorRT, which"):
         load(tmp_path, "")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fake_executor import FakeExecutor, Script, info
 
+from stoker.base.config import RequestLimits
 from stoker.base.errors import QueueFullError, RequestError, StokerError, UnavailableError
 from stoker.base.types import Delta, FinishReason, GenerationRequest, SamplingParams, Timings
 from stoker.frontend.generation import GenerationService
@@ -185,6 +186,22 @@ async def test_limits(tokenizer: Tokenizer, request_: GenerationRequest, message
         with pytest.raises(RequestError, match=message):
             await service.complete(request_)
         assert executor.requests == []
+
+
+async def test_lower_limits_than_those_of_the_engine(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, answer_with(tokenizer)) as (service, _):
+        limits = RequestLimits(max_input_len=8, max_output_len=20, max_total_len=25, max_beam_width=1)
+        lowered = GenerationService("tiny", tokenizer, service._client, limits)
+        assert (lowered.max_seq_len, service.max_seq_len) == (25, 96)
+        assert (await lowered.complete(make_request([1] * 8, max_tokens=17))).choices[0].token_ids
+        for request, message in (
+            (make_request([1] * 9, max_tokens=1), "max_input_len is 8"),
+            (make_request([1], max_tokens=21), "max_output_len is 20"),
+            (make_request([1] * 8, max_tokens=18), "make 26, and the limit of a sequence is 25"),
+            (make_request([1], beam_width=2, max_tokens=1), "max_beam_width is 1"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                await lowered.complete(request)
 
 
 async def test_sequence_limit_names_the_numbers(tokenizer: Tokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from scripted_service import ScriptedService
 from stoker.base.errors import CheckpointError, UnavailableError
 from stoker.base.fields.table import FieldRow
 from stoker.base.fields.values import Flag
+from stoker.deploy.lmi.load import load_lmi
 from stoker.frontend.repository import ModelRepository
 from stoker.server.application import make_app
 from stoker.server.metrics.frontend import FrontendMetrics
@@ -282,6 +284,19 @@ async def test_dynamic_batch() -> None:
     records = [json.loads(line)["outputs"] for line in streamed.text.splitlines()]
     assert ["".join(column) for column in zip(*records, strict=True)] == ["abc", "abc"]
     assert (await post({"inputs": ["a", "b", "c"]}, **options)).status_code == 424
+
+
+async def test_the_published_properties_of_the_async_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They disable the rolling batch. The handler still answers one object, and the list of dynamic batching is that of rolling_batch."""
+    monkeypatch.setattr("stoker.deploy.lmi.load.visible_gpus", lambda environment: 0)
+    properties = tmp_path / "serving.properties"
+    disabled = "option.model_id=org/model\noption.rolling_batch=disable\n"
+    handler = "option.async_mode=True\noption.entryPoint=djl_python.lmi_trtllm.trtllm_async_service\nmodel_loading_timeout=1800\n"
+    for text, expected in ((disabled + handler, {"generated_text": "abc"}), (disabled, [{"generated_text": "abc"}])):
+        properties.write_text(text)
+        options = load_lmi(tmp_path, {}).server.options
+        async with asgi_client(ScriptedService("abc"), protocols=("sagemaker",), options=options) as client:
+            assert (await client.post("/invocations", json={"inputs": "a"})).json() == expected
 
 
 async def test_ping_distinguishes_loading_from_failed() -> None:

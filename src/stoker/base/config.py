@@ -59,6 +59,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return total if self.max_total_len is None else min(total, self.max_total_len)
 
 
+class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a request that are lower than those of the engine. None: that of the engine."""
+
+    max_input_len: int | None = None
+    max_output_len: int | None = None
+    max_total_len: int | None = None
+    max_beam_width: int | None = None
+
+    def lower(self, limits: Limits) -> Limits:
+        """`limits` with the values of this struct. The caller has checked that they are lower."""
+        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(limits, **given)
+
+
 class Mapping(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine is split over devices. There is one rank file for each of tensor_parallel × pipeline_parallel ranks."""
 

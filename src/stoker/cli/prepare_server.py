@@ -73,8 +73,8 @@ def prepare_server(deployment: Deployment, progress: prepare.Progress | None = N
     _check_start(prepared.engine, deployment)
     return PreparedServer(
         engine=prepared.engine,
-        settings=_with_models(deployment.server, prepared.engine),
-        runtime=deployment.runtime,
+        settings=_with_models(prepared.deployment.server, prepared.engine),
+        runtime=prepared.deployment.runtime,
         deployment=prepared.deployment,
         tokenizer=prepared.tokenizer,
     )

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
+from stoker.base.config import RequestLimits
 from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest, SamplingParams
 from stoker.runtime.client import ExecutorInfo
 
 MAX_REQUEST_ID_CHARS = 256
+
+
+def lower_limits(info: ExecutorInfo, limits: RequestLimits) -> ExecutorInfo:
+    """The properties of an executor with lower limits of requests."""
+    lowered = limits.lower(info.limits)
+    return msgspec.structs.replace(info, limits=lowered, max_seq_len=min(info.max_seq_len, lowered.max_seq_len))
 
 
 def check_request(request: GenerationRequest, info: ExecutorInfo) -> None:

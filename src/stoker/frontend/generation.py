@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
+from stoker.base.config import RequestLimits
 from stoker.base.errors import RequestError, UnavailableError
 from stoker.base.types import Delta, GenerationRequest
 from stoker.frontend.active_request import ActiveRequest
-from stoker.frontend.admission import check_ids, check_prompt, check_request
+from stoker.frontend.admission import check_ids, check_prompt, check_request, lower_limits
 from stoker.frontend.aggregation import Aggregator
 from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.beam_search import BeamDriver, check_beams
@@ -33,11 +34,12 @@ TOKENIZER_THREADS = 4
 class GenerationService(Service):
     """One model: a tokenizer and the executor that runs the engine. Use it from one event loop only."""
 
-    def __init__(self, model_name: str, tokenizer: Tokenizer, client: ExecutorClient) -> None:
+    def __init__(self, model_name: str, tokenizer: Tokenizer, client: ExecutorClient, limits: RequestLimits = RequestLimits()) -> None:
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.end_ids, self.pad_id = tokenizer.end_ids, tokenizer.pad_id
         self._client = client
+        self._info = lower_limits(client.info, limits)
         self._chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._beams: dict[str, BeamDriver] = {}
@@ -48,7 +50,7 @@ class GenerationService(Service):
 
     @property
     def info(self) -> ExecutorInfo:
-        return self._client.info
+        return self._info
 
     @property
     def max_seq_len(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stoker.base.config import check_range
+from stoker.base.config import RequestLimits, check_range
 from stoker.base.errors import ConfigError
 
 MIN_KEY_CHARS = 8
@@ -23,6 +23,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     protocols: tuple[str, ...] = ()  # names of server/protocols/registry.py; empty: all
     add_special_tokens: bool = True  # for prompts given as text
     skip_special_tokens: bool = True  # special tokens produce no text
+    request_limits: RequestLimits = RequestLimits()  # limits of requests below those of the engine
     default_max_tokens: int | None = None  # for requests that give none; None: the protocol's own default
     request_timeout_s: float | None = None  # deadline of requests that give none
     load_timeout_s: float | None = None  # limit for loading the engine

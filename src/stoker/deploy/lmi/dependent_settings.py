@@ -32,6 +32,16 @@ def apply_dependent_settings(settings: CollectedSettings, folder: Path, gpus: in
     settings.set_default("runtime.max_queue_size", 1000)
     if gpus:
         settings.set_default("runtime.kv_cache_fraction", KV_CACHE_FRACTION)
+    _set_checkpoint(settings, folder)
+
+
+def _set_checkpoint(settings: CollectedSettings, folder: Path) -> None:
+    """option.model_dir is the directory of a model without option.model_id. The default is the model folder."""
+    directory = settings.pop("model_dir")
+    if directory and settings.get("build.checkpoint") is None:
+        settings.set("build.checkpoint", directory.value, directory.origin, directory.key)
+    elif directory:
+        settings.note(directory.key, f"{settings.setting('build.checkpoint').key} names the model", directory.origin)
     settings.set_default("build.checkpoint", str(folder))
 
 

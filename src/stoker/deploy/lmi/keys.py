@@ -1,14 +1,16 @@
 """The field table of serving.properties and its environment variables.
 
-Sources: the TensorRT-LLM and common tables of the LMI documentation at 0.26 to 0.36, and the DJL Serving configuration.
-Names are those of serving.properties; the variable OPTION_X sets option.x, and SERVING_X sets x.
+Sources: the TensorRT-LLM and common tables of the LMI documentation at 0.26 to 0.36, and the configurations of DJL's integration tests.
+Names are those of serving.properties.
 """
 
 from __future__ import annotations
 
+from stoker.base.config import DTYPES
 from stoker.base.fields.table import FieldRow, FieldTable, accepted, no_effect, rejected
 from stoker.base.fields.values import Anything, Choice, Flag, Line, Real, Whole, names
 from stoker.deploy import quantization
+from stoker.deploy.lmi.server_keys import ONE_COPY, SERVER_ROWS
 from stoker.deploy.locations import Location
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
@@ -16,17 +18,8 @@ from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 _FLAG, _TEXT, _ANY = Flag(), Line(allow_empty=True), Anything(hidden=True)
 _COUNT = Whole(1, 1 << 24)
 _UNSIGNED = Whole(0)
-_DTYPES = Choice(
-    {
-        "fp32": "float32",
-        "float32": "float32",
-        "fp16": "float16",
-        "float16": "float16",
-        "bf16": "bfloat16",
-        "bfloat16": "bfloat16",
-        "auto": None,
-    }
-)
+_DTYPES = Choice({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "auto": None} | {name: name for name in DTYPES})
+ROLLING_BATCHES = ("auto", "trtllm", "tensorrtllm", "vllm", "lmi-dist", "deepspeed", "tnx", "scheduler", "disable")
 # vLLM's names of parsers, where they differ: name → Stoker's name
 VLLM_TOOL_PARSERS = {
     "llama3_json": "llama3",
@@ -40,58 +33,20 @@ VLLM_REASONING_PARSERS = {"deepseek_v3": "deepseek_v31", "openai_gptoss": "gpt_o
 POLICIES = Choice({"max_utilization": "max_utilization", "guaranteed_no_evict": "guaranteed_no_evict", "static_batch": "static"})
 BAICHUAN = names("v1_7b", "v1_13b", "v2_7b", "v2_13b")
 CHATGLM = names(
-    "chatglm_6b",
-    "chatglm2_6b",
-    "chatglm2_6b_32k",
-    "chatglm3_6b",
-    "chatglm3_6b_base",
-    "chatglm3_6b_32k",
-    "glm_10b",
-    "glm",
-    "chatglm",
-    "chatglm2",
-    "chatglm3",
-    "glm4",
-    "chatglm-6b",
-    "chatglm2-6b",
-    "chatglm3-6b",
+    *("chatglm_6b", "chatglm2_6b", "chatglm2_6b_32k", "chatglm3_6b", "chatglm3_6b_base", "chatglm3_6b_32k", "glm_10b"),
+    *("glm", "chatglm", "chatglm2", "chatglm3", "glm4", "chatglm-6b", "chatglm2-6b", "chatglm3-6b"),
+)
+HANDLERS = (
+    *("tensorrt_llm", "huggingface", "transformers_neuronx", "transformersneuronx", "deepspeed"),
+    *("lmi_trtllm.trtllm_service", "lmi_trtllm.trtllm_async_service", "lmi_vllm.vllm_service", "lmi_vllm.vllm_async_service"),
 )
 GPT = names("gpt2", "santacoder", "starcoder", "starcoder2")
 
-_ONE_COPY = "in-flight batching serves all requests with one copy of the model; there are no worker processes"
 _ALWAYS = "Stoker always does this"
 _AUTOMATIC = "Stoker chooses this by shapes and device"
 _NO_LORA = "LoRA adapters are not served"
 _NO_DRAFT = "speculative decoding with a draft model is not served"
 _TRT = "it is a setting of the TensorRT build, which does not take place"
-_JAVA_SERVER = "it is a setting of the Java server, which Stoker replaces"
-
-_MODEL_SERVER = (
-    no_effect("engine", names("Python", "MPI"), "Stoker is the engine"),
-    accepted("job_queue_size", Whole(1, 1 << 24), "default 1000", "runtime.max_queue_size"),
-    accepted("batch_size", Whole(1, 65536), "a value above 1 disables the rolling batch, as in LMI", "options.batch_size"),
-    no_effect("max_batch_delay", Whole(0, 3_600_000), "requests are batched in flight and do not wait for others"),
-    no_effect("max_idle_time", _UNSIGNED, _ONE_COPY),
-    no_effect("minWorkers", _UNSIGNED, _ONE_COPY),
-    no_effect("maxWorkers", _UNSIGNED, _ONE_COPY),
-    no_effect("min_workers", _UNSIGNED, _ONE_COPY),
-    no_effect("max_workers", _UNSIGNED, _ONE_COPY),
-    accepted("load_on_devices", _TEXT, "one index per rank, separated by ;, or *", "runtime.devices"),
-    accepted("max_request_size", Whole(1 << 10, 1 << 32), "bytes; default 6553500", "server.max_request_bytes"),
-    accepted("http_port", Whole(0, 65535), "a key of Stoker; default 8080", "server.http_port"),
-    no_effect("default_invocations_accept", Line(), "the body of a request selects the response format, not Accept, as in LMI"),
-    no_effect("max_response_size", _UNSIGNED, "responses are streamed and not stored in one buffer"),
-    no_effect("log_model_metric", _FLAG, "metrics are always at /metrics"),
-    no_effect("features", _TEXT, "it selects parts of the DJL image"),
-    no_effect("load_models", _TEXT, "the folder on the command line is served"),
-    no_effect("model_store", _TEXT, "the folder on the command line is served"),
-    no_effect("number_of_netty_threads", _UNSIGNED, _JAVA_SERVER),
-    no_effect("netty_client_threads", _UNSIGNED, _JAVA_SERVER),
-    no_effect("prefer_direct_buffer", _FLAG, _JAVA_SERVER),
-    no_effect("retry_count", _UNSIGNED, "a failed request does not affect others; there is no worker to restart"),
-    no_effect("required_memory_mb", _UNSIGNED, "memory is estimated and checked before the load"),
-    no_effect("reserved_memory_mb", _UNSIGNED, "memory is estimated and checked before the load"),
-)
 
 _MODEL = (
     accepted(
@@ -101,33 +56,27 @@ _MODEL = (
         "build.checkpoint",
     ),
     accepted("option.s3url", Location(), "the older name of option.model_id", "build.checkpoint"),
+    accepted("option.model_dir", Location(), "a directory with the model, if option.model_id is not set", "model_dir"),
     accepted("option.revision", Line(), target="build.revision"),
     accepted("option.trust_remote_code", _FLAG, target="build.trust_remote_code"),
     accepted("option.dtype", _DTYPES, "default: that of the checkpoint", "build.dtype"),
     accepted("option.tokenizer", Location(), target="build.tokenizer"),
+    rejected(
+        "option.tokenizer_revision",
+        "the tokenizer is fetched with the revision of the model",
+        "",
+        type=_TEXT,
+        alternative="Set option.revision, or option.tokenizer to a local directory.",
+    ),
     no_effect("option.tokenizer_mode", names("auto", "slow"), "the build converts all tokenizers to the same fast format"),
     rejected("option.skip_tokenizer_init", "requests contain text", False, type=_FLAG),
     rejected("option.task", "only text generation is served", "text-generation", "auto", "", type=_TEXT),
     no_effect(
         "option.entryPoint",
-        Choice(
-            {
-                n.lower(): n
-                for n in (
-                    "djl_python.tensorrt_llm",
-                    "djl_python.huggingface",
-                    "djl_python.transformers_neuronx",
-                    "djl_python.deepspeed",
-                    "djl_python.lmi_trtllm.trtllm_service",
-                    "djl_python.lmi_vllm.vllm_service",
-                    "djl_python.lmi_vllm.vllm_async_service",
-                )
-            }
-        ),
+        names(*(f"djl_python.{name}" for name in HANDLERS)),
         "Stoker is the handler; custom handlers are not run",
     ),
     no_effect("option.handler", names("handle"), "Stoker is the handler"),
-    no_effect("option.engine", names("Python", "MPI"), "Stoker is the engine"),
     no_effect("option.low_cpu_mem_usage", _FLAG, _ALWAYS),
     no_effect("option.device_map", names("auto"), _AUTOMATIC),
     rejected(
@@ -170,8 +119,8 @@ _PARALLEL = (
 _BATCH = (
     accepted(
         "option.rolling_batch",
-        Choice({n: n != "disable" for n in ("auto", "trtllm", "vllm", "lmi-dist", "scheduler", "disable")}),
-        "disable: the response format of dynamic batching; the engine still batches in flight",
+        Choice({n: n != "disable" for n in ROLLING_BATCHES}),
+        "disable: the response format of dynamic batching, unless option.async_mode is set; the engine still batches in flight",
         "options.rolling_batch",
     ),
     accepted("option.max_rolling_batch_size", Whole(1, 65536), "default 32", "limits.max_batch_size"),
@@ -189,6 +138,7 @@ _BATCH = (
     accepted("option.enable_overlap_scheduler", _FLAG, target="runtime.overlap"),
     accepted("option.enable_chunked_prefill", _FLAG, "default true", "runtime.chunked_prefill"),
     accepted("option.use_cuda_graph", _FLAG, "default true", "runtime.cuda_graphs"),
+    no_effect("option.use_passive_workers", _FLAG, ONE_COPY),
     no_effect("option.waiting_steps", _UNSIGNED, "new requests are admitted at the next step"),
 )
 
@@ -302,6 +252,8 @@ _SERVER = (
     ),
     rejected("option.bedrock_compat", "the format of Bedrock is not supported", False, type=_FLAG),
     rejected("option.enable_stateful_sessions", "sessions are not supported", False, type=_FLAG),
+    no_effect("option.sessions_path", _TEXT, "it is a setting of option.enable_stateful_sessions, which is rejected"),
+    no_effect("option.sessions_expiration", _UNSIGNED, "it is a setting of option.enable_stateful_sessions, which is rejected"),
     accepted("option.model_loading_timeout", Whole(1, 1 << 24), "seconds; default 1800", "server.load_timeout_s"),
     accepted("option.predict_timeout", Whole(1, 1 << 24), "seconds; default 120", "server.request_timeout_s"),
     no_effect("option.max_output_size", _UNSIGNED, "responses are streamed and not stored in one buffer"),
@@ -328,6 +280,8 @@ _BUILD = (
     no_effect("option.enable_build_cache", _FLAG, "built engines are always cached by content"),
     no_effect("option.load_format", names("auto", "safetensors", "pt", "bin"), "it is detected from the files of the checkpoint"),
     no_effect("option.partition_handler", _TEXT, _TRT),
+    no_effect("option.save_mp_checkpoint_path", _TEXT, _TRT),
+    no_effect("option.extended_runtime_perf_knob_config", _TEXT, _TRT),
     rejected(
         "option.trtllm_checkpoint_path",
         "converted checkpoints of TensorRT-LLM are not supported",
@@ -339,32 +293,24 @@ _BUILD = (
     no_effect("option.max_loras", _UNSIGNED, _NO_LORA),
     no_effect("option.max_lora_rank", _UNSIGNED, _NO_LORA),
     no_effect("option.max_cpu_loras", _UNSIGNED, _NO_LORA),
+    rejected("option.adapters", _NO_LORA, "", type=_TEXT, alternative="Merge the adapters into the checkpoint."),
     rejected("option.draft_model_id", _NO_DRAFT, "", type=_TEXT),
+    no_effect("option.max_draft_len", _UNSIGNED, "it limits the tokens of a draft model, and option.draft_model_id is rejected"),
     rejected("option.spec_length", _NO_DRAFT, 0, type=_UNSIGNED),
 )
 
 TABLE: FieldTable[FieldRow] = FieldTable(
-    (*_MODEL_SERVER, *_MODEL, *_PARALLEL, *_BATCH, *_CACHE, *_ARCHITECTURE, *_QUANTIZATION, *_SERVER, *_BUILD), noun="key"
+    (*SERVER_ROWS, *_MODEL, *_PARALLEL, *_BATCH, *_CACHE, *_ARCHITECTURE, *_QUANTIZATION, *_SERVER, *_BUILD), noun="key"
 )
 
-# Environment variable → the key that it sets unless the file sets it.
-ENVIRONMENT = {
-    "HF_MODEL_ID": "option.model_id",
-    "HF_REVISION": "option.revision",
-    "HF_TASK": "option.task",
-    "HF_MODEL_TRUST_REMOTE_CODE": "option.trust_remote_code",
-    "TENSOR_PARALLEL_DEGREE": "option.tensor_parallel_degree",
-    "PIPELINE_PARALLEL_DEGREE": "option.pipeline_parallel_degree",
-    "MAX_BATCH_SIZE": "option.max_rolling_batch_size",
-    "MAX_CONCURRENT_REQUESTS": "job_queue_size",
-}
 
-# Environment variable → the key that it sets even if the file sets it. SageMaker sets these variables in a container.
-OVERRIDES = {
-    "SAGEMAKER_STARTUP_TIMEOUT": "option.model_loading_timeout",
-    "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "option.predict_timeout",
-    "SAGEMAKER_NUM_MODEL_WORKERS": "minWorkers",
-    "SAGEMAKER_MAX_REQUEST_SIZE": "max_request_size",
-    "SAGEMAKER_BIND_TO_PORT": "http_port",
-    "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT": "default_invocations_accept",
-}
+def canonical_key(name: str) -> str:
+    """The key of a row for a name with or without the prefix `option.`.
+
+    LMI passes both spellings to its Python process, which does not distinguish them: its tests write model_loading_timeout, and its
+    documentation option.max_batch_delay. A name that no row has is returned unchanged.
+    """
+    if name.lower().removeprefix("option.") == "entrypoint":
+        return "option.entryPoint"
+    other = name.removeprefix("option.") if name.startswith("option.") else f"option.{name}"
+    return other if name not in TABLE and other in TABLE else name

@@ -9,19 +9,20 @@ from pathlib import Path
 
 from stoker.base.config import Limits, Mapping, RuntimeConfig
 from stoker.base.errors import ConfigError
-from stoker.deploy.collected_settings import CollectedSettings, FoundValue, invalid_value
+from stoker.deploy.collected_settings import CollectedSettings, FoundValue
 from stoker.deploy.deployment import BuildOptions, Deployment, Origin
 from stoker.deploy.devices import visible_gpus
+from stoker.deploy.lmi import environment as variables
 from stoker.deploy.lmi.dependent_settings import apply_dependent_settings
-from stoker.deploy.lmi.keys import ENVIRONMENT, OVERRIDES, TABLE
+from stoker.deploy.lmi.keys import TABLE, canonical_key
 from stoker.deploy.lmi.model_settings import complete_lmi
+from stoker.deploy.lmi.secure_mode import check_secure_mode
 from stoker.deploy.syntax import properties
 from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.settings import ServerSettings
 
 FILE = "serving.properties"
 CONTAINER = Path("/opt/ml/model")  # where SageMaker unpacks a model in a container
-_ENVIRONMENT = Origin("environment")
 
 
 def model_folder(path: Path) -> Path | None:
@@ -42,16 +43,19 @@ def is_lmi_folder(path: Path) -> bool:
 def load_lmi(path: Path, environment: Environment[str, str]) -> Deployment:
     """The deployment of a folder or serving.properties, and of `environment`. Without the file, only the environment is read.
 
-    Precedence, highest first: SAGEMAKER_* variables, the file, HF_* and similar variables, OPTION_* variables, SERVING_* variables.
+    Precedence, highest first: SAGEMAKER_* variables, the file, HF_* and similar variables, OPTION_* variables, SERVING_* variables, and
+    the variables that LMI images set for all models.
     Raises ConfigError with file, line, key and cure for a value that is not supported.
     """
     folder = path.parent if path.name == FILE else model_folder(path) or path
     settings = CollectedSettings(TABLE)
-    settings.add_layer(_sagemaker_variables(environment))
+    settings.add_layer(variables.sagemaker_variables(environment))
     settings.add_layer(_properties(folder / FILE, settings))
-    settings.add_layer(_named_variables(environment))
-    settings.add_layer(_option_variables(environment))
-    settings.add_layer(_serving_variables(environment))
+    settings.add_layer(variables.named_variables(environment))
+    settings.add_layer(variables.option_variables(environment))
+    settings.add_layer(variables.serving_variables(environment))
+    settings.add_layer(variables.fallback_variables(environment))
+    check_secure_mode(settings, environment)
     if (folder / "adapters").is_dir():
         cure = "Merge them into the checkpoint, and remove the folder."
         raise ConfigError(f"{folder / 'adapters'}: LoRA adapters are not served.", cure=cure)
@@ -69,46 +73,12 @@ def _properties(path: Path, settings: CollectedSettings) -> Iterator[FoundValue]
         if comment and value != entry.value.rstrip():
             text = "the text after # is treated as a comment; Java would treat it as a part of the value"
             settings.note(key, text, origin, "warning")
-        yield FoundValue("option.entryPoint" if key.lower() == "option.entrypoint" else key, value, origin, key)
+        yield FoundValue(canonical_key(key), value, origin, key)
 
 
 def _read_bounded(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(properties.MAX_BYTES + 1)
-
-
-def _sagemaker_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
-    for name, key in OVERRIDES.items():
-        if environment.get(name):
-            yield FoundValue(key, environment[name], _ENVIRONMENT, name)
-    megabytes = environment.get("SAGEMAKER_MAX_PAYLOAD_IN_MB", "")
-    if megabytes and not environment.get("SAGEMAKER_MAX_REQUEST_SIZE"):
-        if not (megabytes.isascii() and megabytes.isdigit() and len(megabytes) < 7):
-            limit = "it must be a whole number below 1000000"
-            raise invalid_value(_ENVIRONMENT, "SAGEMAKER_MAX_PAYLOAD_IN_MB", megabytes, limit, "Correct the value.")
-        yield FoundValue("max_request_size", str(int(megabytes) << 20), _ENVIRONMENT, "SAGEMAKER_MAX_PAYLOAD_IN_MB")
-
-
-def _named_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
-    for name, key in ENVIRONMENT.items():
-        if environment.get(name):
-            yield FoundValue(key, environment[name], _ENVIRONMENT, name)
-
-
-def _option_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
-    """OPTION_X sets option.x; an X of capitals, digits and _ is converted to lower case. Empty values count as unset, as in DJL."""
-    for name, value in environment.items():
-        if name.startswith("OPTION_") and value and name != "OPTION_":
-            rest = name.removeprefix("OPTION_")
-            rest = rest.lower() if re.fullmatch("[A-Z_0-9]+", rest) else rest
-            key = {"entrypoint": "option.entryPoint", "engine": "engine"}.get(rest, f"option.{rest}")
-            yield FoundValue(key, value, _ENVIRONMENT, name)
-
-
-def _serving_variables(environment: Environment[str, str]) -> Iterator[FoundValue]:
-    for name, value in environment.items():
-        if name.startswith("SERVING_") and value and name != "SERVING_":
-            yield FoundValue(name.removeprefix("SERVING_").lower(), value, _ENVIRONMENT, name)
 
 
 def _set_server_defaults(settings: CollectedSettings, folder: Path, environment: Environment[str, str]) -> None:
@@ -118,10 +88,17 @@ def _set_server_defaults(settings: CollectedSettings, folder: Path, environment:
     settings.set_default("server.max_request_bytes", 6553500)  # of the DJL server
     if folder.is_relative_to(CONTAINER) or environment.get("SAGEMAKER_BIND_TO_PORT"):
         settings.set("server.host", "0.0.0.0", Origin("SageMaker's container contract"))
-    settings.set_default("options.rolling_batch", settings.get("options.batch_size", 1) == 1)
+    _set_rolling_batch(settings)
     streaming = settings.pop("streaming")
     if streaming and streaming.value:
         settings.set_default("options.output_formatter", "jsonlines")
+
+
+def _set_rolling_batch(settings: CollectedSettings) -> None:
+    """Whether requests and responses have the format of the rolling batch. The async handlers of LMI answer single requests."""
+    if settings.get("options.dialect") == "async" and (disabled := settings.pop("options.rolling_batch")):
+        settings.note(disabled.key, "the async handler has one response format", disabled.origin)
+    settings.set_default("options.rolling_batch", settings.get("options.dialect") == "async" or settings.get("options.batch_size", 1) == 1)
 
 
 def _deployment(settings: CollectedSettings, folder: Path, environment: Environment[str, str]) -> Deployment:

@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.errors import EngineError
 from stoker.deploy.collected_settings import invalid_value
-from stoker.deploy.deployment import DEFAULT, BuildOptions, Deployment, EngineSource, Note, Origin
+from stoker.deploy.deployment import DEFAULT, BuildOptions, Deployment, Origin
 from stoker.deploy.engine import read_config
+from stoker.deploy.lmi.prebuilt import find_prebuilt_engine, with_engine
 
 OTHER_LENGTHS = (1024, 512)
 _LENGTHS = {"llama": (512, 512), "falcon": (1024, 1024)}  # model_type → default max_input_len, max_output_len
-_PREBUILT = ("tensorrt_llm/1", "trt_llm_model_repo/tensorrt_llm/1")
 # Version key → the model types that it belongs to.
 _VERSIONS: dict[str, tuple[str, ...]] = {
     "baichuan_model_version": ("baichuan",),
@@ -32,7 +31,7 @@ def complete_lmi(deployment: Deployment, local: Path) -> Deployment:
     if not isinstance(deployment.source, BuildOptions):
         return deployment
     if engine := find_prebuilt_engine(local):
-        return _with_engine(deployment, engine)
+        return with_engine(deployment, engine)
     model_type = _model_type(local)
     _check_versions(deployment, model_type)
     max_input_len, max_output_len = _LENGTHS.get(model_type, OTHER_LENGTHS)
@@ -46,48 +45,10 @@ def complete_lmi(deployment: Deployment, local: Path) -> Deployment:
     return msgspec.structs.replace(deployment, source=msgspec.structs.replace(deployment.source, limits=limits), settings=settings)
 
 
-def find_prebuilt_engine(folder: Path) -> Path | None:
-    """The engine directory of LMI's layout for prebuilt engines (tensorrt_llm/1), or None. Raises EngineError for a TensorRT engine."""
-    names = (*_PREBUILT, "1") if (folder / "config.pbtxt").is_file() else _PREBUILT  # with "1", the folder is tensorrt_llm itself
-    for name in names:
-        engine = folder / name
-        if not engine.is_dir():
-            continue
-        ranks = sorted(engine.glob("*.engine"))
-        if ranks and "format_version" not in read_config(engine):
-            raise EngineError(
-                f"{ranks[0]} is an engine of TensorRT, which Stoker cannot run.",
-                cure="Set option.model_id to the Hugging Face checkpoint; Stoker builds its own engine from it.",
-            )
-        if (engine / "config.json").is_file():
-            return engine
-        raise EngineError(f"{engine} has no config.json.", cure="Package it again with: stoker package lmi ENGINE.")
-    return None
-
-
 def _model_type(checkpoint: Path) -> str:
     """model_type in the config.json of the checkpoint, or an empty string."""
     model_type = read_config(checkpoint).get("model_type")
     return model_type if isinstance(model_type, str) else ""
-
-
-def _with_engine(deployment: Deployment, engine: Path) -> Deployment:
-    """The deployment with a finished engine instead of the build. Build settings of the configuration, except ranks, get a note."""
-    assert isinstance(deployment.source, BuildOptions)
-    explicit = [s for s in deployment.settings if s.section == "build" and s.origin != DEFAULT]
-    ranks = [s for s in explicit if s.name in ("tensor_parallel", "pipeline_parallel")]
-    unused = [s for s in explicit if s not in ranks and s.name not in ("checkpoint", "revision", "tokenizer")]
-    text = "the engine is built already; the settings of its build apply"
-    source = EngineSource(location=str(engine), mapping=deployment.source.mapping if ranks else None)
-    beside = engine.parent  # where the layout has its tokenizer files
-    tokenizer = str(beside) if (beside / "tokenizer.json").is_file() else None
-    return msgspec.structs.replace(
-        deployment,
-        source=source,
-        tokenizer=deployment.tokenizer or tokenizer,
-        settings=tuple(s for s in deployment.settings if s.section != "build" or s in ranks),
-        notes=deployment.notes + tuple(Note(severity="warning", key=s.key, text=text, origin=s.origin) for s in unused),
-    )
 
 
 def _check_versions(deployment: Deployment, model_type: str) -> None:

@@ -125,7 +125,8 @@ async def load_service(task: FrontendTask, metrics: FrontendMetrics) -> Service:
     tokenizer = await asyncio.to_thread(Tokenizer.load, Path(task.engine))
     client = await ZmqExecutorClient.connect(task.address, connect_timeout_s=task.settings.load_timeout_s or LOAD_TIMEOUT_S)
     metered = MeteredClient(client, task.model_name, metrics)
-    return MeteredService(GenerationService(task.model_name, tokenizer, metered), metrics)
+    service = GenerationService(task.model_name, tokenizer, metered, task.settings.request_limits)
+    return MeteredService(service, metrics)
 
 
 async def unload_service(service: Service) -> None:
