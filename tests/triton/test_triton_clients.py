@@ -124,7 +124,7 @@ def test_metadata_and_control(server: RunningServer, kind: str) -> None:
     assert "log_verbose_level" in str(log)
     client.update_log_settings({"log_verbose_level": 0})
     assert "OFF" in str(client.get_trace_settings(**options))
-    with pytest.raises(InferenceServerException, match="shared memory is not supported"):
+    with pytest.raises(InferenceServerException, match="does not allow the shared memory '/a'"):
         client.register_system_shared_memory("a", "/a", 4)
     with pytest.raises(InferenceServerException, match="explicit model load / unload is not allowed"):
         client.unload_model("ensemble")

@@ -11,11 +11,15 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+import tritonclient.http as thttp
+import tritonclient.utils.shared_memory as tshm
 from test_triton_commands import Run, run
 
 from stoker.base.config import Limits, Mapping
@@ -44,6 +48,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path
         config = BuildConfig(dtype="float32", device="cpu", limits=limits, mapping=Mapping(tensor_parallel=ranks))
         engine = build(checkpoint, folder / f"engine-{ranks}", config, verify="files").path
         export_triton(engine_info(engine), folder / f"repo-{ranks}", SETTINGS)
+        config = folder / f"repo-{ranks}" / "postprocessing" / "config.pbtxt"
+        config.write_text(re.sub(r"count: 1\b", "count: 2", config.read_text()))
         return folder / f"repo-{ranks}"
 
     return create
@@ -98,6 +104,15 @@ def launcher_command(program: Path, repository: Path, world_size: int, *more: st
     return command
 
 
+LAUNCHER = pytest.mark.compatibility(
+    protocol="Triton",
+    client="launch_triton_server.py",
+    version="TensorRT-LLM 1.x",
+    feature="its commands under mpirun, --world_size 1 and 2",
+)
+
+
+@LAUNCHER
 @pytest.mark.skipif(not MPIRUN.exists(), reason="the package openmpi is not installed")
 def test_the_launcher_starts_two_ranks(repository: Callable[[int], Path], program: Path) -> None:
     """Rank 0 serves an engine of two ranks. The other process ends with it, and mpirun ends."""
@@ -114,6 +129,7 @@ def test_the_launcher_starts_two_ranks(repository: Callable[[int], Path], progra
     assert process.returncode == 0 and "rank 1 of 2 waits" in log and "Traceback" not in log, log
 
 
+@LAUNCHER
 @pytest.mark.skipif(not MPIRUN.exists(), reason="the package openmpi is not installed")
 def test_a_number_of_processes_that_is_not_the_engines_is_rejected(repository: Callable[[int], Path], program: Path) -> None:
     done = subprocess.run(launcher_command(program, repository(1), 3), capture_output=True, text=True, timeout=60)
@@ -121,15 +137,18 @@ def test_a_number_of_processes_that_is_not_the_engines_is_rejected(repository: C
     assert "stoker: the number of processes 3: the engine has 1 rank. Use 1, or build another engine." in done.stderr
 
 
+@LAUNCHER
 def test_options_of_the_server_have_effect(repository: Callable[[int], Path], program: Path, tmp_path: Path) -> None:
-    """Without mpirun, in explicit mode: only the models of --load-model are loaded. The log is in the file."""
+    """Without mpirun, in explicit mode: only the models of --load-model are loaded. Two frontends know the same shared memory."""
     options = ["--model-control-mode=explicit", "--load-model", "preprocessing", "--id=mine", "--allow-metrics=true", "--log-verbose=1"]
+    options += ["--with-test-models", "--load-model=simple", "--shared-memory=/stoker_test_*"]
     with started([*launcher_command(program, repository(1), 1)[5:-1], *options]) as (addresses, process, lines):
         http = f"http://{addresses['HTTPService']}"
         assert httpx.get(f"{http}/v2").json()["name"] == "mine"
         states = {row["name"]: row["state"] for row in httpx.post(f"{http}/v2/repository/index").json()}
-        assert [name for name, state in states.items() if state == "READY"] == ["preprocessing"]
+        assert [name for name, state in states.items() if state == "READY"] == ["preprocessing", "simple"]
         assert httpx.get(f"{http}/v2/health/ready").status_code == 200
+        _check_shared_memory(process.pid, addresses["HTTPService"])
     assert process.returncode == 0 and any("--backend-config has no effect" in line for line in lines)
     log = tmp_path / "log.txt"
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -138,6 +157,30 @@ def test_options_of_the_server_have_effect(repository: Callable[[int], Path], pr
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "cannot be used" in done.stderr and "--log-format has no effect" not in done.stderr
     assert "--log-format has no effect: the log has one format" in log.read_text()
+
+
+def _check_shared_memory(server: int, address: str) -> None:
+    """A region that one of the two frontends registers is known to both: each of many connections is to one of them."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    assert sum(b"frontend_entry" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children) == 2
+    key = f"/stoker_test_{uuid.uuid4().hex[:8]}"
+    region = tshm.create_shared_memory_region("region", key, 128)
+    tshm.set_shared_memory_region(region, [np.arange(32, dtype=np.int32)])
+    http = thttp.InferenceServerClient(address)
+    http.register_system_shared_memory("region", key, 128)
+    inputs = [thttp.InferInput(f"INPUT{i}", [1, 16], "INT32") for i in range(2)]
+    for i, tensor in enumerate(inputs):
+        tensor.set_shared_memory("region", 64, offset=64 * i)
+    for _ in range(12):
+        with contextlib.closing(thttp.InferenceServerClient(address)) as other:
+            result = other.infer("simple", inputs).as_numpy("OUTPUT0")
+            assert result.tolist() == [list(range(16, 48, 2))]
+    http.unregister_system_shared_memory()
+    for _ in range(12):
+        with contextlib.closing(thttp.InferenceServerClient(address)) as other:
+            assert other.get_system_shared_memory_status() == []
+    http.close()
+    tshm.destroy_shared_memory_region(region)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ _FLAGS = {
     "http_port": "port",
     "protocols": "protocol",
     "cors_origins": "cors-origin",
+    "test_models": "with-test-models/--without-test-models",
 }  # fields whose option has another name
 
 
@@ -153,7 +154,7 @@ def _flag(name: str, annotation: Any) -> str:
     flag = _FLAGS.get(name, name.replace("_", "-"))
     if annotation == (bool | None):
         return flag
-    return f"{flag}/--no-{flag}" if annotation is bool else flag
+    return f"{flag}/--no-{flag}" if annotation is bool and "/" not in flag else flag
 
 
 def _field_value(struct: type[msgspec.Struct], name: str, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
+from stoker.server.coordination import Coordination, Coordinator
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import JSON, RequestContext
 from stoker.server.metrics.frontend import FrontendMetrics
@@ -34,6 +36,8 @@ class Context(msgspec.Struct, frozen=True):
     repository: ModelRepository
     settings: ServerSettings
     metrics: FrontendMetrics
+    coordination: Coordination = msgspec.field(default_factory=Coordinator)
+    cleanup: contextlib.ExitStack = msgspec.field(default_factory=contextlib.ExitStack)  # closed when the server has stopped
     shared: dict[str, Any] = {}  # objects that protocols or their transports share, by name
 
     def default_service(self) -> Service:

@@ -38,6 +38,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None  # of REASONING_PARSERS; None: reasoning remains in the text
     state_dir: str | None = None  # directory of stored responses, files and batches; None: a temporary one of this server
     max_stored_bytes: int = 1 << 30  # of stored responses, and of files; each
+    shared_memory: tuple[str, ...] = ()  # regions that KServe clients may register: patterns of keys such as /input_*, or of cuda:0
+    test_models: bool = False  # serve the models of tritonclient's examples, too
     options: msgspec.Struct | None = None  # TritonOptions, LMIOptions or TrussOptions
 
     def __post_init__(self) -> None:

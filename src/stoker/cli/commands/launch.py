@@ -31,6 +31,11 @@ def launch(
     tritonserver: Annotated[
         Path | None, typer.Option("--tritonserver", help="Run this tritonserver program on the repository instead of Stoker's server.")
     ] = None,
+    shared_memory: Annotated[
+        list[str] | None,
+        typer.Option(help="Shared memory that clients may register: a pattern of keys such as /input_*, or cuda:0. Repeatable."),
+    ] = None,
+    with_test_models: Annotated[bool, typer.Option("--with-test-models", help="Also serve the models of tritonclient's examples.")] = False,
     model_control: Annotated[str, typer.Option(help="none, or explicit: clients may load and unload models.")] = "none",
 ) -> None:
     """Serve a Triton model repository in the foreground. Ctrl-C or SIGTERM stops the server.
@@ -59,7 +64,8 @@ def launch(
     if tritonserver is not None:
         _execute_tritonserver(tritonserver, model_repo, addresses, log_file if log else None)
     ports = {"host": host, "http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
-    settings = with_options(msgspec.structs.replace(prepared.settings, **ports), options, model_control=model_control)
+    changed = msgspec.structs.replace(prepared.settings, **ports, shared_memory=tuple(shared_memory or ()), test_models=with_test_models)
+    settings = with_options(changed, options, model_control=model_control)
     with logging_to(log_file if log else None, "DEBUG" if log else "INFO"):
         raise typer.Exit(serve_repository(prepared, settings, typer.echo))
 

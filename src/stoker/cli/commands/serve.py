@@ -43,6 +43,8 @@ SERVER_HELP = {
     "drain_timeout_s": "Seconds that requests in flight may take after a stop signal.",
     "state_dir": "Directory for stored responses, files and batches. Default: a temporary one, which is deleted when the server stops.",
     "max_stored_bytes": "Maximum size of stored responses, whose oldest ones are then deleted, and of files, which are then rejected.",
+    "shared_memory": "Shared memory that KServe clients may register: a pattern of keys such as /input_*, or cuda:0. Repeatable.",
+    "test_models": "Also serve the models of tritonclient's examples: simple, simple_identity, mock_llm and others.",
     "cors_origins": "Allow web pages of this origin to send requests; * allows all. Repeatable.",
     "tls_certificate": "A PEM file. With --tls-key, the server uses HTTPS.",
     "tls_key": "A PEM file with the private key of --tls-certificate.",

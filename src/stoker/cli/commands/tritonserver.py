@@ -17,10 +17,11 @@ from stoker.base.fields.errors import InvalidValueError
 from stoker.base.logging import get_logger
 from stoker.deploy.triton.server_options import SERVER_OPTIONS, ServerOption
 from stoker.server.protocols.kserve.model_config import TritonOptions
+from stoker.server.protocols.kserve.test_models import test_models
 
 log = get_logger(__name__)
 
-_SETTINGS = ("host", "http_port", "grpc_port", "metrics_port", "drain_timeout_s", "max_request_bytes")
+_SETTINGS = ("host", "http_port", "grpc_port", "metrics_port", "drain_timeout_s", "max_request_bytes", "shared_memory", "test_models")
 _NOTICE = {"no effect": "It has no effect: ", "rejected": "Other values than {} are rejected: "}
 
 
@@ -132,6 +133,7 @@ def _addresses(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of ServerSettings. Ports are Triton's by default, and the server listens on all addresses."""
     fields: dict[str, Any] = {"host": "0.0.0.0", "http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
     fields |= {name: values[name] for name in _SETTINGS if name in values}
+    fields["shared_memory"] = tuple(fields.get("shared_memory", ()))
     closed = {f"{kind}_port": None for kind in ("grpc", "metrics") if values.get(f"allow_{kind}") is False}
     return fields | closed
 
@@ -139,7 +141,8 @@ def _addresses(values: dict[str, Any]) -> dict[str, Any]:
 def _load_models(values: dict[str, Any], options: TritonOptions) -> tuple[str, ...]:
     """The models to load at the start. Raises ConfigError for an unknown one."""
     names = values.get("load_models", [] if values.get("options.model_control") == "explicit" else ["*"])
-    known = [model.name for model in options.models]
+    tests = [served.model.name for served in test_models()] if values.get("test_models") else []
+    known = [*(model.name for model in options.models), *tests]
     for name in names:
         if name not in ("*", *known):
             raise ConfigError(f"--load-model={name}: the repository has no such model.", cure=f"Use one of: {', '.join(known)}.")

@@ -71,6 +71,20 @@ SERVER_OPTIONS = FieldTable(
         _accepted(
             "http-max-input-size", Whole(1 << 10, 1 << 32), "Maximum size of a request in bytes. Default: 16 MiB.", "max_request_bytes"
         ),
+        _accepted(
+            "shared-memory",
+            Line(),
+            "Stoker's own option. Shared memory that clients may register: a pattern of keys such as /input_*, or cuda:0. Default: none.",
+            "shared_memory",
+            argument="many",
+        ),
+        _accepted(
+            "with-test-models",
+            _BOOL,
+            "Stoker's own option. Also serve the models of tritonclient's examples.",
+            "test_models",
+            argument="flag",
+        ),
         _accepted("log-verbose", Whole(0, 1 << 31), "Above 0: debug messages are logged, too.", "log_verbose"),
         _accepted("log-info", _BOOL, "false: only warnings and errors are logged.", "log_info"),
         _accepted("log-warning", _BOOL, "false, with --log-info=false: only errors are logged.", "log_warning"),

@@ -26,6 +26,7 @@ from stoker.server.http.connection import BoundedProtocol
 from stoker.server.metrics.frontend import FrontendMetrics
 from stoker.server.metrics.metered import MeteredClient, MeteredService
 from stoker.server.processes.child import end_with_parent, receive_task
+from stoker.server.processes.coordinator import FrontendCoordination
 from stoker.server.processes.tasks import FrontendTask
 from stoker.server.protocol import Context
 from stoker.server.settings import ServerSettings
@@ -63,7 +64,8 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
     metrics = FrontendMetrics()
     repository = ModelRepository()
     repository.register(task.model_name, lambda: load_service(task, metrics), unload_service)
-    context = Context(repository, task.settings, metrics)
+    coordination = await FrontendCoordination.connect(task.run_dir)
+    context = Context(repository, task.settings, metrics, coordination)
     server = HttpServer(http_config(make_app(context), task.settings))
     grpc = await open_grpc(context, task.grpc_address) if task.grpc_address is not None else None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: setattr(server, "should_exit", True))
@@ -79,6 +81,8 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
     await asyncio.gather(serving, *([end_grpc(server, grpc, task.settings)] if grpc is not None else []))
     loading.cancel()
     await repository.unload(task.model_name)
+    context.cleanup.close()
+    await coordination.close()
     metrics.counter_buffer.write()
 
 

@@ -19,6 +19,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 from stoker.server.http.tls import check_tls
 from stoker.server.processes.child import Child
+from stoker.server.processes.coordinator import SupervisorCoordinator
 from stoker.server.processes.running import registered
 from stoker.server.processes.tasks import ExecutorTask, FrontendTask
 from stoker.server.settings import ServerSettings
@@ -140,6 +141,8 @@ class Supervisor:
         started = time.monotonic()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        coordination = SupervisorCoordinator()
+        coordination_socket = await coordination.listen(self._run_dir)
         executor, *frontends = self._children = await asyncio.gather(*self._starts())
         for listener in self._listeners:
             listener.close()
@@ -149,6 +152,8 @@ class Supervisor:
         if failed is not None:
             log.error("the %s %s; the server stops.", failed.name, failed.ending)
         await self._end(executor, frontends, failing=failed is executor and ready.done())
+        coordination_socket.close()
+        coordination.close()
         ready.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ready
@@ -184,7 +189,7 @@ class Supervisor:
         self._addresses = [_address(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
         settings = with_metrics_port(self._settings, self._listeners)
-        task = FrontendTask(str(self.tokenizer), self._name, settings, self._address, fds, self._grpc_address)
+        task = FrontendTask(str(self.tokenizer), self._name, settings, self._address, fds, str(self._run_dir), self._grpc_address)
         count = self._settings.num_frontends
         # prometheus-client sums the counters of several frontends through files in this directory.
         shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}

@@ -27,4 +27,5 @@ class FrontendTask(msgspec.Struct):
     settings: ServerSettings
     address: str  # ZeroMQ address of the executor
     socket_fds: list[int]  # HTTP sockets that are listening already
+    run_dir: str  # directory of the supervisor's socket
     grpc_address: str | None = None  # host:port; None: no gRPC

@@ -12,6 +12,7 @@ from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, Responses, ServedModel
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.models.catalogue import Catalogue, build_catalogue
+from stoker.server.protocols.kserve.shared_memory.registry import SharedMemory
 from stoker.server.protocols.kserve.trace_and_log import LogSettings
 
 ENSEMBLE_PARAMETERS: Parameters = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
@@ -29,6 +30,8 @@ class Core:
         self.options = configured if isinstance(configured, TritonOptions) else TritonOptions()
         self.in_flight = InFlight()
         self.catalogue = catalogue or build_catalogue(context, self.in_flight)
+        self.shared_memory = SharedMemory(context)
+        context.cleanup.callback(self.shared_memory.close)
         self.counts = context.metrics.triton
         self.logging = LogSettings()
 
@@ -54,7 +57,10 @@ class Core:
                     yield _with_sequence_parameters(served, batch)
 
     async def single_response(self, served: ServedModel, inference: Inference) -> Response:
-        """The response of a request that must have exactly one. Raises NotOneResponseError if the model returns none or several."""
+        """The response of a request that must have exactly one. Raises NotOneResponseError if the model returns none or several.
+
+        The end of a decoupled request, which has no outputs, is not a response.
+        """
         if served.complete is not None:
             with self._timer(served, inference) as timer:
                 responses = _with_sequence_parameters(served, await served.complete(inference))
@@ -63,7 +69,7 @@ class Core:
             responses = []
             async with aclosing(self.responses(served, inference)) as stream:
                 async for batch in stream:
-                    responses += batch
+                    responses += [response for response in batch if response.has_outputs or served.unary or not served.model.decoupled]
                     if len(responses) > 1:
                         break
         if len(responses) != 1:

@@ -27,6 +27,7 @@ class Inference(msgspec.Struct, kw_only=True):
     inputs: Tensors = {}
     parameters: Parameters = {}
     outputs: tuple[str, ...] = ()  # requested names; empty: all
+    placements: dict[str, Any] = {}  # output → its Placement in shared memory
     single: bool = False  # the caller accepts exactly one response
 
     @property

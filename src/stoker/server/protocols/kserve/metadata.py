@@ -20,6 +20,8 @@ EXTENSIONS = (
     "trace",
     "logging",
     "generate",
+    "system_shared_memory",
+    "cuda_shared_memory",
 )
 
 

@@ -59,7 +59,7 @@ class TritonModel(msgspec.Struct, frozen=True, kw_only=True):
     """One model directory."""
 
     name: str
-    kind: str  # one of KINDS
+    kind: str  # one of KINDS; "test" for a model that needs no engine
     platform: str = ""
     backend: str = ""
     max_batch_size: int = 0  # rows of one request; 0: tensors have no batch axis
@@ -72,7 +72,7 @@ class TritonModel(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, str] = {}  # as in the file
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
+        check_choice("kind", self.kind, (*KINDS, "test"))
         check_range("max_batch_size", self.max_batch_size, 0, MAX_BATCH_SIZE)
         check_range("instance_count", self.instance_count, 1, MAX_INSTANCES)
 
@@ -100,10 +100,10 @@ class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
         check_choice("decoding_mode", self.decoding_mode, DECODING_MODES)
         check_choice("model_control", self.model_control, CONTROL_MODES)
 
-    def loaded_at_start(self) -> frozenset[str]:
-        """The names of the models that are loaded at the start."""
-        names = [m.name for m in self.models] if self.model_control != "explicit" or "*" in self.load_models else self.load_models
-        return frozenset(name for loaded in names for name in self.with_steps(loaded))
+    def is_loaded_at_start(self, name: str) -> bool:
+        """Whether a model is loaded at the start."""
+        all_models = self.model_control != "explicit" or "*" in self.load_models
+        return all_models or any(name in self.with_steps(loaded) for loaded in self.load_models)
 
     def with_steps(self, name: str) -> list[str]:
         """The name of a model and those of the models that it runs as an ensemble."""

@@ -13,8 +13,10 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from stoker.server.protocols.kserve.errors import TritonError
-from stoker.server.protocols.kserve.http.infer import refuse_extensions
+from stoker.server.protocols.kserve.http.infer import refuse_classification
 from stoker.server.protocols.kserve.inference import TEXT, TEXT_SHAPE, Inference, Parameters, Response, ServedModel, Tensors, encoding_cache
+from stoker.server.protocols.kserve.shared_memory.placement import read_placement
+from stoker.server.protocols.kserve.shared_memory.registry import SharedMemory
 from stoker.server.protocols.kserve.tensors import dtypes
 from stoker.server.protocols.kserve.tensors.signature import check_tensors
 
@@ -40,28 +42,35 @@ _INFER_RESPONSE = b"\x12"  # ModelStreamInferResponse.infer_response = 2
 _ONE_BYTE_VARINTS = [bytes([length]) for length in range(0x80)]
 
 
-def read_infer_message(request: Any, served: ServedModel) -> Inference:
+def read_infer_message(request: Any, served: ServedModel, memory: SharedMemory) -> Inference:
     """Check a request for a model. Raises TritonError with Triton's text."""
     inference = Inference(model=served.model, request_id=request.id, parameters=parameters(request.parameters))
     for output in request.outputs:
-        refuse_extensions(output.name, parameters(output.parameters))
+        options = parameters(output.parameters)
+        refuse_classification(output.name, options)
+        if (placement := read_placement(output.name, options)) is not None:
+            memory.check_range(placement.region, placement.offset, placement.byte_size)
+            inference.placements = inference.placements | {output.name: placement}
     inference.outputs = tuple(dict.fromkeys(output.name for output in request.outputs))
     tensors: Tensors = {}
     types = {}
-    raws = request.raw_input_contents
-    if raws and len(raws) != len(request.inputs):
+    placements = [read_placement(tensor.name, parameters(tensor.parameters)) for tensor in request.inputs]
+    raws, num_sent = iter(request.raw_input_contents), placements.count(None)
+    if request.raw_input_contents and len(request.raw_input_contents) != num_sent:
         raise TritonError(
-            f"expected raw_input_contents to be {len(request.inputs)} (one for each input), got {len(raws)} for model '{served.model.name}'"
+            f"expected raw_input_contents to be {num_sent} (one for each input), got {len(request.raw_input_contents)} "
+            f"for model '{served.model.name}'"
         )
-    for at, tensor in enumerate(request.inputs):
+    for tensor, placement in zip(request.inputs, placements, strict=True):
         if tensor.name in tensors:
             raise TritonError(f"input '{tensor.name}' already exists in request")
-        refuse_extensions(tensor.name, parameters(tensor.parameters))
         if tensor.datatype not in dtypes.DTYPES:
             raise TritonError(f"invalid datatype for input {tensor.name}")
         shape = dtypes.check_shape(tensor.name, list(tensor.shape))
-        if raws:
-            tensors[tensor.name] = dtypes.from_raw(tensor.name, tensor.datatype, shape, raws[at], served.model.name)
+        if placement is not None:
+            tensors[tensor.name] = dtypes.from_raw(tensor.name, tensor.datatype, shape, placement.read(memory), served.model.name)
+        elif request.raw_input_contents:
+            tensors[tensor.name] = dtypes.from_raw(tensor.name, tensor.datatype, shape, next(raws), served.model.name)
         else:
             tensors[tensor.name] = _from_contents(tensor, shape, served.model.name)
         types[tensor.name] = tensor.datatype
@@ -101,7 +110,8 @@ def parameters(fields: Any) -> Parameters:
 class Encoder:
     """Encodes the responses of one request as the bytes of ModelInferResponse."""
 
-    def __init__(self, served: ServedModel, inference: Inference) -> None:
+    def __init__(self, served: ServedModel, inference: Inference, memory: SharedMemory) -> None:
+        self._placements, self._memory = inference.placements, memory
         self._head: bytes = pb.ModelInferResponse(
             model_name=served.model.name, model_version=served.version, id=inference.request_id
         ).SerializeToString()
@@ -113,6 +123,8 @@ class Encoder:
 
     def whole(self, response: Response) -> bytes:
         """As ModelInferResponse."""
+        if self._placements:
+            return self._with_placements(response, response.parameters)
         if response.text is None:
             return self._without_text(response, response.parameters)
         before: bytes = self._whole_cache.get(response, self._before_text)
@@ -120,11 +132,25 @@ class Encoder:
 
     def streamed(self, response: Response) -> bytes:
         """As ModelStreamInferResponse."""
-        if response.text is None:
-            inner = self._without_text(response, response.parameters | {FINAL: response.final})
+        if response.text is None or self._placements:
+            encode = self._with_placements if self._placements else self._without_text
+            inner = encode(response, response.parameters | {FINAL: response.final})
             return b"".join((_INFER_RESPONSE, varint(len(inner)), inner))
         before, text = self._streamed_cache.get(response, self._before_streamed_text), _raw_text(response.text)
         return b"".join((_INFER_RESPONSE, varint(len(before) + len(text)), before, text))
+
+    def _with_placements(self, response: Response, parameters: Parameters) -> bytes:
+        """The whole response. Stores the outputs that are requested in shared memory, whose raw contents are empty."""
+        fields, raws = [self._head, self._parameters(tuple(parameters.items()))], []
+        for name, array in response.tensors().items():
+            message = pb.ModelInferResponse()
+            output = message.outputs.add(name=name, datatype=self._types[name], shape=array.shape)
+            if (placement := self._placements.get(name)) is not None:
+                for key, value in placement.write(self._memory, name, array).items():
+                    set_parameter(output.parameters[key], value)
+            fields.append(message.SerializeToString())
+            raws.append(b"" if placement is not None else dtypes.to_raw(array))
+        return b"".join([*fields, pb.ModelInferResponse(raw_output_contents=raws).SerializeToString()])
 
     def _before_text(self, response: Response) -> bytes:
         return self._without_text(response, response.parameters)

@@ -22,6 +22,7 @@ from stoker.server.protocols.kserve import trace_and_log as settings
 from stoker.server.protocols.kserve.core import Core
 from stoker.server.protocols.kserve.errors import TritonError, client_message, grpc_code
 from stoker.server.protocols.kserve.grpc import messages as grpc_messages
+from stoker.server.protocols.kserve.grpc.shared_memory import SharedMemoryMethods
 from stoker.server.protocols.kserve.inference import Response, ServedModel
 from stoker.server.settings import ServerSettings
 
@@ -57,24 +58,7 @@ class KServeGRPC:
             "RepositoryModelUnload": (self.unload, pb.RepositoryModelUnloadRequest, pb.RepositoryModelUnloadResponse),
             "TraceSetting": (self.trace, pb.TraceSettingRequest, pb.TraceSettingResponse),
             "LogSettings": (self.logging, pb.LogSettingsRequest, pb.LogSettingsResponse),
-            "SystemSharedMemoryStatus": (
-                self.empty_response(pb.SystemSharedMemoryStatusResponse),
-                pb.SystemSharedMemoryStatusRequest,
-                None,
-            ),
-            "CudaSharedMemoryStatus": (self.empty_response(pb.CudaSharedMemoryStatusResponse), pb.CudaSharedMemoryStatusRequest, None),
-            "SystemSharedMemoryUnregister": (
-                self.empty_response(pb.SystemSharedMemoryUnregisterResponse),
-                pb.SystemSharedMemoryUnregisterRequest,
-                None,
-            ),
-            "CudaSharedMemoryUnregister": (
-                self.empty_response(pb.CudaSharedMemoryUnregisterResponse),
-                pb.CudaSharedMemoryUnregisterRequest,
-                None,
-            ),
-            "SystemSharedMemoryRegister": (self.refuse_region, pb.SystemSharedMemoryRegisterRequest, None),
-            "CudaSharedMemoryRegister": (self.refuse_region, pb.CudaSharedMemoryRegisterRequest, None),
+            **SharedMemoryMethods(self._core.shared_memory).methods(),
         }
         table = {
             name: grpc.unary_unary_rpc_method_handler(
@@ -144,24 +128,15 @@ class KServeGRPC:
                 setting.string_param = value
         return response
 
-    def empty_response(self, response_type: Any) -> Handler:
-        async def handler(request: Any, context: Any) -> Any:
-            return response_type()
-
-        return handler
-
-    async def refuse_region(self, request: Any, context: Any) -> Any:
-        raise TritonError("shared memory is not supported: send tensors in the request.", 501)
-
     async def infer(self, request: Any, context: Any) -> bytes:
         """ModelInfer. Returns the bytes of ModelInferResponse."""
         served = self._ready(request)
         if served.model.decoupled and not served.unary:
             raise TritonError("ModelInfer RPC doesn't support models with decoupled transaction policy", 501)
-        inference = grpc_messages.read_infer_message(request, served)
+        inference = grpc_messages.read_infer_message(request, served, self._core.shared_memory)
         inference.single = True
         response = await self._core.single_response(served, inference)
-        return grpc_messages.Encoder(served, inference).whole(response)
+        return grpc_messages.Encoder(served, inference, self._core.shared_memory).whole(response)
 
     async def stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
         """Run the requests of one stream concurrently. They are cancelled if the client ends the stream."""
@@ -183,9 +158,9 @@ class KServeGRPC:
         """Run one request of a stream and write its responses, or its error as a message of the stream."""
         try:
             served = self._ready(request)
-            inference = grpc_messages.read_infer_message(request, served)
+            inference = grpc_messages.read_infer_message(request, served, self._core.shared_memory)
             empty_final = inference.parameters.pop(EMPTY_FINAL, False) is True
-            encoder, ended = grpc_messages.Encoder(served, inference), False
+            encoder, ended = grpc_messages.Encoder(served, inference, self._core.shared_memory), False
             async with aclosing(self._core.responses(served, inference)) as responses:
                 async for batch in responses:
                     for response in batch:

@@ -10,11 +10,12 @@ import numpy as np
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.http.json_body import read_object
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, ServedModel, Tensors
+from stoker.server.protocols.kserve.shared_memory.placement import read_placement
+from stoker.server.protocols.kserve.shared_memory.registry import SharedMemory
 from stoker.server.protocols.kserve.tensors import dtypes
 from stoker.server.protocols.kserve.tensors.signature import check_tensors
 
 HEADER_LENGTH = b"inference-header-content-length"
-_SHARED_MEMORY = "shared_memory_region"
 
 
 class InferCall(msgspec.Struct):
@@ -28,7 +29,7 @@ class InferCall(msgspec.Struct):
         return self.binary.get(name, self.binary_default)
 
 
-def read_infer_request(body: bytes, header_length: bytes | None, served: ServedModel) -> InferCall:
+def read_infer_request(body: bytes, header_length: bytes | None, served: ServedModel, memory: SharedMemory) -> InferCall:
     """Check a request for a model. Raises TritonError with Triton's text."""
     view = memoryview(body)
     size = _header_size(header_length, len(body))
@@ -40,8 +41,8 @@ def read_infer_request(body: bytes, header_length: bytes | None, served: ServedM
     message = read_object(view[:size])
     inference = Inference(model=served.model, request_id=request_id(message), parameters=parameters(message), single=True)
     call = InferCall(inference, binary_default=inference.parameters.get("binary_data_output") is True)
-    _read_outputs(message, call)
-    tensors, types = _read_inputs(message, view[size:], served.model.name)
+    _read_outputs(message, call, memory)
+    tensors, types = _read_inputs(message, view[size:], served.model.name, memory)
     check_tensors(inference, tensors, types)
     return call
 
@@ -72,29 +73,28 @@ def parameters(message: dict[str, Any]) -> Parameters:
     return values
 
 
-def _read_outputs(message: dict[str, Any], call: InferCall) -> None:
-    """Set the requested outputs of the call, and which of them are binary."""
+def _read_outputs(message: dict[str, Any], call: InferCall, memory: SharedMemory) -> None:
+    """Set the requested outputs of the call, which of them are binary, and which are in shared memory."""
     names = []
     for output in _objects(message.get("outputs", []), "outputs"):
         name, options = _name(output, "outputs"), parameters(output)
-        refuse_extensions(name, options)
+        refuse_classification(name, options)
+        if (placement := read_placement(name, options)) is not None:
+            memory.check_range(placement.region, placement.offset, placement.byte_size)
+            call.inference.placements = call.inference.placements | {name: placement}
         if "binary_data" in options:
             call.binary[name] = options["binary_data"] is True
         names.append(name)
     call.inference.outputs = tuple(dict.fromkeys(names))
 
 
-def refuse_extensions(name: str, options: Parameters) -> None:
-    """Raise TritonError if the parameters of a tensor request shared memory or classification."""
-    if _SHARED_MEMORY in options:
-        raise TritonError(
-            f"Unable to find shared memory region: '{str(options[_SHARED_MEMORY])[:80]}'. Send tensor '{name}' in the request."
-        )
+def refuse_classification(name: str, options: Parameters) -> None:
+    """Raise TritonError if the parameters of an output request classification."""
     if options.get("classification"):
         raise TritonError(f"classification of output '{name}' is not supported. Request the tensor itself.")
 
 
-def _read_inputs(message: dict[str, Any], raw: memoryview, model: str) -> tuple[Tensors, dict[str, str]]:
+def _read_inputs(message: dict[str, Any], raw: memoryview, model: str, memory: SharedMemory) -> tuple[Tensors, dict[str, str]]:
     """(tensors, dtypes) by name. `raw` are the bytes after the JSON, in the order of the inputs."""
     if "inputs" not in message:
         raise TritonError("Unable to parse 'inputs': attempt to access non-existing object member 'inputs'", 500)
@@ -108,8 +108,9 @@ def _read_inputs(message: dict[str, Any], raw: memoryview, model: str) -> tuple[
             raise TritonError(f"invalid datatype for input {name}")
         shape = dtypes.check_shape(name, item.get("shape"))
         options = parameters(item)
-        refuse_extensions(name, options)
-        if "binary_data_size" in options:
+        if (placement := read_placement(name, options)) is not None:
+            tensors[name] = dtypes.from_raw(name, dtype, shape, placement.read(memory), model)
+        elif "binary_data_size" in options:
             size = _binary_size(name, options["binary_data_size"], len(raw) - at)
             tensors[name] = dtypes.from_raw(name, dtype, shape, raw[at : at + size], model)
             at += size
@@ -148,12 +149,14 @@ def _name(item: dict[str, Any], where: str) -> str:
     return name
 
 
-def write_infer_response(served: ServedModel, call: InferCall, response: Response) -> tuple[bytes, int | None]:
-    """(body, length of its JSON if bytes follow, otherwise None)."""
+def write_infer_response(served: ServedModel, call: InferCall, response: Response, memory: SharedMemory) -> tuple[bytes, int | None]:
+    """(body, length of its JSON if bytes follow, otherwise None). Stores outputs that are requested in shared memory."""
     inference, raws, outputs = call.inference, [], []
     for name, array in response.tensors().items():
         output: dict[str, Any] = {"name": name, "datatype": _datatype(served, name), "shape": list(array.shape)}
-        if call.is_binary(name):
+        if (placement := inference.placements.get(name)) is not None:
+            output["parameters"] = placement.write(memory, name, array)
+        elif call.is_binary(name):
             raws.append(dtypes.to_raw(array))
             output["parameters"] = {"binary_data_size": len(raws[-1])}
         else:

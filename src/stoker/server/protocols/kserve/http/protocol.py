@@ -20,11 +20,11 @@ from stoker.server.protocols.kserve.http import compression
 from stoker.server.protocols.kserve.http import generate as generate_json
 from stoker.server.protocols.kserve.http import infer as infer_json
 from stoker.server.protocols.kserve.http.json_body import read_object
+from stoker.server.protocols.kserve.http.shared_memory import SharedMemoryEndpoints
 from stoker.server.protocols.kserve.inference import Inference, ServedModel
 
 MODEL = "/v2/models/{model}"
 VERSIONED = MODEL + "/versions/{version}"
-SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory")
 OCTETS = b"application/octet-stream"
 
 _encode = msgspec.json.encode
@@ -67,13 +67,7 @@ class KServeHTTP(Protocol):
             ]
         for path in ("/v2/trace/setting", f"{MODEL}/trace/setting"):
             endpoints += [Endpoint("GET", path, self.trace), Endpoint("POST", path, self.set_trace)]
-        for kind in SHARED_MEMORY:
-            endpoints += [
-                Endpoint("GET", f"/v2/{kind}/status", self.no_regions),
-                Endpoint("POST", f"/v2/{kind}/region/{{region}}/register", self.refuse_region),
-                Endpoint("POST", f"/v2/{kind}/unregister", self.nothing_to_unregister),
-            ]
-        return endpoints
+        return endpoints + SharedMemoryEndpoints(self._core.shared_memory, self._refuse).endpoints()
 
     async def server(self, http: RequestContext) -> None:
         await http.respond(200, _encode(described.server(self._core.options.server_name)))
@@ -147,16 +141,6 @@ class KServeHTTP(Protocol):
         body = await http.body()
         await self._respond_json(http, lambda: settings.check_trace(read_object(body)))
 
-    async def no_regions(self, http: RequestContext) -> None:
-        await http.respond(200, b"[]")
-
-    async def nothing_to_unregister(self, http: RequestContext) -> None:
-        await http.respond(200)
-
-    async def refuse_region(self, http: RequestContext) -> None:
-        error = TritonError("shared memory is not supported: send tensors in the request, as JSON or binary.", 501)
-        await self._refuse(http, error, JSON)
-
     async def infer(self, http: RequestContext) -> None:
         body = await http.body()
         async with http.cancel_on_disconnect():
@@ -167,10 +151,10 @@ class KServeHTTP(Protocol):
                     raise TritonError("HTTP end point doesn't support models with decoupled transaction policy", 501)
                 kind = JSON
                 body = compression.decompress(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
-                call = infer_json.read_infer_request(body, http.headers.get(infer_json.HEADER_LENGTH), served)
+                call = infer_json.read_infer_request(body, http.headers.get(infer_json.HEADER_LENGTH), served, self._core.shared_memory)
                 kind = PLAIN
                 response = await self._core.single_response(served, call.inference)
-                await self._respond_infer(http, *infer_json.write_infer_response(served, call, response))
+                await self._respond_infer(http, *infer_json.write_infer_response(served, call, response, self._core.shared_memory))
             except StokerError as error:
                 await self._refuse(http, error, kind)
 

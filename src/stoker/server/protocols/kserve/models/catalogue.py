@@ -15,6 +15,7 @@ from stoker.server.protocols.kserve.models.ensemble import BLS, Ensemble
 from stoker.server.protocols.kserve.models.generating import GeneratingModel
 from stoker.server.protocols.kserve.models.tensorrt_llm import TensorrtLLM
 from stoker.server.protocols.kserve.models.tokenizer import Postprocessing, Preprocessing, TokenizerModel
+from stoker.server.protocols.kserve.test_models import test_models
 
 DEFAULT_BATCH_SIZE = 256  # maximum rows of one request for default models
 MAX_BEAM_WIDTH = 64  # for default models; the limit of the engine applies, too
@@ -63,9 +64,10 @@ def build_catalogue(context: Context, in_flight: InFlight) -> Catalogue:
     configured = context.settings.options if isinstance(context.settings.options, TritonOptions) else None
     options = configured or TritonOptions(models=default_models(), unary=True, max_beam_width=MAX_BEAM_WIDTH)
     models = [_served(model, context, options, in_flight) for model in options.models]
-    loaded = options.loaded_at_start()
+    if context.settings.test_models:
+        models += test_models()
     for served in models:
-        served.unloaded = served.model.name not in loaded
+        served.unloaded = not options.is_loaded_at_start(served.model.name)
     if options.unary:
         used_names = {served.model.name for served in models}
         names = [model.name for model in context.repository.models() if model.name not in used_names]
