@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+import hypothesis
 import pytest
 from filelock import FileLock
 
@@ -25,6 +26,9 @@ BUILD_SOURCES = ("base", "core", "quant", "layers", "models", "engine", "builder
 # Several test processes run in parallel, so each computes on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No time limits, because other processes may use the machine.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

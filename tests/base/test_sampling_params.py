@@ -24,6 +24,7 @@ def test_help_documents_each_field() -> None:
         ({"stop": "\n"}, {"stop": ("\n",)}),
         ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
         ({"stop_token_ids": [1, 2]}, {"stop_token_ids": (1, 2)}),
+        ({"allowed_token_ids": [1, 2]}, {"allowed_token_ids": (1, 2)}),
         ({"bad_words": "no"}, {"bad_words": ("no",)}),
         ({"bad_words": ["no", [4, 5], (6,)]}, {"bad_words": ("no", (4, 5), (6,))}),
         ({"temperature": 1, "logit_bias": {3: 1}}, {"temperature": 1, "logit_bias": {3: 1}}),
@@ -44,6 +45,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "seed": ("1", 1.5),
     "stop": (5, [5], {"a": 1}, None, [None]),
     "stop_token_ids": ("2", 2, ["2"], [2.0]),
+    "allowed_token_ids": ("2", 2, ["2"], {2: 1}),
     "bad_words": (5, [5], [["a"]], [[1.0]], None),
     "logit_bias": ([1], {"a": 1.0}, {1: "x"}, None),
     "ignore_eos": ("no", 1, None),
@@ -60,7 +62,18 @@ def test_wrong_types_are_type_errors_that_name_the_field(name: str, value: Any) 
     assert isinstance(refused.value, RequestError) and refused.value.field == name  # protocols report it with status 400
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_tokens", 0), ("top_p", 1.5), ("stop", ""), ("temperature", float("nan")), ("n", 65)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1] * 20_000),
+        ("top_p", 1.5),
+        ("stop", ""),
+        ("temperature", float("nan")),
+        ("n", 65),
+    ],
+)
 def test_wrong_values_are_no_type_errors(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=rf"^{name}=") as refused:
         SamplingParams(**{name: value})

@@ -30,7 +30,8 @@ NOT_OPTIONS = {
     BuildSettings: {},
     RuntimeConfig: {"kv_cache_dtype": "chosen when the engine is built"},
     SamplingParams: dict.fromkeys(
-        ("logit_bias", "stop_token_ids", "bad_words", "include_stop", "skip_special_tokens", "logprobs", "prompt_logprobs", "beam_width",
+        ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words", "include_stop", "skip_special_tokens", "logprobs",
+         "prompt_logprobs", "beam_width",
          "length_penalty", "early_stopping", "guide"), "available in the API",
     ),
     ServerSettings: {

@@ -25,7 +25,7 @@ ALL: dict[str, Any] = {
 }  # fmt: skip
 OPTIONS: list[dict[str, Any]] = [
     {}, {"temperature": 1.0, "seed": 3}, {"logit_bias": {5: 1.0}}, {"repetition_penalty": 1.3}, {"min_tokens": 8}, {"logprobs": 4},
-    {"bad_words": ((40,), (41, 42))}, {"prompt_logprobs": 0}, ALL, ALL | {"bad_words": ((40, 41),)},
+    {"allowed_token_ids": (5, 9)}, {"bad_words": ((40,), (41, 42))}, {"prompt_logprobs": 0}, ALL, ALL | {"bad_words": ((40, 41),)},
 ]  # fmt: skip
 
 

@@ -59,7 +59,9 @@ SAMPLED = {
     "all": SamplingParams(
         max_tokens=NEW, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=15, repetition_penalty=1.2,
         presence_penalty=0.3, frequency_penalty=0.2, logit_bias={20: 2.0, 21: -100.0}, bad_words=((30,), (40, 41)), min_tokens=4,
+        allowed_token_ids=tuple(range(0, 300, 3)),
     ),
+    "allowed": SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=1.0, seed=16, allowed_token_ids=(7, 20, 30, 77)),
 }  # fmt: skip
 
 
@@ -123,6 +125,8 @@ def test_penalties_biases_and_bans(llm: LLM) -> None:
     assert all(len(set(tokens)) == NEW for tokens in once)
     forced = answers(llm, SamplingParams(max_tokens=4, ignore_eos=True, logit_bias={77: 100.0}))
     assert forced == [[77] * 4] * len(PROMPTS)
+    allowed = answers(llm, SAMPLED["allowed"])
+    assert {token for tokens in allowed for token in tokens} == {7, 20, 30, 77}
     plain = answers(llm, SamplingParams(max_tokens=NEW, ignore_eos=True))
     banned = plain[0][0]
     assert banned not in answers(llm, SamplingParams(max_tokens=NEW, ignore_eos=True, bad_words=((banned,),)))[0]

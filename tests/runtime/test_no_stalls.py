@@ -115,10 +115,11 @@ class CheckedExecutor:
 ALL_OPTIONS: dict[str, Any] = {
     "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 15, "repetition_penalty": 1.2, "presence_penalty": 0.3,
     "frequency_penalty": 0.2, "logit_bias": {20: 2.0, 21: -100.0}, "min_tokens": 4, "logprobs": 2, "prompt_logprobs": 3,
+    "allowed_token_ids": tuple(range(300)),
 }  # fmt: skip
 OPTIONS: list[dict[str, Any]] = [
     {}, {"temperature": 1.0, "seed": 3}, {"logit_bias": {5: 1.0}}, {"repetition_penalty": 1.3}, {"min_tokens": 8}, {"logprobs": 4},
-    {"bad_words": ((40,), (41, 42))}, {"prompt_logprobs": 0}, {"guide": Guide("regex", "a+")}, ALL_OPTIONS,
+    {"bad_words": ((40,), (41, 42))}, {"prompt_logprobs": 0}, {"guide": Guide("regex", "a+")}, {"allowed_token_ids": (5, 9)}, ALL_OPTIONS,
     ALL_OPTIONS | {"bad_words": ((40, 41),), "guide": Guide("regex", "a+")},
 ]  # fmt: skip
 

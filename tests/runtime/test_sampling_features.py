@@ -69,6 +69,48 @@ def test_a_bias_beyond_float32_is_clipped(drive: Make, prompts: list[list[int]])
     assert [answer.tokens for answer in answers] == [[9, 9, 9]] * 2
 
 
+ALLOWED = (5, 40, 41, 77, 200, 300, 77)
+
+
+def test_allowed_token_ids(drive: Make, model: Any, prompts: list[list[int]]) -> None:
+    """Alone, and with the other features that change logits; computed in float64."""
+
+    def change(row: Tensor, prompt: list[int], generated: list[int]) -> Tensor:
+        masked = torch.full_like(row, -math.inf, dtype=torch.float64)
+        masked[list(ALLOWED)] = row[list(ALLOWED)].double()
+        return masked
+
+    def change_more(row: Tensor, prompt: list[int], generated: list[int]) -> Tensor:
+        row = change(row, prompt, generated)
+        row[5] += 2.5
+        row[9] += 100.0
+        for token in {*prompt, *generated}:
+            row[token] = row[token] / 1.3 if row[token] > 0 else row[token] * 1.3
+        row[77] = -math.inf
+        if generated[-1:] == [40]:
+            row[41] = -math.inf
+        return row
+
+    check_greedy(drive, model, prompts, change, allowed_token_ids=ALLOWED)
+    more = {"logit_bias": {5: 2.5, 9: 100.0}, "repetition_penalty": 1.3, "bad_words": ((77,), (40, 41))}
+    check_greedy(drive, model, prompts, change_more, allowed_token_ids=ALLOWED, **more)
+
+
+def test_draws_are_among_the_allowed_ids(drive: Make, prompts: list[list[int]]) -> None:
+    """A row's own ids, whatever other rows allow; an end id that is not among them does not end the sequence."""
+    sampled = {"temperature": 2.0, "seed": 3, "max_tokens": 30, "n": 2, "end_ids": (END,)}
+    first, second = request(prompts[0], allowed_token_ids=ALLOWED, **sampled), request(prompts[1], allowed_token_ids=(END, 3), **sampled)
+    driven = drive()
+    answers = driven.run(
+        first, second, request(prompts[2], **sampled), request(prompts[3], allowed_token_ids=(7,), min_tokens=9, max_tokens=9)
+    )
+    assert {token for answer in answers[:2] for token in answer.tokens} == set(ALLOWED)
+    assert {token for answer in answers[2:4] for token in answer.tokens} <= {END, 3}
+    assert all(answer.tokens[-1] == END and answer.reason is FinishReason.STOP for answer in answers[2:4])
+    assert not {token for answer in answers[4:6] for token in answer.tokens} <= {*ALLOWED, END, 3, 7}
+    assert answers[6].tokens == [7] * 9
+
+
 def test_bad_words(drive: Make, model: Any, prompts: list[list[int]]) -> None:
     usual = drive().run(request(prompts[0], max_tokens=COUNT))[0].tokens
     words = ((usual[3],), (usual[0], usual[1]), (prompts[0][-1], usual[0]), (*usual[4:7],))

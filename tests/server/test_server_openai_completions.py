@@ -153,6 +153,7 @@ async def test_every_sampling_field_reaches_the_request() -> None:
         "frequency_penalty": -1,
         "repetition_penalty": 1.5,
         "logit_bias": {"5": -100, "6": 2.5},
+        "allowed_token_ids": [3, 4],
         "stop": "x",
         "stop_token_ids": [9],
         "bad_words": ["bad"],
@@ -173,6 +174,7 @@ async def test_every_sampling_field_reaches_the_request() -> None:
     assert (params.min_tokens, params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (1, 0.5, 0.9, 5, 0.1, 7)
     assert (params.n, params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (2, 1, -1, 1.5)
     assert params.logit_bias == {5: -100.0, 6: 2.5} and params.stop == ("x",) and params.stop_token_ids == (9,)
+    assert params.allowed_token_ids == (3, 4)
     assert params.bad_words == (tuple(b"bad"), tuple(b" bad"))
     assert params.ignore_eos and params.include_stop and not params.skip_special_tokens
     assert (request.priority, request.timeout_s, request.cache_salt, request.add_special_tokens) == (-1, 5.0, "salt", False)

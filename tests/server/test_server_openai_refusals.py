@@ -63,7 +63,7 @@ async def refused(path: str, body: dict[str, Any], status: int = 400, **settings
             "detokenize": [0],
             "truncation_side": ["middle"],
             "return_token_ids": ["yes"],
-            "allowed_token_ids": [[1]],
+            "allowed_token_ids": [[], [-1], 3, [1] * 20_000],
             "response_format": ["json"],
             "guided_choice": [[]],
             "guided_regex": [5],

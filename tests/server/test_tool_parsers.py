@@ -160,7 +160,7 @@ def damaged(data: st.DataObject, text: str) -> str:
 
 
 @pytest.mark.parametrize("parser", sorted(set(TURNS) - {"qwen"}))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_result_does_not_depend_on_the_chunks(parser: str, data: st.DataObject) -> None:
     text = damaged(data, data.draw(st.sampled_from([TURNS[parser], *FORMS.get(parser, [])])))
@@ -262,7 +262,7 @@ def test_every_reasoning_parser_has_an_answer() -> None:
 
 
 @pytest.mark.parametrize("parser", sorted(REASONING_PARSERS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_reasoning_does_not_depend_on_the_chunks(parser: str, data: st.DataObject) -> None:
     text = damaged(data, data.draw(st.sampled_from([text for name, _, text, *_ in ANSWERS if name == parser])))

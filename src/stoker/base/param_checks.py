@@ -11,9 +11,11 @@ from stoker.base.errors import RequestError, RequestTypeError
 
 
 def check_lists(params: Any) -> None:
-    """Replace `stop`, `stop_token_ids` and `bad_words` by tuples. A string counts as a list of one."""
+    """Replace `stop`, `stop_token_ids`, `allowed_token_ids` and `bad_words` by tuples. A string counts as a list of one."""
     _replace_by_tuple(params, "stop", (str,), "a string or a list of strings")
     _replace_by_tuple(params, "stop_token_ids", (int,), "a list of token ids")
+    if params.allowed_token_ids is not None:
+        _replace_by_tuple(params, "allowed_token_ids", (int,), "a list of token ids")
     noun = "a string, or a list of strings and of lists of token ids"
     _replace_by_tuple(params, "bad_words", (str, list, tuple), noun)
     words = params.bad_words

@@ -15,7 +15,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 64
-CHANGE_LOGITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "guide")  # of SamplingParams
+MAX_ALLOWED_TOKENS = 1 << 14  # of allowed_token_ids: their logits are gathered in each step
+# Fields of SamplingParams that change logits.
+CHANGE_LOGITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "guide")
 FLAGS = ("early_stopping", "ignore_eos", "include_stop", "skip_special_tokens")  # fields of SamplingParams
 
 
@@ -57,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         presence_penalty: Subtracted once from the logit of each token that was generated.
         frequency_penalty: Subtracted from the logit of a token for each time that it was generated.
         logit_bias: Token id → value that is added to its logit.
+        allowed_token_ids: The only tokens that are generated, at most 16384. End ids end the sequence only if they are among them.
         stop: A string, or several, that end the sequence. The text does not contain them unless `include_stop` is set.
         stop_token_ids: Token ids that end the sequence.
         bad_words: Words that are never generated: a string, or a list of strings and of lists of token ids. A string is tokenized as
@@ -84,6 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     bad_words: str | Sequence[str | Sequence[int]] = ()
@@ -130,6 +134,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not 0 < len(text) <= MAX_STOP_CHARS:
                 raise RequestError("stop", text, f"a stop string has 1 to {MAX_STOP_CHARS} characters")
         check_numbers_by_token(self, "logit_bias")
+        if self.allowed_token_ids is not None and not 0 < len(self.allowed_token_ids) <= MAX_ALLOWED_TOKENS:
+            limit = f"it must contain 1 to {MAX_ALLOWED_TOKENS} ids, and it contains {len(self.allowed_token_ids)}"
+            raise RequestError("allowed_token_ids", list(self.allowed_token_ids[:8]), limit)
 
     @property
     def greedy(self) -> bool:
@@ -149,7 +156,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def token_ids_by_field(self) -> dict[str, list[int]]:
         """The token ids in each field that contains some. Admission checks that the vocabulary of the engine has them."""
         bad_words = [token for word in self.bad_word_ids for token in word]
-        return {"logit_bias": [*self.logit_bias], "stop_token_ids": [*self.stop_token_ids], "bad_words": bad_words}
+        allowed = [*(self.allowed_token_ids or ())]
+        return {
+            "logit_bias": [*self.logit_bias],
+            "allowed_token_ids": allowed,
+            "stop_token_ids": [*self.stop_token_ids],
+            "bad_words": bad_words,
+        }
 
 
 class Guide(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from stoker.base.errors import RequestError
 from stoker.kernels import ops
 from stoker.kernels.types import DrawParams
 from stoker.runtime.request import Sequence, TokenRequest
+from stoker.runtime.sampling.allowed_tokens import AllowedTokens
 from stoker.runtime.sampling.bad_words import BadWords
 from stoker.runtime.sampling.feature import Feature, Pairs
 from stoker.runtime.sampling.grammar_compiler import Grammars
@@ -113,7 +114,8 @@ class Sampler:
         self.grammars = grammars
         # Guides come before MinTokens, because a grammar that allows only an end id removes the minimum.
         self.features: list[Feature] = [
-            Guides(vocab_size), LogitBias(vocab_size), Penalties(vocab_size, device), MinTokens(vocab_size), BadWords(vocab_size)
+            Guides(vocab_size), AllowedTokens(vocab_size), LogitBias(vocab_size), Penalties(vocab_size, device), MinTokens(vocab_size),
+            BadWords(vocab_size),
         ]  # fmt: skip
         self._buffers = StagingBuffers(device, num_in_flight)
         self._users: dict[int, list[Feature]] = {}  # seq_id → its features

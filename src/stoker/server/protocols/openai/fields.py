@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from stoker.base.fields.table import ANYTHING, FieldRow, FieldTable, accepted, no_effect, rejected
 from stoker.base.fields.values import Flag, ListOf, MappingOf, Real, Text, Whole, exactly
-from stoker.base.types import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from stoker.base.types import MAX_ALLOWED_TOKENS, MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from stoker.server.protocols.common.guides import CHOICE_LIST
 
 EndpointName = Literal["completions", "chat"]
@@ -25,6 +25,7 @@ _TOP_COUNT = Whole(0, MAX_LOGPROBS)
 _SEED = Whole(-(2**63), 2**64 - 1)
 _STOP_STRINGS = ListOf(Text(MAX_STOP_CHARS), MAX_STOP_STRINGS, or_one=True)
 _TOKEN_BIASES = MappingOf(Whole(0, 10**11 - 1), Real(-100, 100), noun="token ids")
+_ALLOWED_IDS = ListOf(Whole(0, 1 << 31), MAX_ALLOWED_TOKENS)
 _GRAMMAR = Text(MAX_GRAMMAR_CHARS)
 
 BOTH: tuple[FieldRow, ...] = (
@@ -43,6 +44,7 @@ BOTH: tuple[FieldRow, ...] = (
     accepted("frequency_penalty", Real(-2, 2), "default 0", "frequency_penalty"),
     accepted("repetition_penalty", Real(0.01, 100), "default 1", "repetition_penalty"),
     accepted("logit_bias", _TOKEN_BIASES, "token id → a number from -100 to 100", "logit_bias"),
+    accepted("allowed_token_ids", _ALLOWED_IDS, "the only token ids that are generated; end ids among them", "allowed_token_ids"),
     accepted("stop", _STOP_STRINGS, "strings that end the answer", "stop"),
     accepted("stop_token_ids", ListOf(Whole(0, 1 << 31), MAX_ITEMS), "token ids that end the answer", "stop_token_ids"),
     accepted("bad_words", ListOf(Text(MAX_STOP_CHARS), MAX_ITEMS), "strings that are never generated, alone or after a space"),
@@ -82,7 +84,6 @@ BOTH: tuple[FieldRow, ...] = (
     no_effect("service_tier", Text(64), "there is one tier; `priority` orders requests"),
     no_effect("spaces_between_special_tokens", FLAG, "no space is added or removed around special tokens"),
     no_effect("separate_reasoning", exactly(True), "the server option --reasoning-parser separates reasoning"),
-    rejected("allowed_token_ids", "it is not supported", alternative="Use logit_bias or a grammar."),
     rejected("kv_transfer_params", "prefill and decode run in one executor"),
     rejected("disaggregated_params", "prefill and decode run in one executor"),
     rejected("lora_request", "there are no adapters"),

@@ -1,0 +1,38 @@
+"""Allowed tokens: a sequence generates no others."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from stoker.base.types import SamplingParams
+from stoker.runtime.request import Sequence
+from stoker.runtime.sampling.feature import Feature, Pairs
+
+
+class AllowedTokens(Feature):
+    """Sets the logits of all tokens that are not listed to -inf."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._allowed: dict[int, np.ndarray] = {}
+
+    def applies_to(self, params: SamplingParams) -> bool:
+        return params.allowed_token_ids is not None
+
+    def add(self, seq: Sequence) -> None:
+        self._allowed[seq.seq_id] = np.unique(np.array(seq.params.allowed_token_ids, dtype=np.int64))
+
+    def remove(self, seq_id: int) -> None:
+        self._allowed.pop(seq_id, None)
+
+    def gather(self, sequences: Pairs) -> list[np.ndarray]:
+        """Rows [n], and the positions of their allowed tokens in the flat logits."""
+        positions = [row * self.vocab_size + self._allowed[seq.seq_id] for row, seq in sequences]
+        return [np.array([row for row, _ in sequences]), np.concatenate(positions)]
+
+    def apply(self, logits: Tensor, *inputs: Tensor) -> None:
+        rows, positions = inputs
+        allowed = logits.view(-1).index_select(0, positions)
+        logits.index_fill_(0, rows, float("-inf"))
+        logits.view(-1).index_copy_(0, positions, allowed)
