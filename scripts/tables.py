@@ -14,13 +14,14 @@ from stoker.base.fields.table import FieldRow
 from stoker.deploy.lmi import environment as lmi_environment
 from stoker.deploy.lmi import keys as lmi
 from stoker.deploy.truss import keys as truss_keys
+from stoker.server.protocols.anthropic import fields as anthropic
 from stoker.server.protocols.openai import fields
 from stoker.server.protocols.openai.responses import fields as responses
 from stoker.server.protocols.sagemaker import parameters as sagemaker
 from stoker.server.protocols.truss import parameters as truss
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("sagemaker.md", "openai.md", "responses.md", "truss.md")
+PAGES = ("anthropic.md", "sagemaker.md", "openai.md", "responses.md", "truss.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -89,6 +90,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "completions": lambda: _fields("field", fields.COMPLETIONS_ONLY),
     "responses": lambda: _fields("field", (*responses.OWN, *responses.OTHER)),
     "responses_extensions": lambda: _fields("field", responses.EXTENSIONS),
+    "anthropic": lambda: _fields("field", (*anthropic.GENERATION[:2], *anthropic.PROMPT, *anthropic.GENERATION[2:])),
+    "anthropic_extensions": lambda: _fields("field", anthropic.EXTENSIONS),
     "chat": lambda: _fields("field", fields.CHAT_ONLY),
 }
 

@@ -39,6 +39,7 @@ class RequestContext:
         self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = _request_id(self.headers.get(REQUEST_ID))
+        self.request_id_headers: tuple[bytes, ...] = (REQUEST_ID,)  # of the response
         self.status = 0  # of the response; 0 until it has started
         self.disconnected = False
 
@@ -139,7 +140,7 @@ class RequestContext:
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
-        headers.append((REQUEST_ID, self.request_id.encode()))
+        headers += [(name, self.request_id.encode()) for name in self.request_id_headers]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 

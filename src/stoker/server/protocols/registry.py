@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from stoker.base.registry import Registry
 from stoker.server.protocol import Protocol
+from stoker.server.protocols.anthropic.protocol import Anthropic
 from stoker.server.protocols.health.protocol import Health
 from stoker.server.protocols.kserve.http.protocol import KServeHTTP
 from stoker.server.protocols.openai.protocol import OpenAI
@@ -16,6 +17,7 @@ from stoker.server.protocols.truss.protocol import Truss
 PROTOCOLS: Registry[type[Protocol]] = Registry("protocol")
 PROTOCOLS.add("health", Health)
 PROTOCOLS.add("kserve", KServeHTTP)
+PROTOCOLS.add("anthropic", Anthropic)  # before openai, whose paths contain its paths
 PROTOCOLS.add("openai", OpenAI)
 PROTOCOLS.add("sagemaker", SageMaker)
 PROTOCOLS.add("truss", Truss)

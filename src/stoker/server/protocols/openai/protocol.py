@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import time
 from typing import Any
 
@@ -70,7 +71,8 @@ class OpenAI(Protocol):
 
     async def models(self, http: RequestContext) -> None:
         rows = [self._model_object(model.name, model.service) for model in self.context.repository.models() if model.service is not None]
-        await http.respond(200, wire.encode({"object": "list", "data": rows}))
+        ids = {"first_id": rows[0]["id"] if rows else None, "last_id": rows[-1]["id"] if rows else None, "has_more": False}
+        await http.respond(200, wire.encode({"object": "list", "data": rows, **ids}))
 
     async def model(self, http: RequestContext) -> None:
         name = http.path["model"]
@@ -133,6 +135,9 @@ class OpenAI(Protocol):
             "root": name,
             "parent": None,
             "max_model_len": service.max_seq_len,
+            "type": "model",  # this and the following for Anthropic's clients, which use the same route
+            "display_name": name,
+            "created_at": datetime.datetime.fromtimestamp(self._created, datetime.UTC).isoformat(),
         }
 
 
