@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 WORKERS ?= 2
 
-.PHONY: help demo serve test test-fast coverage bounds triton check docs wheel setup clean
+.PHONY: help demo serve test test-fast coverage bounds triton check check-deploy docs wheel setup clean
 
 # Tests without a model that is trained or downloaded, and without processes that serve one. FAST_SKIPS are files of these folders that take long.
 FAST := tests/test_architecture.py tests/test_vocabulary.py tests/project tests/unit tests/base tests/engine tests/deploy \
@@ -19,7 +19,7 @@ COVERAGE := tests/unit tests/base tests/deploy tests/frontend tests/server tests
   -m "not triton and not truss and not slow"
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 11
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.installed  ## Build, serve and ask a small model, then stop
 	@$(BIN)/stoker demo
@@ -48,6 +48,9 @@ check: $(VENV)/.installed-dev  ## Lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check-deploy: $(VENV)/.installed-deploy  ## Lint the Dockerfile, compose files, systemd unit, Helm chart and workflows
+	$(BIN)/python scripts/check_deploy.py
 
 docs: $(VENV)/.installed-docs  ## The documentation site, in build/site; fails at a broken link
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -85,6 +88,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what development needs"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
 	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-deploy: $(VENV)/.installed-dev
+	@echo "installing the linters of deploy/"
+	@$(PIP) -c constraints.txt -e '.[deploy]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed-dev

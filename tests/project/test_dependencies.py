@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import requires
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +45,15 @@ def test_every_package_is_pinned_at_or_above_its_bound(bounds: ModuleType) -> No
         if name != "triton":  # torch for CUDA brings its own; see the Makefile
             assert name in pinned, f"{name} is not in constraints.txt"
             assert lowest is None or Version(pinned[name]) >= Version(lowest)
+
+
+def test_the_extra_grpc_has_both_clients_of_triton(bounds: ModuleType) -> None:
+    """`stoker client --protocol http` imports tritonclient.http, which needs packages of that extra."""
+    extras, _ = bounds.requirements(("grpc",))["tritonclient"]
+    assert extras == "[grpc,http]"
+    needed = [Requirement(text) for text in requires("tritonclient") or []]
+    of_http = {bounds.normalized(r.name) for r in needed if r.marker is not None and r.marker.evaluate({"extra": "http"})}
+    assert {"geventhttpclient", "aiohttp"} <= of_http <= set(bounds.pinned_versions())
 
 
 def test_every_package_is_documented(bounds: ModuleType) -> None:
