@@ -9,7 +9,7 @@ import pytest
 
 from stoker.base import env
 from stoker.base.errors import ConfigError
-from stoker.deploy.lmi import keys as lmi
+from stoker.deploy.lmi import environment as lmi
 
 ROOT = Path(__file__).parents[2]
 
