@@ -28,7 +28,7 @@ SERVER = (
     "fastapi==0.124.4", "numpy<2", "msgpack==1.1.0", "python-json-logger", "prometheus-client", "psutil", "uvicorn", "uvloop",
     "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-exporter-otlp-proto-grpc",
 )  # fmt: skip
-MODEL = ("tritonclient[grpc]", "httpx")
+MODEL = ("httpx",)
 _CONTEXT = """
 import sys
 from pathlib import Path

@@ -21,7 +21,7 @@ def test_the_page_matches_the_table() -> None:
 
 
 def test_every_variable_of_the_source_is_in_the_table() -> None:
-    """STOKER_ADDRESS and STOKER_GRPC belong to the Truss template, which runs without Stoker."""
+    """STOKER_ADDRESS and STOKER_PYTHON belong to the Truss template, which runs without Stoker."""
     source = "\n".join(path.read_text() for path in (ROOT / "src" / "stoker").rglob("*.py"))
     named = set(re.findall(r"\bSTOKER_[A-Z_]+\b", source)) | set(re.findall(r"env\.(?:text|flag)\([\"'](\w+)", source))
     assert named <= set(env.VARIABLES)

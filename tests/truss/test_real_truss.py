@@ -19,7 +19,10 @@ from types import ModuleType
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from process_tree import processes_below, runs
+from triton_server import until
 
 from stoker import LLM
 from stoker.base.types import SamplingParams
@@ -97,10 +100,15 @@ def real(folder: Path, script: Callable[[str], ModuleType], tmp_path_factory: py
         server = Real(f"http://127.0.0.1:{port}", log)
         try:
             wait_ready(process, server)
+            started = processes_below(process.pid)
             yield server
-        finally:
             process.send_signal(signal.SIGTERM)
+            process.wait(20)
+            assert len(started) > 3
+            until(lambda: not any(map(runs, started)), seconds=50)  # the servers of truss and of Stoker, and their processes
+        finally:
             try:
+                process.kill()
                 process.wait(20)
             finally:
                 with contextlib.suppress(ProcessLookupError):
@@ -160,7 +168,8 @@ def test_conversations(real: Real, own: httpx.Client, accept: dict[str, str]) ->
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
     answers = [client.post(PREDICT, json=body, headers={"accept": "*/*", **accept}) for client in (real.client, own)]
     assert [answer.status_code for answer in answers] == [200, 200]
-    assert answers[1].content and (accept or answers[0].content == answers[1].content)
+    assert answers[1].content and answers[0].content == answers[1].content
+    assert answers[0].headers["content-type"] == answers[1].headers["content-type"]
 
 
 def test_a_stream_has_several_chunks(real: Real) -> None:
@@ -182,11 +191,24 @@ def test_openai_through_model_py(real: Real, own: httpx.Client) -> None:
     ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens=0 is refused"), ({"prompt": PROMPT, "max_tokens": 5000}, "max_output_len"),
     ({"prompt": PROMPT, "beam_width": 3}, "beam_width=3 is refused"), ({"prompt": PROMPT, "speed": 1}, "speed=1 is refused"),
     ({"prompt": "a" * 400}, "prompt"), ({"temperature": 1}, "prompt"), ([], "object"),
+    ({"prompt": PROMPT, "min_p": 2}, "min_p=2 is refused"), ({"prompt": PROMPT, "seed": "x"}, "seed='x' is refused"),
 ])  # fmt: skip
 def test_invalid_bodies_get_status_400_from_both(real: Real, own: httpx.Client, body: Any, message: str) -> None:
-    for client in (real.client, own):
-        answer = client.post(PREDICT, json=body)
-        assert answer.status_code == 400 and message in answer.json()["error"], answer.text
+    answers = [client.post(PREDICT, json=body) for client in (real.client, own)]
+    assert answers[0].content == answers[1].content and message in answers[0].json()["error"]
+    for answer in answers:
+        assert (answer.status_code, answer.headers["x-baseten-error-code"]) == (400, "700")
+
+
+def test_msgpack(real: Real, own: httpx.Client) -> None:
+    body, headers = (
+        msgspec.msgpack.encode({"prompt": PROMPT, "max_tokens": 8, "stream": False}),
+        {"content-type": "application/octet-stream"},
+    )
+    path = "/v1/models/model:predict_binary"
+    answers = [client.post(path, content=body, headers=headers) for client in (real.client, own)]
+    assert answers[0].status_code == 200 and answers[0].content == answers[1].content
+    assert isinstance(msgspec.msgpack.decode(answers[0].content)["text"], str)
 
 
 def test_disconnected_clients_free_their_rows(real: Real) -> None:
@@ -216,3 +238,6 @@ def test_routes_of_a_truss(real: Real, own: httpx.Client) -> None:
     for path in ("/", "/ping", "/v1/models/model", "/v1/models/model/loaded", "/v1/models/model/schema", "/nothing"):
         answers = [client.get(path) for client in (real.client, own)]
         assert answers[0].status_code == answers[1].status_code and answers[0].content == answers[1].content
+    for path in ("/v1/embeddings", "/v1/messages", "/v1/responses"):
+        answers = [client.post(path, json={"input": 3}) for client in (real.client, own)]
+        assert answers[0].status_code == answers[1].status_code and answers[0].content == answers[1].content, path

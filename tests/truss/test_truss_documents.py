@@ -83,9 +83,14 @@ def test_the_build_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 @DOCUMENTED
-def test_the_serve_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_serve_section(
+    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built = SERVE.replace("/path/to/engine", str(tiny_engine)).replace("/path/to/tokenizer", str(tiny_engine))
+    status, shown = dry_run(folder(tmp_path, built), monkeypatch, capsys)
+    assert status == 0 and str(tiny_engine) in shown and "served as it is" in shown
     status, shown = dry_run(folder(tmp_path, SERVE), monkeypatch, capsys)
-    assert status == 0 and "/path/to/engine" in shown and "/path/to/tokenizer" in shown and "served as it is" in shown
+    assert status == 2 and "/path/to/engine, which does not exist" in shown
     with pytest.raises(ConfigError, match="/path/to/engine, which does not exist"):
         prepare_engine(read_deployment(folder(tmp_path, SERVE), {}), {})
 

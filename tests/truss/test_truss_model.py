@@ -1,59 +1,56 @@
-"""The exported model.py: its requests to a Stoker server over gRPC and HTTP, and its results. The oracle is Stoker's :predict endpoint."""
+"""The exported model.py: what it forwards to a Stoker server, and the server that it starts. The oracle is Stoker's own endpoint."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import live_http
 import pytest
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
+from process_tree import processes_below, runs
+from starlette.responses import Response, StreamingResponse
 from triton_server import TEXT, RunningServer, endless, running, until
 
-from stoker.base.errors import QueueFullError, RequestError, StokerError, UnavailableError
 from stoker.deploy.deployment import EngineInfo
-from stoker.deploy.triton.export import five_models
 from stoker.deploy.truss.export import export_truss
+from stoker.deploy.truss.load import load_truss
 from stoker.runtime.request import ErrorInfo
-from stoker.server.protocols.kserve.model_config import TritonOptions
 
-OPTIONS = TritonOptions(
-    models=five_models(EngineInfo(path="e", architecture="x", vocab_size=512), {"decoupled_mode": "true"}), unary=True, max_beam_width=4
-)
+TRUSS = {"protocols": ("truss", "openai")}
 PREDICT = "/v1/models/model:predict"
+JSON = "application/json"
+MSGPACK = "application/octet-stream"
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("truss") / "exported"
-    export_truss(EngineInfo(path=str(tiny_engine), architecture="LlamaForCausalLM", vocab_size=320), out, {})
+    export_truss(EngineInfo(path=str(tiny_engine), architecture="LlamaForCausalLM", vocab_size=320), out, {"accelerator": "none"})
     return out
 
 
-def model_class(folder: Path) -> Any:
+def module_of(folder: Path) -> Any:
     spec = importlib.util.spec_from_file_location("exported_model", folder / "model" / "model.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Model
-
-
-@pytest.mark.parametrize(
-    "error", [RequestError("n", 0, "it must be positive"), QueueFullError(3, 2, 1.0), UnavailableError("it is unavailable.")]
-)
-def test_errors_of_a_stream_have_the_status_of_the_server(folder: Path, error: StokerError) -> None:
-    """A gRPC stream reports errors without a status. model.py derives it from the words of the message."""
-    http_error = model_class(folder).__init__.__globals__["_http_error"]
-    assert http_error(str(error)).status_code == error.status
+    return module
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running(options=OPTIONS) as started:
+    with running(**TRUSS) as started:
         yield started
 
 
@@ -64,132 +61,171 @@ def model(folder: Path, server: RunningServer, monkeypatch: pytest.MonkeyPatch) 
 
 def loaded_model(folder: Path, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("STOKER_ADDRESS", f"http://{server.http}")
-    monkeypatch.setenv("STOKER_GRPC", server.grpc)
-    model = model_class(folder)(config={}, data_dir="data", secrets={}, environment=None)
+    model = module_of(folder).Model(config={}, data_dir="data", secrets={}, environment=None)
     assert not model.is_healthy()
     model.load()
     assert model.is_healthy()
     return model
 
 
-class Request:
-    """The part of Truss's request that `predict` uses: whether the client has disconnected, which it does after `chunks` chunks."""
+def request_of(body: bytes, headers: dict[str, str], connected_s: float = 60.0) -> Request:
+    """A request as the server of truss passes it, whose client disconnects after `connected_s`."""
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    end = time.monotonic() + connected_s
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    def __init__(self, chunks: int = 1 << 30) -> None:
-        self._left = chunks
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        if time.monotonic() < end:
+            await asyncio.sleep(connected_s)
+        return {"type": "http.disconnect"}
 
-    async def is_disconnected(self) -> bool:
-        self._left -= 1
-        return self._left < 0
-
-
-async def text(answer: AsyncGenerator[str | bytes, None]) -> str:
-    return "".join([chunk.decode() if isinstance(chunk, bytes) else chunk async for chunk in answer])
-
-
-async def test_streamed_text(model: Any) -> None:
-    answer = await model.predict({"prompt": "hi"}, Request())
-    chunks = [chunk async for chunk in answer]
-    assert "".join(chunks) == TEXT and len(chunks) > 5 and all(isinstance(chunk, str) and chunk for chunk in chunks)
-    assert await model.predict({"prompt": "hi", "stream": False}, Request()) == {"text": TEXT}
+    return Request({"type": "http", "method": "POST", "path": PREDICT, "headers": raw, "query_string": b""}, receive)
 
 
-BODIES: list[dict[str, Any]] = [
-    {}, {"max_tokens": 3}, {"max_new_tokens": 4}, {"stop_words_list": ["fox", ""]}, {"stop": "quick"}, {"bad_words_list": ["dog", "cat"]},
-    {"bad_words_list": []}, {"repetition_penalty": 1.5}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5, "temperature": 0.25},
-    {"temperature": 0}, {"random_seed": 7, "top_k": 2}, {"seed": 8, "top_k": 2}, {"min_length": 2}, {"presence_penalty": 0.5},
-    {"frequency_penalty": 0.5}, {"length_penalty": 0.5}, {"prompt": "", "max_tokens": 2},
-    {"max_tokens": None}, {"stream": False, "stop_words_list": None},
+async def content(response: Response) -> bytes:
+    if isinstance(response, StreamingResponse):
+        return b"".join([chunk if isinstance(chunk, bytes) else str(chunk).encode() async for chunk in response.body_iterator])
+    return bytes(response.body)
+
+
+BODIES: list[Any] = [
+    {"prompt": "once"}, {"prompt": "once", "max_tokens": 3, "stream": False}, {"prompt": "once", "stop_words_list": ["fox", ""]},
+    {"prompt": "", "max_tokens": 2}, {"prompt": "x", "top_p": 0.5, "min_p": 0.1, "early_stopping": True, "request_id": "7"},
+    {"prompt": "x", "seed": -7, "top_k": -1}, {"prompt": "x", "ignore_eos": True}, {"prompt": "x", "stop": "quick"},
+    {"prompt": "x", "model": "tiny", "max_tokens": 3}, {"prompt": "x", "model": "tiny", "max_tokens": "many"},
+    {"messages": [{"role": "user", "content": "hi"}]}, {"messages": "hi"}, {"prompt": "x", "messages": []}, {}, [1], None, "text",
+    {"prompt": "x", "speed": 1}, {"prompt": "x", "max_tokens": 3.5}, {"prompt": "x", "max_tokens": 1 << 40}, {"prompt": 3},
+    {"prompt": "x", "stream": "no"}, {"prompt": "x", "stop_words_list": [3]}, {"prompt": "x", "beam_width": 9}, {"prompt": "x" * 500},
 ]  # fmt: skip
+RAW = [b"", b"{", b'{"prompt": NaN}', b"\xff", '{"prompt": "once", "max_tokens": 2}'.encode("utf-16"), b'{"prompt": "\\ud800"}']
 
 
-@pytest.mark.parametrize("body", BODIES, ids=str)
-async def test_same_request_and_response_as_the_endpoint(model: Any, server: RunningServer, body: dict[str, Any]) -> None:
-    body = {"prompt": "once", **body}
-    answer = await model.predict(body, Request())
-    generated = answer["text"] if isinstance(answer, dict) else await text(answer)
-    async with httpx.AsyncClient() as client:
-        direct_answer = await client.post(f"http://{server.http}{PREDICT}", json=body)
-    assert direct_answer.status_code == 200, direct_answer.text
-    assert generated == (direct_answer.json()["text"] if body.get("stream") is False else direct_answer.text)
-    exported, direct = server.executor.requests[-2:]
-    assert list(exported.prompt_ids) == list(direct.prompt_ids)
-    assert (exported.end_ids or exported.params.stop_token_ids) == (direct.end_ids or direct.params.stop_token_ids)
-    assert exported.params == direct.params
+@pytest.mark.parametrize("accept", ["*/*", JSON])
+async def test_the_response_is_that_of_the_endpoint(model: Any, server: RunningServer, accept: str) -> None:
+    """Every body: status, content type and content."""
+    statuses = set()
+    async with httpx.AsyncClient(base_url=f"http://{server.http}") as client:
+        for body in [*(json.dumps(body).encode() for body in BODIES), *RAW]:
+            headers = {"content-type": JSON, "accept": accept}
+            direct = await client.post(PREDICT, content=body, headers=headers)
+            response = await model.predict(request_of(body, headers))
+            assert (response.status_code, response.headers["content-type"]) == (direct.status_code, direct.headers["content-type"]), body
+            if response.status_code == 200 and b"model" in body:  # OpenAI's responses contain an id and a time
+                assert json.loads(await content(response))["choices"] == direct.json()["choices"]
+            else:
+                assert await content(response) == direct.content, body
+            statuses.add(response.status_code)
+    assert statuses == {200, 400}
 
 
-async def test_ignore_eos(model: Any, server: RunningServer) -> None:
-    await text(await model.predict({"prompt": "x", "ignore_eos": True}, Request()))
-    request = server.executor.requests[-1]
-    assert not request.end_ids and not request.params.stop_token_ids
+async def test_msgpack_requests_get_msgpack(model: Any, server: RunningServer) -> None:
+    import msgspec
+
+    body = msgspec.msgpack.encode({"prompt": "once", "stream": False})
+    response = await model.predict(request_of(body, {"content-type": MSGPACK}))
+    assert response.headers["content-type"] == MSGPACK
+    assert msgspec.msgpack.decode(await content(response)) == {"text": TEXT}
+    refused = await model.predict(request_of(b"\xc1", {"content-type": MSGPACK}))
+    assert refused.status_code == 400 and b"Unpack failed" in await content(refused)
 
 
-@pytest.mark.parametrize("body, status, message", [
-    ({"prompt": "x", "speed": 1}, 400, "speed=1 is refused"),
-    ({"prompt": "x", "max_tokens": 3.5}, 400, "it must be a whole number"),
-    ({"prompt": "x", "max_tokens": True}, 400, "max_tokens=True is refused"),
-    ({"prompt": "x", "max_tokens": 1 << 40}, 400, "max_tokens=1099511627776 is refused"),
-    ({"prompt": "x", "stream": "no"}, 400, "it must be true or false"),
-    ({"prompt": 3}, 400, "it must be text"),
-    ({"prompt": "x", "max_tokens": "many"}, 400, "max_tokens='many' is refused"),
-    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens=0 is refused"),
-    ({"prompt": "x", "max_tokens": [1, 2]}, 400, "max_tokens=[1, 2] is refused"),
-    ({"prompt": "x", "stop_words_list": [3]}, 400, "stop_words_list=3 is refused"),
-    ({"prompt": "x", "beam_width": 9}, 400, "beam_width=9 is refused"),
-    ({"prompt": "x" * 500}, 400, "prompt"),
-    ({"messages": "hi"}, 400, "messages"),
-    ([1], 400, "not an object"),
-    ({}, 400, "prompt"),
-])  # fmt: skip
-async def test_invalid_bodies(model: Any, body: Any, status: int, message: str) -> None:
-    with pytest.raises(HTTPException) as caught:
-        await model.predict(body, Request())
-    assert caught.value.status_code == status and message in str(caught.value.detail)
+async def test_openai_requests(model: Any) -> None:
+    headers = {"content-type": JSON}
+    streamed = await model.completions(request_of(b'{"prompt": "x", "stream": true, "max_tokens": 30}', headers))
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert (await content(streamed)).endswith(b"data: [DONE]\n\n")
+    chat = await model.chat_completions(request_of(b'{"messages": [{"role": "user", "content": "hi"}]}', headers))
+    assert chat.status_code == 400 and b"no chat template" in await content(chat)
+    made = await model.responses(request_of(b'{"input": 3}', headers))
+    assert made.status_code == 400 and json.loads(await content(made))["error"]["param"] == "input"
 
 
 async def test_a_disconnected_client_cancels_its_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(endless, options=OPTIONS, step_s=0.001, limits={"max_output_len": 100_000}) as server:
+    headers = {"content-type": JSON}
+    with running(endless, step_s=0.001, limits={"max_output_len": 100_000}, **TRUSS) as server:
         model = loaded_model(folder, server, monkeypatch)
-        chunks = await model.predict({"prompt": "x", "max_tokens": 90_000}, Request(3))
-        assert len([chunk async for chunk in chunks]) == 4
+        streamed = await model.predict(request_of(b'{"prompt": "x", "max_tokens": 90000}', headers))
+        await anext(streamed.body_iterator)
+        assert server.executor.running
+        await streamed.body_iterator.aclose()
         until(lambda: not server.executor.running)
-        chunks = await model.predict({"prompt": "x", "max_tokens": 90_000}, Request())
-        await anext(chunks)
-        await chunks.aclose()
-        until(lambda: not server.executor.running)
+        whole = b'{"prompt": "x", "max_tokens": 90000, "stream": false}'
+        with pytest.raises(HTTPException) as caught:
+            await model.predict(request_of(whole, headers, connected_s=0.05))
+        assert caught.value.status_code == 499
+        await live_http.until(lambda: not server.executor.running)  # lets the cancelled task close its connection
 
 
 async def test_failures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error before the first chunk is an HTTP status; a later one is the last chunk."""
-    with running(lambda request, index: ErrorInfo("step_failed", "the step failed."), options=OPTIONS) as server:
+    with running(lambda request, index: ErrorInfo("step_failed", "the step failed."), **TRUSS) as server:
         model = loaded_model(folder, server, monkeypatch)
-        with pytest.raises(HTTPException, match="the step failed") as caught:
-            await model.predict({"prompt": "x"}, Request())
-        assert caught.value.status_code == 500
-    with running(endless, options=OPTIONS, step_s=0.001, limits={"max_output_len": 100_000}) as server:
-        model = loaded_model(folder, server, monkeypatch)
-        chunks = await model.predict({"prompt": "x", "max_tokens": 90_000}, Request())
-        await anext(chunks)
-    rest = [chunk async for chunk in chunks]
-    assert json.loads(rest[-1])["status"] == "error"
-    with pytest.raises(HTTPException) as caught:
-        await model.predict({"prompt": "x"}, Request())
+        failed = await model.predict(request_of(b'{"prompt": "x"}', {"content-type": JSON}))
+        assert failed.status_code == 500 and b"error" in await content(failed)
+    with pytest.raises(HTTPException, match="the Stoker server is unavailable") as caught:
+        await model.predict(request_of(b'{"prompt": "x"}', {"content-type": JSON}))
     assert caught.value.status_code == 503
 
 
-async def test_messages_and_openai_bodies_are_sent_over_http(model: Any) -> None:
-    streamed = await text(await model.completions({"prompt": "x", "stream": True, "max_tokens": 30}))
-    assert streamed.startswith("data: ") and streamed.endswith("data: [DONE]\n\n")
-    for call in (model.chat_completions, lambda body: model.predict(body, Request())):
-        with pytest.raises(HTTPException, match="no chat template"):
-            await call({"messages": [{"role": "user", "content": "hi"}]})
-    assert (await model.completions({"prompt": "x", "max_tokens": 3}))["object"] == "text_completion"
-    with pytest.raises(HTTPException) as caught:
-        await model.completions({"prompt": "x", "max_tokens": "many"})
-    assert caught.value.status_code == 400 and "max_tokens" in caught.value.detail["message"]
+def test_the_server_reads_the_configuration(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that model.py writes for its server requests the same deployment as the Truss, also after the user has changed it."""
+    import yaml
+
+    monkeypatch.setattr("stoker.deploy.truss.load.visible_gpus", lambda environment: 0)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["model_metadata"] |= {"tags": ["force-legacy-api-non-openai-compatible"], "max_tokens_counts_prompt": True, "note": 'a "b": #c'}
+    resources = {"accelerator": None, "use_gpu": False, "cpu": "1", "memory": "2Gi"}  # as the server of truss passes them
+    module_of(folder)._write_folder(tmp_path, config | {"resources": resources, "unknown": 1})
+    written = load_truss(tmp_path, {})
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    (changed / "config.yaml").write_text(yaml.safe_dump(config))
+    (changed / "packages").symlink_to(folder / "packages")
+    truss = load_truss(changed, {})
+    assert (written.source, written.tokenizer, written.runtime, written.server) == (
+        truss.source,
+        truss.tokenizer,
+        truss.runtime,
+        truss.server,
+    )
+    assert truss.runtime.device == "cpu" and truss.server.options.legacy  # type: ignore[union-attr]
 
 
-def test_the_server_is_started_and_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+PARENT = """\
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("exported_model", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+model = module.Model(config={"model_name": "tiny", "model_metadata": METADATA, "resources": {"use_gpu": False}})
+model.load()
+print("process", model._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_no_process_remains_when_the_parent_is_killed(folder: Path) -> None:
+    import yaml
+
+    metadata = yaml.safe_load((folder / "config.yaml").read_text())["model_metadata"]
+    environment = {name: value for name, value in os.environ.items() if name != "STOKER_ADDRESS"} | {"STOKER_API_KEY": "of-another-server"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT.replace("METADATA", repr(metadata)), folder / "model" / "model.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as parent:
+        assert parent.stdout is not None
+        pid = next(line for line in parent.stdout if line.startswith("process ")).split()[1]  # the server writes to the same pipe
+        started = processes_below(int(pid))
+        assert len(started) == 3 and all(map(runs, started)), "supervisor, executor and frontend"
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    until(lambda: not any(map(runs, started)), seconds=50)
+
+
+def test_a_server_that_ends_or_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STOKER_ADDRESS", raising=False)
     code = (
         "import sys; from http.server import *\n"
@@ -198,20 +234,14 @@ def test_the_server_is_started_and_stopped(folder: Path, monkeypatch: pytest.Mon
         "    def log_message(self, *a): pass\n"
         "HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()"
     )
-    model = model_class(folder)()
-    monkeypatch.setattr(model, "_command", lambda port, grpc_port: [sys.executable, "-c", code, str(port)])
+    model = module_of(folder).Model()
+    monkeypatch.setattr(model, "_command", lambda folder, port: [sys.executable, "-c", code, str(port)])
     model.load()
     try:
         assert model.is_healthy()
     finally:
         model._stop()
-    assert not model.is_healthy()
-    monkeypatch.setattr(model, "_command", lambda port, grpc_port: [sys.executable, "-c", "raise SystemExit(3)"])
+    assert not model.is_healthy() and not Path(model._folder.name).exists()
+    monkeypatch.setattr(model, "_command", lambda folder, port: [sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(RuntimeError, match="ended with status 3"):
         model.load()
-
-
-def test_unsupported_options(folder: Path) -> None:
-    config = {"model_metadata": {"max_tokens_counts_prompt": True}}
-    with pytest.raises(RuntimeError, match="set it to false"):
-        model_class(folder)(config=config).load()

@@ -76,6 +76,9 @@ def serve(
             "variable STOKER_API_KEY, which holds one key."
         ),
     ] = None,
+    stop_at_eof: Annotated[
+        bool, typer.Option("--stop-at-eof", help="Stop when standard input ends, as it does when the process that started the server ends.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print each setting and where it was read from, and do not serve.")] = False,
     *,
     settings: ServerSettings,
@@ -105,6 +108,10 @@ def serve(
     arguments = ServeArguments(model, settings, runtime, build, explicit)
     if dry_run:
         return _print_report(arguments)
+    if stop_at_eof:
+        from stoker.server.processes.child import end_with_parent
+
+        end_with_parent()
     raise typer.Exit(_serve(arguments))
 
 

@@ -19,7 +19,7 @@ from stoker.deploy.triton.export import export_triton
 
 REPOSITORY = Path("packages") / "tensorrt_llm_model_repository"
 _ENGINE = Path("tensorrt_llm") / "1"  # in the repository; the server of the second Truss generation moves it there
-_PROGRAMS = (Path("model") / "model.py", Path("packages") / "stoker_tensors.py")
+_PROGRAM = Path("model") / "model.py"
 _ACCELERATOR = "A100"
 _TRUSS_OPTIONS = ("model_name", "accelerator")
 
@@ -52,7 +52,7 @@ def _write_truss(engine: EngineInfo, path: Path, options: Environment[str, str])
     written += [_link_or_copy(folder / file, repository / _ENGINE / file) for file in files]
     written.append(_write(path / "config.yaml", yaml.safe_dump(_config(engine, options), sort_keys=False)))
     written.append(_write(path / "model" / "__init__.py", ""))
-    return [*written, *(_write(path / file, _template(file.name)) for file in _PROGRAMS)]
+    return [*written, _write(path / _PROGRAM, _template(_PROGRAM.name))]
 
 
 def _template(name: str) -> str:
@@ -66,7 +66,7 @@ def _config(engine: EngineInfo, options: Environment[str, str]) -> dict[str, Any
     return {
         "model_name": options.get("model_name") or model_name_of(engine.path),
         "python_version": "py311",
-        "requirements": ["stoker[grpc]", "httpx"],
+        "requirements": ["stoker", "httpx"],
         "resources": {"use_gpu": False} if kind == "none" else {"accelerator": f"{kind}:{ranks}", "use_gpu": True},
         "secrets": {"hf_access_token": None},
         "runtime": {"predict_concurrency": 1024},

@@ -7,6 +7,7 @@ writes one line to its standard output when it is ready. All its other output go
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -95,11 +96,12 @@ def receive_task() -> tuple[Any, Callable[[], Any]]:
 
 
 def end_with_parent() -> None:
-    """Start a thread that sends this process SIGTERM when the parent has ended, and SIGKILL KILL_AFTER_S later."""
+    """Start a thread that sends this process SIGTERM when standard input has ended, and SIGKILL KILL_AFTER_S later."""
 
     def watch() -> None:
-        while os.read(0, 1):
-            pass
+        with contextlib.suppress(OSError):  # a closed descriptor
+            while os.read(0, 4096):
+                pass
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(KILL_AFTER_S)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ from stoker.server.protocols.truss.predict import respond_predict
 from stoker.server.protocols.truss.request import read_predict_call
 
 CHAT = "/v1/chat/completions"
-_ABSENT = ("embeddings", "messages", "responses")  # methods of a Truss Model that Stoker does not implement
+_ABSENT = ("embeddings", "messages")  # methods of a Truss Model that Stoker does not implement
 
 
 class Truss(Protocol):
