@@ -37,6 +37,7 @@ NOT_OPTIONS = {
     ServerSettings: {
         "api_keys": "collected from the file of --api-keys, --api-key and STOKER_API_KEY",
         "options": "set by deployment formats",
+        "request_limits": "set by deployment formats for engines that are built already",
     },
 }  # fmt: skip
 

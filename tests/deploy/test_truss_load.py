@@ -98,7 +98,7 @@ def test_build_of_the_first_generation(tmp_path: Path) -> None:
     limits = source.limits
     assert (limits.max_input_len, limits.max_output_len, limits.max_batch_size, limits.max_beam_width) == (2048, 256, 8, 4)
     assert source.token_secret == "hf_access_token"
-    assert (deployment.server.http_port, deployment.server.protocols) == (8080, ("truss", "openai"))
+    assert (deployment.server.http_port, deployment.server.protocols) == (8080, ("truss", "openai", "anthropic"))
     beam = next(s for s in deployment.settings if s.name == "max_beam_width")
     assert (beam.key, beam.origin.line) == ("trt_llm.build.max_beam_width", 7)
     assert is_truss(tmp_path)
@@ -386,14 +386,21 @@ def test_calibration(tmp_path: Path) -> None:
     "text, match",
     [
         (MINIMAL + "    quantization_type: int3\n", "yaml:4: trt_llm.build.quantization_type=int3 is refused: it must be one of no_quant"),
-        (MINIMAL + "    quantization_type: fp4\n", "quantization_type=fp4 is refused"),
+        (MINIMAL + "    quantization_type: fp4\n", "=fp4 is refused: weights of FP4 are not supported. Use one of no_quant"),
+        (MINIMAL + "    quantization_type: fp8_mlp_only\n", "FP8 is applied to all linears"),
+        (MINIMAL + "    base_model: encoder\n", "base_model=encoder is refused: embedding, classification and reranking models are not"),
+        (MINIMAL + "    base_model: encoder_bert\n", "base_model=encoder_bert is refused: embedding, classification"),
+        (MINIMAL + "  runtime: {webserver_default_route: /v1/embeddings}\n", "default_route=/v1/embeddings is refused: embedding, "),
+        (MINIMAL + "    lora_adapters: {a: {source: HF, repo: org/a}}\n", "lora_adapters=.* is refused: LoRA adapters are not served"),
+        (MINIMAL + "    speculator: {speculative_decoding_mode: LOOKAHEAD_DECODING}\n", "speculative decoding is not served"),
+        (MINIMAL + "  plugin_configuration: {paged_kv_cahe: true}\n", "Did you mean trt_llm.plugin_configuration.paged_kv_cache"),
         (MINIMAL + "    max_batch_size: '8'\n", "config.yaml:4: trt_llm.build.max_batch_size=8 is refused: it must be a whole number"),
         (MINIMAL + "    max_batch_size: true\n", "whole number"),
         (
             MINIMAL + "    max_batch_sise: 8\n",
             "yaml:4: unknown key trt_llm.build.max_batch_sise. Did you mean trt_llm.build.max_batch_size",
         ),
-        (MINIMAL + "    base_model: whisper\n", "must be one of llama"),
+        (MINIMAL + "    base_model: whisper\n", "speech recognition is not served"),
         (MINIMAL + "    max_beam_width: 11\n", "from 1 to 10"),
         (MINIMAL + "    plugin_configuration: [1]\n", "must be a mapping"),
         (MINIMAL + "    <<: {a: 1}\n", "unknown key trt_llm.build.<<"),
@@ -428,6 +435,16 @@ def test_calibration(tmp_path: Path) -> None:
 )
 def test_refusals(tmp_path: Path, text: str, match: str) -> None:
     assert "hunter2" not in refuse(tmp_path, text, match)
+
+
+def test_plugin_configuration_beside_build(tmp_path: Path) -> None:
+    """Two published templates have it there instead of in trt_llm.build."""
+    plugins = "{paged_kv_cache: true, use_paged_context_fmha: true, use_fp8_context_fmha: false}"
+    beside = load(tmp_path, MINIMAL + f"  plugin_configuration: {plugins}\n")
+    inside = load(tmp_path, MINIMAL + f"    plugin_configuration: {plugins}\n")
+    assert (beside.source, beside.runtime, beside.server) == (inside.source, inside.runtime, inside.server)
+    assert [(n.key.rpartition(".")[2], n.text) for n in beside.notes] == [(n.key.rpartition(".")[2], n.text) for n in inside.notes]
+    assert len(beside.notes) == 3
 
 
 @pytest.mark.parametrize(

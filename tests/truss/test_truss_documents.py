@@ -83,9 +83,7 @@ def test_the_build_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 @DOCUMENTED
-def test_the_serve_section(
-    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_serve_section(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     built = SERVE.replace("/path/to/engine", str(tiny_engine)).replace("/path/to/tokenizer", str(tiny_engine))
     status, shown = dry_run(folder(tmp_path, built), monkeypatch, capsys)
     assert status == 0 and str(tiny_engine) in shown and "served as it is" in shown

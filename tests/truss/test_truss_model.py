@@ -24,10 +24,10 @@ from triton_server import TEXT, RunningServer, endless, running, until
 
 from stoker.deploy.deployment import EngineInfo
 from stoker.deploy.truss.export import export_truss
-from stoker.deploy.truss.load import load_truss
+from stoker.deploy.truss.load import PROTOCOLS, load_truss
 from stoker.runtime.request import ErrorInfo
 
-TRUSS = {"protocols": ("truss", "openai")}
+TRUSS = {"protocols": PROTOCOLS}
 PREDICT = "/v1/models/model:predict"
 JSON = "application/json"
 MSGPACK = "application/octet-stream"
@@ -140,6 +140,8 @@ async def test_openai_requests(model: Any) -> None:
     assert chat.status_code == 400 and b"no chat template" in await content(chat)
     made = await model.responses(request_of(b'{"input": 3}', headers))
     assert made.status_code == 400 and json.loads(await content(made))["error"]["param"] == "input"
+    message = await model.messages(request_of(b'{"max_tokens": 3}', headers))
+    assert message.status_code == 400 and json.loads(await content(message))["type"] == "error"
 
 
 async def test_a_disconnected_client_cancels_its_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,12 @@ from truss_recordings import TokenTextService
 
 from stoker.base.errors import QueueFullError
 from stoker.base.types import SamplingParams
+from stoker.deploy.truss.load import PROTOCOLS
 from stoker.server.protocols.truss.options import TrussOptions
 from stoker.server.protocols.truss.parameters import TABLE
 
 PREDICT = "/v1/models/model:predict"
-TRUSS = {"protocols": ("truss", "openai")}
+TRUSS = {"protocols": PROTOCOLS}
 
 
 async def predict(

@@ -14,6 +14,7 @@ from live_http import live_app
 from scripted_service import make_context
 from truss_recordings import Recorded, RecordedResponse, TokenTextService, read_recordings, send
 
+from stoker.deploy.truss.load import PROTOCOLS
 from stoker.server.application import make_app
 from stoker.server.processes.loading import LoadingServer
 from stoker.server.settings import ServerSettings
@@ -31,7 +32,7 @@ DEVIATIONS = {
 }  # fmt: skip
 COMPARED_HEADERS = ("content-type", "x-baseten-error-source", "x-baseten-error-code")
 HEAD = "POST /v1/models/model:predict HTTP/1.1\r\nHost: h\r\n"
-TRUSS = {"protocols": ("truss", "openai")}
+TRUSS = {"protocols": PROTOCOLS}
 
 
 @asynccontextmanager
@@ -95,7 +96,7 @@ async def test_streams(case: Recorded) -> None:
     assert_same(response, case)
 
 
-@pytest.mark.parametrize("case", cases("09-*", title="not on this model|^GET|^predict, stream true"))
+@pytest.mark.parametrize("case", cases("09-*", title="embeddings: not on this model|^GET|^predict, stream true"))
 async def test_a_model_that_reads_stream(case: Recorded) -> None:
     async with truss(TokenTextService("a", "b", "c")) as port:
         assert_same(await send(port, case.request), case)

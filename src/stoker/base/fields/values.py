@@ -150,18 +150,22 @@ class Line(msgspec.Struct, frozen=True):
 class Choice(msgspec.Struct, frozen=True):
     """One of the keys of `meanings`; the result is its meaning. Keys are matched in any case unless `exact_case`.
 
-    Without `exact_case` the keys must be lower-case strings.
+    Without `exact_case` the keys must be lower-case strings. `unsupported` are further values, and why each is refused.
     """
 
     meanings: Mapping[Any, Any]
     exact_case: bool = False
+    unsupported: Mapping[Any, str] = {}
 
     def check(self, value: Any) -> Any:
         name = value if self.exact_case or not isinstance(value, str) else value.strip().lower()
         for known, meaning in self.meanings.items():
             if known == name:
                 return meaning
-        raise InvalidValueError(value, f"it must be one of {', '.join(map(_spelled, self.meanings))}")
+        known_names = f"one of {', '.join(map(_spelled, self.meanings))}"
+        if isinstance(name, str) and name in self.unsupported:
+            raise InvalidValueError(value, self.unsupported[name], cure=f"Use {known_names}.")
+        raise InvalidValueError(value, f"it must be {known_names}")
 
     def parse(self, text: str) -> Any:
         return self.check(text)

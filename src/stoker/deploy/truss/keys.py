@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.base.fields.table import FieldRow, FieldTable, accepted, no_effect, rejected
-from stoker.base.fields.values import Anything, Choice, Flag, Line, Real, Whole, names
+from stoker.base.fields.values import Anything, Choice, Flag, Line, Real, ValueType, Whole, names
 from stoker.deploy import quantization
 from stoker.deploy.locations import Location
 
@@ -26,7 +26,15 @@ _AUTOMATIC = "Stoker chooses this by shapes and device"
 _NO_LORA = "LoRA adapters are not served"
 _MOUNTED = "the platform mounts these files; Stoker fetches checkpoints itself"
 
-FAMILIES = Choice({"llama": "llama", "mistral": "mistral", "deepseek": "deepseek", "qwen": "qwen", "palmyra": "palmyra", "decoder": None})
+_EMBEDDINGS = "embedding, classification and reranking models are not served"
+FAMILIES = Choice(
+    {"llama": "llama", "mistral": "mistral", "deepseek": "deepseek", "qwen": "qwen", "palmyra": "palmyra", "decoder": None},
+    unsupported={"encoder": _EMBEDDINGS, "encoder_bert": _EMBEDDINGS, "whisper": "speech recognition is not served"},
+)
+ROUTES = Choice(
+    {route: route for route in ("/v1/chat/completions", "/v1/completions")},
+    unsupported=dict.fromkeys(("/v1/embeddings", "/v1/systemone", "/rerank", "/predict", "/predict_tokens"), _EMBEDDINGS),
+)
 POLICIES = names("guaranteed_no_evict", "max_utilization")
 SOURCES = names("HF", "LOCAL", "REMOTE_URL", "S3", "GCS", "AZURE", "BASETEN_TRAINING")
 
@@ -62,12 +70,21 @@ _BUILD_ROWS = (
     rejected(_BUILD + "lora_adapters", _NO_LORA, *_NONE, type=_ANY, alternative="Merge the adapters into the checkpoint."),
     no_effect(_BUILD + "lora_configuration", _ANY, _NO_LORA),
     accepted(_BUILD + "kv_cache_free_gpu_mem_fraction", Real(0.0, 1.0, above=True), target="runtime.kv_cache_fraction"),
-    no_effect(_BUILD + "plugin_configuration.multi_block_mode", _FLAG, _AUTOMATIC),
-    no_effect(_BUILD + "plugin_configuration.paged_kv_cache", _FLAG, "the KV cache is always paged"),
-    no_effect(_BUILD + "plugin_configuration.use_fused_mlp", _FLAG, _ALWAYS),
-    no_effect(_BUILD + "plugin_configuration.gemm_plugin", _TEXT, _AUTOMATIC),
-    no_effect(_BUILD + "plugin_configuration.use_paged_context_fmha", _FLAG, _ALWAYS),
-    no_effect(_BUILD + "plugin_configuration.use_fp8_context_fmha", _FLAG, "prefill attention computes in the engine's dtype"),
+    no_effect(_BUILD + "use_fused_mlp", _FLAG, _ALWAYS),
+)
+
+_PLUGINS: dict[str, tuple[ValueType, str]] = {
+    "multi_block_mode": (_FLAG, _AUTOMATIC),
+    "paged_kv_cache": (_FLAG, "the KV cache is always paged"),
+    "use_fused_mlp": (_FLAG, _ALWAYS),
+    "gemm_plugin": (_TEXT, _AUTOMATIC),
+    "use_paged_context_fmha": (_FLAG, _ALWAYS),
+    "use_fp8_context_fmha": (_FLAG, "prefill attention computes in the engine's dtype"),
+}
+_PLUGIN_ROWS = tuple(  # in trt_llm.build, and as some templates have them, beside it
+    no_effect(f"{section}plugin_configuration.{name}", kind, reason)
+    for section in (_BUILD, "trt_llm.")
+    for name, (kind, reason) in _PLUGINS.items()
 )
 
 _SERVE = "trt_llm.serve."
@@ -108,7 +125,7 @@ _RUN_ROWS = (
     accepted(_RUN + "request_default_max_tokens", _COUNT, target="server.default_max_tokens"),
     accepted(_RUN + "served_model_name", Line(), target="server.model_name"),
     no_effect(_RUN + "total_token_limit", _UNSIGNED, "the queue is bounded by requests and the KV cache by tokens"),
-    accepted(_RUN + "webserver_default_route", names("/v1/chat/completions", "/v1/completions"), target="options.default_route"),
+    accepted(_RUN + "webserver_default_route", ROUTES, target="options.default_route"),
     no_effect(_RUN + "lora_cache_max_adapter_size", _UNSIGNED, _NO_LORA),
     no_effect(_RUN + "lora_cache_optimal_adapter_size", _UNSIGNED, _NO_LORA),
     no_effect(_RUN + "lora_cache_gpu_memory_fraction", Real(0.0, 1.0), _NO_LORA),
@@ -120,6 +137,7 @@ _RUN_V2_ROWS = (
     accepted(_RUN + "max_num_tokens", Whole(1, 1 << 20), "default 8192", "limits.max_num_tokens"),
     accepted(_RUN + "tensor_parallel_size", Whole(1, 1024), target="mapping.tensor_parallel"),
     accepted(_RUN + "enable_chunked_prefill", _FLAG, "default true", "runtime.chunked_prefill"),
+    rejected(_RUN + "gated_features", "it patches arguments of another engine", *_NONE, type=_ANY),
     rejected(_RUN + "patch_kwargs", "it patches arguments of another engine", *_NONE, type=_ANY),
 )
 
@@ -188,7 +206,7 @@ _TOP_ROWS = (
 )
 
 TABLE: FieldTable[FieldRow] = FieldTable(
-    (*_BUILD_ROWS, *_SERVE_ROWS, *_METADATA_ROWS, *_RUN_ROWS, *_RUN_V2_ROWS, *_TRT_LLM_ROWS, *_TOP_ROWS), noun="key"
+    (*_BUILD_ROWS, *_PLUGIN_ROWS, *_SERVE_ROWS, *_METADATA_ROWS, *_RUN_ROWS, *_RUN_V2_ROWS, *_TRT_LLM_ROWS, *_TOP_ROWS), noun="key"
 )
 
 # Keys of trt_llm.runtime that only one inference stack has.

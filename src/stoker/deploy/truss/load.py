@@ -24,6 +24,7 @@ from stoker.server.protocols.truss.options import TrussOptions
 from stoker.server.settings import ServerSettings
 
 FILE = "config.yaml"
+PROTOCOLS = ("truss", "openai", "anthropic")
 _TRUSS_KEYS = re.compile(rb"^(trt_llm|model_metadata|model_name|python_version|resources|external_package_dirs)\s*:", re.MULTILINE)
 
 
@@ -81,7 +82,7 @@ def _deployment(settings: CollectedSettings, folder: Path) -> Deployment:
     tokenizer = settings.get("engine.tokenizer")
     secrets = settings.pop("server.secrets")
     options = settings.build(TrussOptions, "options")
-    server = settings.build(ServerSettings, "server", protocols=("truss", "openai"), options=options)
+    server = settings.build(ServerSettings, "server", protocols=PROTOCOLS, options=options)
     if secrets:
         settings.note("secrets", f"names: {', '.join(secrets.value) or 'none'}", secrets.origin)
     return Deployment(

@@ -8,7 +8,7 @@ from stoker.frontend.repository import ModelState
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import RequestContext
-from stoker.server.protocol import Context, Endpoint, Handler, Protocol
+from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.openai.chat.response import chat as openai_chat
 from stoker.server.protocols.openai.completions.response import complete as openai_complete
 from stoker.server.protocols.truss.body import read_object
@@ -18,7 +18,6 @@ from stoker.server.protocols.truss.predict import respond_predict
 from stoker.server.protocols.truss.request import read_predict_call
 
 CHAT = "/v1/chat/completions"
-_ABSENT = ("embeddings", "messages")  # methods of a Truss Model that Stoker does not implement
 
 
 class Truss(Protocol):
@@ -46,7 +45,7 @@ class Truss(Protocol):
             Endpoint("GET", "/v1/models/{model}/schema", self.schema),
             *predicts,
             Endpoint("POST", "/invocations", self.predict),
-            *(Endpoint("POST", f"/v1/{name}", _absent(name)) for name in _ABSENT),
+            Endpoint("POST", "/v1/embeddings", self.embeddings),
         ]
 
     async def live(self, http: RequestContext) -> None:
@@ -64,6 +63,10 @@ class Truss(Protocol):
         if self._loaded:
             return await refuse(http, 404, "No schema found", b"600")
         return await refuse(http, 503, "Schema not available, please try again later.")
+
+    async def embeddings(self, http: RequestContext) -> None:
+        """The response of a Truss whose Model has no such method."""
+        await refuse(http, 404, "`embeddings` must only be called if model has it.")
 
     async def predict(self, http: RequestContext) -> None:
         """Generate. As in the Truss server, readiness is checked before the body."""
@@ -107,10 +110,3 @@ class Truss(Protocol):
             await http.respond(200, b"{}")
         else:
             await refuse(http, 503, NOT_READY)
-
-
-def _absent(method: str) -> Handler:
-    async def handler(http: RequestContext) -> None:
-        await refuse(http, 404, f"`{method}` must only be called if model has it.")
-
-    return handler
