@@ -100,12 +100,15 @@ def test_escapes(pairs, value):
     assert fill_template('x: "${p}"', pairs) == f'x: "{value}"'
 
 
-@pytest.mark.parametrize(
-    ("pairs", "part"), [("a", "is not a pair"), (":1", "is not a pair"), ("engin_dir:/e", "Did you mean engine_dir"), ("zzz:1", "Leave")]
-)
-def test_fill_refuses(pairs, part):
-    with pytest.raises(ConfigError, match=part):
+@pytest.mark.parametrize("pairs", ["a", ":1"])
+def test_fill_refuses(pairs):
+    with pytest.raises(ConfigError, match="is not a pair"):
         fill_template("path: ${engine_dir}", pairs)
+
+
+def test_names_that_the_template_lacks_are_ignored():
+    """One list of pairs fills all files of a repository, as with fill_template.py."""
+    assert fill_template("path: ${engine_dir}", "triton_max_batch_size:8,engine_dir:/e,zzz:1") == "path: /e"
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.text(alphabet="ab,:/$ {}", max_size=12), min_size=1, max_size=5))

@@ -210,7 +210,7 @@ def test_rejected_by_name_with_the_cure(tmp_path, key, texts):
 
 
 def test_every_key_of_the_engine_model_is_tested():
-    tested = {row[0] for row in ACCEPTED} | set(NO_EFFECT) | set(REJECTED) | {"gpt_model_type", "gpt_model_path"}
+    tested = {row[0] for row in ACCEPTED} | set(NO_EFFECT) | set(REJECTED) | {"gpt_model_type", "gpt_model_path", "engine_dir"}
     assert {row.name for row in KEYS["tensorrt_llm"]} == tested
 
 
@@ -275,12 +275,14 @@ def test_a_relative_engine_in_the_repository(tmp_path):
         ("top_k", "4", "beam_search"),
         ("beam_search", "1", "top_k_top_p"),
         ("top_p", "1", "top_p"),
+        ("auto", "1", "top_k_top_p"),
+        ("auto", "4", "beam_search"),
     ],
 )
 def test_beams_and_decoding_mode_agree(tmp_path, mode, beams, expected):
     deployment = llm(tmp_path, max_beam_width=beams, **({"decoding_mode": mode} if mode else {}))
     assert deployment.server.options.decoding_mode == expected
-    assert any(note.key == "decoding_mode" for note in deployment.notes) == (mode not in (None, expected))
+    assert any(note.key == "decoding_mode" for note in deployment.notes) == (mode not in (None, "auto", expected))
 
 
 def test_tokenizer_and_bls_keys(tmp_path):
@@ -400,6 +402,25 @@ def test_the_last_duplicate_key_is_used(tmp_path):
     assert any("more than once" in note.text for note in deployment.notes)
 
 
+@pytest.mark.compatibility(
+    protocol="Triton", client="model repositories of tensorrtllm_backend", version="0.5", feature="the Python gpt model (engine_dir)"
+)
+def test_the_python_gpt_repository(tmp_path):
+    """Its ensemble has other names, which the maps of the steps connect to those of v0.18."""
+    pairs = "engine_dir:/engine,tokenizer_dir:/tokenizer,tokenizer_type:auto"
+    files = {name: fill_template(text, pairs) for name, text in templates.gpt_repository().items()}
+    deployment = load_repository(repo(tmp_path, **files), {})
+    assert deployment.source == EngineSource(location="/engine") and deployment.tokenizer == "/tokenizer"
+    assert deployment.runtime == RuntimeConfig()
+    models = {model.kind: model for model in deployment.server.options.models}
+    roles = {tensor.name: tensor.role for tensor in models["ensemble"].inputs}
+    assert roles["INPUT_0"] == "text_input" and roles["INPUT_1"] == "max_tokens" and roles["INPUT_3"] == "stop_words"
+    assert roles["runtime_top_k"] == "top_k" and roles["len_penalty"] == "length_penalty" and roles["end_id"] == "end_id"
+    assert [(tensor.name, tensor.role) for tensor in models["ensemble"].outputs] == [("OUTPUT_0", "text_output")]
+    assert [tensor.name for tensor in models["tensorrt_llm"].outputs] == ["output_ids", "log_probs"]
+    assert models["tensorrt_llm"].input("request_output_len").dtype == "UINT32" and not models["tensorrt_llm"].decoupled
+
+
 def test_other_repositories(tmp_path):
     with pytest.raises(ConfigError, match="contains no"):
         load_repository(tmp_path, {})
@@ -408,8 +429,6 @@ def test_other_repositories(tmp_path):
     llmapi = 'name: "tensorrt_llm"\n' + templates.tensors("input", "text_input STRING -1")
     with pytest.raises(ConfigError, match=r"llmapi model.*stoker export triton"):
         load_repository(repo(tmp_path / "b", tensorrt_llm=llmapi), {})
-    with pytest.raises(ConfigError, match=r"Python gpt model \(engine_dir\)"):
-        load_repository(repo(tmp_path / "c", tensorrt_llm='name: "tensorrt_llm"\n' + templates.parameter("engine_dir", "/e")), {})
     two = {"tensorrt_llm": templates.minimal(), "draft": templates.minimal().replace('name: "tensorrt_llm"', 'name: "draft"')}
     with pytest.raises(ConfigError, match="are both tensorrt_llm"):
         load_repository(repo(tmp_path / "d", **two), {})

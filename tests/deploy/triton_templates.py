@@ -180,6 +180,60 @@ def repository(era: str) -> dict[str, str]:
     return files
 
 
+GPT_SCALARS = """?temperature FP32 1; ?runtime_top_k UINT32 1; ?runtime_top_p FP32 1; ?len_penalty FP32 1; ?repetition_penalty FP32 1;
+ ?min_length UINT32 1; ?presence_penalty FP32 1; ?random_seed UINT64 1; ?output_log_probs BOOL 1; ?beam_width UINT32 1"""
+GPT_STEPS = {
+    "preprocessing": (
+        "QUERY=INPUT_0 REQUEST_OUTPUT_LEN=INPUT_1 BAD_WORDS_DICT=INPUT_2 STOP_WORDS_DICT=INPUT_3",
+        "REQUEST_INPUT_LEN=_REQUEST_INPUT_LEN INPUT_ID=_INPUT_ID REQUEST_OUTPUT_LEN=_REQUEST_OUTPUT_LEN",
+    ),
+    "tensorrt_llm": (
+        "input_ids=_INPUT_ID input_lengths=_REQUEST_INPUT_LEN request_output_len=_REQUEST_OUTPUT_LEN end_id=end_id pad_id=pad_id "
+        + " ".join(f"{entry.split()[0][1:]}={entry.split()[0][1:]}" for entry in GPT_SCALARS.split(";")),
+        "output_ids=_TOKENS_BATCH",
+    ),
+    "postprocessing": ("TOKENS_BATCH=_TOKENS_BATCH", "OUTPUT=OUTPUT_0"),
+}
+
+
+def gpt_repository() -> dict[str, str]:
+    """Folder → config.pbtxt of the Python gpt model of v0.5, without filled variables."""
+    top = 'name: "{}"\n{}\nmax_batch_size: 1024\n'
+    python = 'backend: "python"'
+    tokenizer = parameter("tokenizer_dir", "${tokenizer_dir}") + parameter("tokenizer_type", "${tokenizer_type}") + group("1")
+    maps = lambda side, pairs: "".join(  # noqa: E731
+        f'      {side}_map {{ key: "{pair.split("=")[0]}" value: "{pair.split("=")[1]}" }}\n' for pair in pairs.split()
+    )
+    steps = ",\n".join(
+        f'    {{\n      model_name: "{name}"\n      model_version: -1\n{maps("input", inputs)}{maps("output", outputs)}    }}'
+        for name, (inputs, outputs) in GPT_STEPS.items()
+    )
+    llm_inputs = "input_ids INT32 -1; input_lengths INT32 1; request_output_len UINT32 -1; end_id UINT32 1; pad_id UINT32 1; " + GPT_SCALARS
+    ensemble_inputs = "INPUT_0 STRING -1; INPUT_1 UINT32 -1; INPUT_2 STRING -1; INPUT_3 STRING -1; ?end_id UINT32 1; ?pad_id UINT32 1; "
+    pre_inputs = "QUERY STRING -1; BAD_WORDS_DICT STRING -1; STOP_WORDS_DICT STRING -1; REQUEST_OUTPUT_LEN UINT32 -1"
+    return {
+        "preprocessing": top.format("preprocessing", python)
+        + tensors("input", pre_inputs)
+        + tensors("output", PRE_OUT.replace("REQUEST_OUTPUT_LEN INT32", "REQUEST_OUTPUT_LEN UINT32"))
+        + tensors("output", "PROMPT_LEARNING_TASK_NAME_IDS UINT32 1")
+        + tokenizer,
+        "tensorrt_llm": top.format("tensorrt_llm", python)
+        + tensors("input", llm_inputs)
+        + tensors("output", "output_ids INT32 -1,-1; log_probs FP32 -1,-1")
+        + parameter("engine_dir", "${engine_dir}")
+        + parameter("FORCE_CPU_ONLY_INPUT_TENSORS", "no")
+        + group("1"),
+        "postprocessing": top.format("postprocessing", python)
+        + tensors("input", "TOKENS_BATCH INT32 -1,-1")
+        + tensors("output", "OUTPUT STRING -1,-1")
+        + tokenizer,
+        "ensemble": top.format("ensemble", 'platform: "ensemble"')
+        + tensors("input", ensemble_inputs + GPT_SCALARS)
+        + tensors("output", "OUTPUT_0 STRING -1,-1")
+        + f"ensemble_scheduling {{\n  step [\n{steps}\n  ]\n}}\n",
+    }
+
+
 def write(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (folder / name / "1").mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from stoker.base.config import Limits
-from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
+from stoker.base.types import AdmissionRecord, FinishReason, SamplingParams, TokenLogprobs
 from stoker.runtime.client import Cancel, ExecutorInfo, Mailbox, Pause, Shutdown, StatsQuery, Submit
 from stoker.runtime.request import ErrorInfo, ExecutorStats, SequenceOutput, TokenRequest
 
@@ -50,7 +50,7 @@ class Running:
             [TokenLogprobs(token, -0.5) for token in new] if params.logprobs is not None else [],
             cached_tokens=len(self.request.prompt_ids) // 2 if first else 0,
             prompt_logprobs=[None] if first and params.prompt_logprobs is not None else None,
-            queue_s=0.25 if first else 0.0,
+            admission=AdmissionRecord(0.25, 0, 1, 1) if first else None,
         )
 
 

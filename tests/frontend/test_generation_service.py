@@ -14,7 +14,7 @@ from fake_executor import FakeExecutor, Script, info
 
 from stoker.base.config import RequestLimits
 from stoker.base.errors import QueueFullError, RequestError, StokerError, UnavailableError
-from stoker.base.types import Delta, FinishReason, GenerationRequest, SamplingParams, Timings
+from stoker.base.types import AdmissionRecord, Delta, FinishReason, GenerationRequest, SamplingParams, Timings
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.stopwatch import Stopwatch
 from stoker.frontend.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def test_the_clock_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.frontend.stopwatch.time", SimpleNamespace(monotonic=lambda: now[0]))
     stopwatch = Stopwatch()
     for now[0], queue_s in ((102.0, 0.5), (106.0, 9.0)):
-        stopwatch.token(queue_s)
+        stopwatch.token(AdmissionRecord(queue_s, 0, 1, 1))
     now[0] = 110.0
     assert stopwatch.timings([5, 3]) == Timings(0.5, 2.0, 10.0, 0.8, 2.0)
     assert Stopwatch().timings([0]) == Timings(0.0, 0.0, 0.0, 0.0, 0.0)

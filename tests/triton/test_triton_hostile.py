@@ -176,7 +176,7 @@ def test_inconsistent_grpc_messages(server: RunningServer, raw: list[bytes], err
         ({"input_lengths": 9}, "the row has 3 input_ids"),
         ({"input_lengths": -1}, "the row has 3 input_ids"),
         ({"request_output_len": 0}, "max_tokens=0 is refused"),
-        ({"input_ids": [5, 6, 999]}, "a token id is a whole number from 0 to 511"),
+        ({"input_ids": [5, 6, -2]}, "input_ids=-2 is refused: a token id is a whole number from 0"),
         ({"temperature": float("nan"), "runtime_top_k": 5}, "temperature"),
         ({"temperature": float("nan")}, "temperature=nan is refused"),
         ({"runtime_top_p": float("nan")}, "top_p=nan is refused"),

@@ -6,15 +6,19 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from fake_executor import FakeExecutor, Script, info
 from live_http import live_app
 from small_tokenizers import small
 
+from stoker.base.config import RuntimeConfig
 from stoker.frontend.generation import GenerationService
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.tokenizer import Tokenizer
+from stoker.runtime.client import Shutdown
+from stoker.runtime.load import load_executor
 from stoker.runtime.transport.in_process import InProcessClient, InProcessMailbox
 from stoker.server.application import make_app
 from stoker.server.metrics.frontend import FrontendMetrics
@@ -44,7 +48,7 @@ def endless(request: Any, index: int) -> list[int]:
 class RunningServer:
     """A running server, used from the thread of the test."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, executor: FakeExecutor, core: Core, http: int, grpc: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, executor: Any, core: Core, http: int, grpc: int) -> None:
         self.executor = executor
         self.core = core
         self.http = f"127.0.0.1:{http}"
@@ -62,14 +66,40 @@ class RunningServer:
 def running(
     script: Script | None = None, *, step_s: float = 0.0, options: Any = None, limits: dict[str, int] | None = None, **settings: Any
 ) -> Iterator[RunningServer]:
+    """A server whose executor is scripted."""
+    mailbox = InProcessMailbox(info(512, **{"max_input_len": 64, "max_output_len": 256, **(limits or {})}))
+    executor = FakeExecutor(mailbox, script or generate_text(), step_s=step_s)
+    try:
+        with _serving(mailbox, executor, tokenizer(), options, settings) as server:
+            yield server
+    finally:
+        executor.stop()
+
+
+@contextmanager
+def running_engine(engine: Path, *, options: Any = None, **settings: Any) -> Iterator[RunningServer]:
+    """A server with an engine on the CPU."""
+    executor = load_executor(engine, RuntimeConfig(device="cpu", kv_cache_tokens=2048), InProcessMailbox)
+    thread = threading.Thread(target=executor.run)
+    thread.start()
+    try:
+        with _serving(executor.mailbox, executor, Tokenizer.load(engine), options, settings) as server:
+            yield server
+    finally:
+        executor.mailbox.put(Shutdown(drain=False))
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def _serving(mailbox: Any, executor: Any, tokenizer: Tokenizer, options: Any, settings: dict[str, Any]) -> Iterator[RunningServer]:
+    """The endpoints in front of an executor that is already running."""
     started, errors = threading.Event(), []
     state: dict[str, Any] = {}
 
     async def main() -> None:
-        mailbox = InProcessMailbox(info(512, **{"max_input_len": 64, "max_output_len": 256, **(limits or {})}))
-        executor = FakeExecutor(mailbox, script or generate_text(), step_s=step_s)
         counts, repository = FrontendMetrics(), ModelRepository()
-        service = GenerationService("tiny", tokenizer(), InProcessClient(mailbox))
+        service = GenerationService("tiny", tokenizer, InProcessClient(mailbox))
 
         async def load() -> MeteredService:
             return MeteredService(service, counts)
@@ -90,7 +120,6 @@ def running(
             await stop.wait()
             await grpc_server.stop(None)
         await repository.unload("tiny")
-        executor.stop()
 
     def run() -> None:
         try:

@@ -228,6 +228,22 @@ class Timings(msgspec.Struct, frozen=True):
     """Mean time between two tokens of a sequence, after the first one. 0 for fewer than two tokens."""
 
 
+class AdmissionRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a sequence waited for, and which KV cache blocks it received for its prompt, when it was first admitted."""
+
+    queue_s: float
+    """Seconds between the arrival in the executor and the admission."""
+
+    num_reused_blocks: int
+    """Blocks of earlier sequences whose keys and values were reused, on the device or loaded from the host."""
+
+    num_allocated_blocks: int
+    """Blocks that were allocated."""
+
+    num_new_blocks: int
+    """Those of the allocated blocks that had no reusable contents. The others evicted a cached prefix."""
+
+
 class Delta(msgspec.Struct):
     """New tokens and text of one sequence since the last emission. Joined deltas are the whole answer."""
 
@@ -260,6 +276,9 @@ class Delta(msgspec.Struct):
 
     timings: Timings | None = None
     """Set in the last delta of the request."""
+
+    admission: AdmissionRecord | None = None
+    """Set in the first delta of a sequence that has tokens."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):

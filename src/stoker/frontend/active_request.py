@@ -49,8 +49,9 @@ class ActiveRequest:
         text = self._texts[output.index]
         if text.num_tokens == 0 and output.token_ids:
             self._record_cached_tokens(output.cached_tokens)
-            self._stopwatch.token(output.queue_s)
+            self._stopwatch.token(output.admission)
         delta = text.push(output)
+        delta.admission = output.admission
         delta.prompt_logprobs = output.prompt_logprobs
         if text.stopped_by_text and not self.finished:
             self._client.cancel(self._task.request_id, text.index)

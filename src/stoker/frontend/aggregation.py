@@ -27,6 +27,7 @@ class Aggregator:
             choice.logprobs += delta.logprobs
             if delta.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason, choice.error = delta.finish_reason, delta.stop_reason, delta.error
+            choice.admission = choice.admission or delta.admission
             self._usage = delta.usage or self._usage
             self._timings = delta.timings
             if delta.prompt_logprobs is not None:

@@ -146,7 +146,7 @@ class BeamDriver:
     def _check(self, outputs: list[SequenceOutput]) -> None:
         """Retain the first output and its time, raise errors, and end the search when a request was cancelled or timed out."""
         self._first = self._first or outputs[0]
-        self._stopwatch.token(outputs[0].queue_s)
+        self._stopwatch.token(outputs[0].admission)
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
                 raise to_error(output.error or ErrorInfo("internal_error", "a beam failed"))
@@ -168,7 +168,8 @@ class BeamDriver:
         output = SequenceOutput(self._task.request_id, index, beam.ids, reason, stop_id, beam.logprobs)
         delta = self._text(index).push(output)
         assert delta.finish_reason is not None
-        return Choice(index, delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs)
+        admission = self._first.admission if self._first else None
+        return Choice(index, delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason, delta.logprobs, admission=admission)
 
     def _stops(self, ids: list[int]) -> bool:
         text = self._text(0)

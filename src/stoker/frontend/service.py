@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.types import Delta, FinishReason, GenerationRequest, Timings, TokenLogprobs, Usage
+from stoker.base.types import AdmissionRecord, Delta, FinishReason, GenerationRequest, Timings, TokenLogprobs, Usage
 from stoker.runtime.client import ExecutorInfo
 from stoker.runtime.request import ExecutorStats
 
@@ -36,6 +36,9 @@ class Choice(msgspec.Struct):
 
     error: str | None = None
     """The message when `finish_reason` is ERROR."""
+
+    admission: AdmissionRecord | None = None
+    """When the sequence was admitted, and its KV cache blocks. None if it was never admitted."""
 
 
 class Completion(msgspec.Struct):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from stoker.base.types import Timings
+from stoker.base.types import AdmissionRecord, Timings
 
 
 class Stopwatch:
@@ -15,11 +15,11 @@ class Stopwatch:
         self._queue_s = 0.0
         self._first: float | None = None
 
-    def token(self, queue_s: float) -> None:
-        """Tokens arrived. `queue_s` of the first ones counts."""
+    def token(self, admission: AdmissionRecord | None) -> None:
+        """Tokens arrived. The admission of the first sequence counts."""
         if self._first is None:
             self._first = time.monotonic()
-            self._queue_s = queue_s
+            self._queue_s = admission.queue_s if admission is not None else 0.0
 
     def timings(self, lengths: list[int]) -> Timings:
         """The timings of a request that ended now. `lengths`: number of generated tokens of each sequence."""

@@ -81,7 +81,7 @@ class Executor:
         self.step_times = StepTimes()
         self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()
         self._outputs: list[SequenceOutput] = []
-        self._announced: set[int] = set()  # seq_ids whose first output, which has cached_tokens and queue_s, was queued
+        self._announced: set[int] = set()  # seq_ids whose first output, which has cached_tokens and admission, was queued
         self._shutdown: Shutdown | None = None
 
     def run(self) -> None:
@@ -227,7 +227,7 @@ class Executor:
             if seq.seq_id not in announced:
                 announced.add(seq.seq_id)
                 output.cached_tokens = seq.num_cached
-                output.queue_s = seq.queue_s
+                output.admission = seq.admission
                 output.prompt_logprobs = result.prompt_logprobs.get(seq.seq_id)
             if scores and (score := scores.get(seq.seq_id)) is not None:
                 output.logprobs = score[: len(ids)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.base.types import FinishReason, SamplingParams, TokenLogprobs
+from stoker.base.types import AdmissionRecord, FinishReason, SamplingParams, TokenLogprobs
 from stoker.core.prefix_lm import BidirectionalPrefix
 
 NO_ADAPTER = -1
@@ -48,7 +48,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     cached_tokens: int = 0  # in the first output: prompt tokens whose keys and values came from the cache
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the first output, if requested
     error: ErrorInfo | None = None  # with finish_reason ERROR
-    queue_s: float = 0.0  # in the first output: seconds between the arrival and the first admission
+    admission: AdmissionRecord | None = None  # in the first output
 
 
 class ExecutorStats(msgspec.Struct, kw_only=True):
@@ -100,6 +100,7 @@ class Sequence:
 
     __slots__ = (
         "adapter",
+        "admission",
         "announced_key",
         "arrival",
         "bidirectional_prefix",
@@ -125,7 +126,6 @@ class Sequence:
         "prefix",
         "prefix_root",
         "priority",
-        "queue_s",
         "request",
         "request_id",
         "row",
@@ -156,7 +156,7 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.num_in_flight = 0  # planned steps that contain it and are not committed
-        self.queue_s = 0.0  # seconds that it waited before it was first admitted
+        self.admission: AdmissionRecord | None = None  # its first one
         self.num_cached = 0  # prompt tokens reused when it was first admitted
         self.num_hashed = 0  # blocks that are in the prefix index
         self.blocks: list[int] = []  # the block table

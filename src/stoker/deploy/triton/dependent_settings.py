@@ -46,7 +46,7 @@ def runtime_config(content: RepositoryContent, gpus: int) -> RuntimeConfig:
         _note(content, "gpu_device_ids", "no GPU is visible; all ranks run on the CPU")
         del settings["devices"]
     llm = next(model for model in content.models if model.kind == LLM)
-    if content.values["batching"] in ("V1", "v1"):
+    if content.values.get("batching") in ("V1", "v1"):
         if "policy" in settings:
             _note(content, "batch_scheduler_policy", "it has no effect, because gpt_model_type V1 runs whole batches")
         settings["policy"] = "static"
@@ -96,8 +96,10 @@ def _decoding_mode(content: RepositoryContent, max_beam_width: int) -> str:
     """The decoding mode. max_beam_width decides when it contradicts decoding_mode, as in TensorRT-LLM."""
     requested = content.values.get("options.decoding_mode")
     mode = "beam_search" if max_beam_width > 1 else "top_k_top_p"
-    if requested is None or (requested == "beam_search") == (max_beam_width > 1):
-        return str(requested or mode)
+    if requested in (None, "auto"):
+        return mode
+    if (requested == "beam_search") == (max_beam_width > 1):
+        return str(requested)
     _note(content, "decoding_mode", f"{requested} contradicts max_beam_width {max_beam_width}; the mode is {mode}")
     return mode
 

@@ -36,6 +36,14 @@ _RENAMED = {"top_k": "runtime_top_k", "top_p": "runtime_top_p", "length_penalty"
 _TOKENS = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH"}
 
 
+def role(side: str, step_tensor: str) -> str:
+    """The input or output of the ensemble, with its name of v0.18, that is connected to this tensor of a step."""
+    if side == "output":
+        return "text_output" if step_tensor == "OUTPUT" else step_tensor
+    direct = {target: name for name, target in _RENAMED.items()}
+    return _PREPROCESSING_INPUTS.get(step_tensor) or direct.get(step_tensor, step_tensor)
+
+
 def steps() -> tuple[Step, ...]:
     """The three steps. Every input of the ensemble is an input of a step, and every output is an output of a step."""
     inputs, outputs = tensors("ensemble")

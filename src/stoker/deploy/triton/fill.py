@@ -6,25 +6,17 @@ import re
 from string import Template
 
 from stoker.base.errors import ConfigError
-from stoker.base.registry import nearest
 
 _DEFAULTS = {"max_queue_size": "0"}
-_VARIABLE = re.compile(r"\$\{([^}\n]*)\}")
 
 
 def fill_template(text: str, substitutions: str) -> str:
-    """`text` with each `${k}` of "k:v,k2:v2" replaced. Other variables stay.
+    """`text` with each `${k}` of "k:v,k2:v2" replaced. Other variables stay, and pairs without a variable have no effect.
 
     A pair ends at an unescaped comma, and its key at the first colon. `\\,` and `\\:` are the plain characters, and `$$` becomes `$`.
-    Raises ConfigError for a pair without a colon and for a key that is not in the text.
+    Raises ConfigError for a pair without a colon.
     """
     pairs = dict(map(_pair, filter(None, _split(substitutions, ","))))
-    for key in pairs:
-        if key not in text:
-            near = nearest(key, _VARIABLE.findall(text))
-            raise ConfigError(
-                f"the text has no variable ${{{key}}}.", cure=f"Did you mean {' or '.join(near)}?" if near else "Leave the pair out."
-            )
     return Template(text).safe_substitute(_DEFAULTS | pairs)
 
 

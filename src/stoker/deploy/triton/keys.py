@@ -70,6 +70,7 @@ def _rejected(model: str, name: str, type: ValueType, reason: str, since: str, *
 
 
 PRE, POST, LLM, BLS = "preprocessing", "postprocessing", "tensorrt_llm", "tensorrt_llm_bls"
+ENGINE_DIR = "engine_dir"  # of the Python gpt model of release 0.5, instead of gpt_model_path and gpt_model_type
 _NO_VISION = "Stoker serves text models only"
 _NO_ENCODER = "Stoker serves decoder-only models"
 _NO_SPECULATION = "Stoker decodes without draft tokens"
@@ -95,6 +96,7 @@ _ROWS = (
     _rejected(BLS, "multimodal_encoders_name", TEXT, _NO_VISION, "0.13"),
     _accepted(LLM, "gpt_model_type", GptModelType(BATCHING), "batching", "0.5", required=True),
     _accepted(LLM, "gpt_model_path", TEXT, "engine", "0.5", required=True),
+    _accepted(LLM, ENGINE_DIR, TEXT, "engine", "0.5"),
     _rejected(LLM, "encoder_model_path", TEXT, _NO_ENCODER, "0.11"),
     _accepted(LLM, "max_beam_width", WHOLE, "options.max_beam_width", "0.5", default="1"),
     _no_effect(LLM, "FORCE_CPU_ONLY_INPUT_TENSORS", exactly("no", "yes"), "inputs are always read from host memory", "0.5"),

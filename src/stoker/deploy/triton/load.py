@@ -12,7 +12,7 @@ from stoker.deploy.deployment import Deployment, EngineSource, Note, Section, Se
 from stoker.deploy.devices import visible_gpus
 from stoker.deploy.syntax.pbtxt import Scalar
 from stoker.deploy.triton.dependent_settings import RepositoryContent, runtime_config, triton_options
-from stoker.deploy.triton.keys import KEYS, LLM, ParameterRow, models_with_key
+from stoker.deploy.triton.keys import ENGINE_DIR, KEYS, LLM, ParameterRow, models_with_key
 from stoker.deploy.triton.model_config import frontends, read_model_config
 from stoker.deploy.triton.repository import ModelFile, read_models
 from stoker.deploy.triton.scalars import warn
@@ -50,8 +50,9 @@ class CollectedParameters:
                 warn(self.notes, file, scalar.line, name, "the key occurs more than once; the last value is used")
         for name, scalar in last.items():
             self.add(file, name, scalar)
+        is_gpt = file.kind == LLM and ENGINE_DIR in last and "gpt_model_path" not in last
         for row in KEYS[file.kind or ""]:
-            if row.name not in last:
+            if row.name not in last and not (is_gpt and row.required):
                 self.add_unset(file, row, None)
 
     def add(self, file: ModelFile, name: str, scalar: Scalar) -> None:
@@ -165,11 +166,8 @@ def _cure_of_unknown(file: ModelFile, name: str) -> str:
 
 def _refuse_other_backends(file: ModelFile) -> None:
     inputs = {scalar.text for tensor in file.message.messages("input") for scalar in tensor.scalars("name")}
-    names = {name for name, _ in file.parameters}
     if "input_ids" not in inputs and "text_input" in inputs:
         raise file.error(1, "this is the llmapi model, which model.yaml configures.", _EXPORT)
-    if "engine_dir" in names and "gpt_model_path" not in names:
-        raise file.error(1, "this is the Python gpt model (engine_dir).", _EXPORT)
 
 
 def _in_repository(repo: Path, location: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stoker.deploy.deployment import Note
 from stoker.deploy.syntax.pbtxt import Message, Scalar
+from stoker.deploy.triton import ensemble
 from stoker.deploy.triton.repository import ModelFile
 from stoker.deploy.triton.scalars import did_you_mean, flag_field, text_field, warn, warn_unfilled
 from stoker.server.protocols.kserve.model_config import Tensor
@@ -31,10 +32,18 @@ def read_tensor(file: ModelFile, message: Message, side: str, notes: list[Note])
     name = text_field(message, "name")
     if not name:
         raise file.error(message.line, f"an {side} has no name.", 'Write name: "…".')
-    if name in rows:
-        return _tensor(file, message, rows[name], side, notes)
+    row = rows.get(name) or next((rows[role] for role in _connected(file, side, name) if role in rows), None)
+    if row is not None:
+        return _tensor(file, message, row, side, notes)
     _unknown(file, message, name, side, list(rows), notes)
     return None
+
+
+def _connected(file: ModelFile, side: str, name: str) -> list[str]:
+    """The names of v0.18 of an ensemble's tensor, found through the maps of its steps: v0.5 has INPUT_0 for text_input."""
+    steps = [step for scheduling in file.message.messages("ensemble_scheduling") for step in scheduling.messages("step")]
+    entries = [entry for step in steps for entry in step.messages(f"{side}_map")]
+    return [ensemble.role(side, text_field(entry, "key")) for entry in entries if text_field(entry, "value") == name]
 
 
 def _unknown(file: ModelFile, message: Message, name: str, side: str, known: list[str], notes: list[Note]) -> None:

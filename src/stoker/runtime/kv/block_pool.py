@@ -32,6 +32,11 @@ class BlockPool:
         return len(self._empty) + len(self._cached)
 
     @property
+    def num_empty(self) -> int:
+        """Unreferenced blocks without reusable contents. They are allocated first."""
+        return len(self._empty)
+
+    @property
     def num_cached(self) -> int:
         """Unreferenced blocks whose contents can be reused."""
         return len(self._cached)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
+from stoker.base.types import AdmissionRecord
 from stoker.runtime.kv.manager import KVCacheManager, Match
 from stoker.runtime.request import NO_ADAPTER, Sequence, Status
 from stoker.runtime.schedule.policies.policy import Policy
@@ -45,6 +46,7 @@ class RunningSet:
 
     def admit(self, seq: Sequence, match: Match, now: float) -> None:
         self.queue.pop(seq, now)
+        num_empty = self.kv_cache.pool.num_empty
         self.kv_cache.admit(seq, match)
         seq.status = Status.RUNNING
         seq.row = heappop(self._free_rows)
@@ -52,7 +54,8 @@ class RunningSet:
         if seq.adapter != NO_ADAPTER:
             self.num_with_adapter += 1
         if not seq.num_preemptions:
-            seq.queue_s = now - seq.arrival
+            num_allocated = match.num_blocks_now
+            seq.admission = AdmissionRecord(now - seq.arrival, match.num_reused, num_allocated, min(num_allocated, num_empty))
             seq.num_cached = seq.num_computed
             self.num_reused_tokens += seq.num_cached
 

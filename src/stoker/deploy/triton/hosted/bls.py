@@ -19,19 +19,10 @@ _PRE, _LLM, _ = steps()
 _RENAMED = {source: target for target, source in _LLM.input_map.items() if not source.startswith("_")}
 _TEXT = {source: target for target, source in _PRE.input_map.items()}
 _BETWEEN = {target: name for target, private in _LLM.input_map.items() for name, internal in _PRE.output_map.items() if internal == private}
-# Outputs of each step. Other declared outputs are never sent.
+# Outputs of each step. Those that a step does not produce for a request are left out of its response.
 _OUTPUTS = {
     "preprocessing": set(_PRE.output_map) - {"OUT_PROMPT_TABLE_EXTRA_IDS"},
-    "tensorrt_llm": {
-        "output_ids",
-        "sequence_length",
-        "cum_log_probs",
-        "output_log_probs",
-        "context_logits",
-        "generation_logits",
-        "batch_index",
-        "sequence_index",
-    },
+    "tensorrt_llm": set(_LLM.output_map),
     "postprocessing": {"OUTPUT"},
 }
 

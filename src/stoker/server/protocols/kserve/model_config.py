@@ -11,7 +11,7 @@ from stoker.server.protocols.kserve.tensors.table import TENSORS, Dims, Era, Ten
 
 KINDS = tuple(TENSORS)  # the five models of a repository; a model of any name has one of these kinds
 CONTROL_MODES = ("none", "explicit")
-DECODING_MODES = ("top_k", "top_p", "top_k_top_p", "beam_search")
+DECODING_MODES = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search")
 MAX_BATCH_SIZE = 1 << 20
 MAX_INSTANCES = 1 << 10
 NO_QUEUE_LIMIT = 1 << 24  # Triton's max_queue_size 0: the largest value of RuntimeConfig
@@ -85,7 +85,7 @@ class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     models: tuple[TritonModel, ...] = ()
     max_beam_width: int = 1  # maximum beam_width of a request
-    decoding_mode: str = "top_k_top_p"  # top_k ignores a request's top_p, top_p its top_k; beam_search is for beam_width > 1
+    decoding_mode: str = "auto"  # top_k ignores a request's top_p, top_p its top_k; the others use both. beam_width > 1 searches beams
     exclude_input_in_output: bool = False  # default of the input of this name: a whole answer does not contain the prompt
     normalize_log_probs: bool = True  # cum_log_probs are divided by the number of tokens
     accumulate_tokens: bool = False  # each streamed text_output of tensorrt_llm_bls contains all text so far
@@ -117,6 +117,17 @@ def tensors(kind: str, era: Era = "0.18") -> tuple[tuple[Tensor, ...], tuple[Ten
     """(inputs, outputs) of a kind of model in the templates of the release `era`."""
     inputs, outputs = TENSORS[kind]
     return tuple(_declare(inputs, era, inputs=True)), tuple(_declare(outputs, era, inputs=False))
+
+
+def tensors_of_all_releases(kind: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(inputs, outputs) of release 0.18, then those that only 1.x has or that it names differently."""
+    (old_inputs, old_outputs), (new_inputs, new_outputs) = tensors(kind), tensors(kind, "1.x")
+    return _merge(old_inputs, new_inputs), _merge(old_outputs, new_outputs)
+
+
+def _merge(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    names = {tensor.name for tensor in old}
+    return (*old, *(tensor for tensor in new if tensor.name not in names))
 
 
 def _declare(rows: Iterable[TensorRow], era: Era, *, inputs: bool) -> Iterable[Tensor]:

@@ -12,7 +12,7 @@ from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.inference import TEXT, Inference, Response, ServedModel, Tensors, encoding_cache
 from stoker.server.protocols.kserve.model_config import Tensor
 from stoker.server.protocols.kserve.tensors import dtypes
-from stoker.server.protocols.kserve.tensors.signature import check_present
+from stoker.server.protocols.kserve.tensors.signature import by_role, check_present
 
 _SCALAR_TYPES = {"STRING": str, "BOOL": bool, "INT32": int}
 _encode = msgspec.json.Encoder().encode
@@ -34,7 +34,7 @@ def read_generate_request(message: dict[str, Any], served: ServedModel) -> Infer
         else:
             raise TritonError(f"parameter '{name[:80]}' has invalid type. It should be either 'int', 'bool', or 'string'.")
     check_present(inference, tensors)  # `_tensor` has checked dtypes and shapes
-    inference.inputs = {declared[name].role or name: array for name, array in tensors.items()}
+    inference.inputs = by_role(served.model, declared, tensors)
     return inference
 
 

@@ -10,7 +10,7 @@ from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import ServedModel
-from stoker.server.protocols.kserve.model_config import KINDS, TritonModel, TritonOptions, tensors
+from stoker.server.protocols.kserve.model_config import KINDS, TritonModel, TritonOptions, tensors_of_all_releases
 from stoker.server.protocols.kserve.models.ensemble import BLS, Ensemble
 from stoker.server.protocols.kserve.models.generating import GeneratingModel
 from stoker.server.protocols.kserve.models.tensorrt_llm import TensorrtLLM
@@ -80,7 +80,7 @@ def default_models() -> tuple[TritonModel, ...]:
 
 
 def _default_model(kind: str, name: str) -> TritonModel:
-    inputs, outputs = tensors(kind)
+    inputs, outputs = tensors_of_all_releases(kind)
     ensemble = kind == "ensemble"
     return TritonModel(
         name=name,

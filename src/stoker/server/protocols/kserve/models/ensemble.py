@@ -15,8 +15,6 @@ from stoker.server.protocols.kserve.tensors.input_row import InputRow
 class Ensemble(GeneratingModel):
     """text_input to text_output [beams]. The service tokenizes and detokenizes, so no tensors are passed between models."""
 
-    own_outputs = ("text_output",)
-
     def plan(self, row: InputRow, service: Service) -> tuple[str, SamplingParams, list[tuple[int, ...]]]:
         params = sampling.text_params(row, service, self._options, skip_special_tokens=self._settings.skip_special_tokens)
         return row.value("text_input", ""), params, []

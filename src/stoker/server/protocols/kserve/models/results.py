@@ -5,14 +5,21 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from stoker.base.types import TokenLogprobs
+from stoker.base.types import AdmissionRecord, Timings, TokenLogprobs
 from stoker.server.protocols.kserve.inference import Tensors
 
 _CONSTANT: Tensors = {
     "context_logits": np.zeros((1, 1, 1), np.float32),
     "generation_logits": np.zeros((1, 1, 1, 1), np.float32),
 }
-_NO_SCORES: Tensors = {"cum_log_probs": np.zeros((1, 1), np.float32), "output_log_probs": np.zeros((1, 1, 1), np.float32)}
+_PADDING = -1.0  # after the last log-probability of a shorter beam, as in TensorRT-LLM
+
+
+def _no_scores(beams: int) -> Tensors:
+    return {"cum_log_probs": np.zeros((1, beams), np.float32), "output_log_probs": np.zeros((1, beams, 1), np.float32)}
+
+
+_NO_SCORES = _no_scores(1)
 _INDEX = [np.full((1, 1), i, np.int32) for i in range(64)]
 for _array in (*_CONSTANT.values(), *_NO_SCORES.values(), *_INDEX):
     _array.setflags(write=False)  # all responses share these arrays, and encoders cache their encoding
@@ -27,6 +34,8 @@ class SequencePart(msgspec.Struct):
     scores: list[float]
     cum_score: float
     stopped: bool = False  # by an end id or a stop word, whose text is removed
+    admission: AdmissionRecord | None = None  # of a sequence that has tokens, if metrics are requested
+    timings: Timings | None = None  # so far, if metrics are requested
 
 
 class Scores:
@@ -50,16 +59,28 @@ class Scores:
 
 
 def common_outputs(row: int, parts: list[SequencePart], *, scored: bool) -> Tensors:
-    """The output tensors: cum_log_probs [1, beams], output_log_probs [1, beams, tokens], logits a single 0 of their rank."""
+    """The output tensors: cum_log_probs [1, beams], output_log_probs [1, beams, tokens], logits a single 0 of their rank.
+
+    Without scores, cum_log_probs and output_log_probs [1, beams, 1] are 0. The Python gpt model calls the scores log_probs
+    [1, tokens, beams], and has them only if they are requested.
+    """
     indices = {"batch_index": _index(row), "sequence_index": _index(parts[0].index if len(parts) == 1 else 0)}
-    return _CONSTANT | (_scores(parts) if scored else _NO_SCORES) | indices
+    if scored:
+        scores = _scores(parts)
+    else:
+        scores = _NO_SCORES if len(parts) == 1 else _no_scores(len(parts))
+    return _CONSTANT | scores | indices
 
 
 def _scores(parts: list[SequencePart]) -> Tensors:
-    by_token = np.zeros((1, len(parts), max(len(part.scores) for part in parts)), np.float32)
+    by_token = np.full((1, len(parts), max(len(part.scores) for part in parts)), _PADDING, np.float32)
     for beam, part in enumerate(parts):
         by_token[0, beam, : len(part.scores)] = part.scores
-    return {"cum_log_probs": np.array([[part.cum_score for part in parts]], np.float32), "output_log_probs": by_token}
+    return {
+        "cum_log_probs": np.array([[part.cum_score for part in parts]], np.float32),
+        "output_log_probs": by_token,
+        "log_probs": by_token.transpose(0, 2, 1),
+    }
 
 
 def _index(value: int) -> np.ndarray:

@@ -43,7 +43,10 @@ async def _forward(stream: Responses, arrived: asyncio.Queue[list[Response] | Ex
 
 
 async def gather_responses(stream: Responses, pad_id: int) -> Responses:
-    """One response with all rows along axis 0 and the sequences of a row along axis 1. text_output has one axis with all of them."""
+    """One response with all rows along axis 0 and the sequences of a row along axis 1. text_output has one axis with all of them.
+
+    An output that only some of the rows have is left out.
+    """
     async with aclosing(stream) as batches:
         responses = [response async for batch in batches for response in batch]
     for response in responses:
@@ -52,7 +55,8 @@ async def gather_responses(stream: Responses, pad_id: int) -> Responses:
     for response in responses:
         rows.setdefault(response.row, []).append(response)
     ordered = [sorted(rows[row], key=lambda response: response.index) for row in sorted(rows)]
-    outputs = {name: _concatenate_output(name, ordered, pad_id) for name in responses[0].outputs}
+    common = [name for name in responses[0].outputs if all(name in response.outputs for response in responses)]
+    outputs = {name: _concatenate_output(name, ordered, pad_id) for name in common}
     yield [Response(outputs=outputs, parameters=responses[-1].parameters, final=True)]
 
 

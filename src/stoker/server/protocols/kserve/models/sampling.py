@@ -25,7 +25,7 @@ GUIDE_KINDS = {
 }
 
 
-def common_params(row: InputRow, options: TritonOptions) -> dict[str, Any]:
+def common_params(row: InputRow, service: Service, options: TritonOptions) -> dict[str, Any]:
     """SamplingParams fields that text models and tensorrt_llm share. Raises RequestError."""
     row.check_rejected()
     fields = {_PARAMS[role]: value for role in row.roles if role in _PARAMS and (value := row.value(role)) is not None}
@@ -33,9 +33,19 @@ def common_params(row: InputRow, options: TritonOptions) -> dict[str, Any]:
     if beams > options.max_beam_width:
         cure = "Use fewer beams, or raise max_beam_width."
         raise RequestError("beam_width", beams, f"max_beam_width is {options.max_beam_width}", cure=cure)
-    if row.value("return_log_probs", False):
+    if beams > 1:
+        fields["n"] = _num_returned_beams(row, beams)
+    if row.value("return_log_probs", row.value("output_log_probs", False)):
         fields["logprobs"] = 0
-    return fields | _token_choice(row, beams, options) | _ending(row) | _guide(row)
+    return fields | _token_choice(row, beams, options) | _ending(row, service) | _guide(row)
+
+
+def _num_returned_beams(row: InputRow, beams: int) -> int:
+    """All beams, or the best ones if num_return_sequences is smaller."""
+    num_returned: int = row.value("num_return_sequences", beams)
+    if num_returned > beams:
+        raise RequestError("num_return_sequences", num_returned, f"beam_width is {beams}", cure="Request more beams.")
+    return num_returned
 
 
 def _token_choice(row: InputRow, beams: int, options: TritonOptions) -> dict[str, Any]:
@@ -51,12 +61,12 @@ def _token_choice(row: InputRow, beams: int, options: TritonOptions) -> dict[str
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p or 1.0}
 
 
-def _ending(row: InputRow) -> dict[str, Any]:
-    """The input end_id replaces the end token of the model; -1 means no end token."""
+def _ending(row: InputRow, service: Service) -> dict[str, Any]:
+    """The input end_id replaces the end token of the model; -1, or an id that the vocabulary does not have, means no end token."""
     end_id = row.value("end_id")
     if end_id is None:
         return {}
-    return {"ignore_eos": True, "stop_token_ids": (end_id,) if end_id >= 0 else ()}
+    return {"ignore_eos": True, "stop_token_ids": (end_id,) if 0 <= end_id < service.info.vocab_size else ()}
 
 
 def _guide(row: InputRow) -> dict[str, Any]:
@@ -70,7 +80,7 @@ def _guide(row: InputRow) -> dict[str, Any]:
 
 def text_params(row: InputRow, service: Service, options: TritonOptions, *, skip_special_tokens: bool) -> SamplingParams:
     """SamplingParams of an ensemble or BLS model. Stop words are searched in the text, independent of their tokenization."""
-    fields = common_params(row, options)
+    fields = common_params(row, service, options)
     if stop_words := row.texts("stop_words"):
         fields["stop"] = tuple(stop_words)
     if bad_words := row.texts("bad_words"):
@@ -82,7 +92,7 @@ def text_params(row: InputRow, service: Service, options: TritonOptions, *, skip
 
 def token_params(row: InputRow, service: Service, options: TritonOptions) -> tuple[SamplingParams, list[tuple[int, ...]]]:
     """SamplingParams of tensorrt_llm, and its stop words with several tokens, which the executor does not support."""
-    fields = common_params(row, options)
+    fields = common_params(row, service, options)
     words = [word for word in _words(row, "stop_words_list") if word]
     singles = tuple(word[0] for word in words if len(word) == 1)
     # Without an end_id, only the stop words of the request end a sequence.

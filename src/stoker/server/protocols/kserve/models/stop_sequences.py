@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 from stoker.base.types import Delta, FinishReason, GenerationRequest, Usage
 from stoker.frontend.service import Choice, Completion, Service
+from stoker.frontend.stopwatch import Stopwatch
 
 
 class StopIdChecker:
@@ -55,7 +56,7 @@ def _truncate(delta: Delta, checker: StopIdChecker) -> Delta:
 async def complete(service: Service, request: GenerationRequest, words: Sequence[tuple[int, ...]]) -> Completion:
     """`service.complete` with the same end of each sequence."""
     choices = [Choice(i, "", [], FinishReason.CANCELLED) for i in range(request.params.n)]
-    usage = Usage()
+    usage, stopwatch = Usage(), Stopwatch()
     async with aclosing(stream(service, request, words)) as batches:
         async for deltas in batches:
             for delta in deltas:
@@ -63,8 +64,12 @@ async def complete(service: Service, request: GenerationRequest, words: Sequence
                 choice.text += delta.text
                 choice.token_ids = [*choice.token_ids, *delta.token_ids]
                 choice.logprobs = [*choice.logprobs, *delta.logprobs]
+                choice.admission = choice.admission or delta.admission
+                if delta.token_ids:
+                    stopwatch.token(delta.admission)
                 if delta.finish_reason is not None:
                     choice.finish_reason, choice.stop_reason, choice.error = delta.finish_reason, delta.stop_reason, delta.error
                 usage = delta.usage or usage
     assert isinstance(request.prompt, list)  # only requests with token ids have such stop words
-    return Completion(request.request_id, request.prompt, choices, usage)
+    timings = stopwatch.timings([len(choice.token_ids) for choice in choices])
+    return Completion(request.request_id, request.prompt, choices, usage, timings=timings)

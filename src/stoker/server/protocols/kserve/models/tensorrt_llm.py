@@ -15,14 +15,17 @@ from stoker.server.protocols.kserve.tensors.input_row import InputRow
 
 
 class TensorrtLLM(GeneratingModel):
-    """input_ids to output_ids [1, beams, tokens]. These contain the prompt unless it is excluded or the answer is streamed."""
+    """input_ids to output_ids [1, beams, tokens] and sequence_length [1, beams].
 
-    own_outputs = ("output_ids", "sequence_length")
+    output_ids contain the prompt unless it is excluded or the answer is streamed.
+    """
 
     def plan(self, row: InputRow, service: Service) -> tuple[list[int], SamplingParams, list[tuple[int, ...]]]:
         ids, length = row.ids("input_ids"), row.value("input_lengths", 0)
         if not 0 <= length <= len(ids):
             raise RequestError("input_lengths", length, f"the row has {len(ids)} input_ids")
+        if (lowest := min(ids[:length], default=0)) < 0:
+            raise RequestError("input_ids", lowest, "a token id is a whole number from 0")
         if len(row.ids("decoder_input_ids")) > 1:  # preprocessing sends one pad id
             raise RequestError("decoder_input_ids", row.ids("decoder_input_ids"), "there is no encoder", cure="Leave it out.")
         params, stop_words = sampling.token_params(row, service, self._options)
@@ -33,7 +36,7 @@ class TensorrtLLM(GeneratingModel):
         if len(rows) == 1:
             return {"output_ids": np.array([rows], np.int32), "sequence_length": np.array([[len(rows[0])]], np.int32)}
         lengths = [len(row) for row in rows]
-        ids = np.zeros((1, len(rows), max(lengths)), np.int32)
+        ids = np.full((1, len(rows), max(lengths)), planned.padding, np.int32)
         for beam, row in enumerate(rows):
             ids[0, beam, : len(row)] = row
         return {"output_ids": ids, "sequence_length": np.array([lengths], np.int32)}

@@ -30,13 +30,11 @@ class TokenizerModel(ABC):
     async def run(self, inference: Inference) -> Responses:
         outputs = await asyncio.to_thread(self.outputs, inference, self._service())
         names = [tensor.name for tensor in inference.model.outputs if tensor.name in (inference.outputs or outputs)]
-        if missing := next((name for name in names if name not in outputs), None):
-            raise RequestError("outputs", missing, f"the served outputs are {', '.join(sorted(outputs))}", cure="Leave it out.")
-        yield [Response(outputs={name: outputs[name] for name in names}, final=True)]
+        yield [Response(outputs={name: outputs[name] for name in names if name in outputs}, final=True)]
 
     @abstractmethod
     def outputs(self, inference: Inference, service: Service) -> Tensors:
-        """All outputs of the model by name. Raises RequestError."""
+        """All outputs that the model produces, by name. Raises RequestError."""
 
 
 class Preprocessing(TokenizerModel):
@@ -75,21 +73,38 @@ class Preprocessing(TokenizerModel):
 
 
 class Postprocessing(TokenizerModel):
-    """Converts token ids [rows, beams, tokens] to texts [rows × beams]. Passes the log-probabilities and logits of release 0.8 through."""
+    """Converts token ids [rows, beams, tokens] to texts [rows × beams]. Passes the log-probabilities and logits of release 0.8 through.
+
+    Without SEQUENCE_LENGTH, as in release 0.5, all ids of a row are decoded except for negative ones, which are padding.
+    """
 
     def outputs(self, inference: Inference, service: Service) -> Tensors:
-        texts = []
-        tokens, lengths = inference.inputs["TOKENS_BATCH"], inference.inputs["SEQUENCE_LENGTH"]
+        tokens, lengths = inference.inputs["TOKENS_BATCH"], inference.inputs.get("SEQUENCE_LENGTH")
         if not inference.model.max_batch_size:
-            tokens, lengths = tokens[None], lengths[None]
-        if lengths.shape != tokens.shape[:2]:
-            raise RequestError("SEQUENCE_LENGTH", list(lengths.shape), f"TOKENS_BATCH has {list(tokens.shape[:2])} sequences")
-        for ids, length in zip(tokens.reshape(lengths.size, tokens.shape[2]), lengths.ravel().tolist(), strict=True):
-            if not 0 <= length <= len(ids):
-                raise RequestError("SEQUENCE_LENGTH", length, f"the row has {len(ids)} tokens")
-            texts.append(service.decode(ids[:length].tolist(), skip_special_tokens=self._settings.skip_special_tokens).encode())
+            tokens, lengths = tokens[None], lengths[None] if lengths is not None else None
+        sequences = _all_ids(tokens) if lengths is None else _valid_ids(tokens, lengths)
+        skip = self._settings.skip_special_tokens
+        texts = [service.decode(ids, skip_special_tokens=skip).encode() for ids in sequences]
         passed = {f"OUT_{role}": array for role, array in inference.inputs.items() if role not in ("TOKENS_BATCH", "SEQUENCE_LENGTH")}
         return {"OUTPUT": text_array(texts, (len(texts),))} | passed
+
+
+def _all_ids(tokens: np.ndarray) -> list[list[int]]:
+    """The ids of each sequence of [rows, beams, tokens], without padding."""
+    rows: list[list[int]] = tokens.reshape(-1, tokens.shape[2]).tolist()
+    return [[token for token in row if token >= 0] for row in rows]
+
+
+def _valid_ids(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
+    """The first ids of each sequence; `lengths` [rows, beams] are their numbers. Raises RequestError."""
+    if lengths.shape != tokens.shape[:2]:
+        raise RequestError("SEQUENCE_LENGTH", list(lengths.shape), f"TOKENS_BATCH has {list(tokens.shape[:2])} sequences")
+    sequences: list[list[int]] = []
+    for ids, length in zip(tokens.reshape(lengths.size, tokens.shape[2]), lengths.ravel().tolist(), strict=True):
+        if not 0 <= length <= len(ids):
+            raise RequestError("SEQUENCE_LENGTH", length, f"the row has {len(ids)} tokens")
+        sequences.append(ids[:length].tolist())
+    return sequences
 
 
 def _column(values: list[int]) -> np.ndarray:

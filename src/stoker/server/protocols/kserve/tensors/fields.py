@@ -14,7 +14,6 @@ _NO_LOGITS = "logits are not returned; return_log_probs is supported"
 _NO_DRAFT = "there is no draft model"
 _TEXT_ONLY = "this model reads text only"
 _NO_RETENTION = "KV cache blocks are evicted by last use, without priorities"
-_IN_METRICS = "see /metrics"
 
 
 def _input(name: str, meaning: str, target: str = "") -> FieldRow:
@@ -61,6 +60,11 @@ INPUTS = FieldTable(
         _input("beam_width", "number of beams", "beam_width"),
         _input("num_return_sequences", "number of answers", "n"),
         _input("return_log_probs", "fill cum_log_probs and output_log_probs"),
+        _input("output_log_probs", "of the Python gpt model: add the output log_probs"),
+        _input("return_kv_cache_reuse_stats", "add the outputs kv_cache_*: blocks that the prompt reused and allocated"),
+        _input("return_perf_metrics", "add the outputs kv_cache_*, *_time_ns, and those about draft tokens"),
+        _input("return_num_input_tokens", "add the output num_input_tokens"),
+        _input("return_num_output_tokens", "add the output num_output_tokens"),
         _input("exclude_input_in_output", "a whole answer does not contain the prompt"),
         _input("guided_decoding_guide_type", "json, json_schema, regex, ebnf_grammar or structural_tag"),
         _input("guided_decoding_guide", "the grammar"),
@@ -80,8 +84,6 @@ INPUTS = FieldTable(
         _input("CONTEXT_LOGITS", "passed through"),
         _input("GENERATION_LOGITS", "passed through"),
         # What Stoker does not support.
-        no_effect("return_num_input_tokens", ANYTHING, "the output num_input_tokens is not served"),
-        no_effect("return_num_output_tokens", ANYTHING, "the output num_output_tokens is not served"),
         rejected("runtime_top_p_min", "only 0 is supported", 0.0),
         rejected("runtime_top_p_decay", "only 1 is supported", 1.0),
         rejected("runtime_top_p_reset_ids", "only -1 is supported", -1),
@@ -102,8 +104,6 @@ INPUTS = FieldTable(
         rejected("lora_config", _NO_ADAPTERS),
         rejected("return_context_logits", _NO_LOGITS),
         rejected("return_generation_logits", _NO_LOGITS),
-        rejected("return_kv_cache_reuse_stats", _IN_METRICS),
-        rejected("return_perf_metrics", _IN_METRICS),
         rejected("num_draft_tokens", _NO_DRAFT),
         rejected("use_draft_logits", _NO_DRAFT),
         rejected("draft_input_ids", _NO_DRAFT),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from stoker.server.protocols.kserve.errors import TritonError
@@ -31,7 +33,16 @@ def check_tensors(inference: Inference, tensors: Tensors, dtypes: dict[str, str]
     for name, array in tensors.items():
         _check_tensor(inference, declared[name], array, dtypes[name])
     _check_rows(inference, tensors)
-    inference.inputs = {declared[name].role or name: array for name, array in tensors.items()}
+    inference.inputs = by_role(model, declared, tensors)
+
+
+def by_role(model: TritonModel, declared: Mapping[str, Tensor], tensors: Tensors) -> Tensors:
+    """The tensors by role. Raises TritonError for two with the same role, such as random_seed and seed."""
+    names: dict[str, str] = {}
+    for name in tensors:
+        if (other := names.setdefault(declared[name].role or name, name)) != name:
+            raise TritonError(f"inputs '{other}' and '{name}' of model '{model.name}' are the same. Send one of them.")
+    return {role: tensors[name] for role, name in names.items()}
 
 
 def check_outputs(inference: Inference) -> None:

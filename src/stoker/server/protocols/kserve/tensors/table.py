@@ -104,8 +104,10 @@ _TEXT_INPUTS = (
     _row("guided_decoding_guide_type", "STRING", None, None, S),
     _row("guided_decoding_guide", "STRING", None, None, S),
 )
+_GPT_SCORES = _row("output_log_probs", "BOOL", None, None, None)  # only in the Python gpt model of release 0.5
 _ENSEMBLE_INPUTS = (
     *_TEXT_INPUTS,
+    _GPT_SCORES,
     _row("num_return_sequences", "INT32", None, S, S),
     _row("return_log_probs", "BOOL", S, S, S),
     _row("return_context_logits", "BOOL", S, S, S),
@@ -171,6 +173,7 @@ _PREPROCESSING_OUTPUTS = (
     _row("VISION_INPUT_ID", "INT32", None, None, V),
 )
 _TENSORRT_LLM_INPUTS = (
+    _GPT_SCORES,
     _row("input_ids", "INT32", V, V, V, required=True, layout="ragged"),
     _row("encoder_input_features", "FP16", None, M, M, layout="ragged", variable="encoder_input_features_data_type"),
     _row("encoder_output_lengths", "INT32", None, S, S, layout="scalar"),
@@ -237,6 +240,7 @@ _TENSORRT_LLM_INPUTS = (
 )
 _TENSORRT_LLM_OUTPUTS = (
     *_RESULTS,
+    _row("log_probs", "FP32", None, None, None),  # only in the Python gpt model of release 0.5
     _row("output_ids", "INT32", M, M, M),
     _row("sequence_length", "INT32", V, V, V),
     _row("context_phase_params", "UINT8", None, V, V),
