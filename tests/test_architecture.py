@@ -24,7 +24,7 @@ PROTOCOL_IMPORTS = {
 }
 
 # What protocols may import of `frontend`: the service, the models by name, and the functions that make token ids of text.
-FRONTEND_OF_PROTOCOLS = {f"stoker.frontend.{name}" for name in ("service", "repository", "prompts", "bad_words")}
+FRONTEND_OF_PROTOCOLS = {f"stoker.frontend.{name}" for name in ("service", "repository", "prompts", "bad_words", "stopwatch")}
 
 TORCH_FREE = (
     "stoker.base", "stoker.frontend", "stoker.server", "stoker.deploy", "stoker.runtime.request", "stoker.runtime.client",

@@ -133,7 +133,7 @@ def test_one_text_for_each_beam(server: RunningServer, engine: Path, beams: list
 @pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"])
 @pytest.mark.compatibility(protocol="Triton", client="tritonclient", feature="every output of the metadata can be requested")
 def test_every_output_can_be_requested(server: RunningServer, model: str) -> None:
-    """A model leaves out what a request did not ask for, as the backend of TensorRT-LLM does."""
+    """A response leaves out what no input enabled, as in the backend of TensorRT-LLM."""
     inputs = {
         "preprocessing": {"QUERY": PROMPT, "REQUEST_OUTPUT_LEN": 3},
         "tensorrt_llm": {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 3},

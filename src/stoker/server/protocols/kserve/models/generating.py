@@ -47,7 +47,7 @@ class PlannedRow(msgspec.Struct, kw_only=True):
     outputs: Outputs  # requested ones, in declared order; a response has those of them that the model produces
     prompt: str | list[int]  # as the client sent it; ids beyond the vocabulary are replaced in `request`
     padding: int  # after the last token of a shorter beam
-    metrics: RequestedMetrics | None  # None: the request asks for none
+    metrics: RequestedMetrics | None  # None: none are requested
     arrival_s: float  # monotonic time
     num_prompt: int = 0  # tokens; set when the first answer arrives
     texts: dict[int, str] = {}  # text so far by sequence, with accumulate_tokens

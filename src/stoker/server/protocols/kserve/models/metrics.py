@@ -1,4 +1,4 @@
-"""The outputs about one request that it must ask for: KV cache blocks, times, drafts, and numbers of tokens. Each is [1, 1].
+"""The outputs that an input of the request enables: KV cache blocks, times, drafts, and numbers of tokens. Each is [1, 1].
 
 Times are nanoseconds of the monotonic clock, as in TensorRT-LLM. Each response of a stream has them, because clients read them in each.
 """
@@ -16,7 +16,7 @@ from stoker.server.protocols.kserve.tensors.input_row import InputRow
 
 
 class RequestedMetrics(msgspec.Struct, frozen=True):
-    """Which outputs a request asks for, by the input of each group."""
+    """Which groups of outputs are requested, by the input that enables each."""
 
     return_kv_cache_reuse_stats: bool = False
     return_perf_metrics: bool = False
@@ -28,7 +28,7 @@ _NONE = RequestedMetrics()
 
 
 def requested_metrics(row: InputRow) -> RequestedMetrics | None:
-    """What a row asks for; None if nothing."""
+    """What a row requests; None if nothing."""
     requested = RequestedMetrics(*(row.value(name, False) for name in RequestedMetrics.__struct_fields__))
     return requested if requested != _NONE else None
 
