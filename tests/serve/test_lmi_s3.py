@@ -12,6 +12,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.config import Config
+from botocore.exceptions import ClientError
 from moto.server import ThreadedMotoServer
 
 from stoker import LLM, SamplingParams
@@ -90,7 +91,7 @@ def test_the_prebuilt_layout(s3: Any, archive: Path, tmp_path: Path) -> None:
         found = prepare(tmp_path / f"lmi-{prefix}", prefix)
         assert isinstance(found.deployment.source, EngineSource)
         Engine.open(found.engine, verify=True)
-        assert any("built already" in note.text for note in found.deployment.notes), "the batch size is a setting of the build"
+        assert found.deployment.runtime.max_batch_size == 4, "lower than that of the engine"
 
 
 def test_missing_objects(s3: Any, tmp_path: Path) -> None:
@@ -116,8 +117,12 @@ def test_a_truncated_archive(s3: Any, archive: Path, tmp_path: Path) -> None:
 
 
 @S3
-def test_from_model_data_to_boto3(s3: Any, archive: Path) -> None:
-    """As documented by LMI: model data in S3, an endpoint, and sagemaker-runtime, with another endpoint_url only."""
+def test_from_model_data_to_boto3(s3: Any, archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As documented by LMI: model data in S3, an endpoint, and sagemaker-runtime, with another endpoint_url only.
+
+    A limit that is lower than that of the engine applies to each request.
+    """
+    monkeypatch.setenv("OPTION_MAX_OUTPUT_LEN", "12")
     s3.upload_file(str(archive), "models", "prefix/mymodel.tar.gz")
     with LLM(archive.parent / "engine", device="cpu", kv_cache_tokens=512) as llm:
         expected = llm.generate("a story", SamplingParams(max_tokens=12, temperature=0.0)).choices[0].text
@@ -128,6 +133,8 @@ def test_from_model_data_to_boto3(s3: Any, archive: Path) -> None:
         runtime = boto3.client("sagemaker-runtime", endpoint_url=url, config=Config(retries={"total_max_attempts": 1}))
         complete = json.loads(runtime.invoke_endpoint(Body=body, **options)["Body"].read())
         events = runtime.invoke_endpoint_with_response_stream(Body=streaming, **options)["Body"]
+        with pytest.raises(ClientError, match="the engine's max_output_len is 12"):
+            runtime.invoke_endpoint(Body=body.replace("12", "13"), **options)
         lines = io.BytesIO(b"".join(event["PayloadPart"]["Bytes"] for event in events)).readlines()
     records = [json.loads(line) for line in lines]
     assert complete == {"generated_text": expected}

@@ -69,6 +69,10 @@ def test_equal_engines_produce_equal_bytes_and_options_are_written(engine: Path,
     package(info, tmp_path / "c.tar", {"option.tgi_compat": "true", "option.device_id": "grüß"})
     lines = text(tmp_path / "c.tar", "serving.properties").splitlines()
     assert lines[-2:] == ["option.tgi_compat=true", "option.device_id=gr\\u00fc\\u00df"]
+    package(info, tmp_path / "d.tar", {"option.max_output_len": "5"})
+    assert read_deployment(tmp_path / "d.tar", ServerSettings(), RuntimeConfig(), frozenset()).server.request_limits.max_output_len == 5, (
+        "lower than that of the engine"
+    )
 
 
 def test_rank_files_have_the_names_of_lmi(tmp_path: Path) -> None:
@@ -140,7 +144,8 @@ def test_other_ranks_than_those_of_the_engine_are_refused(engine: Path, tmp_path
 
 
 BAD = {
-    "option.max_input_len": ("7", "the build decides it"),
+    "option.max_input_len": ("70000", "above the engine's max_input_len="),
+    "option.tokens_per_block": ("64", "the build decides it"),
     "option.quantize": ("fp8", "the build decides it"),
     "option.tensor_parallel_degree": ("2", "the build decides it"),
     "option.tgi_compatt": ("true", "unknown key option.tgi_compatt. Did you mean option.tgi_compat"),

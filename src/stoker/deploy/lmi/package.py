@@ -21,7 +21,8 @@ from stoker.base.errors import ConfigError, EngineError
 from stoker.deploy.collected_settings import CollectedSettings, FoundValue, invalid_value
 from stoker.deploy.deployment import EngineInfo, Origin
 from stoker.deploy.engine import CONFIG, read_config
-from stoker.deploy.lmi.keys import TABLE
+from stoker.deploy.lmi.keys import TABLE, canonical_key
+from stoker.deploy.lmi.prebuilt import LOWERED, built_limit
 from stoker.deploy.lmi.rank_names import rank_names
 from stoker.deploy.syntax import properties
 from stoker.deploy.syntax.pbtxt import format_message
@@ -78,12 +79,23 @@ def _properties(engine: EngineInfo, options: Environment[str, str]) -> bytes:
         lines["option.pipeline_parallel_degree"] = str(mapping.pipeline_parallel)
     settings = CollectedSettings(TABLE)
     for key, value in options.items():
-        settings.add(FoundValue(key, value, _SET))
-        if TABLE[key].target.partition(".")[0] in _BUILD_SECTIONS:
-            raise invalid_value(_SET, key, value, "the build decides it", "Build the engine with this setting.")
+        settings.add(FoundValue(canonical_key(key), value, _SET, key))
+        _check_build_setting(engine, settings, key, value)
         if re.search(r"\s#(\s|$)", value):
             raise invalid_value(_SET, key, value, "the text after # would be a comment", "Leave out the #.")
     return "".join(properties.format_line(key, value) for key, value in (lines | dict(options)).items()).encode()
+
+
+def _check_build_setting(engine: EngineInfo, settings: CollectedSettings, key: str, value: str) -> None:
+    """Raise ConfigError for a setting of the build, except a limit that is at most that of the engine."""
+    row = TABLE[canonical_key(key)]
+    section, _, name = row.target.partition(".")
+    if section not in _BUILD_SECTIONS:
+        return
+    if name not in LOWERED:
+        raise invalid_value(_SET, key, value, "the build decides it", "Build the engine with this setting.")
+    if settings.get(row.target) > (built := built_limit(engine.limits, name)):
+        raise invalid_value(_SET, key, value, f"it is above the engine's {name}={built}", "Lower it, or build the engine again.")
 
 
 def _members(engine: EngineInfo, text: bytes) -> dict[str, Member]:

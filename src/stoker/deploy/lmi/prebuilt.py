@@ -19,6 +19,7 @@ _PREBUILT = (f"tensorrt_llm/{_LAYOUT}", f"trt_llm_model_repo/tensorrt_llm/{_LAYO
 # Limits of a step: a higher value than that of the engine has no effect, because further requests and tokens are computed in later steps.
 _OF_A_STEP = ("max_batch_size", "max_num_tokens")
 _OF_A_REQUEST = RequestLimits.__struct_fields__
+LOWERED = (*_OF_A_STEP, *_OF_A_REQUEST)
 _UNCHANGED = ("checkpoint", "revision", "tokenizer")
 
 
@@ -55,11 +56,11 @@ def with_engine(deployment: Deployment, engine: Path) -> Deployment:
     assert isinstance(deployment.source, BuildOptions)
     explicit = [s for s in deployment.settings if s.section == "build" and s.origin != DEFAULT]
     ranks = [s for s in explicit if s.name in ("tensor_parallel", "pipeline_parallel")]
-    limits = [s for s in explicit if s.name in (*_OF_A_STEP, *_OF_A_REQUEST)]
+    limits = [s for s in explicit if s.name in LOWERED]
     unused = [s for s in explicit if s not in (*ranks, *limits) and s.name not in _UNCHANGED]
     built = _built_limits(engine)
     notes = [_built_already(setting) for setting in unused] + [note for s in limits if (note := _note_of_limit(s, built))]
-    lowered = [s for s in limits if s.value < _built_limit(built, s.name)]
+    lowered = [s for s in limits if s.value < built_limit(built, s.name)]
     unset = [name for name in _OF_A_STEP if getattr(deployment.runtime, name) is None]  # others are set on the command line
     beside = engine.parent  # where the layout has its tokenizer files
     tokenizer = str(beside) if engine.name == _LAYOUT and (beside / "tokenizer.json").is_file() else None
@@ -82,13 +83,14 @@ def _built_limits(engine: Path) -> Limits:
         raise EngineError(f"{engine / 'config.json'} is damaged: {error}.", cure="Build the engine again.") from None
 
 
-def _built_limit(built: Limits, name: str) -> int:
+def built_limit(built: Limits, name: str) -> int:
+    """The limit of an engine that the setting `name` lowers."""
     return built.max_seq_len if name == "max_total_len" else getattr(built, name)
 
 
 def _note_of_limit(setting: Setting, built: Limits) -> Note | None:
     """The remark about a limit that is above that of the engine. Raises ConfigError if requests would be affected."""
-    limit = _built_limit(built, setting.name)
+    limit = built_limit(built, setting.name)
     if setting.value <= limit:
         return None
     text = f"the engine was built with {setting.name}={limit}"
