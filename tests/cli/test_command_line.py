@@ -90,6 +90,18 @@ FAILURES = [
     (["triton", "sweep", "--seconds", "0"], 2, "--seconds 0.0 is refused. Use seconds, above 0"),
     (["client", "hi", "-i", "http", "-u", "127.0.0.1:1"], 1, "127.0.0.1:1 does not answer: Connection refused. Start it"),
     (["client", "--model-name", "tensorrt_llm", "--input-tokens-csv", "NOWHERE"], 2, "Write token ids with commas between them."),
+    (["build", "NOWHERE", "-o", "OUT", "--quantize", "int9"], 2, "unknown quantization 'int9'. Use one of: "),
+    (["generate", "NOWHERE", "hi", "--quantize", "int9"], 2, "unknown quantization 'int9'. Use one of: "),
+    (["serve", "NOWHERE", "--quantize", "int9"], 2, "unknown quantization 'int9'. Use one of: "),
+    (["serve", "NOWHERE", "--tool-parser", "foo"], 2, "unknown tool parser 'foo'. Use one of: "),
+    (["serve", "NOWHERE", "--reasoning-parser", "foo"], 2, "unknown reasoning parser 'foo'. Use one of: "),
+    (["serve", "NOWHERE", "--protocol", "foo"], 2, "unknown protocol 'foo'. Use one of: "),
+    (["serve", "ENGINE", "--max-batch-size", "1000"], 2, "max_batch_size=1000 is above the engine's 8. Build the engine with"),
+    (["serve", "ENGINE", "--dtype", "float16"], 2, "is an engine, and only a build can change it. Leave it out, or name the checkpoint."),
+    (["serve", "ENGINE", "--api-key", "short"], 2, "an API key is refused. Use at least 8 printable ASCII characters."),
+    (["completion", "tcsh"], 2, "shell='tcsh' is refused. Use one of: bash, zsh, fish."),
+    (["rm", "no-such-engine"], 2, "no-such-engine is not the name or id of a cached engine. See stoker list."),
+    (["client", "hi", "-u", "127.0.0.1:1"], 1, "127.0.0.1:1 does not answer: nothing listens there"),
     (["launch", "--model_repo", "LMI"], 2, "is of the format lmi. Serve it: stoker serve"),
 ]
 
@@ -118,7 +130,7 @@ def test_an_error_is_one_line_with_the_cure(args: list[str], status: int, says: 
         (["srve"], "No such command 'srve'. Use one of: serve"),
         (["serve", "e", "--prot", "1"], "No such option: --prot"),
         (["generate", "e", "hi", "--max-tokens", "many"], "'--max-tokens'"),
-        (["generate", "e"], "give at least one, or --file"),
+        (["generate", "e"], "give at least one, --file, or text on standard input"),
         (["bench", "serving"], "give a model, or --url of a running server"),
     ],
 )

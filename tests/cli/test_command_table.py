@@ -90,8 +90,10 @@ def test_help_has_examples_and_a_text_for_every_option(row: Command) -> None:
 
 
 @each_command
-def test_examples_are_accepted_by_the_command_line(row: Command) -> None:
+def test_examples_are_accepted_by_the_command_line(row: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every example parses: the command exists, required arguments are given, and values have the type of their option."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "server.yaml").write_text("port: 8000\n")
     for example in [row.example, *split_docstring(load_target(row))[1]]:
         words = shlex.split(example.partition(" > ")[0])[1:]
         command: Any = command_group("stoker", COMMANDS, SUMMARY, global_options)

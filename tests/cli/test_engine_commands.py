@@ -67,6 +67,37 @@ def test_chat_sends_the_conversation_until_it_is_reset(tiny_engine: Path) -> Non
     assert output == f"{one}\n{two}\n{one}\n"
 
 
+def test_generate_reads_standard_input(tiny_engine: Path, answers: dict[str, str]) -> None:
+    arguments = ["generate", str(tiny_engine), "--max-tokens", "12", "--ignore-eos"]
+    assert stoker(*arguments, stdin="the quick\n") == answers["the quick"] + "\n"
+    row = json.loads(stoker(*arguments, "--json", stdin="brown fox\nlazy dog\n"))
+    assert row["prompt"] == "brown fox\nlazy dog"  # one prompt, whatever its number of lines
+
+
+def test_chat_commands(tiny_engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    lines = [
+        "/help", "/set max-tokens 3", "/set temperature hot", "/set top_x 1", "/sav x", "hello", f"/save {file}", '"""',
+        "/two", "lines", '"""', "//slash", f"/save {file}", f"/save {tiny_engine / 'config.json'}", "/save", "/exit", "not read",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "stoker", "chat", str(tiny_engine), "--ignore-eos", "--system", "Be brief."]
+    done = subprocess.run(command, capture_output=True, text=True, input="\n".join(lines) + "\n")
+    assert done.returncode == 0, done.stderr
+    saved = json.loads(file.read_text())
+    assert saved["model"] == str(tiny_engine)
+    assert [message["role"] for message in saved["messages"]] == ["system", *["user", "assistant"] * 3]
+    assert [m["content"] for m in saved["messages"] if m["role"] == "user"] == ["hello", "/two\nlines", "/slash"]
+    with LLM(tiny_engine, kv_cache_tokens=1024) as llm:
+        expected = llm.chat(saved["messages"][:2], SamplingParams(max_tokens=3, ignore_eos=True)).choices[0].text
+    assert saved["messages"][2]["content"] == expected
+    for text in (
+        "/set [NAME VALUE]  Sets a sampling parameter", "max_tokens 3\n", "temperature='hot' is refused: it is not a number.",
+        "there is no sampling parameter top_x. Use one of: top_", "unknown command /sav. Use one of: /save", "7 messages are saved to",
+        "config.json exists. Name another file.", "/save needs a file.",
+    ):  # fmt: skip
+        assert text in done.stderr
+
+
 def test_chat_ends_without_standard_input(tiny_engine: Path) -> None:
     code = "import os, sys; os.close(0); os.execv(sys.executable, [sys.executable, '-m', 'stoker', 'chat', sys.argv[1]])"
     done = subprocess.run([sys.executable, "-c", code, str(tiny_engine)], capture_output=True, text=True)

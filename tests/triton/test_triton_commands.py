@@ -55,7 +55,12 @@ def test_the_client(server: RunningServer, run: Run, tmp_path: Path) -> None:
     status, out, _ = run("client", "-u", server.grpc, "--model-name", "tensorrt_llm", "--input-tokens-csv", tmp_path / "ids.csv", "-o", 4)
     assert status == 0 and re.match(r"5,6,7(,\d+){4}\n", out)
     assert server.executor.requests[-1].prompt_ids == [5, 6, 7]
+    status, out, _ = run("client", PROMPT, "-u", server.grpc, "--num-return-sequences", 2, "-S")
+    first, second = out.splitlines()[:2]
+    assert status == 0 and first == f"0: {TEXT}" and second.startswith("1: ") and TEXT.startswith(second.removeprefix("1: "))
     for args, error in [
+        (("-u", server.grpc, "--model-name", "postprocessing", "--stop-after-ms", 5), "the model postprocessing has no input named stop."),
+        (("-u", server.http), "does not answer: nothing listens there, or it is not a gRPC port. Start it: stoker serve"),
         (("-u", server.grpc, "--model-name", "nope"), "Request for unknown model: 'nope' is not found"),
         (("-u", server.grpc, "--model-name", "tensorrt_llm"), "--input-tokens-csv"),
         (("-i", "http", "-S"), "--protocol grpc"),

@@ -69,14 +69,19 @@ def command_group(name: str, rows: tuple[Command, ...], summary: str, callback: 
 
 def load_command(row: Command) -> Any:
     """Import a row's module and return its click command."""
-    module, _, name = row.target.partition(":")
-    target = getattr(importlib.import_module(module), name)
+    target = load_target(row)
     if isinstance(target, tuple):
         return command_group(row.name, target, row.summary)
     description, examples = split_docstring(target)
     app = typer.Typer(**APP_SETTINGS)
     app.command(row.name, help=description, epilog=_epilog(examples))(target)
     return typer.main.get_command(app)
+
+
+def load_target(row: Command) -> Any:
+    """Import a row's module and return its function, or its table of sub-commands."""
+    module, _, name = row.target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def split_docstring(function: Callable[..., Any]) -> tuple[str, list[str]]:

@@ -46,16 +46,24 @@ def prepare_files(model: str) -> Path:
 
 
 @contextmanager
-def running_llm(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterator[LLM]:
-    """The engine of `model`, loaded in this process. Shows progress until it is loaded."""
+def loading(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterator[Path]:
+    """The engine directory of `model`, for a block that loads it. Shows progress until the block ends."""
     from stoker.cli.output.progress import shown_progress
 
     with shown_progress("preparing", write_progress_line) as progress:
         from stoker.deploy.local_engine import find_engine
-        from stoker.frontend.llm import LLM
 
         engine = find_engine(model, runtime=runtime, build=build, progress=progress)
         progress.set_status("loading")
+        yield engine
+
+
+@contextmanager
+def running_llm(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterator[LLM]:
+    """The engine of `model`, loaded in this process. Shows progress until it is loaded."""
+    with loading(model, runtime, build) as engine:
+        from stoker.frontend.llm import LLM
+
         llm = LLM(engine, **msgspec.structs.asdict(runtime))
     with llm:
         yield llm

@@ -105,10 +105,11 @@ def struct_options(struct: type[msgspec.Struct], name: str, helps: dict[str, str
     return decorate
 
 
-def explicit_parameters(context: typer.Context) -> frozenset[str]:
-    """Names of the parameters that are given on the command line, as opposed to those at their default."""
+def explicit_parameters(context: typer.Context) -> dict[str, str]:
+    """Where each parameter was set: "command line", or the file of --config. Parameters at their default are left out."""
+    origins = {"COMMANDLINE": "command line", "DEFAULT_MAP": str(context.params.get("config"))}
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+    return {name: origins[source.name] for name, source in sources.items() if source is not None and source.name in origins}
 
 
 def read_lines(path: Path, what: str) -> list[str]:

@@ -25,6 +25,7 @@ PARTS = {
     "digests": "digests of checkpoint files",
     "running": "running servers (stoker ps)",
 }
+UNLOCKED = ("calibration", "digests")  # parts whose entries have no lock: a build that misses one computes it again
 HUB = "hub"
 
 
@@ -68,18 +69,28 @@ def unused_entries(days: int, in_use: set[str]) -> list[CacheEntry]:
     return sorted(found, key=lambda entry: -entry.num_bytes)
 
 
-def remove_entry(entry: CacheEntry) -> None:
-    """Remove a file or directory. One that another process builds or fetches at the moment is left."""
+def remove_entry(entry: CacheEntry) -> bool:
+    """Remove a file or directory. Returns False, and leaves it, while another process builds or fetches it."""
     path = Path(entry.path)
+    if path.parent.name in UNLOCKED:
+        _delete(path)
+        return True
+    # The lock of an unfinished entry (.NAME.building-*, NAME.partial-*) is that of the finished one.
+    is_unfinished = path.name.startswith(".") or ".partial-" in path.name
+    name = path.name.removeprefix(".").partition(".")[0] if is_unfinished else path.name
     try:
-        with FileLock(path.with_name(path.name + ".lock"), timeout=0):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        with FileLock(path.with_name(name + ".lock"), timeout=0):
+            _delete(path)
     except Timeout:
-        return
-    path.with_name(path.name + ".lock").unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _folder(name: str) -> Path:

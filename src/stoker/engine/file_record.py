@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+
+_BLOCK = 1 << 20
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -23,7 +26,11 @@ def record_file(file: Path) -> FileRecord:
         return FileRecord(file.stat().st_size, file_sha256(file))
 
 
-def file_sha256(file: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def file_sha256(file: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """The SHA-256 of a file's content, in hexadecimal. `progress` receives the number of bytes of each block that was read."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    with file.open("rb", buffering=0) as opened:
+        while count := opened.readinto(buffer):
+            digest.update(buffer[:count])
+            progress(count)
+    return digest.hexdigest()

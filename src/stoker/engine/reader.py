@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ class Engine:
         self.config = config
 
     @staticmethod
-    def open(path: str | Path, *, verify: bool = False) -> Engine:
-        """Open a directory. `verify`: also read every file and compare its digest.
+    def open(path: str | Path, *, verify: bool = False, progress: Callable[[int, int], None] = lambda done, total: None) -> Engine:
+        """Open a directory. `verify`: also read every file and compare its digest; `progress` receives (bytes done, total bytes).
 
         Raises EngineError when the directory is not an engine, has another format version, or is incomplete.
         """
@@ -47,7 +48,7 @@ class Engine:
         engine = Engine(path, decode_engine_config(_read_config(path), path))
         engine._check_files()
         if verify:
-            engine.verify()
+            engine.verify(progress)
         return engine
 
     @property
@@ -74,10 +75,20 @@ class Engine:
             return next(self.path.glob(f"trt_llm_model_*_rank{rank[1]}.engine"), path)
         return path
 
-    def verify(self) -> None:
-        """Read every file. Raises EngineError naming the first one whose digest differs from the one that was written."""
+    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Read every file. Raises EngineError naming the first one whose digest differs from the one that was written.
+
+        `progress` receives (bytes done, total bytes).
+        """
+        done, total = 0, sum(record.size for record in self.config.files.values())
+
+        def add(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            progress(done, total)
+
         for name, record in self.config.files.items():
-            found = file_sha256(self.file(name))
+            found = file_sha256(self.file(name), add)
             if found != record.sha256:
                 digests = f"its sha256 is {found[:12]}…, and {record.sha256[:12]}… was written"
                 raise EngineError(f"{self.file(name)} is corrupt: {digests}.", cure=_COPY_OR_REBUILD)

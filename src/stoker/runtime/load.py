@@ -41,7 +41,12 @@ def load_executor(path: str | Path, config: RuntimeConfig, make_mailbox: Callabl
         if ranks is not None:
             _close_after_error(ranks, error)
         raise
-    log.info("%s is ready on %s after %.1f s", Path(path).name, ", ".join(dict.fromkeys(map(str, devices))), time.monotonic() - started)
+    log.info(
+        "%s is ready on %s after %.1f s",
+        engine.config.checkpoint.name,
+        ", ".join(dict.fromkeys(map(str, devices))),
+        time.monotonic() - started,
+    )
     return executor
 
 

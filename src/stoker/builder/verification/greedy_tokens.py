@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from stoker.quant.format import TensorSource
 CPU = torch.device("cpu")
 NUM_TOKENS = 16  # generated for each prompt
 PROMPT_TOKENS = 12
+REFERENCE_STEPS = 8  # of progress: loading the reference model, and one of its prompts, count as much as this number of tokens
 MAX_FLOAT32_BYTES = 8 << 30  # size of a model that is compared by default; larger ones take minutes on a CPU
 TOLERANCE = 0.02  # standard deviations of the logits; float32 rounding errors of SmolLM2 are below 0.0005
 
@@ -39,8 +40,10 @@ class GreedyComparison(msgspec.Struct, frozen=True):
     skipped: str = ""  # the reason when nothing was compared
 
 
-def compare_greedy_tokens(path: Path, checkpoint: Checkpoint, *, even_if_slow: bool, trust_remote_code: bool) -> GreedyComparison:
-    """Compare the engine in `path` with its checkpoint.
+def compare_greedy_tokens(
+    path: Path, checkpoint: Checkpoint, *, even_if_slow: bool, trust_remote_code: bool, progress: Callable[[int, int], None]
+) -> GreedyComparison:
+    """Compare the engine in `path` with its checkpoint. `progress` receives (steps done, total steps).
 
     The weights of the reference are rounded to the engine's dtype, so all tokens of an engine without quantization must agree, except for
     ties. Raises EngineError when they do not. Large models are compared only if `even_if_slow`.
@@ -49,17 +52,26 @@ def compare_greedy_tokens(path: Path, checkpoint: Checkpoint, *, even_if_slow: b
     if reason := _reason_to_skip(engine.config, checkpoint, even_if_slow):
         return GreedyComparison(skipped=reason)
     prompts = _make_prompts(engine.config, path)
+    done, total = 0, len(prompts) * (NUM_TOKENS + REFERENCE_STEPS) + REFERENCE_STEPS
+
+    def advance(steps: int = 1) -> None:
+        nonlocal done
+        done += steps
+        progress(done, total)
+
+    advance(0)
     with torch.inference_mode():
-        generated = [_generate(engine, prompt) for prompt in prompts]
+        generated = [_generate(engine, prompt, advance) for prompt in prompts]
         gc.collect()
         try:
             reference = load_reference_model(checkpoint, engine.config.dtype, trust_remote_code)
         except Exception as problem:  # transformers raises arbitrary exceptions for checkpoints that it does not support
             return GreedyComparison(skipped=f"transformers cannot load the checkpoint ({first_line(problem)})")
-        expected = [
-            reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-            for prompt, (tokens, _) in zip(prompts, generated, strict=True)
-        ]
+        advance(REFERENCE_STEPS)
+        expected = []
+        for prompt, (tokens, _) in zip(prompts, generated, strict=True):
+            expected.append(reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :])
+            advance(REFERENCE_STEPS)
     result = _compare(generated, expected)
     if engine.config.recipe.name == "NO_QUANT" and (result.equal < result.tokens or result.max_error > TOLERANCE):
         raise EngineError(
@@ -99,8 +111,8 @@ def _make_prompts(config: EngineConfig, path: Path) -> list[list[int]]:
     return prompts
 
 
-def _generate(engine: Engine, prompt: list[int]) -> tuple[list[int], Tensor]:
-    """(NUM_TOKENS greedy tokens, their logits as float32 [tokens, vocab])."""
+def _generate(engine: Engine, prompt: list[int], advance: Callable[[], None]) -> tuple[list[int], Tensor]:
+    """(NUM_TOKENS greedy tokens, their logits as float32 [tokens, vocab]). `advance` is called after each token."""
     model, length = engine.config.model, len(prompt) + NUM_TOKENS
     source = Float32Source(FileTensorSource(engine.path / rank_file_name(0), CPU))
     loader = Loader(source, engine.config.recipe, torch.float32, CPU, SINGLE)
@@ -114,6 +126,7 @@ def _generate(engine: Engine, prompt: list[int]) -> tuple[list[int], Tensor]:
         new = [int(logits.argmax())]
         tokens += new
         rows.append(logits.float())
+        advance()
     return tokens, torch.stack(rows)
 
 

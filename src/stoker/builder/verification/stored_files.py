@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,9 +13,12 @@ from stoker.engine.safetensors_header import TensorLayouts
 from stoker.engine.tensor_source import FileTensorSource
 
 
-def verify_files(path: Path, layouts: list[TensorLayouts]) -> None:
-    """Raise EngineError unless every file has its digest, and the file of each rank holds exactly the tensors in `layouts`."""
-    engine = Engine.open(path, verify=True)
+def verify_files(path: Path, layouts: list[TensorLayouts], progress: Callable[[int, int], None]) -> None:
+    """Raise EngineError unless every file has its digest, and the file of each rank holds exactly the tensors in `layouts`.
+
+    `progress` receives (bytes read, total bytes).
+    """
+    engine = Engine.open(path, verify=True, progress=progress)
     for rank, planned in enumerate(layouts if engine.config.weights == "files" else []):
         file = path / rank_file_name(rank)
         entries = FileTensorSource(file, torch.device("cpu")).entries

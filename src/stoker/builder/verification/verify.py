@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,18 @@ def verify_engine(plan: BuildPlan, work: Path, verify: str, progress: Progress) 
     """
     config = plan.config
     layouts = [ShardPlan(config, rank).layouts() for rank in range(config.mapping.world_size)]
-    progress("verify", 0, 2)
     with ThreadPoolExecutor(1, "verify") as pool:
-        files = pool.submit(verify_files, work, layouts)
+        files = pool.submit(verify_files, work, layouts, partial(progress, "verify"))
         try:
             checks = _compare_with_checkpoint(plan, work, verify == "full", progress) if verify != "files" else {}
         finally:
             files.result()  # raises first: a damaged file explains all other errors
-    progress("verify", 2, 2)
     return {"files": "digests and tensors as planned"} | checks
 
 
 def _compare_with_checkpoint(plan: BuildPlan, work: Path, even_if_slow: bool, progress: Progress) -> dict[str, Any]:
     config = plan.config
-    checks: dict[str, Any] = {"greedy": msgspec.to_builtins(_compare_greedy_tokens(plan, work, even_if_slow))}
-    progress("verify", 1, 2)
+    checks: dict[str, Any] = {"greedy": msgspec.to_builtins(_compare_greedy_tokens(plan, work, even_if_slow, progress))}
     if changes_values(config.recipe):
         # Rank files hold shards only, so for several ranks the calibrated layers are loaded again.
         calibrated = calibrate_layers(plan, work, progress) if config.mapping.world_size > 1 else None
@@ -48,7 +46,13 @@ def _compare_with_checkpoint(plan: BuildPlan, work: Path, even_if_slow: bool, pr
     return checks
 
 
-def _compare_greedy_tokens(plan: BuildPlan, work: Path, even_if_slow: bool) -> GreedyComparison:
+def _compare_greedy_tokens(plan: BuildPlan, work: Path, even_if_slow: bool, progress: Progress) -> GreedyComparison:
     if plan.settings.changes_positions:
         return GreedyComparison(skipped="the rotary settings differ from the checkpoint's")
-    return compare_greedy_tokens(work, plan.checkpoint, even_if_slow=even_if_slow, trust_remote_code=plan.settings.trust_remote_code)
+    return compare_greedy_tokens(
+        work,
+        plan.checkpoint,
+        even_if_slow=even_if_slow,
+        trust_remote_code=plan.settings.trust_remote_code,
+        progress=partial(progress, "compare"),
+    )

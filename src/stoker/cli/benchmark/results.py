@@ -19,7 +19,6 @@ import stoker
 from stoker.base import env
 from stoker.base.errors import ConfigError
 from stoker.cli.benchmark.machine import device_name
-from stoker.engine.reader import Engine
 
 PACKAGES = ("torch", "triton", "numpy", "tokenizers")
 
@@ -33,6 +32,8 @@ def provenance(engine: Path | None = None, device: str | None = None) -> dict[st
         "commit": source_commit(),
     }
     if engine is not None:
+        from stoker.engine.reader import Engine
+
         config = Engine.open(engine).config
         found["engine"] = {
             "checkpoint": config.checkpoint.name, "architecture": config.model.architecture, "dtype": config.dtype,

@@ -35,5 +35,6 @@ COMMANDS = (
     Command("client", f"{_HERE}.client:client", "Send a request to a Triton server.", 'stoker client "Once upon a time" -S'),
     Command("bench", f"{_HERE}.bench:COMMANDS", "Measure latency, throughput or a server.", "stoker bench throughput engine"),
     Command("doctor", f"{_HERE}.doctor:doctor", "Report what this machine can run, and why not.", "stoker doctor"),
+    Command("completion", f"{_HERE}.completion:completion", "Print a script that completes commands in a shell.", "stoker completion bash"),
     Command("demo", f"{_HERE}.demo:demo", "Build and serve a small model, and send it requests.", "stoker demo"),
 )

@@ -125,10 +125,11 @@ def _build(checkpoint: str, output: Path, config: BuildConfig, *, force: bool, v
     from rich.console import Console
 
     from stoker.cli.output.progress import shown_progress
-    from stoker.engine.publish import check_output
 
     check_choice("verify", verify, VERIFY)
     with shown_progress("building", write_progress_line) as progress:
+        from stoker.engine.publish import check_output
+
         check_output(output, force)
         path, name = fetch_checkpoint(checkpoint, config, progress)
         from stoker.builder.build import build as build_engine
@@ -162,12 +163,13 @@ def _parse_pairs(pairs: list[str] | None, option: str) -> dict[str, Any]:
 def _dry_run(checkpoint: str, config: BuildConfig, memory_gib: float | None) -> None:
     from rich.console import Console
 
-    from stoker.builder.estimate import estimate
-    from stoker.builder.prepare import prepare
     from stoker.cli.output.progress import shown_progress
     from stoker.cli.output.tables import name_value_table
 
     with shown_progress("reading", write_progress_line) as progress:
+        from stoker.builder.estimate import estimate
+        from stoker.builder.prepare import prepare
+
         path, name = fetch_checkpoint(checkpoint, config, progress)
         prepared = prepare(path, config, name)
     sizes = estimate(prepared.config, None if memory_gib is None else int(memory_gib * 2**30))

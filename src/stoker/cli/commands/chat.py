@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import RequestError
+from stoker.base.errors import ConfigError, RequestError
 from stoker.base.types import SamplingParams
+from stoker.cli.conversation import Conversation, Messages
 from stoker.cli.engines import Model, running_llm
 from stoker.cli.options import build_options, runtime_options, sampling_options
 from stoker.deploy.build_settings import BuildSettings
@@ -19,8 +21,8 @@ from stoker.deploy.build_settings import BuildSettings
 if TYPE_CHECKING:
     from stoker.frontend.llm import LLM
 
-HELP = "An empty line or Ctrl-D ends the conversation, /reset starts it anew, Ctrl-C stops an answer."
-Messages = list[dict[str, Any]]
+GREETING = "/help lists the commands. An empty line or Ctrl-D ends the conversation, Ctrl-C stops an answer."
+QUOTES = '"""'  # around a message of several lines
 
 
 @build_options
@@ -36,8 +38,9 @@ def chat(
 ) -> None:
     """Chat with a model. Answers stream, and each message is sent with the conversation so far.
 
-    An empty line or Ctrl-D ends the conversation, /reset starts it anew, Ctrl-C stops an answer. Messages are read from standard input,
-    one a line, when it is not a terminal.
+    Commands: /help, /exit, /reset, /set NAME VALUE (a sampling parameter), /save FILE. An empty line or Ctrl-D ends the conversation,
+    Ctrl-C stops an answer. Three quotes begin and end a message of several lines. Messages are read from standard input, one a line, when
+    it is not a terminal.
 
     Examples:
 
@@ -50,31 +53,60 @@ def chat(
     with running_llm(model, runtime, build) as llm:
         llm.chat_prompt([{"role": "user", "content": "Hello"}])  # raises here when the model has no chat template
         if _is_terminal():
-            typer.echo(HELP, err=True)
-        _converse(llm, [] if system is None else [{"role": "system", "content": system}], params)
+            typer.echo(GREETING, err=True)
+        _converse(llm, Conversation(model, system, params))
 
 
-def _converse(llm: LLM, initial: Messages, params: SamplingParams) -> None:
-    """Answer messages until the input ends. A rejected message is reported and dropped from the conversation."""
-    messages = list(initial)
-    while line := _read_message():
-        if line == "/reset":
-            messages = list(initial)
-            continue
-        messages.append({"role": "user", "content": line})
+def _converse(llm: LLM, conversation: Conversation) -> None:
+    """Run commands and answer messages until the input ends. A rejected message is reported and dropped from the conversation."""
+    while not conversation.is_ended and (line := _read_message()):
         try:
-            messages.append({"role": "assistant", "content": _print_answer(llm, messages, params)})
-        except RequestError as error:
-            messages.pop()
+            if line.startswith("/") and not line.startswith("//") and "\n" not in line:
+                if output := conversation.run_command(line):
+                    typer.echo(output, err=True)
+            else:
+                _answer(llm, conversation, line.removeprefix("/") if line.startswith("//") else line)
+        except (RequestError, ConfigError) as error:
             typer.echo(f"stoker: {error}", err=True)
 
 
+def _answer(llm: LLM, conversation: Conversation, message: str) -> None:
+    """Add a message and its answer to the conversation. Raises RequestError, and leaves the conversation as it was."""
+    messages = [*conversation.messages, {"role": "user", "content": message}]
+    answer = _print_answer(llm, messages, conversation.params)
+    conversation.messages = [*messages, {"role": "assistant", "content": answer}]
+
+
 def _read_message() -> str:
+    """The next message of the input: a line, or the lines between QUOTES. Empty at the end of the input."""
+    line = _read_line("> ").strip()
+    if not line.startswith(QUOTES):
+        return line
+    lines, rest = [], line.removeprefix(QUOTES)
+    while not rest.rstrip().endswith(QUOTES):
+        lines.append(rest)
+        try:
+            rest = _input("... ")
+        except EOFError:
+            return "\n".join(lines).strip()
+    return "\n".join([*lines, rest.rstrip().removesuffix(QUOTES)]).strip()
+
+
+def _read_line(prompt: str) -> str:
     """The next line of input; empty at its end."""
     try:
-        return input("> " if _is_terminal() else "").strip()
+        return _input(prompt)
     except (EOFError, RuntimeError):  # RuntimeError: standard input is closed
         return ""
+
+
+def _input(prompt: str) -> str:
+    """A line of input, with the editing and history of readline in a terminal."""
+    if not _is_terminal():
+        return input()
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # input() uses it when it is imported
+    return input(prompt)
 
 
 def _is_terminal() -> bool:

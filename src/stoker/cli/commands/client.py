@@ -10,11 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
+from stoker.base import env
 from stoker.base.errors import ConfigError, StokerError, UnavailableError
+from stoker.cli.clients.answers import Answers
 
 DEFAULT_PROMPT = "Born in north-east France, Soyer trained as a"  # the reference client's
 GRPC_PORT, HTTP_PORT = 8001, 8000
 STREAM_TIMEOUT_S = 3600
+CONNECT_TIMEOUT_S = 10.0
 
 
 def client(
@@ -48,7 +51,7 @@ def client(
     return_log_probs: Annotated[bool, typer.Option(help="Request log probabilities.")] = False,
     request_id: Annotated[str, typer.Option(help="Request id; the server returns it.")] = "",
     stop_after_ms: Annotated[int, typer.Option(help="Stop the request after this time in milliseconds; 0 for never.")] = 0,
-    stop_via_request_cancel: Annotated[bool, typer.Option(help="Stop by cancelling the stream, not by the stop tensor.")] = False,
+    stop_via_request_cancel: Annotated[bool, typer.Option(help="Stop by cancelling the stream, not by the model's stop input.")] = False,
     input_tokens_csv: Annotated[Path | None, typer.Option(help="A file of token ids, for the model tensorrt_llm.")] = None,
     expected_outputs: Annotated[str | None, typer.Option(help="Fail unless the answer is this text.")] = None,
 ) -> None:
@@ -108,7 +111,7 @@ def _read_token_ids(file: Path) -> dict[str, Any]:
 
 
 class _Connection:
-    """A tritonclient connection that prints what the server answers."""
+    """A tritonclient connection that prints what the server answers. It sends the API key in STOKER_API_KEY."""
 
     def __init__(self, protocol: str, url: str) -> None:
         from stoker.cli.clients.triton import import_tritonclient, input_tensors
@@ -118,45 +121,76 @@ class _Connection:
         self._client = self._tritonclient.InferenceServerClient(url)
         self._streams = protocol == "grpc"
         self._url = url
+        key = env.api_key()
+        self._headers = None if key is None else {"authorization": f"Bearer {key}"}
 
     def request(
         self, model: str, values: dict[str, Any], request_id: str, *, stop_after_ms: int, by_cancel: bool, accumulated: bool
     ) -> str:  # fmt: skip
-        """Send the request, print the answer and return its text. Raises StokerError and UnavailableError.
+        """Send the request, print the answers and return the text of the first.
 
-        `accumulated`: each response contains the text of the responses before it.
+        `accumulated`: each response contains the text of the responses before it. Raises UnavailableError when no server is at the
+        address, ConfigError when the model cannot be stopped, and StokerError with the server's message.
         """
         from tritonclient.utils import InferenceServerException
 
         inputs = self._input_tensors(self._tritonclient, values)
+        # A response that does not stream contains the whole text.
+        accumulated = accumulated or not values.get("stream", values.get("streaming"))
+        answers = Answers(max(values.get("beam_width", 1), values.get("num_return_sequences", 1)), accumulated=accumulated)
         try:
-            if not self._streams:
-                text = self._print_response(self._client.infer(model, inputs, request_id=request_id), "", accumulated=True)
+            self._check_server()
+            if stop_after_ms and not by_cancel:
+                self._check_stop_input(model)
+            if self._streams:
+                self._stream(model, inputs, values, request_id, stop_after_ms, by_cancel, answers)
+            else:
+                answers.add(self._client.infer(model, inputs, request_id=request_id, headers=self._headers))
                 typer.echo()
-                return text
-            return self._stream(model, inputs, values, request_id, stop_after_ms, by_cancel, accumulated)
+                answers.finish()
         except InferenceServerException as error:
-            if stop_after_ms and "CANCELLED" in str(error).upper():
-                return ""
-            raise StokerError(f"the server answered: {error.message()}") from None
+            if not (stop_after_ms and "CANCELLED" in str(error).upper()):
+                raise StokerError(f"the server answered: {error.message()}") from None
         except OSError as error:
-            raise UnavailableError(f"{self._url} does not answer: {error.strerror or error}.", cure="Start it: stoker launch.") from None
+            raise self._no_server(error.strerror or str(error)) from None
         finally:
             self._client.close()
+        return answers.text
+
+    def _check_server(self) -> None:
+        """Raise UnavailableError when no server is at the address."""
+        from tritonclient.utils import InferenceServerException
+
+        try:
+            self._client.is_server_live(**({"client_timeout": CONNECT_TIMEOUT_S} if self._streams else {}))
+        except InferenceServerException as error:
+            if not self._streams or error.status() in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED"):
+                raise self._no_server("nothing listens there, or it is not a gRPC port") from None
+
+    def _no_server(self, reason: str) -> UnavailableError:
+        port = "--grpc-port 8001" if self._streams else "--port 8000"
+        cure = f"Start it: stoker serve MODEL {port}, or correct --url."
+        return UnavailableError(f"{self._url} does not answer: {reason}.", cure=cure)
+
+    def _check_stop_input(self, model: str) -> None:
+        """Raise ConfigError when the model has no input to stop a request."""
+        metadata = self._client.get_model_metadata(model, headers=self._headers)
+        if "stop" not in {tensor.name for tensor in metadata.inputs}:
+            raise ConfigError(
+                f"--stop-after-ms is refused: the model {model} has no input named stop.",
+                cure="Add --stop-via-request-cancel, or use a model with that input.",
+            )
 
     def _stream(
-        self, model: str, inputs: Any, values: dict[str, Any], request_id: str, stop_after_ms: int, by_cancel: bool, accumulated: bool
-    ) -> str:
+        self, model: str, inputs: Any, values: dict[str, Any], request_id: str, stop_after_ms: int, by_cancel: bool, answers: Answers
+    ) -> None:
         responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        self._client.start_stream(lambda result, error: responses.put((result, error)))
+        self._client.start_stream(lambda result, error: responses.put((result, error)), headers=self._headers)
         started = time.perf_counter()
         self._client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
         timer = threading.Timer(stop_after_ms / 1000, self._stop, (model, values, request_id, by_cancel))
         if stop_after_ms:
             timer.start()
-        # A response that does not stream contains the whole text.
-        accumulated = accumulated or not values.get("stream", values.get("streaming"))
-        text = ""
         try:
             while True:
                 result, error = responses.get(timeout=STREAM_TIMEOUT_S)
@@ -164,14 +198,14 @@ class _Connection:
                     raise error
                 response = result.get_response()
                 if response.outputs:
-                    text = self._print_response(result, text, accumulated=accumulated)
+                    answers.add(result)
                 if response.parameters["triton_final_response"].bool_param:
                     break
         finally:
             timer.cancel()
             self._client.stop_stream()
+        answers.finish()
         typer.echo(f"\n[INFO] Latency: {(time.perf_counter() - started) * 1e3:.3f} ms")
-        return text
 
     def _stop(self, model: str, values: dict[str, Any], request_id: str, by_cancel: bool) -> None:
         if by_cancel:
@@ -180,21 +214,3 @@ class _Connection:
             required = {name: values[name] for name in _REQUIRED_INPUTS if name in values}
             inputs = self._input_tensors(self._tritonclient, required | {"stop": True})
             self._client.async_stream_infer(model, inputs, request_id=request_id)
-
-    def _print_response(self, result: Any, printed: str, *, accumulated: bool) -> str:
-        """Print what a response adds to the text `printed` so far, and return the new text.
-
-        Several beams or sequences are printed one per line, and token ids as numbers.
-        """
-        texts = result.as_numpy("text_output")
-        if texts is None:
-            ids = result.as_numpy("output_ids")
-            typer.echo("\n".join(",".join(map(str, row)) for row in ids.reshape(-1, ids.shape[-1]).tolist()))
-            return printed
-        items: list[str] = [item.decode() if isinstance(item, bytes) else item for item in texts.flat]
-        if len(items) > 1:
-            typer.echo("\n".join(f"{index}: {item}" for index, item in enumerate(items)))
-            return items[0]
-        text = items[0] if accumulated else printed + items[0]
-        typer.echo(text.removeprefix(printed), nl=False)
-        return text

@@ -52,12 +52,12 @@ def demo(
 
 def _build_engine(console: Console) -> Path:
     """The default model's engine: from the cache, or built now."""
-    from stoker.builder.build import build_cached
-    from stoker.builder.config import BuildConfig
-    from stoker.runtime.aot import compile_kernels
-
     started = time.perf_counter()
     with console.status(f"fetching {default_model.NAME}"):
+        from stoker.builder.build import build_cached
+        from stoker.builder.config import BuildConfig
+        from stoker.runtime.aot import compile_kernels
+
         checkpoint = default_model.default_checkpoint()
     with ProgressBars(console) as bars:
         engine = build_cached(checkpoint, BuildConfig(limits=LIMITS), verify="files", progress=bars, kernels=compile_kernels)

@@ -55,9 +55,12 @@ def doctor(
 
       stoker doctor --offline --json
     """
-    findings = [check() for check in CHECKS]
-    if not offline:
-        findings.append(_check_hub())
+    from rich.console import Console
+
+    with Console(stderr=True).status("checking"):
+        findings = [check() for check in CHECKS]
+        if not offline:
+            findings.append(_check_hub())
     if as_json:
         typer.echo(msgspec.json.encode([finding._asdict() for finding in findings]))
     else:

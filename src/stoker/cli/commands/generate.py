@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import msgspec
 import typer
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import RequestError
+from stoker.base.errors import ConfigError, RequestError
 from stoker.base.types import FinishReason, SamplingParams
 from stoker.cli.engines import Model, running_llm
 from stoker.cli.options import build_options, read_lines, runtime_options, sampling_options
@@ -39,6 +40,8 @@ def generate(
 ) -> None:
     """Complete prompts and print the answers. The answer to a single prompt streams.
 
+    Without prompts and --file, standard input is one prompt.
+
     Examples:
 
       stoker generate engine "Once upon a time"
@@ -48,16 +51,31 @@ def generate(
       stoker generate engine --chat "What is the capital of Japan?"
 
       stoker generate engine --file prompts.txt --json > answers.jsonl
+
+      stoker generate engine --chat < question.txt
     """
-    texts = [*(prompts or []), *(read_lines(file, "prompt") if file is not None else [])]
+    texts = [*(prompts or []), *(read_lines(file, "prompt") if file is not None else [])] or _read_standard_input()
     if not texts:
-        raise typer.BadParameter("give at least one, or --file", param_hint="PROMPTS")
+        raise typer.BadParameter("give at least one, --file, or text on standard input", param_hint="PROMPTS")
     with running_llm(model, runtime, build) as llm:
         inputs: list[Prompt] = [llm.chat_prompt([{"role": "user", "content": text}]) if as_chat else text for text in texts]
         if len(inputs) == 1 and params.n == 1 and not as_json:
             asyncio.run(_print_stream(llm, inputs[0], params))
         else:
             _print_batch(llm, texts, inputs, params, as_json)
+
+
+def _read_standard_input() -> list[str]:
+    """The text of standard input as one prompt, without the line break at its end. Empty for a terminal, and without any text."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return []
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input cannot be read: {error}.", cure="Send text in UTF-8.") from None
+    except OSError:  # it is closed
+        return []
+    return [text.removesuffix("\n")] if text.strip() else []
 
 
 async def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:

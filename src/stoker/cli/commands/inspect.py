@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,17 +30,21 @@ def inspect(
     """
     from rich.console import Console
 
+    from stoker.cli.output.progress import ProgressBars
     from stoker.cli.output.tables import name_value_table
+
+    engine = prepare_engine(model)
+
     from stoker.engine.config import encode_engine_config
     from stoker.engine.reader import Engine
 
-    engine = prepare_engine(model)
-    opened = Engine.open(engine, verify=verify)
+    with ProgressBars(Console(stderr=True)) as bars:
+        opened = Engine.open(engine, verify=verify, progress=partial(bars, "verify"))
     if as_json:
         typer.echo(encode_engine_config(opened.config), nl=False)
         return
     console = Console()
-    console.print(name_value_table(str(engine), _config_rows(opened.config)))
+    console.print(name_value_table(model, _config_rows(opened.config)))
     files = [(name, f"{r.size:,} bytes  sha256 {r.sha256[:16]}…") for name, r in opened.config.files.items()]
     console.print(name_value_table("files", files))
     if tensors:

@@ -12,6 +12,7 @@ import typer
 from stoker.base import env, logging
 from stoker.base.config import RuntimeConfig
 from stoker.cli.api_keys import collect_keys
+from stoker.cli.config_file import read_config_file
 from stoker.cli.options import build_options, explicit_parameters, runtime_options, struct_options
 from stoker.deploy.build_settings import BuildSettings
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
@@ -79,6 +80,14 @@ def serve(
     stop_at_eof: Annotated[
         bool, typer.Option("--stop-at-eof", help="Stop when standard input ends, as it does when the process that started the server ends.")
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True,
+            callback=read_config_file,
+            help="A YAML file of options, such as port: 8000, and model. Options on the command line take precedence.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print each setting and where it was read from, and do not serve.")] = False,
     *,
     settings: ServerSettings,
@@ -97,15 +106,19 @@ def serve(
 
       stoker serve engine --host 0.0.0.0 --api-keys keys.txt --kv-cache-fraction 0.8
 
+      stoker serve meta-llama/Llama-3.1-8B-Instruct --quantize FP8 --max-total-len 8192
+
+      stoker serve --config server.yaml --port 8080
+
       stoker serve my-truss --dry-run
     """
     if not env.text("STOKER_LOG"):
         logging.configure("WARNING" if dry_run else "INFO")
-    explicit = explicit_parameters(context)
+    origins = explicit_parameters(context)
     settings = msgspec.structs.replace(settings, api_keys=collect_keys(api_key or [], api_keys))
     if settings.api_keys:
-        explicit |= {"api_keys"}
-    arguments = ServeArguments(model, settings, runtime, build, explicit)
+        origins["api_keys"] = "command line, a file or the environment"
+    arguments = ServeArguments(model, settings, runtime, build, origins)
     if dry_run:
         return _print_report(arguments)
     if stop_at_eof:
@@ -116,19 +129,19 @@ def serve(
 
 
 class ServeArguments(NamedTuple):
-    """What the command line requests. `explicit` names the parameters that it contains."""
+    """What the command line requests. `origins`: where each parameter that is not at its default was set."""
 
     model: str | None
     settings: ServerSettings
     runtime: RuntimeConfig
     build: BuildSettings
-    explicit: frozenset[str]
+    origins: dict[str, str]
 
     def read_deployment(self, progress: Progress | None = None) -> Deployment:
         """The deployment of the model with the settings of the command line."""
         from stoker.cli.prepare_server import read_deployment
 
-        return read_deployment(self.model, self.settings, self.runtime, self.explicit, progress, self.build)
+        return read_deployment(self.model, self.settings, self.runtime, frozenset(self.origins), progress, self.build)
 
 
 def _print_report(arguments: ServeArguments) -> None:
@@ -137,7 +150,7 @@ def _print_report(arguments: ServeArguments) -> None:
 
     deployment = arguments.read_deployment()
     check_engine(deployment)
-    typer.echo("\n".join(deployment_report(deployment, arguments.explicit)))
+    typer.echo("\n".join(deployment_report(deployment, arguments.origins)))
 
 
 def _serve(arguments: ServeArguments) -> int:
@@ -169,8 +182,18 @@ def _prepare(arguments: ServeArguments, progress: Progress) -> tuple[PreparedSer
 
 
 def _run(prepared: PreparedServer, listeners: list[socket.socket]) -> int:
+    from stoker.cli.output.progress import Waiting
     from stoker.server.processes.supervisor import serve as run_server
 
-    return run_server(
-        prepared.engine, prepared.runtime, prepared.settings, typer.echo, tokenizer=prepared.tokenizer, listeners=listeners
-    )  # fmt: skip
+    waiting = Waiting("loading")
+
+    def announce(line: str) -> None:
+        waiting.stop()
+        typer.echo(line)
+
+    try:
+        return run_server(
+            prepared.engine, prepared.runtime, prepared.settings, announce, tokenizer=prepared.tokenizer, listeners=listeners
+        )  # fmt: skip
+    finally:
+        waiting.stop()

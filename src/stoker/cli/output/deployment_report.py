@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -10,21 +10,20 @@ from stoker.base.config import RuntimeConfig
 from stoker.deploy.deployment import BuildOptions, Deployment
 from stoker.server.settings import ServerSettings
 
-COMMAND_LINE = "command line"
 # API keys are secret; the fields of `options` are listed one by one.
 _NOT_LISTED = ("api_keys", "options")
 _ALWAYS_LISTED = ("model_name", "host", "http_port", "protocols")
 Row = tuple[str, str, str]  # name, value, origin
 
 
-def deployment_report(deployment: Deployment, explicit: frozenset[str]) -> list[str]:
+def deployment_report(deployment: Deployment, origins: Mapping[str, str]) -> list[str]:
     """The report's lines: the source, a table per section, and the notes. A secret appears by name only.
 
-    `explicit` names the fields that were set on the command line.
+    `origins`: the fields that were set on the command line or in a file of options, and where.
     """
     lines = [f"{deployment.path} is of the format {deployment.format}.", "", "source", *_format_rows(_source_rows(deployment))]
     for section, config in (("build", None), ("runtime", deployment.runtime), ("server", deployment.server)):
-        rows = _section_rows(deployment, section, config, explicit)
+        rows = _section_rows(deployment, section, config, origins)
         lines += ["", section, *_format_rows(rows)] if rows else []
     if deployment.notes:
         lines += ["", "notes", *(f"  {note.severity}: {note}" for note in deployment.notes)]
@@ -44,17 +43,17 @@ def _source_rows(deployment: Deployment) -> list[Row]:
 
 
 def _section_rows(
-    deployment: Deployment, section: str, config: ServerSettings | RuntimeConfig | None, explicit: frozenset[str]
+    deployment: Deployment, section: str, config: ServerSettings | RuntimeConfig | None, origins: Mapping[str, str]
 ) -> list[Row]:
     """Settings of the deployment format, then those of the command line that replace them, then the server's defaults."""
-    overridden = [] if config is None else [n for n in config.__struct_fields__ if n in explicit and n not in _NOT_LISTED]
+    overridden = [] if config is None else [n for n in config.__struct_fields__ if n in origins and n not in _NOT_LISTED]
     settings = [setting for setting in deployment.settings if setting.section == section]
     rows = [
         (f"{s.name} ({s.key})" if s.key and s.key != s.name else s.name, _format_value(s.value), str(s.origin))
         for s in settings
         if s.name not in overridden
     ]
-    rows += [(name, _format_value(getattr(config, name)), COMMAND_LINE) for name in overridden]
+    rows += [(name, _format_value(getattr(config, name)), origins[name]) for name in overridden]
     return rows + _default_rows(config, {*overridden, *(s.name for s in settings)})
 
 

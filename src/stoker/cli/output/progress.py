@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -91,10 +93,42 @@ class ProgressLog:
         """A log has lines of stages only."""
 
 
+class Waiting:
+    """A line with the elapsed time on a terminal, for the time in which other processes may write to it.
+
+    The cursor stays at the start of the line, so that a log line of another process replaces the text.
+    """
+
+    INTERVAL_S = 0.25
+
+    def __init__(self, status: str) -> None:
+        self._status = status
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stoker-waiting", daemon=True)
+        self._started = time.monotonic()
+        if sys.stderr.isatty():
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Remove the line. Further calls have no effect."""
+        self._has_ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._has_ended.wait(self.INTERVAL_S):
+            minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+            sys.stderr.write(f"\r{self._status} {minutes}:{seconds:02}\r")
+            sys.stderr.flush()
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
 @contextmanager
 def shown_progress(status: str, write_line: Callable[[str], object]) -> Iterator[ProgressBars | ProgressLog]:
     """Bars below the line `status` when stderr is a terminal; otherwise `write_line` receives a line for each tenth of a stage."""
-    console = Console(stderr=True)
+    # The stream itself: transformers draws its own bars while a reference model is loaded, and sys.stderr is redirected then.
+    console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield ProgressLog(write_line)
         return

@@ -14,7 +14,7 @@ from stoker.base.config import RuntimeConfig, check_range
 from stoker.cli.benchmark.breakdown import check_gpu, decode_breakdown
 from stoker.cli.benchmark.executor import ExecutorBenchmark, run_with_progress
 from stoker.cli.benchmark.results import check_output_file, percentile, print_results, provenance
-from stoker.cli.engines import Model, prepare_engine
+from stoker.cli.engines import Model, loading
 from stoker.cli.options import build_options, runtime_options
 from stoker.deploy.build_settings import BuildSettings
 
@@ -51,8 +51,8 @@ def latency(
     """
     check_range("steps", steps, 4, 1 << 20)
     check_output_file(json)
-    engine = prepare_engine(model, runtime, build)
-    benchmark = ExecutorBenchmark(engine, runtime)
+    with loading(model, runtime, build) as engine:
+        benchmark = ExecutorBenchmark(engine, runtime)
     if breakdown:
         check_gpu(benchmark)
     cases = list(itertools.product(batch, context))

@@ -12,7 +12,7 @@ from stoker.base.config import RuntimeConfig
 from stoker.cli.benchmark.breakdown import check_gpu, load_breakdown
 from stoker.cli.benchmark.executor import ExecutorBenchmark, run_with_progress
 from stoker.cli.benchmark.results import check_output_file, percentile, print_results, provenance
-from stoker.cli.engines import Model, prepare_engine
+from stoker.cli.engines import Model, loading
 from stoker.cli.options import build_options, runtime_options
 from stoker.deploy.build_settings import BuildSettings
 
@@ -43,8 +43,8 @@ def throughput(
       stoker bench throughput engine --requests 16 --requests 256 --json throughput.json
     """
     check_output_file(json)
-    engine = prepare_engine(model, runtime, build)
-    benchmark = ExecutorBenchmark(engine, runtime)
+    with loading(model, runtime, build) as engine:
+        benchmark = ExecutorBenchmark(engine, runtime)
     if breakdown:
         check_gpu(benchmark)
     rows = run_with_progress("throughput", [partial(_measure, benchmark, count, input_len, output_len) for count in requests])

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from stoker.base import env
 from stoker.base.config import check_range
 
 DEFAULT_DAYS = 30
@@ -31,9 +32,9 @@ def prune(
     from stoker.server.processes.running import running_servers
 
     entries = unused_entries(days, in_use={server.engine for server in running_servers()})
-    for entry in entries:
-        if not dry_run:
-            remove_entry(entry)
-        typer.echo(f"{'Would remove' if dry_run else 'Removed'} {entry.path}, {format_size(entry.num_bytes)}.")
-    total = format_size(sum(entry.num_bytes for entry in entries))
-    typer.echo(f"{len(entries)} entries, {total} {'would be free' if dry_run else 'are free'}.")
+    removed = [entry for entry in entries if dry_run or remove_entry(entry)]
+    for entry in removed:
+        if not entry.path.startswith(str(env.cache_dir() / "digests")):  # thousands of files of 64 bytes
+            typer.echo(f"{'Would remove' if dry_run else 'Removed'} {entry.path}, {format_size(entry.num_bytes)}.")
+    total = format_size(sum(entry.num_bytes for entry in removed))
+    typer.echo(f"{len(removed)} entries, {total} {'would be free' if dry_run else 'are free'}.")
