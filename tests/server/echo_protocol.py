@@ -8,6 +8,7 @@ from contextlib import aclosing
 import msgspec
 
 from stoker.base.errors import RequestError
+from stoker.base.fields.json_schema import table_schema
 from stoker.base.fields.table import FieldTable, accepted, rejected
 from stoker.base.fields.values import Flag, Text, Whole
 from stoker.base.types import FinishReason, GenerationRequest, SamplingParams
@@ -15,6 +16,7 @@ from stoker.frontend.prompts import encode_prompt
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure, sequence_error
 from stoker.server.http.request_context import PLAIN, RequestContext
+from stoker.server.operation import STRING, Operation, record
 from stoker.server.protocol import Endpoint, Protocol
 
 FIELDS = FieldTable(
@@ -31,6 +33,16 @@ class Echo(Protocol):
     """One endpoint with its own format of errors."""
 
     prefixes = ("/echo",)
+    operations = {
+        ("POST", "/echo/generate"): Operation(
+            summary="Generate",
+            body=table_schema(FIELDS, required=["text"]),
+            response=record({"text": STRING}),
+            stream=STRING,
+            stream_type="text/plain",
+        )
+    }
+    error_schema = record({"echo_error": STRING})
 
     def endpoints(self) -> list[Endpoint]:
         return [Endpoint("POST", "/echo/generate", self.generate)]

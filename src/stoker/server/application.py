@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from stoker.base.errors import StokerError
 from stoker.base.logging import get_logger
+from stoker.server.documentation.protocol import Documentation
 from stoker.server.errors import ContentTypeError, RouteError, describe
 from stoker.server.http.authentication import check_key
 from stoker.server.http.request_context import RequestContext
@@ -23,9 +24,11 @@ WITHOUT_PREFLIGHT = ("", "text/plain", "application/x-www-form-urlencoded", "mul
 
 
 def make_app(context: Context) -> Any:
-    """An ASGI application with the health routes and the protocols that the settings name; all protocols if they name none."""
+    """An ASGI application with the protocols that the settings name, or all, and the routes of health and documentation."""
     names = context.settings.protocols or tuple(PROTOCOLS)
     protocols = [PROTOCOLS.get(name)(context) for name in dict.fromkeys(("health", *names))]
+    if not any("/" in protocol.prefixes for protocol in protocols):  # a protocol that defines every path
+        protocols.append(Documentation(context, tuple(protocols)))
     app: Any = Application(context, protocols)
     if origins := context.settings.cors_origins:
         exposed = ["x-request-id", "retry-after"]

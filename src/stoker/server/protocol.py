@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from stoker.base.fields.json_schema import Schema
 from stoker.frontend.repository import ModelRepository
 from stoker.frontend.service import Service
 from stoker.server.coordination import Coordination, Coordinator
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import JSON, RequestContext
 from stoker.server.metrics.frontend import FrontendMetrics
+from stoker.server.operation import OBJECT, Operation
 from stoker.server.settings import ServerSettings
 from stoker.server.state_directory import StateDirectory
 
@@ -57,6 +59,8 @@ class Protocol(ABC):
 
     prefixes: tuple[str, ...] = ()  # of paths whose errors have this protocol's format
     failure_type: bytes = JSON  # content type of failure_body
+    operations: Mapping[tuple[str, str], Operation] = {}  # (method, path) of each endpoint → its description in /openapi.json
+    error_schema: Schema = OBJECT  # JSON schema of failure_body
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -17,6 +17,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 PLAIN = b"text/plain"
+HTML = b"text/html; charset=utf-8"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAMED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))  # prevents buffering by proxies
 MAX_ID_CHARS = 128

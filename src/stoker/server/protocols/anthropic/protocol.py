@@ -13,6 +13,7 @@ from stoker.server.errors import Failure, describe
 from stoker.server.http.request_context import REQUEST_ID, RequestContext
 from stoker.server.protocol import Endpoint, Protocol
 from stoker.server.protocols.anthropic.fields import COUNT_TABLE, TABLE
+from stoker.server.protocols.anthropic.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.anthropic.request import MessageCall, read_message_call
 from stoker.server.protocols.anthropic.response import MessageEvents, encode_event, message_object
 from stoker.server.protocols.common.chat.answer import Answer
@@ -34,6 +35,8 @@ class Anthropic(Protocol):
     """Messages, whole and streamed, and the number of tokens of a prompt."""
 
     prefixes = ("/v1/messages",)
+    operations = OPERATIONS
+    error_schema = ERROR
 
     def endpoints(self) -> list[Endpoint]:
         return [

@@ -9,13 +9,25 @@ import msgspec
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import PLAIN, RequestContext
 from stoker.server.metrics.frontend import CONTENT_TYPE
+from stoker.server.operation import STRING, TEXT_TYPE, Operation, list_of, record
 from stoker.server.protocol import Endpoint, Protocol
+
+_STATE = record({"model": STRING, "state": STRING, "reason": STRING})
+_NOT_READY = record({"error": STRING, "models?": list_of(_STATE)}, "NotReady")
 
 
 class Health(Protocol):
     """/health/live: the process is running. /health, /health/ready: every model is ready. /metrics: Prometheus' text format."""
 
     prefixes = ("/health", "/metrics", "/version")
+    operations = {
+        ("GET", "/health"): Operation(summary="Readiness: status 200 or 503", error=_NOT_READY),
+        ("GET", "/health/ready"): Operation(summary="Readiness: status 200 or 503", error=_NOT_READY),
+        ("GET", "/health/live"): Operation(summary="Liveness: status 200"),
+        ("GET", "/version"): Operation(summary="The version of Stoker", response=record({"version": STRING})),
+        ("GET", "/metrics"): Operation(summary="Metrics in the text format of Prometheus", response=STRING, response_type=TEXT_TYPE),
+    }
+    error_schema = record({"error": STRING}, "Error")
 
     def endpoints(self) -> list[Endpoint]:
         return [

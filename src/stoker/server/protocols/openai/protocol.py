@@ -20,6 +20,7 @@ from stoker.server.protocols.openai import response_json as wire
 from stoker.server.protocols.openai.call import client_error
 from stoker.server.protocols.openai.chat.response import chat
 from stoker.server.protocols.openai.completions.response import complete
+from stoker.server.protocols.openai.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.openai.responses.endpoints import Responses
 
 
@@ -34,6 +35,8 @@ class OpenAI(Protocol):
     """Completions, chat completions, models, tokenization. Raises ConfigError for an unknown tool or reasoning parser."""
 
     prefixes = ("/v1", "/tokenize", "/detokenize", "/load")
+    operations = OPERATIONS
+    error_schema = ERROR
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -17,6 +17,7 @@ from stoker.server.protocols.openai.completions.response import complete as open
 from stoker.server.protocols.sagemaker.chat import chat
 from stoker.server.protocols.sagemaker.errors import NoModelError, indented_json, management_body
 from stoker.server.protocols.sagemaker.generate import generate
+from stoker.server.protocols.sagemaker.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.protocols.sagemaker.reply import FIXED_HEADERS, JsonLinesContext, PlatformReply, PlatformStream, Reply
 from stoker.server.protocols.sagemaker.request import read_invocation_call, read_object
@@ -26,6 +27,8 @@ class SageMaker(Protocol):
     """/ping and /invocations of every container, /predictions and /models of the DJL server, /endpoints of the SageMaker runtime."""
 
     prefixes = ("/ping", "/invocations", "/predictions", "/models", "/endpoints")
+    operations = OPERATIONS
+    error_schema = ERROR
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -13,6 +13,7 @@ from stoker.server.protocols.openai.chat.response import chat as openai_chat
 from stoker.server.protocols.openai.completions.response import complete as openai_complete
 from stoker.server.protocols.truss.body import read_object
 from stoker.server.protocols.truss.errors import NOT_READY, failure_body, refuse, refuse_error
+from stoker.server.protocols.truss.openapi import ERROR, OPERATIONS
 from stoker.server.protocols.truss.options import TrussOptions
 from stoker.server.protocols.truss.predict import respond_predict
 from stoker.server.protocols.truss.request import read_predict_call
@@ -25,6 +26,9 @@ class Truss(Protocol):
 
     The model name in a path is ignored.
     """
+
+    operations = OPERATIONS
+    error_schema = ERROR
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -20,11 +20,10 @@ from stoker.server.protocols.kserve.http import compression
 from stoker.server.protocols.kserve.http import generate as generate_json
 from stoker.server.protocols.kserve.http import infer as infer_json
 from stoker.server.protocols.kserve.http.json_body import read_object
+from stoker.server.protocols.kserve.http.openapi import ERROR, MODEL, OPERATIONS, VERSIONED
 from stoker.server.protocols.kserve.http.shared_memory import SharedMemoryEndpoints
 from stoker.server.protocols.kserve.inference import Inference, ServedModel
 
-MODEL = "/v2/models/{model}"
-VERSIONED = MODEL + "/versions/{version}"
 OCTETS = b"application/octet-stream"
 
 _encode = msgspec.json.encode
@@ -34,6 +33,8 @@ class KServeHTTP(Protocol):
     """The endpoints under /v2. Errors have Triton's text, status and content type."""
 
     prefixes = ("/v2",)
+    operations = OPERATIONS
+    error_schema = ERROR
     failure_type = PLAIN
 
     def __init__(self, context: Context, core: Core | None = None) -> None:
