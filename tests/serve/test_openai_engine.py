@@ -267,3 +267,66 @@ def test_cors(http: httpx.Client) -> None:
     assert http.options("/v1/completions", headers=preflight).headers["access-control-allow-origin"] == "https://a.example"
     other = http.get("/v1/models", headers={"Origin": "https://b.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+LONG = "the quick brown fox " * 50
+REGEX = {"guided_regex": "("}
+BEAMS = {"use_beam_search": True, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "message"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages", r"messages=.* is refused: it has \d+ tokens"),
+        ("chat/completions", {"max_completion_tokens": 1000}, "max_completion_tokens", "max_completion_tokens=1000 is refused"),
+        ("chat/completions", {"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens", "it must be at most max_completion_tokens=5"),
+        ("chat/completions", {"top_p": 0}, "top_p", "top_p=0 is refused"),
+        ("chat/completions", {"guided_choice": []}, "guided_choice", r"guided_choice=\[\] is refused"),
+        ("chat/completions", {"bad_words": [""]}, "bad_words[0]", r"bad_words\[0\]='' is refused"),
+        ("chat/completions", {"ebnf": "x"}, "ebnf", "ebnf='x' is refused: grammar is not accepted"),
+        (
+            "chat/completions",
+            {"guided_json": {"type": "xx"}},
+            "guided_json",
+            r"guided_json=\{'type': 'xx'\} is refused: json_schema is not",
+        ),
+        (
+            "chat/completions",
+            {"structured_outputs": {"regex": "("}},
+            "structured_outputs.regex",
+            r"structured_outputs\.regex='\(' is refused",
+        ),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nope"}}}},
+            "response_format.json_schema",
+            r"response_format\.json_schema=\{'name': .* is refused: json_schema is not accepted",
+        ),
+        (
+            "chat/completions",
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "xx"}}}], "tool_choice": "required"},
+            "tools",
+            r"tools=\[.* is refused: json_schema is not accepted",
+        ),
+        ("completions", {"guided_regex": "a", "ignore_eos": True}, "guided_regex", "guided_regex='a' is refused: .* Unset ignore_eos"),
+        ("completions", {**REGEX, "stream": True}, "guided_regex", r"guided_regex='\(' is refused"),
+        ("completions", {**BEAMS, "n": 2}, "n", "n=2 is refused: the engine's max_beam_width is 1"),
+        ("completions", {**BEAMS, "best_of": 2}, "best_of", "best_of=2 is refused: the engine's max_beam_width is 1"),
+        ("completions", {"prompt": LONG}, "prompt", r"prompt=<str of length \d+> is refused: it has \d+ tokens"),
+        ("completions", {"prompt": ["x", ""]}, "prompt[1]", r"prompt\[1\]='' is refused: it is empty"),
+        ("completions", {"prompt": ["x", LONG], "stream": True}, "prompt[1]", r"prompt\[1\]=<str of length \d+> is refused"),
+        ("completions", {"prompt": [[5], [6, 10**6]]}, "prompt[1]", r"prompt\[1\]=1000000 is refused: a token id is"),
+    ],
+)
+def test_errors_name_what_the_client_sent(http: httpx.Client, path: str, fields: dict[str, Any], param: str, message: str) -> None:
+    base = {"messages": USER} if path.startswith("chat") else {"prompt": "x"}
+    answer = http.post(f"/v1/{path}", json={**base, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and re.match(f".*{message}", error["message"]), error
+    assert not re.search(r"\b(guide\.|prompt_ids|beam_width=)", error["message"])
+
+
+def test_errors_of_tokens_name_them(http: httpx.Client) -> None:
+    error = http.post("/detokenize", json={"tokens": [10**6]}).json()["error"]
+    assert error["param"] == "tokens" and error["message"].startswith("tokens=1000000 is refused")

@@ -249,7 +249,7 @@ async def test_a_prompt_that_is_refused_after_the_start_ends_the_stream_with_an_
     service = RefusesLate("abc")
     *chunks, error, done = await post(service, {"prompt": ["fine", "late"], "stream": True})
     assert chunks[0]["choices"][0]["text"] == "a" and done == "[DONE]"
-    assert error["error"]["param"] == "prompt" and error["error"]["type"] == "invalid_request_error"
+    assert error["error"]["param"] == "prompt[1]" and error["error"]["type"] == "invalid_request_error"
     assert service.num_streaming == 0
 
 
@@ -258,7 +258,7 @@ async def test_a_refused_prompt_refuses_the_request() -> None:
     async with asgi_client(service) as client:
         for stream in (True, False):
             answer = await client.post("/v1/completions", json={"prompt": ["fine", "x" * 300], "stream": stream})
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt" and service.num_streaming == 0
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt[1]" and service.num_streaming == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -108,7 +108,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.guide.check()
         check_lists(self)
         check_whole_number(self, "max_tokens", 1)
-        check_whole_number(self, "min_tokens", 0, self.max_tokens)
+        check_whole_number(self, "min_tokens", 0)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError("min_tokens", self.min_tokens, f"it must be at most max_tokens={self.max_tokens}")
         check_whole_number(self, "n", 1, MAX_CHOICES)
         check_number(self, "temperature", 0.0, 100.0)
         check_whole_number(self, "top_k", 0)

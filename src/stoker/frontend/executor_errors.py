@@ -18,7 +18,7 @@ def to_error(info: ErrorInfo) -> StokerError:
     if isinstance(error, QueueFullError):
         error.retry_after_s = DEFAULT_RETRY_S if info.retry_after_s is None else info.retry_after_s
     if isinstance(error, RequestError):
-        error.field, error.value, error.limit = "", None, info.message
+        error.field, error.value, error.limit, error.cure = info.field, None, info.limit or info.message, info.cure
     return error
 
 

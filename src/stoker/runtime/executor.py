@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import RankError, StokerError, UnavailableError
+from stoker.base.errors import RankError, RequestError, StokerError, UnavailableError
 from stoker.base.logging import get_logger
 from stoker.base.types import FinishReason
 from stoker.runtime.admission import Admission, SequenceHooks
@@ -315,6 +315,8 @@ class Executor:
 
 def _info(error: Exception) -> ErrorInfo:
     """The error for the client whose request caused it."""
+    if isinstance(error, RequestError):
+        return ErrorInfo(error.code, str(error), error.status, None, error.field, error.limit, error.cure)
     if isinstance(error, StokerError):
         return ErrorInfo(error.code, str(error), error.status, getattr(error, "retry_after_s", None))
     log.error("a request could not be started: %r", error, exc_info=error)

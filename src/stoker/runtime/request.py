@@ -34,6 +34,9 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     message: str
     status: int = 500
     retry_after_s: float | None = None
+    field: str = ""  # the next three are of a RequestError
+    limit: str = ""
+    cure: str = ""
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -114,13 +114,15 @@ class Flag(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """Any text of at most `max_chars` characters, as it is."""
+    """Any text of `min_chars` to `max_chars` characters, as it is."""
 
     max_chars: int = 1 << 24
+    min_chars: int = 0
 
     def check(self, value: Any) -> str:
-        if type(value) is not str or len(value) > self.max_chars:
-            raise InvalidValueError(value, f"it must be a string of at most {self.max_chars} characters")
+        if type(value) is not str or not self.min_chars <= len(value) <= self.max_chars:
+            size = f"{self.min_chars} to {self.max_chars}" if self.min_chars else f"at most {self.max_chars}"
+            raise InvalidValueError(value, f"it must be a string of {size} characters")
         return value
 
     def parse(self, text: str) -> str:

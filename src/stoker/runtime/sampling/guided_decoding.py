@@ -79,7 +79,9 @@ class Guides(Feature):
 
 def _too_slow(seq: Sequence, took_s: float) -> str:
     kind, index = seq.params.guide.kind if seq.params.guide is not None else "", len(seq.tokens) - seq.num_prompt
-    return f"guide: the {kind} took {took_s:.2f} s for token {index}, and may take {MAX_MATCH_S:g} s. Use fewer nested repetitions."
+    return (
+        f"guided decoding: the {kind} took {took_s:.2f} s for token {index}, and may take {MAX_MATCH_S:g} s. Use fewer nested repetitions."
+    )
 
 
 def _read_new_tokens(match: _Match, seq: Sequence) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -36,6 +37,16 @@ def read_guide(values: dict[str, Any]) -> Guide | None:
     if len(guides) > 1:
         raise RequestError(list(guides)[1], values[list(guides)[1]], f"{next(iter(guides))} is set too", cure="Use one of them.")
     return next(iter(guides.values()), None)
+
+
+def guide_field(values: Mapping[str, Any]) -> str:
+    """The name of the field that read_guide read; empty if no field sets a grammar."""
+    name = next((name for name in (*KIND_OF_FIELD, "response_format", "structured_outputs") if values.get(name) is not None), "")
+    inner = values[name] if name in ("response_format", "structured_outputs") and isinstance(values[name], dict) else {}
+    if name == "response_format" and inner.get("type") == "json_schema":
+        return "response_format.json_schema"
+    members = [member for member, value in inner.items() if value is not None and value is not False]
+    return f"{name}.{members[0]}" if name == "structured_outputs" and len(members) == 1 else name
 
 
 def _guide(kind: str, name: str, value: Any) -> Guide:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from stoker.base.types import Delta, GenerationRequest
 from stoker.frontend.service import Service
 
+RenameError = Callable[[Exception, int], Exception]
 
-async def merge_streams(service: Service, requests: list[GenerationRequest]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-    """(index of the request, its new deltas), as they arrive. The first error cancels all requests and is raised."""
+
+async def merge_streams(
+    service: Service, requests: list[GenerationRequest], rename: RenameError = lambda error, index: error
+) -> AsyncGenerator[tuple[int, list[Delta]], None]:
+    """(index of the request, its new deltas), as they arrive. The first error cancels all requests and is raised.
+
+    With several requests, `rename` converts the error of the request with an index to the one that is raised.
+    """
     if len(requests) == 1:
         async with aclosing(service.stream(requests[0])) as batches:
             async for deltas in batches:
                 yield 0, deltas
         return
     arrived: asyncio.Queue[tuple[int, list[Delta]] | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_forward(service, request, index, arrived)) for index, request in enumerate(requests)]
+    tasks = [asyncio.create_task(_forward(service, request, index, arrived, rename)) for index, request in enumerate(requests)]
     try:
         unfinished = len(tasks)
         while unfinished:
@@ -36,7 +43,11 @@ async def merge_streams(service: Service, requests: list[GenerationRequest]) -> 
 
 
 async def _forward(
-    service: Service, request: GenerationRequest, index: int, arrived: asyncio.Queue[tuple[int, list[Delta]] | Exception | None]
+    service: Service,
+    request: GenerationRequest,
+    index: int,
+    arrived: asyncio.Queue[tuple[int, list[Delta]] | Exception | None],
+    rename: RenameError,
 ) -> None:
     """Put the deltas of one request into the queue, then None, or the exception that ended it."""
     try:
@@ -45,4 +56,4 @@ async def _forward(
                 arrived.put_nowait((index, deltas))
         arrived.put_nowait(None)
     except Exception as error:
-        arrived.put_nowait(error)
+        arrived.put_nowait(rename(error, index))

@@ -11,7 +11,8 @@ from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest, SamplingParams
 from stoker.frontend.bad_words import bad_word_ids
 from stoker.frontend.service import Service
-from stoker.server.protocols.common.guides import read_guide
+from stoker.server.protocols.common.client_names import with_client_name
+from stoker.server.protocols.common.guides import guide_field, read_guide
 from stoker.server.protocols.openai.fields import BOTH, STREAM_OPTIONS, EndpointName, check_fields
 from stoker.server.settings import ServerSettings
 
@@ -82,14 +83,16 @@ def read_openai_call(
 
 def client_error(error: RequestError, body: dict[str, Any]) -> RequestError:
     """The error with the name and value of the field that the client sent, if Stoker's own name differs."""
-    sent = {
-        "prompt": "messages",
-        "max_tokens": "max_completion_tokens",
+    names = {
+        "prompt": "messages" if "messages" in body else "prompt",
+        "prompt_ids": "messages" if "messages" in body else "prompt",
         "beam_width": "best_of" if "best_of" in body else "n",
-    }.get(error.field, error.field)
-    if error.field in body or sent not in body:
-        return error
-    return RequestError(sent, body[sent], error.limit, cure=error.cure)
+        "guide": guide_field(body) or "tools",
+        "prompt_logprobs": "logprobs",  # of completions with echo
+    }
+    if "max_completion_tokens" in body:
+        names["max_tokens"] = "max_completion_tokens"
+    return with_client_name(error, names, body)
 
 
 def _converted(values: dict[str, Any], service: Service) -> dict[str, Any]:

@@ -47,7 +47,7 @@ BOTH: tuple[FieldRow, ...] = (
     accepted("allowed_token_ids", _ALLOWED_IDS, "the only token ids that are generated; end ids among them", "allowed_token_ids"),
     accepted("stop", _STOP_STRINGS, "strings that end the answer", "stop"),
     accepted("stop_token_ids", ListOf(Whole(0, 1 << 31), MAX_ITEMS), "token ids that end the answer", "stop_token_ids"),
-    accepted("bad_words", ListOf(Text(MAX_STOP_CHARS), MAX_ITEMS), "strings that are never generated, alone or after a space"),
+    accepted("bad_words", ListOf(Text(MAX_STOP_CHARS, min_chars=1), MAX_ITEMS), "strings that are never generated, alone or after a space"),
     accepted("ignore_eos", FLAG, "the model's end tokens do not end the answer; default false", "ignore_eos"),
     accepted("include_stop_str_in_output", FLAG, "the text includes the stop string; default false", "include_stop"),
     accepted("no_stop_trim", FLAG, "the same as include_stop_str_in_output", "include_stop"),

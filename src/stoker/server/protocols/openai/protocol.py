@@ -13,6 +13,7 @@ from stoker.frontend.service import Service
 from stoker.server.errors import Failure
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
+from stoker.server.protocols.common.client_names import with_client_name
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.protocols.openai import fields
@@ -107,7 +108,10 @@ class OpenAI(Protocol):
         service = self._service(values)
         if "tokens" not in values:
             raise RequestError("tokens", None, "it is missing")
-        text = await asyncio.to_thread(service.decode, list(values["tokens"]), skip_special_tokens=False)
+        try:
+            text = await asyncio.to_thread(service.decode, list(values["tokens"]), skip_special_tokens=False)
+        except RequestError as error:
+            raise with_client_name(error, {"token_ids": "tokens"}, {}) from None
         await http.respond(200, wire.encode({"prompt": text}))
 
     def failure_body(self, failure: Failure) -> bytes:

@@ -14,6 +14,7 @@ from stoker.frontend.service import Choice, Service
 from stoker.server.errors import sequence_error
 from stoker.server.protocols.common.parsers.answer import AnswerParser
 from stoker.server.protocols.openai import response_json as wire
+from stoker.server.protocols.openai.call import client_error
 from stoker.server.protocols.openai.chat.message import delta_object, message_object
 from stoker.server.protocols.openai.chat.request import ChatCall, read_chat_call
 from stoker.server.protocols.sagemaker.dialects import encode
@@ -26,6 +27,13 @@ _OPENAI_ONLY = {"echo": False, "return_token_ids": False, "detokenize": True}  #
 
 async def chat(reply: Reply, service: Service, body: dict[str, Any], settings: ServerSettings) -> None:
     """Generate and respond. As in the DJL server, `model` is ignored, because the path selects the model. Raises RequestError."""
+    try:
+        await _chat(reply, service, body, settings)
+    except RequestError as error:
+        raise client_error(error, body) from None
+
+
+async def _chat(reply: Reply, service: Service, body: dict[str, Any], settings: ServerSettings) -> None:
     call = await read_chat_call({name: value for name, value in body.items() if name != "model"}, service, settings)
     for name, harmless in _OPENAI_ONLY.items():
         if call.common.values.get(name, harmless) is not harmless:

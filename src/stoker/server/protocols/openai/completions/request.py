@@ -33,6 +33,13 @@ class CompletionCall(msgspec.Struct):
     def logprobs(self) -> bool:
         return "logprobs" in self.common.values
 
+    def rename(self, error: Exception, index: int) -> Exception:
+        """The error of the prompt with this index. If there are several, the name of the prompt has the index."""
+        if not isinstance(error, RequestError) or error.field not in ("prompt", "prompt_ids") or len(self.requests) == 1:
+            return error
+        is_id = isinstance(error.value, int)
+        return RequestError(f"prompt[{index}]", error.value if is_id else self.common.values["prompt"][index], error.limit, cure=error.cure)
+
 
 async def read_completion_call(body: dict[str, Any], service: Service, context: Context) -> CompletionCall:
     """Check a request body. Raises RequestError."""

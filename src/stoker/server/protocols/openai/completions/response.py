@@ -30,12 +30,19 @@ async def complete(http: RequestContext, context: Context, service: Service, bod
 
 
 async def _whole(call: CompletionCall) -> bytes:
-    completions = await gather([call.service.complete(request) for request in call.requests])
+    completions = await gather([_complete(call, index) for index in range(len(call.requests))])
     choices = [choice for prompt_index, completion in enumerate(completions) for choice in _choices(call, prompt_index, completion)]
     usage = wire.add_usage(completion.usage for completion in completions)
     if call.score_only:
         usage.completion_tokens = 0
     return wire.encode({**call.head, "choices": choices, "usage": wire.usage_object(usage)})
+
+
+async def _complete(call: CompletionCall, index: int) -> Completion:
+    try:
+        return await call.service.complete(call.requests[index])
+    except StokerError as error:
+        raise call.rename(error, index) from None
 
 
 def _choices(call: CompletionCall, prompt_index: int, completion: Completion) -> list[dict[str, Any]]:
@@ -132,7 +139,7 @@ class _Stream:
         await self._http.close_stream()
 
     async def _send_deltas(self) -> None:
-        async with aclosing(merge_streams(self._call.service, self._call.requests)) as batches:
+        async with aclosing(merge_streams(self._call.service, self._call.requests, self._call.rename)) as batches:
             async for prompt_index, deltas in batches:
                 if not self._http.started:
                     await self._http.open_stream()
