@@ -131,6 +131,32 @@ def test_deep_and_wide_json(server: RunningServer) -> None:
     assert "nested deeper" in post(server, json.dumps({"inputs": [item]}).encode())[1]
 
 
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "ModelMetadata", "RepositoryIndex", "SystemSharedMemoryStatus"])
+def test_malformed_protobuf(server: RunningServer, method: str) -> None:
+    import grpc
+
+    with grpc.insecure_channel(server.grpc) as channel:
+        path = f"/inference.GRPCInferenceService/{method}"
+        with pytest.raises(grpc.RpcError) as found:
+            if method == "ModelStreamInfer":
+                next(channel.stream_stream(path)(iter([b"\xff\xff\xff"])))
+            else:
+                channel.unary_unary(path)(b"\xff\xff\xff", timeout=20)
+    assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    details = found.value.details()  # type: ignore[attr-defined]
+    name = method.replace("Stream", "")
+    assert details == f"the 3 bytes of the request are not a valid inference.{name}Request message"
+
+
+def test_a_unary_call_of_a_streamed_answer(server: RunningServer) -> None:
+    inputs = {"text_input": PROMPT, "max_tokens": 5, "stream": True}
+    client = tgrpc.InferenceServerClient(server.grpc)
+    with pytest.raises(InferenceServerException, match=r"several responses.*ModelStreamInfer") as found:
+        client.infer("ensemble", tensors(tgrpc, **inputs))
+    assert found.value.status() == "StatusCode.INVALID_ARGUMENT"
+    client.close()
+
+
 def raw_request(**changes: Any) -> Any:
     request = pb.ModelInferRequest(model_name="ensemble")
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
@@ -187,6 +213,7 @@ def test_inconsistent_grpc_messages(server: RunningServer, raw: list[bytes], err
         ({"runtime_top_p_decay": 0.5}, "only 1 is supported"),
         ({"lora_task_id": np.array([[0]], np.uint64)}, "there are no adapters"),
         ({"draft_input_ids": [1, 2]}, "there is no draft model"),
+        ({"return_context_logits": True}, "return_context_logits=True is refused"),
     ],
 )
 def test_invalid_values_are_refused(server: RunningServer, values: dict[str, Any], error: str) -> None:

@@ -127,5 +127,7 @@ def _shorten(value: Any, limit: int = 80) -> str:
     """The value as shown in a message: long strings and lists by type and length only."""
     if isinstance(value, (list, tuple, bytes, str)) and len(value) >= limit:
         return f"<{type(value).__name__} of length {len(value)}>"
+    if not isinstance(value, (bytes, str)) and hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()  # a scalar of numpy or torch, as a number
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from stoker.server.protocols.kserve.errors import TritonError
@@ -40,6 +41,14 @@ _RAW_OUTPUT = b"\x32"  # ModelInferResponse.raw_output_contents = 6
 _OUTPUT = b"\x2a"  # ModelInferResponse.outputs = 5
 _INFER_RESPONSE = b"\x12"  # ModelStreamInferResponse.infer_response = 2
 _ONE_BYTE_VARINTS = [bytes([length]) for length in range(0x80)]
+
+
+def parse(message_type: Any, data: bytes) -> Any:
+    """The protobuf message of these bytes. Raises TritonError if they are malformed."""
+    try:
+        return message_type.FromString(data)
+    except DecodeError:
+        raise TritonError(f"the {len(data)} bytes of the request are not a valid {message_type.DESCRIPTOR.full_name} message") from None
 
 
 def read_infer_message(request: Any, served: ServedModel, memory: SharedMemory) -> Inference:

@@ -19,7 +19,7 @@ from stoker.server.http.authentication import check_headers
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve import metadata as described
 from stoker.server.protocols.kserve import trace_and_log as settings
-from stoker.server.protocols.kserve.core import Core
+from stoker.server.protocols.kserve.core import Core, NotOneResponseError
 from stoker.server.protocols.kserve.errors import TritonError, client_message, grpc_code
 from stoker.server.protocols.kserve.grpc import messages as grpc_messages
 from stoker.server.protocols.kserve.grpc.shared_memory import SharedMemoryMethods
@@ -62,13 +62,13 @@ class KServeGRPC:
         }
         table = {
             name: grpc.unary_unary_rpc_method_handler(
-                _with_grpc_status(handler), request_type.FromString, lambda response: response.SerializeToString()
+                _with_grpc_status(handler, request_type), response_serializer=lambda response: response.SerializeToString()
             )
             for name, (handler, request_type, _) in unary.items()
         }
         # The handlers of these two return bytes.
-        table["ModelInfer"] = grpc.unary_unary_rpc_method_handler(_with_grpc_status(self.infer), pb.ModelInferRequest.FromString)
-        table["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self.stream_infer, pb.ModelInferRequest.FromString)
+        table["ModelInfer"] = grpc.unary_unary_rpc_method_handler(_with_grpc_status(self.infer, pb.ModelInferRequest))
+        table["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self.stream_infer)
         return grpc.method_handlers_generic_handler(SERVICE, table)
 
     async def live(self, request: Any, context: Any) -> Any:
@@ -135,11 +135,16 @@ class KServeGRPC:
             raise TritonError("ModelInfer RPC doesn't support models with decoupled transaction policy", 501)
         inference = grpc_messages.read_infer_message(request, served, self._core.shared_memory)
         inference.single = True
-        response = await self._core.single_response(served, inference)
+        try:
+            response = await self._core.single_response(served, inference)
+        except NotOneResponseError:
+            raise TritonError(
+                f"model '{served.model.name}' has several responses to this request. Send it with ModelStreamInfer."
+            ) from None
         return grpc_messages.Encoder(served, inference, self._core.shared_memory).whole(response)
 
-    async def stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
-        """Run the requests of one stream concurrently. They are cancelled if the client ends the stream."""
+    async def stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Run the requests of one stream concurrently. They are cancelled if the client ends the stream, or sends a malformed message."""
         free_places, write_lock = asyncio.Semaphore(MAX_STREAM_REQUESTS), asyncio.Lock()
 
         async def write(message: bytes) -> None:  # gRPC allows one write at a time
@@ -148,9 +153,12 @@ class KServeGRPC:
 
         try:
             async with asyncio.TaskGroup() as group:
-                async for request in requests:
+                async for data in requests:
+                    request = grpc_messages.parse(pb.ModelInferRequest, data)
                     await free_places.acquire()
                     group.create_task(self._respond(request, write)).add_done_callback(lambda _: free_places.release())
+        except* TritonError as malformed:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, client_message(malformed.exceptions[0]))
         except* grpc.aio.UsageError:  # a write to a stream whose client has disconnected
             pass
 
@@ -190,15 +198,14 @@ def _version(request: Any) -> str:
     return version
 
 
-def _with_grpc_status(handler: Handler) -> Handler:
-    """A handler that ends a call with a gRPC status if `handler` raises an exception."""
+def _with_grpc_status(handler: Handler, request_type: Any) -> Handler:
+    """A handler of bytes, which ends a call with a gRPC status if they are malformed or `handler` raises an exception."""
 
-    async def run_handler(request: Any, context: Any) -> Any:
+    async def run_handler(data: bytes, context: Any) -> Any:
         try:
-            return await handler(request, context)
+            return await handler(grpc_messages.parse(request_type, data), context)
         except Exception as error:
             status = describe(error).status
-            # NotOneResponseError has status 200 over HTTP, and INTERNAL here.
             code = getattr(grpc.StatusCode, grpc_code(status))
             await context.abort(code, client_message(error))
 

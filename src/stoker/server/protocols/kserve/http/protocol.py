@@ -14,7 +14,7 @@ from stoker.server.http.request_context import EVENT_STREAM, JSON, PLAIN, Reques
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.kserve import metadata as described
 from stoker.server.protocols.kserve import trace_and_log as settings
-from stoker.server.protocols.kserve.core import Core
+from stoker.server.protocols.kserve.core import Core, NotOneResponseError
 from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError, client_message
 from stoker.server.protocols.kserve.http import compression
 from stoker.server.protocols.kserve.http import generate as generate_json
@@ -22,7 +22,7 @@ from stoker.server.protocols.kserve.http import infer as infer_json
 from stoker.server.protocols.kserve.http.json_body import read_object
 from stoker.server.protocols.kserve.http.openapi import ERROR, MODEL, OPERATIONS, VERSIONED
 from stoker.server.protocols.kserve.http.shared_memory import SharedMemoryEndpoints
-from stoker.server.protocols.kserve.inference import Inference, ServedModel
+from stoker.server.protocols.kserve.inference import Inference, Response, ServedModel
 
 OCTETS = b"application/octet-stream"
 
@@ -154,10 +154,17 @@ class KServeHTTP(Protocol):
                 body = compression.decompress(body, http.headers.get(b"content-encoding", b""), self.context.settings.max_request_bytes)
                 call = infer_json.read_infer_request(body, http.headers.get(infer_json.HEADER_LENGTH), served, self._core.shared_memory)
                 kind = PLAIN
-                response = await self._core.single_response(served, call.inference)
+                response = await self._infer(served, call.inference)
                 await self._respond_infer(http, *infer_json.write_infer_response(served, call, response, self._core.shared_memory))
             except StokerError as error:
                 await self._refuse(http, error, kind)
+
+    async def _infer(self, served: ServedModel, inference: Inference) -> Response:
+        try:
+            return await self._core.single_response(served, inference)
+        except NotOneResponseError:
+            cure = "Send it to generate_stream, or with gRPC's ModelStreamInfer"
+            raise TritonError(f"model '{served.model.name}' has several responses to this request. {cure}.") from None
 
     async def _respond_infer(self, http: RequestContext, body: bytes, header_length: int | None) -> None:
         headers = [] if header_length is None else [(infer_json.HEADER_LENGTH, b"%d" % header_length)]

@@ -74,7 +74,7 @@ def _requested(array: np.ndarray) -> Any:
         return f"a tensor of shape {list(array.shape)}"
     item = array.flat[0]
     if isinstance(item, bytes):
-        return item
+        return item.decode(errors="replace")
     return round(item.item(), _DECIMALS) if array.dtype.kind == "f" else item.item()
 
 
