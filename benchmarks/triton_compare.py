@@ -44,7 +44,7 @@ from real_triton import RealTriton  # noqa: E402
 
 from stoker.server.processes.child import Child  # noqa: E402
 from stoker.server.processes.supervisor import bind  # noqa: E402
-from stoker.server.processes.tasks import FrontendTask  # noqa: E402
+from stoker.server.processes.tasks import ExecutorPlace, FrontendTask  # noqa: E402
 from stoker.server.settings import ServerSettings  # noqa: E402
 
 PACE_S = 0.0  # no pause between steps, as in the stub of Triton
@@ -84,7 +84,7 @@ def stoker() -> Iterator[Ports]:
         save_tokenizer(Path(folder))
         address, grpc = f"ipc://{folder}/executor", free_port()
         executor = subprocess.Popen([sys.executable, str(HERE / "triton_stub_executor.py"), address, str(PACE_S)])
-        task = FrontendTask(folder, "stub", ServerSettings(), address, [listener.fileno()], f"127.0.0.1:{grpc}")
+        task = FrontendTask("stub", ServerSettings(), [listener.fileno()], f"127.0.0.1:{grpc}", executor=ExecutorPlace(address, folder))
         start = Child.start("frontend", "stoker.server.processes.frontend_entry", task, pass_fds=[listener.fileno()])
         frontend = asyncio.run_coroutine_threadsafe(start, loop).result(30)
         try:

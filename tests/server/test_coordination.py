@@ -84,7 +84,7 @@ async def test_errors_of_actions_and_the_end_of_the_supervisor(tmp_path: Path) -
             await frontends[0].call("fail")
         hanging = asyncio.create_task(frontends[0].call("hang"))
         await asyncio.sleep(0)
-        supervisor.close()
+        await supervisor.close()
         with pytest.raises(UnavailableError, match="the server is stopping"):
             await asyncio.wait_for(hanging, 10)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import ctypes
 import os
 import queue
 import re
+import struct
+import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +27,7 @@ from tritonclient.utils import InferenceServerException
 
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.models.catalogue import default_models
+from stoker.server.protocols.kserve.shared_memory import cuda
 
 MAX_BYTES = 1 << 16
 PREFIX = f"/stoker_{uuid.uuid4().hex[:8]}_"
@@ -328,3 +333,58 @@ def test_without_the_option_no_region_is_allowed() -> None:
             client.register_system_shared_memory("x", "/x", 8)
         assert not client.is_model_ready("simple") and client.get_system_shared_memory_status() == []
         client.close()
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """A stand-in for the CUDA driver, whose device memory is host memory. It checks the calls and their arguments."""
+    library = tmp_path / "libcuda.so.1"
+    source = Path(__file__).parent / "cuda_driver.c"
+    subprocess.run([os.environ.get("CC", "gcc"), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    monkeypatch.setattr(cuda, "LIBRARY", str(library))
+    cuda._driver.cache_clear()
+    cuda._primary_context.cache_clear()
+    loaded = ctypes.CDLL(str(library))
+    loaded.allocate.restype = ctypes.c_uint64
+    loaded.allocate.argtypes = [ctypes.c_uint64]
+    yield loaded
+    cuda._driver.cache_clear()
+    cuda._primary_context.cache_clear()
+
+
+def test_cuda_shared_memory(driver: ctypes.CDLL) -> None:
+    """The requests of simple_http_cudashm_client.py. Regions are closed when they are unregistered and when the server ends."""
+    left, right = pair(np.int32)
+    address = driver.allocate(256)
+    ctypes.memmove(address, left.tobytes() + right.tobytes(), 128)
+    handle = struct.pack("<8sQQ40x", b"fakecuda", address, 256)
+    options = TritonOptions(models=default_models(), unary=True)
+    with running(options=options, test_models=True, shared_memory=("cuda:*",)) as started:
+        client = thttp.InferenceServerClient(started.http)
+        client.register_cuda_shared_memory("data", base64.b64encode(handle), 0, 256)
+        inputs, outputs = [], []
+        for i in range(2):
+            inputs.append(thttp.InferInput(f"INPUT{i}", [1, 16], "INT32"))
+            inputs[-1].set_shared_memory("data", 64, offset=64 * i)
+            outputs.append(thttp.InferRequestedOutput(f"OUTPUT{i}"))
+            outputs[-1].set_shared_memory("data", 64, offset=128 + 64 * i)
+        client.infer("simple", inputs, outputs=outputs)
+        results = np.frombuffer(ctypes.string_at(address + 128, 128), np.int32)
+        np.testing.assert_array_equal(results, np.concatenate([left + right, left - right], axis=1)[0])
+        assert client.get_cuda_shared_memory_status() == [{"name": "data", "device_id": 0, "byte_size": 256}]
+        with tgrpc.InferenceServerClient(started.grpc) as grpc_client:
+            assert dict(grpc_client.get_cuda_shared_memory_status().regions)["data"].byte_size == 256
+            for raw, device, size, error in [
+                (handle, 0, 257, "the allocation has 256 bytes, and byte_size is 257"),
+                (b"x" * 64, 0, 8, "cuIpcOpenMemHandle_v2 returned CUDA_ERROR_INVALID_HANDLE"),
+                (handle, 1, 8, "cuDeviceGet returned"),
+            ]:
+                with pytest.raises(InferenceServerException, match=re.escape(error)):
+                    grpc_client.register_cuda_shared_memory("other", base64.b64encode(raw), device, size)
+        assert driver.num_open() == 1
+        client.unregister_cuda_shared_memory("data")
+        assert driver.num_open() == 0
+        client.register_cuda_shared_memory("data", base64.b64encode(handle), 0, 256)
+        client.close()
+        assert driver.num_open() == 1
+    assert driver.num_open() == 0, "the end of the server closes it"

@@ -120,6 +120,7 @@ def _serving(mailbox: Any, executor: Any, tokenizer: Tokenizer, options: Any, se
             await stop.wait()
             await grpc_server.stop(None)
         await repository.unload("tiny")
+        context.cleanup.close()
 
     def run() -> None:
         try:

@@ -48,21 +48,31 @@ def check_world_size(name: str, requested: int | None, prepared: PreparedServer)
         )
 
 
-def serve_repository(prepared: PreparedServer, settings: ServerSettings, announce: Callable[[str], None]) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit status. The process is named tritonserver: scripts search for it with pgrep.
+def serve_repository(
+    repository: Path, prepared: PreparedServer, announce: Callable[[str], None], complete: Callable[[PreparedServer], ServerSettings]
+) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit status. `complete` applies the options of the command line to what was read.
 
-    Clients must send the API key in STOKER_API_KEY, if it is set.
+    The process is named tritonserver: scripts search for it with pgrep. When a client loads a model, `repository` is read again. Clients
+    must send the API key in STOKER_API_KEY, if it is set.
     """
     from stoker.server.processes.supervisor import serve
+    from stoker.server.processes.tasks import ServedEngine
 
+    def read_again() -> ServedEngine:
+        again, _ = prepare_repository(repository)
+        tokenizer = again.tokenizer or again.engine
+        return ServedEngine(engine=again.engine, tokenizer=tokenizer, runtime=again.runtime, settings=complete(again))
+
+    settings = msgspec.structs.replace(complete(prepared), api_keys=collect_keys([], None))
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"tritonserver", 0, 0, 0)
-    protected = msgspec.structs.replace(settings, api_keys=collect_keys([], None))
-    return serve(prepared.engine, prepared.runtime, protected, announce, tokenizer=prepared.tokenizer)
+    return serve(prepared.engine, prepared.runtime, settings, announce, tokenizer=prepared.tokenizer, read_again=read_again)
 
 
-def with_options(settings: ServerSettings, options: TritonOptions, **changes: object) -> ServerSettings:
-    """`settings` with `options`, of which the fields `changes` are replaced."""
-    return msgspec.structs.replace(settings, options=msgspec.structs.replace(options, **changes))
+def with_options(settings: ServerSettings, **changes: object) -> ServerSettings:
+    """`settings` with other values of fields of its TritonOptions."""
+    assert isinstance(settings.options, TritonOptions)
+    return msgspec.structs.replace(settings, options=msgspec.structs.replace(settings.options, **changes))
 
 
 def check_no_tritonserver() -> None:

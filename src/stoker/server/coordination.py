@@ -45,6 +45,10 @@ class Coordination(ABC):
         """Remove all values whose names begin with `prefix`."""
         await self.call(REMOVE, prefix)
 
+    @abstractmethod
+    async def close(self) -> None:
+        """End the connection to the process that runs actions, if there is one."""
+
     async def apply(self, changes: Values) -> None:
         """Apply changes in this process."""
         for name, value in changes.items():
@@ -65,6 +69,9 @@ class Coordinator(Coordination):
 
     async def call(self, action: str, *arguments: Any) -> Any:
         return await self.actions[action](*arguments)
+
+    async def close(self) -> None:
+        return None
 
     async def publish(self, changes: Values) -> None:
         """Apply changes in all frontends. Returns when all have applied them."""

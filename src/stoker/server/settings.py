@@ -39,6 +39,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: str | None = None  # directory of stored responses, files and batches; None: a temporary one of this server
     max_stored_bytes: int = 1 << 30  # of stored responses, and of files; each
     shared_memory: tuple[str, ...] = ()  # regions that KServe clients may register: patterns of keys such as /input_*, or of cuda:0
+    exit_on_error: bool = True  # False: the server stays without its model if the executor cannot start
     test_models: bool = False  # serve the models of tritonclient's examples, too
     options: msgspec.Struct | None = None  # TritonOptions, LMIOptions or TrussOptions
 

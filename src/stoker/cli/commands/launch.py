@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -13,6 +13,9 @@ from stoker.base import env
 from stoker.base.errors import ConfigError
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from stoker.cli.prepare_server import PreparedServer
 
 
 def launch(
@@ -63,11 +66,20 @@ def launch(
         check_no_tritonserver()
     if tritonserver is not None:
         _execute_tritonserver(tritonserver, model_repo, addresses, log_file if log else None)
-    ports = {"host": host, "http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
-    changed = msgspec.structs.replace(prepared.settings, **ports, shared_memory=tuple(shared_memory or ()), test_models=with_test_models)
-    settings = with_options(changed, options, model_control=model_control)
+    changes = {
+        "host": host,
+        "http_port": http_port,
+        "grpc_port": grpc_port,
+        "metrics_port": metrics_port,
+        "shared_memory": tuple(shared_memory or ()),
+        "test_models": with_test_models,
+    }
+
+    def complete(server: PreparedServer) -> ServerSettings:
+        return with_options(msgspec.structs.replace(server.settings, **changes), model_control=model_control)
+
     with logging_to(log_file if log else None, "DEBUG" if log else "INFO"):
-        raise typer.Exit(serve_repository(prepared, settings, typer.echo))
+        raise typer.Exit(serve_repository(model_repo, prepared, typer.echo, complete))
 
 
 def _check_model_name(requested: str | None, options: TritonOptions) -> None:

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -19,9 +19,23 @@ from stoker.deploy.triton.server_options import SERVER_OPTIONS, ServerOption
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.test_models import test_models
 
+if TYPE_CHECKING:
+    from stoker.cli.prepare_server import PreparedServer
+    from stoker.server.settings import ServerSettings
+
 log = get_logger(__name__)
 
-_SETTINGS = ("host", "http_port", "grpc_port", "metrics_port", "drain_timeout_s", "max_request_bytes", "shared_memory", "test_models")
+_SETTINGS = (
+    "host",
+    "http_port",
+    "grpc_port",
+    "metrics_port",
+    "drain_timeout_s",
+    "max_request_bytes",
+    "exit_on_error",
+    "shared_memory",
+    "test_models",
+)
 _NOTICE = {"no effect": "It has no effect: ", "rejected": "Other values than {} are rejected: "}
 
 
@@ -88,12 +102,16 @@ def tritonserver(given: dict[str, Any]) -> None:
 def _serve(values: dict[str, Any], num_processes: int) -> int:
     from stoker.cli.repository_server import check_world_size, prepare_repository, serve_repository, with_options
 
-    prepared, options = prepare_repository(_repository(values))
+    repository = _repository(values)
+    prepared, options = prepare_repository(repository)
     check_world_size("the number of processes", num_processes if num_processes > 1 else None, prepared)
     changes = {name.removeprefix("options."): value for name, value in values.items() if name.startswith("options.")}
-    settings = msgspec.structs.replace(prepared.settings, **_addresses(values))
-    settings = with_options(settings, options, **changes, load_models=_load_models(values, options))
-    return serve_repository(prepared, settings, typer.echo)
+    load_models, fields = _load_models(values, options), _addresses(values)
+
+    def complete(server: PreparedServer) -> ServerSettings:
+        return with_options(msgspec.structs.replace(server.settings, **fields), **changes, load_models=load_models)
+
+    return serve_repository(repository, prepared, typer.echo, complete)
 
 
 def _parse(given: dict[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,12 @@ SERVER_OPTIONS = FieldTable(
             "allow-http", _BOOL, "health checks and the repository API are on the HTTP port", True, cure="Choose another --http-port."
         ),
         _rejected("log-error", _BOOL, "errors are always logged", True),
-        _rejected("exit-on-error", _BOOL, "without its engine the server can answer nothing", True),
+        _accepted(
+            "exit-on-error",
+            _BOOL,
+            "false: the server stays, not ready, if its executor cannot start, for example for lack of memory. Default: true.",
+            "exit_on_error",
+        ),
         _rejected("reuse-http-port", _BOOL, "several servers on one port are not supported", False, cure="Raise instance_group.count."),
         _rejected("reuse-grpc-port", _BOOL, "several servers on one port are not supported", False, cure="Raise instance_group.count."),
         _rejected("model-namespacing", _BOOL, "one repository is served", False),

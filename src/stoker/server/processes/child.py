@@ -1,7 +1,7 @@
 """The link between the supervisor and one child process: how the task arrives, how readiness is reported, how each detects the other's end.
 
 The parent writes the child's task to its standard input and leaves that open; end of file means that the parent has ended. The child
-writes one line to its standard output when it is ready. All its other output goes to standard error.
+writes one line to its standard output when it is ready, or when it fails before that. All its other output goes to standard error.
 """
 
 from __future__ import annotations
@@ -58,9 +58,14 @@ class Child:
 
     async def ready(self) -> None:
         """Return when the child has reported that it is ready. Never returns if the child ends before that."""
-        assert self.process.stdout is not None
-        if await self.process.stdout.readline() != READY:
+        if await self.failure() is not None:
             await asyncio.Event().wait()
+
+    async def failure(self) -> str | None:
+        """None when the child has reported that it is ready, or else the error that it reported; empty if it ended without a report."""
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        return None if line == READY else line.decode().strip()
 
     async def stop(self, timeout_s: float) -> None:
         """Send SIGTERM, and SIGKILL if the process is still running after `timeout_s`."""
@@ -84,15 +89,18 @@ class Child:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
-def receive_task() -> tuple[Any, Callable[[], Any]]:
-    """In the child: its task, and the function that reports readiness. Afterwards, standard output goes to standard error."""
+def receive_task() -> tuple[Any, Callable[..., Any]]:
+    """In the child: its task, and the function that reports readiness, or an error that is its argument.
+
+    Afterwards, standard output goes to standard error.
+    """
     status = os.dup(1)
     os.dup2(2, 1)
     size = int.from_bytes(os.read(0, 8), "little")
     data = b""
     while len(data) < size and (chunk := os.read(0, size - len(data))):
         data += chunk
-    return pickle.loads(data), lambda: os.write(status, READY)
+    return pickle.loads(data), lambda error="": os.write(status, f"{' '.join(error.split())}\n".encode() if error else READY)
 
 
 def end_with_parent() -> None:

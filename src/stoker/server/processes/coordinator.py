@@ -35,7 +35,7 @@ class SupervisorCoordinator(Coordinator):
     async def listen(self, run_dir: Path) -> asyncio.Server:
         return await asyncio.start_unix_server(self._serve, run_dir / SOCKET)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the connections to all frontends, and end running actions."""
         for task in self._tasks:
             task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from collections.abc import Callable
@@ -35,6 +36,8 @@ def main() -> int:
         run(task, report_ready)
     except StokerError as error:
         log.error("%s", error)
+        with contextlib.suppress(BrokenPipeError):
+            report_ready(str(error))
         return 1
     return 0
 

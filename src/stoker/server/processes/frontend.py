@@ -8,7 +8,6 @@ import gc
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -16,24 +15,19 @@ import uvloop
 
 from stoker.base.errors import DependencyError, StokerError
 from stoker.base.logging import get_logger
-from stoker.frontend.generation import GenerationService
-from stoker.frontend.repository import ModelRepository
-from stoker.frontend.service import Service
-from stoker.frontend.tokenizer import Tokenizer
-from stoker.runtime.transport.zmq_client import ZmqExecutorClient
 from stoker.server.application import make_app
+from stoker.server.coordination import Coordination, Coordinator
 from stoker.server.http.connection import BoundedProtocol
 from stoker.server.metrics.frontend import FrontendMetrics
-from stoker.server.metrics.metered import MeteredClient, MeteredService
 from stoker.server.processes.child import end_with_parent, receive_task
 from stoker.server.processes.coordinator import FrontendCoordination
-from stoker.server.processes.tasks import FrontendTask
+from stoker.server.processes.engine_service import EngineService
+from stoker.server.processes.tasks import EXECUTOR, FrontendTask
 from stoker.server.protocol import Context
 from stoker.server.settings import ServerSettings
 
 log = get_logger(__name__)
 
-LOAD_TIMEOUT_S = 86400.0  # without load_timeout_s; the supervisor detects an executor that ended
 KEEP_ALIVE_S = 75  # longer than the 60 s after which load balancers close idle connections, so that none reuses a closed one
 STOP_POLL_S = 0.1
 
@@ -61,18 +55,16 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
 
     The server accepts requests while the model loads and refuses them with status 503. Raises the error of a failed load.
     """
-    metrics = FrontendMetrics()
-    repository = ModelRepository()
-    repository.register(task.model_name, lambda: load_service(task, metrics), unload_service)
-    coordination = await FrontendCoordination.connect(task.run_dir)
-    context = Context(repository, task.settings, metrics, coordination)
+    metrics, coordination = FrontendMetrics(), await connect_coordination(task)
+    model = EngineService(task.model_name, task.settings, metrics, coordination)
+    context = Context(model.repository, task.settings, metrics, coordination)
     server = HttpServer(http_config(make_app(context), task.settings))
     grpc = await open_grpc(context, task.grpc_address) if task.grpc_address is not None else None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: setattr(server, "should_exit", True))
     end_with_parent()
     gc.freeze()
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=fd) for fd in task.socket_fds]))
-    loading = asyncio.create_task(repository.load(task.model_name))
+    loading = asyncio.create_task(model.load())
     await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
     if loading.done():
         if (error := loading.exception()) is not None:
@@ -80,10 +72,20 @@ async def serve(task: FrontendTask, report_ready: Callable[[], Any]) -> None:
         report_ready()
     await asyncio.gather(serving, *([end_grpc(server, grpc, task.settings)] if grpc is not None else []))
     loading.cancel()
-    await repository.unload(task.model_name)
+    await model.unload()
     context.cleanup.close()
     await coordination.close()
     metrics.counter_buffer.write()
+
+
+async def connect_coordination(task: FrontendTask) -> Coordination:
+    """The coordination with the other frontends; without a supervisor, that of this process alone."""
+    if task.run_dir is not None:
+        return await FrontendCoordination.connect(task.run_dir)
+    coordination = Coordinator()
+    if task.executor is not None:
+        await coordination.put(EXECUTOR, task.executor)
+    return coordination
 
 
 async def open_grpc(context: Context, address: str) -> Any:
@@ -122,17 +124,3 @@ def http_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         ssl_keyfile=settings.tls_key,
         backlog=2048,
     )
-
-
-async def load_service(task: FrontendTask, metrics: FrontendMetrics) -> Service:
-    """Load the tokenizer while the executor loads the engine, then connect to the executor."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, Path(task.engine))
-    client = await ZmqExecutorClient.connect(task.address, connect_timeout_s=task.settings.load_timeout_s or LOAD_TIMEOUT_S)
-    metered = MeteredClient(client, task.model_name, metrics)
-    service = GenerationService(task.model_name, tokenizer, metered, task.settings.request_limits)
-    return MeteredService(service, metrics)
-
-
-async def unload_service(service: Service) -> None:
-    assert isinstance(service, MeteredService) and isinstance(service.inner, GenerationService)
-    await service.inner.close()

@@ -15,19 +15,20 @@ from typing import Any
 import msgspec
 
 from stoker.base.config import RuntimeConfig
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, EngineError
 from stoker.base.logging import get_logger
 from stoker.server.http.tls import check_tls
 from stoker.server.processes.child import Child
 from stoker.server.processes.coordinator import SupervisorCoordinator
+from stoker.server.processes.executor_control import ExecutorControl, ReadAgain
 from stoker.server.processes.running import registered
-from stoker.server.processes.tasks import ExecutorTask, FrontendTask
+from stoker.server.processes.tasks import FrontendTask, ServedEngine
+from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.settings import ServerSettings
 from stoker.server.state_directory import StateDirectory
 
 log = get_logger(__name__)
 
-EXECUTOR_STOP_S = 10.0
 FAILING_S = 1.0  # after the executor has ended, frontends answer with status 503 for this long before the port closes
 BACKLOG = 2048
 
@@ -40,13 +41,14 @@ def serve(
     *,
     tokenizer: Path | str | None = None,
     listeners: list[socket.socket] | None = None,
+    read_again: ReadAgain | None = None,
 ) -> int:
     """Serve the engine directory until SIGINT or SIGTERM. Returns the exit status: 0 after a signal, 1 if a child process ended by itself.
 
     After the first signal no new connections are accepted, and requests in flight have drain_timeout_s to end. The second signal stops
     the server at once. `tokenizer` is a directory whose tokenizer replaces the engine's own. `listeners` are the sockets of `listen` if
-    they are open already. `announce` is called with one line that contains the URL when the server is ready. Raises ConfigError if an
-    address, the certificate or the state directory cannot be used.
+    they are open already. `read_again` returns what to serve after a reload. `announce` is called with one line that contains the URL
+    when the server is ready. Raises ConfigError if an address, the certificate or the state directory cannot be used.
     """
     if settings.state_dir is not None:
         StateDirectory(settings.state_dir).close()
@@ -55,8 +57,8 @@ def serve(
         grpc = stack.enter_context(reserve(settings.host, settings.grpc_port)) if settings.grpc_port is not None else None
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-"))
         settings = msgspec.structs.replace(settings, state_dir=settings.state_dir or str(Path(run_dir) / "state"))
-        supervisor = Supervisor(Path(engine), runtime, settings, listeners, grpc, Path(run_dir), announce)
-        supervisor.tokenizer = Path(tokenizer or engine)
+        served = ServedEngine(engine=Path(engine), tokenizer=Path(tokenizer or engine), runtime=runtime, settings=settings)
+        supervisor = Supervisor(served, listeners, grpc, Path(run_dir), announce, read_again)
         return asyncio.run(supervisor.run())
 
 
@@ -115,60 +117,102 @@ class Supervisor:
 
     def __init__(
         self,
-        engine: Path,
-        runtime: RuntimeConfig,
-        settings: ServerSettings,
+        served: ServedEngine,
         listeners: list[socket.socket],
         grpc: socket.socket | None,
         run_dir: Path,
         announce: Callable[[str], None],
+        read_again: ReadAgain | None = None,
     ) -> None:
-        self.tokenizer = engine  # directory from which frontends load the tokenizer
-        self._engine = engine
-        self._runtime = runtime
-        self._settings = settings
+        self._served = served
+        self._settings = served.settings
         self._listeners = listeners
         self._grpc_address = _address(grpc) if grpc is not None else None
         self._run_dir = run_dir
         self._announce = announce
-        self._address = f"ipc://{run_dir}/executor"
-        self._name = settings.model_name or engine.resolve().name
+        self._name = served.settings.model_name or served.engine.resolve().name
         self._stop = asyncio.Event()
-        self._children: list[Child] = []
+        self._children: list[Child] = []  # those whose end stops the server
+        self._ended: asyncio.Queue[Child] = asyncio.Queue()
+        self._coordinator = SupervisorCoordinator()
+        self._executor = ExecutorControl(served, run_dir, self._coordinator, read_again, self._attach, self._detach)
 
     async def run(self) -> int:
         """Start the children, serve until a signal or the end of a child, and stop the children. Returns the exit status."""
         started = time.monotonic()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        coordination = SupervisorCoordinator()
-        coordination_socket = await coordination.listen(self._run_dir)
-        executor, *frontends = self._children = await asyncio.gather(*self._starts())
+        socket = await self._coordinator.listen(self._run_dir)
+        executor = await self._executor.launch() if _runs_executor(self._settings) else None
+        if executor is not None:
+            await self._executor.publish()
+            if self._settings.exit_on_error:
+                self._attach(executor)
+        frontends = await asyncio.gather(*self._frontends())
+        for child in frontends:
+            self._attach(child)
         for listener in self._listeners:
             listener.close()
-        ready = asyncio.gather(*(child.ready() for child in self._children))
-        with registered(self.url, self._name, self._engine):
+        ready = asyncio.gather(self._executor_ready(executor), *(child.ready() for child in frontends))
+        with registered(self.url, self._name, self._served.engine):
             failed = await self._watch(ready, started)
         if failed is not None:
             log.error("the %s %s; the server stops.", failed.name, failed.ending)
-        await self._end(executor, frontends, failing=failed is executor and ready.done())
-        coordination_socket.close()
-        coordination.close()
+        await self._end(frontends, failing=failed is not None and failed not in frontends and ready.done())
+        socket.close()
+        await self._coordinator.close()
         ready.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ready
         return 0 if failed is None else 1
 
+    async def _executor_ready(self, executor: Child | None) -> None:
+        """Return when the executor is ready. Without exit_on_error, also when it has failed, which the frontends then report."""
+        from stoker.server.protocols.kserve.model_control import ModelControl  # imports much; the children have started
+
+        control = ModelControl(self._coordinator, self._settings, self._executor)
+        if executor is None:
+            return
+        try:
+            await self._executor.wait_until_ready()
+        except EngineError as error:
+            if self._settings.exit_on_error:
+                await asyncio.Event().wait()  # the end of the process stops the server
+            log.error("%s The server stays without the model.", error)
+            await self._executor.withdraw(str(error))
+            await control.engine_failed(str(error))
+        else:
+            if not self._settings.exit_on_error:
+                self._attach(executor)
+
+    def _attach(self, child: Child) -> None:
+        """Watch a child from now on: the server stops when it ends."""
+        self._children.append(child)
+        task = asyncio.create_task(child.process.wait())
+        task.add_done_callback(lambda _: self._ended.put_nowait(child))
+
+    def _detach(self, child: Child) -> None:
+        """The child is about to end, which does not stop the server."""
+        self._children.remove(child)
+
     async def _watch(self, ready: asyncio.Future[Any], started: float) -> Child | None:
         """Announce the server when all children are ready. Returns None after a stop signal, or the child that ended by itself."""
-        exits = {asyncio.create_task(child.process.wait()): child for child in self._children}
-        ends: set[asyncio.Future[Any]] = {*exits, asyncio.create_task(self._stop.wait())}
+        ends = {asyncio.create_task(self._failed_child()), asyncio.create_task(self._stop.wait())}
         await asyncio.wait({*ends, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             self._log_addresses()
             self._announce(f"{self._name} is served at {self.url} (ready after {time.monotonic() - started:.1f} s)")
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        return None if self._stop.is_set() else next(child for task, child in exits.items() if task.done())
+        results = [task.result() for task in ends if task.done()]
+        for task in ends:
+            task.cancel()
+        return None if self._stop.is_set() else next(child for child in results if isinstance(child, Child))
+
+    async def _failed_child(self) -> Child:
+        """The first child that ends without having been detached."""
+        while (child := await self._ended.get()) not in self._children:
+            pass
+        return child
 
     @property
     def url(self) -> str:
@@ -183,28 +227,26 @@ class Supervisor:
         if len(self._addresses) > 1:
             log.info("Started Metrics Service at %s", self._addresses[1])
 
-    def _starts(self) -> list[Coroutine[Any, Any, Child]]:
-        """Coroutines that start the executor and the frontends."""
+    def _frontends(self) -> list[Coroutine[Any, Any, Child]]:
+        """Coroutines that start the frontends."""
         self._port = self._listeners[0].getsockname()[1]
         self._addresses = [_address(listener) for listener in self._listeners]
         fds = [listener.fileno() for listener in self._listeners]
         settings = with_metrics_port(self._settings, self._listeners)
-        task = FrontendTask(str(self.tokenizer), self._name, settings, self._address, fds, str(self._run_dir), self._grpc_address)
+        task = FrontendTask(self._name, settings, fds, self._grpc_address, str(self._run_dir))
         count = self._settings.num_frontends
         # prometheus-client sums the counters of several frontends through files in this directory.
         shared = {"PROMETHEUS_MULTIPROC_DIR": str(self._run_dir)} if count > 1 else {}
-        executor_task = ExecutorTask(str(self._engine), self._runtime, self._address)
-        executor = Child.start("executor", "stoker.server.processes.executor", executor_task)
         frontend = "stoker.server.processes.frontend_entry"
-        return [executor, *(Child.start("frontend", frontend, task, pass_fds=fds, environment=shared) for _ in range(count))]
+        return [Child.start("frontend", frontend, task, pass_fds=fds, environment=shared) for _ in range(count)]
 
-    async def _end(self, executor: Child, frontends: list[Child], *, failing: bool) -> None:
+    async def _end(self, frontends: list[Child], *, failing: bool) -> None:
         """Stop the children. With `failing`, first leave clients the time to receive error responses."""
         if failing:
             await asyncio.sleep(FAILING_S)
         grace_s = self._settings.drain_timeout_s + 5.0
         await asyncio.gather(*(frontend.stop(grace_s) for frontend in frontends))
-        await executor.stop(EXECUTOR_STOP_S)
+        await self._executor.terminate()
 
     def _on_signal(self) -> None:
         """Stop after the first signal, and kill the children after the second."""
@@ -216,6 +258,14 @@ class Supervisor:
                 "stopping; requests in flight have %.0f s to end. A second signal stops the server at once.", self._settings.drain_timeout_s
             )
         self._stop.set()
+
+
+def _runs_executor(settings: ServerSettings) -> bool:
+    """Whether the executor runs from the start: always, unless explicit model control loads no model that needs it."""
+    options = settings.options
+    if not isinstance(options, TritonOptions):
+        return True
+    return any(options.is_loaded_at_start(model.name) for model in options.models)
 
 
 def _address(bound: socket.socket) -> str:

@@ -5,6 +5,8 @@ This module imports little, because the supervisor starts its children before it
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from stoker.base.config import RuntimeConfig
@@ -19,13 +21,32 @@ class ExecutorTask(msgspec.Struct):
     address: str  # ZeroMQ address on which the executor listens for frontends
 
 
+class ExecutorPlace(msgspec.Struct, frozen=True):
+    """A running executor, as frontends connect to it: its ZeroMQ address, and the directory with the tokenizer of its engine."""
+
+    address: str
+    tokenizer: str
+
+
+class ServedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine and the settings to serve it with."""
+
+    engine: Path
+    tokenizer: Path  # directory
+    runtime: RuntimeConfig
+    settings: ServerSettings
+
+
 class FrontendTask(msgspec.Struct):
     """The task of one frontend process."""
 
-    engine: str  # directory that contains the tokenizer
     model_name: str
     settings: ServerSettings
-    address: str  # ZeroMQ address of the executor
     socket_fds: list[int]  # HTTP sockets that are listening already
-    run_dir: str  # directory of the supervisor's socket
     grpc_address: str | None = None  # host:port; None: no gRPC
+    run_dir: str | None = None  # directory of the supervisor's socket; None: there is no supervisor
+    executor: ExecutorPlace | None = None  # without a supervisor, which otherwise publishes it
+
+
+# Names in the coordination: the ExecutorPlace while an executor is running, and why there is none.
+EXECUTOR, FAILURE = "executor", "executor failure"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any
 
+from stoker.server.coordination import Coordinator, Values
 from stoker.server.metrics.triton import Timer
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, Responses, ServedModel
 from stoker.server.protocols.kserve.model_config import TritonOptions
+from stoker.server.protocols.kserve.model_control import DRAIN, LOAD, SETTINGS, STATUS, UNLOAD, FixedEngine, ModelControl
 from stoker.server.protocols.kserve.models.catalogue import Catalogue, build_catalogue
 from stoker.server.protocols.kserve.shared_memory.registry import SharedMemory
 from stoker.server.protocols.kserve.trace_and_log import LogSettings
@@ -26,10 +31,13 @@ class Core:
 
     def __init__(self, context: Context, catalogue: Catalogue | None = None) -> None:
         self.context = context
-        configured = context.settings.options
-        self.options = configured if isinstance(configured, TritonOptions) else TritonOptions()
+        self.settings = context.settings
         self.in_flight = InFlight()
-        self.catalogue = catalogue or build_catalogue(context, self.in_flight)
+        self.catalogue = catalogue or build_catalogue(context, self.in_flight, self.settings)
+        if isinstance(context.coordination, Coordinator) and LOAD not in context.coordination.actions:  # there is no supervisor
+            ModelControl(context.coordination, context.settings, FixedEngine(context.settings))
+        context.coordination.on_change(self._apply)
+        self._apply_statuses(context.coordination.values)
         self.shared_memory = SharedMemory(context)
         context.cleanup.callback(self.shared_memory.close)
         self.counts = context.metrics.triton
@@ -44,13 +52,18 @@ class Core:
         return shared
 
     @property
+    def options(self) -> TritonOptions:
+        """The options of the models, as the repository was read last."""
+        return self.settings.options if isinstance(self.settings.options, TritonOptions) else TritonOptions()
+
+    @property
     def ready(self) -> bool:
         """Whether all loaded models are ready. Without strict_readiness, the server is always ready."""
-        return not self.options.strict_readiness or all(served.unloaded or served.ready() for served in self.catalogue.all())
+        return not self.options.strict_readiness or all(not served.loaded or served.ready() for served in self.catalogue.all())
 
     async def responses(self, served: ServedModel, inference: Inference) -> Responses:
         """Run an inference and count it. Responses of an ensemble have the sequence parameters that Triton adds."""
-        with self._timer(served, inference) as timer:
+        with served.running(), self._timer(served, inference) as timer:
             async with aclosing(served.run(inference)) as stream:
                 async for batch in stream:
                     timer.responded()
@@ -62,7 +75,7 @@ class Core:
         The end of a decoupled request, which has no outputs, is not a response.
         """
         if served.complete is not None:
-            with self._timer(served, inference) as timer:
+            with served.running(), self._timer(served, inference) as timer:
                 responses = _with_sequence_parameters(served, await served.complete(inference))
                 timer.responded()
         else:
@@ -87,17 +100,41 @@ class Core:
         rows = [{"name": s.model.name, "version": s.version, "state": s.state} for s in self.catalogue.all()]
         for row in rows:
             if row["state"] != "READY":
-                row["reason"] = "unloaded" if self.catalogue.find(row["name"]).unloaded else "loading"
+                row["reason"] = self.catalogue.find(row["name"]).status.reason or self._engine_reason()
         return [row for row in rows if row["state"] == "READY" or not ready_only]
 
-    def set_loaded(self, name: str, parameters: Parameters, *, loaded: bool) -> None:
+    def _engine_reason(self) -> str:
+        """Why the engine is not ready."""
+        repository = self.context.repository
+        return repository.find(repository.first()).reason or "loading"
+
+    async def set_loaded(self, name: str, parameters: Parameters, *, loaded: bool) -> None:
         """Load or unload a model. Raises TritonError, also for Triton's parameters that would replace the files of the model."""
+        if self.options.model_control != "explicit":
+            raise TritonError("explicit model load / unload is not allowed if polling is enabled", 503)
         if unknown := next((key for key in parameters if key != "unload_dependents"), None):
-            raise TritonError(f"parameter '{unknown[:80]}' is not supported: models are loaded from the repository as it is.")
-        self.catalogue.set_loaded(name, loaded=loaded)
-        members = self.catalogue.find(name).members if parameters.get("unload_dependents") is True and not loaded else ()
-        for member in members:
-            self.catalogue.set_loaded(member, loaded=False)
+            action = "load" if loaded else "unload"
+            problem = f"parameter '{unknown[:80]}' is not supported: models are loaded from the repository as it is"
+            raise TritonError(f"failed to {action} '{name[:200]}', {problem}.")
+        arguments = (name,) if loaded else (name, parameters.get("unload_dependents") is True)
+        if error := await self.context.coordination.call(LOAD if loaded else UNLOAD, *arguments):
+            raise TritonError(error)
+
+    async def _apply(self, changes: Values) -> None:
+        """Apply a change of model control to the models of this process. A drain ends after drain_timeout_s at the latest."""
+        if SETTINGS in changes:
+            self.settings = changes[SETTINGS]
+            self.catalogue = build_catalogue(self.context, self.in_flight, self.settings)
+            self._apply_statuses(self.context.coordination.values)
+        self._apply_statuses(changes)
+        drained = [served for served in self.catalogue.all() if served.model.name in (changes.get(DRAIN) or ())]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(served.drained() for served in drained)), self.settings.drain_timeout_s)
+
+    def _apply_statuses(self, values: Mapping[str, Any]) -> None:
+        for served in self.catalogue.all():
+            if (status := values.get(STATUS + served.model.name)) is not None:
+                served.status = status
 
 
 class NotOneResponseError(TritonError):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from stoker.server.protocols.kserve.model_config import Tensor, TritonModel
+from stoker.server.protocols.kserve.model_config import ModelStatus, Tensor, TritonModel
 from stoker.server.protocols.kserve.tensors.dtypes import text_array
 
 TEXT = "text_output"
@@ -95,7 +97,9 @@ class ServedModel(msgspec.Struct, kw_only=True):
     members: tuple[str, ...] = ()  # models whose counters a request of this one also increments
     unary: bool = False  # a decoupled model that also accepts requests for a single response
     version: str = "1"
-    unloaded: bool = False
+    status: ModelStatus = ModelStatus()  # as explicit model control sets it
+    num_running: int = 0  # requests in flight
+    idle: list[asyncio.Event] = []  # set when no request is in flight
     inputs: dict[str, Tensor] = {}  # inputs of `model` by name
     encodings: dict[str, EncodingCache] = {}  # of requests without an id, by response format
 
@@ -104,7 +108,31 @@ class ServedModel(msgspec.Struct, kw_only=True):
 
     @property
     def state(self) -> str:
-        return "UNAVAILABLE" if self.unloaded or not self.ready() else "READY"
+        return "UNAVAILABLE" if self.loaded and not self.ready() else self.status.state
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the model accepts requests, as far as model control is concerned."""
+        return self.status.state == "READY"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count a request while the block runs."""
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            if not self.num_running:
+                for event in self.idle:
+                    event.set()
+
+    async def drained(self) -> None:
+        """Return when no request is in flight."""
+        if self.num_running:
+            self.idle.append(event := asyncio.Event())
+            await event.wait()
+            self.idle.remove(event)
 
 
 def encoding_cache(served: ServedModel, inference: Inference, response_format: str) -> EncodingCache:

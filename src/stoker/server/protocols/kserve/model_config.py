@@ -80,6 +80,16 @@ class TritonModel(msgspec.Struct, frozen=True, kw_only=True):
         return next((t for t in self.inputs if t.name == name), None)
 
 
+class ModelStatus(msgspec.Struct, frozen=True):
+    """The state of a model in the repository index: READY, LOADING, UNLOADING or UNAVAILABLE."""
+
+    state: str = "READY"
+    reason: str = ""
+
+
+UNLOADED = ModelStatus("UNAVAILABLE", "unloaded")
+
+
 class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the KServe protocol, read from a Triton repository."""
 

@@ -102,11 +102,11 @@ class KServeGRPC:
         return json_format.ParseDict({"models": self._core.index(ready_only=request.ready)}, pb.RepositoryIndexResponse())
 
     async def load(self, request: Any, context: Any) -> Any:
-        self._core.set_loaded(request.model_name, grpc_messages.parameters(request.parameters), loaded=True)
+        await self._core.set_loaded(request.model_name, grpc_messages.parameters(request.parameters), loaded=True)
         return pb.RepositoryModelLoadResponse()
 
     async def unload(self, request: Any, context: Any) -> Any:
-        self._core.set_loaded(request.model_name, grpc_messages.parameters(request.parameters), loaded=False)
+        await self._core.set_loaded(request.model_name, grpc_messages.parameters(request.parameters), loaded=False)
         return pb.RepositoryModelUnloadResponse()
 
     async def trace(self, request: Any, context: Any) -> Any:

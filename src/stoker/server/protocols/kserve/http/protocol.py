@@ -122,7 +122,7 @@ class KServeHTTP(Protocol):
         body = await http.body()
         try:
             parameters = infer_json.parameters(read_object(body)) if body else {}
-            self._core.set_loaded(http.path["model"], parameters, loaded=loaded)
+            await self._core.set_loaded(http.path["model"], parameters, loaded=loaded)
         except TritonError as error:
             await self._refuse(http, error, JSON)
         else:

@@ -10,12 +10,20 @@ from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.errors import TritonError, UnknownModelError
 from stoker.server.protocols.kserve.in_flight import InFlight
 from stoker.server.protocols.kserve.inference import ServedModel
-from stoker.server.protocols.kserve.model_config import KINDS, TritonModel, TritonOptions, tensors_of_all_releases
+from stoker.server.protocols.kserve.model_config import (
+    KINDS,
+    UNLOADED,
+    ModelStatus,
+    TritonModel,
+    TritonOptions,
+    tensors_of_all_releases,
+)
 from stoker.server.protocols.kserve.models.ensemble import BLS, Ensemble
 from stoker.server.protocols.kserve.models.generating import GeneratingModel
 from stoker.server.protocols.kserve.models.tensorrt_llm import TensorrtLLM
 from stoker.server.protocols.kserve.models.tokenizer import Postprocessing, Preprocessing, TokenizerModel
 from stoker.server.protocols.kserve.test_models import test_models
+from stoker.server.settings import ServerSettings
 
 DEFAULT_BATCH_SIZE = 256  # maximum rows of one request for default models
 MAX_BEAM_WIDTH = 64  # for default models; the limit of the engine applies, too
@@ -25,9 +33,8 @@ _ENSEMBLE_MEMBERS = ("preprocessing", "tensorrt_llm", "postprocessing")
 class Catalogue:
     """Models by name, in alphabetical order as in Triton."""
 
-    def __init__(self, models: list[ServedModel], mode: str = "none") -> None:
+    def __init__(self, models: list[ServedModel]) -> None:
         self._models = {served.model.name: served for served in sorted(models, key=lambda served: served.model.name)}
-        self._mode = mode
 
     def all(self) -> list[ServedModel]:
         return list(self._models.values())
@@ -44,35 +51,25 @@ class Catalogue:
     def ready(self, name: str, version: str | None = None) -> ServedModel:
         """A loaded model. Raises UnknownModelError, or TritonError with status 503 if the model was unloaded."""
         served = self.find(name, version)
-        if served.unloaded:
+        if not served.loaded:
             raise TritonError(f"Request for unknown model: '{name}' has no available versions", 503)
         return served
 
-    def set_loaded(self, name: str, *, loaded: bool) -> None:
-        """Load or unload a model. Requests in flight continue. Raises TritonError unless the server's model control mode is explicit."""
-        if self._mode != "explicit":
-            raise TritonError("explicit model load / unload is not allowed if polling is enabled", 503)
-        served = self._models.get(name)
-        if served is None:
-            action = "load" if loaded else "unload"
-            raise TritonError(f"failed to {action} '{name[:200]}', failed to poll from model repository")
-        served.unloaded = not loaded
 
-
-def build_catalogue(context: Context, in_flight: InFlight) -> Catalogue:
+def build_catalogue(context: Context, in_flight: InFlight, settings: ServerSettings) -> Catalogue:
     """The catalogue of the models in the settings; without any, of five default models and an ensemble per served model name."""
-    configured = context.settings.options if isinstance(context.settings.options, TritonOptions) else None
+    configured = settings.options if isinstance(settings.options, TritonOptions) else None
     options = configured or TritonOptions(models=default_models(), unary=True, max_beam_width=MAX_BEAM_WIDTH)
-    models = [_served(model, context, options, in_flight) for model in options.models]
-    if context.settings.test_models:
+    models = [_served(model, context, options, in_flight, settings) for model in options.models]
+    if settings.test_models:
         models += test_models()
     for served in models:
-        served.unloaded = not options.is_loaded_at_start(served.model.name)
+        served.status = ModelStatus() if options.is_loaded_at_start(served.model.name) else UNLOADED
     if options.unary:
         used_names = {served.model.name for served in models}
         names = [model.name for model in context.repository.models() if model.name not in used_names]
-        models += [_served(_default_model("ensemble", name), context, options, in_flight) for name in names]
-    return Catalogue(models, options.model_control)
+        models += [_served(_default_model("ensemble", name), context, options, in_flight, settings) for name in names]
+    return Catalogue(models)
 
 
 def default_models() -> tuple[TritonModel, ...]:
@@ -94,7 +91,7 @@ def _default_model(kind: str, name: str) -> TritonModel:
     )
 
 
-def _served(model: TritonModel, context: Context, options: TritonOptions, in_flight: InFlight) -> ServedModel:
+def _served(model: TritonModel, context: Context, options: TritonOptions, in_flight: InFlight, settings: ServerSettings) -> ServedModel:
     """A model of the catalogue over the generation service of its name, or of the first model."""
 
     def service() -> Service:
@@ -103,7 +100,7 @@ def _served(model: TritonModel, context: Context, options: TritonOptions, in_fli
     members: tuple[str, ...] = ()
     if model.kind in ("ensemble", "tensorrt_llm_bls"):
         members = tuple(member.name for kind in _ENSEMBLE_MEMBERS if (member := options.of_kind(kind)))
-    runner = _runner(model, service, context, options, in_flight)
+    runner = _runner(model, service, settings, options, in_flight)
     return ServedModel(
         model=model,
         run=runner.run,
@@ -115,9 +112,8 @@ def _served(model: TritonModel, context: Context, options: TritonOptions, in_fli
 
 
 def _runner(
-    model: TritonModel, service: Callable[[], Service], context: Context, options: TritonOptions, in_flight: InFlight
+    model: TritonModel, service: Callable[[], Service], settings: ServerSettings, options: TritonOptions, in_flight: InFlight
 ) -> GeneratingModel | TokenizerModel:
-    settings = context.settings
     match model.kind:
         case "preprocessing":
             return Preprocessing(service, settings)

@@ -1,0 +1,85 @@
+"""The model of a frontend: its service exists while there is an executor, which the supervisor may start, stop and replace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from stoker.base.logging import get_logger
+from stoker.frontend.generation import GenerationService
+from stoker.frontend.repository import ModelRepository
+from stoker.frontend.service import Service
+from stoker.frontend.tokenizer import Tokenizer
+from stoker.runtime.transport.zmq_client import ZmqExecutorClient
+from stoker.server.coordination import Coordination, Values
+from stoker.server.metrics.frontend import FrontendMetrics
+from stoker.server.metrics.metered import MeteredClient, MeteredService
+from stoker.server.processes.tasks import EXECUTOR, FAILURE, ExecutorPlace
+from stoker.server.settings import ServerSettings
+
+log = get_logger(__name__)
+
+LOAD_TIMEOUT_S = 86400.0  # without load_timeout_s; the supervisor detects an executor that ended
+
+
+class EngineService:
+    """The repository with the one model `name`, and the executor of the coordination as its engine."""
+
+    def __init__(self, name: str, settings: ServerSettings, metrics: FrontendMetrics, coordination: Coordination) -> None:
+        self.repository = ModelRepository()
+        self.repository.register(name, self._load, self._close)
+        self._name = name
+        self._settings = settings
+        self._metrics = metrics
+        self._place: ExecutorPlace | None = coordination.values.get(EXECUTOR)
+        self._loading: asyncio.Task[None] | None = None
+        coordination.on_change(self._apply)
+
+    async def load(self) -> None:
+        """Load the service of the present executor, if there is one. Returns when it is ready, or when the executor was withdrawn."""
+        if self._place is None:
+            return
+        self._loading = asyncio.create_task(self.repository.load(self._name))
+        try:
+            await asyncio.wait({self._loading})
+        finally:
+            self._loading.cancel()
+        if not self._loading.cancelled():
+            self._loading.result()
+
+    async def unload(self) -> None:
+        """Close the service. Its requests have ended, or have had the time to end."""
+        await self.repository.unload(self._name)
+
+    async def _apply(self, changes: Values) -> None:
+        """Follow the executor. When it is withdrawn, its requests have drain_timeout_s to end."""
+        if EXECUTOR not in changes:
+            return
+        self._place = changes[EXECUTOR]
+        if self._loading is not None and not self._loading.done():
+            self._loading.cancel()
+            await asyncio.wait({self._loading})
+        if self._place is not None:
+            await self.repository.load(self._name)
+            return
+        model = self.repository.find(self._name)
+        if isinstance(model.service, MeteredService) and isinstance(model.service.inner, GenerationService):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(model.service.inner.drain(), self._settings.drain_timeout_s)
+        await self.repository.unload(self._name)
+        model.reason = changes.get(FAILURE) or "unloaded"
+
+    async def _load(self) -> Service:
+        """Load the tokenizer while the executor loads the engine, then connect to the executor."""
+        place = self._place
+        assert place is not None
+        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(place.tokenizer))
+        timeout_s = self._settings.load_timeout_s or LOAD_TIMEOUT_S
+        client = await ZmqExecutorClient.connect(place.address, connect_timeout_s=timeout_s)
+        metered = MeteredClient(client, self._name, self._metrics)
+        return MeteredService(GenerationService(self._name, tokenizer, metered), self._metrics)
+
+    async def _close(self, service: Service) -> None:
+        assert isinstance(service, MeteredService) and isinstance(service.inner, GenerationService)
+        await service.inner.close()

@@ -1,0 +1,124 @@
+"""The executor process as the supervisor controls it: its start, its replacement by another engine, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from stoker.base.errors import EngineError
+from stoker.base.logging import get_logger
+from stoker.server.coordination import Coordinator
+from stoker.server.processes.child import Child
+from stoker.server.processes.tasks import EXECUTOR, FAILURE, ExecutorPlace, ExecutorTask, ServedEngine
+from stoker.server.settings import ServerSettings
+
+log = get_logger(__name__)
+
+STOP_S = 10.0
+# The engine that the files request now. Raises StokerError.
+ReadAgain = Callable[[], ServedEngine]
+
+
+class ExecutorControl:
+    """One executor at a time. `attach` and `detach` are called when the supervisor is to watch a child, and when its end is expected."""
+
+    def __init__(
+        self,
+        served: ServedEngine,
+        run_dir: Path,
+        coordinator: Coordinator,
+        read_again: ReadAgain | None,
+        attach: Callable[[Child], None],
+        detach: Callable[[Child], None],
+    ) -> None:
+        self.child: Child | None = None
+        self._next = served  # the engine of the next start
+        self._running: tuple[object, ...] = ()  # identifies the engine of `child`
+        self._run_dir = run_dir
+        self._coordinator = coordinator
+        self._read_again = read_again
+        self._attach, self._detach = attach, detach
+        self._num_starts = 0
+
+    async def launch(self) -> Child:
+        """Start the process of an executor and publish its place. Returns before it is ready."""
+        served, self._running = self._next, _identity(self._next)
+        self._num_starts += 1
+        place = ExecutorPlace(f"ipc://{self._run_dir}/executor{self._num_starts}", str(served.tokenizer))
+        task = ExecutorTask(str(served.engine), served.runtime, place.address)
+        self.child = await Child.start("executor", "stoker.server.processes.executor", task)
+        self._place = place
+        return self.child
+
+    async def wait_until_ready(self) -> None:
+        """Return when the executor is ready. Raises EngineError with its error if it ends before that."""
+        child = self.child
+        assert child is not None
+        if (failure := await child.failure()) is not None:
+            await child.process.wait()
+            self.child = None
+            raise EngineError(failure or f"the executor {child.ending}.")
+
+    async def read_settings(self) -> ServerSettings:
+        """Read the files again, in a thread. Raises StokerError."""
+        if self._read_again is not None:
+            self._next = await asyncio.to_thread(self._read_again)
+        return self._next.settings
+
+    @property
+    def running(self) -> bool:
+        """Whether there is an executor."""
+        return self.child is not None
+
+    @property
+    def must_start(self) -> bool:
+        """Whether no executor is running, or one of another engine or with other settings than the files request."""
+        return self.child is None or _identity(self._next) != self._running
+
+    async def start(self) -> None:
+        """Replace the executor if `must_start`. Raises EngineError."""
+        if self.must_start:
+            await self.stop()
+            child = await self.launch()
+            try:
+                await self.wait_until_ready()
+            except EngineError as error:
+                await self.withdraw(str(error))
+                raise
+            self._attach(child)
+            await self.publish()
+
+    async def stop(self) -> None:
+        """End the executor after the requests of the frontends."""
+        if (child := self.child) is None:
+            return
+        await self.withdraw(None)
+        self._detach(child)
+        self.child = None
+        await child.stop(STOP_S)
+        log.info("the executor has ended.")
+
+    async def terminate(self) -> None:
+        """End the executor. The frontends have ended already."""
+        if self.child is not None:
+            await self.child.stop(STOP_S)
+
+    async def publish(self) -> None:
+        """Publish the place of the executor to the frontends. Returns when they have connected."""
+        await self._coordinator.publish({EXECUTOR: self._place, FAILURE: None})
+
+    async def withdraw(self, failure: str | None) -> None:
+        """Publish that there is no executor. Returns when the requests of the frontends have ended."""
+        await self._coordinator.publish({EXECUTOR: None, FAILURE: failure})
+
+
+def _identity(served: ServedEngine) -> tuple[object, ...]:
+    """What decides whether two executors do the same: the files of the engine, and the runtime settings."""
+    version: tuple[int, ...] = ()  # without a config.json, which the executor reports
+    with contextlib.suppress(OSError):
+        found = os.stat(served.engine / "config.json")
+        version = (found.st_ino, found.st_mtime_ns)
+    return (served.engine.resolve(), version, served.tokenizer.resolve(), served.runtime)

@@ -1,0 +1,108 @@
+"""Explicit model control of a whole server: loading, unloading and reloading while requests run, and engines that cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from triton_server import until
+from tritonserver_process import program, repository, started
+
+__all__ = ["program", "repository"]  # fixtures
+
+
+def test_models_are_loaded_unloaded_and_reloaded_while_requests_run(
+    repository: Callable[[int], Path], program: Path, tmp_path: Path
+) -> None:
+    """Explicit mode with two frontends. Unloading drains, ends the executor, and a load starts it with the present files."""
+    repo = tmp_path / "repo"
+    shutil.copytree(repository(1), repo)
+    address = ["--http-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    command = [str(program), f"--model-repository={repo}", *address, "--model-control-mode=explicit", "--load-model=ensemble"]
+    with started(command) as (addresses, process, _), httpx.Client(base_url=f"http://{addresses['HTTPService']}", timeout=30) as http:
+        generate = {"text_input": "the quick", "max_tokens": 100, "end_id": -1}
+        whole = http.post("/v2/models/ensemble/generate", json=generate).json()["text_output"]
+        assert states(http) == {
+            **dict.fromkeys(("ensemble", "postprocessing", "preprocessing", "tensorrt_llm"), "READY"),
+            "tensorrt_llm_bls": "UNAVAILABLE",
+        }
+        (executor,) = executors(process)
+        # A stream that runs while its model is unloaded receives its whole answer; new requests are refused at once.
+        with http.stream("POST", "/v2/models/ensemble/generate_stream", json={**generate, "stream": True}) as stream:
+            events = stream.iter_lines()
+            first = next(events)
+            assert http.post("/v2/repository/models/ensemble/unload", json={"parameters": {"unload_dependents": True}}).status_code == 200
+            for _ in range(6):  # each frontend
+                refused = httpx.post(f"{http.base_url}/v2/models/ensemble/generate", json=generate)
+                assert refused.status_code == 503 and "no available versions" in refused.json()["error"]
+            parts = [json.loads(line[6:]) for line in [first, *events] if line]
+        assert "".join(part["text_output"] for part in parts) == whole.removeprefix("the quick")
+        until(lambda: set(states(http).values()) == {"UNAVAILABLE"})
+        assert not Path(f"/proc/{executor}").exists() and executors(process) == [], "the memory of the engine is free"
+        assert http.get("/v2/health/ready").status_code == 200 and http.get("/v2/models/ensemble/ready").status_code == 400
+        # The files have changed: the load applies them, in all frontends.
+        config = repo / "ensemble" / "config.pbtxt"
+        config.write_text(re.sub(r"max_batch_size: \d+", "max_batch_size: 7", config.read_text()))
+        assert http.post("/v2/repository/models/ensemble/load").status_code == 200
+        for _ in range(6):
+            assert httpx.get(f"{http.base_url}/v2/models/ensemble/config").json()["max_batch_size"] == 7
+            answer = httpx.post(f"{http.base_url}/v2/models/ensemble/generate", json=generate, timeout=30).json()
+            assert answer["text_output"] == whole
+        (executor,) = executors(process)
+        # A load without changes keeps the executor, and one with other settings of the runtime replaces it.
+        assert http.post("/v2/repository/models/tensorrt_llm/load").status_code == 200 and executors(process) == [executor]
+        llm = repo / "tensorrt_llm" / "config.pbtxt"
+        written = llm.read_text()
+        llm.write_text(written.replace('"4096"', '"2048"'))
+        assert http.post("/v2/repository/models/tensorrt_llm/load").status_code == 200 and executors(process) != [executor]
+        assert http.post("/v2/models/ensemble/generate", json=generate).json()["text_output"] == whole
+        # Files that cannot be served are an error, and the models that run are not affected.
+        llm.write_text("max_batch_size: many")
+        failed = http.post("/v2/repository/models/tensorrt_llm/load")
+        assert (
+            failed.status_code == 400 and "failed to load 'tensorrt_llm', " in failed.json()["error"] and "many" in failed.json()["error"]
+        )
+        assert http.post("/v2/models/ensemble/generate", json=generate).json()["text_output"] == whole
+        # An engine that cannot be loaded leaves the server without the model, with the executor's error as the reason.
+        llm.write_text(written.replace('"4096"', '"99999999999"'))
+        failed = http.post("/v2/repository/models/tensorrt_llm/load")
+        assert failed.status_code == 400 and "kv_cache_tokens" in failed.json()["error"], failed.text
+        assert states(http)["tensorrt_llm"] == "UNAVAILABLE" and executors(process) == []
+        llm.write_text(written)
+        assert http.post("/v2/repository/models/tensorrt_llm/load").status_code == 200
+        assert http.post("/v2/models/ensemble/generate", json=generate).json()["text_output"] == whole
+    assert process.returncode == 0
+
+
+def test_without_exit_on_error_the_server_stays(repository: Callable[[int], Path], program: Path, tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    shutil.copytree(repository(1), repo)
+    llm = repo / "tensorrt_llm" / "config.pbtxt"
+    llm.write_text(llm.read_text().replace('"4096"', '"99999999999"'))
+    address = ["--http-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    command = [str(program), f"--model-repository={repo}", *address]
+    with (
+        started([*command, "--exit-on-error=false"]) as (addresses, process, lines),
+        httpx.Client(base_url=f"http://{addresses['HTTPService']}") as http,
+    ):
+        assert http.get("/v2/health/live").status_code == 200 and http.get("/v2/health/ready").status_code == 503
+        rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
+        assert rows["tensorrt_llm"]["state"] == "UNAVAILABLE" and "kv_cache_tokens" in rows["tensorrt_llm"]["reason"]
+        assert http.post("/v2/models/ensemble/generate", json={"text_input": "a", "max_tokens": 1}).status_code == 503
+        assert "kv_cache_tokens" in http.get("/health/ready").text
+    assert process.returncode == 0 and any("The server stays without the model" in line for line in lines)
+
+
+def states(http: httpx.Client) -> dict[str, str]:
+    return {row["name"]: row["state"] for row in http.post("/v2/repository/index").json()}
+
+
+def executors(process: subprocess.Popen[str]) -> list[str]:
+    """The process ids of the executors of a server."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [child for child in children if b"processes.executor" in Path(f"/proc/{child}/cmdline").read_bytes()]
