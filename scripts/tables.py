@@ -15,13 +15,14 @@ from stoker.deploy.lmi import environment as lmi_environment
 from stoker.deploy.lmi import keys as lmi
 from stoker.deploy.truss import keys as truss_keys
 from stoker.server.protocols.anthropic import fields as anthropic
+from stoker.server.protocols.ollama import fields as ollama
 from stoker.server.protocols.openai import fields
 from stoker.server.protocols.openai.responses import fields as responses
 from stoker.server.protocols.sagemaker import parameters as sagemaker
 from stoker.server.protocols.truss import parameters as truss
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("anthropic.md", "sagemaker.md", "openai.md", "responses.md", "truss.md")
+PAGES = ("anthropic.md", "sagemaker.md", "ollama.md", "openai.md", "responses.md", "truss.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -92,6 +93,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "responses_extensions": lambda: _fields("field", responses.EXTENSIONS),
     "anthropic": lambda: _fields("field", (*anthropic.GENERATION[:2], *anthropic.PROMPT, *anthropic.GENERATION[2:])),
     "anthropic_extensions": lambda: _fields("field", anthropic.EXTENSIONS),
+    "ollama_chat": lambda: _fields("field", (*ollama.CHAT_ONLY, *ollama.BOTH)),
+    "ollama_generate": lambda: _fields("field", ollama.GENERATE_ONLY),
+    "ollama_options": lambda: _fields("option", ollama.OPTION_ROWS),
     "chat": lambda: _fields("field", fields.CHAT_ONLY),
 }
 

@@ -78,6 +78,15 @@ EXCHANGES: list[tuple[str, str, Any]] = [
         },
     ),
     ("POST", "/v1/messages/count_tokens", {"messages": USER}),
+    ("GET", "/api/tags", None),
+    ("GET", "/api/ps", None),
+    ("GET", "/api/version", None),
+    ("POST", "/api/show", {"model": "tiny"}),
+    ("POST", "/api/chat", {"messages": USER, "tools": [TOOL], "options": {"seed": 1}, "think": True, "stream": False}),
+    ("POST", "/api/chat", {"messages": USER, "tools": [TOOL], "format": "json", "logprobs": True, "top_logprobs": 1}),
+    ("POST", "/api/chat", {"messages": []}),
+    ("POST", "/api/generate", {"prompt": "hi", "stream": False, "keep_alive": "5m"}),
+    ("POST", "/api/generate", {"prompt": "hi", "raw": True}),
     ("GET", "/v2", None),
     ("GET", "/v2/health/live", None),
     ("GET", "/v2/health/ready", None),
@@ -148,6 +157,8 @@ WRONG: list[tuple[str, Any]] = [
     ("/v1/messages", {"messages": USER}),
     ("/v1/messages", {"messages": USER, "max_tokens": 0}),
     ("/v1/messages", {"messages": [{"role": "robot", "content": "x"}], "max_tokens": 5}),
+    ("/api/chat", {"messages": USER, "options": {"mirostat": 2}}),
+    ("/api/generate", {"prompt": "hi", "suffix": "x"}),
     ("/tokenize", {"prompt": 5}),
     ("/detokenize", {}),
     ("/v2/models/{model}/infer", {"id": "7"}),
@@ -190,7 +201,7 @@ def parts(response: httpx.Response) -> list[Any]:
     if kind == "text/event-stream":
         texts = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
         return [text if text == "[DONE]" else json.loads(text) for text in texts]
-    if kind == "application/jsonlines":
+    if kind in ("application/jsonlines", "application/x-ndjson"):
         return [json.loads(line) for line in response.text.splitlines() if line]
     return [response.json()] if kind == "application/json" and response.content else [response.text]
 

@@ -29,6 +29,7 @@ class ScriptedService(Service):
 
     def __init__(self, *answers: str, name: str = "tiny", group: int = 1, **limits: int) -> None:
         self.model_name = name
+        self.chat_template = "a scripted template"
         self.answers = list(answers) or ["Hello, wörld 🎉!"]
         self.group = group
         self.requests: list[GenerationRequest] = []

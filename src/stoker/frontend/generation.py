@@ -38,6 +38,7 @@ class GenerationService(Service):
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.end_ids, self.pad_id = tokenizer.end_ids, tokenizer.pad_id
+        self.chat_template = tokenizer.chat_template or None
         self._client = client
         self._info = lower_limits(client.info, limits)
         self._chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens) if tokenizer.chat_template else None

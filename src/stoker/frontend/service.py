@@ -69,6 +69,7 @@ class Service(ABC):
     model_name: str
     end_ids: tuple[int, ...] = ()  # of the model, in the order of the tokenizer files
     pad_id: int | None = None  # of the tokenizer
+    chat_template: str | None = None  # its source; None: the model has none, and `render_chat` raises
 
     @abstractmethod
     def stream(self, request: GenerationRequest) -> AsyncGenerator[list[Delta], None]:

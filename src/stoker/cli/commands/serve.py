@@ -33,7 +33,7 @@ SERVER_HELP = {
     "grpc_port": "Port for KServe over gRPC (Triton uses 8001); 0 chooses a free port. Default: no gRPC.",
     "metrics_port": "A separate port for metrics (Triton uses 8002). Default: metrics on the HTTP port only.",
     "model_name": "The model name that clients use. Default: the folder's name.",
-    "protocols": "Serve only this protocol: openai, anthropic, kserve, sagemaker or truss. Repeatable. "
+    "protocols": "Serve only this protocol: openai, anthropic, ollama, kserve, sagemaker or truss. Repeatable. "
     "Default: those of the deployment folder.",
     "add_special_tokens": "Add the tokenizer's special tokens in front of text prompts.",
     "skip_special_tokens": "Leave special tokens out of the output text.",

@@ -23,6 +23,7 @@ class MeteredService(Service):
     def __init__(self, inner: Service, counts: FrontendMetrics) -> None:
         self.inner = inner
         self.model_name, self.end_ids, self.pad_id = inner.model_name, inner.end_ids, inner.pad_id
+        self.chat_template = inner.chat_template
         self._counts = counts
         self._duration = counts.of(metrics.REQUEST_DURATION, self.model_name)
         self._prompt_length = counts.of(metrics.PROMPT_LENGTH, self.model_name)

@@ -10,6 +10,7 @@ from stoker.server.protocol import Protocol
 from stoker.server.protocols.anthropic.protocol import Anthropic
 from stoker.server.protocols.health.protocol import Health
 from stoker.server.protocols.kserve.http.protocol import KServeHTTP
+from stoker.server.protocols.ollama.protocol import Ollama
 from stoker.server.protocols.openai.protocol import OpenAI
 from stoker.server.protocols.sagemaker.protocol import SageMaker
 from stoker.server.protocols.truss.protocol import Truss
@@ -19,5 +20,6 @@ PROTOCOLS.add("health", Health)
 PROTOCOLS.add("kserve", KServeHTTP)
 PROTOCOLS.add("anthropic", Anthropic)  # before openai, whose paths contain its paths
 PROTOCOLS.add("openai", OpenAI)
+PROTOCOLS.add("ollama", Ollama)
 PROTOCOLS.add("sagemaker", SageMaker)
 PROTOCOLS.add("truss", Truss)

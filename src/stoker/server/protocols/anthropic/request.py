@@ -13,7 +13,7 @@ from stoker.frontend.service import Service
 from stoker.server.protocols.anthropic.blocks import read_conversation
 from stoker.server.protocols.anthropic.fields import MAX_TOKENS, OUTPUT_CONFIG, TABLE, THINKING, TOOL_CHOICE
 from stoker.server.protocols.common.chat.template_values import read_template_kwargs, thinking_switches
-from stoker.server.protocols.common.chat.tools import ToolUse
+from stoker.server.protocols.common.chat.tools import ToolUse, function_tool
 from stoker.server.protocols.common.chat.turn import ChatTurn, prepare_turn
 from stoker.server.settings import ServerSettings
 
@@ -101,12 +101,7 @@ def _read_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
     if kind != "custom":
         limit = "only tools that the client runs and describes are supported"
         raise RequestError(f"{field}.type", kind, limit, cure='Use {"name": …, "description": …, "input_schema": …}.')
-    name, schema = tool.get("name"), tool.get("input_schema")
-    if not isinstance(name, str) or not 0 < len(name) <= 256:
-        raise RequestError(f"{field}.name", name, "it must be a string of 1 to 256 characters")
-    if not isinstance(schema, dict):
-        raise RequestError(f"{field}.input_schema", schema, "it must be a JSON schema")
-    return {"type": "function", "function": {"name": name, "description": tool.get("description") or "", "parameters": schema}}
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), field=field, schema_name="input_schema")
 
 
 def _guide(form: dict[str, Any] | None) -> Guide | None:

@@ -14,6 +14,7 @@ from stoker.server.errors import Failure
 from stoker.server.http.request_context import RequestContext
 from stoker.server.protocol import Context, Endpoint, Protocol
 from stoker.server.protocols.common.client_names import with_client_name
+from stoker.server.protocols.common.logprobs import token_text
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
 from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.protocols.openai import fields
@@ -99,7 +100,7 @@ class OpenAI(Protocol):
         ids = await asyncio.to_thread(service.encode, text, add_special_tokens=values.get("add_special_tokens", not is_chat))
         response: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
         if values.get("return_token_strs"):
-            response["token_strs"] = [wire.token_text(service, token) for token in ids]
+            response["token_strs"] = [token_text(service, token) for token in ids]
         await http.respond(200, wire.encode(response))
 
     async def detokenize(self, http: RequestContext) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +10,8 @@ import msgspec
 from stoker.base.types import Delta, FinishReason, TokenLogprobs, Usage
 from stoker.frontend.service import Service
 from stoker.server.errors import Failure
+from stoker.server.protocols.common.logprobs import finite, scored_token, token_text
 
-MIN_LOGPROB = -9999.0  # instead of -Infinity, which JSON cannot represent; OpenAI writes the same
 FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -73,20 +72,6 @@ def update_usage(usage: Usage, delta: Delta) -> None:
         usage.completion_tokens = reported.completion_tokens or usage.completion_tokens
 
 
-def token_text(service: Service, token_id: int) -> str:
-    """The text of a token. Bytes that are only part of a character are written as escapes, as OpenAI does."""
-    text = service.token_bytes(token_id)
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
-
-
-def finite(logprob: float) -> float:
-    """The log-probability as a number that JSON can represent."""
-    return max(logprob, MIN_LOGPROB) if not math.isnan(logprob) else MIN_LOGPROB
-
-
 class CompletionLogprobs:
     """`logprobs` objects of one completion choice. text_offset counts characters from the start of its text, over all its chunks."""
 
@@ -119,17 +104,13 @@ class CompletionLogprobs:
 def chat_logprobs(service: Service, entries: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
     """The `logprobs` object of a chat choice, with `num_top` candidates per token."""
     return {
-        "content": [{**_chat_token(service, e.token_id, e.logprob), "top_logprobs": _chat_top(service, e, num_top)} for e in entries],
+        "content": [{**scored_token(service, e.token_id, e.logprob), "top_logprobs": _chat_top(service, e, num_top)} for e in entries],
         "refusal": None,
     }
 
 
 def _chat_top(service: Service, entry: TokenLogprobs, num_top: int) -> list[dict[str, Any]]:
-    return [_chat_token(service, token_id, logprob) for token_id, logprob in entry.top[:num_top]]
-
-
-def _chat_token(service: Service, token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": token_text(service, token_id), "logprob": finite(logprob), "bytes": list(service.token_bytes(token_id))}
+    return [scored_token(service, token_id, logprob) for token_id, logprob in entry.top[:num_top]]
 
 
 def prompt_logprobs(service: Service, entries: list[TokenLogprobs | None]) -> list[dict[str, Any] | None]:

@@ -9,9 +9,9 @@ from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Completion, Service
 from stoker.server.errors import sequence_error
 from stoker.server.protocols.common.concurrency import gather
+from stoker.server.protocols.common.logprobs import finite
 from stoker.server.protocols.common.ranking import mean_logprob
 from stoker.server.protocols.common.streams import merge_streams
-from stoker.server.protocols.openai.response_json import finite
 from stoker.server.protocols.sagemaker.dialects import RecordBuilder, encode
 from stoker.server.protocols.sagemaker.options import LMIOptions
 from stoker.server.protocols.sagemaker.reply import JSON_LINES, SSE, Reply

@@ -6,7 +6,7 @@ import msgspec
 
 from stoker.base.types import Delta, FinishReason, TokenLogprobs
 from stoker.frontend.service import Choice, Service
-from stoker.server.protocols.openai.response_json import finite
+from stoker.server.protocols.common.logprobs import finite
 
 NO_TOKEN = -1  # id in a record that must be sent although there is no token
 

@@ -20,6 +20,7 @@ class Answer:
         self._parser = turn.parser()
         self._assembled = AnswerBlocks()
         self._scores: list[TokenLogprobs] = []  # of tokens whose text the parser holds back
+        self.token_ids: list[int] = []
         self.usage = Usage()
         self.num_reasoning_tokens = 0
         self.finish_reason = FinishReason.CANCELLED
@@ -49,6 +50,7 @@ class Answer:
         self._count(delta)
         if delta.finish_reason is FinishReason.ERROR:
             raise sequence_error(delta.error, ready=self._turn.service.ready)
+        self.token_ids += delta.token_ids
         self._scores += delta.logprobs
         parts = self._parser.push(delta.text, last=delta.finish_reason is not None)
         events = self._assembled.push(parts)

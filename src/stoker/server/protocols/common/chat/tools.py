@@ -13,6 +13,8 @@ from stoker.server.protocols.common.parsers.tools import TOOL_PARSERS
 from stoker.server.protocols.common.parsers.tools.guided import ForcedParser, RequiredParser
 from stoker.server.protocols.common.parsers.tools.parser import ToolParser
 
+MAX_NAME_CHARS = 256
+
 
 class ToolUse(msgspec.Struct, frozen=True):
     """The checked fields. `tools` are passed to the template. With mode "forced", the model must call the function `forced`."""
@@ -49,3 +51,12 @@ class ToolUse(msgspec.Struct, frozen=True):
             cure = f"Start the server with --tool-parser {' | '.join(TOOL_PARSERS)}."
             raise RequestError("tools", self.tools, "the server has no parser for the model's tool calls", cure=cure)
         return TOOL_PARSERS.get(name)(self.schemas)
+
+
+def function_tool(name: Any, description: Any, parameters: Any, *, field: str, schema_name: str) -> dict[str, Any]:
+    """A function in the form of chat templates. `schema_name` is the name of `parameters` in the API. Raises RequestError."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+        raise RequestError(f"{field}.name", name, f"it must be a string of 1 to {MAX_NAME_CHARS} characters")
+    if not isinstance(parameters, dict):
+        raise RequestError(f"{field}.{schema_name}", parameters, "it must be a JSON schema")
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}

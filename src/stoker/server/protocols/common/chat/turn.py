@@ -83,6 +83,17 @@ def _starts_with_answer(request: GenerationRequest) -> bool:
     return request.params.guide is not None and request.params.guide.kind != "structural_tag"
 
 
+async def prepare_raw_turn(
+    request: GenerationRequest, prompt: str, service: Service, settings: ServerSettings, *, max_tokens: int | None
+) -> ChatTurn:
+    """A turn whose prompt is text as it is, and whose answer is not parsed. `request` is modified. Raises RequestError."""
+    request.prompt = ids = await encode_prompt(service, prompt, add_special_tokens=request.add_special_tokens)
+    limit = max_tokens if max_tokens is not None else _default_max_tokens(len(ids), service, settings)
+    request.params = msgspec.structs.replace(request.params, max_tokens=limit)
+    plain = msgspec.structs.replace(settings, reasoning_parser=None, tool_parser=None)
+    return ChatTurn(service=service, settings=plain, request=request, tools=ToolUse([], "none"), one_call=False, opened=False)
+
+
 def _default_max_tokens(num_prompt: int, service: Service, settings: ServerSettings) -> int:
     """The setting, or as many tokens as fit the engine after the prompt."""
     if settings.default_max_tokens is not None:

@@ -11,7 +11,7 @@ from stoker.frontend.service import Service
 from stoker.server.errors import Failure
 from stoker.server.protocols.common.chat.answer import Answer
 from stoker.server.protocols.common.chat.blocks import Block, Kind
-from stoker.server.protocols.openai.response_json import finite, token_text
+from stoker.server.protocols.common.logprobs import scored_token
 from stoker.server.protocols.openai.responses.request import ResponseCall
 
 _PREFIXES: dict[Kind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -120,12 +120,8 @@ def logprobs_object(service: Service, entries: list[TokenLogprobs], num_top: int
     """The log-probabilities of an output_text part, with `num_top` candidates per token."""
     return [
         {
-            **_token(service, entry.token_id, entry.logprob),
-            "top_logprobs": [_token(service, token_id, logprob) for token_id, logprob in entry.top[:num_top]],
+            **scored_token(service, entry.token_id, entry.logprob),
+            "top_logprobs": [scored_token(service, token_id, logprob) for token_id, logprob in entry.top[:num_top]],
         }
         for entry in entries
     ]
-
-
-def _token(service: Service, token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": token_text(service, token_id), "logprob": finite(logprob), "bytes": list(service.token_bytes(token_id))}

@@ -11,6 +11,7 @@ from stoker.base.errors import RequestError
 from stoker.base.types import GenerationRequest, SamplingParams
 from stoker.frontend.service import Service
 from stoker.server.protocols.common.chat.template_values import read_template_kwargs, thinking_switches
+from stoker.server.protocols.common.chat.tools import function_tool
 from stoker.server.protocols.common.chat.turn import ChatTurn, prepare_turn
 from stoker.server.protocols.common.guides import read_guide
 from stoker.server.protocols.openai.call import DEFAULT_TEMPERATURE
@@ -161,13 +162,8 @@ def _chat_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         limit = "only functions that the client runs are supported"
         raise RequestError(f"{field}.type", tool.get("type"), limit, cure='Use {"type": "function", "name": …, "parameters": …}.')
-    name, parameters = tool.get("name"), tool.get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(name, str) or not 0 < len(name) <= 256:
-        raise RequestError(f"{field}.name", name, "it must be a string of 1 to 256 characters")
-    if not isinstance(parameters, dict):
-        raise RequestError(f"{field}.parameters", parameters, "it must be a JSON schema")
-    function = {"name": name, "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": function}
+    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
+    return function_tool(tool.get("name"), tool.get("description"), parameters, field=field, schema_name="parameters")
 
 
 def _response_format(values: dict[str, Any]) -> dict[str, Any]:
