@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import tokenizers
 from drive import END, Answer, Driven, request
@@ -105,6 +106,28 @@ def test_batches_and_preemption_do_not_change_answers(drive: Make, prompts: list
     found = [[batch.answers[one.request_id, index].tokens for index in range(2)] for one in requests]
     assert found == [[answer.tokens for answer in answers] for answers in expected]
     assert batch.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_reasoning_before_the_answer_is_free(
+    drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str], started: bool
+) -> None:
+    """With reasoning_start, only if the first token is that one."""
+    begin, end = 300, 301
+    guide = msgspec.structs.replace(GUIDES["regex"][0], reasoning_end=end, reasoning_start=None if started else begin)
+    options = {"temperature": 3.0, "n": 4, "seed": 5, "max_tokens": 200, "logit_bias": {end: 9.0}}
+    answers = drive(max_num_tokens=32, policy="max_utilization", kv_cache_tokens=40 * 16).run(
+        *(guided(prompt, guide, **options) for prompt in prompts[:2]),
+        *(guided(prompt, guide, **{**options, "logit_bias": {begin: 9.0, end: 9.0}}) for prompt in prompts[:2]),
+    )
+    lengths = []
+    for answer in answers:
+        reasoned = started or answer.tokens[0] == begin
+        lengths.append(answer.tokens.index(end) if reasoned else 0)
+        assert not reasoned or END not in answer.tokens[: lengths[-1]], "an end id would end the sequence without an answer"
+        rest = Answer(tokens=answer.tokens[lengths[-1] + reasoned :], reason=answer.reason, stop_id=answer.stop_id)
+        check([rest], text_of, GUIDES["regex"][1])
+    assert max(lengths) > 3 and (started or 0 in lengths)
 
 
 def test_with_the_other_features(drive: Make, prompts: list[list[int]], text_of: Callable[[Answer], str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from live_http import asgi_client, events
 from scripted_service import ScriptedService
 
-from stoker.base.types import FinishReason
+from stoker.base.types import FinishReason, Guide
 from stoker.frontend.chat_template import ChatTemplate
 from stoker.server.protocols.common.chat.messages import with_parsed_arguments
 
@@ -359,7 +359,7 @@ async def test_a_deadline_is_the_stop_reason() -> None:
 
 
 @pytest.mark.parametrize("guide", [{"guided_regex": ".*"}, {"tools": TOOLS, "tool_choice": "required"}])
-async def test_an_answer_that_a_grammar_constrains_starts_without_reasoning(guide: dict[str, Any]) -> None:
+async def test_without_tokens_for_markers_a_constrained_answer_starts_without_reasoning(guide: dict[str, Any]) -> None:
     """Although the prompt, or the parser, opens the reasoning. Otherwise, the whole answer would be reasoning."""
     body = {**guide, "chat_template_kwargs": {"ending": "<think>\n"}}
     for parser in ("qwen3", "deepseek_r1"):
@@ -367,6 +367,37 @@ async def test_an_answer_that_a_grammar_constrains_starts_without_reasoning(guid
         (choice,) = await whole_and_streamed((answer,), body, 3, reasoning_parser=parser)
         assert choice["message"]["reasoning_content"] is None
         assert choice["message"]["content"] == answer or choice["message"]["tool_calls"][0]["function"]["name"] == "time"
+
+
+class MarkerTokens(ScriptedService):
+    """The markers of reasoning are single tokens."""
+
+    IDS = {"<think>": 300, "</think>": 301}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [self.IDS[text]] if text in self.IDS else super().encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        texts = {token: text for text, token in self.IDS.items()}
+        return "".join(texts.get(token) or chr(token) for token in token_ids)
+
+
+@pytest.mark.parametrize(
+    ("parser", "ending", "answer", "start"),
+    [
+        ("qwen3", "<assistant>", "<think>hm</think>[]", 300),
+        ("qwen3", "<think>\n", "hm</think>[]", None),
+        ("deepseek_r1", "<assistant>", "hm</think>[]", None),
+    ],
+)
+async def test_a_grammar_constrains_what_follows_the_reasoning(parser: str, ending: str, answer: str, start: int | None) -> None:
+    body = {"guided_json": {"type": "array"}, "chat_template_kwargs": {"ending": ending}}
+    service = MarkerTokens(answer)
+    (choice,) = (await post(service, body, reasoning_parser=parser))["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm", "[]")
+    assert service.requests[0].params.guide == Guide("json_schema", '{"type":"array"}', reasoning_end=301, reasoning_start=start)
+    (choice,) = (await post(MarkerTokens("[]"), body))["choices"]
+    assert choice["message"]["content"] == "[]", "without a reasoning parser, the answer is the constrained text"
 
 
 async def test_special_tokens_are_text_if_the_reasoning_parser_needs_them() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.base.types import SamplingParams
+from stoker.base.types import Guide, SamplingParams
 from stoker.runtime.request import ErrorInfo, Sequence
 from stoker.runtime.sampling.feature import Feature, Pairs
 from stoker.runtime.sampling.grammar_compiler import end_ids
@@ -20,14 +21,15 @@ MAX_MATCH_S = 0.5
 
 
 class _Match:
-    """The matcher of a sequence, and the number of tokens that it has read."""
+    """The matcher of a sequence, and the number of tokens that have been read. The matcher does not read the tokens of the reasoning."""
 
-    __slots__ = ("ends", "matcher", "num_read")
+    __slots__ = ("ends", "in_reasoning", "matcher", "num_read")
 
-    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+    def __init__(self, guide: Guide, matcher: Any, ends: frozenset[int]) -> None:
         self.matcher = matcher
         self.ends = ends
         self.num_read = 0
+        self.in_reasoning = guide.reasoning_end is not None and guide.reasoning_start is None
 
 
 class Guides(Feature):
@@ -46,7 +48,7 @@ class Guides(Feature):
 
         ends = end_ids(seq.request)
         matcher = xgrammar.GrammarMatcher(seq.grammar, override_stop_tokens=ends)
-        self._matches[seq.seq_id] = _Match(matcher, frozenset(ends))
+        self._matches[seq.seq_id] = _Match(_guide(seq), matcher, frozenset(ends))
 
     def remove(self, seq_id: int) -> None:
         self._matches.pop(seq_id, None)
@@ -61,7 +63,13 @@ class Guides(Feature):
             if not _read_new_tokens(match, seq):
                 masks[i] = 0  # no token is allowed, so that the row yields an error
                 continue
+            if match.in_reasoning:
+                masks[i] = -1  # any token but those that would end the sequence without an answer
+                _set_bits(masks[i], match.ends, False)
+                continue
             match.matcher.fill_next_token_bitmask(masks, i)
+            if (start := _guide(seq).reasoning_start) is not None and not match.num_read:
+                _set_bits(masks[i], [start], True)
             if (took := time.thread_time() - started) > MAX_MATCH_S:
                 masks[i] = 0
                 seq.fault = ErrorInfo("guide_too_slow", _too_slow(seq, took), 400)
@@ -87,8 +95,14 @@ def _too_slow(seq: Sequence, took_s: float) -> str:
 def _read_new_tokens(match: _Match, seq: Sequence) -> bool:
     """Advance the matcher to the newest token. False if it does not accept a token, or if no token may follow."""
     generated = len(seq.tokens) - seq.num_prompt
+    guide = _guide(seq)
     while match.num_read < generated:
-        if match.matcher.is_terminated() or not match.matcher.accept_token(seq.tokens[seq.num_prompt + match.num_read]):
+        token = seq.tokens[seq.num_prompt + match.num_read]
+        if match.in_reasoning:
+            match.in_reasoning = token != guide.reasoning_end
+        elif not match.num_read and token == guide.reasoning_start:
+            match.in_reasoning = True
+        elif match.matcher.is_terminated() or not match.matcher.accept_token(token):
             return False
         match.num_read += 1
     return not match.matcher.is_terminated()
@@ -97,6 +111,17 @@ def _read_new_tokens(match: _Match, seq: Sequence) -> bool:
 def _allows_only(mask: Tensor, token_ids: frozenset[int]) -> bool:
     """Whether no other bit is set in a row of int32 words."""
     others = mask.clone()
-    for token in token_ids:
-        others[token // 32] &= ~(1 << (token % 32)) if token % 32 < 31 else 0x7FFFFFFF
+    _set_bits(others, token_ids, False)
     return not bool(torch.any(others))
+
+
+def _set_bits(mask: Tensor, token_ids: Iterable[int], value: bool) -> None:
+    """Set the bits of tokens in a row of int32 words."""
+    for token in token_ids:
+        bit = torch.tensor(1 << (token % 32) if token % 32 < 31 else -(1 << 31), dtype=torch.int32)
+        mask[token // 32] = mask[token // 32] | bit if value else mask[token // 32] & ~bit
+
+
+def _guide(seq: Sequence) -> Guide:
+    assert seq.params.guide is not None
+    return seq.params.guide

@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 
 from stoker.base.errors import RequestError
-from stoker.base.types import GenerationRequest
+from stoker.base.types import GenerationRequest, Guide
 from stoker.frontend.prompts import encode_prompt, truncate_prompt
 from stoker.frontend.service import Service
 from stoker.server.protocols.common.chat.tools import ToolUse
 from stoker.server.protocols.common.parsers.answer import AnswerParser
 from stoker.server.protocols.common.parsers.reasoning import REASONING_PARSERS
+from stoker.server.protocols.common.parsers.reasoning.parser import ReasoningParser
 from stoker.server.settings import ServerSettings
 
 
@@ -68,19 +69,32 @@ async def prepare_turn(
     if any(each is not None and each.needs_special_tokens for each in (parser, reasoning)):
         changed["skip_special_tokens"] = False
     request.params = msgspec.structs.replace(request.params, **changed)
-    return ChatTurn(
-        service=service,
-        settings=settings,
-        request=request,
-        tools=tools,
-        one_call=one_call,
-        opened=reasoning is not None and not _starts_with_answer(request) and reasoning.opened_by(prompt),
-    )
+    opened = reasoning is not None and reasoning.opened_by(prompt)
+    if request.params.guide is not None and reasoning is not None:
+        guide, opened = _guide_after_reasoning(request.params.guide, reasoning, opened, service)
+        request.params = msgspec.structs.replace(request.params, guide=guide)
+    return ChatTurn(service=service, settings=settings, request=request, tools=tools, one_call=one_call, opened=opened)
 
 
-def _starts_with_answer(request: GenerationRequest) -> bool:
-    """Whether a grammar constrains the answer from its first token, so that it contains no reasoning."""
-    return request.params.guide is not None and request.params.guide.kind != "structural_tag"
+def _guide_after_reasoning(guide: Guide, reasoning: type[ReasoningParser], opened: bool, service: Service) -> tuple[Guide, bool]:
+    """The guide with the tokens between which the reasoning is free text, and whether the answer starts inside the reasoning.
+
+    If the markers of the reasoning are not single tokens, the grammar constrains the answer from its start, so that it contains no
+    reasoning. A structural tag can contain free text itself, and remains.
+    """
+    if guide.kind == "structural_tag":
+        return guide, opened
+    ids = [_single_token(service, marker) for marker in reasoning.markers() or ()]
+    if not ids or None in ids:
+        return guide, False
+    start, end = ids
+    return msgspec.structs.replace(guide, reasoning_start=None if opened else start, reasoning_end=end), opened
+
+
+def _single_token(service: Service, text: str) -> int | None:
+    """The id of the token with this text, if there is one."""
+    ids = service.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 and service.decode(ids, skip_special_tokens=False) == text else None
 
 
 async def prepare_raw_turn(

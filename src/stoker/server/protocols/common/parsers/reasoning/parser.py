@@ -22,6 +22,11 @@ class ReasoningParser(ABC):
         """Whether an answer to this prompt starts inside the reasoning, because the prompt ends with its marker."""
         return False
 
+    @classmethod
+    def markers(cls) -> tuple[str, str] | None:
+        """The texts that start and end the reasoning; None if it has no such markers."""
+        return None
+
     @abstractmethod
     def push(self, text: str) -> tuple[str, str]:
         """Add text. Returns (new reasoning, new content)."""
@@ -52,6 +57,10 @@ class MarkedReasoningParser(ReasoningParser):
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
         return prompt.rstrip().endswith(cls.opens)
+
+    @classmethod
+    def markers(cls) -> tuple[str, str] | None:
+        return cls.opens[0], cls.closes[0]
 
     def push(self, text: str) -> tuple[str, str]:
         if self._state == "content":
