@@ -15,6 +15,7 @@ NAMES = {
     "https://host/model.tar?x=/y": "model",
     "hf://org/name@main": "name",
     "org/name-v1.5": "name-v1.5",
+    "org/name-GGUF:Q4_K_M": "name-GGUF:Q4_K_M",
     "nowhere/model.Q4_1.gguf": "model.Q4_1",
 }
 

@@ -322,6 +322,49 @@ def point_hub_to(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("HF_TOKEN", raising=False)
 
 
+QUANTIZED = {"README.md": b"r", "m.Q4_K_M.gguf": b"four", "m.Q4_K_S.gguf": b"small", "m.Q8_0.gguf": b"eight", "mmproj-m.gguf": b"vision"}
+
+
+def gguf_reply(method: str, path: str, headers: Any) -> Reply:
+    path = path.partition("?")[0]
+    if path.startswith("/api/models/org/quantized/tree/"):
+        tree = [{"type": "file", "path": name, "size": len(data), "oid": sha1(data)} for name, data in QUANTIZED.items()]
+        return 200, {}, json.dumps(tree).encode()
+    if path.startswith("/api/models/org/quantized"):
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in QUANTIZED.items()]
+        return 200, {}, json.dumps({"id": "org/quantized", "sha": COMMIT, "siblings": siblings}).encode()
+    data = QUANTIZED[path.removeprefix(f"/org/quantized/resolve/{COMMIT}/")]
+    return 200, {"ETag": f'"{sha1(data)}"', "X-Repo-Commit": COMMIT}, data
+
+
+@pytest.mark.parametrize("location", ["org/quantized:Q4_K_M", "hf://org/quantized:q4_k_m@main", "org/quantized:m.Q4_K_M.gguf"])
+def test_one_gguf_file_of_a_hub_repository(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str) -> None:
+    point_hub_to(serve(gguf_reply), tmp_path, monkeypatch)
+    reports: list[tuple[int, int | None]] = []
+    file = resolve(location, cache=tmp_path / "c", progress=lambda name, done, total: reports.append((done, total)))
+    assert (file.name, file.read_bytes()) == ("m.Q4_K_M.gguf", b"four")
+    assert reports[-1] == (4, 4) and sorted(path.name for path in file.parent.iterdir()) == ["m.Q4_K_M.gguf"]
+    point_hub_to("http://127.0.0.1:1", tmp_path, monkeypatch)
+    assert resolve(location, cache=tmp_path / "c") == file  # without the hub
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("", r"org/quantized has 3 GGUF files: m\.Q4_K_M\.gguf, m\.Q4_K_S\.gguf, m\.Q8_0\.gguf\. Name one, such as org/quantized:Q4_K_M"),
+        (":Q5_K_M", "org/quantized has no GGUF files named Q5_K_M: m.Q4_K_M.gguf, "),
+        (":Q4_K", "org/quantized has no GGUF files named Q4_K: "),
+        (":m", "org/quantized has 3 GGUF files named m: "),
+    ],
+)
+def test_a_gguf_file_that_is_not_named_clearly(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, message: str
+) -> None:
+    point_hub_to(serve(gguf_reply), tmp_path, monkeypatch)
+    with pytest.raises(CheckpointError, match=message):
+        resolve(f"org/quantized{variant}", cache=tmp_path)
+
+
 TOKEN = Secret("hf_hunter2")
 
 
@@ -352,7 +395,8 @@ def test_hub_refusals(hub_server: str, tmp_path: Path, location: str, revision: 
 def test_hub_offline_uses_its_cache(hub_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = resolve("org/model", token=TOKEN, cache=tmp_path / "c")
     point_hub_to("http://127.0.0.1:1", tmp_path, monkeypatch)
-    assert resolve("org/model", revision=COMMIT, token=TOKEN, cache=tmp_path / "c") == folder
+    for revision in (COMMIT, "main", None):
+        assert resolve("org/model", revision=revision, token=TOKEN, cache=tmp_path / "c") == folder
 
 
 def test_hub_offline_names_the_alternatives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,3 +425,4 @@ def test_secret_names_stay_in_their_folder(name: str, tmp_path: Path) -> None:
 
 def test_files_that_are_not_fetched() -> None:
     assert "*.bin" in hub._ignored(["a.safetensors"]) and "*.bin" not in hub._ignored(["pytorch_model.bin"])
+    assert "*.gguf" in hub._ignored(["a.safetensors", "a.gguf"]) and "*.gguf" not in hub._ignored(["a.gguf"])

@@ -52,11 +52,12 @@ class CommandGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write each row's summary and example, without importing the command."""
+        width = max(map(len, self.rows))
         with formatter.section("Commands"):
             for row in self.rows.values():
-                formatter.write_text(f"{row.name:<10} {row.summary}")
+                formatter.write_text(f"{row.name:<{width}} {row.summary}")
                 # Written without wrapping, so that the line can be copied.
-                formatter.write(f"{'':<{formatter.current_indent + 10}} $ {row.example}\n")
+                formatter.write(f"{'':<{formatter.current_indent + width}} $ {row.example}\n")
 
 
 def command_group(name: str, rows: tuple[Command, ...], summary: str, callback: Callable[..., None] | None = None) -> Any:

@@ -59,7 +59,7 @@ def find_cached_engine(text: str) -> Path | None:
     found = matching_engines(text)
     if len(found) > 1:
         ids = ", ".join(f"{engine.id} ({engine.quantization}, {engine.dtype})" for engine in found)
-        raise ConfigError(f"{text} is the name of {len(found)} engines: {ids}.", cure="Use the id.")
+        raise ConfigError(f"{text} is the name of {len(found)} engines: {ids}.", cure=f"Use an id; {found[0].id} was used last.")
     return Path(found[0].path) if found else None
 
 

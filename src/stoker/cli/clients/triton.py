@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from stoker.base import env
 from stoker.base.config import check_range
-from stoker.base.errors import DependencyError, StokerError
+from stoker.base.errors import DependencyError, StokerError, UnavailableError
 from stoker.server.protocols.kserve.model_config import Tensor
 from stoker.server.protocols.kserve.model_config import tensors as declared_tensors
 from stoker.server.protocols.kserve.tensors.dtypes import DTYPES, kserve_name, text_array
 
 FIRST_TOKEN_ID = 3  # smaller ids are special tokens in most vocabularies
 MAX_COUNT = 1 << 20
+CONNECT_TIMEOUT_S = 10.0
 _END_ID, _PAD_ID = 2, 0
 
 _INPUTS: dict[str, Tensor] = {
@@ -28,6 +30,32 @@ def import_tritonclient(protocol: str) -> Any:
         return importlib.import_module(f"tritonclient.{protocol}")
     except ImportError:
         raise DependencyError("tritonclient", "this command", "grpc") from None
+
+
+def check_server(client: Any, url: str, protocol: str) -> None:
+    """Raise UnavailableError when no Triton server is at the address of a tritonclient."""
+    from tritonclient.utils import InferenceServerException
+
+    is_grpc = protocol == "grpc"
+    try:
+        client.is_server_live(**({"client_timeout": CONNECT_TIMEOUT_S} if is_grpc else {}))
+    except OSError as error:
+        raise no_server(url, protocol, error.strerror or str(error)) from None
+    except InferenceServerException as error:
+        if not is_grpc or error.status() in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED"):
+            raise no_server(url, protocol, "nothing listens there, or it is not a gRPC port") from None
+
+
+def no_server(url: str, protocol: str, reason: str) -> UnavailableError:
+    """The error of an address without a server."""
+    port = "--grpc-port 8001" if protocol == "grpc" else "--port 8000"
+    return UnavailableError(f"{url} does not answer: {reason}.", cure=f"Start it: stoker serve MODEL {port}, or correct --url.")
+
+
+def key_headers() -> dict[str, str] | None:
+    """The header with the API key in STOKER_API_KEY."""
+    key = env.api_key()
+    return None if key is None else {"authorization": f"Bearer {key}"}
 
 
 def input_tensors(tritonclient: Any, values: dict[str, Any]) -> list[Any]:
@@ -76,11 +104,11 @@ def check_sizes(start_len: int, output_len: int, vocab_size: int, **counts: int)
 
 
 def infer(client: Any, model: str, inputs: list[Any]) -> Any:
-    """`client.infer`; an error of the server is raised as StokerError with the server's message."""
+    """`client.infer` with the API key in STOKER_API_KEY; an error of the server is raised as StokerError with the server's message."""
     from tritonclient.utils import InferenceServerException
 
     try:
-        return client.infer(model, inputs)
+        return client.infer(model, inputs, headers=key_headers())
     except InferenceServerException as error:
         raise StokerError(f"the server answered: {error.message()}") from None
 

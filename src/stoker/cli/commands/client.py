@@ -10,14 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from stoker.base import env
-from stoker.base.errors import ConfigError, StokerError, UnavailableError
+from stoker.base.errors import ConfigError, StokerError
 from stoker.cli.clients.answers import Answers
 
 DEFAULT_PROMPT = "Born in north-east France, Soyer trained as a"  # the reference client's
 GRPC_PORT, HTTP_PORT = 8001, 8000
 STREAM_TIMEOUT_S = 3600
-CONNECT_TIMEOUT_S = 10.0
 
 
 def client(
@@ -114,15 +112,14 @@ class _Connection:
     """A tritonclient connection that prints what the server answers. It sends the API key in STOKER_API_KEY."""
 
     def __init__(self, protocol: str, url: str) -> None:
-        from stoker.cli.clients.triton import import_tritonclient, input_tensors
+        from stoker.cli.clients.triton import import_tritonclient, input_tensors, key_headers
 
         self._input_tensors = input_tensors
         self._tritonclient = import_tritonclient(protocol)
         self._client = self._tritonclient.InferenceServerClient(url)
         self._streams = protocol == "grpc"
-        self._url = url
-        key = env.api_key()
-        self._headers = None if key is None else {"authorization": f"Bearer {key}"}
+        self._protocol, self._url = protocol, url
+        self._headers = key_headers()
 
     def request(
         self, model: str, values: dict[str, Any], request_id: str, *, stop_after_ms: int, by_cancel: bool, accumulated: bool
@@ -134,12 +131,14 @@ class _Connection:
         """
         from tritonclient.utils import InferenceServerException
 
+        from stoker.cli.clients.triton import check_server, no_server
+
         inputs = self._input_tensors(self._tritonclient, values)
         # A response that does not stream contains the whole text.
         accumulated = accumulated or not values.get("stream", values.get("streaming"))
         answers = Answers(max(values.get("beam_width", 1), values.get("num_return_sequences", 1)), accumulated=accumulated)
         try:
-            self._check_server()
+            check_server(self._client, self._url, self._protocol)
             if stop_after_ms and not by_cancel:
                 self._check_stop_input(model)
             if self._streams:
@@ -152,25 +151,10 @@ class _Connection:
             if not (stop_after_ms and "CANCELLED" in str(error).upper()):
                 raise StokerError(f"the server answered: {error.message()}") from None
         except OSError as error:
-            raise self._no_server(error.strerror or str(error)) from None
+            raise no_server(self._url, self._protocol, error.strerror or str(error)) from None
         finally:
             self._client.close()
         return answers.text
-
-    def _check_server(self) -> None:
-        """Raise UnavailableError when no server is at the address."""
-        from tritonclient.utils import InferenceServerException
-
-        try:
-            self._client.is_server_live(**({"client_timeout": CONNECT_TIMEOUT_S} if self._streams else {}))
-        except InferenceServerException as error:
-            if not self._streams or error.status() in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED"):
-                raise self._no_server("nothing listens there, or it is not a gRPC port") from None
-
-    def _no_server(self, reason: str) -> UnavailableError:
-        port = "--grpc-port 8001" if self._streams else "--port 8000"
-        cure = f"Start it: stoker serve MODEL {port}, or correct --url."
-        return UnavailableError(f"{self._url} does not answer: {reason}.", cure=cure)
 
     def _check_stop_input(self, model: str) -> None:
         """Raise ConfigError when the model has no input to stop a request."""

@@ -35,5 +35,8 @@ def pull(
     if download_only:
         typer.echo(prepare_files(model))
         return
+    from stoker.deploy.model_name import model_name_of
+
     engine = prepare_engine(model, RuntimeConfig(device=device), build)
     typer.echo(engine)
+    typer.echo(f"Run it: stoker chat {model_name_of(engine)}", err=True)

@@ -14,6 +14,7 @@ from stoker.deploy.sources import archive, http, hub, s3
 from stoker.deploy.sources.store import MAX_BYTES, Progress, Store
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_VARIANT = re.compile(r"([\w.-]{1,96}/)*[\w.-]{1,96}|")  # a part of a file's name, or its path; empty: no variant
 _FILES = (".gguf", ".safetensors")
 
 
@@ -46,11 +47,12 @@ def resolve(
         return _local(path, digest, store)
     if re.match(r"[./~\\]|[A-Za-z]:\\", location) or location.count("/") > 1:
         raise CheckpointError(f"{location} does not exist.", cure="Correct the path.")
-    if not _HUB_ID.fullmatch(location) or ".." in location or "--" in location:
+    name, _, variant = location.partition(":")
+    if not _HUB_ID.fullmatch(name) or not _VARIANT.fullmatch(variant) or ".." in location or "--" in name:
         raise ConfigError(
             f"{location[:200]!r} is neither a path that exists nor a hub id.", cure="Name a directory, ORG/NAME or s3://BUCKET/PREFIX."
         )
-    return hub.fetch(location, revision, token, store)
+    return hub.fetch(name, revision, token, store, variant or None)
 
 
 def _check_address(address: str) -> None:
@@ -72,11 +74,12 @@ def _fetch(scheme: str, rest: str, location: str, revision: str | None, digest: 
 
 
 def _fetch_from_hub(rest: str, revision: str | None, token: Secret | None, store: Store) -> Path:
-    """hf://ORG/NAME or hf://ORG/NAME@REVISION."""
-    name, _, named = rest.partition("@")
-    if not _HUB_ID.fullmatch(name):
-        raise ConfigError(f"hf://{rest[:200]} is refused.", cure="Write hf://ORG/NAME or hf://ORG/NAME@REVISION.")
-    return hub.fetch(name, named or revision, token, store)
+    """hf://ORG/NAME, with :VARIANT for one GGUF file and @REVISION."""
+    location, _, named = rest.partition("@")
+    name, _, variant = location.partition(":")
+    if not _HUB_ID.fullmatch(name) or not _VARIANT.fullmatch(variant):
+        raise ConfigError(f"hf://{rest[:200]} is refused.", cure="Write hf://ORG/NAME, ORG/NAME:VARIANT or hf://ORG/NAME@REVISION.")
+    return hub.fetch(name, named or revision, token, store, variant or None)
 
 
 def _local(path: Path, digest: str | None, store: Store) -> Path:

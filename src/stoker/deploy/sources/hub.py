@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
@@ -9,7 +10,7 @@ from typing import Any
 
 from stoker.base.errors import CheckpointError
 from stoker.deploy.secrets import Secret
-from stoker.deploy.sources.store import Store
+from stoker.deploy.sources.store import Store, is_inside
 
 # Files that no build reads: those of other frameworks, and pictures.
 _NEVER = (
@@ -28,14 +29,18 @@ _NEVER = (
     "*.jpg",
 )
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_NAMES = 12  # of files in a message
 
 
 class AccessError(CheckpointError):
     """The repository does not exist, or the token has no access to it."""
 
 
-def fetch(repository: str, revision: str | None, token: Secret | None, store: Store) -> Path:
+def fetch(repository: str, revision: str | None, token: Secret | None, store: Store, variant: str | None = None) -> Path:
     """The local snapshot of a model repository, without files that no build reads (such as pickles next to safetensors).
+
+    variant: a part of the name of one GGUF file, such as Q4_K_M; the path of that file is returned. A repository of several GGUF files
+    needs it.
 
     Without a network, the snapshot in the cache of the hub is used. Raises CheckpointError with the repository and local alternatives.
     """
@@ -46,13 +51,18 @@ def fetch(repository: str, revision: str | None, token: Secret | None, store: St
     network: tuple[type[Exception], ...] = (OSError, getattr(errors, "HTTPError", OSError))
     try:
         info = HfApi(token=value).model_info(repository, revision=revision, files_metadata=True)
-        ignored = _ignored([file.rfilename for file in info.siblings or []])
-        sizes = [file.size or 0 for file in info.siblings or []]
-        store.check_size(repository, sum(sizes), len(sizes))
-        wanted = set(filter_repo_objects([file.rfilename for file in info.siblings or []], ignore_patterns=ignored))
-        num_bytes = sum(file.size or 0 for file in info.siblings or [] if file.rfilename in wanted)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        chosen = choose_gguf(repository, list(sizes), variant)
+        ignored = _ignored(list(sizes))
+        wanted = [chosen] if chosen else list(filter_repo_objects(sizes, ignore_patterns=ignored))
+        num_bytes = sum(sizes[name] for name in wanted)
+        store.check_size(repository, num_bytes, len(wanted))
         bar = _progress_class(lambda done: store.progress(repository, done, num_bytes))
-        folder = snapshot_download(repository, revision=info.sha, token=value, ignore_patterns=ignored, tqdm_class=bar)
+        allowed, ignored = (wanted, []) if chosen else (None, ignored)
+        # The name of the revision, not its commit: only then can the snapshot be found by name without a network.
+        folder = snapshot_download(
+            repository, revision=revision, token=value, tqdm_class=bar, allow_patterns=allowed, ignore_patterns=ignored
+        )
     except CheckpointError:
         raise
     except (errors.GatedRepoError, errors.RepositoryNotFoundError) as error:
@@ -60,12 +70,37 @@ def fetch(repository: str, revision: str | None, token: Secret | None, store: St
     except errors.RevisionNotFoundError:
         raise CheckpointError(f"{repository} has no revision {revision}.", cure="Correct the revision, or leave it out.") from None
     except network as error:
-        return _cached_snapshot(repository, revision, error)
-    return Path(folder)
+        return _cached_snapshot(repository, revision, error, variant)
+    return Path(folder) / chosen if chosen else Path(folder)
+
+
+def choose_gguf(repository: str, files: list[str], variant: str | None) -> str | None:
+    """The GGUF file of a repository to fetch, of the names `files`; None for a repository of other files.
+
+    Raises CheckpointError when no file, or more than one, has `variant` in its name, and when there are several without a variant.
+    """
+    found = [name for name in files if name.endswith(".gguf") and not Path(name).name.startswith("mmproj")]
+    if variant is None and (len(found) < 2 or any(name.endswith(".safetensors") for name in files)):
+        return None
+    matches = [name for name in found if _has_variant(name, variant)] if variant else []
+    if len(matches) == 1:
+        return matches[0]
+    problem = f"{len(found)} GGUF files" if variant is None else f"{len(matches) or 'no'} GGUF files named {variant}"
+    names = ", ".join(sorted(matches or found)[:MAX_NAMES]) or "none"
+    raise CheckpointError(f"{repository} has {problem}: {names}.", cure=f"Name one, such as {repository}:Q4_K_M.")
+
+
+def _has_variant(name: str, variant: str) -> bool:
+    """Whether `variant` is the file's name, or a whole part of it: Q4_K of x.Q4_K.gguf, but not of x.Q4_K_M.gguf."""
+    if variant == name:
+        return True
+    return re.search(rf"(?<![a-z0-9_]){re.escape(variant.lower())}(?![a-z0-9_])", Path(name).stem.lower()) is not None
 
 
 def _ignored(files: list[str]) -> list[str]:
-    return [*_NEVER, *(_PICKLES if any(name.endswith((".safetensors", ".gguf")) for name in files) else ())]
+    has_safetensors = any(name.endswith(".safetensors") for name in files)
+    replaced = (*_PICKLES, "*.gguf") if has_safetensors else _PICKLES if any(name.endswith(".gguf") for name in files) else ()
+    return [*_NEVER, *replaced]
 
 
 def _access_error(repository: str, gated: bool, token: Secret | None) -> AccessError:
@@ -78,10 +113,14 @@ def _access_error(repository: str, gated: bool, token: Secret | None) -> AccessE
     return AccessError(f"{repository} {problem}.", cure=cure)
 
 
-def _cached_snapshot(repository: str, revision: str | None, error: Exception) -> Path:
-    """The complete snapshot in the cache of the hub. Raises CheckpointError without one."""
+def _cached_snapshot(repository: str, revision: str | None, error: Exception, variant: str | None) -> Path:
+    """The complete snapshot, or the GGUF file `variant`, in the cache of the hub. Raises CheckpointError without one."""
     from huggingface_hub import snapshot_download
 
+    if variant is not None and (snapshot := _snapshot_folder(repository, revision)) is not None:
+        names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf")]
+        if any(_has_variant(name, variant) for name in names) and (chosen := choose_gguf(repository, names, variant)) is not None:
+            return snapshot / chosen
     for ignored in ([*_NEVER, *_PICKLES], list(_NEVER)):
         try:
             folder = Path(snapshot_download(repository, revision=revision, local_files_only=True, ignore_patterns=ignored))
@@ -93,6 +132,19 @@ def _cached_snapshot(repository: str, revision: str | None, error: Exception) ->
         f"the hub cannot be reached for {repository} ({type(error).__name__}), and its cache has no complete copy.",
         cure="Name a local directory or s3://BUCKET/PREFIX, or set HF_HOME to a cache with a copy.",
     ) from None
+
+
+def _snapshot_folder(repository: str, revision: str | None) -> Path | None:
+    """The folder of a snapshot in the cache of the hub, complete or not; None without one. Its files are links to complete ones."""
+    from huggingface_hub import constants
+
+    root = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    if not is_inside(revision or "main"):
+        return None
+    reference = root / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision or ""
+    folder = root / "snapshots" / commit
+    return folder if commit and folder.is_dir() else None
 
 
 def _progress_class(report: Callable[[int], None]) -> Any:

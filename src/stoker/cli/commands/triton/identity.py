@@ -35,7 +35,7 @@ def identity(
 
       stoker triton identity --url gpu-host:8001 --num_runs 10 --mode async
     """
-    from stoker.cli.clients.triton import import_tritonclient, infer, random_token_inputs
+    from stoker.cli.clients.triton import check_server, import_tritonclient, infer, random_token_inputs
 
     if mode not in ("sync", "async"):
         raise ConfigError(f"--mode {mode} is refused.", cure="Use sync or async.")
@@ -46,6 +46,7 @@ def identity(
         top_k=top_k, top_p=top_p,
     )  # fmt: skip
     with grpc.InferenceServerClient(url) as client:
+        check_server(client, url, "grpc")
         _check_result(infer(client, model_name, inputs), batch_size, start_len, output_len)
         latency_s = _mean_run_s(partial(infer, client, model_name, inputs), num_runs, concurrent=mode == "async")
     typer.echo(f"[INFO] Batch size: {batch_size}, Start len: {start_len}, Output len: {output_len}")

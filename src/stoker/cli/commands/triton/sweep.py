@@ -36,7 +36,7 @@ def sweep(
 
       stoker triton sweep --concurrency-range 8 --batch_size 1 --seconds 30
     """
-    from stoker.cli.clients.triton import import_tritonclient, infer, random_token_inputs
+    from stoker.cli.clients.triton import check_server, import_tritonclient, infer, random_token_inputs
 
     if not 0 < seconds <= 86400:
         raise ConfigError(f"--seconds {seconds} is refused.", cure="Use seconds, above 0 and at most 86400.")
@@ -45,6 +45,7 @@ def sweep(
     inputs = random_token_inputs(grpc, batch_size=batch_size, start_len=start_len, output_len=output_len, vocab_size=vocab_size)
     for concurrency in levels:
         with grpc.InferenceServerClient(url) as client:
+            check_server(client, url, "grpc")
             infer(client, model_name, inputs)  # warm-up
             rate, latency_s = _measure(partial(infer, client, model_name, inputs), concurrency, seconds)
         typer.echo(f"Concurrency: {concurrency}, throughput: {rate * batch_size:.4f} infer/sec, latency {latency_s * 1e6:.0f} usec")
