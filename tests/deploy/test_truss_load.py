@@ -288,6 +288,7 @@ ACCEPTED: dict[str, tuple[dict, Any, str, Any]] = {
     "trt_llm.serve.tensor_parallel_count": (ENGINE, 2, "mapping.tensor_parallel", 2),
     "trt_llm.serve.pipeline_parallel_count": (ENGINE, 2, "mapping.pipeline_parallel", 2),
     R + "kv_cache_free_gpu_mem_fraction": (MODEL, 0.5, "runtime.kv_cache_fraction", 0.5),
+    B + "enable_chunked_context": (MODEL, False, "runtime.chunked_prefill", False),
     R + "enable_chunked_context": (MODEL, False, "runtime.chunked_prefill", False),
     R + "batch_scheduler_policy": (MODEL, "max_utilization", "runtime.policy", "max_utilization"),
     R + "request_default_max_tokens": (MODEL, 9, "server.default_max_tokens", 9),
@@ -305,6 +306,10 @@ ACCEPTED: dict[str, tuple[dict, Any, str, Any]] = {
     "resources.use_gpu": (MODEL, False, "runtime.device", "cpu"),
 }
 TOGETHER = {
+    "build.arguments.engine_repository",
+    "build.arguments.tokenizer_repository",
+    "build.arguments.tensor_parallel_count",
+    "build.arguments.pipeline_parallel_count",
     "model_metadata.engine_repository",
     "model_metadata.tokenizer_repository",
     "model_metadata.tensor_parallelism",
@@ -346,7 +351,7 @@ def test_accepted(tmp_path: Path, key: str) -> None:
     assert getattr(owner, name) == expected
 
 
-SAMPLES: tuple[Any, ...] = (True, 1, 0.5, "text", ["a"])
+SAMPLES: tuple[Any, ...] = (True, 1, 0.5, "text", ["a"], "LOOKAHEAD_DECODING", "TRT_LLM")
 
 
 def readable(key: str, value: Any) -> bool:
@@ -392,7 +397,6 @@ def test_calibration(tmp_path: Path) -> None:
         (MINIMAL + "    base_model: encoder_bert\n", "base_model=encoder_bert is refused: embedding, classification"),
         (MINIMAL + "  runtime: {webserver_default_route: /v1/embeddings}\n", "default_route=/v1/embeddings is refused: embedding, "),
         (MINIMAL + "    lora_adapters: {a: {source: HF, repo: org/a}}\n", "lora_adapters=.* is refused: LoRA adapters are not served"),
-        (MINIMAL + "    speculator: {speculative_decoding_mode: LOOKAHEAD_DECODING}\n", "speculative decoding is not served"),
         (MINIMAL + "  plugin_configuration: {paged_kv_cahe: true}\n", "Did you mean trt_llm.plugin_configuration.paged_kv_cache"),
         (MINIMAL + "    max_batch_size: '8'\n", "config.yaml:4: trt_llm.build.max_batch_size=8 is refused: it must be a whole number"),
         (MINIMAL + "    max_batch_size: true\n", "whole number"),

@@ -134,7 +134,7 @@ SHAPES = [
 ]
 # Shapes that Stoker accepts and the package rejects; shapes that Stoker rejects and the package accepts, with the message.
 ACCEPTED = ("only its build section", "only its serve section", "its build + a", "the same with base_model: llama", "base_model: LLAMA")
-REJECTED = {"lookahead decoding": "speculative decoding is not served", "encoder": "base_model=encoder"}
+REJECTED = {"encoder": "base_model=encoder"}
 
 
 @pytest.mark.parametrize("title, shape, accepted", [s for s in SHAPES if s[1]], ids=[s[0] for s in SHAPES if s[1]])

@@ -8,6 +8,7 @@ from stoker.base.errors import ConfigError
 from stoker.deploy.collected_settings import CollectedSettings, invalid_value
 from stoker.deploy.devices import check_world
 from stoker.deploy.secrets import check_secret_name, secret_places
+from stoker.deploy.truss.keys import FINISHED_ENGINES
 
 OPENAI = "openai-compatible"
 LEGACY = "force-legacy-api-non-openai-compatible"
@@ -30,9 +31,9 @@ def apply_dependent_settings(settings: CollectedSettings, gpus: int) -> None:
     settings.set_default("server.http_port", 8080)
 
 
-def is_oldest_generation(settings: CollectedSettings) -> bool:
-    """Whether model_metadata names the engine."""
-    return bool(settings.get("engine.location")) and settings.setting("engine.location").key.startswith("model_metadata.")
+def is_before_trt_llm(settings: CollectedSettings) -> bool:
+    """Whether model_metadata or build.arguments names the engine, and the runtime settings are in packages/."""
+    return bool(settings.get("engine.location")) and settings.setting("engine.location").key in FINISHED_ENGINES
 
 
 def _check_repository(settings: CollectedSettings) -> None:
@@ -85,9 +86,9 @@ def _apply_tags(settings: CollectedSettings) -> None:
         raise invalid_value(setting.origin, setting.key, ", ".join(tags), limit, "Keep one of the two.")
     if setting and LEGACY in tags:
         settings.set("options.legacy", True, setting.origin, setting.key)
-    if setting and OPENAI in tags and not is_oldest_generation(settings):  # the oldest accepts messages in its own request format
+    if setting and OPENAI in tags and not is_before_trt_llm(settings):  # those accept messages in their own request format
         settings.set("options.openai", True, setting.origin, setting.key)
-    if is_oldest_generation(settings):
+    if settings.get("engine.location") and settings.setting("engine.location").key == FINISHED_ENGINES[0]:
         settings.set_default("options.max_tokens_counts_prompt", True)
 
 

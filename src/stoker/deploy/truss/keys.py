@@ -27,6 +27,7 @@ _NO_LORA = "LoRA adapters are not served"
 _MOUNTED = "the platform mounts these files; Stoker fetches checkpoints itself"
 
 _EMBEDDINGS = "embedding, classification and reranking models are not served"
+_BUILD = "trt_llm.build."
 FAMILIES = Choice(
     {"llama": "llama", "mistral": "mistral", "deepseek": "deepseek", "qwen": "qwen", "palmyra": "palmyra", "decoder": None},
     unsupported={"encoder": _EMBEDDINGS, "encoder_bert": _EMBEDDINGS, "whisper": "speech recognition is not served"},
@@ -38,7 +39,22 @@ ROUTES = Choice(
 POLICIES = names("guaranteed_no_evict", "max_utilization")
 SOURCES = names("HF", "LOCAL", "REMOTE_URL", "S3", "GCS", "AZURE", "BASETEN_TRAINING")
 
-_BUILD = "trt_llm.build."
+
+def _speculator_rows() -> tuple[FieldRow, ...]:
+    """The speculator of trt_llm.build. Lookahead decoding changes only the speed, and draft models are refused."""
+    section, lookahead = _BUILD + "speculator.", "lookahead decoding does not change outputs; tokens are generated one by one"
+    no_draft = "speculative decoding with a draft model is not served"
+    modes = Choice({"lookahead_decoding": "LOOKAHEAD_DECODING"}, unsupported={"draft_tokens_external": no_draft})
+    numbers = ("num_draft_tokens", "lookahead_windows_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+    return (
+        no_effect(section + "speculative_decoding_mode", modes, lookahead),
+        no_effect(section + "enable_b10_lookahead", _FLAG, lookahead),
+        *(no_effect(section + name, _UNSIGNED, lookahead) for name in numbers),
+        *(rejected(section + name, no_draft, *_NONE, type=_ANY) for name in ("checkpoint_repository", "build")),
+        no_effect(section + "runtime", _ANY, "it configures a draft model, which is rejected"),
+    )
+
+
 _BUILD_ROWS = (
     accepted(_BUILD + "base_model_architecture", FAMILIES, "in any case; the config of the checkpoint decides", "build.architecture"),
     accepted(_BUILD + "base_model", FAMILIES, "encoders and whisper are rejected", "build.architecture"),
@@ -66,9 +82,10 @@ _BUILD_ROWS = (
     rejected(_BUILD + "moe_expert_parallel_option", "experts are distributed like other weights", -1, 0, 1, type=Whole(-1, 1024)),
     no_effect(_BUILD + "num_builder_gpus", _COUNT, "the build runs on the machine of the server"),
     no_effect(_BUILD + "skip_build_result", _FLAG, "built engines are cached by content"),
-    rejected(_BUILD + "speculator", "speculative decoding is not served", *_NONE, type=_ANY),
+    *_speculator_rows(),
     rejected(_BUILD + "lora_adapters", _NO_LORA, *_NONE, type=_ANY, alternative="Merge the adapters into the checkpoint."),
     no_effect(_BUILD + "lora_configuration", _ANY, _NO_LORA),
+    accepted(_BUILD + "enable_chunked_context", _FLAG, "default true", "runtime.chunked_prefill"),
     accepted(_BUILD + "kv_cache_free_gpu_mem_fraction", Real(0.0, 1.0, above=True), target="runtime.kv_cache_fraction"),
     no_effect(_BUILD + "use_fused_mlp", _FLAG, _ALWAYS),
 )
@@ -101,6 +118,13 @@ _METADATA_ROWS = (
     accepted(_METADATA + "tokenizer_repository", Location(), "the oldest generation", "engine.tokenizer"),
     accepted(_METADATA + "tensor_parallelism", Whole(1, 1024), "the oldest generation", "mapping.tensor_parallel"),
     rejected(
+        _METADATA + "engine_build",
+        "it runs a build script of TensorRT-LLM",
+        *_NONE,
+        type=_ANY,
+        alternative="Use trt_llm.build with the checkpoint.",
+    ),
+    rejected(
         _METADATA + "pipeline_parallelism",
         "the oldest generation has no pipeline parallelism",
         1,
@@ -114,6 +138,17 @@ _METADATA_ROWS = (
         "max_tokens limits prompt and output together; default true if model_metadata names the engine",
         "options.max_tokens_counts_prompt",
     ),
+)
+
+_ARGUMENTS = "build.arguments."
+_IMAGE_ROWS = (
+    accepted(_ARGUMENTS + "engine_repository", Location(), "the generation before trt_llm", "engine.location"),
+    accepted(_ARGUMENTS + "tokenizer_repository", Location(), "the generation before trt_llm", "engine.tokenizer"),
+    accepted(_ARGUMENTS + "tensor_parallel_count", Whole(1, 1024), "must equal that of the engine", "mapping.tensor_parallel"),
+    accepted(_ARGUMENTS + "pipeline_parallel_count", Whole(1, 1024), "must equal that of the engine", "mapping.pipeline_parallel"),
+    no_effect("build.model_server", names("TrussServer", "TRT_LLM"), "Stoker is the server"),
+    no_effect("build.secret_to_path_mapping", _ANY, _IMAGE),
+    no_effect("build.no_cache", _FLAG, _IMAGE),
 )
 
 _RUN = "trt_llm.runtime."
@@ -171,13 +206,13 @@ _TOP_ROWS = (
     no_effect("runtime.remote_ssh", _ANY, _PLATFORM),
     no_effect("runtime.egress_restrictions", _ANY, _PLATFORM),
     no_effect("runtime.truss_server_version_override", _TEXT, "Stoker is the server"),
-    no_effect("build", _ANY, _IMAGE),
     no_effect("build_commands", _ANY, _IMAGE),
     no_effect("base_image", _ANY, _IMAGE),
     no_effect("python_version", _TEXT, _IMAGE),
     no_effect("requirements", _ANY, _IMAGE),
     no_effect("requirements_file", _TEXT, _IMAGE),
     no_effect("system_packages", _ANY, _IMAGE),
+    no_effect("environment", _ANY, "it is not a key of Truss, which ignores it, too; environment_variables is"),
     no_effect("environment_variables", _ANY, "Stoker reads its own environment; export the variables before starting it"),
     rejected("docker_server", "it starts a custom server", *_NONE, type=_ANY, alternative="Run this Truss with the truss package."),
     rejected("bis_llm", "it configures another engine", *_NONE, type=_ANY, alternative="Use trt_llm."),
@@ -206,9 +241,12 @@ _TOP_ROWS = (
 )
 
 TABLE: FieldTable[FieldRow] = FieldTable(
-    (*_BUILD_ROWS, *_PLUGIN_ROWS, *_SERVE_ROWS, *_METADATA_ROWS, *_RUN_ROWS, *_RUN_V2_ROWS, *_TRT_LLM_ROWS, *_TOP_ROWS), noun="key"
+    (*_BUILD_ROWS, *_PLUGIN_ROWS, *_SERVE_ROWS, *_METADATA_ROWS, *_IMAGE_ROWS, *_RUN_ROWS, *_RUN_V2_ROWS, *_TRT_LLM_ROWS, *_TOP_ROWS),
+    noun="key",
 )
 
+# Keys that name a finished engine in a configuration without trt_llm.
+FINISHED_ENGINES = (_METADATA + "engine_repository", _ARGUMENTS + "engine_repository")
 # Keys of trt_llm.runtime that only one inference stack has.
 V2_ONLY = frozenset(row.name for row in _RUN_V2_ROWS)
 V1_ONLY = frozenset(row.name for row in _RUN_ROWS) - {_RUN + "served_model_name"}

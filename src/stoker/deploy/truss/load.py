@@ -16,7 +16,7 @@ from stoker.deploy.secrets import check_secret_name
 from stoker.deploy.sources.store import is_inside
 from stoker.deploy.syntax import yaml_tree
 from stoker.deploy.syntax.yaml_tree import Node
-from stoker.deploy.truss.dependent_settings import apply_dependent_settings, is_oldest_generation
+from stoker.deploy.truss.dependent_settings import apply_dependent_settings, is_before_trt_llm
 from stoker.deploy.truss.keys import TABLE
 from stoker.deploy.truss.runtime_packages import add_runtime_packages
 from stoker.deploy.truss.shape import SECTIONS, check_shape
@@ -44,7 +44,7 @@ def load_truss(path: Path, environment: Environment[str, str]) -> Deployment:
     check_shape(root, str(file))
     for found in _walk(root, "", str(file), settings):
         settings.add(found)
-    if is_oldest_generation(settings):
+    if is_before_trt_llm(settings):
         add_runtime_packages(file.parent, settings)
     apply_dependent_settings(settings, visible_gpus(environment))
     return _deployment(settings, file.parent)

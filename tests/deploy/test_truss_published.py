@@ -1,0 +1,123 @@
+"""Templates of Truss's examples for TensorRT-LLM, of each generation. truss_published.json contains their keys and values.
+
+Descriptions, icons and example inputs are shortened. The oracle is the table of expected outcomes below, and for each template that is
+served, the values in its YAML.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stoker.base.errors import ConfigError
+from stoker.deploy.deployment import BuildOptions, Deployment, EngineSource
+from stoker.deploy.truss.load import load_truss
+
+pytestmark = pytest.mark.compatibility(
+    protocol="Truss", client="templates of truss-examples", version="December 2023 to 2026",
+    feature="each key has its effect, or is refused with the reason",
+)  # fmt: skip
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "truss_published.json").read_text())
+# Template → a part of the reason why it is refused. All others are served.
+REFUSED = {
+    "llama/llama-13b-trt-llm-build-engine": "engine_build=.* is refused: it runs a build script of TensorRT-LLM. Use trt_llm.build",
+    "mistral/engine-mixtral-8x7b-instruct": "accelerator=A100:2 is refused: .* make 1 ranks",  # the current truss refuses it, too
+    "llama/engine-llama-3.1-405b-instruct": "the address contains a credential",
+    "qwen/qwen-3-235B-A22B-instruct-2507-trt/b200-fp8": "patch_kwargs=.* is refused: it patches arguments of another engine",
+    "documentation: BEI with FP8": "base_model=encoder is refused: embedding, classification and reranking models are not served",
+}
+QUANTIZATIONS = {"no_quant": (None, None), "fp8": ("FP8", None), "fp8_kv": ("FP8", "float8_e4m3fn")}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.deploy.truss.load.visible_gpus", lambda environment: 0)
+
+
+def load(folder: Path, template: dict[str, Any]) -> Deployment:
+    (folder / "config.yaml").write_text(yaml.safe_dump(template))
+    return load_truss(folder, {})
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in REFUSED])
+def test_served(tmp_path: Path, name: str) -> None:
+    template = PUBLISHED[name]
+    deployment = load(tmp_path, template)
+    assert deployment.server.model_name == template["model_name"].strip()
+    assert [note.key for note in deployment.notes if note.severity == "warning" and not note.key.startswith("secrets.")] == []
+    trt_llm = template.get("trt_llm")
+    check_finished_engine(deployment, template) if trt_llm is None else check_build(deployment, template, trt_llm["build"])
+
+
+def check_finished_engine(deployment: Deployment, template: dict[str, Any]) -> None:
+    """The generations before trt_llm name an engine, and have their own format of requests."""
+    keys = template["model_metadata"] if "engine_repository" in template["model_metadata"] else template["build"]["arguments"]
+    source, options = deployment.source, deployment.server.options
+    assert isinstance(source, EngineSource) and source.mapping is not None
+    ranks = keys.get("tensor_parallelism") or keys["tensor_parallel_count"]
+    assert (source.location, deployment.tokenizer) == (keys["engine_repository"], keys["tokenizer_repository"])
+    assert (source.mapping.tensor_parallel, source.token_secret) == (ranks, "hf_access_token")
+    oldest = "engine_repository" in template["model_metadata"]
+    assert (options.openai, options.max_tokens_counts_prompt) == (False, oldest)  # type: ignore[union-attr]
+
+
+def check_build(deployment: Deployment, template: dict[str, Any], build: dict[str, Any]) -> None:
+    source, runtime, run = deployment.source, template["trt_llm"].get("runtime", {}), deployment.runtime
+    assert isinstance(source, BuildOptions)
+    repository = build.get("checkpoint_repository", {})
+    assert source.checkpoint == repository.get("repo", build.get("huggingface_ckpt_repository"))
+    assert source.revision == repository.get("revision")
+    assert (source.quantization, source.kv_cache_dtype) == QUANTIZATIONS[build["quantization_type"]]
+    assert source.mapping.tensor_parallel == build.get("tensor_parallel_count", 1)
+    assert source.limits.max_batch_size == build.get("max_batch_size", 256)
+    assert source.limits.max_num_tokens == build.get("max_num_tokens", 8192)
+    if "max_seq_len" in build:
+        assert source.limits.max_seq_len == build["max_seq_len"]
+    else:
+        assert (source.limits.max_input_len, source.limits.max_output_len) == (build["max_input_len"], build["max_output_len"])
+    assert run.chunked_prefill is runtime.get("enable_chunked_context", build.get("enable_chunked_context", True))
+    assert run.policy == runtime.get("batch_scheduler_policy", "guaranteed_no_evict")
+    assert deployment.server.default_max_tokens == runtime.get("request_default_max_tokens")
+    tags = template["model_metadata"].get("tags", [])
+    assert deployment.server.options.openai is ("openai-compatible" in tags)  # type: ignore[union-attr]
+    noted = {note.key.removeprefix("trt_llm.build.") for note in deployment.notes}
+    assert {f"plugin_configuration.{name}" for name in build.get("plugin_configuration", {})} <= noted
+    assert {f"speculator.{name}" for name in build.get("speculator", {})} <= noted
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[name]) as caught:
+        load(tmp_path, PUBLISHED[name])
+    assert "config.yaml:" in str(caught.value) and "IQ&" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "speculator, reason",
+    [
+        (
+            {"speculative_decoding_mode": "DRAFT_TOKENS_EXTERNAL", "num_draft_tokens": 4},
+            "mode=DRAFT_TOKENS_EXTERNAL is refused: .*draft model",
+        ),
+        ({"checkpoint_repository": {"source": "HF", "repo": "org/draft"}}, "speculator.checkpoint_repository=.* with a draft model is not"),
+        ({"lookahead_window_size": 4}, "Did you mean trt_llm.build.speculator.lookahead_windows_size"),
+    ],
+)
+def test_draft_models_are_refused(tmp_path: Path, speculator: dict[str, Any], reason: str) -> None:
+    template = json.loads(json.dumps(PUBLISHED["qwen/engine-qwen-3-06b"]))
+    template["trt_llm"]["build"]["speculator"] = speculator
+    with pytest.raises(ConfigError, match=reason):
+        load(tmp_path, template)
+
+
+def test_both_kinds_of_engine_exclude_each_other(tmp_path: Path) -> None:
+    arguments = PUBLISHED["llama/medusa"]["build"]
+    with pytest.raises(ConfigError, match=r"build\.arguments\.engine_repository names an engine already"):
+        load(tmp_path, PUBLISHED["qwen/engine-qwen-3-06b"] | {"build": arguments})
+    with pytest.raises(ConfigError, match="contradicts"):
+        load(tmp_path, PUBLISHED["llama/llama-7b-trt"] | {"build": arguments})
