@@ -69,3 +69,26 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "own"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     assert env.cache_dir() == tmp_path / "own" and env.kernel_cache() == tmp_path / "triton"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1, True)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (1, 2, True)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (1, 4, False)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}, (3, 4, True)),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}, (1, 2, True)),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}, (1, 2, False)),
+        ({"SLURM_PROCID": "7", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, (0, 1, True)),
+        ({"PMI_RANK": "-1", "PMI_SIZE": "4"}, (0, 1, True)),
+    ],
+)
+def test_ranks_of_jobs(variables: dict[str, str], expected: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in env.VARIABLES:
+        if name.startswith(("OMPI_", "PMI_", "SLURM_", "MPI_")):
+            monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    process = env.job_process()
+    assert (process.rank, process.size, process.one_host) == expected

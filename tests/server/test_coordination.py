@@ -8,10 +8,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from scripted_service import ScriptedService, make_context
 
 from stoker.base.errors import UnavailableError
 from stoker.server.processes.coordinator import FrontendCoordination, SupervisorCoordinator
+from stoker.server.protocols.kserve.core import Core
+from stoker.server.protocols.kserve.errors import TritonError
 
 
 @contextlib.asynccontextmanager
@@ -87,6 +91,22 @@ async def test_errors_of_actions_and_the_end_of_the_supervisor(tmp_path: Path) -
         await supervisor.close()
         with pytest.raises(UnavailableError, match="the server is stopping"):
             await asyncio.wait_for(hanging, 10)
+
+
+async def test_a_request_is_cancelled_by_its_id_in_any_frontend(tmp_path: Path) -> None:
+    async with connected(tmp_path, 2) as (_, frontends):
+        cores = []
+        for frontend in frontends:
+            context = msgspec.structs.replace(await make_context(ScriptedService("abc")), coordination=frontend)
+            cores.append(Core(context))
+        ended: list[str] = []
+        with cores[0].in_flight.running("mine", lambda: ended.append("mine")):
+            await cores[1].in_flight.cancel("other")
+            assert ended == []
+            await cores[1].in_flight.cancel("mine")
+            assert ended == ["mine"]
+        with pytest.raises(TritonError, match="stop requires the request_id"):
+            await cores[1].in_flight.cancel("")
 
 
 async def _until(condition: Any) -> None:

@@ -190,6 +190,8 @@ def test_launch_checks_its_options_before_the_start(engine: Path, run: Run, tmp_
         (("--world_size", 2), "the engine has 1 rank."),
         (("--tensorrt_llm_model_name", "other"), "the repository's model is tensorrt_llm"),
         (("--http_port", 99999), "http_port"),
+        (("--multimodal_gpu0_cuda_mem_pool_bytes", 8), "Stoker serves text models only"),
+        (("--exit_timeout", 100_000, "--no-mpi", "--oversubscribe", "--multi-model"), "drain_timeout_s"),
     ]:
         status, _, err = run("launch", "--model_repo", tmp_path / "repo", "--force", *args)
         assert status == 2 and error in err

@@ -75,7 +75,7 @@ async def test_name_and_extensions_of_the_server() -> None:
     ours, theirs = (json.loads(split(raw)[2]) for raw in (await replay(request), response))
     assert list(ours) == list(theirs) and ours["name"] == "stoker"
     assert set(ours["extensions"]) - set(theirs["extensions"]) == {"generate"}
-    unsupported = {"classification", "sequence", "model_repository(unload_dependents)"}
+    unsupported = {"classification", "sequence"}
     assert set(theirs["extensions"]) - set(ours["extensions"]) == unsupported
 
 

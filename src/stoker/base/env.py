@@ -46,6 +46,9 @@ VARIABLES = {
         Variable("PMI_SIZE", "", "The same as OMPI_COMM_WORLD_SIZE; set by MPICH and Intel MPI."),
         Variable("SLURM_PROCID", "", "The same as OMPI_COMM_WORLD_RANK; set by srun."),
         Variable("SLURM_NTASKS", "", "The same as OMPI_COMM_WORLD_SIZE; set by srun."),
+        Variable("OMPI_COMM_WORLD_LOCAL_SIZE", "", "Set by Open MPI: the number of processes on this host, which must be all of them."),
+        Variable("MPI_LOCALNRANKS", "", "The same; set by MPICH and Intel MPI."),
+        Variable("SLURM_NNODES", "", "Set by Slurm: the number of hosts, which must be 1."),
         Variable("PROMETHEUS_MULTIPROC_DIR", "", "Set by Stoker for servers with several frontend processes: files of shared metrics."),
     )
 }
@@ -90,20 +93,39 @@ def set_log_level(level: str) -> None:
 
 
 class JobProcess(msgspec.Struct, frozen=True):
-    """This process among those that mpirun or srun started: `rank` from 0 to `size` - 1. `variable` names the rank's variable."""
+    """This process among those that mpirun or srun started: `rank` from 0 to `size` - 1. `variable` names the rank's variable.
+
+    `one_host`: whether all processes are on this host, as far as the launcher states it.
+    """
 
     rank: int = 0
     size: int = 1
     variable: str = ""
+    one_host: bool = True
 
 
 def job_process() -> JobProcess:
     """The rank of this process in an MPI or Slurm job; rank 0 of 1 outside of a job. Open MPI's variables precede Slurm's."""
-    for rank, size in (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        found = (text(rank), text(size))
-        if all(value.isascii() and value.isdigit() and len(value) < 10 for value in found):
-            return JobProcess(int(found[0]), int(found[1]), rank)
+    for variable, size_variable, local_variable in _JOB_VARIABLES:
+        rank, size = _whole(variable), _whole(size_variable)
+        if rank is not None and size is not None:
+            local = _whole(local_variable)
+            one_host = local in (None, 1) if local_variable == "SLURM_NNODES" else local in (None, size)
+            return JobProcess(rank, size, variable, one_host)
     return JobProcess()
+
+
+# Rank, number of processes, and number of processes on this host; of Slurm the number of hosts.
+_JOB_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES"),
+)
+
+
+def _whole(name: str) -> int | None:
+    value = text(name)
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
 
 
 def hub_token() -> str | None:

@@ -7,38 +7,66 @@ import signal
 from pathlib import Path
 
 from stoker.base.env import JobProcess
+from stoker.base.errors import ConfigError
 from stoker.base.logging import get_logger
 
 log = get_logger(__name__)
 
 _CHECK_S = 1.0
+_JOB_NAMES = (b"PMIX_NAMESPACE", b"SLURM_JOB_ID", b"SLURM_STEP_ID")
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def wait_for_first_rank(process: JobProcess) -> None:
     """Return when rank 0 or the launcher has ended, or after SIGTERM or SIGINT.
 
-    mpirun ends when all of its processes have ended, so this process must not outlive rank 0. Rank 0 is found among the children of the
-    launcher by its environment. If it cannot be found, because a script runs in between, only the launcher is watched.
+    mpirun ends when all of its processes have ended, so this process must not outlive rank 0. Rank 0 is found by its name and its
+    environment: it has the launcher as its parent, or belongs to the same job.
     """
     log.info("rank %d of %d waits: rank 0 starts all ranks of the engine.", process.rank, process.size)
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     launcher, first_rank = os.getppid(), None
+    job = _job(_environment(Path("/proc/self")))
     while signal.sigtimedwait(_STOP_SIGNALS, _CHECK_S) is None and os.getppid() == launcher:
         if first_rank is None:
-            first_rank = _find_rank(launcher, f"{process.variable}=0".encode())
+            first_rank = _find_first_rank(f"{process.variable}=0".encode(), launcher, job)
         elif _has_ended(first_rank):
             return
 
 
-def _find_rank(launcher: int, entry: bytes) -> Path | None:
-    """The /proc folder of the child of `launcher` whose environment has the entry "VARIABLE=RANK"."""
-    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
-        for pid in _read(children).split():
-            folder = Path(f"/proc/{pid.decode()}")
-            if entry in _read(folder / "environ").split(b"\0"):
-                return folder
+def check_one_host(process: JobProcess) -> None:
+    """Raise ConfigError if the processes of the job are on several hosts."""
+    if not process.one_host:
+        raise ConfigError(
+            f"the {process.size} processes of this job are on several hosts, and the ranks of an engine run on one host.",
+            cure="Start all processes on one host, such as with mpirun --host localhost or srun --nodes 1.",
+        )
+
+
+def _find_first_rank(entry: bytes, launcher: int, job: frozenset[bytes]) -> Path | None:
+    """The /proc folder of the server whose environment has the entry "VARIABLE=0", of this launcher or this job."""
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        if _read(comm) != b"tritonserver\n":
+            continue
+        entries = _environment(comm.parent)
+        if entry in entries and (_parent(comm.parent) == launcher or (job and _job(entries) == job)):
+            return comm.parent
     return None
+
+
+def _environment(folder: Path) -> frozenset[bytes]:
+    return frozenset(_read(folder / "environ").split(b"\0"))
+
+
+def _job(entries: frozenset[bytes]) -> frozenset[bytes]:
+    """The entries that name the job; empty if the launcher names none."""
+    return frozenset(entry for entry in entries if entry.partition(b"=")[0] in _JOB_NAMES)
+
+
+def _parent(folder: Path) -> int:
+    """The parent of a process; 0 if it has ended."""
+    fields = _read(folder / "stat").rpartition(b")")[2].split()
+    return int(fields[1]) if len(fields) > 1 else 0
 
 
 def _has_ended(folder: Path) -> bool:

@@ -14,7 +14,7 @@ Values: TypeAlias = dict[str, Any]  # by name; None in a change removes the valu
 Apply: TypeAlias = Callable[[Values], Awaitable[None]]
 Action: TypeAlias = Callable[..., Awaitable[Any]]
 
-PUT, REMOVE = "put", "remove"  # the actions that every server has
+PUT, REMOVE, SIGNAL = "put", "remove", "signal"  # the actions that every server has
 
 
 class Coordination(ABC):
@@ -45,6 +45,10 @@ class Coordination(ABC):
         """Remove all values whose names begin with `prefix`."""
         await self.call(REMOVE, prefix)
 
+    async def signal(self, name: str, value: Any) -> None:
+        """Call the functions of `on_change` in all frontends with {name: value}, which is no value afterwards."""
+        await self.call(SIGNAL, name, value)
+
     @abstractmethod
     async def close(self) -> None:
         """End the connection to the process that runs actions, if there is one."""
@@ -65,7 +69,7 @@ class Coordinator(Coordination):
 
     def __init__(self) -> None:
         super().__init__()
-        self.actions: dict[str, Action] = {PUT: self._put, REMOVE: self._remove}
+        self.actions: dict[str, Action] = {PUT: self._put, REMOVE: self._remove, SIGNAL: self._signal}
 
     async def call(self, action: str, *arguments: Any) -> Any:
         return await self.actions[action](*arguments)
@@ -82,6 +86,10 @@ class Coordinator(Coordination):
             return False
         await self.publish({name: value})
         return True
+
+    async def _signal(self, name: str, value: Any) -> None:
+        await self.publish({name: value})
+        await self.publish({name: None})
 
     async def _remove(self, prefix: str) -> None:
         await self.publish({name: None for name in self._values if name.startswith(prefix)})

@@ -17,6 +17,8 @@ from stoker.server.settings import ServerSettings
 if TYPE_CHECKING:
     from stoker.cli.prepare_server import PreparedServer
 
+_NO_EFFECT = "An option of launch_triton_server.py without effect: "
+
 
 def launch(
     model_repo: Annotated[Path, typer.Option("--model_repo", "--model-repo", help="The model repository.")],
@@ -28,6 +30,22 @@ def launch(
     force: Annotated[bool, typer.Option("--force", "-f", help="Launch even when a tritonserver process is running.")] = False,
     log: Annotated[bool, typer.Option("--log", help="Write a verbose log to --log-file.")] = False,
     log_file: Annotated[Path, typer.Option("--log-file", help="The file that --log writes.")] = Path("triton_log.txt"),
+    exit_timeout: Annotated[
+        int | None,
+        typer.Option("--exit_timeout", "--exit-timeout", help="Seconds that requests in flight may take at the end. Default: 30."),
+    ] = None,
+    multi_model: Annotated[bool, typer.Option("--multi-model", help=f"{_NO_EFFECT}one repository has one engine.")] = False,
+    no_mpi: Annotated[bool, typer.Option("--no-mpi", help=f"{_NO_EFFECT}Stoker starts ranks without MPI.")] = False,
+    oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help=f"{_NO_EFFECT}Stoker starts ranks without MPI.")] = False,
+    disable_spawn_processes: Annotated[
+        bool, typer.Option("--disable-spawn-processes", help=f"{_NO_EFFECT}it is for --multi-model.")
+    ] = False,
+    trtllm_llmapi_launch: Annotated[
+        bool, typer.Option("--trtllm_llmapi_launch", help=f"{_NO_EFFECT}there is no LLM API to launch.")
+    ] = False,
+    multimodal_gpu0_cuda_mem_pool_bytes: Annotated[
+        int, typer.Option("--multimodal_gpu0_cuda_mem_pool_bytes", help="Must be 0: Stoker serves text models only.")
+    ] = 0,
     tensorrt_llm_model_name: Annotated[
         str | None, typer.Option("--tensorrt_llm_model_name", help="Name of the engine's model; must be the repository's.")
     ] = None,
@@ -58,6 +76,9 @@ def launch(
         with_options,
     )
 
+    if multimodal_gpu0_cuda_mem_pool_bytes:
+        name = f"--multimodal_gpu0_cuda_mem_pool_bytes {multimodal_gpu0_cuda_mem_pool_bytes}"
+        raise ConfigError(f"{name} is refused: Stoker serves text models only.", cure="Leave it out.")
     addresses = ServerSettings(host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
     prepared, options = prepare_repository(model_repo)
     check_world_size("--world_size", world_size, prepared)
@@ -73,6 +94,7 @@ def launch(
         "metrics_port": metrics_port,
         "shared_memory": tuple(shared_memory or ()),
         "test_models": with_test_models,
+        **({} if exit_timeout is None else {"drain_timeout_s": exit_timeout}),
     }
 
     def complete(server: PreparedServer) -> ServerSettings:

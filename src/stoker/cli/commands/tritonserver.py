@@ -86,10 +86,11 @@ def tritonserver(given: dict[str, Any]) -> None:
       stoker tritonserver --model-repository=repo --http-port=9000 --log-verbose=1 --log-file=triton.log
     """
     values = _parse(given)
-    from stoker.cli.job_ranks import wait_for_first_rank
+    from stoker.cli.job_ranks import check_one_host, wait_for_first_rank
     from stoker.cli.repository_server import logging_to
 
     process = env.job_process()
+    check_one_host(process)
     with logging_to(Path(values["log_file"]) if "log_file" in values else None, _log_level(values)):
         for name, reason in values["notes"]:
             log.debug("--%s has no effect: %s", name, reason)

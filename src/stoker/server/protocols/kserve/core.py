@@ -12,7 +12,7 @@ from stoker.server.coordination import Coordinator, Values
 from stoker.server.metrics.triton import Timer
 from stoker.server.protocol import Context
 from stoker.server.protocols.kserve.errors import TritonError
-from stoker.server.protocols.kserve.in_flight import InFlight
+from stoker.server.protocols.kserve.in_flight import CANCEL, InFlight
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, Responses, ServedModel
 from stoker.server.protocols.kserve.model_config import TritonOptions
 from stoker.server.protocols.kserve.model_control import DRAIN, LOAD, SETTINGS, STATUS, UNLOAD, FixedEngine, ModelControl
@@ -32,7 +32,7 @@ class Core:
     def __init__(self, context: Context, catalogue: Catalogue | None = None) -> None:
         self.context = context
         self.settings = context.settings
-        self.in_flight = InFlight()
+        self.in_flight = InFlight(context.coordination)
         self.catalogue = catalogue or build_catalogue(context, self.in_flight, self.settings)
         if isinstance(context.coordination, Coordinator) and LOAD not in context.coordination.actions:  # there is no supervisor
             ModelControl(context.coordination, context.settings, FixedEngine(context.settings))
@@ -127,6 +127,8 @@ class Core:
             self.catalogue = build_catalogue(self.context, self.in_flight, self.settings)
             self._apply_statuses(self.context.coordination.values)
         self._apply_statuses(changes)
+        if (cancelled := changes.get(CANCEL)) is not None:
+            self.in_flight.cancel_here(cancelled)
         drained = [served for served in self.catalogue.all() if served.model.name in (changes.get(DRAIN) or ())]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(served.drained() for served in drained)), self.settings.drain_timeout_s)

@@ -12,6 +12,7 @@ from stoker.server.protocols.kserve.tensors.signature import expected_shape
 
 EXTENSIONS = (
     "model_repository",
+    "model_repository(unload_dependents)",
     "schedule_policy",
     "model_configuration",
     "binary_tensor_data",

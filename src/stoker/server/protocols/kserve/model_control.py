@@ -127,8 +127,7 @@ class ModelControl:
     async def _finish(self, names: list[str]) -> None:
         """The second half of an unload, which holds the lock."""
         try:
-            await self._coordinator.publish({DRAIN: tuple(names)})
-            await self._coordinator.publish({DRAIN: None})
+            await self._coordinator.signal(DRAIN, tuple(names))
             loaded = [model.name for model in self._options.models if self._is_loaded(model.name)]
             if self._has_engine(names) or (self._needs_engine(names) and not loaded):
                 await self._host.stop()

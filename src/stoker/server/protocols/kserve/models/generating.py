@@ -94,7 +94,7 @@ class GeneratingModel(ABC):
         """
         service, outputs = self._service(), self._outputs(inference)
         if "stop" in inference.inputs and inference.inputs["stop"].any():
-            self._in_flight.cancel(inference.request_id)
+            await self._in_flight.cancel(inference.request_id)
             yield [Response(final=True)]
             return
         planned = [self._planned(row, inference, service, outputs) for row in input_rows(inference)]
