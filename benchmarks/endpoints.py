@@ -35,10 +35,10 @@ sys.path.insert(0, str(HERE))
 
 import triton_compare  # noqa: E402
 
+from stoker.api.llm import LLM  # noqa: E402
 from stoker.base.types import GenerationRequest, SamplingParams  # noqa: E402
 from stoker.cli.server_process import running_server  # noqa: E402
 from stoker.frontend.generation import GenerationService  # noqa: E402
-from stoker.frontend.llm import LLM  # noqa: E402
 from stoker.frontend.tokenizer import Tokenizer  # noqa: E402
 from stoker.runtime.transport.zmq_client import ZmqExecutorClient  # noqa: E402
 

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 
 # Higher may import lower, never the reverse. Of equal rank: neither imports the other.
 RANK = {
-    "cli": 13, "deploy": 12, "server": 11, "frontend": 10, "profiling": 9, "builder": 8, "runtime": 8, "models": 7, "engine": 7,
+    "cli": 14, "api": 13, "deploy": 12, "server": 11, "frontend": 10, "profiling": 9, "builder": 8, "runtime": 8, "models": 7, "engine": 7,
     "layers": 6, "quant": 5, "kernels": 4, "distributed": 3, "core": 2, "base": 1,
 }  # fmt: skip
 
@@ -31,7 +31,7 @@ TORCH_FREE = (
     "stoker.runtime.kv", "stoker.runtime.schedule", "stoker.runtime.transport.zmq_mailbox", "stoker.runtime.transport.zmq_client",
 )  # fmt: skip
 # In those, modules that run an engine in their own process; nothing torch-free imports them at its top.
-RUNS_AN_ENGINE = {"stoker.frontend.llm"}
+RUNS_AN_ENGINE = {"stoker.frontend.in_process_engine"}
 
 
 def name_of(path: Path) -> str:

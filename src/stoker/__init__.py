@@ -26,7 +26,8 @@ from stoker.base.errors import (
 from stoker.base.types import Delta, FinishReason, Guide, SamplingParams, Timings, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
-    from stoker.frontend.llm import LLM
+    from stoker.api.llm import LLM
+    from stoker.api.settings import LLMSettings
     from stoker.frontend.service import Choice, Completion
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "EngineError",
     "FinishReason",
     "Guide",
+    "LLMSettings",
     "NotFoundError",
     "QueueFullError",
     "RankError",
@@ -60,7 +62,8 @@ __all__ = [
 
 # Imported when they are first used: LLM needs torch, which takes seconds, and `import stoker` stays under 0.3 s.
 _LATER = {
-    "LLM": "stoker.frontend.llm",
+    "LLM": "stoker.api.llm",
+    "LLMSettings": "stoker.api.settings",
     "Choice": "stoker.frontend.service",
     "Completion": "stoker.frontend.service",
 }

@@ -12,7 +12,7 @@ import pytest
 
 from stoker import LLM, SamplingParams
 from stoker.base.errors import ConfigError
-from stoker.frontend import llm as module
+from stoker.frontend import in_process_engine as module
 from stoker.runtime.executor import Executor
 
 

@@ -16,9 +16,9 @@ from stoker.base.config import RuntimeConfig
 from stoker.deploy.build_settings import BuildSettings
 
 if TYPE_CHECKING:
+    from stoker.api.llm import LLM
     from stoker.builder.config import BuildConfig
     from stoker.deploy.prepare import Progress
-    from stoker.frontend.llm import LLM
 
 MODEL_HELP = (
     "An engine or its name in `stoker list`, a checkpoint folder, a .gguf file, a deployment folder, a hub id, an archive or an address."
@@ -51,6 +51,7 @@ def loading(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterato
     from stoker.cli.output.progress import shown_progress
 
     with shown_progress("preparing", write_progress_line) as progress:
+        from stoker.api.llm import LLM
         from stoker.deploy.local_engine import find_engine
 
         engine = find_engine(model, runtime=runtime, build=build, progress=progress)

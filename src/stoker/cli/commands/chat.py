@@ -19,7 +19,7 @@ from stoker.cli.options import build_options, runtime_options, sampling_options
 from stoker.deploy.build_settings import BuildSettings
 
 if TYPE_CHECKING:
-    from stoker.frontend.llm import LLM
+    from stoker.api.llm import LLM
 
 GREETING = "/help lists the commands. An empty line or Ctrl-D ends the conversation, Ctrl-C stops an answer."
 QUOTES = '"""'  # around a message of several lines

@@ -18,7 +18,8 @@ from stoker.cli.options import build_options, read_lines, runtime_options, sampl
 from stoker.deploy.build_settings import BuildSettings
 
 if TYPE_CHECKING:
-    from stoker.frontend.llm import LLM, Prompt
+    from stoker.api.llm import LLM
+    from stoker.api.prompts import Prompt
     from stoker.frontend.service import Completion
 
 

@@ -1,0 +1,1 @@
+"""The Python API: `stoker.LLM` and its settings."""
