@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
-from stoker.base.config import RuntimeConfig
+from stoker.base.config import RuntimeConfig, RuntimeSettings
 from stoker.base.errors import ConfigError, ConfigTypeError
 from stoker.base.registry import nearest
 from stoker.deploy.build_settings import BuildSettings
-
-
-class RuntimeSettings(TypedDict, total=False):
-    """The fields of RuntimeConfig, which documents them."""
-
-    device: str | None
-    devices: tuple[int, ...] | None
-    policy: str
-    max_batch_size: int | None
-    max_num_sequences: int | None
-    max_num_tokens: int | None
-    chunked_prefill: bool
-    prefix_reuse: bool
-    kv_cache_tokens: int | None
-    kv_cache_fraction: float | None
-    kv_cache_dtype: str | None
-    max_queue_size: int
-    overlap: bool
-    cuda_graphs: bool
-    custom_all_reduce: bool
-    attention_window: int | None
-    num_threads: int | None
-    step_timeout_s: float | None
 
 
 class LLMSettings(RuntimeSettings, total=False):
@@ -131,12 +108,27 @@ _OF_VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((False,), "Merge the adapter into the checkpoint."),
     "limit_mm_per_prompt": (({},), "Models read text only."),
     "distributed_executor_backend": (("mp",), "Ranks are processes of this machine."),
-    "guided_decoding_backend": (("auto", "xgrammar"), "xgrammar compiles all grammars."),
-    "structured_outputs_config": ((), "xgrammar compiles all grammars."),
+    "guided_decoding_backend": (("auto", "xgrammar"), "All grammars are compiled by xgrammar."),
+    "structured_outputs_config": ((), "All grammars are compiled by xgrammar."),
     "compilation_config": ((), "Kernels are compiled when the engine is built."),
     "disable_log_stats": ((True,), "Call LLM.stats()."),
     "task": (("auto", "generate"), "Models generate text only."),
     "runner": (("auto", "generate"), "Models generate text only."),
+    "convert": (("auto", "none"), "Models generate text only."),
+    "pooler_config": ((), "Models generate text only."),
+    "mm_processor_kwargs": (({},), "Models read text only."),
+    "allowed_local_media_path": (("",), "Models read text only."),
+    "allowed_media_domains": (([],), "Models read text only."),
+    "logits_processors": (([],), "Use the fields of SamplingParams."),
+    "chat_template": ((), "Write it to chat_template.jinja of the checkpoint."),
+    "config_format": (("auto", "hf"), "Use a checkpoint with a config.json."),
+    "ignore_patterns": ((), "Files that a build does not need are not downloaded."),
+    "max_context_len_to_capture": ((), "CUDA graphs do not depend on the length."),
+    "data_parallel_size": ((1,), "Start one server per replica."),
+    "num_gpu_blocks_override": ((), "Set kv_cache_tokens."),
+    "kv_transfer_config": ((), "KV blocks are not sent to other servers."),
+    "calculate_kv_scales": ((False,), "Scales are calibrated when the engine is built."),
+    "model_impl": (("auto",), "Models run in Stoker's own implementation."),
     "served_model_name": ((), "Use stoker serve --model-name."),
 }
 _NOUNS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", tuple: "a list of whole numbers"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -169,6 +169,29 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction} is outside (0, 1].", cure="Use a fraction such as 0.9.")
         if self.step_timeout_s is not None and not 1.0 <= self.step_timeout_s <= 86400.0:
             raise ConfigError(f"step_timeout_s={self.step_timeout_s} is refused.", cure="Use seconds, from 1 to 86400.")
+
+
+class RuntimeSettings(TypedDict, total=False):
+    """The fields of RuntimeConfig as the types of keyword arguments."""
+
+    device: str | None
+    devices: tuple[int, ...] | None
+    policy: str
+    max_batch_size: int | None
+    max_num_sequences: int | None
+    max_num_tokens: int | None
+    chunked_prefill: bool
+    prefix_reuse: bool
+    kv_cache_tokens: int | None
+    kv_cache_fraction: float | None
+    kv_cache_dtype: str | None
+    max_queue_size: int
+    overlap: bool
+    cuda_graphs: bool
+    custom_all_reduce: bool
+    attention_window: int | None
+    num_threads: int | None
+    step_timeout_s: float | None
 
 
 def check_within_limits(limits: Limits, runtime: RuntimeConfig) -> None:

@@ -51,7 +51,6 @@ def loading(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterato
     from stoker.cli.output.progress import shown_progress
 
     with shown_progress("preparing", write_progress_line) as progress:
-        from stoker.api.llm import LLM
         from stoker.deploy.local_engine import find_engine
 
         engine = find_engine(model, runtime=runtime, build=build, progress=progress)
@@ -63,7 +62,7 @@ def loading(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterato
 def running_llm(model: str, runtime: RuntimeConfig, build: BuildSettings) -> Iterator[LLM]:
     """The engine of `model`, loaded in this process. Shows progress until it is loaded."""
     with loading(model, runtime, build) as engine:
-        from stoker.frontend.llm import LLM
+        from stoker.api.llm import LLM
 
         llm = LLM(engine, **msgspec.structs.asdict(runtime))
     with llm:
