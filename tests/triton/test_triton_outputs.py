@@ -35,16 +35,8 @@ METRICS = (
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny
-
-    from stoker.base.config import Limits
-    from stoker.builder.build import build
-    from stoker.builder.config import BuildConfig
-
-    checkpoint = tiny.save(tiny.model(), tmp_path_factory.mktemp("checkpoint"))
-    limits = Limits(max_batch_size=8, max_input_len=100, max_output_len=128, max_num_tokens=128, max_beam_width=BEAMS, tokens_per_block=16)
-    return build(checkpoint, tmp_path_factory.mktemp("engine") / "tiny", BuildConfig(device="cpu", limits=limits), verify="files").path
+def engine(engine_with_beams: Path) -> Path:
+    return engine_with_beams
 
 
 @pytest.fixture(scope="module")
