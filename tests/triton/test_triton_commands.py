@@ -58,6 +58,10 @@ def test_the_client(server: RunningServer, run: Run, tmp_path: Path) -> None:
     status, out, _ = run("client", PROMPT, "-u", server.grpc, "--num-return-sequences", 2, "-S")
     first, second = out.splitlines()[:2]
     assert status == 0 and first == f"0: {TEXT}" and second.startswith("1: ") and TEXT.startswith(second.removeprefix("1: "))
+    status, out, err = run(
+        "client", "-u", server.grpc, "--model-name", "tensorrt_llm", "--input-tokens-csv", tmp_path / "ids.csv", "-S", "--stop-after-ms", 1
+    )
+    assert (status, "Latency" in out) == (0, True), err
     for args, error in [
         (("-u", server.grpc, "--model-name", "postprocessing", "--stop-after-ms", 5), "the model postprocessing has no input named stop."),
         (("-u", server.http), "does not answer: nothing listens there, or it is not a gRPC port. Start it: stoker serve"),

@@ -149,12 +149,13 @@ def _override(deployment: Deployment, settings: ServerSettings, runtime: Runtime
 def _with_name(deployment: Deployment, path: str | Path | None) -> Deployment:
     """`deployment` named after the path or address on the command line, where it would be named after its folder in the cache.
 
-    The models of a Triton repository have their names in the repository's files.
+    The models of a Triton repository have their names in the repository's files; the server is named after the engine.
     """
-    server = deployment.server
-    if path is None or deployment.format == "triton" or server.model_name not in (None, Path(deployment.path).name):
+    server, source = deployment.server, deployment.source
+    if path is None or server.model_name not in (None, Path(deployment.path).name):
         return deployment
-    return msgspec.structs.replace(deployment, server=msgspec.structs.replace(server, model_name=model_name_of(path)))
+    named_by = source.location if deployment.format == "triton" and isinstance(source, EngineSource) else path
+    return msgspec.structs.replace(deployment, server=msgspec.structs.replace(server, model_name=model_name_of(named_by)))
 
 
 def _with_models(settings: ServerSettings, engine: Path) -> ServerSettings:

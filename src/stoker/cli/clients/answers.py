@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import typer
 
 
@@ -33,8 +34,9 @@ class Answers:
                 self._add_text(index, item.decode() if isinstance(item, bytes) else item)
             return
         ids = result.as_numpy("output_ids")
-        for index, row in self._by_sequence(result, ids.reshape(-1, ids.shape[-1]).tolist()):
-            if self._is_single:
+        rows = [ids[index].tolist() for index in np.ndindex(ids.shape[:-1])]  # a response of a stopped request has no ids
+        for index, row in self._by_sequence(result, rows):
+            if self._is_single and row:
                 typer.echo(",".join(map(str, row)))
             self._ids[index] = self._ids.get(index, []) + row
 

@@ -66,7 +66,7 @@ async def _request(url: str, path: str, body: dict[str, Any] | None) -> AsyncGen
     try:
         transport, response = await asyncio.get_running_loop().create_connection(_Response, host, port, ssl=tls)
     except OSError as error:
-        raise UnavailableError(f"{url} does not answer: {error.strerror or error}.", cure="Start it: stoker serve ENGINE.") from None
+        raise UnavailableError(f"{url} does not answer: {error.strerror or error}.", cure="Start it: stoker serve MODEL.") from None
     try:
         transport.write(head.encode() + b"\r\n" + data)
         async for item in response.body():

@@ -168,10 +168,15 @@ class _Connection:
     def _stream(
         self, model: str, inputs: Any, values: dict[str, Any], request_id: str, stop_after_ms: int, by_cancel: bool, answers: Answers
     ) -> None:
+        from tritonclient.utils import InferenceServerException
+
         responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._client.start_stream(lambda result, error: responses.put((result, error)), headers=self._headers)
         started = time.perf_counter()
-        self._client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
+        try:
+            self._client.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
+        except InferenceServerException:  # the stream was refused before the request was sent
+            raise responses.get(timeout=STREAM_TIMEOUT_S)[1] from None
         timer = threading.Timer(stop_after_ms / 1000, self._stop, (model, values, request_id, by_cancel))
         if stop_after_ms:
             timer.start()
