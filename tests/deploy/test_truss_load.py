@@ -307,6 +307,15 @@ ACCEPTED: dict[str, tuple[dict, Any, str, Any]] = {
 }
 TOGETHER = {
     "build.arguments.engine_repository",
+    "build.arguments.engine_type",
+    "build.arguments.quant",
+    "build.arguments.calibration.sq_alpha",
+    "build.arguments.arguments.max_input_len",
+    "build.arguments.arguments.max_output_len",
+    "build.arguments.arguments.max_batch_size",
+    "build.arguments.arguments.dtype",
+    "build.arguments.arguments.per_token",
+    "build.arguments.arguments.per_channel",
     "build.arguments.tokenizer_repository",
     "build.arguments.tensor_parallel_count",
     "build.arguments.pipeline_parallel_count",

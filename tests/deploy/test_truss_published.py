@@ -121,3 +121,45 @@ def test_both_kinds_of_engine_exclude_each_other(tmp_path: Path) -> None:
         load(tmp_path, PUBLISHED["qwen/engine-qwen-3-06b"] | {"build": arguments})
     with pytest.raises(ConfigError, match="contradicts"):
         load(tmp_path, PUBLISHED["llama/llama-7b-trt"] | {"build": arguments})
+
+
+ARGUMENTS = {
+    "model_server": "TRT_LLM",
+    "arguments": {
+        "tokenizer_repository": "mistralai/mistral-v2-instruct",
+        "arguments": {"max_input_len": 1024, "max_output_len": 1000, "max_batch_size": 64, "paged_kv_cache": True, "per_token": True},
+        "quant": "smooth_quant",
+        "calibration": {"sq_alpha": 0.7},
+        "tensor_parallel_count": 2,
+        "pipeline_parallel_count": 1,
+    },
+}  # the example of TrussBuildConfig in the templates of truss 0.7, with a quantization
+
+
+def test_an_engine_is_built_from_build_arguments(tmp_path: Path) -> None:
+    source = load(tmp_path, {"build": ARGUMENTS, "model_name": "m"}).source
+    assert isinstance(source, BuildOptions)
+    limits = source.limits
+    assert (limits.max_input_len, limits.max_output_len, limits.max_batch_size) == (1024, 1000, 64)
+    assert (source.checkpoint, source.mapping.tensor_parallel, source.token_secret) == (
+        "mistralai/mistral-v2-instruct",
+        2,
+        "hf_access_token",
+    )
+    assert (source.quantization, source.quantization_settings) == ("SMOOTH_QUANT", {"alpha": 0.7, "per_token": True})
+    built = json.loads(json.dumps(ARGUMENTS))
+    built["arguments"]["engine_repository"] = "baseten/mistral-v2-32k"
+    deployment = load(tmp_path, {"build": built, "model_name": "m"})
+    assert isinstance(deployment.source, EngineSource) and deployment.tokenizer == "mistralai/mistral-v2-instruct"
+    warned = {note.key.removeprefix("build.arguments.") for note in deployment.notes if note.severity == "warning"}
+    assert warned == {
+        "arguments.max_input_len",
+        "arguments.max_output_len",
+        "arguments.max_batch_size",
+        "arguments.per_token",
+        "quant",
+        "calibration.sq_alpha",
+    }
+    built["arguments"]["arguments"]["use_smooth_quant"] = True
+    with pytest.raises(ConfigError, match=r"use_smooth_quant=True is refused: .* Set build\.arguments\.quant"):
+        load(tmp_path, {"build": built, "model_name": "m"})

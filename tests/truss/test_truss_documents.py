@@ -170,7 +170,7 @@ def _is_supported(dump: dict[str, Any]) -> bool:
 def test_a_private_repository_without_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     tokens: list[Secret | None] = []
 
-    def fetch_forbidden(repository: str, revision: str | None, token: Secret | None, store: Any) -> Path:
+    def fetch_forbidden(repository: str, revision: str | None, token: Secret | None, *others: Any) -> Path:
         tokens.append(token)
         raise hub._access_error(repository, False, token)
 

@@ -8,7 +8,7 @@ from stoker.base.errors import ConfigError
 from stoker.deploy.collected_settings import CollectedSettings, invalid_value
 from stoker.deploy.devices import check_world
 from stoker.deploy.secrets import check_secret_name, secret_places
-from stoker.deploy.truss.keys import FINISHED_ENGINES
+from stoker.deploy.truss.keys import CHECKPOINT_TO_BUILD, FINISHED_ENGINES
 
 OPENAI = "openai-compatible"
 LEGACY = "force-legacy-api-non-openai-compatible"
@@ -18,6 +18,7 @@ _UNSUPPORTED_SOURCES = {"GCS": "Google Cloud Storage", "AZURE": "Azure", "BASETE
 def apply_dependent_settings(settings: CollectedSettings, gpus: int) -> None:
     """Add defaults and convert keys that have a meaning only together with others. `gpus` is the number of visible GPUs."""
     settings.pop("stack")
+    _use_arguments(settings)
     _check_repository(settings)
     _select_quantization(settings)
     _set_lengths(settings)
@@ -32,8 +33,25 @@ def apply_dependent_settings(settings: CollectedSettings, gpus: int) -> None:
 
 
 def is_before_trt_llm(settings: CollectedSettings) -> bool:
-    """Whether model_metadata or build.arguments names the engine, and the runtime settings are in packages/."""
-    return bool(settings.get("engine.location")) and settings.setting("engine.location").key in FINISHED_ENGINES
+    """Whether model_metadata or build.arguments names the engine or checkpoint, and the runtime settings are in packages/."""
+    named = [settings.setting(name).key for name in ("engine.location", "engine.tokenizer", "build.checkpoint") if settings.get(name)]
+    return bool({*FINISHED_ENGINES, CHECKPOINT_TO_BUILD} & set(named))
+
+
+def _use_arguments(settings: CollectedSettings) -> None:
+    """build.arguments either name an engine, and settings of a build have no effect, or the checkpoint of one."""
+    tokenizer = settings.get("engine.tokenizer") and settings.setting("engine.tokenizer")
+    if not tokenizer or tokenizer.key != CHECKPOINT_TO_BUILD:
+        return
+    if settings.get("engine.location") is None:
+        settings.pop("engine.tokenizer")
+        settings.set("build.checkpoint", tokenizer.value, tokenizer.origin, tokenizer.key)
+        return
+    for target in settings.targets():
+        if target.partition(".")[0] in ("build", "limits", "quantization", "quantization_type"):
+            unused = settings.setting(target)
+            settings.pop(target)
+            settings.note(unused.key, "the engine is built already; the settings of its build apply", unused.origin, "warning")
 
 
 def _check_repository(settings: CollectedSettings) -> None:

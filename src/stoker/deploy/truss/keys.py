@@ -12,6 +12,7 @@ from stoker.base.fields.table import FieldRow, FieldTable, accepted, no_effect, 
 from stoker.base.fields.values import Anything, Choice, Flag, Line, Real, ValueType, Whole, names
 from stoker.deploy import quantization
 from stoker.deploy.locations import Location
+from stoker.deploy.truss.image_keys import ARGUMENTS, IMAGE_ROWS
 
 _FLAG, _TEXT, _ANY = Flag(), Line(allow_empty=True), Anything(hidden=True)
 _COUNT, _UNSIGNED = Whole(1, 1 << 24), Whole(0)
@@ -140,17 +141,6 @@ _METADATA_ROWS = (
     ),
 )
 
-_ARGUMENTS = "build.arguments."
-_IMAGE_ROWS = (
-    accepted(_ARGUMENTS + "engine_repository", Location(), "the generation before trt_llm", "engine.location"),
-    accepted(_ARGUMENTS + "tokenizer_repository", Location(), "the generation before trt_llm", "engine.tokenizer"),
-    accepted(_ARGUMENTS + "tensor_parallel_count", Whole(1, 1024), "must equal that of the engine", "mapping.tensor_parallel"),
-    accepted(_ARGUMENTS + "pipeline_parallel_count", Whole(1, 1024), "must equal that of the engine", "mapping.pipeline_parallel"),
-    no_effect("build.model_server", names("TrussServer", "TRT_LLM"), "Stoker is the server"),
-    no_effect("build.secret_to_path_mapping", _ANY, _IMAGE),
-    no_effect("build.no_cache", _FLAG, _IMAGE),
-)
-
 _RUN = "trt_llm.runtime."
 _RUN_ROWS = (
     accepted(_RUN + "kv_cache_free_gpu_mem_fraction", Real(0.0, 1.0, above=True), "default 0.9", "runtime.kv_cache_fraction"),
@@ -241,12 +231,14 @@ _TOP_ROWS = (
 )
 
 TABLE: FieldTable[FieldRow] = FieldTable(
-    (*_BUILD_ROWS, *_PLUGIN_ROWS, *_SERVE_ROWS, *_METADATA_ROWS, *_IMAGE_ROWS, *_RUN_ROWS, *_RUN_V2_ROWS, *_TRT_LLM_ROWS, *_TOP_ROWS),
+    (*_BUILD_ROWS, *_PLUGIN_ROWS, *_SERVE_ROWS, *_METADATA_ROWS, *IMAGE_ROWS, *_RUN_ROWS, *_RUN_V2_ROWS, *_TRT_LLM_ROWS, *_TOP_ROWS),
     noun="key",
 )
 
 # Keys that name a finished engine in a configuration without trt_llm.
-FINISHED_ENGINES = (_METADATA + "engine_repository", _ARGUMENTS + "engine_repository")
+FINISHED_ENGINES = (_METADATA + "engine_repository", ARGUMENTS + "engine_repository")
+# In a configuration with neither of them, the checkpoint to build, and a build script, which is rejected.
+CHECKPOINT_TO_BUILD, ENGINE_SCRIPT = ARGUMENTS + "tokenizer_repository", _METADATA + "engine_build"
 # Keys of trt_llm.runtime that only one inference stack has.
 V2_ONLY = frozenset(row.name for row in _RUN_V2_ROWS)
 V1_ONLY = frozenset(row.name for row in _RUN_ROWS) - {_RUN + "served_model_name"}

@@ -5,7 +5,17 @@ from __future__ import annotations
 from stoker.base.errors import ConfigError
 from stoker.deploy.deployment import Origin
 from stoker.deploy.syntax.yaml_tree import Node
-from stoker.deploy.truss.keys import FINISHED_ENGINES, FIRST_GENERATION_REQUIRED, TABLE, V1_ONLY, V2_BUILD, V2_BUILD_DEFAULTS, V2_ONLY
+from stoker.deploy.truss.keys import (
+    CHECKPOINT_TO_BUILD,
+    ENGINE_SCRIPT,
+    FINISHED_ENGINES,
+    FIRST_GENERATION_REQUIRED,
+    TABLE,
+    V1_ONLY,
+    V2_BUILD,
+    V2_BUILD_DEFAULTS,
+    V2_ONLY,
+)
 
 # Keys that contain other keys.
 SECTIONS = {row.name.rpartition(".")[0] for row in TABLE} | {row.name.split(".")[0] for row in TABLE if "." in row.name}
@@ -15,7 +25,7 @@ def check_shape(root: Node, file: str) -> None:
     """Raises ConfigError for a wrong structure. Removes from `root` the defaults that truss writes for stack v2."""
     section, finished = _at(root, "trt_llm"), next((name for name in FINISHED_ENGINES if _at(root, name) is not None), None)
     if section is None:
-        if finished is None and _at(root, "model_metadata.engine_build") is None:  # the latter is refused by its row
+        if finished is None and not any(_at(root, name) is not None for name in (CHECKPOINT_TO_BUILD, ENGINE_SCRIPT)):
             raise ConfigError(
                 f"{file} has neither trt_llm nor {' or '.join(FINISHED_ENGINES)}.",
                 cure="Add trt_llm.build or trt_llm.serve; a Truss with a custom model.py runs with the truss package.",
