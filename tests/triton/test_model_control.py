@@ -44,6 +44,7 @@ def test_models_are_loaded_unloaded_and_reloaded_while_requests_run(
         assert "".join(part["text_output"] for part in parts) == whole.removeprefix("the quick")
         until(lambda: set(states(http).values()) == {"UNAVAILABLE"})
         assert not Path(f"/proc/{executor}").exists() and executors(process) == [], "the memory of the engine is free"
+        assert http.get("/metrics").status_code == 200 and http.get("/v2/models/stats").status_code == 200
         assert http.get("/v2/health/ready").status_code == 200 and http.get("/v2/models/ensemble/ready").status_code == 400
         # The files have changed: the load applies them, in all frontends.
         config = repo / "ensemble" / "config.pbtxt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import re
 from collections.abc import Iterator
@@ -406,6 +407,25 @@ def test_explicit_model_control() -> None:
         assert text(client.infer("ensemble", tensors(thttp, text_input=PROMPT, max_tokens=100))) == PROMPT + TEXT
         with pytest.raises(InferenceServerException, match="failed to load 'nope'"):
             client.load_model("nope")
+        # The config of a load, as in simple_http_model_control.py; a load without one restores the repository's.
+        config = client.get_model_config("ensemble")
+        client.load_model("ensemble", config=json.dumps({**config, "max_batch_size": "16"}))
+        assert client.get_model_config("ensemble")["max_batch_size"] == 16
+        rows = tensors(thttp, text_input=np.full((17, 1), b"x", object), max_tokens=np.full((17, 1), 3, np.int32))
+        with pytest.raises(InferenceServerException, match="inference request batch-size must be <= 16 for 'ensemble'"):
+            client.infer("ensemble", rows)
+        for wrong, error in [
+            ('"parameters": {"config": {{"max_batch_size": "16"}}}', "failed to load 'ensemble', the config is not JSON"),
+            ('{"max_batch_size": 0}', "max_batch_size is 0, and it must be from 1 to"),
+            ('{"platform": "onnx"}', "only max_batch_size can be replaced, and the config has another 'platform'"),
+            ("[]", "the config is not a JSON object"),
+        ]:
+            with pytest.raises(InferenceServerException, match=re.escape(error)):
+                client.load_model("ensemble", config=wrong)
+        with pytest.raises(InferenceServerException, match=r"parameter 'file:1/model\.py' is not supported"):
+            client.load_model("ensemble", config="{}", files={"file:1/model.py": b"x"})
+        client.load_model("ensemble")
+        assert client.get_model_config("ensemble")["max_batch_size"] == 256
         client.close()
 
 

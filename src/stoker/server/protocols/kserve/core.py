@@ -11,6 +11,7 @@ from typing import Any
 from stoker.server.coordination import Coordinator, Values
 from stoker.server.metrics.triton import Timer
 from stoker.server.protocol import Context
+from stoker.server.protocols.kserve.config_override import CONFIG, read_batch_size
 from stoker.server.protocols.kserve.errors import TritonError
 from stoker.server.protocols.kserve.in_flight import CANCEL, InFlight
 from stoker.server.protocols.kserve.inference import Inference, Parameters, Response, Responses, ServedModel
@@ -109,15 +110,21 @@ class Core:
         return repository.find(repository.first()).reason or "loading"
 
     async def set_loaded(self, name: str, parameters: Parameters, *, loaded: bool) -> None:
-        """Load or unload a model. Raises TritonError, also for Triton's parameters that would replace the files of the model."""
+        """Load or unload a model. Raises TritonError, also for parameters that would replace files of the model."""
         if self.options.model_control != "explicit":
             raise TritonError("explicit model load / unload is not allowed if polling is enabled", 503)
-        if unknown := next((key for key in parameters if key != "unload_dependents"), None):
+        known = CONFIG if loaded else "unload_dependents"
+        if unknown := next((key for key in parameters if key not in (known, "unload_dependents")), None):
             action = "load" if loaded else "unload"
             problem = f"parameter '{unknown[:80]}' is not supported: models are loaded from the repository as it is"
             raise TritonError(f"failed to {action} '{name[:200]}', {problem}.")
-        arguments = (name,) if loaded else (name, parameters.get("unload_dependents") is True)
-        if error := await self.context.coordination.call(LOAD if loaded else UNLOAD, *arguments):
+        if loaded:
+            overridden = CONFIG in parameters and name in self.catalogue
+            batch_size = read_batch_size(self.catalogue.find(name).model, parameters[CONFIG]) if overridden else None
+            error = await self.context.coordination.call(LOAD, name, batch_size)
+        else:
+            error = await self.context.coordination.call(UNLOAD, name, parameters.get("unload_dependents") is True)
+        if error:
             raise TritonError(error)
 
     async def _apply(self, changes: Values) -> None:

@@ -103,6 +103,7 @@ class TritonOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_control: str = "none"  # explicit: clients may load and unload models
     load_models: tuple[str, ...] = ("*",)  # explicit: the models to load at the start, with the models of their steps; *: all
     strict_readiness: bool = True  # the server is ready when all of its loaded models are
+    batch_sizes: dict[str, int] = {}  # model → max_batch_size that a client has set while loading it
     server_name: str = "stoker"  # in the metadata of the server
 
     def __post_init__(self) -> None:

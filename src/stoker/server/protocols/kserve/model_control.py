@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+import msgspec
+
 from stoker.base.errors import StokerError
 from stoker.base.logging import get_logger
 from stoker.server.coordination import Coordinator
@@ -72,12 +74,13 @@ class ModelControl:
         self._coordinator = coordinator
         self._settings = settings
         self._host = host
+        self._batch_sizes: dict[str, int] = {}
         self._lock = asyncio.Lock()
         self._finishing: set[asyncio.Task[None]] = set()
         coordinator.actions |= {LOAD: self.load, UNLOAD: self.unload}
 
-    async def load(self, name: str) -> str:
-        """Load a model and the models of its steps."""
+    async def load(self, name: str, batch_size: int | None) -> str:
+        """Load a model and the models of its steps. `batch_size` replaces max_batch_size until the next load."""
         async with self._lock:
             try:
                 self._settings = await self._host.read_settings()
@@ -95,7 +98,11 @@ class ModelControl:
             except StokerError as error:
                 await self._publish(loading, ModelStatus("UNAVAILABLE", str(error)))
                 return f"failed to load '{name[:200]}', {error}"
-            await self._coordinator.publish({SETTINGS: self._settings})
+            self._batch_sizes.pop(name, None)
+            if batch_size is not None:
+                self._batch_sizes[name] = batch_size
+            options = msgspec.structs.replace(self._options, batch_sizes=dict(self._batch_sizes))
+            await self._coordinator.publish({SETTINGS: msgspec.structs.replace(self._settings, options=options)})
             await self._publish(names, ModelStatus())
             return ""
 

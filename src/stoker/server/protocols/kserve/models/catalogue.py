@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from stoker.base.errors import StokerError
 from stoker.frontend.service import Service
 from stoker.server.protocol import Context
@@ -39,6 +41,9 @@ class Catalogue:
     def all(self) -> list[ServedModel]:
         return list(self._models.values())
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._models
+
     def find(self, name: str, version: str | None = None) -> ServedModel:
         """A model, whether it is ready or not. Raises UnknownModelError."""
         served = self._models.get(name)
@@ -64,6 +69,8 @@ def build_catalogue(context: Context, in_flight: InFlight, settings: ServerSetti
     if settings.test_models:
         models += test_models()
     for served in models:
+        size = options.batch_sizes.get(served.model.name, served.model.max_batch_size)
+        served.model = msgspec.structs.replace(served.model, max_batch_size=size)
         served.status = ModelStatus() if options.is_loaded_at_start(served.model.name) else UNLOADED
     if options.unary:
         used_names = {served.model.name for served in models}
