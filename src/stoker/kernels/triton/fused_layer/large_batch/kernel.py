@@ -214,11 +214,7 @@ def fused_layer_large_batch_kernel(
     NUM_TOKENS: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
-    """One CTA of the persistent launch. `linears` is a result of `pack_linears`; `m` is the number of tokens.
-
-    `partials_ptr`: float32, zero before and after; `squares_ptr`: float32 [k / 16, NUM_TOKENS] per norm; `barrier_ptr`: the grid barrier's
-    counter. GATED, HAS_BIAS and SPLIT_K are strings of `pack_numbers` with a number per linear.
-    """
+    """One CTA of the persistent launch. GATED, HAS_BIAS and SPLIT_K are strings of `pack_numbers` with one number per linear."""
     config: gl.constexpr = make_config(
         GATED,
         HAS_BIAS,
