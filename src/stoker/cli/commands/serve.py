@@ -50,8 +50,8 @@ SERVER_HELP = {
     "cors_origins": "Allow web pages of this origin to send requests; * allows all. Repeatable.",
     "tls_certificate": "A PEM file. With --tls-key, the server uses HTTPS.",
     "tls_key": "A PEM file with the private key of --tls-certificate.",
-    "tool_parser": f"Format of the model's tool calls: {', '.join(TOOL_PARSERS)}. Default: requests with tools are rejected.",
-    "reasoning_parser": f"Format of the model's reasoning: {', '.join(REASONING_PARSERS)}. Default: reasoning stays in the text.",
+    "tool_parser": f"Format of the model's tool calls: auto (by the chat template) or one of {', '.join(TOOL_PARSERS)}.",
+    "reasoning_parser": f"Format of the model's reasoning: auto or one of {', '.join(REASONING_PARSERS)}. Default: it stays in the text.",
 }
 
 
