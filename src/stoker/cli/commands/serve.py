@@ -138,7 +138,7 @@ def _print_report(arguments: ServeArguments) -> None:
 
 
 def _serve(arguments: ServeArguments) -> int:
-    from stoker.cli.output.progress import shown_progress
+    from stoker.api.progress import shown_progress
 
     with shown_progress("preparing", log.info) as progress:
         from stoker.cli.server_start import prepare
@@ -148,7 +148,7 @@ def _serve(arguments: ServeArguments) -> int:
 
 
 def _run(prepared: PreparedServer, listeners: list[socket.socket]) -> int:
-    from stoker.cli.output.progress import Waiting
+    from stoker.api.progress import Waiting
     from stoker.server.processes.supervisor import serve as run_server
 
     waiting = Waiting("loading")
