@@ -190,6 +190,7 @@ def test_a_repository_and_an_engine_are_served_on_tritons_ports(engine: Path, tm
             assert grpc.infer("ensemble", tensors(tgrpc, **body)).as_numpy("text_output").item().decode() == answer["text_output"]
         grpc.close()
         http = thttp.InferenceServerClient(addresses["HTTPService"])
+        assert http.get_server_metadata()["name"] == ("triton" if kind == "launch" else "stoker")
         assert http.get_model_config("tensorrt_llm")["parameters"]["gpt_model_path"]["string_value"] == str(engine)
         http.close()
         metrics = httpx.get(f"http://{addresses['Metrics']}/metrics").text
